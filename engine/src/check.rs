@@ -1,0 +1,365 @@
+//! Checks made from the tables OPS and PASSES: used by the tests and by `kiln check`.
+
+use crate::cpu::{Cpu, Data};
+use crate::graph::{Graph, Kind};
+use crate::meta::{DType, Meta};
+use crate::op::{Case, Fill};
+use crate::passes::{Mode, Numerics, Pass, Switches, Target, sweep};
+use crate::philox::{fill_normal, hash_name, philox};
+use crate::program::{Device, Program};
+use crate::record::{Recorder, Var};
+use crate::store::Store;
+
+/// Numbers for one feed.
+#[derive(Clone)]
+pub enum Numbers {
+    F32(Vec<f32>),
+    I32(Vec<i32>),
+    U8(Vec<u8>),
+}
+
+impl Numbers {
+    pub fn data(&self) -> Data<'_> {
+        match self {
+            Numbers::F32(v) => Data::F32(v),
+            Numbers::I32(v) => Data::I32(v),
+            Numbers::U8(v) => Data::U8(v),
+        }
+    }
+
+    fn dtype(&self) -> DType {
+        match self {
+            Numbers::F32(_) => DType::F32,
+            Numbers::I32(_) => DType::I32,
+            Numbers::U8(_) => DType::U8,
+        }
+    }
+}
+
+/// What one check found.
+pub struct Outcome {
+    pub name: String,
+    /// The largest error relative to what is allowed, where one was measured.
+    pub error: f64,
+    pub problem: Option<String>,
+}
+
+impl Outcome {
+    fn new(name: String, found: Result<f64, String>) -> Outcome {
+        match found {
+            Ok(error) => Outcome { name, error, problem: None },
+            Err(problem) => Outcome { name, error: f64::NAN, problem: Some(problem) },
+        }
+    }
+}
+
+fn words(seed: u64, count: usize) -> impl Iterator<Item = u32> {
+    (0..count).map(move |i| philox([i as u32, 0, seed as u32, (seed >> 32) as u32], [17, 4])[0])
+}
+
+fn normals(seed: u64, count: usize) -> Vec<f32> {
+    let mut v = vec![0.0; count];
+    fill_normal(seed, 99, &mut v);
+    v
+}
+
+/// The numbers of a case's input: always the same for the same name.
+pub fn fill(kind: Fill, seed: u64, count: usize) -> Numbers {
+    let mut normal = normals(seed, count);
+    match kind {
+        Fill::Normal | Fill::Frozen => Numbers::F32(normal),
+        Fill::AwayFromZero => {
+            normal.iter_mut().for_each(|v| *v += 0.3f32.copysign(*v));
+            Numbers::F32(normal)
+        }
+        Fill::Positive => Numbers::F32(normal.iter().map(|v| 0.5 + 1.5 / (1.0 + (-v).exp())).collect()),
+        Fill::Distinct => {
+            let mut order: Vec<usize> = (0..count).collect();
+            let keys: Vec<u32> = words(seed, count).collect();
+            order.sort_by_key(|&i| keys[i]);
+            Numbers::F32(order.iter().map(|&i| i as f32).collect())
+        }
+        Fill::Index(n) => Numbers::I32(words(seed, count).map(|w| (w as usize % n) as i32).collect()),
+        Fill::Target(n) => Numbers::I32(words(seed, count).map(|w| if w % 8 == 0 { -1 } else { (w as usize / 8 % n) as i32 }).collect()),
+        Fill::Rng => Numbers::I32(vec![3, 1, 4, 1]),
+        Fill::Mask => Numbers::U8(words(seed, count).map(|w| (w & 1) as u8).collect()),
+    }
+}
+
+/// A graph loaded with nothing switched on but what it cannot do without, unless told otherwise.
+struct Loaded {
+    program: Program,
+    store: Store,
+}
+
+impl Loaded {
+    fn new(graph: Graph, switches: &Switches, device: &Device) -> Result<Loaded, String> {
+        let mut store = Store::new(5);
+        let program = Program::load(graph, switches, device, &mut store).map_err(|e| e.to_string())?;
+        Ok(Loaded { program, store })
+    }
+
+    fn run(&mut self, feeds: &[(String, Numbers)], outputs: &[String]) -> Result<Vec<Vec<f32>>, String> {
+        let feeds: Vec<(&str, Data)> = feeds.iter().map(|(n, d)| (n.as_str(), d.data())).collect();
+        self.program.run(&mut self.store, &feeds).map_err(|e| e.to_string())?;
+        outputs.iter().map(|o| self.program.read(o, &self.store).map_err(|e| e.to_string())).collect()
+    }
+}
+
+/// Records a case in the middle of a graph: arithmetic before it, a random cotangent behind it.
+struct Recorded {
+    graph: Graph,
+    feeds: Vec<(String, Numbers)>,
+    outputs: Vec<String>,
+    /// (index of the feed, name of the output that is its gradient).
+    gradients: Vec<(usize, String)>,
+    /// (name of an output, its cotangent).
+    cotangents: Vec<(String, Vec<f32>)>,
+}
+
+/// What the inputs go through before the case: a gradient that forgets its cotangent, or what came before, shows.
+fn before(leaf: Var) -> Var {
+    leaf * 0.75 + 0.125
+}
+
+fn record(case: &Case, dtype: DType, unfused: bool) -> Recorded {
+    let r = Recorder::new();
+    let seed = hash_name(case.name);
+    let mut out = Recorded { graph: Graph::default(), feeds: vec![], outputs: vec![], gradients: vec![], cotangents: vec![] };
+    let (mut leaves, mut inputs) = (vec![], vec![]);
+    for (i, input) in case.inputs.iter().enumerate() {
+        let numbers = fill(input.1, seed.wrapping_add(i as u64), input.0.iter().product());
+        let leaf = r.feed(&format!("x{i}"), input.0, numbers.dtype());
+        inputs.push(if numbers.dtype().is_float() { before(leaf).cast(dtype) } else { leaf });
+        out.feeds.push((format!("x{i}"), numbers));
+        leaves.push(leaf);
+    }
+    let outputs = (case.build)(&inputs);
+    let mut loss: Option<Var> = None;
+    for (k, &y) in outputs.iter().enumerate().filter(|(_, y)| y.dtype().is_float()) {
+        let c = normals(seed ^ (k as u64 + 1) << 40, y.meta().elements());
+        let cotangent = r.feed(&format!("c{k}"), &y.shape(), DType::F32);
+        let term = (y.cast(DType::F32) * cotangent).sum();
+        loss = Some(loss.map_or(term, |l| l + term));
+        r.output(&format!("y{k}"), y);
+        out.outputs.push(format!("y{k}"));
+        out.feeds.push((format!("c{k}"), Numbers::F32(c.clone())));
+        out.cotangents.push((format!("y{k}"), c));
+    }
+    let loss = loss.expect("a case has an output that is no integer");
+    for (i, &leaf) in leaves.iter().enumerate().filter(|(_, l)| l.dtype().is_float()) {
+        // One Grad node each: the check drops those of inputs that have no gradient.
+        r.output(&format!("g{i}"), r.grad(loss, &[leaf])[0]);
+        out.gradients.push((i, format!("g{i}")));
+    }
+    let mut graph = r.finish();
+    if unfused {
+        let done: Result<(), std::convert::Infallible> = graph.rewrite(|_, _, node, inputs| {
+            Ok(match &node.kind {
+                Kind::Op(op) => op.unfused(inputs).map(|mut y| {
+                    y.resize(node.outputs.len(), y[0]);
+                    y
+                }),
+                _ => None,
+            })
+        });
+        done.unwrap_or_else(|never| match never {});
+    }
+    out.graph = graph;
+    out
+}
+
+/// norm(a - b) / norm(b), with a floor for what is all rounding.
+pub fn relative(a: &[f32], b: &[f32]) -> f64 {
+    if a.len() != b.len() || a.iter().any(|v| v.is_nan()) {
+        return f64::INFINITY;
+    }
+    let square = |it: &mut dyn Iterator<Item = f64>| it.map(|v| v * v).sum::<f64>().sqrt();
+    let difference = square(&mut a.iter().zip(b).map(|(&x, &y)| x as f64 - y as f64));
+    let size = square(&mut b.iter().map(|&y| y as f64)).max(1e-6 * (b.len() as f64).sqrt());
+    difference / size
+}
+
+fn bitwise(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits())
+}
+
+/// What a sum of `length` roundings of a type may be off by, relatively: eight times its random walk.
+pub fn tolerance(dtype: DType, length: usize) -> f64 {
+    8.0 * dtype.rounding() as f64 * (length as f64).sqrt()
+}
+
+fn longest(case: &Case) -> usize {
+    case.inputs.iter().flat_map(|i| i.0.iter().copied()).max().unwrap_or(1)
+}
+
+fn device() -> Device {
+    Device::cpu(Cpu::all_cores())
+}
+
+/// All checks of one case.
+pub fn check_case(op: &str, case: &Case) -> Vec<Outcome> {
+    let name = |what: &str| format!("{op}: {} ({what})", case.name);
+    let mut all = vec![Outcome::new(name("gradient"), gradient(case)), Outcome::new(name("repeats"), repeats(case))];
+    let ops = |unfused| record(case, DType::F32, unfused).graph.nodes.len();
+    if ops(true) != ops(false) {
+        all.push(Outcome::new(name("unfused"), against_unfused(case)));
+    }
+    for dtype in [DType::BF16, DType::F16] {
+        all.push(Outcome::new(name(&dtype.to_string()), narrow(case, dtype)));
+    }
+    all
+}
+
+/// Fourth-order differences along random directions, from outputs read in f32 and summed in f64.
+fn gradient(case: &Case) -> Result<f64, String> {
+    let r = record(case, DType::F32, false);
+    // What is declared to have no gradient must not have one; everything else must.
+    for i in frozen(case) {
+        let mut one = r.graph.clone();
+        one.outputs.retain(|o| o.0 == format!("g{i}"));
+        sweep(&mut one);
+        if Loaded::new(one, &Switches::default(), &device()).is_ok() {
+            return Err(format!("input {i} has a gradient, but should have none"));
+        }
+    }
+    let gradients: Vec<(usize, String)> = r.gradients.iter().filter(|g| !frozen(case).contains(&g.0)).cloned().collect();
+    let mut graph = r.graph.clone();
+    graph.outputs.retain(|o| o.0.starts_with('y') || gradients.iter().any(|g| g.1 == o.0));
+    sweep(&mut graph);
+    let mut p = Loaded::new(graph, &Switches::default(), &device())?;
+    let names: Vec<String> = gradients.iter().map(|g| g.1.clone()).collect();
+    let analytic = p.run(&r.feeds, &names)?;
+    let mut loss_at = |feeds: &[(String, Numbers)]| -> Result<f64, String> {
+        let ys = p.run(feeds, &r.outputs)?;
+        Ok(ys.iter().zip(&r.cotangents).map(|(y, (_, c))| y.iter().zip(c).map(|(&a, &b)| a as f64 * b as f64).sum::<f64>()).sum())
+    };
+    let allowed = (DType::F32.rounding() as f64).sqrt();
+    let step = 1.0 / 32.0;
+    let mut worst: f64 = 0.0;
+    for ((feed, _), grad) in gradients.iter().zip(&analytic) {
+        let Numbers::F32(x) = &r.feeds[*feed].1 else { unreachable!("only floats have gradients") };
+        let size = grad.iter().map(|&g| (g as f64).powi(2)).sum::<f64>().sqrt().max(1e-2);
+        for trial in 0..4u64 {
+            let mut u = normals(hash_name(case.name) ^ (trial + 7) << 20, x.len());
+            if trial == 3 {
+                // One coordinate alone: what drowns in a sum shows here.
+                let at = hash_name(case.name) as usize % x.len();
+                u.iter_mut().enumerate().for_each(|(i, v)| *v = if i == at { 1.0 } else { 0.0 });
+            }
+            let expected: f64 = grad.iter().zip(&u).map(|(&g, &v)| g as f64 * v as f64).sum();
+            let mut feeds = r.feeds.clone();
+            let mut at = |k: f64| {
+                feeds[*feed].1 = Numbers::F32(x.iter().zip(&u).map(|(&a, &d)| a + (k * step) as f32 * d).collect());
+                loss_at(&feeds)
+            };
+            let measured = (8.0 * (at(1.0)? - at(-1.0)?) - (at(2.0)? - at(-2.0)?)) / (12.0 * step);
+            let error = (expected - measured).abs() / size / allowed;
+            worst = worst.max(error);
+            if error.is_nan() || error > 1.0 {
+                return Err(format!("input {feed}: the vjp says {expected:.6}, differences say {measured:.6} (gradient norm {size:.4})"));
+            }
+        }
+    }
+    Ok(worst)
+}
+
+fn frozen(case: &Case) -> Vec<usize> {
+    (0..case.inputs.len()).filter(|&i| matches!(case.inputs[i].1, Fill::Distinct | Fill::Frozen)).collect()
+}
+
+fn repeats(case: &Case) -> Result<f64, String> {
+    let r = record(case, DType::F32, false);
+    let mut graph = r.graph.clone();
+    graph.outputs.retain(|o| o.0.starts_with('y'));
+    sweep(&mut graph);
+    let mut p = Loaded::new(graph, &Switches::default(), &device())?;
+    let (a, b) = (p.run(&r.feeds, &r.outputs)?, p.run(&r.feeds, &r.outputs)?);
+    match a.iter().zip(&b).all(|(x, y)| bitwise(x, y)) {
+        true => Ok(0.0),
+        false => Err("two runs differ".into()),
+    }
+}
+
+fn values(case: &Case, dtype: DType, unfused: bool) -> Result<Vec<Vec<f32>>, String> {
+    let mut r = record(case, dtype, unfused);
+    r.graph.outputs.retain(|o| o.0.starts_with('y'));
+    sweep(&mut r.graph);
+    Loaded::new(r.graph, &Switches::default(), &device())?.run(&r.feeds, &r.outputs)
+}
+
+fn against_unfused(case: &Case) -> Result<f64, String> {
+    compare(&values(case, DType::F32, false)?, &values(case, DType::F32, true)?, tolerance(DType::F32, longest(case)))
+}
+
+fn narrow(case: &Case, dtype: DType) -> Result<f64, String> {
+    compare(&values(case, dtype, false)?, &values(case, DType::F32, false)?, tolerance(dtype, longest(case)))
+}
+
+fn compare(a: &[Vec<f32>], b: &[Vec<f32>], allowed: f64) -> Result<f64, String> {
+    let worst = a.iter().zip(b).map(|(x, y)| relative(x, y)).fold(0.0, f64::max) / allowed;
+    if worst <= 1.0 { Ok(worst) } else { Err(format!("off by {:.2e}, {:.2e} is allowed", worst * allowed, allowed)) }
+}
+
+/// The pass's own example with the pass off and on.
+pub fn check_pass(pass: &dyn Pass) -> Outcome {
+    Outcome::new(format!("{}: off against on", pass.name()), on_off(pass))
+}
+
+fn on_off(pass: &dyn Pass) -> Result<f64, String> {
+    let example = || {
+        let r = Recorder::new();
+        pass.example(&r);
+        r.finish()
+    };
+    let graph = example();
+    let feeds: Vec<(String, Numbers)> = graph.feeds().map(|(name, meta)| (name.to_string(), feed_numbers(name, meta))).collect();
+    let outputs: Vec<String> = graph.outputs.iter().map(|o| o.0.clone()).collect();
+    let run = |value: &str| -> Result<(Vec<Vec<f32>>, usize), String> {
+        let switches = Switches::default().with(pass.name(), value).map_err(|e| e.to_string())?;
+        let mut p = Loaded::new(example(), &switches, &device())?;
+        let applied = p.program.receipts.iter().find(|r| r.pass == pass.name()).map_or(0, |r| r.applied);
+        Ok((p.run(&feeds, &outputs)?, applied))
+    };
+    if pass.always_on() {
+        let (_, applied) = run("auto")?;
+        return match (run("off"), applied) {
+            (Ok(_), _) => Err("runs without it".into()),
+            (_, 0) => Err("applied nowhere in its own example".into()),
+            _ => Ok(0.0),
+        };
+    }
+    let (off, _) = run(Mode::Off.name())?;
+    let mut worst: f64 = 0.0;
+    let variants: Vec<String> = match pass.settings().iter().find(|s| s.name == "what") {
+        Some(_) => vec!["auto,what=blocks".into(), "auto,what=memory-bound".into()],
+        None => vec!["auto".into()],
+    };
+    for value in variants {
+        let (on, applied) = run(&value)?;
+        if applied == 0 {
+            return Err(format!("{value}: applied nowhere in its own example"));
+        }
+        match pass.numerics(Target::Cpu, DType::F32) {
+            Numerics::Exact if !off.iter().zip(&on).all(|(a, b)| bitwise(a, b)) => {
+                return Err(format!("{value}: declared exact, but bits differ"));
+            }
+            Numerics::Exact => {}
+            Numerics::Reordered => {
+                let length = graph.nodes.iter().flat_map(|n| n.outputs.iter().flat_map(|m| m.shape.iter().copied())).max().unwrap_or(1);
+                worst = worst.max(compare(&on, &off, tolerance(DType::F32, length))?);
+            }
+        }
+    }
+    Ok(worst)
+}
+
+fn feed_numbers(name: &str, meta: &Meta) -> Numbers {
+    let kind = match (name, meta.dtype) {
+        ("rng", _) => Fill::Rng,
+        (_, DType::I32) => Fill::Target(50),
+        (_, DType::U8) => Fill::Mask,
+        _ => Fill::Normal,
+    };
+    fill(kind, hash_name(name), meta.elements())
+}

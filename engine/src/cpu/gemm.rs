@@ -1,0 +1,92 @@
+//! Matrix products on strided memory.
+#![allow(unsafe_code)]
+
+/// A matrix inside a slice: element (i, j) is at `offset + i * row + j * column`.
+#[derive(Clone, Copy, Debug)]
+pub struct Mat<'a> {
+    pub data: &'a [f32],
+    pub offset: usize,
+    pub row: usize,
+    pub column: usize,
+}
+
+impl<'a> Mat<'a> {
+    /// Rows without gaps, `columns` wide.
+    pub fn rows(data: &'a [f32], columns: usize) -> Mat<'a> {
+        Mat { data, offset: 0, row: columns, column: 1 }
+    }
+
+    pub fn t(self) -> Mat<'a> {
+        Mat { row: self.column, column: self.row, ..self }
+    }
+
+    pub fn at(self, offset: usize) -> Mat<'a> {
+        Mat { offset: self.offset + offset, ..self }
+    }
+
+    fn fits(&self, rows: usize, columns: usize) -> bool {
+        rows == 0 || columns == 0 || self.offset + (rows - 1) * self.row + (columns - 1) * self.column < self.data.len()
+    }
+}
+
+/// What a product does with the numbers already in `c`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Into {
+    Replace,
+    Add,
+}
+
+/// c [m, n] = scale * a [m, k] x b [k, n], or adds to it; `c` has rows without gaps, `row` elements apart. `parallel` uses the
+/// threads of the current pool.
+#[allow(clippy::too_many_arguments)]
+pub fn gemm(c: &mut [f32], row: usize, into: Into, m: usize, k: usize, n: usize, a: Mat, b: Mat, scale: f32, parallel: bool) {
+    assert!(a.fits(m, k) && b.fits(k, n), "a matrix product past the end of its inputs");
+    assert!(m == 0 || n == 0 || (m - 1) * row + n <= c.len(), "a matrix product past the end of its output");
+    let threads = if parallel { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
+    let alpha = if into == Into::Add { 1.0 } else { 0.0 };
+    // SAFETY: both inputs and the output were just checked to hold every element that the product touches; the output is
+    // borrowed mutably, so it overlaps neither input.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            c.as_mut_ptr(),
+            1,
+            row as isize,
+            into == Into::Add,
+            a.data.as_ptr().add(a.offset),
+            a.column as isize,
+            a.row as isize,
+            b.data.as_ptr().add(b.offset),
+            b.column as isize,
+            b.row as isize,
+            alpha,
+            scale,
+            false,
+            false,
+            false,
+            threads,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strided_and_added() {
+        let a: Vec<f32> = (0..6).map(|i| i as f32).collect(); // [2, 3]
+        let b: Vec<f32> = (0..12).map(|i| i as f32).collect(); // [4, 3]
+        let mut c = vec![1.0; 10]; // [2, 4], rows 5 apart
+        gemm(&mut c, 5, Into::Add, 2, 3, 4, Mat::rows(&a, 3), Mat::rows(&b, 3).t(), 2.0, false);
+        assert_eq!(c, [11.0, 29.0, 47.0, 65.0, 1.0, 29.0, 101.0, 173.0, 245.0, 1.0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "past the end")]
+    fn bounds_are_checked() {
+        gemm(&mut [0.0; 4], 2, Into::Replace, 2, 2, 2, Mat::rows(&[0.0; 3], 2), Mat::rows(&[0.0; 4], 2), 1.0, false);
+    }
+}

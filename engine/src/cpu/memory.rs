@@ -1,0 +1,88 @@
+//! Bytes at addresses that are multiples of 64, and the one place where slices of them are made.
+#![allow(unsafe_code)]
+
+use super::{Data, DataMut};
+use crate::meta::DType;
+
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line(#[allow(dead_code)] [u8; 64]);
+
+/// A block of memory that starts on a cache line.
+#[derive(Clone)]
+pub struct Buffer {
+    lines: Vec<Line>,
+    bytes: usize,
+}
+
+impl Buffer {
+    pub fn zeroed(bytes: usize) -> Buffer {
+        Buffer { lines: vec![Line([0; 64]); bytes.div_ceil(64)], bytes }
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: `lines` is that many initialised plain bytes, without padding, and is borrowed for as long.
+        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.bytes) }
+    }
+
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.bytes) }
+    }
+
+    pub fn f32(&self) -> &[f32] {
+        bytemuck::cast_slice(self.bytes())
+    }
+
+    pub fn i32(&self) -> &[i32] {
+        bytemuck::cast_slice(self.bytes())
+    }
+}
+
+/// A place in memory that the plan gave to a value for one op's run.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub start: *mut u8,
+    pub elements: usize,
+}
+
+impl Place {
+    /// # Safety
+    /// `start` points to `elements` initialised elements of `dtype`, aligned for it, alive for `'a`, and nothing writes
+    /// to them meanwhile. The plan's test (`no_live_buffers_overlap`) is what makes this so for a running op.
+    pub unsafe fn read<'a>(self, dtype: DType) -> Data<'a> {
+        unsafe {
+            match dtype {
+                DType::F32 => Data::F32(std::slice::from_raw_parts(self.start.cast(), self.elements)),
+                DType::I32 => Data::I32(std::slice::from_raw_parts(self.start.cast(), self.elements)),
+                DType::U8 => Data::U8(std::slice::from_raw_parts(self.start, self.elements)),
+                DType::BF16 | DType::F16 => unreachable!("widened before the op sees it"),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As `read`, and nothing else reads or writes these elements meanwhile.
+    pub unsafe fn write<'a>(self, dtype: DType) -> DataMut<'a> {
+        unsafe {
+            match dtype {
+                DType::F32 => DataMut::F32(std::slice::from_raw_parts_mut(self.start.cast(), self.elements)),
+                DType::I32 => DataMut::I32(std::slice::from_raw_parts_mut(self.start.cast(), self.elements)),
+                DType::U8 => DataMut::U8(std::slice::from_raw_parts_mut(self.start, self.elements)),
+                DType::BF16 | DType::F16 => unreachable!("widened before the op sees it"),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As `read`; the bytes of `elements` elements of `dtype`.
+    pub unsafe fn bytes<'a>(self, dtype: DType) -> &'a [u8] {
+        unsafe { std::slice::from_raw_parts(self.start, self.elements * dtype.size()) }
+    }
+
+    /// # Safety
+    /// As `write`.
+    pub unsafe fn bytes_mut<'a>(self, dtype: DType) -> &'a mut [u8] {
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.elements * dtype.size()) }
+    }
+}

@@ -1,0 +1,277 @@
+//! Runs a planned graph, node by node.
+#![allow(unsafe_code)]
+
+use super::memory::{Buffer, Place};
+use super::{Cpu, Data, View, ViewMut};
+use crate::error::Error;
+use crate::graph::{Graph, Kind, Value};
+use crate::meta::{DType, Meta};
+use crate::plan::{Home, Plan};
+use crate::store::Store;
+use half::{bf16, f16};
+use rayon::prelude::*;
+use std::sync::{Arc, Mutex};
+
+/// A graph and its plan, loaded on the CPU.
+pub struct CpuProgram {
+    graph: Graph,
+    plan: Plan,
+    cpu: Cpu,
+    /// Shared by the programs of a device, which run one at a time.
+    arena: Arc<Mutex<Buffer>>,
+    constants: Vec<Option<Buffer>>,
+}
+
+impl CpuProgram {
+    pub fn new(graph: Graph, plan: Plan, cpu: &Cpu, arena: &Arc<Mutex<Buffer>>) -> CpuProgram {
+        let constants = graph.nodes.iter().map(|n| match &n.kind {
+            Kind::Const(numbers) => {
+                let mut b = Buffer::zeroed(4 * numbers.len());
+                b.bytes_mut().copy_from_slice(bytemuck::cast_slice(numbers));
+                Some(b)
+            }
+            _ => None,
+        });
+        let constants = constants.collect();
+        let mut memory = arena.lock().expect("no program panicked");
+        if memory.bytes().len() < plan.arena() {
+            *memory = Buffer::zeroed(0); // give the smaller one back first
+            *memory = Buffer::zeroed(plan.arena());
+        }
+        drop(memory);
+        CpuProgram { graph, plan, cpu: cpu.clone(), arena: arena.clone(), constants }
+    }
+
+    /// f32 elements that a node needs beside its outputs: the op's own, and copies of what is not f32.
+    pub fn workspace(g: &Graph, node: usize) -> usize {
+        let Kind::Op(op) = &g.nodes[node].kind else { return 0 };
+        if op.is_view() {
+            return 0;
+        }
+        let inputs = g.inputs(node);
+        let wide = |m: &Meta| if is_narrow(m.dtype) { m.elements().next_multiple_of(16) } else { 0 };
+        op.workspace(&inputs).next_multiple_of(16) + inputs.iter().chain(&g.nodes[node].outputs).map(wide).sum::<usize>()
+    }
+
+    pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
+        let arena = self.arena.clone();
+        let mut arena = arena.lock().expect("no program panicked");
+        // Where the memory of every source is, for this run.
+        let mut sources: Vec<*mut u8> = vec![std::ptr::null_mut(); self.graph.nodes.len()];
+        for (i, node) in self.graph.nodes.iter().enumerate() {
+            sources[i] = match &node.kind {
+                Kind::State(s) => store.get_mut(&s.name).ok_or_else(|| Error::NoState(s.name.clone()))?.data.bytes_mut().as_mut_ptr(),
+                Kind::Const(_) => self.constants[i].as_mut().expect("made at load").bytes_mut().as_mut_ptr(),
+                Kind::Feed(name) => feed(name, &node.outputs[0], feeds)?,
+                _ => continue,
+            };
+        }
+        let base = Base { arena: arena.bytes_mut().as_mut_ptr(), sources };
+        let (graph, plan) = (&self.graph, &self.plan);
+        self.cpu.run(move || {
+            let base = base; // the whole struct, not its pointers one by one
+            for i in 0..graph.nodes.len() {
+                step(graph, plan, &base, i);
+            }
+            for &(state, value) in &plan.stores {
+                let dtype = graph.meta(value).dtype;
+                let to = Value { node: state, out: 0 };
+                // SAFETY: no op runs now; a state's buffer and another value's do not overlap.
+                unsafe { base.place(graph, plan, to).bytes_mut(dtype).copy_from_slice(base.place(graph, plan, value).bytes(dtype)) };
+            }
+        });
+        Ok(())
+    }
+
+    /// An output of the last run. Another program's run in between overwrites it.
+    pub fn read(&self, name: &str, store: &Store) -> Result<Vec<f32>, Error> {
+        let (_, v) = self.graph.outputs.iter().find(|o| o.0 == name).ok_or_else(|| Error::NoOutput(name.into()))?;
+        let spot = &self.plan.spots[v.node][v.out];
+        let meta = self.graph.meta(*v);
+        let size = meta.dtype.size();
+        let arena = self.arena.lock().expect("no program panicked");
+        let all = match &self.plan.buffers[spot.buffer].home {
+            Home::Arena(o) => &arena.bytes()[*o..*o + self.plan.buffers[spot.buffer].bytes],
+            Home::Source(n) => match &self.graph.nodes[*n].kind {
+                Kind::State(s) => store.get(&s.name).ok_or_else(|| Error::NoState(s.name.clone()))?.data.bytes(),
+                Kind::Const(_) => self.constants[*n].as_ref().expect("made at load").bytes(),
+                _ => return Err(Error::NoOutput(format!("{name} (it is a feed)"))),
+            },
+        };
+        let all = widened(&all[spot.offset * size..], meta.dtype);
+        let mut index = vec![0; meta.rank()];
+        let mut out = Vec::with_capacity(meta.elements());
+        for _ in 0..meta.elements() {
+            out.push(all[index.iter().zip(&spot.strides).map(|(i, s)| i * s).sum::<usize>()]);
+            for d in (0..index.len()).rev() {
+                index[d] += 1;
+                if index[d] < meta.shape[d] {
+                    break;
+                }
+                index[d] = 0;
+            }
+        }
+        Ok(out)
+    }
+}
+
+fn feed(name: &str, want: &Meta, feeds: &[(&str, Data)]) -> Result<*mut u8, Error> {
+    let wrong = |got: String| Error::Feed { name: name.into(), want: want.clone(), got };
+    let (_, data) = feeds.iter().find(|f| f.0 == name).ok_or_else(|| wrong("nothing".into()))?;
+    let (start, count, dtype) = match data {
+        Data::F32(d) => (d.as_ptr().cast_mut().cast::<u8>(), d.len(), DType::F32),
+        Data::I32(d) => (d.as_ptr().cast_mut().cast(), d.len(), DType::I32),
+        Data::U8(d) => (d.as_ptr().cast_mut(), d.len(), DType::U8),
+    };
+    if (count, dtype) != (want.elements(), want.dtype) {
+        return Err(wrong(format!("{count} elements of {dtype}")));
+    }
+    Ok(start)
+}
+
+struct Base {
+    arena: *mut u8,
+    sources: Vec<*mut u8>,
+}
+
+// SAFETY: the pointers are used by the one thread that runs the program's nodes; it hands out slices that obey the plan.
+unsafe impl Send for Base {}
+
+impl Base {
+    fn place(&self, g: &Graph, plan: &Plan, v: Value) -> Place {
+        let (spot, meta) = (&plan.spots[v.node][v.out], g.meta(v));
+        let start = match plan.buffers[spot.buffer].home {
+            // SAFETY: the plan's offsets lie inside the arena, which is as large as the plan says.
+            Home::Arena(o) => unsafe { self.arena.add(o) },
+            Home::Source(n) => self.sources[n],
+        };
+        // From the first element to the last that the strides reach.
+        let elements = match meta.elements() {
+            0 => 0,
+            _ => 1 + meta.shape.iter().zip(&spot.strides).map(|(n, s)| (n - 1) * s).sum::<usize>(),
+        };
+        // SAFETY: a view's offset lies inside the buffer that it views.
+        Place { start: unsafe { start.add(spot.offset * meta.dtype.size()) }, elements }
+    }
+}
+
+fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
+    let node = &g.nodes[i];
+    let Kind::Op(op) = &node.kind else { return };
+    if op.is_view() {
+        return;
+    }
+    for &(_, input, out) in plan.copies.iter().filter(|c| c.0 == i) {
+        let (from, to) = (node.inputs[input], Value { node: i, out });
+        let dtype = g.meta(to).dtype;
+        // SAFETY: the output has a buffer of its own (that is why it is copied), of the same size.
+        unsafe { base.place(g, plan, to).bytes_mut(dtype).copy_from_slice(base.place(g, plan, from).bytes(dtype)) };
+    }
+    let reuse = op.reuse();
+    // SAFETY: the workspace lies behind the activations, inside the arena, and only the running op uses it.
+    let workspace = unsafe { base.arena.add(plan.memory.activations) };
+    let mut scratch = Scratch { start: workspace, used: 0 };
+    let inputs: Vec<(Vec<usize>, Data)> = node
+        .inputs
+        .iter()
+        .enumerate()
+        .map(|(k, &v)| {
+            let meta = g.meta(v);
+            let mut place = base.place(g, plan, v);
+            let dtype = meta.dtype;
+            if reuse.iter().any(|p| p.0 == k) {
+                place.elements = 0; // the op finds these numbers in its output
+            }
+            let data = if is_narrow(dtype) {
+                let wide = scratch.take(place.elements);
+                // SAFETY: `wide` is unused workspace; the input is initialised and not written during this op.
+                unsafe { widen(place.bytes(dtype), dtype, wide) };
+                Data::F32(wide)
+            } else {
+                // SAFETY: the plan keeps an input's buffer apart from this op's outputs, except where `reuse` empties it above.
+                unsafe { place.read(dtype) }
+            };
+            (plan.spots[v.node][v.out].strides.clone(), data)
+        })
+        .collect();
+    let x: Vec<View> =
+        node.inputs.iter().zip(&inputs).map(|(&v, (strides, data))| View { shape: &g.meta(v).shape, strides, data: *data }).collect();
+    let mut narrow_outputs = vec![];
+    let mut y: Vec<ViewMut> = node
+        .outputs
+        .iter()
+        .enumerate()
+        .map(|(out, meta)| {
+            let place = base.place(g, plan, Value { node: i, out });
+            let data = if is_narrow(meta.dtype) {
+                let wide = scratch.take(place.elements);
+                if reuse.iter().any(|p| p.1 == out) {
+                    // SAFETY: the output's buffer holds the reused input.
+                    unsafe { widen(place.bytes(meta.dtype), meta.dtype, wide) };
+                }
+                narrow_outputs.push((place, meta.dtype, wide.as_ptr()));
+                super::DataMut::F32(wide)
+            } else {
+                // SAFETY: an output's buffer belongs to this op alone while it runs.
+                unsafe { place.write(meta.dtype) }
+            };
+            ViewMut { shape: &meta.shape, data }
+        })
+        .collect();
+    let own = scratch.take(op.workspace(&g.inputs(i)));
+    op.cpu(&x, &mut y, own);
+    drop(y);
+    for (place, dtype, wide) in narrow_outputs {
+        // SAFETY: the op is done; `wide` points to that many elements of workspace that it wrote.
+        unsafe { narrow(std::slice::from_raw_parts(wide, place.elements), dtype, place.bytes_mut(dtype)) };
+    }
+}
+
+struct Scratch {
+    start: *mut u8,
+    used: usize,
+}
+
+impl Scratch {
+    fn take<'a>(&mut self, elements: usize) -> &'a mut [f32] {
+        let at = self.used;
+        self.used += 4 * elements.next_multiple_of(16);
+        // SAFETY: `CpuProgram::workspace` counted the same pieces, so this lies inside the workspace, apart from earlier pieces.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at).cast(), elements) }
+    }
+}
+
+fn is_narrow(d: DType) -> bool {
+    matches!(d, DType::BF16 | DType::F16)
+}
+
+fn widen(from: &[u8], dtype: DType, to: &mut [f32]) {
+    match dtype {
+        DType::BF16 => bytemuck::cast_slice::<u8, bf16>(from).par_iter().zip(to).with_min_len(4096).for_each(|(a, b)| *b = a.to_f32()),
+        DType::F16 => bytemuck::cast_slice::<u8, f16>(from).par_iter().zip(to).with_min_len(4096).for_each(|(a, b)| *b = a.to_f32()),
+        DType::F32 => to.copy_from_slice(bytemuck::cast_slice(from)),
+        DType::I32 => bytemuck::cast_slice::<u8, i32>(from).iter().zip(to).for_each(|(a, b)| *b = *a as f32),
+        DType::U8 => from.iter().zip(to).for_each(|(a, b)| *b = *a as f32),
+    }
+}
+
+fn widened(from: &[u8], dtype: DType) -> Vec<f32> {
+    let mut to = vec![0.0; from.len() / dtype.size()];
+    widen(&from[..to.len() * dtype.size()], dtype, &mut to);
+    to
+}
+
+/// Rounds to nearest, ties to even.
+pub fn narrow(from: &[f32], dtype: DType, to: &mut [u8]) {
+    match dtype {
+        DType::BF16 => {
+            bytemuck::cast_slice_mut::<u8, bf16>(to).par_iter_mut().zip(from).with_min_len(4096).for_each(|(b, a)| *b = bf16::from_f32(*a))
+        }
+        DType::F16 => {
+            bytemuck::cast_slice_mut::<u8, f16>(to).par_iter_mut().zip(from).with_min_len(4096).for_each(|(b, a)| *b = f16::from_f32(*a))
+        }
+        DType::F32 => to.copy_from_slice(bytemuck::cast_slice(from)),
+        DType::I32 => bytemuck::cast_slice_mut::<u8, i32>(to).iter_mut().zip(from).for_each(|(b, a)| *b = *a as i32),
+        DType::U8 => to.iter_mut().zip(from).for_each(|(b, a)| *b = *a as u8),
+    }
+}

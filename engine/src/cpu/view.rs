@@ -1,0 +1,82 @@
+//! A tensor as CPU code of an op sees it.
+
+#[derive(Clone, Copy, Debug)]
+pub enum Data<'a> {
+    F32(&'a [f32]),
+    I32(&'a [i32]),
+    U8(&'a [u8]),
+}
+
+/// An input. Without gaps, unless the op's `layout` says that it takes more; then `strides` tell.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    pub shape: &'a [usize],
+    pub strides: &'a [usize],
+    pub data: Data<'a>,
+}
+
+impl<'a> View<'a> {
+    #[track_caller]
+    pub fn f32(&self) -> &'a [f32] {
+        match self.data {
+            Data::F32(d) => d,
+            _ => panic!("an op read {:?} as f32", self.data),
+        }
+    }
+
+    #[track_caller]
+    pub fn i32(&self) -> &'a [i32] {
+        match self.data {
+            Data::I32(d) => d,
+            _ => panic!("an op read {:?} as i32", self.data),
+        }
+    }
+
+    #[track_caller]
+    pub fn u8(&self) -> &'a [u8] {
+        match self.data {
+            Data::U8(d) => d,
+            _ => panic!("an op read {:?} as u8", self.data),
+        }
+    }
+
+    pub fn dim(&self, back: usize) -> usize {
+        self.shape[self.shape.len() - 1 - back]
+    }
+}
+
+#[derive(Debug)]
+pub enum DataMut<'a> {
+    F32(&'a mut [f32]),
+    I32(&'a mut [i32]),
+    U8(&'a mut [u8]),
+}
+
+/// An output: always without gaps.
+#[derive(Debug)]
+pub struct ViewMut<'a> {
+    pub shape: &'a [usize],
+    pub data: DataMut<'a>,
+}
+
+impl ViewMut<'_> {
+    #[track_caller]
+    pub fn f32(&mut self) -> &mut [f32] {
+        match &mut self.data {
+            DataMut::F32(d) => d,
+            d => panic!("an op wrote {d:?} as f32"),
+        }
+    }
+
+    #[track_caller]
+    pub fn i32(&mut self) -> &mut [i32] {
+        match &mut self.data {
+            DataMut::I32(d) => d,
+            d => panic!("an op wrote {d:?} as i32"),
+        }
+    }
+
+    pub fn dim(&self, back: usize) -> usize {
+        self.shape[self.shape.len() - 1 - back]
+    }
+}

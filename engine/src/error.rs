@@ -1,0 +1,26 @@
+use crate::meta::Meta;
+
+/// What can go wrong between a recorded graph and its results. Mistakes in model code (shapes) panic where they are made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("the loss does not depend on parameter '{0}': use it, or do not ask for its gradient")]
+    Unreached(String),
+    #[error("the graph asks for gradients, but pass 'autodiff' is off")]
+    NoAutodiff,
+    #[error("no pass is called '{name}'{hint}; `kiln passes` lists them")]
+    NoPass { name: String, hint: String },
+    #[error("pass '{pass}': {problem}")]
+    PassSetting { pass: String, problem: String },
+    #[error("pass '{pass}' is required, but declined {site}: {reason} (use {pass}=auto)")]
+    Declined { pass: String, site: String, reason: String },
+    #[error("pass '{0}' is required, but found nothing to apply to (use {0}=auto)")]
+    NoSites(String),
+    #[error("state '{name}' is {have:?}, but {want:?} is wanted")]
+    StateShape { name: String, have: Meta, want: Meta },
+    #[error("there is no state '{0}'")]
+    NoState(String),
+    #[error("feed '{name}' wants {want:?}, got {got}")]
+    Feed { name: String, want: Meta, got: String },
+    #[error("the program has no output '{0}'")]
+    NoOutput(String),
+}

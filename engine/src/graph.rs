@@ -1,0 +1,196 @@
+//! The recorded step: plain data, in an order in which it can run.
+
+use crate::meta::Meta;
+use crate::op::Op;
+use crate::record::{Recorder, Var};
+use std::sync::Arc;
+
+/// Output `out` of node `node`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Value {
+    pub node: usize,
+    pub out: usize,
+}
+
+#[derive(Clone, Debug)]
+pub enum Kind {
+    /// Handed in at every run.
+    Feed(String),
+    /// Outlives the run, in the Store.
+    State(State),
+    /// Numbers fixed when the graph was recorded: tables.
+    Const(Arc<Vec<f32>>),
+    /// Inputs: a loss, then the values to differentiate it by. The pass `autodiff` replaces it.
+    Grad,
+    Op(Arc<dyn Op>),
+}
+
+#[derive(Clone, Debug)]
+pub struct State {
+    pub name: String,
+    pub init: Init,
+    /// A parameter: what an optimizer trains and what a model's file holds.
+    pub param: bool,
+}
+
+/// How a State begins, drawn from (seed, name).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    Full(f32),
+    Normal {
+        std: f32,
+    },
+    /// Normal, cut at two standard deviations.
+    Truncated {
+        std: f32,
+    },
+    Uniform {
+        bound: f32,
+    },
+}
+
+#[derive(Clone, Debug)]
+pub struct Node {
+    pub kind: Kind,
+    pub inputs: Vec<Value>,
+    pub outputs: Vec<Meta>,
+    /// Where in the model it was recorded: `blocks.3.attn`.
+    pub scope: Arc<str>,
+    /// Recorded by a gradient.
+    pub backward: bool,
+    /// The repeated unit of the model that it belongs to; 0 outside of all. What crosses from one to the next is kept by `recompute`.
+    pub block: u32,
+}
+
+impl Node {
+    pub fn op<T: Op>(&self) -> Option<&T> {
+        match &self.kind {
+            Kind::Op(op) => (**op).is::<T>(),
+            _ => None,
+        }
+    }
+
+    pub fn name(&self) -> &str {
+        match &self.kind {
+            Kind::Feed(_) => "feed",
+            Kind::State(_) => "state",
+            Kind::Const(_) => "const",
+            Kind::Grad => "grad",
+            Kind::Op(op) => op.name(),
+        }
+    }
+
+    pub fn is_view(&self) -> bool {
+        matches!(&self.kind, Kind::Op(op) if op.is_view())
+    }
+
+    /// Feeds, states and constants: there before the first op runs.
+    pub fn is_source(&self) -> bool {
+        matches!(self.kind, Kind::Feed(_) | Kind::State(_) | Kind::Const(_))
+    }
+}
+
+/// Nodes stand in running order: every input comes before its reader.
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    pub nodes: Vec<Node>,
+    /// What a run answers with.
+    pub outputs: Vec<(String, Value)>,
+    /// States that take a new value at the end of a run: (the state, its value).
+    pub updates: Vec<(Value, Value)>,
+}
+
+impl Graph {
+    pub fn meta(&self, v: Value) -> &Meta {
+        &self.nodes[v.node].outputs[v.out]
+    }
+
+    pub fn inputs(&self, node: usize) -> Vec<Meta> {
+        self.nodes[node].inputs.iter().map(|&v| self.meta(v).clone()).collect()
+    }
+
+    /// Values that must be there when the run ends.
+    pub fn roots(&self) -> impl Iterator<Item = Value> + '_ {
+        self.outputs.iter().map(|o| o.1).chain(self.updates.iter().map(|u| u.1))
+    }
+
+    pub fn states(&self) -> impl Iterator<Item = (&State, &Meta)> {
+        self.nodes.iter().filter_map(|n| match &n.kind {
+            Kind::State(s) => Some((s, &n.outputs[0])),
+            _ => None,
+        })
+    }
+
+    pub fn feeds(&self) -> impl Iterator<Item = (&str, &Meta)> {
+        self.nodes.iter().filter_map(|n| match &n.kind {
+            Kind::Feed(name) => Some((name.as_str(), &n.outputs[0])),
+            _ => None,
+        })
+    }
+
+    /// For every node, which nodes read it.
+    pub fn readers(&self) -> Vec<Vec<usize>> {
+        let mut readers = vec![vec![]; self.nodes.len()];
+        for (i, node) in self.nodes.iter().enumerate() {
+            for v in &node.inputs {
+                if readers[v.node].last() != Some(&i) {
+                    readers[v.node].push(i);
+                }
+            }
+        }
+        readers
+    }
+
+    /// For every node, whether it depends on one of `from`.
+    pub fn depends_on(&self, from: impl Iterator<Item = Value>) -> Vec<bool> {
+        let mut hit = vec![false; self.nodes.len()];
+        for v in from {
+            hit[v.node] = true;
+        }
+        for i in 0..self.nodes.len() {
+            hit[i] = hit[i] || self.nodes[i].inputs.iter().any(|v| hit[v.node]);
+        }
+        hit
+    }
+
+    /// For every node, whether one of `to` depends on it.
+    pub fn needed_by(&self, to: impl Iterator<Item = Value>) -> Vec<bool> {
+        let mut hit = vec![false; self.nodes.len()];
+        for v in to {
+            hit[v.node] = true;
+        }
+        for i in (0..self.nodes.len()).rev() {
+            if hit[i] {
+                for v in &self.nodes[i].inputs {
+                    hit[v.node] = true;
+                }
+            }
+        }
+        hit
+    }
+
+    /// Records the graph anew, node by node. `f` gets the recorder, the old node's index, the node, and its inputs in the
+    /// new graph; it returns the values that stand for the node's outputs from here on, or None to keep the node.
+    pub fn rewrite<E>(
+        &mut self,
+        mut f: impl for<'g> FnMut(&'g Recorder, usize, &Node, &[Var<'g>]) -> Result<Option<Vec<Var<'g>>>, E>,
+    ) -> Result<(), E> {
+        let old = std::mem::take(self);
+        let recorder = Recorder::new();
+        let mut values: Vec<Vec<Value>> = Vec::with_capacity(old.nodes.len());
+        for (i, node) in old.nodes.iter().enumerate() {
+            recorder.set_place(node);
+            let inputs: Vec<Var> = node.inputs.iter().map(|v| recorder.var(values[v.node][v.out])).collect();
+            let new = match f(&recorder, i, node, &inputs)? {
+                Some(vars) => vars.iter().map(|v| v.value()).collect(),
+                None => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
+            };
+            values.push(new);
+        }
+        *self = recorder.finish();
+        let at = |v: &Value| values[v.node][v.out];
+        self.outputs = old.outputs.iter().map(|(n, v)| (n.clone(), at(v))).collect();
+        self.updates = old.updates.iter().map(|(s, v)| (at(s), at(v))).collect();
+        Ok(())
+    }
+}

@@ -1,0 +1,195 @@
+//! What a value is, apart from its numbers: data type, shape, and how a view of it lies in memory.
+
+use std::fmt;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    F32,
+    BF16,
+    F16,
+    I32,
+    U8,
+}
+
+impl DType {
+    pub const ALL: [DType; 5] = [DType::F32, DType::BF16, DType::F16, DType::I32, DType::U8];
+
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            DType::F32 | DType::I32 => 4,
+            DType::BF16 | DType::F16 => 2,
+            DType::U8 => 1,
+        }
+    }
+
+    pub fn is_float(self) -> bool {
+        matches!(self, DType::F32 | DType::BF16 | DType::F16)
+    }
+
+    /// Half a unit in the last place of 1.0: the relative error of one rounding.
+    pub fn rounding(self) -> f32 {
+        match self {
+            DType::BF16 => 1.0 / 256.0,
+            DType::F16 => 1.0 / 2048.0,
+            _ => 1.0 / 16_777_216.0,
+        }
+    }
+
+    /// The name that safetensors uses.
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "F32",
+            DType::BF16 => "BF16",
+            DType::F16 => "F16",
+            DType::I32 => "I32",
+            DType::U8 => "U8",
+        }
+    }
+
+    pub fn from_name(name: &str) -> Option<DType> {
+        DType::ALL.into_iter().find(|d| d.name() == name)
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.name().to_lowercase())
+    }
+}
+
+/// Shape and data type. Dimensions are never unknown.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Meta {
+    pub shape: Vec<usize>,
+    pub dtype: DType,
+}
+
+impl Meta {
+    pub fn new(shape: &[usize], dtype: DType) -> Meta {
+        Meta { shape: shape.to_vec(), dtype }
+    }
+
+    pub fn f32(shape: &[usize]) -> Meta {
+        Meta::new(shape, DType::F32)
+    }
+
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.elements() * self.dtype.size()
+    }
+
+    pub fn rank(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// The dimension `back` places from the last: `dim(0)` is the innermost.
+    #[track_caller]
+    pub fn dim(&self, back: usize) -> usize {
+        self.shape[self.shape.len() - 1 - back]
+    }
+
+    /// How many rows of the innermost dimension there are.
+    pub fn rows(&self) -> usize {
+        self.shape[..self.shape.len().saturating_sub(1)].iter().product()
+    }
+
+    pub fn with(&self, shape: &[usize]) -> Meta {
+        Meta::new(shape, self.dtype)
+    }
+}
+
+impl fmt::Debug for Meta {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{}{:?}", self.dtype, self.shape)
+    }
+}
+
+/// Strides, in elements, of a tensor without gaps.
+pub fn contiguous(shape: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1; shape.len()];
+    for i in (1..shape.len()).rev() {
+        strides[i - 1] = strides[i] * shape[i];
+    }
+    strides
+}
+
+/// A dimension of one element may have any stride.
+pub fn is_contiguous(shape: &[usize], strides: &[usize]) -> bool {
+    let mut expected = 1;
+    for (&n, &s) in shape.iter().zip(strides).rev() {
+        if n != 1 && s != expected {
+            return false;
+        }
+        expected *= n;
+    }
+    true
+}
+
+/// How an op wants an input to lie in memory; what it cannot take is copied first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    Contiguous,
+    /// One of the last two dimensions has stride 1, the others any: what matrix products read without a copy.
+    Matrix,
+    Any,
+}
+
+impl Layout {
+    pub fn accepts(self, shape: &[usize], strides: &[usize]) -> bool {
+        let r = shape.len();
+        match self {
+            Layout::Any => true,
+            Layout::Contiguous => is_contiguous(shape, strides),
+            Layout::Matrix => {
+                let unit = |i: usize| strides[i] == 1 || shape[i] == 1;
+                // A stride of 0 inside the matrix would be a broadcast row, which no product reads.
+                let real = |i: usize| strides[i] != 0 || shape[i] == 1;
+                r >= 2 && (unit(r - 1) || unit(r - 2)) && real(r - 1) && real(r - 2)
+            }
+        }
+    }
+}
+
+/// The shape that all of `shapes` broadcast to, as numpy does it; None where they do not fit.
+pub fn broadcast(shapes: &[&[usize]]) -> Option<Vec<usize>> {
+    let rank = shapes.iter().map(|s| s.len()).max().unwrap_or(0);
+    let mut out = vec![1; rank];
+    for shape in shapes {
+        for (i, &n) in shape.iter().rev().enumerate() {
+            let o = &mut out[rank - 1 - i];
+            if *o == 1 {
+                *o = n;
+            } else if n != 1 && n != *o {
+                return None;
+            }
+        }
+    }
+    Some(out)
+}
+
+/// Strides of an input inside a broadcast shape: 0 where it repeats.
+pub fn broadcast_strides(shape: &[usize], strides: &[usize], to: &[usize]) -> Vec<usize> {
+    let pad = to.len() - shape.len();
+    (0..to.len()).map(|i| if i < pad || (shape[i - pad] == 1 && to[i] != 1) { 0 } else { strides[i - pad] }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strides_and_broadcasting() {
+        assert_eq!(contiguous(&[2, 3, 4]), [12, 4, 1]);
+        assert!(is_contiguous(&[2, 1, 4], &[4, 99, 1]));
+        assert!(!is_contiguous(&[2, 3], &[1, 2]));
+        assert_eq!(broadcast(&[&[2, 1, 4], &[3, 1]]), Some(vec![2, 3, 4]));
+        assert_eq!(broadcast(&[&[2], &[3]]), None);
+        assert_eq!(broadcast_strides(&[3, 1], &[1, 1], &[2, 3, 4]), [0, 1, 0]);
+        assert!(Layout::Matrix.accepts(&[2, 3, 4], &[0, 1, 3]));
+        assert!(!Layout::Matrix.accepts(&[3, 4], &[8, 2]));
+    }
+}

@@ -1,0 +1,267 @@
+//! Attention block by block: scores of a block of queries and a block of keys at a time, with a running maximum and sum.
+
+use super::{Attention, check, score_flops};
+use crate::cpu::gemm::{Into, Mat, gemm};
+use crate::cpu::math::{dot, exp, max, sum};
+use crate::cpu::{View, ViewMut, simd};
+use crate::meta::Meta;
+use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::record::Var;
+use rayon::prelude::*;
+
+/// Queries and keys of a block: the scores (16 KiB) stay in the first-level cache.
+const BLOCK: usize = 64;
+
+/// Outputs: y, and the logarithm of each row's sum of exponentials [batch, heads, time].
+#[derive(Debug)]
+pub struct FlashAttention {
+    pub causal: bool,
+    pub scale: f32,
+}
+
+#[derive(Clone, Copy)]
+struct Sizes {
+    time: usize,
+    keys: usize,
+    heads: usize,
+    kv: usize,
+    d: usize,
+    causal: bool,
+}
+
+impl Sizes {
+    fn new(q: &View, k: &View, causal: bool) -> Sizes {
+        Sizes { time: q.shape[1], keys: k.shape[1], heads: q.shape[2], kv: k.shape[2], d: q.shape[3], causal }
+    }
+
+    fn group(&self) -> usize {
+        self.heads / self.kv
+    }
+
+    /// How many keys query `t` sees.
+    fn seen(&self, t: usize) -> usize {
+        if self.causal { t + 1 + self.keys - self.time } else { self.keys }
+    }
+
+    /// Head h of batch b of a tensor [batch, length, heads, d], as a matrix [length, d].
+    fn head<'a>(&self, x: &'a [f32], b: usize, length: usize, heads: usize, h: usize) -> Mat<'a> {
+        Mat { data: x, offset: (b * length * heads + h) * self.d, row: heads * self.d, column: 1 }
+    }
+
+    fn query<'a>(&self, x: &'a [f32], b: usize, h: usize, t: usize) -> Mat<'a> {
+        self.head(x, b, self.time, self.heads, h).at(t * self.heads * self.d)
+    }
+
+    fn key<'a>(&self, x: &'a [f32], b: usize, h: usize, t: usize) -> Mat<'a> {
+        self.head(x, b, self.keys, self.kv, h).at(t * self.kv * self.d)
+    }
+}
+
+impl Op for FlashAttention {
+    fn name(&self) -> &'static str {
+        "flash_attention"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        check(x, self.causal);
+        vec![x[0].clone(), Meta::f32(&[x[0].shape[0], x[0].shape[2], x[0].shape[1]])]
+    }
+
+    fn workspace(&self, x: &[Meta]) -> usize {
+        x[0].elements() // y by heads, before it is laid out by time
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], by_head: &mut [f32]) {
+        let s = Sizes::new(&x[0], &x[1], self.causal);
+        let (q, k, v) = (x[0].f32(), x[1].f32(), x[2].f32());
+        let (y, lse) = y.split_at_mut(1);
+        let tasks = by_head.par_chunks_mut(s.time * s.d).zip(lse[0].f32().par_chunks_mut(s.time));
+        tasks.enumerate().for_each(|(i, (out, lse))| {
+            let (b, h) = (i / s.heads, i % s.heads);
+            for ((block, out), lse) in out.chunks_mut(BLOCK * s.d).enumerate().zip(lse.chunks_mut(BLOCK)) {
+                forward_block(&s, self.scale, (q, k, v), b, h, block * BLOCK, out, lse);
+            }
+        });
+        y[0].f32().par_chunks_mut(s.d).with_min_len(64).enumerate().for_each(|(i, out)| {
+            let (h, t, b) = (i % s.heads, i / s.heads % s.time, i / s.heads / s.time);
+            out.copy_from_slice(&by_head[((b * s.heads + h) * s.time + t) * s.d..][..s.d]);
+        });
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let Some(d) = dy[0] else { return no_gradient(3) };
+        let grads = d.recorder().op(FlashAttentionGrad { causal: self.causal, scale: self.scale }, &[x[0], x[1], x[2], y[0], y[1], d]);
+        grads.into_iter().map(Some).collect()
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost::compute(2 * score_flops(x, self.causal), 2 * x[0].bytes() + x[1].bytes() + x[2].bytes())
+    }
+
+    fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
+        Attention { causal: self.causal, scale: self.scale }.unfused(x)
+    }
+}
+
+/// Queries t0.. of one head: out [n, d] and lse [n].
+#[allow(clippy::too_many_arguments)]
+fn forward_block(
+    s: &Sizes,
+    scale: f32,
+    (q, k, v): (&[f32], &[f32], &[f32]),
+    b: usize,
+    h: usize,
+    t0: usize,
+    out: &mut [f32],
+    lse: &mut [f32],
+) {
+    let n = lse.len();
+    let mut scores = [0.0f32; BLOCK * BLOCK];
+    let (mut top, mut total) = ([f32::NEG_INFINITY; BLOCK], [0.0f32; BLOCK]);
+    out.fill(0.0);
+    let last = s.seen(t0 + n - 1);
+    for k0 in (0..last).step_by(BLOCK) {
+        let m = BLOCK.min(last - k0);
+        let kv = h / s.group();
+        gemm(&mut scores, BLOCK, Into::Replace, n, s.d, m, s.query(q, b, h, t0), s.key(k, b, kv, k0).t(), scale, false);
+        simd(
+            #[inline(always)]
+            || {
+                for r in 0..n {
+                    let row = &mut scores[r * BLOCK..][..m];
+                    let seen = s.seen(t0 + r).saturating_sub(k0).min(m);
+                    let (live, rest) = row.split_at_mut(seen);
+                    rest.fill(0.0);
+                    if live.is_empty() {
+                        continue;
+                    }
+                    let high = max(&[top[r], max(live)]);
+                    let shrink = exp(top[r] - high);
+                    top[r] = high;
+                    live.iter_mut().for_each(|x| *x = exp(*x - high));
+                    total[r] = total[r] * shrink + sum(live, |x| x);
+                    out[r * s.d..][..s.d].iter_mut().for_each(|x| *x *= shrink);
+                }
+            },
+        );
+        let weights = Mat { data: &scores, offset: 0, row: BLOCK, column: 1 };
+        gemm(out, s.d, Into::Add, n, m, s.d, weights, s.key(v, b, kv, k0), 1.0, false);
+    }
+    for r in 0..n {
+        let inverse = 1.0 / total[r];
+        out[r * s.d..][..s.d].iter_mut().for_each(|x| *x *= inverse);
+        lse[r] = top[r] + total[r].ln();
+    }
+}
+
+/// Inputs: q, k, v, y, lse, dy. Outputs: dq, dk, dv.
+#[derive(Debug)]
+pub struct FlashAttentionGrad {
+    pub causal: bool,
+    pub scale: f32,
+}
+
+impl Op for FlashAttentionGrad {
+    fn name(&self) -> &'static str {
+        "flash_attention_grad"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        x[..3].to_vec()
+    }
+
+    fn workspace(&self, x: &[Meta]) -> usize {
+        x[..3].iter().map(|m| m.elements()).sum() // the gradients by heads
+    }
+
+    fn cpu(&self, x: &[View], out: &mut [ViewMut], work: &mut [f32]) {
+        let s = Sizes::new(&x[0], &x[1], self.causal);
+        let (q, k, v) = (x[0].f32(), x[1].f32(), x[2].f32());
+        let (y, lse, dy) = (x[3].f32(), x[4].f32(), x[5].f32());
+        let (dq, rest) = work.split_at_mut(q.len());
+        let (dk, dv) = rest.split_at_mut(k.len());
+        // A task owns one key head and the query heads that read it: no two tasks add to the same place.
+        let (per_q, per_k) = (s.group() * s.time * s.d, s.keys * s.d);
+        let tasks = dq.par_chunks_mut(per_q).zip(dk.par_chunks_mut(per_k)).zip(dv.par_chunks_mut(per_k));
+        tasks.enumerate().for_each(|(i, ((dq, dk), dv))| {
+            let (b, kv) = (i / s.kv, i % s.kv);
+            dq.fill(0.0);
+            dk.fill(0.0);
+            dv.fill(0.0);
+            for (g, dq) in dq.chunks_mut(s.time * s.d).enumerate() {
+                let h = kv * s.group() + g;
+                for t0 in (0..s.time).step_by(BLOCK) {
+                    let n = BLOCK.min(s.time - t0);
+                    let lse = &lse[(b * s.heads + h) * s.time + t0..][..n];
+                    backward_block(&s, self.scale, (q, k, v, y, dy), lse, b, h, t0, &mut dq[t0 * s.d..][..n * s.d], dk, dv);
+                }
+            }
+        });
+        // [batch, heads, length, d] -> [batch, length, heads, d]
+        for ((out, by_head), (length, heads)) in
+            out.iter_mut().zip([&*dq, &*dk, &*dv]).zip([(s.time, s.heads), (s.keys, s.kv), (s.keys, s.kv)])
+        {
+            out.f32().par_chunks_mut(s.d).with_min_len(64).enumerate().for_each(|(i, out)| {
+                let (h, t, b) = (i % heads, i / heads % length, i / heads / length);
+                out.copy_from_slice(&by_head[((b * heads + h) * length + t) * s.d..][..s.d]);
+            });
+        }
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len()) // second derivatives are not supported
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost::compute(5 * score_flops(x, self.causal), 4 * x[0].bytes() + 2 * (x[1].bytes() + x[2].bytes()))
+    }
+}
+
+/// p = exp(scale q k^T - lse); dv += p^T dy; ds = p (dy v^T - row sum of dy y); dq += scale ds k; dk += scale ds^T q.
+#[allow(clippy::too_many_arguments, clippy::type_complexity)]
+fn backward_block(
+    s: &Sizes,
+    scale: f32,
+    (q, k, v, y, dy): (&[f32], &[f32], &[f32], &[f32], &[f32]),
+    lse: &[f32],
+    b: usize,
+    h: usize,
+    t0: usize,
+    dq: &mut [f32],
+    dk: &mut [f32],
+    dv: &mut [f32],
+) {
+    let n = lse.len();
+    let kv = h / s.group();
+    let (mut p, mut ds) = ([0.0f32; BLOCK * BLOCK], [0.0f32; BLOCK * BLOCK]);
+    let mut along = [0.0f32; BLOCK];
+    for (r, a) in along[..n].iter_mut().enumerate() {
+        let at = ((b * s.time + t0 + r) * s.heads + h) * s.d;
+        *a = dot(&y[at..at + s.d], &dy[at..at + s.d]);
+    }
+    let last = s.seen(t0 + n - 1);
+    for k0 in (0..last).step_by(BLOCK) {
+        let m = BLOCK.min(last - k0);
+        gemm(&mut p, BLOCK, Into::Replace, n, s.d, m, s.query(q, b, h, t0), s.key(k, b, kv, k0).t(), scale, false);
+        gemm(&mut ds, BLOCK, Into::Replace, n, s.d, m, s.query(dy, b, h, t0), s.key(v, b, kv, k0).t(), 1.0, false);
+        simd(
+            #[inline(always)]
+            || {
+                for r in 0..n {
+                    let seen = s.seen(t0 + r).saturating_sub(k0).min(m);
+                    let (p, ds) = (&mut p[r * BLOCK..][..m], &mut ds[r * BLOCK..][..m]);
+                    for i in 0..seen {
+                        p[i] = exp(p[i] - lse[r]);
+                        ds[i] = p[i] * (ds[i] - along[r]);
+                    }
+                    p[seen..].fill(0.0);
+                    ds[seen..].fill(0.0);
+                }
+            },
+        );
+        let square = |data| Mat { data, offset: 0, row: BLOCK, column: 1 };
+        gemm(&mut dv[k0 * s.d..], s.d, Into::Add, m, n, s.d, square(&p).t(), s.query(dy, b, h, t0), 1.0, false);
+        gemm(dq, s.d, Into::Add, n, m, s.d, square(&ds), s.key(k, b, kv, k0), scale, false);
+        gemm(&mut dk[k0 * s.d..], s.d, Into::Add, m, n, s.d, square(&ds).t(), s.query(q, b, h, t0), scale, false);
+    }
+}

@@ -1,0 +1,101 @@
+//! Attention with grouped heads: softmax(scale q k^T) v. What model code records is the meaning; the pass `flash-attention`
+//! replaces it by a version that never holds time x time scores.
+//!
+//! q [batch, time, heads, d]; k, v [batch, keys, kv_heads, d]; the result [batch, time, heads, d]. Query head h reads key head
+//! h / (heads / kv_heads). Causal: query i sees keys up to i + keys - time.
+
+mod flash;
+
+pub use flash::{FlashAttention, FlashAttentionGrad};
+
+use crate::cpu::{View, ViewMut};
+use crate::meta::Meta;
+use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::record::Var;
+
+#[derive(Clone, Copy, Debug)]
+pub struct Attention {
+    pub causal: bool,
+    pub scale: f32,
+}
+
+pub(super) fn check(x: &[Meta], causal: bool) {
+    let (q, k) = (&x[0], &x[1]);
+    let fits = q.rank() == 4 && k == &x[2] && k.rank() == 4 && q.shape[0] == k.shape[0] && q.dim(0) == k.dim(0);
+    assert!(fits && q.dim(1) % k.dim(1) == 0 && (!causal || k.shape[1] >= q.shape[1]), "attention of {x:?}");
+}
+
+/// Multiplications and additions of one product of scores.
+pub(super) fn score_flops(x: &[Meta], causal: bool) -> usize {
+    let (b, t, h, d) = (x[0].shape[0], x[0].shape[1], x[0].shape[2], x[0].shape[3]);
+    let keys = x[1].shape[1];
+    // A causal query sees half of the square and all that lies before it.
+    let pairs = if causal { t * (keys - t) + t * (t + 1) / 2 } else { t * keys };
+    2 * b * h * pairs * d
+}
+
+impl Op for Attention {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        check(x, self.causal);
+        vec![x[0].clone()]
+    }
+
+    fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
+        unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        unreachable!("replaced before gradients are written out")
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost::compute(2 * score_flops(x, self.causal), 2 * x[0].bytes() + x[1].bytes() + x[2].bytes())
+    }
+
+    fn is_composite(&self) -> bool {
+        true
+    }
+
+    fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
+        let (q, k, v) = (x[0], x[1], x[2]);
+        let (b, t, h, d) = (q.shape()[0], q.shape()[1], q.shape()[2], q.shape()[3]);
+        let (keys, kv) = (k.shape()[1], k.shape()[2]);
+        let q = q.reshape(&[b, t, kv, h / kv, d]).permute(&[0, 2, 3, 1, 4]); // [b, kv, group, t, d]
+        let heads = |x: Var<'g>| x.permute(&[0, 2, 1, 3]).reshape(&[b, kv, 1, keys, d]);
+        let scores = q.matmul(heads(k).t()) * self.scale;
+        let p = if self.causal { scores.causal_softmax() } else { scores.softmax() };
+        let y = p.matmul(heads(v)); // [b, kv, group, t, d]
+        Some(vec![y.permute(&[0, 3, 1, 2, 4]).reshape(&[b, t, h, d])])
+    }
+}
+
+/// See the module's head for the shapes.
+#[track_caller]
+pub fn attention<'g>(q: Var<'g>, k: Var<'g>, v: Var<'g>, causal: bool, scale: f32) -> Var<'g> {
+    q.recorder().op1(Attention { causal, scale }, &[q, k, v])
+}
+
+macro_rules! qkv {
+    ($b:literal, $t:literal, $h:literal, $keys:literal, $kv:literal, $d:literal) => {
+        &[In(&[$b, $t, $h, $d], Fill::Normal), In(&[$b, $keys, $kv, $d], Fill::Normal), In(&[$b, $keys, $kv, $d], Fill::Normal)]
+    };
+}
+
+fn flash<'g>(x: &[Var<'g>], causal: bool) -> Vec<Var<'g>> {
+    let y = x[0].recorder().op(FlashAttention { causal, scale: 0.5 }, x);
+    vec![y[0]]
+}
+
+pub const CASES: &[Case] = &[
+    Case::new("unfused causal", qkv!(2, 5, 4, 5, 2, 3), |x| vec![attention(x[0], x[1], x[2], true, 0.5)]),
+    Case::new("unfused full", qkv!(1, 3, 2, 5, 2, 4), |x| vec![attention(x[0], x[1], x[2], false, 0.5)]),
+    Case::new("flash causal groups", qkv!(2, 71, 4, 71, 2, 8), |x| flash(x, true)),
+    Case::new("flash more keys", qkv!(1, 9, 3, 70, 1, 5), |x| flash(x, true)),
+    Case::new("flash full", qkv!(1, 66, 2, 130, 2, 4), |x| flash(x, false)),
+    Case::new("flash hydra", qkv!(16, 1024, 12, 1024, 3, 16), |x| flash(x, true)).bench(),
+    Case::new("flash 64", qkv!(8, 1024, 12, 1024, 12, 64), |x| flash(x, true)).bench(),
+];

@@ -1,0 +1,114 @@
+//! Cross-entropy of logits with target classes, row by row. A target of -1 counts for nothing.
+
+use crate::cpu::math::{exp, max, sum};
+use crate::cpu::{View, ViewMut, simd};
+use crate::meta::{DType, Meta};
+use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::record::Var;
+use rayon::prelude::*;
+
+/// Inputs: logits [rows, classes], targets i32 [rows]. Outputs: loss [rows], ln(sum(exp(logits))) [rows], both f32.
+#[derive(Debug)]
+pub struct CrossEntropy;
+
+/// Loss of one row, and its log-sum-exp.
+#[inline(always)]
+pub(super) fn row_loss(x: &[f32], target: i32) -> (f32, f32) {
+    let m = max(x);
+    let lse = m + sum(x, |v| exp(v - m)).ln();
+    (if target < 0 { 0.0 } else { lse - x[target as usize] }, lse)
+}
+
+/// x becomes the gradient of weight * loss.
+#[inline(always)]
+pub(super) fn row_gradient(x: &mut [f32], target: i32, lse: f32, weight: f32) {
+    if target < 0 {
+        x.fill(0.0);
+        return;
+    }
+    x.iter_mut().for_each(|v| *v = exp(*v - lse) * weight);
+    x[target as usize] -= weight;
+}
+
+impl Op for CrossEntropy {
+    fn name(&self) -> &'static str {
+        "cross_entropy"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        assert!(x[0].rank() == 2 && x[1] == Meta::new(&[x[0].dim(1)], DType::I32), "cross_entropy of {x:?}");
+        vec![Meta::f32(&[x[0].dim(1)]), Meta::f32(&[x[0].dim(1)])]
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let classes = x[0].dim(0);
+        let (data, targets) = (x[0].f32(), x[1].i32());
+        let (loss, lse) = y.split_at_mut(1);
+        let rows = loss[0].f32().par_iter_mut().zip(lse[0].f32()).enumerate().with_min_len(4);
+        rows.for_each(|(r, (loss, lse))| {
+            (*loss, *lse) = simd(
+                #[inline(always)]
+                || row_loss(&data[r * classes..][..classes], targets[r]),
+            );
+        });
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        vec![dy[0].map(|d| d.recorder().op1(CrossEntropyGrad, &[x[0], x[1], y[1], d])), None]
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost { flops: 4 * x[0].elements() as u64, ..Cost::memory(x[0].bytes()) }
+    }
+}
+
+/// Inputs: logits (overwritten by their gradient), targets, lse, dy [rows].
+#[derive(Debug)]
+pub struct CrossEntropyGrad;
+
+impl Op for CrossEntropyGrad {
+    fn name(&self) -> &'static str {
+        "cross_entropy_grad"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        vec![x[0].clone()]
+    }
+
+    fn reuse(&self) -> Vec<(usize, usize)> {
+        vec![(0, 0)]
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let classes = x[0].dim(0);
+        let (targets, lse, dy) = (x[1].i32(), x[2].f32(), x[3].f32());
+        y[0].f32().par_chunks_mut(classes).with_min_len(4).enumerate().for_each(|(r, row)| {
+            simd(
+                #[inline(always)]
+                || row_gradient(row, targets[r], lse[r], dy[r]),
+            )
+        });
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len()) // second derivatives are not supported
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost { flops: 4 * x[0].elements() as u64, ..Cost::memory(2 * x[0].bytes()) }
+    }
+}
+
+impl<'g> Var<'g> {
+    /// Loss of each row of these logits: [rows]; 0 where the target is -1.
+    #[track_caller]
+    pub fn cross_entropy(self, targets: Var<'g>) -> Var<'g> {
+        self.recorder().op(CrossEntropy, &[self, targets])[0]
+    }
+}
+
+pub const CASES: &[Case] = &[
+    Case::new("some ignored", &[In(&[13, 7], Fill::Normal), In(&[13], Fill::Target(7))], |x| vec![x[0].cross_entropy(x[1])]),
+    Case::new("vocabulary", &[In(&[1024, 50304], Fill::Normal), In(&[1024], Fill::Target(50304))], |x| vec![x[0].cross_entropy(x[1])])
+        .bench(),
+];

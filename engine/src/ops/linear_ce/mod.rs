@@ -1,0 +1,161 @@
+//! The loss head: cross-entropy of h W^T, each row weighted, summed. What model code records is the meaning; the pass
+//! `linear-ce` replaces it by a version that works on a chunk of rows at a time, so that the logits never exist whole, and
+//! that computes the gradients in the same pass: the loss is one number, so they need only be scaled afterwards.
+
+use super::cross_entropy::{row_gradient, row_loss};
+use crate::cpu::gemm::{Into, Mat, gemm};
+use crate::cpu::{View, ViewMut, simd};
+use crate::meta::{DType, Meta};
+use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::record::Var;
+use rayon::prelude::*;
+
+/// Inputs: h [rows, d], W [classes, d], targets i32 [rows], weight f32 [1] or [rows]. Output: the weighted sum of losses, f32 [1].
+#[derive(Debug)]
+pub struct LinearCrossEntropy;
+
+fn check(x: &[Meta]) {
+    let rows = x[0].dim(1);
+    let fits = x[0].rank() == 2 && x[1].rank() == 2 && x[0].dim(0) == x[1].dim(0) && x[2] == Meta::new(&[rows], DType::I32);
+    assert!(fits && (x[3].shape == [1] || x[3].shape == [rows]), "linear_cross_entropy of {x:?}");
+}
+
+impl Op for LinearCrossEntropy {
+    fn name(&self) -> &'static str {
+        "linear_cross_entropy"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        check(x);
+        vec![Meta::f32(&[1])]
+    }
+
+    fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
+        unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        unreachable!("replaced before gradients are written out")
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost::compute(2 * x[0].elements() * x[1].dim(1), x[0].bytes() + x[1].bytes())
+    }
+
+    fn is_composite(&self) -> bool {
+        true
+    }
+
+    fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
+        Some(vec![(x[0].linear(x[1]).cross_entropy(x[2]) * x[3]).sum()])
+    }
+}
+
+/// The same in chunks. Outputs: the loss; then, where asked for, the gradients of h and of W for a loss gradient of 1.
+#[derive(Debug)]
+pub struct ChunkedLinearCrossEntropy {
+    /// Rows at a time.
+    pub chunk: usize,
+    pub grad_h: bool,
+    pub grad_w: bool,
+}
+
+impl Op for ChunkedLinearCrossEntropy {
+    fn name(&self) -> &'static str {
+        "chunked_linear_cross_entropy"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        check(x);
+        let mut y = vec![Meta::f32(&[1])];
+        y.extend(self.grad_h.then(|| x[0].clone()));
+        y.extend(self.grad_w.then(|| x[1].clone()));
+        y
+    }
+
+    fn workspace(&self, x: &[Meta]) -> usize {
+        let chunk = self.chunk.min(x[0].dim(1));
+        (chunk * x[1].dim(1)).next_multiple_of(16) + chunk
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], work: &mut [f32]) {
+        let (rows, d, classes) = (x[0].dim(1), x[0].dim(0), x[1].dim(1));
+        let (h, w, targets, weight) = (x[0].f32(), x[1].f32(), x[2].i32(), x[3].f32());
+        let chunk = self.chunk.min(rows);
+        let (logits, losses) = work.split_at_mut((chunk * classes).next_multiple_of(16));
+        let mut total = 0.0f64;
+        for r0 in (0..rows).step_by(chunk) {
+            let n = chunk.min(rows - r0);
+            let hc = Mat::rows(&h[r0 * d..][..n * d], d);
+            gemm(logits, classes, Into::Replace, n, d, classes, hc, Mat::rows(w, d).t(), 1.0, true);
+            let tasks = logits.par_chunks_mut(classes).zip(losses.par_iter_mut()).take(n).enumerate();
+            tasks.for_each(|(i, (row, loss))| {
+                simd(
+                    #[inline(always)]
+                    || {
+                        let (target, weight) = (targets[r0 + i], weight[(r0 + i) % weight.len()]);
+                        let (l, lse) = row_loss(row, target);
+                        *loss = l * weight;
+                        if self.grad_h || self.grad_w {
+                            row_gradient(row, target, lse, weight);
+                        }
+                    },
+                )
+            });
+            total += losses[..n].iter().map(|&l| l as f64).sum::<f64>();
+            if self.grad_h {
+                let dh = &mut y[1].f32()[r0 * d..][..n * d];
+                gemm(dh, d, Into::Replace, n, classes, d, Mat::rows(logits, classes), Mat::rows(w, d), 1.0, true);
+            }
+            if self.grad_w {
+                let into = if r0 == 0 { Into::Replace } else { Into::Add };
+                let dw = y[1 + self.grad_h as usize].f32();
+                gemm(dw, d, into, classes, n, d, Mat::rows(logits, classes).t(), hc, 1.0, true);
+            }
+        }
+        y[0].f32()[0] = total as f32;
+    }
+
+    fn vjp<'g>(&self, _: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let Some(d) = dy[0] else { return no_gradient(4) };
+        let mut ready = y[1..].iter().map(|&g| g * d.cast(g.dtype()));
+        let dh = if self.grad_h { ready.next() } else { None };
+        let dw = if self.grad_w { ready.next() } else { None };
+        vec![dh, dw, None, None] // the row weights are given, not learnt
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        let products = 1 + self.grad_h as usize + self.grad_w as usize;
+        let y: usize = self.infer(x).iter().map(|m| m.bytes()).sum();
+        Cost::compute(products * 2 * x[0].elements() * x[1].dim(1), x[0].bytes() + x[1].bytes() + y)
+    }
+
+    fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
+        LinearCrossEntropy.unfused(x)
+    }
+}
+
+impl<'g> Var<'g> {
+    /// Sum over rows of weight * cross-entropy(self W^T, target): [1]. The weights get no gradient.
+    #[track_caller]
+    pub fn linear_cross_entropy(self, w: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
+        self.recorder().op1(LinearCrossEntropy, &[self, w, targets, weight.stop_gradient()])
+    }
+}
+
+fn chunked<'g>(x: &[Var<'g>], chunk: usize) -> Vec<Var<'g>> {
+    let weight = x[0].recorder().full(&[1], 0.25).expand(&[1]);
+    let y = x[0].recorder().op(ChunkedLinearCrossEntropy { chunk, grad_h: true, grad_w: true }, &[x[0], x[1], x[2], weight]);
+    vec![y[0]]
+}
+
+pub const CASES: &[Case] = &[
+    Case::new("unfused", &[In(&[9, 5], Fill::Normal), In(&[11, 5], Fill::Normal), In(&[9], Fill::Target(11))], |x| {
+        vec![x[0].linear_cross_entropy(x[1], x[2], x[0].recorder().full(&[1], 0.25))]
+    }),
+    Case::new("chunked", &[In(&[9, 5], Fill::Normal), In(&[11, 5], Fill::Normal), In(&[9], Fill::Target(11))], |x| chunked(x, 4)),
+    Case::new("vocabulary", &[In(&[4096, 256], Fill::Normal), In(&[50304, 256], Fill::Normal), In(&[4096], Fill::Target(50304))], |x| {
+        chunked(x, 256)
+    })
+    .bench(),
+];

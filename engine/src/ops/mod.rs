@@ -1,0 +1,45 @@
+//! The operations. One folder each; the table below is what tests, checks and benchmarks go through.
+
+pub mod adamw;
+pub mod attention;
+pub mod concat;
+pub mod conv;
+pub mod cross_entropy;
+pub mod full;
+pub mod linear_ce;
+pub mod matmul;
+pub mod norm;
+pub mod pointwise;
+pub mod reduce;
+pub mod rope;
+pub mod rows;
+pub mod softmax;
+pub mod top_k;
+pub mod view;
+
+use crate::op::Entry;
+
+macro_rules! ops {
+    ($($module:ident: $about:literal,)*) => {
+        &[$(Entry { name: stringify!($module), about: $about, cases: $module::CASES },)*]
+    };
+}
+
+pub const OPS: &[Entry] = ops! {
+    pointwise: "arithmetic on elements, with broadcasting: one op for all of it, SwiGLU and dropout among it",
+    full: "one number everywhere",
+    view: "reshape, permute, slice, expand, stop_gradient: other shapes for the same memory",
+    concat: "side by side along an axis; zeros around",
+    reduce: "sums and maxima along an axis",
+    matmul: "matrix products, transposed or not, batched, broadcast",
+    softmax: "softmax of rows, causal or not",
+    norm: "RMS norm and layer norm",
+    rope: "rotary position embedding, both layouts",
+    rows: "gather, add to and replace rows of a table: embedding, routing, caches",
+    top_k: "positions of the k largest, ties to the earlier",
+    conv: "causal convolution in groups",
+    attention: "attention with grouped heads; flash attention",
+    cross_entropy: "cross-entropy of logits",
+    linear_ce: "the loss head: linear layer and cross-entropy, whole or in chunks",
+    adamw: "AdamW over all parameters; the norm of all gradients",
+};

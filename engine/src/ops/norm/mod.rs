@@ -1,0 +1,266 @@
+//! RMS norm (with or without a weight) and layer norm (without; a weight is arithmetic that fuses behind it), over the last
+//! dimension. Both keep one number a row for the way back.
+
+use crate::cpu::math::{dot, sum};
+use crate::cpu::{View, ViewMut, simd};
+use crate::meta::Meta;
+use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::record::Var;
+use rayon::prelude::*;
+
+/// Rows of one task, and of one partial sum of a weight's gradient: the order of additions is fixed by this alone.
+const ROWS: usize = 64;
+
+/// y = x / sqrt(mean(x^2) + eps), times the weight if there is one. Outputs: y, and 1 / sqrt(..) [rows].
+#[derive(Debug)]
+pub struct RmsNorm {
+    pub eps: f32,
+}
+
+/// y = (x - mean) / sqrt(variance + eps). Outputs: y, and 1 / sqrt(..) [rows].
+#[derive(Debug)]
+pub struct LayerNorm {
+    pub eps: f32,
+}
+
+fn norm_metas(x: &[Meta], what: &str) -> Vec<Meta> {
+    assert!(x[0].rank() >= 1 && x.get(1).is_none_or(|w| w.shape == [x[0].dim(0)]), "{what} of {x:?}");
+    vec![x[0].clone(), Meta::f32(&[x[0].rows()])]
+}
+
+/// Calls `f(row, its slice, its statistic)` for all rows, in parallel.
+fn each_row(width: usize, y: &mut [f32], statistic: &mut [f32], f: impl Fn(usize, &mut [f32], &mut f32) + Sync) {
+    y.par_chunks_mut(ROWS * width).zip(statistic.par_chunks_mut(ROWS)).enumerate().for_each(|(task, (y, s))| {
+        simd(
+            #[inline(always)]
+            || {
+                for (r, (y, s)) in y.chunks_mut(width).zip(s).enumerate() {
+                    f(task * ROWS + r, y, s);
+                }
+            },
+        )
+    });
+}
+
+fn two_outputs<'a>(y: &'a mut [ViewMut]) -> (&'a mut [f32], &'a mut [f32]) {
+    let (a, b) = y.split_at_mut(1);
+    (a[0].f32(), b[0].f32())
+}
+
+impl Op for RmsNorm {
+    fn name(&self) -> &'static str {
+        "rms_norm"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        norm_metas(x, "rms_norm")
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let d = x[0].dim(0);
+        let data = x[0].f32();
+        let weight = x.get(1).map(|w| w.f32());
+        let (y, rstd) = two_outputs(y);
+        each_row(
+            d,
+            y,
+            rstd,
+            #[inline(always)]
+            |row, y, rstd| {
+                let x = &data[row * d..][..d];
+                let r = 1.0 / (sum(x, |v| v * v) / d as f32 + self.eps).sqrt();
+                *rstd = r;
+                match weight {
+                    Some(w) => y.iter_mut().zip(x).zip(w).for_each(|((y, &x), &w)| *y = x * r * w),
+                    None => y.iter_mut().zip(x).for_each(|(y, &x)| *y = x * r),
+                }
+            },
+        );
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let Some(d) = dy[0] else { return no_gradient(x.len()) };
+        let inputs = [&[x[0], y[1], d], &x[1..]].concat();
+        d.recorder().op(RmsNormGrad, &inputs).into_iter().map(Some).collect()
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost { flops: 4 * x[0].elements() as u64, ..Cost::memory(2 * x[0].bytes()) }
+    }
+}
+
+/// Inputs: x, rstd, dy, and the weight if there is one. Outputs: dx, and the weight's gradient.
+#[derive(Debug)]
+pub struct RmsNormGrad;
+
+impl Op for RmsNormGrad {
+    fn name(&self) -> &'static str {
+        "rms_norm_grad"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        [&[x[0].clone()], &x[3..]].concat()
+    }
+
+    fn workspace(&self, x: &[Meta]) -> usize {
+        if x.len() > 3 { x[0].rows().div_ceil(ROWS) * x[0].dim(0) } else { 0 }
+    }
+
+    fn cpu(&self, x: &[View], out: &mut [ViewMut], partial: &mut [f32]) {
+        let d = x[0].dim(0);
+        let (data, rstd, dy) = (x[0].f32(), x[1].f32(), x[2].f32());
+        let weight = x.get(3).map(|w| w.f32());
+        // Without a weight there is nothing to sum; the tasks then get empty pieces.
+        let piece = if weight.is_some() { d } else { 0 };
+        let mut pieces: Vec<&mut [f32]> = if piece > 0 { partial.chunks_mut(d).collect() } else { vec![] };
+        pieces.resize_with(rstd.len().div_ceil(ROWS), || &mut []);
+        out[0].f32().par_chunks_mut(ROWS * d).zip(pieces).enumerate().for_each(|(task, (dx, dw))| {
+            simd(
+                #[inline(always)]
+                || {
+                    dw.fill(0.0);
+                    for (r, dx) in dx.chunks_mut(d).enumerate() {
+                        let row = task * ROWS + r;
+                        let (x, dy, s) = (&data[row * d..][..d], &dy[row * d..][..d], rstd[row]);
+                        match weight {
+                            Some(w) => {
+                                dx.iter_mut().zip(dy).zip(w).for_each(|((o, &g), &w)| *o = g * w);
+                                dw.iter_mut().zip(x).zip(dy).for_each(|((o, &x), &g)| *o += g * (x * s));
+                            }
+                            None => dx.copy_from_slice(dy),
+                        }
+                        let mean = dot(dx, x) * s * s / d as f32;
+                        dx.iter_mut().zip(x).for_each(|(o, &x)| *o = (*o - x * mean) * s);
+                    }
+                },
+            )
+        });
+        if weight.is_some() {
+            add_pieces(partial, out[1].f32());
+        }
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len()) // second derivatives are not supported
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost { flops: 8 * x[0].elements() as u64, ..Cost::memory(3 * x[0].bytes()) }
+    }
+}
+
+/// Adds rows of partial sums, in order.
+fn add_pieces(pieces: &[f32], out: &mut [f32]) {
+    out.fill(0.0);
+    for piece in pieces.chunks(out.len()) {
+        out.iter_mut().zip(piece).for_each(|(o, &p)| *o += p);
+    }
+}
+
+impl Op for LayerNorm {
+    fn name(&self) -> &'static str {
+        "layer_norm"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        norm_metas(x, "layer_norm")
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let d = x[0].dim(0);
+        let data = x[0].f32();
+        let (y, rstd) = two_outputs(y);
+        each_row(
+            d,
+            y,
+            rstd,
+            #[inline(always)]
+            |row, y, rstd| {
+                let x = &data[row * d..][..d];
+                let mean = sum(x, |v| v) / d as f32;
+                let r = 1.0 / (sum(x, |v| (v - mean) * (v - mean)) / d as f32 + self.eps).sqrt();
+                *rstd = r;
+                y.iter_mut().zip(x).for_each(|(y, &x)| *y = (x - mean) * r);
+            },
+        );
+    }
+
+    fn vjp<'g>(&self, _: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        vec![dy[0].map(|d| d.recorder().op1(LayerNormGrad, &[y[0], y[1], d]))]
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost { flops: 6 * x[0].elements() as u64, ..Cost::memory(2 * x[0].bytes()) }
+    }
+}
+
+/// dx = rstd (dy - mean(dy) - y mean(dy y)). Inputs: y, rstd, dy.
+#[derive(Debug)]
+pub struct LayerNormGrad;
+
+impl Op for LayerNormGrad {
+    fn name(&self) -> &'static str {
+        "layer_norm_grad"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        vec![x[0].clone()]
+    }
+
+    fn cpu(&self, x: &[View], dx: &mut [ViewMut], _: &mut [f32]) {
+        let d = x[0].dim(0);
+        let (y, rstd, dy) = (x[0].f32(), x[1].f32(), x[2].f32());
+        dx[0].f32().par_chunks_mut(ROWS * d).enumerate().for_each(|(task, dx)| {
+            simd(
+                #[inline(always)]
+                || {
+                    for (r, dx) in dx.chunks_mut(d).enumerate() {
+                        let row = task * ROWS + r;
+                        let (y, dy) = (&y[row * d..][..d], &dy[row * d..][..d]);
+                        let (mean, along) = (sum(dy, |v| v) / d as f32, dot(dy, y) / d as f32);
+                        for i in 0..d {
+                            dx[i] = rstd[row] * (dy[i] - mean - y[i] * along);
+                        }
+                    }
+                },
+            )
+        });
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len()) // second derivatives are not supported
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost { flops: 8 * x[0].elements() as u64, ..Cost::memory(3 * x[0].bytes()) }
+    }
+}
+
+impl<'g> Var<'g> {
+    /// x / sqrt(mean(x^2) + eps) * weight
+    #[track_caller]
+    pub fn rms_norm(self, weight: Var<'g>, eps: f32) -> Var<'g> {
+        let weight = if weight.dtype() == self.dtype() { weight } else { weight.cast(self.dtype()) };
+        self.recorder().op(RmsNorm { eps }, &[self, weight])[0]
+    }
+
+    /// x / sqrt(mean(x^2) + eps)
+    #[track_caller]
+    pub fn rms_norm_plain(self, eps: f32) -> Var<'g> {
+        self.recorder().op(RmsNorm { eps }, &[self])[0]
+    }
+
+    /// (x - mean) / sqrt(variance + eps)
+    #[track_caller]
+    pub fn layer_norm(self, eps: f32) -> Var<'g> {
+        self.recorder().op(LayerNorm { eps }, &[self])[0]
+    }
+}
+
+pub const CASES: &[Case] = &[
+    Case::new("rms", &[In(&[2, 67, 33], Fill::Normal), In(&[33], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]),
+    Case::new("rms small heads", &[In(&[3, 7, 16], Fill::Normal)], |x| vec![x[0].rms_norm_plain(1e-6)]),
+    Case::new("layer", &[In(&[67, 21], Fill::Normal)], |x| vec![x[0].layer_norm(1e-5)]),
+    Case::new("rms stream", &[In(&[65536, 768], Fill::Normal), In(&[768], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]).bench(),
+    Case::new("layer stream", &[In(&[65536, 768], Fill::Normal)], |x| vec![x[0].layer_norm(1e-5)]).bench(),
+];

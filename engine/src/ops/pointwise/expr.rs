@@ -1,0 +1,356 @@
+//! Arithmetic on one element, as a list of instructions, each naming earlier ones. The pass `fuse-pointwise` grows these.
+
+use super::Pointwise;
+use std::collections::HashMap;
+
+/// The number of an instruction.
+pub type Reg = usize;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Un {
+    Neg,
+    Abs,
+    Exp,
+    Ln,
+    /// ln(1 + x)
+    Ln1p,
+    Sqrt,
+    Rsqrt,
+    Sigmoid,
+    Tanh,
+    Sin,
+    Cos,
+    Floor,
+    /// 1 where x > 0, else 0.
+    Step,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Bin {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    Max,
+    Min,
+    /// 1 where a < b, else 0.
+    Lt,
+    /// 1 where a == b, else 0.
+    Eq,
+    Atan2,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Ins {
+    In(usize),
+    Const(f32),
+    Un(Un, Reg),
+    Bin(Bin, Reg, Reg),
+    /// a where c is not 0, else b.
+    Select(Reg, Reg, Reg),
+    /// Uniform in [0, 1): this element's draw at `site`, from the counters that input `rng` holds.
+    Random {
+        site: u32,
+        rng: usize,
+    },
+}
+
+impl PartialEq for Ins {
+    fn eq(&self, other: &Ins) -> bool {
+        self.key() == other.key()
+    }
+}
+
+impl Ins {
+    /// Everything that makes two instructions the same.
+    fn key(&self) -> (u8, u8, [usize; 3]) {
+        match *self {
+            Ins::In(i) => (0, 0, [i, 0, 0]),
+            Ins::Const(c) => (1, 0, [c.to_bits() as usize, 0, 0]),
+            Ins::Un(u, a) => (2, u as u8, [a, 0, 0]),
+            Ins::Bin(b, x, y) => (3, b as u8, [x, y, 0]),
+            Ins::Select(c, a, b) => (4, 0, [c, a, b]),
+            Ins::Random { site, rng } => (5, 0, [site as usize, rng, 0]),
+        }
+    }
+
+    pub fn args(&self) -> Vec<Reg> {
+        match *self {
+            Ins::In(_) | Ins::Const(_) | Ins::Random { .. } => vec![],
+            Ins::Un(_, a) => vec![a],
+            Ins::Bin(_, a, b) => vec![a, b],
+            Ins::Select(c, a, b) => vec![c, a, b],
+        }
+    }
+
+    fn renamed(&self, r: impl Fn(Reg) -> Reg) -> Ins {
+        match *self {
+            Ins::Un(u, a) => Ins::Un(u, r(a)),
+            Ins::Bin(o, a, b) => Ins::Bin(o, r(a), r(b)),
+            Ins::Select(c, a, b) => Ins::Select(r(c), r(a), r(b)),
+            other => other,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Expr {
+    pub ins: Vec<Ins>,
+    pub outs: Vec<Reg>,
+}
+
+impl Expr {
+    /// Adds an instruction, or finds the same one; folds what needs no arithmetic and changes no number.
+    pub fn push(&mut self, i: Ins) -> Reg {
+        use Bin::*;
+        let constant = |r: Reg| match self.ins[r] {
+            Ins::Const(c) => Some(c),
+            _ => None,
+        };
+        if let Ins::Bin(op, a, b) = i {
+            match (op, constant(a), constant(b)) {
+                (Mul, Some(1.0), _) => return b,
+                (Mul | Div, _, Some(1.0)) => return a,
+                (_, Some(x), Some(y)) => {
+                    let c = super::run::binary(op, x, y);
+                    return self.push(Ins::Const(c));
+                }
+                // x + 0 is x except for the sign of zero, which no op here can see.
+                (Add, Some(0.0), _) => return b,
+                (Add | Sub, _, Some(0.0)) => return a,
+                _ => {}
+            }
+        }
+        self.ins.iter().position(|x| *x == i).unwrap_or_else(|| {
+            self.ins.push(i);
+            self.ins.len() - 1
+        })
+    }
+
+    pub fn input(&mut self, i: usize) -> Reg {
+        self.push(Ins::In(i))
+    }
+
+    pub fn c(&mut self, value: f32) -> Reg {
+        self.push(Ins::Const(value))
+    }
+
+    pub fn un(&mut self, op: Un, a: Reg) -> Reg {
+        self.push(Ins::Un(op, a))
+    }
+
+    pub fn bin(&mut self, op: Bin, a: Reg, b: Reg) -> Reg {
+        self.push(Ins::Bin(op, a, b))
+    }
+
+    pub fn add(&mut self, a: Reg, b: Reg) -> Reg {
+        self.bin(Bin::Add, a, b)
+    }
+
+    pub fn sub(&mut self, a: Reg, b: Reg) -> Reg {
+        self.bin(Bin::Sub, a, b)
+    }
+
+    pub fn mul(&mut self, a: Reg, b: Reg) -> Reg {
+        self.bin(Bin::Mul, a, b)
+    }
+
+    pub fn div(&mut self, a: Reg, b: Reg) -> Reg {
+        self.bin(Bin::Div, a, b)
+    }
+
+    pub fn select(&mut self, c: Reg, a: Reg, b: Reg) -> Reg {
+        self.push(Ins::Select(c, a, b))
+    }
+
+    pub fn square(&mut self, a: Reg) -> Reg {
+        self.mul(a, a)
+    }
+
+    pub fn scale(&mut self, a: Reg, by: f32) -> Reg {
+        let c = self.c(by);
+        self.mul(a, c)
+    }
+
+    pub fn one_minus(&mut self, a: Reg) -> Reg {
+        let one = self.c(1.0);
+        self.sub(one, a)
+    }
+
+    /// Only what the outputs need, and the inputs that are left: (expression, old numbers of its inputs).
+    pub fn pruned(&self) -> (Expr, Vec<usize>) {
+        let mut live = vec![false; self.ins.len()];
+        for &o in &self.outs {
+            live[o] = true;
+        }
+        for i in (0..self.ins.len()).rev() {
+            if live[i] {
+                for a in self.ins[i].args() {
+                    live[a] = true;
+                }
+            }
+        }
+        let mut inputs: Vec<usize> = vec![];
+        let mut number = |i: usize| {
+            inputs.iter().position(|&x| x == i).unwrap_or_else(|| {
+                inputs.push(i);
+                inputs.len() - 1
+            })
+        };
+        let (mut out, mut map) = (Expr::default(), HashMap::new());
+        for (i, ins) in self.ins.iter().enumerate().filter(|(i, _)| live[*i]) {
+            let ins = match ins.renamed(|r| map[&r]) {
+                Ins::In(n) => Ins::In(number(n)),
+                Ins::Random { site, rng } => Ins::Random { site, rng: number(rng) },
+                other => other,
+            };
+            map.insert(i, out.push(ins));
+        }
+        out.outs = self.outs.iter().map(|o| map[o]).collect();
+        (out, inputs)
+    }
+
+    /// Appends `other`, its inputs replaced by what `input` says; returns where its instructions went.
+    pub fn append(
+        &mut self,
+        other: &Expr,
+        mut input: impl FnMut(&mut Expr, usize) -> Reg,
+        mut rng: impl FnMut(usize) -> usize,
+    ) -> Vec<Reg> {
+        let mut map: Vec<Reg> = vec![];
+        for ins in &other.ins {
+            let reg = match *ins {
+                Ins::In(i) => input(self, i),
+                Ins::Random { site, rng: r } => self.push(Ins::Random { site, rng: rng(r) }),
+                _ => self.push(ins.renamed(|r| map[r])),
+            };
+            map.push(reg);
+        }
+        map
+    }
+
+    /// Gradients of the inputs `wanted`, given inputs `first_dy + k` as the gradients of output k, for the k that have one.
+    pub fn gradient(&self, wanted: &[usize], dy: &[Option<usize>]) -> Expr {
+        let mut e = Expr { ins: self.ins.clone(), outs: vec![] };
+        let mut adjoint: Vec<Option<Reg>> = vec![None; self.ins.len()];
+        let add = |e: &mut Expr, adjoint: &mut Vec<Option<Reg>>, r: Reg, g: Reg| {
+            adjoint[r] = Some(match adjoint[r] {
+                Some(a) => e.add(a, g),
+                None => g,
+            });
+        };
+        for (k, &o) in self.outs.iter().enumerate() {
+            if let Some(input) = dy[k] {
+                let g = e.input(input);
+                add(&mut e, &mut adjoint, o, g);
+            }
+        }
+        for i in (0..self.ins.len()).rev() {
+            let Some(g) = adjoint[i] else { continue };
+            for (arg, slope) in slopes(&mut e, &self.ins[i], i, g) {
+                add(&mut e, &mut adjoint, arg, slope);
+            }
+        }
+        for &w in wanted {
+            let reg = self.ins.iter().position(|x| *x == Ins::In(w)).and_then(|r| adjoint[r]);
+            let reg = reg.unwrap_or_else(|| e.c(0.0));
+            e.outs.push(reg);
+        }
+        e
+    }
+
+    pub fn uses_rng(&self, input: usize) -> bool {
+        self.ins.iter().any(|i| matches!(i, Ins::Random { rng, .. } if *rng == input))
+    }
+
+    pub fn flops(&self) -> usize {
+        self.ins.iter().filter(|i| !matches!(i, Ins::In(_) | Ins::Const(_))).count()
+    }
+}
+
+/// What instruction `i` (value `y`, gradient `g`) adds to the gradients of its arguments.
+fn slopes(e: &mut Expr, ins: &Ins, y: Reg, g: Reg) -> Vec<(Reg, Reg)> {
+    match *ins {
+        Ins::In(_) | Ins::Const(_) | Ins::Random { .. } => vec![],
+        Ins::Select(c, a, b) => {
+            let zero = e.c(0.0);
+            vec![(a, e.select(c, g, zero)), (b, e.select(c, zero, g))]
+        }
+        Ins::Un(op, a) => {
+            let slope = match op {
+                Un::Neg => return vec![(a, e.un(Un::Neg, g))],
+                Un::Floor | Un::Step => return vec![],
+                Un::Exp => y,
+                Un::Ln => return vec![(a, e.div(g, a))],
+                Un::Ln1p => {
+                    let one = e.c(1.0);
+                    let d = e.add(a, one);
+                    return vec![(a, e.div(g, d))];
+                }
+                Un::Sqrt => {
+                    let half = e.scale(g, 0.5);
+                    return vec![(a, e.div(half, y))];
+                }
+                Un::Rsqrt => {
+                    let y2 = e.square(y);
+                    let y3 = e.mul(y2, y);
+                    e.scale(y3, -0.5)
+                }
+                Un::Sigmoid => {
+                    let n = e.one_minus(y);
+                    e.mul(y, n)
+                }
+                Un::Tanh => {
+                    let s = e.square(y);
+                    e.one_minus(s)
+                }
+                Un::Sin => e.un(Un::Cos, a),
+                Un::Cos => {
+                    let s = e.un(Un::Sin, a);
+                    e.un(Un::Neg, s)
+                }
+                Un::Abs => {
+                    // The slope at 0 is -1 here; PyTorch has 0. Nothing trains through an exact zero of |x|.
+                    let (step, two, one) = (e.un(Un::Step, a), e.c(2.0), e.c(1.0));
+                    let twice = e.mul(step, two);
+                    e.sub(twice, one)
+                }
+            };
+            vec![(a, e.mul(g, slope))]
+        }
+        Ins::Bin(op, a, b) => match op {
+            Bin::Add => vec![(a, g), (b, g)],
+            Bin::Sub => vec![(a, g), (b, e.un(Un::Neg, g))],
+            Bin::Mul => vec![(a, e.mul(g, b)), (b, e.mul(g, a))],
+            Bin::Div => {
+                let da = e.div(g, b);
+                let t = e.mul(da, y);
+                vec![(a, da), (b, e.un(Un::Neg, t))]
+            }
+            Bin::Max | Bin::Min => {
+                let first = if op == Bin::Max { e.bin(Bin::Lt, b, a) } else { e.bin(Bin::Lt, a, b) };
+                let zero = e.c(0.0);
+                vec![(a, e.select(first, g, zero)), (b, e.select(first, zero, g))]
+            }
+            Bin::Lt | Bin::Eq => vec![],
+            Bin::Atan2 => {
+                let (a2, b2) = (e.square(a), e.square(b));
+                let r2 = e.add(a2, b2);
+                let s = e.div(g, r2);
+                let (da, db) = (e.mul(s, b), e.mul(s, a));
+                vec![(a, da), (b, e.un(Un::Neg, db))]
+            }
+        },
+    }
+}
+
+impl Pointwise {
+    /// One output of the type that the float inputs share.
+    pub fn new(inputs: usize, build: impl FnOnce(&mut Expr, &[Reg]) -> Reg) -> Expr {
+        let mut e = Expr::default();
+        let regs: Vec<Reg> = (0..inputs).map(|i| e.input(i)).collect();
+        let out = build(&mut e, &regs);
+        e.outs = vec![out];
+        e
+    }
+}

@@ -1,0 +1,353 @@
+//! Arithmetic, element by element, with broadcasting: one op for all of it.
+
+pub mod expr;
+pub mod run;
+
+pub use expr::{Bin, Expr, Ins, Un};
+
+use super::full::Full;
+use crate::cpu::{View, ViewMut};
+use crate::graph::Kind;
+use crate::meta::{DType, Layout, Meta, broadcast};
+use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::record::Var;
+use expr::Reg;
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pointwise {
+    pub expr: Expr,
+    /// Of each output.
+    pub dtypes: Vec<DType>,
+    /// (input, output) pairs in one buffer, set by the pass `in-place`.
+    pub in_place: Vec<(usize, usize)>,
+}
+
+impl Pointwise {
+    fn shape(&self, x: &[Meta]) -> Vec<usize> {
+        let shapes: Vec<&[usize]> = (0..x.len()).filter(|&i| !self.expr.uses_rng(i)).map(|i| &x[i].shape[..]).collect();
+        broadcast(&shapes).unwrap_or_else(|| panic!("shapes {shapes:?} do not broadcast"))
+    }
+}
+
+impl Op for Pointwise {
+    fn name(&self) -> &'static str {
+        "pointwise"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let shape = self.shape(x);
+        self.dtypes.iter().map(|&d| Meta::new(&shape, d)).collect()
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        run::run(&self.expr, &self.in_place, x, y)
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let wanted: Vec<usize> = (0..x.len()).filter(|&i| x[i].dtype().is_float() && !self.expr.uses_rng(i)).collect();
+        let mut inputs = x.to_vec();
+        let places: Vec<Option<usize>> = dy
+            .iter()
+            .map(|d| {
+                d.map(|d| {
+                    inputs.push(d);
+                    inputs.len() - 1
+                })
+            })
+            .collect();
+        let expr = self.expr.gradient(&wanted, &places);
+        let dtypes = wanted.iter().map(|&i| x[i].dtype()).collect();
+        let grads = record(expr, dtypes, &inputs);
+        let mut result = vec![None; x.len()];
+        for (&i, g) in wanted.iter().zip(grads) {
+            result[i] = Some(g.sum_to(&x[i].shape()));
+        }
+        result
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        let y = self.infer(x);
+        let mut c = Cost::memory(x.iter().chain(&y).map(|m| m.bytes()).sum());
+        c.flops = (self.expr.flops() * y[0].elements()) as u64;
+        c
+    }
+
+    fn layout(&self, _: usize) -> Layout {
+        Layout::Any
+    }
+
+    fn reuse(&self) -> Vec<(usize, usize)> {
+        self.in_place.clone()
+    }
+}
+
+/// Records an expression. Inputs that are constants become part of it, what is then unused is dropped, and an output that
+/// is just an input is that input.
+#[track_caller]
+pub fn record<'g>(expr: Expr, dtypes: Vec<DType>, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
+    let recorder = inputs.first().expect("arithmetic needs a value to work on").recorder();
+    let constants: Vec<Option<f32>> = inputs
+        .iter()
+        .map(|v| {
+            recorder.with_graph(|g| match &g.nodes[v.value().node].kind {
+                Kind::Op(op) => op.is::<Full>().map(|f| f.value),
+                _ => None,
+            })
+        })
+        .collect();
+    let shapes: Vec<Vec<usize>> = (0..inputs.len()).filter(|&i| !expr.uses_rng(i)).map(|i| inputs[i].shape()).collect();
+    let shape = broadcast(&shapes.iter().map(|s| &s[..]).collect::<Vec<_>>());
+    let shape = shape.unwrap_or_else(|| panic!("shapes {shapes:?} do not broadcast"));
+    let mut folded = Expr::default();
+    let map = folded.append(
+        &expr,
+        |e, i| match constants[i] {
+            Some(c) => e.c(c),
+            None => e.input(i),
+        },
+        |rng| rng,
+    );
+    let outs: Vec<Reg> = expr.outs.iter().map(|&o| map[o]).collect();
+    // Outputs that need no arithmetic are not computed.
+    let mut result: Vec<Option<Var>> = vec![None; outs.len()];
+    for (k, &o) in outs.iter().enumerate() {
+        match folded.ins[o] {
+            Ins::In(i) if inputs[i].dtype() == dtypes[k] => result[k] = Some(inputs[i].expand(&shape)),
+            Ins::Const(c) => result[k] = Some(recorder.op1(Full { shape: shape.clone(), value: c, dtype: dtypes[k] }, &[])),
+            _ => {}
+        }
+    }
+    let left: Vec<usize> = (0..outs.len()).filter(|&k| result[k].is_none()).collect();
+    if !left.is_empty() {
+        folded.outs = left.iter().map(|&k| outs[k]).collect();
+        let (pruned, kept) = folded.pruned();
+        let kept: Vec<Var> = kept.iter().map(|&i| inputs[i]).collect();
+        let op = Pointwise { expr: pruned, dtypes: left.iter().map(|&k| dtypes[k]).collect(), in_place: vec![] };
+        let vars = recorder.op(op, &kept);
+        for (&k, v) in left.iter().zip(vars) {
+            // Constants that were folded may have carried the larger shape.
+            result[k] = Some(v.expand(&shape));
+        }
+    }
+    result.into_iter().flatten().collect()
+}
+
+/// The type that arithmetic on these gives: theirs where they agree, f32 where they do not. Integers count for nothing.
+fn common(inputs: &[Var]) -> DType {
+    let floats: Vec<DType> = inputs.iter().map(|v| v.dtype()).filter(|d| d.is_float()).collect();
+    match floats.first() {
+        Some(&d) if floats.iter().all(|&f| f == d) => d,
+        _ => DType::F32,
+    }
+}
+
+/// y = build(inputs), element by element.
+#[track_caller]
+pub fn pointwise<'g>(inputs: &[Var<'g>], build: impl FnOnce(&mut Expr, &[Reg]) -> Reg) -> Var<'g> {
+    let expr = Pointwise::new(inputs.len(), build);
+    record(expr, vec![common(inputs)], inputs)[0]
+}
+
+macro_rules! operators {
+    ($($trait:ident $method:ident $op:ident)*) => {$(
+        impl<'g> std::ops::$trait for Var<'g> {
+            type Output = Var<'g>;
+            #[track_caller]
+            fn $method(self, other: Var<'g>) -> Var<'g> {
+                pointwise(&[self, other], |e, x| e.bin(Bin::$op, x[0], x[1]))
+            }
+        }
+        impl<'g> std::ops::$trait<f32> for Var<'g> {
+            type Output = Var<'g>;
+            #[track_caller]
+            fn $method(self, other: f32) -> Var<'g> {
+                pointwise(&[self], |e, x| { let c = e.c(other); e.bin(Bin::$op, x[0], c) })
+            }
+        }
+    )*};
+}
+operators!(Add add Add  Sub sub Sub  Mul mul Mul  Div div Div);
+
+impl<'g> std::ops::Neg for Var<'g> {
+    type Output = Var<'g>;
+    fn neg(self) -> Var<'g> {
+        self.unary(Un::Neg)
+    }
+}
+
+impl<'g> Var<'g> {
+    fn unary(self, op: Un) -> Var<'g> {
+        pointwise(&[self], |e, x| e.un(op, x[0]))
+    }
+
+    pub fn exp(self) -> Var<'g> {
+        self.unary(Un::Exp)
+    }
+
+    pub fn ln(self) -> Var<'g> {
+        self.unary(Un::Ln)
+    }
+
+    pub fn sqrt(self) -> Var<'g> {
+        self.unary(Un::Sqrt)
+    }
+
+    pub fn rsqrt(self) -> Var<'g> {
+        self.unary(Un::Rsqrt)
+    }
+
+    pub fn sigmoid(self) -> Var<'g> {
+        self.unary(Un::Sigmoid)
+    }
+
+    pub fn tanh(self) -> Var<'g> {
+        self.unary(Un::Tanh)
+    }
+
+    pub fn abs(self) -> Var<'g> {
+        self.unary(Un::Abs)
+    }
+
+    pub fn square(self) -> Var<'g> {
+        pointwise(&[self], |e, x| e.square(x[0]))
+    }
+
+    pub fn relu(self) -> Var<'g> {
+        pointwise(&[self], |e, x| {
+            let zero = e.c(0.0);
+            e.bin(Bin::Max, x[0], zero)
+        })
+    }
+
+    /// x * sigmoid(x)
+    pub fn silu(self) -> Var<'g> {
+        pointwise(&[self], |e, x| {
+            let s = e.un(Un::Sigmoid, x[0]);
+            e.mul(x[0], s)
+        })
+    }
+
+    /// silu(self) * up
+    #[track_caller]
+    pub fn swiglu(self, up: Var<'g>) -> Var<'g> {
+        pointwise(&[self, up], |e, x| {
+            let s = e.un(Un::Sigmoid, x[0]);
+            let silu = e.mul(x[0], s);
+            e.mul(silu, x[1])
+        })
+    }
+
+    /// The approximation with tanh.
+    pub fn gelu(self) -> Var<'g> {
+        pointwise(&[self], |e, x| {
+            let cube = e.square(x[0]);
+            let cube = e.mul(cube, x[0]);
+            let cube = e.scale(cube, 0.044715);
+            let inner = e.add(x[0], cube);
+            let inner = e.scale(inner, (2.0 / std::f32::consts::PI).sqrt());
+            let t = e.un(Un::Tanh, inner);
+            let one = e.c(1.0);
+            let t = e.add(t, one);
+            let half = e.scale(x[0], 0.5);
+            e.mul(half, t)
+        })
+    }
+
+    #[track_caller]
+    pub fn max(self, other: Var<'g>) -> Var<'g> {
+        pointwise(&[self, other], |e, x| e.bin(Bin::Max, x[0], x[1]))
+    }
+
+    #[track_caller]
+    pub fn min(self, other: Var<'g>) -> Var<'g> {
+        pointwise(&[self, other], |e, x| e.bin(Bin::Min, x[0], x[1]))
+    }
+
+    /// 1 where self < other, else 0.
+    #[track_caller]
+    pub fn less(self, other: Var<'g>) -> Var<'g> {
+        pointwise(&[self, other], |e, x| e.bin(Bin::Lt, x[0], x[1]))
+    }
+
+    /// `a` where self is not 0, else `b`.
+    #[track_caller]
+    pub fn choose(self, a: Var<'g>, b: Var<'g>) -> Var<'g> {
+        let expr = Pointwise::new(3, |e, x| e.select(x[0], x[1], x[2]));
+        record(expr, vec![common(&[a, b])], &[self, a, b])[0]
+    }
+
+    /// 1 where finite, else 0.
+    pub fn is_finite(self) -> Var<'g> {
+        pointwise(&[self], |e, x| {
+            // x - x is 0 for finite numbers and NaN for the others.
+            let (d, zero) = (e.sub(x[0], x[0]), e.c(0.0));
+            e.bin(Bin::Eq, d, zero)
+        })
+    }
+
+    /// Binary cross-entropy of these logits with `target`s in [0, 1]: max(x, 0) - x t + ln(1 + e^-|x|).
+    #[track_caller]
+    pub fn bce_with_logits(self, target: Var<'g>) -> Var<'g> {
+        pointwise(&[self, target], |e, x| {
+            let zero = e.c(0.0);
+            let positive = e.bin(Bin::Max, x[0], zero);
+            let xt = e.mul(x[0], x[1]);
+            let size = e.un(Un::Abs, x[0]);
+            let minus = e.un(Un::Neg, size);
+            let small = e.un(Un::Exp, minus);
+            let soft = e.un(Un::Ln1p, small);
+            let difference = e.sub(positive, xt);
+            e.add(difference, soft)
+        })
+    }
+
+    /// Zero with chance `p`, else divided by 1 - p. `rng` is the feed of that name: the draw is a function of seed, step,
+    /// micro-batch and this call's place in the recording, so the backward pass draws it again instead of keeping it.
+    pub fn dropout(self, p: f32, rng: Var<'g>) -> Var<'g> {
+        if p == 0.0 {
+            return self;
+        }
+        let site = self.recorder().new_site();
+        let expr = Pointwise::new(1, |e, x| {
+            let u = e.push(Ins::Random { site, rng: 1 });
+            let c = e.c(p);
+            let gone = e.bin(Bin::Lt, u, c);
+            let (zero, kept) = (e.c(0.0), e.scale(x[0], 1.0 / (1.0 - p)));
+            e.select(gone, zero, kept)
+        });
+        record(expr, vec![self.dtype()], &[self, rng])[0]
+    }
+
+    /// The same numbers in another type.
+    pub fn cast(self, dtype: DType) -> Var<'g> {
+        record(Pointwise::new(1, |_, x| x[0]), vec![dtype], &[self])[0]
+    }
+}
+
+pub const CASES: &[Case] = &[
+    Case::new("add broadcast", &[In(&[3, 1, 5], Fill::Normal), In(&[4, 1], Fill::Normal)], |x| vec![x[0] + x[1]]),
+    Case::new("sub", &[In(&[7], Fill::Normal), In(&[7], Fill::Normal)], |x| vec![x[0] - x[1]]),
+    Case::new("mul twice the same", &[In(&[6, 11], Fill::Normal)], |x| vec![x[0] * x[0] * 3.0]),
+    Case::new("div", &[In(&[2, 9], Fill::Normal), In(&[9], Fill::Positive)], |x| vec![x[0] / x[1]]),
+    Case::new("swiglu", &[In(&[6, 431], Fill::Normal), In(&[6, 431], Fill::Normal)], |x| vec![x[0].swiglu(x[1])]),
+    Case::new("swiglu mlp", &[In(&[16384, 3072], Fill::Normal), In(&[16384, 3072], Fill::Normal)], |x| vec![x[0].swiglu(x[1])]).bench(),
+    Case::new("gelu", &[In(&[3, 33], Fill::Normal)], |x| vec![x[0].gelu()]),
+    Case::new("relu", &[In(&[5, 7], Fill::AwayFromZero)], |x| vec![x[0].relu()]),
+    Case::new("roots", &[In(&[21], Fill::Positive)], |x| vec![x[0].sqrt(), x[0].rsqrt(), x[0].ln()]),
+    Case::new("exp tanh sigmoid silu", &[In(&[3, 5], Fill::Normal)], |x| vec![x[0].exp(), x[0].tanh(), x[0].sigmoid(), x[0].silu()]),
+    Case::new("abs max min", &[In(&[13], Fill::AwayFromZero), In(&[13], Fill::Positive)], |x| {
+        vec![x[0].abs(), x[0].max(x[1] * 5.0), x[0].min(x[1] * -5.0)]
+    }),
+    Case::new("sin cos atan2", &[In(&[9], Fill::Positive), In(&[9], Fill::Positive)], |x| {
+        vec![pointwise(x, |e, r| {
+            let (s, c) = (e.un(Un::Sin, r[0]), e.un(Un::Cos, r[1]));
+            let t = e.mul(s, c);
+            let a = e.bin(Bin::Atan2, r[0], r[1]);
+            e.add(t, a)
+        })]
+    }),
+    Case::new("choose", &[In(&[4, 6], Fill::Mask), In(&[4, 6], Fill::Normal), In(&[6], Fill::Normal)], |x| vec![x[0].choose(x[1], x[2])]),
+    Case::new("bce", &[In(&[2, 19], Fill::AwayFromZero), In(&[2, 19], Fill::Positive)], |x| vec![x[0].bce_with_logits(x[1] * 0.4)]),
+    Case::new("dropout", &[In(&[5, 131], Fill::Normal), In(&[4], Fill::Rng)], |x| vec![x[0].dropout(0.3, x[1])]),
+    Case::new("transposed input", &[In(&[5, 7], Fill::Normal), In(&[7, 5], Fill::Normal)], |x| vec![x[0].t() * x[1]]),
+];

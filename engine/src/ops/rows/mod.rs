@@ -1,0 +1,159 @@
+//! Rows of a table by number: gather them, add to them, replace them. Embeddings, routing and caches are made of these.
+
+use crate::cpu::{View, ViewMut, simd};
+use crate::graph::Kind;
+use crate::meta::{DType, Meta};
+use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::ops::full::Full;
+use crate::record::Var;
+use rayon::prelude::*;
+
+/// y[i] = table[index[i]]. Inputs: table [rows, d], index i32 [..]. Output [.., d].
+#[derive(Debug)]
+pub struct GatherRows;
+
+impl Op for GatherRows {
+    fn name(&self) -> &'static str {
+        "gather_rows"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        assert!(x[0].rank() == 2 && x[1].dtype == DType::I32, "gather_rows of {x:?}");
+        vec![x[0].with(&[&x[1].shape[..], &[x[0].dim(0)]].concat())]
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let d = x[0].dim(0);
+        let (table, index) = (x[0].f32(), x[1].i32());
+        y[0].f32().par_chunks_mut(d).with_min_len(32).zip(index).for_each(|(out, &i)| {
+            out.copy_from_slice(&table[i as usize * d..][..d]);
+        });
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let back = |d: Var<'g>| d.recorder().full_like(x[0]).scatter_add_rows(x[1], d);
+        vec![dy[0].map(back), None]
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost::memory(2 * self.infer(x)[0].bytes() + x[1].bytes())
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Write {
+    Add,
+    /// Where a row is named twice, the later wins.
+    Replace,
+}
+
+/// y = base, then row index[i] of it takes source[i]. Inputs: base [rows, d], index i32 [..], source [.., d].
+#[derive(Debug)]
+pub struct ScatterRows {
+    pub write: Write,
+}
+
+impl Op for ScatterRows {
+    fn name(&self) -> &'static str {
+        "scatter_rows"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let fits = x[0].rank() == 2 && x[1].dtype == DType::I32 && x[2].rows() == x[1].elements() && x[2].dim(0) == x[0].dim(0);
+        assert!(fits && x[0].dtype == x[2].dtype, "scatter_rows of {x:?}");
+        vec![x[0].clone()]
+    }
+
+    fn reuse(&self) -> Vec<(usize, usize)> {
+        vec![(0, 0)]
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let d = x[2].dim(0);
+        let (index, source) = (x[1].i32(), x[2].f32());
+        let rows = y[0].dim(1);
+        // Each task owns a range of rows and goes through all numbers in order: nothing races, and the order of additions to
+        // a row is that of the index.
+        let range = rows.div_ceil(4 * rayon::current_num_threads()).max(1);
+        y[0].f32().par_chunks_mut(range * d).enumerate().for_each(|(task, out)| {
+            simd(
+                #[inline(always)]
+                || {
+                    let first = task * range;
+                    let own = first..first + out.len() / d;
+                    for (i, &row) in index.iter().enumerate().filter(|(_, r)| own.contains(&(**r as usize))) {
+                        let out = &mut out[(row as usize - first) * d..][..d];
+                        let source = &source[i * d..][..d];
+                        match self.write {
+                            Write::Add => out.iter_mut().zip(source).for_each(|(o, &s)| *o += s),
+                            Write::Replace => out.copy_from_slice(source),
+                        }
+                    }
+                },
+            )
+        });
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let Some(d) = dy[0] else { return vec![None; 3] };
+        let source = d.gather_rows(x[1]);
+        let base = match self.write {
+            Write::Add => d,
+            // Exact where no row is named twice; caches, its only users, are never differentiated.
+            Write::Replace => d.recorder().op1(ScatterRows { write: Write::Replace }, &[d, x[1], d.recorder().full_like(source)]),
+        };
+        vec![Some(base), None, Some(source)]
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost::memory(3 * x[2].bytes() + x[1].bytes())
+    }
+
+    fn accumulate<'g>(&self, x: &[Var<'g>], _: usize, into: Var<'g>) -> Option<Var<'g>> {
+        let empty = x[0].recorder().with_graph(|g| match &g.nodes[x[0].value().node].kind {
+            Kind::Op(op) => op.is::<Full>().is_some_and(|f| f.value == 0.0),
+            _ => false,
+        });
+        (empty && self.write == Write::Add).then(|| into.scatter_add_rows(x[1], x[2]))
+    }
+}
+
+impl crate::record::Recorder {
+    /// Zeros of the same shape and type.
+    fn full_like<'g>(&'g self, v: Var<'g>) -> Var<'g> {
+        self.op1(Full { shape: v.shape(), value: 0.0, dtype: v.dtype() }, &[])
+    }
+}
+
+impl<'g> Var<'g> {
+    /// Rows of this table [rows, d]: [.., d]. An index outside of it is the caller's mistake.
+    #[track_caller]
+    pub fn gather_rows(self, index: Var<'g>) -> Var<'g> {
+        self.recorder().op1(GatherRows, &[self, index])
+    }
+
+    #[track_caller]
+    pub fn scatter_add_rows(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
+        self.recorder().op1(ScatterRows { write: Write::Add }, &[self, index, source])
+    }
+
+    #[track_caller]
+    pub fn replace_rows(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
+        self.recorder().op1(ScatterRows { write: Write::Replace }, &[self, index, source])
+    }
+}
+
+pub const CASES: &[Case] = &[
+    Case::new("gather, some twice", &[In(&[7, 5], Fill::Normal), In(&[3, 4], Fill::Index(7))], |x| vec![x[0].gather_rows(x[1])]),
+    Case::new("add, some twice", &[In(&[7, 5], Fill::Normal), In(&[12], Fill::Index(7)), In(&[12, 5], Fill::Normal)], |x| {
+        vec![x[0].scatter_add_rows(x[1], x[2])]
+    }),
+    Case::new("add to a gather's gradient", &[In(&[9, 4], Fill::Normal), In(&[5], Fill::Index(9))], |x| {
+        vec![x[0].scatter_add_rows(x[1], x[0].gather_rows(x[1]).silu())]
+    }),
+    Case::new("replace", &[In(&[7, 5], Fill::Normal), In(&[1], Fill::Index(7)), In(&[1, 5], Fill::Normal)], |x| {
+        vec![x[0].replace_rows(x[1], x[2])]
+    }),
+    Case::new("embedding", &[In(&[50304, 768], Fill::Normal), In(&[64, 1024], Fill::Index(50304))], |x| vec![x[0].gather_rows(x[1])])
+        .bench(),
+];

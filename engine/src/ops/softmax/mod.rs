@@ -1,0 +1,130 @@
+//! Softmax over the last dimension, with or without a causal mask over the last two.
+
+use crate::cpu::math::{dot, exp, max, sum};
+use crate::cpu::{View, ViewMut, simd};
+use crate::meta::Meta;
+use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::record::Var;
+use rayon::prelude::*;
+
+/// Rows of one task.
+const ROWS: usize = 16;
+
+#[derive(Debug)]
+pub struct Softmax {
+    /// Row i of [.., rows, columns] sees columns up to i + columns - rows; the others become 0.
+    pub causal: bool,
+}
+
+impl Softmax {
+    fn seen(&self, shape: &[usize], row: usize) -> usize {
+        let (rows, columns) = (shape[shape.len() - 2], shape[shape.len() - 1]);
+        if self.causal { row % rows + columns - rows + 1 } else { columns }
+    }
+}
+
+impl Op for Softmax {
+    fn name(&self) -> &'static str {
+        "softmax"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        assert!(x[0].rank() >= 2 && (!self.causal || x[0].dim(0) >= x[0].dim(1)), "softmax of {:?}", x[0]);
+        vec![x[0].clone()]
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let columns = x[0].dim(0);
+        let data = x[0].f32();
+        y[0].f32().par_chunks_mut(ROWS * columns).enumerate().for_each(|(task, out)| {
+            simd(
+                #[inline(always)]
+                || {
+                    for (r, out) in out.chunks_mut(columns).enumerate() {
+                        let row = task * ROWS + r;
+                        let seen = self.seen(x[0].shape, row);
+                        softmax_row(&data[row * columns..][..seen], &mut out[..seen]);
+                        out[seen..].fill(0.0);
+                    }
+                },
+            )
+        });
+    }
+
+    fn vjp<'g>(&self, _: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        vec![dy[0].map(|d| d.recorder().op1(SoftmaxGrad, &[y[0], d]))]
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost { flops: 8 * x[0].elements() as u64, ..Cost::memory(2 * x[0].bytes()) }
+    }
+}
+
+#[inline(always)]
+fn softmax_row(x: &[f32], y: &mut [f32]) {
+    let m = max(x);
+    y.iter_mut().zip(x).for_each(|(o, &v)| *o = exp(v - m));
+    let scale = 1.0 / sum(y, |v| v);
+    y.iter_mut().for_each(|o| *o *= scale);
+}
+
+/// dx = y (dy - sum of y dy). Inputs: y, dy.
+#[derive(Debug)]
+pub struct SoftmaxGrad;
+
+impl Op for SoftmaxGrad {
+    fn name(&self) -> &'static str {
+        "softmax_grad"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        vec![x[0].clone()]
+    }
+
+    fn cpu(&self, x: &[View], dx: &mut [ViewMut], _: &mut [f32]) {
+        let columns = x[0].dim(0);
+        let (y, dy) = (x[0].f32(), x[1].f32());
+        dx[0].f32().par_chunks_mut(ROWS * columns).enumerate().for_each(|(task, out)| {
+            simd(
+                #[inline(always)]
+                || {
+                    for (r, out) in out.chunks_mut(columns).enumerate() {
+                        let at = (task * ROWS + r) * columns;
+                        let (y, dy) = (&y[at..at + columns], &dy[at..at + columns]);
+                        let s = dot(y, dy);
+                        for i in 0..columns {
+                            out[i] = y[i] * (dy[i] - s);
+                        }
+                    }
+                },
+            )
+        });
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len()) // second derivatives are not supported
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost { flops: 4 * x[0].elements() as u64, ..Cost::memory(3 * x[0].bytes()) }
+    }
+}
+
+impl<'g> Var<'g> {
+    #[track_caller]
+    pub fn softmax(self) -> Var<'g> {
+        self.recorder().op1(Softmax { causal: false }, &[self])
+    }
+
+    /// Row i of the last two dimensions sees only the columns up to its own (counted from the end where there are more).
+    #[track_caller]
+    pub fn causal_softmax(self) -> Var<'g> {
+        self.recorder().op1(Softmax { causal: true }, &[self])
+    }
+}
+
+pub const CASES: &[Case] = &[
+    Case::new("rows", &[In(&[5, 37], Fill::Normal)], |x| vec![x[0].softmax()]),
+    Case::new("causal", &[In(&[2, 5, 7], Fill::Normal)], |x| vec![x[0].causal_softmax()]),
+    Case::new("scores", &[In(&[96, 1024, 1024], Fill::Normal)], |x| vec![x[0].causal_softmax()]).bench(),
+];

@@ -1,0 +1,254 @@
+//! Other shapes for the same memory: reshape, permute, slice, expand, stop_gradient. None of them runs.
+
+use crate::cpu::{View, ViewMut};
+use crate::meta::{Layout, Meta, broadcast_strides};
+use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::record::Var;
+
+macro_rules! view_op {
+    ($name:literal) => {
+        fn name(&self) -> &'static str {
+            $name
+        }
+        fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
+            unreachable!("a view is resolved by the plan")
+        }
+        fn cost(&self, _: &[Meta]) -> Cost {
+            Cost::memory(0)
+        }
+        fn layout(&self, _: usize) -> Layout {
+            Layout::Any
+        }
+        fn is_view(&self) -> bool {
+            true
+        }
+    };
+}
+
+#[derive(Debug)]
+pub struct Reshape(pub Vec<usize>);
+
+impl Op for Reshape {
+    view_op!("reshape");
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        assert_eq!(x[0].elements(), self.0.iter().product::<usize>(), "reshape {:?} to {:?}", x[0], self.0);
+        vec![x[0].with(&self.0)]
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        vec![dy[0].map(|d| d.reshape(&x[0].shape()))]
+    }
+
+    fn alias(&self, x: &Meta, strides: &[usize]) -> Option<(usize, Vec<usize>)> {
+        // Old dimensions are taken from the left until they hold as many elements as the new ones taken so far; such a
+        // group can be cut anew only if it lies without gaps.
+        let (old, new) = (&x.shape, &self.0);
+        let mut out = vec![0; new.len()];
+        let (mut i, mut j) = (0, 0);
+        while j < new.len() {
+            let (i0, j0) = (i, j);
+            let (mut a, mut b) = (1, 1);
+            loop {
+                if a < b || (i == i0 && i < old.len()) {
+                    a *= *old.get(i)?;
+                    i += 1;
+                } else if b < a || j == j0 {
+                    b *= *new.get(j)?;
+                    j += 1;
+                } else {
+                    break;
+                }
+            }
+            // Dimensions of one element join any group.
+            while i < old.len() && old[i] == 1 {
+                i += 1;
+            }
+            while j < new.len() && new[j] == 1 {
+                j += 1;
+            }
+            let group: Vec<usize> = (i0..i).filter(|&d| old[d] != 1).collect();
+            if group.windows(2).any(|w| strides[w[0]] != strides[w[1]] * old[w[1]]) {
+                return None;
+            }
+            let mut step = group.last().map_or(1, |&d| strides[d]);
+            for d in (j0..j).rev() {
+                out[d] = step;
+                step *= new[d];
+            }
+        }
+        Some((0, out))
+    }
+}
+
+#[derive(Debug)]
+pub struct Permute(pub Vec<usize>);
+
+impl Op for Permute {
+    view_op!("permute");
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let mut seen = self.0.clone();
+        seen.sort();
+        assert!(seen == (0..x[0].rank()).collect::<Vec<_>>(), "permute {:?} by {:?}", x[0], self.0);
+        vec![x[0].with(&self.0.iter().map(|&d| x[0].shape[d]).collect::<Vec<_>>())]
+    }
+
+    fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let mut back = vec![0; self.0.len()];
+        for (to, &from) in self.0.iter().enumerate() {
+            back[from] = to;
+        }
+        vec![dy[0].map(|d| d.permute(&back))]
+    }
+
+    fn alias(&self, _: &Meta, strides: &[usize]) -> Option<(usize, Vec<usize>)> {
+        Some((0, self.0.iter().map(|&d| strides[d]).collect()))
+    }
+}
+
+#[derive(Debug)]
+pub struct Slice {
+    pub axis: usize,
+    pub start: usize,
+    pub end: usize,
+}
+
+impl Op for Slice {
+    view_op!("slice");
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let (a, s, e) = (self.axis, self.start, self.end);
+        assert!(a < x[0].rank() && s < e && e <= x[0].shape[a], "slice {s}..{e} of axis {a} of {:?}", x[0]);
+        let mut shape = x[0].shape.clone();
+        shape[a] = e - s;
+        vec![x[0].with(&shape)]
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        vec![dy[0].map(|d| d.pad(self.axis, self.start, x[0].shape()[self.axis] - self.end))]
+    }
+
+    fn alias(&self, _: &Meta, strides: &[usize]) -> Option<(usize, Vec<usize>)> {
+        Some((self.start * strides[self.axis], strides.to_vec()))
+    }
+}
+
+#[derive(Debug)]
+pub struct Expand(pub Vec<usize>);
+
+impl Op for Expand {
+    view_op!("expand");
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let fits = crate::meta::broadcast(&[&x[0].shape, &self.0]).is_some_and(|s| s == self.0);
+        assert!(fits, "expand {:?} to {:?}", x[0], self.0);
+        vec![x[0].with(&self.0)]
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        vec![dy[0].map(|d| d.sum_to(&x[0].shape()))]
+    }
+
+    fn alias(&self, x: &Meta, strides: &[usize]) -> Option<(usize, Vec<usize>)> {
+        Some((0, broadcast_strides(&x.shape, strides, &self.0)))
+    }
+}
+
+#[derive(Debug)]
+pub struct StopGradient;
+
+impl Op for StopGradient {
+    view_op!("stop_gradient");
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        vec![x[0].clone()]
+    }
+
+    fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        vec![None] // this is what it is for
+    }
+
+    fn alias(&self, _: &Meta, strides: &[usize]) -> Option<(usize, Vec<usize>)> {
+        Some((0, strides.to_vec()))
+    }
+}
+
+impl<'g> Var<'g> {
+    #[track_caller]
+    pub fn reshape(self, shape: &[usize]) -> Var<'g> {
+        if self.shape() == shape {
+            return self;
+        }
+        self.recorder().op1(Reshape(shape.to_vec()), &[self])
+    }
+
+    /// Output dimension i is input dimension `order[i]`.
+    #[track_caller]
+    pub fn permute(self, order: &[usize]) -> Var<'g> {
+        self.recorder().op1(Permute(order.to_vec()), &[self])
+    }
+
+    /// The last two dimensions change places.
+    #[track_caller]
+    pub fn t(self) -> Var<'g> {
+        let rank = self.meta().rank();
+        assert!(rank >= 2, "the transpose of {self:?}");
+        let mut order: Vec<usize> = (0..rank).collect();
+        order.swap(rank - 1, rank - 2);
+        self.permute(&order)
+    }
+
+    #[track_caller]
+    pub fn slice(self, axis: usize, start: usize, end: usize) -> Var<'g> {
+        if self.shape().get(axis) == Some(&end) && start == 0 {
+            return self;
+        }
+        self.recorder().op1(Slice { axis, start, end }, &[self])
+    }
+
+    /// Row `i` of the first axis, that axis gone.
+    #[track_caller]
+    pub fn row(self, i: usize) -> Var<'g> {
+        self.slice(0, i, i + 1).reshape(&self.shape()[1..])
+    }
+
+    /// Repeats dimensions of one element, and adds dimensions in front.
+    #[track_caller]
+    pub fn expand(self, shape: &[usize]) -> Var<'g> {
+        if self.shape() == shape {
+            return self;
+        }
+        self.recorder().op1(Expand(shape.to_vec()), &[self])
+    }
+
+    /// The same value, through which no gradient flows.
+    pub fn stop_gradient(self) -> Var<'g> {
+        self.recorder().op1(StopGradient, &[self])
+    }
+}
+
+pub const CASES: &[Case] = &[
+    Case::new("reshape of a permuted", &[In(&[2, 3, 4], Fill::Normal)], |x| vec![x[0].permute(&[2, 0, 1]).reshape(&[8, 3]) * 2.0]),
+    Case::new("slices", &[In(&[5, 6], Fill::Normal)], |x| vec![x[0].slice(0, 1, 4).slice(1, 2, 6) * x[0].slice(0, 2, 5).slice(1, 0, 4)]),
+    Case::new("expand", &[In(&[3, 1], Fill::Normal), In(&[2, 3, 4], Fill::Normal)], |x| vec![x[0].expand(&[2, 3, 4]) * x[1]]),
+    Case::new("stop_gradient", &[In(&[7], Fill::Normal), In(&[7], Fill::Frozen)], |x| vec![x[0] * x[1].stop_gradient()]),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::meta::contiguous;
+
+    #[test]
+    fn reshapes_that_need_no_copy() {
+        let alias = |from: &[usize], strides: &[usize], to: &[usize]| Reshape(to.to_vec()).alias(&Meta::f32(from), strides).map(|a| a.1);
+        assert_eq!(alias(&[2, 3, 4], &contiguous(&[2, 3, 4]), &[6, 2, 2]), Some(vec![4, 2, 1]));
+        // rows of a wider tensor: the rows cannot join, but each can be cut
+        assert_eq!(alias(&[5, 6], &[10, 1], &[5, 2, 3]), Some(vec![10, 3, 1]));
+        assert_eq!(alias(&[5, 6], &[10, 1], &[30]), None);
+        assert_eq!(alias(&[2, 3], &[1, 2], &[3, 2]), None);
+        assert_eq!(alias(&[1, 4], &[9, 2], &[4, 1, 1]).map(|s| s[0]), Some(2));
+        assert_eq!(alias(&[4], &[0], &[2, 2]), Some(vec![0, 0]));
+    }
+}

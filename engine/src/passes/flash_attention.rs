@@ -1,0 +1,43 @@
+//! Attention without time x time scores.
+
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init};
+use crate::meta::DType;
+use crate::ops::attention::{Attention, FlashAttention, attention};
+use crate::record::Recorder;
+
+pub struct FlashAttentionPass;
+
+impl Pass for FlashAttentionPass {
+    fn name(&self) -> &'static str {
+        "flash-attention"
+    }
+
+    fn about(&self) -> &'static str {
+        "Computes attention block by block, with a running maximum and sum: time x time scores never exist, in neither direction."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        g.rewrite(|recorder, _, node, inputs| {
+            let Some(a) = node.op::<Attention>() else { return Ok(None) };
+            receipt.applied += 1;
+            let y = recorder.op(FlashAttention { causal: a.causal, scale: a.scale }, inputs);
+            Ok(Some(vec![y[0]]))
+        })
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[8, 3 * 8], Init::Normal { std: 0.3 });
+        let x = r.feed("x", &[2, 70, 8], DType::F32);
+        let qkv = x.matmul(w).reshape(&[2, 70, 3, 2, 4]);
+        let part = |i: usize| qkv.slice(2, i, i + 1).reshape(&[2, 70, 2, 4]);
+        let loss = attention(part(0), part(1), part(2), true, 0.5).square().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}

@@ -1,0 +1,138 @@
+//! Arithmetic that feeds arithmetic becomes one expression, so that what lies between never reaches memory.
+
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Value};
+use crate::meta::DType;
+use crate::ops::pointwise::{Expr, Pointwise};
+use crate::record::Recorder;
+use std::sync::Arc;
+
+pub struct FusePointwise;
+
+/// Past these an expression gains nothing: its chunk buffers (or a GPU's registers) no longer fit.
+const MOST_INPUTS: usize = 12;
+const MOST_INSTRUCTIONS: usize = 64;
+
+impl Pass for FusePointwise {
+    fn name(&self) -> &'static str {
+        "fuse-pointwise"
+    }
+
+    fn about(&self) -> &'static str {
+        "Joins arithmetic into one expression: values between are read from cache or registers, and not written unless needed later."
+    }
+
+    fn numerics(&self, _: Target, dtype: DType) -> Numerics {
+        // Narrow types: a value inside an expression is not rounded.
+        if dtype == DType::F32 { Numerics::Exact } else { Numerics::Reordered }
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        // Position by position: node i takes in producers of which it is the first reader. Those vanish, their outputs that
+        // others read becoming outputs of node i.
+        for i in 0..g.nodes.len() {
+            let mut refused = vec![];
+            while let Some((p, reason)) = candidate(g, i, &refused) {
+                match reason {
+                    None => {
+                        join(g, p, i);
+                        receipt.applied += 1;
+                    }
+                    Some(reason) => {
+                        receipt.decline(reason, &g.nodes[i].scope);
+                        refused.push(p);
+                    }
+                }
+            }
+        }
+        super::dead_code::sweep(g);
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[5, 4], DType::F32);
+        let rng = r.feed("rng", &[4], DType::I32);
+        let h = x.matmul(w);
+        let s = (h.sigmoid() * h + 1.0).dropout(0.2, rng);
+        let loss = (s * s.exp()).sum();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+/// A pointwise producer that node `i` is the first to read, and why it may not be taken in, if so.
+fn candidate(g: &Graph, i: usize, refused: &[usize]) -> Option<(usize, Option<&'static str>)> {
+    let consumer = g.nodes[i].op::<Pointwise>()?;
+    for v in &g.nodes[i].inputs {
+        let p = v.node;
+        let Some(producer) = g.nodes[p].op::<Pointwise>() else { continue };
+        if refused.contains(&p) || g.nodes[p].outputs[0].shape != g.nodes[i].outputs[0].shape {
+            continue;
+        }
+        // A backward node must not hold back a value until then that the forward pass computed: only if nobody else wants it.
+        let crosses = g.nodes[p].backward != g.nodes[i].backward;
+        let elsewhere = g.roots().any(|r| r.node == p) || g.nodes[i + 1..].iter().any(|n| n.inputs.iter().any(|w| w.node == p));
+        if g.nodes[p + 1..i].iter().any(|n| n.inputs.iter().any(|w| w.node == p)) || (crosses && elsewhere) {
+            continue;
+        }
+        let inputs = g.nodes[p].inputs.len() + g.nodes[i].inputs.len() - 1;
+        let ins = producer.expr.ins.len() + consumer.expr.ins.len();
+        let reason = if inputs > MOST_INPUTS {
+            Some("too many inputs for one expression")
+        } else if ins > MOST_INSTRUCTIONS {
+            Some("too many instructions for one expression")
+        } else {
+            None
+        };
+        return Some((p, reason));
+    }
+    None
+}
+
+/// Takes producer `p` into node `i`.
+fn join(g: &mut Graph, p: usize, i: usize) {
+    let elsewhere = |out: usize| {
+        let v = Value { node: p, out };
+        g.roots().any(|r| r == v) || g.nodes[i + 1..].iter().any(|n| n.inputs.contains(&v))
+    };
+    let keep: Vec<usize> = (0..g.nodes[p].outputs.len()).filter(|&o| elsewhere(o)).collect();
+    let (a, b) = (g.nodes[p].op::<Pointwise>().expect("a candidate").clone(), g.nodes[i].op::<Pointwise>().expect("a candidate").clone());
+    let mut inputs: Vec<Value> = vec![];
+    let mut number = |v: Value| {
+        inputs.iter().position(|&w| w == v).unwrap_or_else(|| {
+            inputs.push(v);
+            inputs.len() - 1
+        })
+    };
+    let mut expr = Expr::default();
+    let from_a: Vec<usize> = g.nodes[p].inputs.iter().map(|&v| number(v)).collect();
+    let map_a = expr.append(&a.expr, |e, k| e.input(from_a[k]), |k| from_a[k]);
+    let from_b: Vec<Result<usize, usize>> =
+        g.nodes[i].inputs.iter().map(|&v| if v.node == p { Err(map_a[a.expr.outs[v.out]]) } else { Ok(number(v)) }).collect();
+    let map_b = expr.append(
+        &b.expr,
+        |e, k| match from_b[k] {
+            Ok(n) => e.input(n),
+            Err(reg) => reg,
+        },
+        |k| from_b[k].expect("counters are not arithmetic"),
+    );
+    expr.outs = b.expr.outs.iter().map(|&o| map_b[o]).chain(keep.iter().map(|&o| map_a[a.expr.outs[o]])).collect();
+    let dtypes = b.dtypes.iter().copied().chain(keep.iter().map(|&o| a.dtypes[o])).collect();
+    let first = g.nodes[i].outputs.len();
+    let metas: Vec<_> = keep.iter().map(|&o| g.nodes[p].outputs[o].clone()).collect();
+    let node = &mut g.nodes[i];
+    node.outputs.extend(metas);
+    node.inputs = inputs;
+    node.kind = Kind::Op(Arc::new(Pointwise { expr, dtypes, in_place: vec![] }));
+    let moved = |v: &mut Value| {
+        if v.node == p {
+            *v = Value { node: i, out: first + keep.iter().position(|&o| o == v.out).expect("kept because it is read") };
+        }
+    };
+    g.nodes[i + 1..].iter_mut().for_each(|n| n.inputs.iter_mut().for_each(moved));
+    g.outputs.iter_mut().for_each(|o| moved(&mut o.1));
+    g.updates.iter_mut().for_each(|u| moved(&mut u.1));
+}

@@ -1,0 +1,64 @@
+//! Arithmetic writes over an input that nothing reads afterwards.
+
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Value};
+use crate::meta::DType;
+use crate::ops::pointwise::Pointwise;
+use crate::plan::{last_reads, view_roots};
+use crate::record::Recorder;
+use std::sync::Arc;
+
+pub struct InPlace;
+
+impl Pass for InPlace {
+    fn name(&self) -> &'static str {
+        "in-place"
+    }
+
+    fn about(&self) -> &'static str {
+        "Lets arithmetic write over an input that nothing reads afterwards: less memory, and cache lines that are already there."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Exact
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let roots = view_roots(g);
+        let last = last_reads(g, &roots);
+        for i in 0..g.nodes.len() {
+            let Some(p) = g.nodes[i].op::<Pointwise>() else { continue };
+            let mut pairs = vec![];
+            for (out, meta) in g.nodes[i].outputs.iter().enumerate() {
+                let free = |&(k, &v): &(usize, &Value)| {
+                    let node = &g.nodes[v.node];
+                    let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == v).count() == 1;
+                    g.meta(v) == meta
+                        && !node.is_view()
+                        && !node.is_source()
+                        && last[&v] == i
+                        && alone
+                        && pairs.iter().all(|&(used, _)| used != k)
+                };
+                if let Some((k, _)) = g.nodes[i].inputs.iter().enumerate().find(free) {
+                    pairs.push((k, out));
+                }
+            }
+            if pairs.is_empty() {
+                receipt.decline("no input of this shape and type is read here for the last time", &g.nodes[i].scope);
+                continue;
+            }
+            receipt.applied += 1;
+            let op = Pointwise { in_place: pairs, ..p.clone() };
+            g.nodes[i].kind = Kind::Op(Arc::new(op));
+        }
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[5, 4], DType::F32);
+        r.output("y", x.matmul(w).silu().matmul(w));
+    }
+}

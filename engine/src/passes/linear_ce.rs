@@ -1,0 +1,60 @@
+//! The loss head in chunks: logits never exist whole.
+
+use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Value};
+use crate::meta::DType;
+use crate::ops::linear_ce::{ChunkedLinearCrossEntropy, LinearCrossEntropy};
+use crate::record::Recorder;
+
+pub struct LinearCe;
+
+impl Pass for LinearCe {
+    fn name(&self) -> &'static str {
+        "linear-ce"
+    }
+
+    fn about(&self) -> &'static str {
+        "Computes the loss head a chunk of rows at a time, gradients in the same pass: the logits never exist whole."
+    }
+
+    fn settings(&self) -> &'static [Setting] {
+        &[Setting { name: "chunk", default: "256", about: "rows of logits that exist at once" }]
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let chunk = settings.number("chunk")?;
+        // Gradients are computed with the loss only where a later Grad node asks for them.
+        let asked: Vec<(Value, Vec<bool>)> = g
+            .nodes
+            .iter()
+            .filter(|n| matches!(n.kind, Kind::Grad))
+            .map(|n| (n.inputs[0], g.depends_on(n.inputs[1..].iter().copied())))
+            .collect();
+        let reached: Vec<Vec<bool>> = asked.iter().map(|(loss, _)| g.needed_by(std::iter::once(*loss))).collect();
+        g.rewrite(|recorder, i, node, inputs| {
+            if node.op::<LinearCrossEntropy>().is_none() {
+                return Ok(None);
+            }
+            receipt.applied += 1;
+            let wanted = |input: usize| asked.iter().zip(&reached).any(|((_, depends), hit)| hit[i] && depends[node.inputs[input].node]);
+            let op = ChunkedLinearCrossEntropy { chunk, grad_h: wanted(0), grad_w: wanted(1) };
+            Ok(Some(vec![recorder.op(op, inputs)[0]]))
+        })
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[300, 8], Init::Normal { std: 1.0 });
+        let v = r.param("v", &[8, 8], Init::Normal { std: 1.0 });
+        let (x, targets) = (r.feed("x", &[600, 8], DType::F32), r.feed("targets", &[600], DType::I32));
+        let loss = x.matmul(v).linear_cross_entropy(w, targets, r.full(&[1], 1.0 / 600.0));
+        r.output("loss", loss);
+        let grads = r.grad(loss, &[w, v]);
+        r.output("dw", grads[0]);
+        r.output("dv", grads[1]);
+    }
+}

@@ -1,0 +1,243 @@
+//! Named rewrites of a graph. Each can be switched, and leaves a receipt.
+
+mod autodiff;
+mod dead_code;
+pub use dead_code::sweep;
+pub mod expand;
+mod flash_attention;
+mod fuse_pointwise;
+mod in_place;
+pub mod layout;
+mod linear_ce;
+mod recompute;
+
+use crate::error::Error;
+use crate::graph::Graph;
+use crate::meta::DType;
+use crate::record::Recorder;
+use std::collections::BTreeMap;
+
+/// In running order.
+pub const PASSES: &[&dyn Pass] = &[
+    &flash_attention::FlashAttentionPass,
+    &linear_ce::LinearCe,
+    &autodiff::Autodiff,
+    &dead_code::DeadCode,
+    &recompute::Recompute,
+    &fuse_pointwise::FusePointwise,
+    &in_place::InPlace,
+];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    Cpu,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    Off,
+    Auto,
+    /// As Auto, but a site that is declined is an error.
+    Require,
+}
+
+impl Mode {
+    pub fn name(self) -> &'static str {
+        match self {
+            Mode::Off => "off",
+            Mode::Auto => "auto",
+            Mode::Require => "require",
+        }
+    }
+}
+
+/// What switching a pass may change in the numbers. Decides how its test compares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Numerics {
+    /// Bit for bit the same.
+    Exact,
+    /// The same sums in another order, or a rounding less.
+    Reordered,
+}
+
+/// A setting of a pass beside its mode: name, default, what it does.
+pub struct Setting {
+    pub name: &'static str,
+    pub default: &'static str,
+    pub about: &'static str,
+}
+
+pub trait Pass: Sync {
+    fn name(&self) -> &'static str;
+    fn about(&self) -> &'static str;
+    fn numerics(&self, target: Target, dtype: DType) -> Numerics;
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error>;
+    /// A step on which the pass has something to do. Its states and feeds are filled by the harness.
+    fn example(&self, r: &Recorder);
+
+    fn default_mode(&self) -> Mode {
+        Mode::Auto
+    }
+
+    fn settings(&self) -> &'static [Setting] {
+        &[]
+    }
+
+    /// A pass without which the example cannot run is compared with itself in another setting.
+    fn always_on(&self) -> bool {
+        false
+    }
+}
+
+/// The values of a pass's settings.
+pub struct Settings<'a> {
+    pub target: Target,
+    pass: &'static dyn Pass,
+    values: &'a BTreeMap<String, String>,
+}
+
+impl Settings<'_> {
+    pub fn text(&self, name: &str) -> &str {
+        let known = self.pass.settings().iter().find(|s| s.name == name).expect("a pass reads its own settings");
+        self.values.get(name).map_or(known.default, |v| v)
+    }
+
+    pub fn number(&self, name: &str) -> Result<usize, Error> {
+        let text = self.text(name);
+        text.parse()
+            .ok()
+            .filter(|&n| n > 0)
+            .ok_or_else(|| Error::PassSetting { pass: self.pass.name().into(), problem: format!("{name}={text} is not a number above 0") })
+    }
+}
+
+/// What a pass did. Printed at start-up, kept with the run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Receipt {
+    pub pass: &'static str,
+    pub mode: Mode,
+    pub applied: usize,
+    /// (reason, where).
+    pub declined: Vec<(String, String)>,
+    pub notes: Vec<String>,
+}
+
+impl Receipt {
+    pub fn sites(&self) -> usize {
+        self.applied + self.declined.len()
+    }
+
+    pub fn decline(&mut self, reason: impl Into<String>, site: &str) {
+        self.declined.push((reason.into(), if site.is_empty() { "the top level".into() } else { site.into() }));
+    }
+
+    /// One line: `12 of 36; 24: K = 48 is not a multiple of 16 (blocks.0.router, ...)`.
+    pub fn summary(&self) -> String {
+        let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (reason, site) in &self.declined {
+            reasons.entry(reason).or_default().push(site);
+        }
+        let mut parts: Vec<String> = self.notes.clone();
+        for (reason, mut sites) in reasons {
+            let count = sites.len();
+            sites.dedup();
+            let more = if sites.len() > 2 { ", ..." } else { "" };
+            parts.push(format!("{count}: {reason} ({}{more})", sites[..sites.len().min(2)].join(", ")));
+        }
+        parts.join("; ")
+    }
+}
+
+/// Modes and settings of all passes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Switches {
+    chosen: BTreeMap<String, (Mode, BTreeMap<String, String>)>,
+}
+
+impl Switches {
+    /// `value` is `off`, `auto` or `require`, then `,setting=value` any number of times.
+    pub fn set(&mut self, pass: &str, value: &str) -> Result<(), Error> {
+        let found = PASSES.iter().find(|p| p.name() == pass).ok_or_else(|| {
+            let near = PASSES.iter().map(|p| p.name()).min_by_key(|n| distance(n, pass)).filter(|n| distance(n, pass) <= 4);
+            Error::NoPass { name: pass.into(), hint: near.map_or(String::new(), |n| format!("; did you mean '{n}'?")) }
+        })?;
+        let wrong = |problem: String| Error::PassSetting { pass: pass.into(), problem };
+        let mut parts = value.split(',').map(str::trim);
+        let mode = match parts.next() {
+            Some("off") => Mode::Off,
+            Some("auto") => Mode::Auto,
+            Some("require") => Mode::Require,
+            other => return Err(wrong(format!("'{}' is not off, auto or require", other.unwrap_or_default()))),
+        };
+        let mut values = BTreeMap::new();
+        for part in parts {
+            let (name, v) = part.split_once('=').ok_or_else(|| wrong(format!("'{part}' is not setting=value")))?;
+            if !found.settings().iter().any(|s| s.name == name) {
+                let known: Vec<&str> = found.settings().iter().map(|s| s.name).collect();
+                return Err(wrong(format!(
+                    "has no setting '{name}' (it has: {})",
+                    if known.is_empty() { "none".into() } else { known.join(", ") }
+                )));
+            }
+            values.insert(name.to_string(), v.to_string());
+        }
+        self.chosen.insert(pass.into(), (mode, values));
+        Ok(())
+    }
+
+    pub fn with(mut self, pass: &str, value: &str) -> Result<Switches, Error> {
+        self.set(pass, value)?;
+        Ok(self)
+    }
+
+    pub fn mode(&self, pass: &dyn Pass) -> Mode {
+        self.chosen.get(pass.name()).map_or(pass.default_mode(), |c| c.0)
+    }
+}
+
+/// Runs all passes, then the two steps that every graph needs: composite ops that no pass took are written out, and what an
+/// op cannot read in place is copied.
+pub fn run(g: &mut Graph, switches: &Switches, target: Target) -> Result<Vec<Receipt>, Error> {
+    let mut receipts = vec![];
+    let none = BTreeMap::new();
+    for pass in PASSES {
+        if pass.name() == "autodiff" {
+            expand::apply(g);
+        }
+        let mode = switches.mode(*pass);
+        let mut receipt = Receipt { pass: pass.name(), mode, applied: 0, declined: vec![], notes: vec![] };
+        if mode != Mode::Off {
+            let values = switches.chosen.get(pass.name()).map_or(&none, |c| &c.1);
+            pass.apply(g, &Settings { target, pass: *pass, values }, &mut receipt)?;
+        } else if pass.name() == "autodiff" && g.nodes.iter().any(|n| matches!(n.kind, crate::graph::Kind::Grad)) {
+            return Err(Error::NoAutodiff);
+        }
+        if mode == Mode::Require {
+            if let Some((reason, site)) = receipt.declined.first() {
+                return Err(Error::Declined { pass: pass.name().into(), site: site.clone(), reason: reason.clone() });
+            }
+            if receipt.applied == 0 {
+                return Err(Error::NoSites(pass.name().into()));
+            }
+        }
+        receipts.push(receipt);
+    }
+    layout::apply(g);
+    Ok(receipts)
+}
+
+/// Edits that turn one word into the other.
+pub fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, &y) in b.iter().enumerate() {
+            let next = (diagonal + (x != y) as usize).min(row[j] + 1).min(row[j + 1] + 1);
+            diagonal = row[j + 1];
+            row[j + 1] = next;
+        }
+    }
+    row[b.len()]
+}

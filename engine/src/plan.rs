@@ -1,0 +1,256 @@
+//! Which value lives where, for how long, and how much memory that takes: known before anything runs.
+
+use crate::graph::{Graph, Kind, Value};
+use crate::meta::{contiguous, is_contiguous};
+use crate::op::Cost;
+use std::collections::HashMap;
+
+/// Offsets are multiples of this, so that every buffer starts on a cache line (and on what vector loads of a GPU want).
+const ALIGN: usize = 256;
+
+/// Memory that several values may share, one after the other.
+#[derive(Clone, Debug)]
+pub struct Buffer {
+    pub home: Home,
+    pub bytes: usize,
+    /// Positions of the first write and the last read.
+    pub first: usize,
+    pub last: usize,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Home {
+    /// Of the source node with this index: a feed, a state or a constant.
+    Source(usize),
+    /// Byte offset in the arena.
+    Arena(usize),
+}
+
+/// Where a value is.
+#[derive(Clone, Debug)]
+pub struct Spot {
+    pub buffer: usize,
+    /// In elements.
+    pub offset: usize,
+    pub strides: Vec<usize>,
+}
+
+/// Bytes, before anything runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Memory {
+    /// Parameters, moments, carries, caches.
+    pub state: usize,
+    /// Tables fixed in the graph.
+    pub constants: usize,
+    pub feeds: usize,
+    pub activations: usize,
+    pub workspace: usize,
+}
+
+impl Memory {
+    pub fn peak(&self) -> usize {
+        self.state + self.constants + self.feeds + self.activations + self.workspace
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// For every node, of every output.
+    pub spots: Vec<Vec<Spot>>,
+    pub buffers: Vec<Buffer>,
+    /// (node, input, output): copied before the node runs, because the op works in a buffer that it may not take over.
+    pub copies: Vec<(usize, usize, usize)>,
+    /// (state node, value): copied after the last node.
+    pub stores: Vec<(usize, Value)>,
+    pub memory: Memory,
+    pub cost: Cost,
+}
+
+/// f32 elements of workspace for a node, on the device that will run it.
+pub type WorkspaceOf<'a> = &'a dyn Fn(&Graph, usize) -> usize;
+
+impl Plan {
+    /// Bytes of the arena: activations, then one workspace that all ops share.
+    pub fn arena(&self) -> usize {
+        self.memory.activations + self.memory.workspace
+    }
+
+    pub fn new(g: &Graph, workspace: WorkspaceOf) -> Plan {
+        let end = g.nodes.len();
+        let roots = view_roots(g);
+        let last_read = last_reads(g, &roots);
+        let destined = destinations(g);
+        let mut plan =
+            Plan { spots: vec![], buffers: vec![], copies: vec![], stores: vec![], memory: Memory::default(), cost: Cost::default() };
+        for (i, node) in g.nodes.iter().enumerate() {
+            let spots = match &node.kind {
+                Kind::Op(op) if op.is_view() => {
+                    let input = &plan.spots[node.inputs[0].node][node.inputs[0].out];
+                    let alias = op.alias(g.meta(node.inputs[0]), &input.strides);
+                    let (offset, strides) = alias.expect("the layout step copied what cannot be viewed");
+                    vec![Spot { buffer: input.buffer, offset: input.offset + offset, strides }]
+                }
+                Kind::Op(op) => {
+                    let reuse = op.reuse();
+                    let spot = |plan: &mut Plan, out: usize| {
+                        let value = Value { node: i, out };
+                        let pair = reuse.iter().find(|p| p.1 == out).map(|p| p.0);
+                        let shared = pair.and_then(|input| {
+                            let v = node.inputs[input];
+                            let from = plan.spots[v.node][v.out].clone();
+                            let root = roots[v.node].unwrap_or(v);
+                            // The whole buffer, read here for the last time and by this input only.
+                            let whole = from.offset == 0 && g.meta(root).bytes() == g.meta(value).bytes();
+                            let whole = whole && is_contiguous(&g.meta(v).shape, &from.strides);
+                            let once = node.inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == root).count() == 1;
+                            let free = match plan.buffers[from.buffer].home {
+                                Home::Arena(_) => true,
+                                Home::Source(s) => destined.get(&value) == Some(&s),
+                            };
+                            (whole && once && free && last_read[&root] == i).then_some(from.buffer)
+                        });
+                        if let (None, Some(input)) = (shared, pair) {
+                            plan.copies.push((i, input, out));
+                        }
+                        // A state's next value is written straight into the state once nobody reads the old one any more.
+                        let direct = || {
+                            let s = *destined.get(&value)?;
+                            let old = Value { node: s, out: 0 };
+                            let is_update = g.updates.contains(&(old, value));
+                            (is_update && last_read.get(&old).is_none_or(|&r| r < i)).then(|| plan.spots[s][0].buffer)
+                        };
+                        let buffer = shared.or_else(direct).unwrap_or_else(|| {
+                            let bytes = g.meta(value).bytes();
+                            plan.buffers.push(Buffer { home: Home::Arena(0), bytes, first: i, last: i });
+                            plan.buffers.len() - 1
+                        });
+                        let last = last_read.get(&value).copied().unwrap_or(i);
+                        plan.buffers[buffer].last = plan.buffers[buffer].last.max(last);
+                        Spot { buffer, offset: 0, strides: contiguous(&g.meta(value).shape) }
+                    };
+                    (0..node.outputs.len()).map(|out| spot(&mut plan, out)).collect()
+                }
+                _ => {
+                    let meta = &node.outputs[0];
+                    plan.buffers.push(Buffer { home: Home::Source(i), bytes: meta.bytes(), first: 0, last: end });
+                    let sum = match node.kind {
+                        Kind::State(_) => &mut plan.memory.state,
+                        Kind::Const(_) => &mut plan.memory.constants,
+                        _ => &mut plan.memory.feeds,
+                    };
+                    *sum += meta.bytes();
+                    vec![Spot { buffer: plan.buffers.len() - 1, offset: 0, strides: contiguous(&meta.shape) }]
+                }
+            };
+            plan.spots.push(spots);
+            if let Kind::Op(op) = &node.kind {
+                let c = op.cost(&g.inputs(i));
+                plan.cost.flops += c.flops;
+                plan.cost.bytes += c.bytes;
+            }
+            plan.memory.workspace = plan.memory.workspace.max(4 * workspace(g, i).next_multiple_of(ALIGN));
+        }
+        for &(state, value) in &g.updates {
+            if plan.spots[value.node][value.out].buffer != plan.spots[state.node][0].buffer {
+                plan.stores.push((state.node, value));
+            }
+        }
+        plan.memory.activations = assign(&mut plan.buffers);
+        plan
+    }
+
+    /// Buffers whose lifetimes cross must not overlap.
+    pub fn verify(&self) -> Result<(), String> {
+        let arena: Vec<(usize, &Buffer)> =
+            self.buffers.iter().filter_map(|b| if let Home::Arena(o) = b.home { Some((o, b)) } else { None }).collect();
+        for (i, (o, a)) in arena.iter().enumerate() {
+            for (p, b) in &arena[..i] {
+                let together = a.first <= b.last && b.first <= a.last;
+                if together && o < &(p + b.bytes) && p < &(o + a.bytes) {
+                    return Err(format!("{a:?} overlaps {b:?}"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// For a view, the value whose memory it is.
+pub fn view_roots(g: &Graph) -> Vec<Option<Value>> {
+    let mut roots: Vec<Option<Value>> = vec![None; g.nodes.len()];
+    for (i, node) in g.nodes.iter().enumerate() {
+        if node.is_view() {
+            let v = node.inputs[0];
+            roots[i] = Some(roots[v.node].unwrap_or(v));
+        }
+    }
+    roots
+}
+
+/// For every value that is no view, the last position that reads it, views of it included; the end, for a root.
+pub fn last_reads(g: &Graph, roots: &[Option<Value>]) -> HashMap<Value, usize> {
+    let root = |v: Value| roots[v.node].unwrap_or(v);
+    let mut last = HashMap::new();
+    for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_view()) {
+        for &v in &node.inputs {
+            last.insert(root(v), i);
+        }
+    }
+    for v in g.roots() {
+        last.insert(root(v), g.nodes.len());
+    }
+    last
+}
+
+/// Values that end up in a state, through ops that work in its buffer: value -> the state's node.
+fn destinations(g: &Graph) -> HashMap<Value, usize> {
+    let mut destined = HashMap::new();
+    for &(state, value) in &g.updates {
+        let mut v = value;
+        while let Kind::Op(op) = &g.nodes[v.node].kind {
+            if destined.insert(v, state.node).is_some() {
+                break;
+            }
+            match op.reuse().iter().find(|p| p.1 == v.out) {
+                Some(&(input, _)) => v = g.nodes[v.node].inputs[input],
+                None => break,
+            }
+        }
+    }
+    destined
+}
+
+/// Gives every arena buffer an offset: the largest first, each in the lowest gap among those alive at the same time. Returns the
+/// bytes needed.
+fn assign(buffers: &mut [Buffer]) -> usize {
+    let mut order: Vec<usize> = (0..buffers.len()).filter(|&b| matches!(buffers[b].home, Home::Arena(_))).collect();
+    order.sort_by_key(|&b| (std::cmp::Reverse(buffers[b].bytes), buffers[b].first));
+    let mut placed: Vec<usize> = vec![];
+    let mut total = 0;
+    for b in order {
+        let size = buffers[b].bytes.next_multiple_of(ALIGN);
+        let mut taken: Vec<(usize, usize)> = placed
+            .iter()
+            .map(|&p| &buffers[p])
+            .filter(|p| p.first <= buffers[b].last && buffers[b].first <= p.last)
+            .map(|p| match p.home {
+                Home::Arena(o) => (o, o + p.bytes.next_multiple_of(ALIGN)),
+                Home::Source(_) => unreachable!("only arena buffers are placed"),
+            })
+            .collect();
+        taken.sort();
+        let (mut best, mut at) = (None, 0);
+        for (start, stop) in taken {
+            let gap = start.saturating_sub(at);
+            if gap >= size && best.is_none_or(|(g, _)| gap < g) {
+                best = Some((gap, at));
+            }
+            at = at.max(stop);
+        }
+        let offset = best.map_or(at, |(_, o)| o);
+        buffers[b].home = Home::Arena(offset);
+        total = total.max(offset + size);
+        placed.push(b);
+    }
+    total
+}

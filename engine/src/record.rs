@@ -1,0 +1,228 @@
+//! What model code touches: a Recorder, and Vars that read like arithmetic.
+
+use crate::graph::{Graph, Init, Kind, Node, State, Value};
+use crate::meta::{DType, Meta};
+use crate::op::Op;
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+/// Records operations in the order in which model code names them.
+pub struct Recorder {
+    graph: RefCell<Graph>,
+    scope: RefCell<Arc<str>>,
+    backward: Cell<bool>,
+    block: Cell<u32>,
+    blocks: Cell<u32>,
+    sites: Cell<u32>,
+}
+
+/// A value being recorded. Copy, so that it is used like a number.
+#[derive(Clone, Copy)]
+pub struct Var<'g> {
+    recorder: &'g Recorder,
+    value: Value,
+}
+
+impl std::fmt::Debug for Var<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "%{}.{} {:?}", self.value.node, self.value.out, self.meta())
+    }
+}
+
+impl Default for Recorder {
+    fn default() -> Recorder {
+        Recorder::new()
+    }
+}
+
+impl Recorder {
+    pub fn new() -> Recorder {
+        Recorder {
+            graph: RefCell::default(),
+            scope: RefCell::new("".into()),
+            backward: Cell::new(false),
+            block: Cell::new(0),
+            blocks: Cell::new(0),
+            sites: Cell::new(0),
+        }
+    }
+
+    /// A tensor that every run is handed.
+    pub fn feed(&self, name: &str, shape: &[usize], dtype: DType) -> Var<'_> {
+        self.named(name, Kind::Feed(name.into()), Meta::new(shape, dtype))
+    }
+
+    /// A tensor that outlives runs.
+    pub fn state(&self, name: &str, shape: &[usize], dtype: DType, init: Init) -> Var<'_> {
+        let state = State { name: name.into(), init, param: false };
+        self.named(name, Kind::State(state), Meta::new(shape, dtype))
+    }
+
+    /// A State that belongs to the model: f32, trained or loaded, and saved with it.
+    pub fn param(&self, name: &str, shape: &[usize], init: Init) -> Var<'_> {
+        let state = State { name: name.into(), init, param: true };
+        self.named(name, Kind::State(state), Meta::f32(shape))
+    }
+
+    /// The same name is the same value.
+    #[track_caller]
+    fn named(&self, name: &str, kind: Kind, meta: Meta) -> Var<'_> {
+        let known = self.graph.borrow().nodes.iter().position(|n| match (&n.kind, &kind) {
+            (Kind::Feed(a), Kind::Feed(_)) => a == name,
+            (Kind::State(a), Kind::State(_)) => a.name == name,
+            _ => false,
+        });
+        let Some(node) = known else { return self.push(kind, vec![], vec![meta])[0] };
+        let var = self.var(Value { node, out: 0 });
+        assert_eq!(var.meta(), meta, "'{name}' was recorded before with another shape or type");
+        var
+    }
+
+    /// Numbers fixed now.
+    #[track_caller]
+    pub fn constant(&self, shape: &[usize], numbers: Vec<f32>) -> Var<'_> {
+        let meta = Meta::f32(shape);
+        assert_eq!(meta.elements(), numbers.len(), "a constant of shape {shape:?}");
+        self.push(Kind::Const(Arc::new(numbers)), vec![], vec![meta])[0]
+    }
+
+    #[track_caller]
+    pub fn op<'g>(&'g self, op: impl Op, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
+        self.op_arc(Arc::new(op), inputs)
+    }
+
+    /// An op with one output.
+    #[track_caller]
+    pub fn op1<'g>(&'g self, op: impl Op, inputs: &[Var<'g>]) -> Var<'g> {
+        self.op(op, inputs)[0]
+    }
+
+    #[track_caller]
+    pub fn op_arc<'g>(&'g self, op: Arc<dyn Op>, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
+        let metas: Vec<Meta> = inputs.iter().map(|v| v.meta()).collect();
+        let outputs = op.infer(&metas);
+        self.push(Kind::Op(op), inputs.iter().map(|v| v.value).collect(), outputs)
+    }
+
+    /// Gradients of `loss` (one element) by each of `by`.
+    #[track_caller]
+    pub fn grad<'g>(&'g self, loss: Var<'g>, by: &[Var<'g>]) -> Vec<Var<'g>> {
+        assert_eq!(loss.meta().elements(), 1, "grad wants a loss of one element, not {:?}", loss.meta());
+        let inputs = [&[loss], by].concat();
+        self.push(Kind::Grad, inputs.iter().map(|v| v.value).collect(), by.iter().map(|v| v.meta()).collect())
+    }
+
+    /// What a run answers with, by name.
+    pub fn output(&self, name: &str, v: Var) {
+        self.graph.borrow_mut().outputs.push((name.into(), v.value));
+    }
+
+    /// The state's value from the end of this run on. Reads inside the run see the value before it.
+    #[track_caller]
+    pub fn update(&self, state: Var, value: Var) {
+        let mut g = self.graph.borrow_mut();
+        assert!(matches!(g.nodes[state.value.node].kind, Kind::State(_)), "update wants a state");
+        assert_eq!(g.meta(state.value), g.meta(value.value), "update of a state with another shape or type");
+        assert!(g.updates.iter().all(|u| u.0 != state.value), "a state is updated once in a run");
+        g.updates.push((state.value, value.value));
+    }
+
+    /// Everything that `f` records belongs to `name`: for messages, for receipts, and for `recompute`.
+    pub fn scope<R>(&self, name: &str, f: impl FnOnce() -> R) -> R {
+        let outer = self.scope.borrow().clone();
+        *self.scope.borrow_mut() = if outer.is_empty() { name.into() } else { format!("{outer}.{name}").into() };
+        let result = f();
+        *self.scope.borrow_mut() = outer;
+        result
+    }
+
+    /// A scope that is one of the model's repeated units: `recompute` keeps what enters and leaves it.
+    pub fn block<R>(&self, name: &str, f: impl FnOnce() -> R) -> R {
+        self.blocks.set(self.blocks.get() + 1);
+        let outer = self.block.replace(self.blocks.get());
+        let result = self.scope(name, f);
+        self.block.set(outer);
+        result
+    }
+
+    /// A number for a place that draws random numbers: the same whatever passes do later.
+    pub fn new_site(&self) -> u32 {
+        self.sites.set(self.sites.get() + 1);
+        self.sites.get()
+    }
+
+    pub fn params(&self) -> Vec<(String, Var<'_>)> {
+        let g = self.graph.borrow();
+        let param = |(node, n): (usize, &Node)| match &n.kind {
+            Kind::State(s) if s.param => Some((s.name.clone(), self.var(Value { node, out: 0 }))),
+            _ => None,
+        };
+        g.nodes.iter().enumerate().filter_map(param).collect()
+    }
+
+    pub fn finish(self) -> Graph {
+        self.graph.into_inner()
+    }
+
+    pub(crate) fn var(&self, value: Value) -> Var<'_> {
+        Var { recorder: self, value }
+    }
+
+    /// What is recorded next belongs where `node` does.
+    pub(crate) fn set_place(&self, node: &Node) {
+        *self.scope.borrow_mut() = node.scope.clone();
+        self.backward.set(node.backward);
+        self.block.set(node.block);
+    }
+
+    pub(crate) fn set_backward(&self, scope: &Arc<str>) {
+        *self.scope.borrow_mut() = scope.clone();
+        self.backward.set(true);
+        self.block.set(0);
+    }
+
+    pub(crate) fn keep(&self, node: &Node, inputs: Vec<Value>) -> Vec<Value> {
+        let vars = self.push(node.kind.clone(), inputs, node.outputs.clone());
+        vars.iter().map(|v| v.value).collect()
+    }
+
+    pub(crate) fn with_graph<R>(&self, f: impl FnOnce(&Graph) -> R) -> R {
+        f(&self.graph.borrow())
+    }
+
+    fn push(&self, kind: Kind, inputs: Vec<Value>, outputs: Vec<Meta>) -> Vec<Var<'_>> {
+        let mut g = self.graph.borrow_mut();
+        let (node, count) = (g.nodes.len(), outputs.len());
+        let (scope, backward, block) = (self.scope.borrow().clone(), self.backward.get(), self.block.get());
+        g.nodes.push(Node { kind, inputs, outputs, scope, backward, block });
+        (0..count).map(|out| self.var(Value { node, out })).collect()
+    }
+}
+
+impl<'g> Var<'g> {
+    pub fn meta(&self) -> Meta {
+        self.recorder.graph.borrow().meta(self.value).clone()
+    }
+
+    pub fn shape(&self) -> Vec<usize> {
+        self.meta().shape
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.meta().dtype
+    }
+
+    /// The dimension `back` places from the last.
+    #[track_caller]
+    pub fn dim(&self, back: usize) -> usize {
+        self.meta().dim(back)
+    }
+
+    pub fn recorder(&self) -> &'g Recorder {
+        self.recorder
+    }
+
+    pub fn value(&self) -> Value {
+        self.value
+    }
+}

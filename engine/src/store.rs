@@ -1,0 +1,103 @@
+//! Everything that outlives a run, by name: parameters, moments, carries, caches, counters.
+
+use crate::cpu::Buffer;
+use crate::error::Error;
+use crate::graph::{Graph, Init};
+use crate::meta::Meta;
+use crate::philox::{fill_normal, hash_name, philox, uniform};
+use std::collections::BTreeMap;
+
+pub struct Tensor {
+    pub meta: Meta,
+    pub param: bool,
+    pub data: Buffer,
+}
+
+pub struct Store {
+    seed: u64,
+    tensors: BTreeMap<String, Tensor>,
+}
+
+impl Store {
+    /// `seed` decides the initial values.
+    pub fn new(seed: u64) -> Store {
+        Store { seed, tensors: BTreeMap::new() }
+    }
+
+    /// Creates the states of a graph that are not there yet, with their initial values.
+    pub fn ensure(&mut self, g: &Graph) -> Result<(), Error> {
+        for (state, meta) in g.states() {
+            match self.tensors.get(&state.name) {
+                Some(t) if t.meta == *meta => {}
+                Some(t) => return Err(Error::StateShape { name: state.name.clone(), have: t.meta.clone(), want: meta.clone() }),
+                None => {
+                    let data = initial(state.init, self.seed, &state.name, meta);
+                    self.tensors.insert(state.name.clone(), Tensor { meta: meta.clone(), param: state.param, data });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub fn get(&self, name: &str) -> Option<&Tensor> {
+        self.tensors.get(name)
+    }
+
+    pub(crate) fn get_mut(&mut self, name: &str) -> Option<&mut Tensor> {
+        self.tensors.get_mut(name)
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.tensors.iter().map(|(n, t)| (n.as_str(), t))
+    }
+
+    /// Replaces a state's numbers.
+    pub fn set(&mut self, name: &str, meta: &Meta, bytes: &[u8]) -> Result<(), Error> {
+        let t = self.tensors.get_mut(name).ok_or_else(|| Error::NoState(name.into()))?;
+        if t.meta != *meta || bytes.len() != meta.bytes() {
+            return Err(Error::StateShape { name: name.into(), have: t.meta.clone(), want: meta.clone() });
+        }
+        t.data.bytes_mut().copy_from_slice(bytes);
+        Ok(())
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.tensors.values().map(|t| t.meta.bytes()).sum()
+    }
+}
+
+fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Buffer {
+    let mut data = Buffer::zeroed(meta.bytes());
+    let stream = hash_name(name);
+    let mut numbers = vec![0.0f32; meta.elements()];
+    match init {
+        Init::Full(v) => numbers.fill(v),
+        Init::Normal { std } => {
+            fill_normal(seed, stream, &mut numbers);
+            numbers.iter_mut().for_each(|v| *v *= std);
+        }
+        Init::Truncated { std } => {
+            fill_normal(seed, stream, &mut numbers);
+            for (i, v) in numbers.iter_mut().enumerate() {
+                // Draw again, from a counter of this element's own, until inside.
+                let mut round = 1;
+                while v.abs() > 2.0 {
+                    let mut again = [0.0];
+                    fill_normal(seed ^ (round << 32), stream.wrapping_add(i as u64), &mut again);
+                    *v = again[0];
+                    round += 1;
+                }
+                *v *= std;
+            }
+        }
+        Init::Uniform { bound } => {
+            let key = [seed as u32, (seed >> 32) as u32];
+            for (block, four) in numbers.chunks_mut(4).enumerate() {
+                let words = philox([block as u32, 1, stream as u32, (stream >> 32) as u32], key);
+                four.iter_mut().zip(words).for_each(|(v, w)| *v = bound * (2.0 * uniform(w) - 1.0));
+            }
+        }
+    }
+    crate::cpu::narrow(&numbers, meta.dtype, data.bytes_mut());
+    data
+}

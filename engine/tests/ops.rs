@@ -1,0 +1,70 @@
+//! Every case of every op: gradient, repeatability, fused against unfused, narrow types.
+
+use engine::cpu::{View, ViewMut};
+use engine::op::{Case, Cost, Fill, Grads, In, Op};
+use engine::ops::pointwise::run::unary;
+use engine::{Meta, OPS, Var, check};
+
+#[test]
+fn every_case_of_every_op() {
+    let mut problems = vec![];
+    for op in OPS {
+        assert!(op.cases.iter().any(|c| !c.bench), "{} has no case to check", op.name);
+        for case in op.cases.iter().filter(|c| !c.bench) {
+            problems.extend(check::check_case(op.name, case).into_iter().filter_map(|o| Some(format!("{}: {}", o.name, o.problem?))));
+        }
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// x * sigmoid(x), with one of several mistakes in its gradient.
+#[derive(Debug)]
+struct Wrong(Mistake);
+
+#[derive(Debug, Clone, Copy)]
+enum Mistake {
+    None,
+    ForgetsDy,
+    OnePercent,
+    Missing,
+}
+
+impl Op for Wrong {
+    fn name(&self) -> &'static str {
+        "wrong"
+    }
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        vec![x[0].clone()]
+    }
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let sigmoid = |v| unary(engine::ops::pointwise::Un::Sigmoid, v);
+        y[0].f32().iter_mut().zip(x[0].f32()).for_each(|(y, &x)| *y = x * sigmoid(x));
+    }
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let s = x[0].sigmoid();
+        let slope = s + x[0] * s * (-s + 1.0);
+        let d = dy[0].unwrap();
+        vec![match self.0 {
+            Mistake::None => Some(d * slope),
+            Mistake::ForgetsDy => Some(slope),
+            Mistake::OnePercent => Some(d * slope * 1.01),
+            Mistake::Missing => None,
+        }]
+    }
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost::memory(2 * x[0].bytes())
+    }
+}
+
+#[test]
+fn a_planted_mistake_is_found() {
+    const INPUT: &[In] = &[In(&[7, 5], Fill::Normal)];
+    let verdict = |case: Case| check::check_case("wrong", &case)[0].problem.clone();
+    assert_eq!(verdict(Case::new("right", INPUT, |x| x[0].recorder().op(Wrong(Mistake::None), x))), None);
+    let forgets = verdict(Case::new("forgets", INPUT, |x| x[0].recorder().op(Wrong(Mistake::ForgetsDy), x)));
+    assert!(forgets.as_ref().is_some_and(|p| p.contains("differences say")), "{forgets:?}");
+    let percent = verdict(Case::new("percent", INPUT, |x| x[0].recorder().op(Wrong(Mistake::OnePercent), x)));
+    assert!(percent.as_ref().is_some_and(|p| p.contains("differences say")), "{percent:?}");
+    let missing = verdict(Case::new("missing", INPUT, |x| x[0].recorder().op(Wrong(Mistake::Missing), x)));
+    assert!(missing.as_ref().is_some_and(|p| p.contains("does not depend")), "{missing:?}");
+}

@@ -1,0 +1,897 @@
+//! A checkpoint is a folder of safetensors files and one `checkpoint.json`, which holds every file's length and xxh3
+//! and is sealed by a checksum of its own text. It appears under its name whole or not at all:
+//!
+//! | folder | is |
+//! |---|---|
+//! | `step-00000100` | a whole checkpoint: it was renamed here after everything in it had been fsynced |
+//! | `.step-00000100.old-PID` | a whole one, set aside while its replacement is renamed in |
+//! | `.step-00000100.tmp-PID` | being written, or being removed; never read |
+//!
+//! A process killed at any point leaves the previous checkpoint or the new one, and `newest` finds it.
+
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, HashSet};
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+const FORMAT: u64 = 1;
+const MANIFEST: &str = "checkpoint.json";
+
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    #[error("cannot {action} {}: {cause}", .path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        cause: io::Error,
+    },
+    #[error("{}: {reason}", .path.display())]
+    Broken { path: PathBuf, reason: String },
+    #[error("{}: format {found}, but this version reads format {FORMAT}", .path.display())]
+    Format { path: PathBuf, found: Value },
+    #[error("tensor {name:?}: {reason}")]
+    Tensor { name: String, reason: String },
+    #[error("{name:?} cannot be the name of a checkpoint's file: {reason}")]
+    FileName { name: String, reason: &'static str },
+}
+
+/// What is saved. `dtype` is the safetensors name: F32, BF16, F16, I32, U8, ...
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor<'a> {
+    pub name: &'a str,
+    pub dtype: &'a str,
+    pub shape: &'a [usize],
+    pub bytes: &'a [u8],
+}
+
+/// A checkpoint whose every file was found whole.
+#[derive(Debug)]
+pub struct Checkpoint {
+    pub path: PathBuf,
+    pub step: u64,
+    pub meta: Value,
+    files: BTreeMap<String, Sum>,
+}
+
+/// A candidate that `newest` passed over.
+#[derive(Debug)]
+pub struct Skipped {
+    pub path: PathBuf,
+    pub reason: String,
+}
+
+/// The content of one safetensors file.
+#[derive(Debug)]
+pub struct Loaded {
+    bytes: Vec<u8>,
+    data_start: usize,
+    header: Metadata,
+}
+
+#[derive(Debug)]
+struct Sum {
+    bytes: u64,
+    xxh3: String,
+}
+
+/// Saves `files` as `dir/step-NNNNNNNN`, replacing one of the same step. Then of the older whole checkpoints all but
+/// the last `keep - 1` are removed; 0 keeps all. Those of later steps, and broken ones, are left alone.
+pub fn save(
+    dir: &Path,
+    step: u64,
+    files: &[(&str, Vec<Tensor>)],
+    meta: &Value,
+    keep: usize,
+) -> Result<PathBuf, CheckpointError> {
+    let pid = std::process::id();
+    let path = dir.join(format!("step-{step:08}"));
+    let old = dir.join(format!(".step-{step:08}.old-{pid}"));
+    let tmp = tmp_path(dir, step);
+
+    fs::create_dir_all(dir).map_err(io_error("create", dir))?;
+    tidy(dir)?;
+    if let Err(e) = write_folder(&tmp, step, files, meta).and_then(|()| move_in(&tmp, &path, &old))
+    {
+        // Best effort: the error that matters is the first, and the next save tidies.
+        let _ = fs::remove_dir_all(&tmp);
+        return Err(e);
+    }
+    sync_folder(dir)?;
+    if old.exists() {
+        fs::remove_dir_all(&old).map_err(io_error("remove", &old))?;
+    }
+    if keep > 0 {
+        prune(dir, step, keep)?;
+    }
+    Ok(path)
+}
+
+/// Opens a checkpoint and checks the length and the checksum of everything in it.
+pub fn open(path: &Path) -> Result<Checkpoint, CheckpointError> {
+    let checkpoint = read_manifest(path)?;
+    for (name, sum) in &checkpoint.files {
+        let file = path.join(name);
+        sum.check(&file, &sum_of_file(&file)?)?;
+    }
+    Ok(checkpoint)
+}
+
+/// The newest whole checkpoint in `dir`, and the newer ones that were passed over. A missing `dir` holds none.
+pub fn newest(dir: &Path) -> Result<(Option<Checkpoint>, Vec<Skipped>), CheckpointError> {
+    let mut skipped = Vec::new();
+    let mut folders = match folders(dir) {
+        Err(CheckpointError::Io { cause, .. }) if cause.kind() == io::ErrorKind::NotFound => {
+            return Ok((None, skipped));
+        }
+        found => found?,
+    };
+    folders.retain(|f| !matches!(f.kind, Kind::Tmp(_)));
+    folders.sort_by_key(|f| (std::cmp::Reverse(f.step), f.kind));
+    for Folder { path, step, .. } in folders {
+        let reason = match open(&path) {
+            Ok(found) if found.step == step => return Ok((Some(found), skipped)),
+            Ok(found) => format!("its {MANIFEST} says step {}", found.step),
+            Err(e) => e.to_string(),
+        };
+        skipped.push(Skipped { path, reason });
+    }
+    Ok((None, skipped))
+}
+
+/// Reads a safetensors file that need not be part of a checkpoint.
+pub fn load_safetensors(path: &Path) -> Result<Loaded, CheckpointError> {
+    Loaded::parse(path, fs::read(path).map_err(io_error("read", path))?)
+}
+
+impl Checkpoint {
+    /// Reads one of the files, for example `model.safetensors`.
+    pub fn file(&self, name: &str) -> Result<Loaded, CheckpointError> {
+        let path = self.path.join(name);
+        let Some(sum) = self.files.get(name) else {
+            let have: Vec<_> = self.files.keys().map(String::as_str).collect();
+            let reason = format!("not part of the checkpoint, which has {}", have.join(", "));
+            return Err(CheckpointError::Broken { path, reason });
+        };
+        let bytes = fs::read(&path).map_err(io_error("read", &path))?;
+        // Once more, because it may have changed since it was opened.
+        sum.check(&path, &Sum::new(bytes.len() as u64, xxh3_64(&bytes)))?;
+        Loaded::parse(&path, bytes)
+    }
+}
+
+impl Loaded {
+    /// The tensors' names, in the order of the file.
+    pub fn names(&self) -> Vec<String> {
+        self.header.offset_keys()
+    }
+
+    /// dtype, shape and bytes.
+    pub fn get(&self, name: &str) -> Option<(String, Vec<usize>, &[u8])> {
+        let info = self.header.info(name)?;
+        let (start, end) = info.data_offsets;
+        let bytes = &self.bytes[self.data_start + start..self.data_start + end];
+        Some((info.dtype.to_string(), info.shape.clone(), bytes))
+    }
+
+    fn parse(path: &Path, bytes: Vec<u8>) -> Result<Self, CheckpointError> {
+        // read_metadata also checks that the offsets are contiguous and end where the file does.
+        let (header_len, header) = SafeTensors::read_metadata(&bytes).map_err(|e| {
+            let reason = format!("not a whole safetensors file: {e}");
+            broken(path, reason)
+        })?;
+        let data_start = 8 + header_len;
+        Ok(Self {
+            bytes,
+            data_start,
+            header,
+        })
+    }
+}
+
+impl Sum {
+    fn new(bytes: u64, hash: u64) -> Self {
+        let xxh3 = format!("{hash:016x}");
+        Self { bytes, xxh3 }
+    }
+
+    fn check(&self, path: &Path, has: &Sum) -> Result<(), CheckpointError> {
+        if has.bytes != self.bytes {
+            let reason = format!("has {} bytes, expected {}", has.bytes, self.bytes);
+            return Err(broken(path, reason));
+        }
+        if has.xxh3 != self.xxh3 {
+            let reason = format!("checksum is {}, expected {}", has.xxh3, self.xxh3);
+            return Err(broken(path, reason));
+        }
+        Ok(())
+    }
+}
+
+fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    let path = path.to_path_buf();
+    move |cause| CheckpointError::Io {
+        action,
+        path,
+        cause,
+    }
+}
+
+fn broken(path: &Path, reason: impl Into<String>) -> CheckpointError {
+    CheckpointError::Broken {
+        path: path.to_path_buf(),
+        reason: reason.into(),
+    }
+}
+
+// ---- the folders of a run
+
+/// In the order in which `newest` prefers them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Named,
+    Old(u32),
+    Tmp(u32),
+}
+
+struct Folder {
+    path: PathBuf,
+    step: u64,
+    kind: Kind,
+}
+
+fn parse_folder(name: &str) -> Option<(u64, Kind)> {
+    let (step, kind) = match name.strip_prefix('.') {
+        None => (name, Kind::Named),
+        Some(hidden) => {
+            let (step, rest) = hidden.split_once('.')?;
+            let kind = match rest.split_once('-')? {
+                ("old", pid) => Kind::Old(pid.parse().ok()?),
+                ("tmp", pid) => Kind::Tmp(pid.parse().ok()?),
+                _ => return None,
+            };
+            (step, kind)
+        }
+    };
+    Some((step.strip_prefix("step-")?.parse().ok()?, kind))
+}
+
+fn folders(dir: &Path) -> Result<Vec<Folder>, CheckpointError> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).map_err(io_error("list", dir))? {
+        let path = entry.map_err(io_error("list", dir))?.path();
+        let name = path.file_name().and_then(|n| n.to_str());
+        if let Some((step, kind)) = name.and_then(parse_folder) {
+            found.push(Folder { path, step, kind });
+        }
+    }
+    Ok(found)
+}
+
+fn tmp_path(dir: &Path, step: u64) -> PathBuf {
+    dir.join(format!(".step-{step:08}.tmp-{}", std::process::id()))
+}
+
+/// Takes away what killed saves left, before more is written: the disk may be full because of it.
+fn tidy(dir: &Path) -> Result<(), CheckpointError> {
+    let stale =
+        |pid: u32| pid == std::process::id() || !Path::new(&format!("/proc/{pid}")).exists();
+    for Folder { path, step, kind } in folders(dir)? {
+        let named = dir.join(format!("step-{step:08}"));
+        match kind {
+            // Killed between the two renames: the old one is the only one.
+            Kind::Old(pid) if stale(pid) && !named.exists() => {
+                fs::rename(&path, &named).map_err(io_error("restore", &path))?;
+            }
+            Kind::Old(pid) | Kind::Tmp(pid) if stale(pid) => {
+                fs::remove_dir_all(&path).map_err(io_error("remove", &path))?;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn move_in(tmp: &Path, path: &Path, old: &Path) -> Result<(), CheckpointError> {
+    let replaces = path.exists();
+    if replaces {
+        fs::rename(path, old).map_err(io_error("set aside", path))?;
+    }
+    fs::rename(tmp, path).map_err(|cause| {
+        if replaces {
+            // If this fails too, `newest` still finds the old one where it is.
+            let _ = fs::rename(old, path);
+        }
+        io_error("rename a folder to", path)(cause)
+    })
+}
+
+fn prune(dir: &Path, saved: u64, keep: usize) -> Result<(), CheckpointError> {
+    let mut older = folders(dir)?;
+    older.retain(|f| f.kind == Kind::Named && f.step < saved && read_manifest(&f.path).is_ok());
+    older.sort_by_key(|f| std::cmp::Reverse(f.step));
+    for Folder { path, step, .. } in older.into_iter().skip(keep - 1) {
+        // Renamed first, so that a kill half-way leaves nothing that looks like a checkpoint.
+        let tmp = tmp_path(dir, step);
+        fs::rename(&path, &tmp).map_err(io_error("remove", &path))?;
+        fs::remove_dir_all(&tmp).map_err(io_error("remove", &tmp))?;
+    }
+    Ok(())
+}
+
+/// Makes the names in a folder durable; a file's own fsync does not.
+fn sync_folder(dir: &Path) -> Result<(), CheckpointError> {
+    let synced = File::open(dir).and_then(|d| d.sync_all());
+    synced.map_err(io_error("sync", dir))
+}
+
+// ---- writing
+
+fn write_folder(
+    folder: &Path,
+    step: u64,
+    files: &[(&str, Vec<Tensor>)],
+    meta: &Value,
+) -> Result<(), CheckpointError> {
+    fs::create_dir(folder).map_err(io_error("create", folder))?;
+    let mut sums = Map::new();
+    for (name, tensors) in files {
+        check_file_name(name)?;
+        if sums.contains_key(*name) {
+            return Err(file_name_error(name, "it is there twice"));
+        }
+        let sum = write_safetensors(&folder.join(name), tensors)?;
+        sums.insert(
+            name.to_string(),
+            json!({"bytes": sum.bytes, "xxh3": sum.xxh3}),
+        );
+    }
+    let manifest = json!({"format": FORMAT, "step": step, "files": sums, "meta": meta});
+    let text = format!("{manifest:#}");
+    let unsealed = text.strip_suffix("\n}").unwrap_or(&text);
+    write_synced(&folder.join(MANIFEST), |file| {
+        file.write_all(seal(unsealed).as_bytes())
+    })?;
+    sync_folder(folder)
+}
+
+/// A name read from a manifest must not lead out of the folder either.
+fn check_file_name(name: &str) -> Result<(), CheckpointError> {
+    if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
+        return Err(file_name_error(name, "not a plain file name"));
+    }
+    if name == MANIFEST {
+        return Err(file_name_error(name, "taken"));
+    }
+    Ok(())
+}
+
+fn file_name_error(name: &str, reason: &'static str) -> CheckpointError {
+    let name = name.to_string();
+    CheckpointError::FileName { name, reason }
+}
+
+fn write_safetensors(path: &Path, tensors: &[Tensor]) -> Result<Sum, CheckpointError> {
+    let (header, sorted) = layout(tensors)?;
+    write_synced(path, |file| {
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(header.as_bytes())?;
+        sorted.iter().try_for_each(|t| file.write_all(t.bytes))
+    })
+}
+
+/// The padded header, and the tensors in the order in which their bytes follow it.
+fn layout<'t, 'a>(
+    tensors: &'t [Tensor<'a>],
+) -> Result<(String, Vec<&'t Tensor<'a>>), CheckpointError> {
+    let mut sorted = Vec::with_capacity(tensors.len());
+    let mut names = HashSet::new();
+    for tensor in tensors {
+        let refuse = |reason: String| CheckpointError::Tensor {
+            name: tensor.name.to_string(),
+            reason,
+        };
+        let dtype: Dtype = serde_json::from_value(tensor.dtype.into())
+            .map_err(|_| refuse(format!("dtype {:?} is unknown", tensor.dtype)))?;
+        let elements = tensor
+            .shape
+            .iter()
+            .try_fold(1usize, |n, d| n.checked_mul(*d));
+        let bits = elements.and_then(|n| n.checked_mul(dtype.bitsize()));
+        if bits != tensor.bytes.len().checked_mul(8) {
+            let (shape, len) = (tensor.shape, tensor.bytes.len());
+            return Err(refuse(format!("{len} bytes for {dtype} {shape:?}")));
+        }
+        if tensor.name == "__metadata__" || !names.insert(tensor.name) {
+            return Err(refuse("the name is taken".into()));
+        }
+        sorted.push((dtype, tensor));
+    }
+    // Widest first keeps every tensor aligned to its element.
+    sorted.sort_by_key(|(dtype, t)| (std::cmp::Reverse(dtype.bitsize()), t.name));
+
+    let mut end = 0;
+    let infos = sorted.iter().map(|(dtype, t)| {
+        let start = end;
+        end += t.bytes.len();
+        let info = TensorInfo {
+            dtype: *dtype,
+            shape: t.shape.to_vec(),
+            data_offsets: (start, end),
+        };
+        (t.name.to_string(), info)
+    });
+    let header = Metadata::new(None, infos.collect())
+        .map_err(|e| e.to_string())
+        .and_then(|m| serde_json::to_string(&m).map_err(|e| e.to_string()));
+    let mut header = header.map_err(|reason| CheckpointError::Tensor {
+        name: "(header)".into(),
+        reason,
+    })?;
+    let padded = header.len().next_multiple_of(8);
+    header.push_str(&" ".repeat(padded - header.len()));
+    Ok((header, sorted.into_iter().map(|(_, t)| t).collect()))
+}
+
+/// Hashes what it writes, a chunk at a time while the chunk is in cache: tensors are never copied.
+struct Hashed {
+    file: File,
+    hash: Xxh3,
+    bytes: u64,
+}
+
+impl Write for Hashed {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        let n = self.file.write(&buf[..buf.len().min(1 << 20)])?;
+        self.hash.update(&buf[..n]);
+        self.bytes += n as u64;
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+fn write_synced(
+    path: &Path,
+    fill: impl FnOnce(&mut BufWriter<Hashed>) -> io::Result<()>,
+) -> Result<Sum, CheckpointError> {
+    let file = File::create_new(path).map_err(io_error("create", path))?;
+    let mut writer = BufWriter::new(Hashed {
+        file,
+        hash: Xxh3::new(),
+        bytes: 0,
+    });
+    let done = fill(&mut writer).and_then(|()| writer.flush());
+    let hashed = writer.get_ref();
+    let done = done.and_then(|()| hashed.file.sync_all());
+    done.map_err(io_error("write", path))?;
+    Ok(Sum::new(hashed.bytes, hashed.hash.digest()))
+}
+
+// ---- reading
+
+fn sum_of_file(path: &Path) -> Result<Sum, CheckpointError> {
+    let mut file = File::open(path).map_err(io_error("open", path))?;
+    let mut chunk = vec![0; 1 << 20];
+    let (mut hash, mut bytes) = (Xxh3::new(), 0);
+    loop {
+        let n = file.read(&mut chunk).map_err(io_error("read", path))?;
+        if n == 0 {
+            return Ok(Sum::new(bytes, hash.digest()));
+        }
+        hash.update(&chunk[..n]);
+        bytes += n as u64;
+    }
+}
+
+/// The JSON without its last brace, plus the checksum of exactly that text. Hashing the text and not the parsed value
+/// makes the seal independent of how numbers are printed.
+fn seal(unsealed: &str) -> String {
+    let hash = xxh3_64(unsealed.as_bytes());
+    format!("{unsealed},\n  \"checksum\": \"{hash:016x}\"\n}}\n")
+}
+
+fn is_sealed(text: &str) -> bool {
+    text.rfind(",\n  \"checksum\"")
+        .is_some_and(|end| seal(&text[..end]) == text)
+}
+
+/// Everything except the content of the files.
+fn read_manifest(folder: &Path) -> Result<Checkpoint, CheckpointError> {
+    let path = folder.join(MANIFEST);
+    let text = fs::read_to_string(&path).map_err(missing_or(&path))?;
+    let mut manifest: Map<String, Value> =
+        serde_json::from_str(&text).map_err(|e| broken(&path, format!("not whole JSON: {e}")))?;
+    let format = manifest.remove("format").unwrap_or_default();
+    if format != FORMAT {
+        let found = format;
+        return Err(CheckpointError::Format { path, found });
+    }
+    if !is_sealed(&text) {
+        return Err(broken(&path, "its checksum does not fit its text"));
+    }
+    let without = |field| broken(&path, format!("has no valid {field:?}"));
+    let step = manifest.get("step").and_then(Value::as_u64);
+    let listed = manifest.get("files").and_then(Value::as_object);
+    let mut files = BTreeMap::new();
+    for (name, entry) in listed.ok_or_else(|| without("files"))? {
+        check_file_name(name)?;
+        let bytes = entry["bytes"].as_u64().ok_or_else(|| without("bytes"))?;
+        let xxh3 = entry["xxh3"].as_str().ok_or_else(|| without("xxh3"))?;
+        let file = folder.join(name);
+        let has = fs::metadata(&file).map_err(missing_or(&file))?.len();
+        if has != bytes {
+            let reason = format!("has {has} bytes, expected {bytes}");
+            return Err(broken(&file, reason));
+        }
+        let xxh3 = xxh3.to_string();
+        files.insert(name.clone(), Sum { bytes, xxh3 });
+    }
+    Ok(Checkpoint {
+        path: folder.to_path_buf(),
+        step: step.ok_or_else(|| without("step"))?,
+        meta: manifest.remove("meta").unwrap_or_default(),
+        files,
+    })
+}
+
+fn missing_or(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    let path = path.to_path_buf();
+    move |cause| match cause.kind() {
+        io::ErrorKind::NotFound => broken(&path, "missing"),
+        _ => io_error("read", &path)(cause),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
+    use std::time::Duration;
+
+    const CHILD: &str = "KILN_CHECKPOINT_TEST_CHILD";
+
+    fn tensor<'a>(
+        name: &'a str,
+        dtype: &'a str,
+        shape: &'a [usize],
+        bytes: &'a [u8],
+    ) -> Tensor<'a> {
+        Tensor {
+            name,
+            dtype,
+            shape,
+            bytes,
+        }
+    }
+
+    fn save_small(dir: &Path, step: u64, fill: u8, keep: usize) -> PathBuf {
+        let bytes = [fill; 24];
+        let model = vec![tensor("w", "F32", &[2, 3], &bytes)];
+        save(
+            dir,
+            step,
+            &[("model.safetensors", model)],
+            &json!({"fill": fill}),
+            keep,
+        )
+        .unwrap()
+    }
+
+    fn listing(dir: &Path) -> Vec<String> {
+        let entries = fs::read_dir(dir).unwrap();
+        let mut names: Vec<_> = entries
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    fn newest_step(dir: &Path) -> Option<u64> {
+        newest(dir).unwrap().0.map(|c| c.step)
+    }
+
+    #[test]
+    fn reads_back_what_was_saved() {
+        let dir = tempfile::tempdir().unwrap();
+        let bytes: Vec<u8> = (0..=255).collect();
+        let model = vec![
+            tensor("odd", "U8", &[3], &bytes[..3]),
+            tensor("b", "BF16", &[5], &bytes[3..13]),
+            tensor("a", "F16", &[1, 1], &bytes[13..15]),
+            tensor("w", "F32", &[2, 4, 3], &bytes[15..111]),
+            tensor("scalar", "I32", &[], &bytes[111..115]),
+            tensor("nothing", "F32", &[0, 7], &[]),
+            tensor("näme \"quoted\"", "F32", &[1], &bytes[115..119]),
+        ];
+        let files = [
+            ("model.safetensors", model.clone()),
+            ("empty.safetensors", vec![]),
+        ];
+        // Most of these floats need a parser that rounds correctly to come back bit for bit.
+        let floats: Vec<f64> = (1..200).map(|i| (i as f64).sqrt() * 1e-5).collect();
+        let meta = json!({"seed": u64::MAX, "floats": floats, "text": "{,\n  \"checksum\"}"});
+        let path = save(dir.path(), 100, &files, &meta, 0).unwrap();
+        assert_eq!(path, dir.path().join("step-00000100"));
+
+        let (found, skipped) = newest(dir.path()).unwrap();
+        let found = found.unwrap();
+        assert!(skipped.is_empty());
+        assert_eq!((&found.path, found.step), (&path, 100));
+        assert_eq!(found.meta, meta);
+        let loaded = found.file("model.safetensors").unwrap();
+        let start = loaded.data_start;
+        assert_eq!(start % 8, 0);
+        for t in &model {
+            let expected = (t.dtype.to_string(), t.shape.to_vec(), t.bytes);
+            assert_eq!(loaded.get(t.name), Some(expected));
+            let offset = loaded.header.info(t.name).unwrap().data_offsets.0;
+            let width = loaded.header.info(t.name).unwrap().dtype.bitsize() / 8;
+            assert_eq!(offset % width, 0, "{} is not aligned", t.name);
+        }
+        assert_eq!(loaded.get("absent"), None);
+        assert_eq!(loaded.names().len(), model.len());
+        assert!(found.file("empty.safetensors").unwrap().names().is_empty());
+        let message = found.file("other").unwrap_err().to_string();
+        assert!(message.contains("empty.safetensors, model"), "{message}");
+    }
+
+    #[test]
+    fn refuses_what_cannot_be_saved() {
+        let dir = tempfile::tempdir().unwrap();
+        let refusal = |file: &str, tensors: Vec<Tensor>| {
+            let files = [("first", vec![]), (file, tensors)];
+            let e = save(dir.path(), 1, &files, &Value::Null, 0).unwrap_err();
+            assert!(listing(dir.path()).is_empty());
+            e.to_string()
+        };
+        let short = refusal("f", vec![tensor("w", "F32", &[2, 3], &[0; 23])]);
+        assert_eq!(short, "tensor \"w\": 23 bytes for F32 [2, 3]");
+        assert!(refusal("f", vec![tensor("w", "F31", &[], &[])]).contains("\"F31\" is unknown"));
+        assert!(refusal("f", vec![tensor("w", "U8", &[0], &[]); 2]).contains("taken"));
+        assert!(refusal("f", vec![tensor("w", "U8", &[usize::MAX, 3], &[])]).contains("0 bytes"));
+        assert!(refusal("../f", vec![]).contains("plain"));
+        assert!(refusal(MANIFEST, vec![]).contains("taken"));
+        assert!(refusal("first", vec![]).contains("twice"));
+    }
+
+    #[test]
+    fn an_unusable_folder_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        fs::write(&file, "").unwrap();
+        let e = save(&file, 1, &[], &Value::Null, 0).unwrap_err();
+        assert!(e.to_string().contains(file.to_str().unwrap()), "{e}");
+        let (found, skipped) = newest(&dir.path().join("absent")).unwrap();
+        assert!(found.is_none() && skipped.is_empty());
+    }
+
+    #[test]
+    fn damage_is_found_and_named() {
+        let dir = tempfile::tempdir().unwrap();
+        save_small(dir.path(), 1, 1, 0);
+        let path = save_small(dir.path(), 2, 2, 0);
+        let (model, manifest) = (path.join("model.safetensors"), path.join(MANIFEST));
+        let (model_bytes, text) = (
+            fs::read(&model).unwrap(),
+            fs::read_to_string(&manifest).unwrap(),
+        );
+        let skips = |file: &str, reason: &str| {
+            let (found, skipped) = newest(dir.path()).unwrap();
+            assert_eq!(found.unwrap().step, 1);
+            assert_eq!((skipped.len(), &skipped[0].path), (1, &path));
+            let said = &skipped[0].reason;
+            assert!(said.contains(file) && said.contains(reason), "{said}");
+        };
+
+        let mut flipped = model_bytes.clone();
+        *flipped.last_mut().unwrap() ^= 1;
+        fs::write(&model, &flipped).unwrap();
+        skips("model.safetensors", "checksum is ");
+        fs::write(&model, &model_bytes[..50]).unwrap();
+        let lengths = format!("has 50 bytes, expected {}", model_bytes.len());
+        skips("model.safetensors", &lengths);
+        fs::remove_file(&model).unwrap();
+        skips("model.safetensors", "missing");
+        fs::write(&model, &model_bytes).unwrap();
+
+        for (from, to, reason) in [
+            ("\"fill\": 2", "\"fill\": 3", "checksum does not fit"),
+            ("\"checksum\"", "\"checkers\"", "checksum does not fit"),
+            ("\"format\": 1", "\"format\": 9", "format 9, but"),
+            ("\"meta\"", "meta", "not whole JSON"),
+        ] {
+            assert!(text.contains(from), "{text}");
+            fs::write(&manifest, text.replace(from, to)).unwrap();
+            skips(MANIFEST, reason);
+        }
+        fs::write(&manifest, "").unwrap();
+        skips(MANIFEST, "not whole JSON");
+        fs::remove_file(&manifest).unwrap();
+        skips(MANIFEST, "missing");
+        fs::write(&manifest, text).unwrap();
+        assert_eq!(newest_step(dir.path()), Some(2));
+
+        fs::rename(&path, dir.path().join("step-3")).unwrap();
+        let (_, skipped) = newest(dir.path()).unwrap();
+        assert!(skipped[0].reason.contains("says step 2"));
+    }
+
+    #[test]
+    fn damage_after_opening_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = save_small(dir.path(), 1, 1, 0).join("model.safetensors");
+        let checkpoint = newest(dir.path()).unwrap().0.unwrap();
+        let mut bytes = fs::read(&path).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(&path, bytes).unwrap();
+        assert!(checkpoint.file("model.safetensors").is_err());
+    }
+
+    #[test]
+    fn plain_safetensors() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("plain.safetensors");
+        let bytes = [7; 8];
+        let view = safetensors::tensor::TensorView::new(Dtype::F32, vec![2], &bytes).unwrap();
+        let file = safetensors::serialize([("x", view)], None).unwrap();
+        fs::write(&path, &file).unwrap();
+        let loaded = load_safetensors(&path).unwrap();
+        assert_eq!(loaded.get("x"), Some(("F32".into(), vec![2], &bytes[..])));
+
+        let huge = u64::MAX.to_le_bytes();
+        for bad in [&file[..file.len() - 1], &file[..20], &huge, b"", b"{}"] {
+            fs::write(&path, bad).unwrap();
+            let message = load_safetensors(&path).unwrap_err().to_string();
+            let named = message.contains("plain.safetensors: not a whole safetensors file");
+            assert!(named, "{message}");
+        }
+    }
+
+    #[test]
+    fn keeps_the_last_ones() {
+        let dir = tempfile::tempdir().unwrap();
+        for step in [10, 20, 30, 99] {
+            save_small(dir.path(), step, 1, 0);
+        }
+        fs::remove_file(dir.path().join("step-00000020").join(MANIFEST)).unwrap();
+        fs::create_dir(dir.path().join("step-notes")).unwrap();
+        // 99 is later, 20 is broken: neither is counted, neither is touched.
+        save_small(dir.path(), 40, 1, 2);
+        let left = listing(dir.path());
+        let expected = ["20", "30", "40", "99"].map(|n| format!("step-000000{n}"));
+        assert_eq!(left[..4], expected);
+        assert_eq!(left[4..], ["step-notes"]);
+        save_small(dir.path(), 40, 2, 1);
+        assert_eq!(listing(dir.path()).len(), 4);
+    }
+
+    #[test]
+    fn replaces_the_same_step() {
+        let dir = tempfile::tempdir().unwrap();
+        for fill in 1..4 {
+            let path = save_small(dir.path(), 5, fill, 1);
+            assert_eq!(listing(dir.path()), ["step-00000005"]);
+            assert_eq!(open(&path).unwrap().meta["fill"], fill);
+        }
+    }
+
+    /// The states between the two renames of a replacement, and what the next save makes of them.
+    #[test]
+    fn finds_what_was_set_aside() {
+        let dir = tempfile::tempdir().unwrap();
+        let dead = u32::MAX;
+        let alive = std::os::unix::process::parent_id();
+        let named = save_small(dir.path(), 5, 1, 0);
+        let old = dir.path().join(format!(".step-00000005.old-{dead}"));
+        fs::rename(&named, &old).unwrap();
+        fs::create_dir(dir.path().join(format!(".step-00000006.tmp-{dead}"))).unwrap();
+        let busy = format!(".step-00000007.tmp-{alive}");
+        fs::create_dir(dir.path().join(&busy)).unwrap();
+        let (found, skipped) = newest(dir.path()).unwrap();
+        assert_eq!(found.unwrap().path, old);
+        assert!(skipped.is_empty());
+
+        save_small(dir.path(), 4, 1, 0);
+        let left = listing(dir.path());
+        assert_eq!(left, [&busy[..], "step-00000004", "step-00000005"]);
+
+        fs::rename(&named, &old).unwrap();
+        save_small(dir.path(), 5, 2, 0);
+        assert!(!old.exists());
+        assert_eq!(open(&named).unwrap().meta["fill"], 2);
+    }
+
+    /// Runs the test `child` of this binary in a process of its own, through a shell.
+    fn child_command(shell: &str, dir: &Path) -> Command {
+        let module = module_path!().split_once("::").unwrap().1;
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", &format!("{shell} exec \"$0\" \"$@\"")])
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", &format!("{module}::child"), "--nocapture"])
+            .env(CHILD, dir)
+            .stdout(Stdio::piped());
+        command
+    }
+
+    /// Saves every step twice, the second time replacing the first, until it is killed or cannot.
+    #[test]
+    fn child() {
+        let Some(dir) = std::env::var_os(CHILD) else {
+            return;
+        };
+        let dir = Path::new(&dir);
+        println!("\nready");
+        let found = newest(dir).unwrap().0;
+        let mut save_number = found.map_or(0, |c| c.meta.as_u64().unwrap_or(0) + 1);
+        loop {
+            let bytes = vec![save_number as u8; 3 << 20];
+            let shape = [3, 1 << 18];
+            let tensors = || vec![tensor("w", "F32", &shape, &bytes)];
+            let files = [
+                ("model.safetensors", tensors()),
+                ("state.safetensors", tensors()),
+            ];
+            if let Err(e) = save(dir, save_number / 2, &files, &json!(save_number), 2) {
+                return println!("\nrefused {e}");
+            }
+            println!("\ndone {save_number}");
+            save_number += 1;
+        }
+    }
+
+    #[test]
+    fn survives_being_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut reported, mut debris) = (0, 0);
+        for round in 0..40u64 {
+            let mut child = child_command("", dir.path()).spawn().unwrap();
+            let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            let mut lines = lines.map(|l| l.unwrap());
+            assert!(lines.any(|l| l == "ready"));
+            let random = xxh3_64(&round.to_le_bytes());
+            std::thread::sleep(Duration::from_micros(random % 80_000));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            let done = lines.filter_map(|l| l.strip_prefix("done ")?.parse::<u64>().ok());
+            let last = done.last();
+            debris += usize::from(listing(dir.path()).iter().any(|n| n.starts_with('.')));
+
+            let (found, skipped) = newest(dir.path()).unwrap();
+            assert!(skipped.is_empty(), "{skipped:?}");
+            let Some(found) = found else {
+                assert_eq!((reported, last), (0, None));
+                continue;
+            };
+            let number = found.meta.as_u64().unwrap();
+            reported = last.map_or(reported, |l| l.max(reported));
+            assert!(number >= reported && number / 2 == found.step);
+            let model = found.file("model.safetensors").unwrap();
+            let (_, _, bytes) = model.get("w").unwrap();
+            assert!(bytes.len() == 3 << 20 && bytes.iter().all(|b| *b == number as u8));
+        }
+        println!("{reported} saves, {debris} of 40 kills left something half-done");
+        assert!(reported > 0);
+    }
+
+    /// A limit on the size of files makes a write fail half-way, as a full disk does.
+    #[test]
+    fn a_failed_write_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let saved = save_small(dir.path(), 0, 1, 0);
+        let limit = "trap '' XFSZ; ulimit -f 2048;";
+        let output = child_command(limit, dir.path()).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.contains("refused cannot write "), "{text}");
+        assert!(text.contains("model.safetensors: File too large"), "{text}");
+        assert_eq!(listing(dir.path()), ["step-00000000"]);
+        assert_eq!(open(&saved).unwrap().meta["fill"], 1);
+    }
+}

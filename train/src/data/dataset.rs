@@ -1,0 +1,316 @@
+//! A data set: a folder of shards `train-00000.tokens`, ..., `val-00000.tokens`, and dataset.json, which lists them.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::{DataError, Shard, Tokenizer};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Split {
+    Train,
+    Val,
+}
+
+impl Split {
+    pub const ALL: [Split; 2] = [Split::Train, Split::Val];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Split::Train => "train",
+            Split::Val => "val",
+        }
+    }
+
+    pub(super) fn shard_name(self, index: usize) -> String {
+        format!("{}-{index:05}.tokens", self.name())
+    }
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SplitInfo {
+    pub documents: u64,
+    pub tokens: u64,
+    pub shards: Vec<String>,
+}
+
+/// dataset.json
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Dataset {
+    /// "byte", or a tokenizer.json relative to the data set's folder.
+    pub tokenizer: String,
+    pub fingerprint: u64,
+    pub vocab: usize,
+    /// Nats per token below which no model can get, where the text was generated.
+    pub entropy_floor: Option<f64>,
+    pub train: SplitInfo,
+    pub val: SplitInfo,
+}
+
+impl Dataset {
+    pub const FILE: &str = "dataset.json";
+
+    /// Reads dataset.json and checks that the folder holds exactly the shards that it lists.
+    pub fn open(dir: &Path) -> Result<Self, DataError> {
+        let path = dir.join(Self::FILE);
+        let text = std::fs::read_to_string(&path).map_err(DataError::io("read", &path))?;
+        let malformed = |reason: String| DataError::Dataset {
+            path: path.clone(),
+            reason,
+        };
+        let dataset: Dataset = serde_json::from_str(&text).map_err(|e| malformed(e.to_string()))?;
+        for split in Split::ALL {
+            for (i, name) in dataset.split(split).shards.iter().enumerate() {
+                if *name != split.shard_name(i) {
+                    let expected = split.shard_name(i);
+                    return Err(malformed(format!(
+                        "it lists the shard {name:?} instead of {expected:?}"
+                    )));
+                }
+                if !dir.join(name).is_file() {
+                    return Err(DataError::MissingShard {
+                        path: dir.join(name),
+                    });
+                }
+            }
+        }
+        for entry in std::fs::read_dir(dir).map_err(DataError::io("list", dir))? {
+            let path = entry.map_err(DataError::io("list", dir))?.path();
+            let listed = |split: &Split| {
+                let shards = &dataset.split(*split).shards;
+                shards
+                    .iter()
+                    .any(|name| path.file_name() == Some(name.as_ref()))
+            };
+            if path.extension().is_some_and(|e| e == "tokens") && !Split::ALL.iter().any(listed) {
+                return Err(DataError::ExtraShard { path });
+            }
+        }
+        Ok(dataset)
+    }
+
+    pub fn split(&self, split: Split) -> &SplitInfo {
+        match split {
+            Split::Train => &self.train,
+            Split::Val => &self.val,
+        }
+    }
+
+    /// The tokenizer that made the data set in `dir`.
+    pub fn load_tokenizer(&self, dir: &Path) -> Result<Tokenizer, DataError> {
+        let spec = match self.tokenizer.as_str() {
+            "byte" => "byte".into(),
+            file => dir.join(file).to_string_lossy().into_owned(),
+        };
+        let tokenizer = Tokenizer::from_spec(&spec)?;
+        let found = tokenizer.fingerprint();
+        same(
+            Path::new(&spec),
+            "the tokenizer's fingerprint",
+            found,
+            self.fingerprint,
+        )?;
+        Ok(tokenizer)
+    }
+}
+
+fn same(path: &Path, what: &'static str, found: u64, expected: u64) -> Result<(), DataError> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(DataError::Disagree {
+        path: path.to_owned(),
+        what,
+        found,
+        expected,
+    })
+}
+
+/// One split of a data set as one sequence of tokens.
+#[derive(Debug)]
+pub struct ShardSet {
+    dataset: Dataset,
+    dir: PathBuf,
+    split: Split,
+    shards: Vec<Shard>,
+}
+
+impl ShardSet {
+    /// Reads every token once, for the checksums.
+    pub fn open(dir: &Path, split: Split) -> Result<Self, DataError> {
+        let dataset = Dataset::open(dir)?;
+        let info = dataset.split(split);
+        let mut shards = Vec::new();
+        for name in &info.shards {
+            let path = dir.join(name);
+            let shard = Shard::open(&path)?;
+            same(
+                &path,
+                "the tokenizer's fingerprint",
+                shard.fingerprint(),
+                dataset.fingerprint,
+            )?;
+            same(
+                &path,
+                "the vocabulary",
+                shard.vocab() as u64,
+                dataset.vocab as u64,
+            )?;
+            shard.verify()?;
+            shards.push(shard);
+        }
+        let tokens = shards.iter().map(|shard| shard.tokens()).sum();
+        same(
+            dir,
+            "the number of tokens in the shards",
+            tokens,
+            info.tokens,
+        )?;
+        Ok(ShardSet {
+            dataset,
+            dir: dir.to_owned(),
+            split,
+            shards,
+        })
+    }
+
+    pub fn dataset(&self) -> &Dataset {
+        &self.dataset
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub fn split(&self) -> Split {
+        self.split
+    }
+
+    pub fn tokens(&self) -> u64 {
+        self.dataset.split(self.split).tokens
+    }
+
+    /// The tokens of `range`, as far as they exist, across the borders of shards.
+    pub fn get(&self, range: Range<u64>) -> Vec<u32> {
+        let mut out = Vec::new();
+        let mut start = 0;
+        for shard in &self.shards {
+            let local = range.start.saturating_sub(start)..range.end.saturating_sub(start);
+            out.extend(shard.iter(local));
+            start += shard.tokens();
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::super::shards::tests::{damage, write_shard};
+    use super::*;
+
+    /// The tokens 0..n as a training split, in shards of `size`.
+    pub fn write_set(dir: &Path, n: u32, size: usize) {
+        let ids: Vec<u32> = (0..n).collect();
+        let mut train = SplitInfo {
+            documents: 1,
+            tokens: n.into(),
+            shards: Vec::new(),
+        };
+        for (i, part) in ids.chunks(size).enumerate() {
+            train.shards.push(Split::Train.shard_name(i));
+            write_shard(&dir.join(&train.shards[i]), 1000, part);
+        }
+        let dataset = Dataset {
+            tokenizer: "byte".into(),
+            fingerprint: 9,
+            vocab: 1000,
+            entropy_floor: None,
+            train,
+            val: SplitInfo::default(),
+        };
+        std::fs::write(
+            dir.join(Dataset::FILE),
+            serde_json::to_string(&dataset).unwrap(),
+        )
+        .unwrap();
+    }
+
+    #[test]
+    fn a_set_reads_across_shards() {
+        let dir = tempfile::tempdir().unwrap();
+        write_set(dir.path(), 25, 7);
+        let set = ShardSet::open(dir.path(), Split::Train).unwrap();
+        assert_eq!(set.tokens(), 25);
+        for start in 0..25 {
+            for end in start..=25 {
+                assert_eq!(
+                    set.get(start..end),
+                    (start as u32..end as u32).collect::<Vec<_>>()
+                );
+            }
+        }
+        assert_eq!(ShardSet::open(dir.path(), Split::Val).unwrap().tokens(), 0);
+    }
+
+    #[test]
+    fn a_set_that_does_not_fit_together_is_refused() {
+        let error = |change: &dyn Fn(&Path)| {
+            let dir = tempfile::tempdir().unwrap();
+            write_set(dir.path(), 25, 7);
+            change(dir.path());
+            ShardSet::open(dir.path(), Split::Train)
+                .unwrap_err()
+                .to_string()
+        };
+        let second = |dir: &Path| dir.join("train-00001.tokens");
+        let json = |dir: &Path, from: &str, to: &str| {
+            let path = dir.join(Dataset::FILE);
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.contains(from));
+            std::fs::write(path, text.replace(from, to)).unwrap();
+        };
+        for (error, part) in [
+            (
+                error(&|d| std::fs::remove_file(second(d)).unwrap()),
+                "train-00001.tokens is listed",
+            ),
+            (
+                error(&|d| write_shard(&d.join("train-00004.tokens"), 1000, &[1])),
+                "train-00004.tokens is not listed",
+            ),
+            (
+                error(&|d| damage(&second(d), |b| b[70] ^= 1)),
+                "train-00001.tokens: corrupted tokens",
+            ),
+            (
+                error(&|d| write_shard(&second(d), 999, &[1])),
+                "train-00001.tokens: the vocabulary is 999",
+            ),
+            (
+                error(&|d| write_shard(&second(d), 1000, &[1])),
+                "the number of tokens in the shards is 19",
+            ),
+            (
+                error(&|d| json(d, "\"fingerprint\":9", "\"fingerprint\":8")),
+                "fingerprint is 9",
+            ),
+            (
+                error(&|d| json(d, "train-00002", "../train-00002")),
+                "../train-00002",
+            ),
+            (
+                error(&|d| json(d, "\"vocab\"", "\"words\"")),
+                "dataset.json: malformed",
+            ),
+            (
+                error(&|d| std::fs::remove_file(d.join(Dataset::FILE)).unwrap()),
+                "dataset.json",
+            ),
+        ] {
+            assert!(error.contains(part), "{error} / {part}");
+        }
+    }
+}

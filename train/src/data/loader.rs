@@ -1,0 +1,259 @@
+//! A thread that keeps batches ready.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::thread::JoinHandle;
+
+use super::{DataError, Order, Source};
+
+/// `ids` and `targets` are `[batch, seq]`, row-major.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Batch {
+    pub ids: Vec<i32>,
+    pub targets: Vec<i32>,
+    /// Targets that are not -1.
+    pub counted: usize,
+    /// Place of the first row in the order; start a loader there to get this batch again.
+    pub first_item: u64,
+}
+
+/// Batch b holds the items at places `start_item + b * batch` and on, of the order, or of the source repeated for ever.
+pub struct Loader {
+    /// None only while dropping.
+    batches: Option<Receiver<Result<Batch, DataError>>>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Loader {
+    pub fn new(
+        source: Arc<dyn Source>,
+        order: Option<Order>,
+        batch: usize,
+        start_item: u64,
+        ahead: usize,
+    ) -> Result<Self, DataError> {
+        let wrong = |what, value: u64, need: String| DataError::Setting {
+            what,
+            value: value.to_string(),
+            need,
+        };
+        if batch == 0 {
+            return Err(wrong("batch", 0, "a batch has at least one row".into()));
+        }
+        let len = source.len();
+        if let Some(order) = order.filter(|order| !(1..=len).contains(&order.len)) {
+            return Err(wrong(
+                "the length of the order",
+                order.len,
+                format!("the source has {len} items"),
+            ));
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
+        let (send, batches) = sync_channel(ahead);
+        let work = move || {
+            let mut first_item = start_item;
+            while let Some(made) = make(&*source, order, first_item, batch, &stopped) {
+                let failed = made.is_err();
+                // Sending fails when the loader was dropped.
+                if send.send(made).is_err() || failed {
+                    return;
+                }
+                first_item += batch as u64;
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("kiln-loader".into())
+            .spawn(work)
+            .map_err(|error| {
+                wrong(
+                    "ahead",
+                    ahead as u64,
+                    format!("cannot start the loader's thread: {error} (end other programs)"),
+                )
+            })?;
+        Ok(Loader {
+            batches: Some(batches),
+            stop,
+            thread: Some(thread),
+        })
+    }
+
+    #[allow(clippy::should_implement_trait)] // It never ends, and `?` on each batch reads better.
+    pub fn next(&mut self) -> Result<Batch, DataError> {
+        let received = self
+            .batches
+            .as_ref()
+            .and_then(|batches| batches.recv().ok());
+        received.unwrap_or(Err(DataError::Stopped))
+    }
+}
+
+impl Drop for Loader {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        // Wakes a thread that waits for room in the channel.
+        self.batches = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// None when asked to stop.
+fn make(
+    source: &dyn Source,
+    order: Option<Order>,
+    first_item: u64,
+    batch: usize,
+    stop: &AtomicBool,
+) -> Option<Result<Batch, DataError>> {
+    let mut made = Batch {
+        ids: Vec::new(),
+        targets: Vec::new(),
+        counted: 0,
+        first_item,
+    };
+    for row in 0..batch {
+        if stop.load(Ordering::Relaxed) {
+            return None;
+        }
+        let place = first_item + row as u64;
+        let index = order.map_or_else(|| place % source.len(), |order| order.at(place));
+        let item = catch_unwind(AssertUnwindSafe(|| source.item(index))).unwrap_or_else(|panic| {
+            Err(DataError::Panicked {
+                item: index,
+                message: message(&*panic),
+            })
+        });
+        match item {
+            Ok(item) => {
+                made.ids.extend(item.ids);
+                made.targets.extend(item.targets);
+            }
+            Err(error) => return Some(Err(error)),
+        }
+    }
+    made.counted = made.targets.iter().filter(|&&target| target >= 0).count();
+    Some(Ok(made))
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Item;
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+
+    /// Item i is [i, i]; `bad` fails, `bad + 1` panics.
+    #[derive(Default)]
+    struct Numbers {
+        len: u64,
+        bad: Option<u64>,
+        made: AtomicU64,
+    }
+
+    impl Source for Numbers {
+        fn len(&self) -> u64 {
+            self.len
+        }
+        fn item(&self, i: u64) -> Result<Item, DataError> {
+            self.made.fetch_add(1, Ordering::Relaxed);
+            match self.bad {
+                Some(bad) if i == bad => return Err(DataError::OutOfRange { item: i, len: bad }),
+                Some(bad) if i == bad + 1 => panic!("no number {i}"),
+                _ => {}
+            }
+            let i = i as i32;
+            Ok(Item {
+                ids: vec![i; 2],
+                targets: vec![-1, i],
+            })
+        }
+        fn entropy_floor(&self) -> Option<f64> {
+            None
+        }
+    }
+
+    fn numbers(len: u64, bad: Option<u64>) -> Arc<Numbers> {
+        Arc::new(Numbers {
+            len,
+            bad,
+            ..Numbers::default()
+        })
+    }
+
+    fn first(n: usize, order: Option<Order>, start: u64, ahead: usize) -> Vec<Batch> {
+        let mut loader = Loader::new(numbers(10, None), order, 3, start, ahead).unwrap();
+        (0..n).map(|_| loader.next().unwrap()).collect()
+    }
+
+    #[test]
+    fn batches_follow_the_order_whatever_is_ahead_and_wherever_it_starts() {
+        let sequential = first(4, None, 0, 2);
+        assert_eq!(sequential[3].ids, [9, 9, 0, 0, 1, 1], "the source repeats");
+        assert_eq!(sequential[1].targets, [-1, 3, -1, 4, -1, 5]);
+        assert_eq!((sequential[1].counted, sequential[1].first_item), (3, 3));
+
+        let order = Order { seed: 4, len: 10 };
+        for order in [None, Some(order)] {
+            let all = first(12, order, 0, 0);
+            for ahead in [1, 2, 50] {
+                assert_eq!(all, first(12, order, 0, ahead));
+            }
+            assert_eq!(all[5..], first(7, order, all[5].first_item, 2));
+        }
+        let mut epoch: Vec<i32> = first(10, Some(order), 0, 1)
+            .iter()
+            .flat_map(|b| b.ids.clone())
+            .collect();
+        epoch.truncate(20);
+        epoch.sort();
+        assert_eq!(epoch, (0..10).flat_map(|i| [i, i]).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn errors_and_panics_arrive() {
+        for (start, part) in [
+            (0, "item 4 does not exist"),
+            (5, "panicked at item 5: no number 5"),
+        ] {
+            let mut loader = Loader::new(numbers(10, Some(4)), None, 2, start, 3).unwrap();
+            let error = loop {
+                if let Err(error) = loader.next() {
+                    break error.to_string();
+                }
+            };
+            assert!(error.contains(part), "{error}");
+            assert!(matches!(loader.next(), Err(DataError::Stopped)));
+        }
+        assert!(Loader::new(numbers(10, None), None, 0, 0, 1).is_err());
+        assert!(Loader::new(numbers(10, None), Some(Order { seed: 0, len: 11 }), 1, 0, 1).is_err());
+    }
+
+    #[test]
+    fn dropping_stops_the_thread() {
+        let source = numbers(1 << 30, None);
+        // A batch that would take minutes: the thread must stop inside it.
+        let loader = Loader::new(source.clone(), None, 1 << 30, 0, 2).unwrap();
+        while source.made.load(Ordering::Relaxed) == 0 {
+            std::thread::yield_now();
+        }
+        drop(loader);
+        assert_eq!(Arc::strong_count(&source), 1, "the thread has ended");
+        assert!(source.made.load(Ordering::Relaxed) < 1 << 29);
+
+        let source = numbers(10, None);
+        drop(Loader::new(source.clone(), None, 2, 0, 1).unwrap());
+        assert_eq!(Arc::strong_count(&source), 1);
+    }
+}

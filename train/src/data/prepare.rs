@@ -1,0 +1,688 @@
+//! Text files, JSONL or generated text -> a folder of token shards; and a look at such a folder.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+use super::{DataError, Dataset, Grammar, ShardWriter, Split, SplitInfo, Tokenizer, hash, uniform};
+
+#[derive(Debug, Clone)]
+pub enum Input {
+    /// `*.jsonl`: each line is an object whose `field` is a document. Anything else: the file is a document of UTF-8 text.
+    Files { paths: Vec<PathBuf>, field: String },
+    /// Sentences of the grammar, for the byte tokenizer. No end-of-document token, so that the entropy stays known.
+    Generated { seed: u64, sentences: u64 },
+}
+
+#[derive(Debug, Clone)]
+pub struct PrepareOptions {
+    pub input: Input,
+    /// "byte" or the path of a tokenizer.json, which is copied into the data set.
+    pub tokenizer: String,
+    pub out: PathBuf,
+    /// Share of the documents; of a single text file, its last part.
+    pub val_share: f64,
+    pub shard_tokens: u64,
+    /// Replace an existing data set.
+    pub force: bool,
+}
+
+impl PrepareOptions {
+    pub fn new(input: Input, tokenizer: &str, out: &Path) -> Self {
+        PrepareOptions {
+            input,
+            tokenizer: tokenizer.into(),
+            out: out.to_owned(),
+            val_share: 0.05,
+            shard_tokens: 100_000_000,
+            force: false,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Summary {
+    pub out: PathBuf,
+    /// Bytes of text, without the markup of JSONL.
+    pub text_bytes: u64,
+    pub dataset: Dataset,
+}
+
+pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
+    let tokenizer = Tokenizer::from_spec(&options.tokenizer)?;
+    check(options, &tokenizer)?;
+    let folder = Folder::create(&options.out, options.force)?;
+
+    let generated = matches!(options.input, Input::Generated { .. });
+    let mut sink = Sink {
+        eos: tokenizer.eos().filter(|_| !generated),
+        tokenizer: &tokenizer,
+        splits: Split::ALL
+            .map(|split| SplitWriter::new(&folder.temporary, split, options.shard_tokens)),
+        val_share: options.val_share,
+        documents: 0,
+        text_bytes: 0,
+    };
+    match &options.input {
+        Input::Files { paths, field } => read_files(paths, field, &mut sink)?,
+        Input::Generated { seed, sentences } => generate(*seed, *sentences, &mut sink)?,
+    }
+
+    let (documents, text_bytes) = (sink.documents, sink.text_bytes);
+    let [train, val] = sink.splits.map(SplitWriter::finish);
+    let (train, val) = (train?, val?);
+    let empty = |split, way: String| DataError::Setting {
+        what: "val_share",
+        value: options.val_share.to_string(),
+        need: format!("the {split} split of {documents} documents would be empty ({way})"),
+    };
+    if train.tokens == 0 {
+        return Err(empty("train", "use a smaller share, or more text".into()));
+    }
+    if val.tokens == 0 && options.val_share > 0.0 {
+        let least = (1000.0 / documents.max(2) as f64).ceil() / 1000.0;
+        return Err(empty(
+            "val",
+            format!("use {least} or more, more documents, or 0 for none"),
+        ));
+    }
+    let mut spec = "byte".to_string();
+    if let Tokenizer::Json { path, .. } = &tokenizer {
+        spec = "tokenizer.json".into();
+        let copy = folder.temporary.join(&spec);
+        std::fs::copy(path, &copy).map_err(DataError::io("write", &copy))?;
+    }
+    let dataset = Dataset {
+        tokenizer: spec,
+        fingerprint: tokenizer.fingerprint(),
+        vocab: tokenizer.vocab(),
+        entropy_floor: generated.then(|| Grammar::new().entropy_per_byte()),
+        train,
+        val,
+    };
+    folder.finish(&dataset)?;
+    Ok(Summary {
+        out: options.out.clone(),
+        text_bytes,
+        dataset,
+    })
+}
+
+fn check(options: &PrepareOptions, tokenizer: &Tokenizer) -> Result<(), DataError> {
+    let wrong = |what, value: String, need: &str| {
+        Err(DataError::Setting {
+            what,
+            value,
+            need: need.into(),
+        })
+    };
+    if !(0.0..1.0).contains(&options.val_share) {
+        return wrong(
+            "val_share",
+            options.val_share.to_string(),
+            "a share is at least 0 and below 1",
+        );
+    }
+    if options.shard_tokens == 0 {
+        return wrong(
+            "shard_tokens",
+            "0".into(),
+            "a shard holds at least one token",
+        );
+    }
+    match &options.input {
+        Input::Files { paths, .. } if paths.is_empty() => wrong(
+            "input",
+            "no file".into(),
+            "name at least one text or JSONL file",
+        ),
+        Input::Generated { .. } if !matches!(tokenizer, Tokenizer::Byte) => wrong(
+            "tokenizer",
+            tokenizer.name(),
+            "generated text needs \"byte\": its entropy is known per byte",
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// The folder is written as `OUT.tmp-PID` and renamed at the end; dropped before that, it is removed.
+struct Folder {
+    out: PathBuf,
+    temporary: PathBuf,
+}
+
+impl Folder {
+    fn create(out: &Path, force: bool) -> Result<Self, DataError> {
+        let refuse = |reason: &str| DataError::OutDir {
+            path: out.to_owned(),
+            reason: reason.into(),
+        };
+        if out.file_name().is_none() {
+            return Err(refuse("it has no name of its own (name a new folder)"));
+        }
+        if out.exists() {
+            if !out.is_dir() {
+                return Err(refuse("it is a file (name a new folder)"));
+            }
+            let empty = std::fs::read_dir(out)
+                .map_err(DataError::io("list", out))?
+                .next()
+                .is_none();
+            // Even by force nothing but a data set is ever replaced.
+            if !empty && !out.join(Dataset::FILE).is_file() {
+                return Err(refuse(
+                    "it holds other files and no dataset.json (name a new folder)",
+                ));
+            }
+            if !empty && !force {
+                return Err(refuse(
+                    "it holds a data set already (name a new folder, or replace it with force)",
+                ));
+            }
+        }
+        let temporary = beside(out, "tmp");
+        // A process of the same number may have been killed here.
+        let _ = std::fs::remove_dir_all(&temporary);
+        std::fs::create_dir_all(&temporary).map_err(DataError::io("create", &temporary))?;
+        Ok(Folder {
+            out: out.to_owned(),
+            temporary,
+        })
+    }
+
+    fn finish(self, dataset: &Dataset) -> Result<(), DataError> {
+        let path = self.temporary.join(Dataset::FILE);
+        let text = serde_json::to_string_pretty(dataset).map_err(|e| DataError::Dataset {
+            path: path.clone(),
+            reason: e.to_string(),
+        })?;
+        File::create(&path)
+            .and_then(|mut file| {
+                file.write_all(text.as_bytes())
+                    .and_then(|()| file.sync_all())
+            })
+            .map_err(DataError::io("write", &path))?;
+        let old = beside(&self.out, "old");
+        let replace = self.out.exists();
+        if replace {
+            std::fs::rename(&self.out, &old).map_err(DataError::io("rename", &self.out))?;
+        }
+        if let Err(error) = std::fs::rename(&self.temporary, &self.out) {
+            if replace {
+                let _ = std::fs::rename(&old, &self.out);
+            }
+            return Err(DataError::io("rename", &self.temporary)(error));
+        }
+        if replace {
+            std::fs::remove_dir_all(&old).map_err(DataError::io("remove", &old))?;
+        }
+        // Best effort: not every file system can sync a folder.
+        if let Ok(parent) = File::open(folder_of(&self.out)) {
+            let _ = parent.sync_all();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.temporary);
+    }
+}
+
+/// The folder that holds `path`: "." for a bare name.
+pub(super) fn folder_of(path: &Path) -> &Path {
+    let parent = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
+    parent.unwrap_or(Path::new("."))
+}
+
+fn beside(out: &Path, what: &str) -> PathBuf {
+    let name = out.file_name().unwrap_or_default().to_string_lossy();
+    out.with_file_name(format!("{name}.{what}-{}", std::process::id()))
+}
+
+/// The shards of one split.
+struct SplitWriter {
+    dir: PathBuf,
+    split: Split,
+    shard_tokens: u64,
+    shard: Option<ShardWriter>,
+    info: SplitInfo,
+}
+
+impl SplitWriter {
+    fn new(dir: &Path, split: Split, shard_tokens: u64) -> Self {
+        SplitWriter {
+            dir: dir.to_owned(),
+            split,
+            shard_tokens,
+            shard: None,
+            info: SplitInfo::default(),
+        }
+    }
+
+    fn push(&mut self, mut ids: &[u32], tokenizer: &Tokenizer) -> Result<(), DataError> {
+        self.info.documents += 1;
+        self.info.tokens += ids.len() as u64;
+        while !ids.is_empty() {
+            let shard = match &mut self.shard {
+                Some(shard) => shard,
+                none => {
+                    let name = self.split.shard_name(self.info.shards.len());
+                    let path = self.dir.join(&name);
+                    self.info.shards.push(name);
+                    none.insert(ShardWriter::create(
+                        &path,
+                        tokenizer.vocab(),
+                        tokenizer.fingerprint(),
+                    )?)
+                }
+            };
+            let room = (self.shard_tokens - shard.tokens()).min(ids.len() as u64) as usize;
+            shard.push(&ids[..room])?;
+            ids = &ids[room..];
+            if shard.tokens() == self.shard_tokens {
+                self.close()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn close(&mut self) -> Result<(), DataError> {
+        self.shard.take().map_or(Ok(()), ShardWriter::finish)
+    }
+
+    fn finish(mut self) -> Result<SplitInfo, DataError> {
+        self.close()?;
+        Ok(self.info)
+    }
+}
+
+struct Sink<'a> {
+    tokenizer: &'a Tokenizer,
+    eos: Option<u32>,
+    splits: [SplitWriter; 2],
+    val_share: f64,
+    documents: u64,
+    text_bytes: u64,
+}
+
+impl Sink<'_> {
+    fn document(&mut self, text: &str) -> Result<(), DataError> {
+        let split = if is_val(self.documents, self.val_share) {
+            Split::Val
+        } else {
+            Split::Train
+        };
+        self.document_to(split, text)
+    }
+
+    fn document_to(&mut self, split: Split, text: &str) -> Result<(), DataError> {
+        if text.is_empty() {
+            return Ok(());
+        }
+        let mut ids = self.tokenizer.encode(text)?;
+        ids.extend(self.eos);
+        self.documents += 1;
+        self.text_bytes += text.len() as u64;
+        self.splits[split as usize].push(&ids, self.tokenizer)
+    }
+}
+
+/// One document of every 1 / share, at a random place among them: even for few documents, blind to periods in many.
+fn is_val(document: u64, share: f64) -> bool {
+    if share <= 0.0 {
+        return false;
+    }
+    let stratum = |document: u64| (document as f64 * share) as u64;
+    // A document may lie across the border of two strata.
+    (stratum(document)..=stratum(document + 1))
+        .any(|k| ((k as f64 + uniform(&[0x76a1, k])) / share) as u64 == document)
+}
+
+fn progress(length: u64, template: &str) -> ProgressBar {
+    if !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(length).with_style(style)
+}
+
+fn read_files(paths: &[PathBuf], field: &str, sink: &mut Sink) -> Result<(), DataError> {
+    let mut total = 0;
+    for path in paths {
+        total += std::fs::metadata(path)
+            .map_err(DataError::io("read", path))?
+            .len();
+    }
+    let bar = progress(
+        total,
+        "{bar:40} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}",
+    );
+    for path in paths {
+        if path
+            .extension()
+            .is_some_and(|e| e.eq_ignore_ascii_case("jsonl"))
+        {
+            read_jsonl(path, field, sink, &bar)?;
+            continue;
+        }
+        let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
+        let text = utf8(path, 0, &bytes)?;
+        if paths.len() == 1 {
+            let (train, val) = text.split_at(tail(text, sink.val_share));
+            sink.document_to(Split::Train, train)?;
+            sink.document_to(Split::Val, val)?;
+        } else {
+            sink.document(text)?;
+        }
+        bar.inc(bytes.len() as u64);
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+
+/// Where the last `share` of the text begins: after an empty line if there is one nearby, else a line, else a character.
+fn tail(text: &str, share: f64) -> usize {
+    if share <= 0.0 {
+        return text.len();
+    }
+    let at = |share: f64| {
+        let at = (text.len() as f64 * (1.0 - share).max(0.0)) as usize;
+        (0..=at)
+            .rev()
+            .find(|&i| text.is_char_boundary(i))
+            .unwrap_or(0)
+    };
+    let (earliest, cut) = (at(2.0 * share), at(share));
+    let after = |mark: &str| {
+        text[earliest..cut]
+            .rfind(mark)
+            .map(|i| earliest + i + mark.len())
+    };
+    after("\n\n").or_else(|| after("\n")).unwrap_or(cut)
+}
+
+fn utf8<'a>(path: &Path, offset: u64, bytes: &'a [u8]) -> Result<&'a str, DataError> {
+    std::str::from_utf8(bytes).map_err(|error| DataError::Utf8 {
+        path: path.to_owned(),
+        offset: offset + error.valid_up_to() as u64,
+    })
+}
+
+fn read_jsonl(
+    path: &Path,
+    field: &str,
+    sink: &mut Sink,
+    bar: &ProgressBar,
+) -> Result<(), DataError> {
+    let mut reader = BufReader::new(File::open(path).map_err(DataError::io("open", path))?);
+    let (mut bytes, mut offset) = (Vec::new(), 0);
+    for line in 1.. {
+        bytes.clear();
+        let read = reader
+            .read_until(b'\n', &mut bytes)
+            .map_err(DataError::io("read", path))? as u64;
+        if read == 0 {
+            break;
+        }
+        let text = utf8(path, offset, &bytes)?;
+        offset += read;
+        bar.inc(read);
+        if !text.trim().is_empty() {
+            let document = jsonl_field(text, field).map_err(|problem| DataError::Jsonl {
+                path: path.to_owned(),
+                line,
+                problem,
+            })?;
+            sink.document(&document)?;
+        }
+    }
+    Ok(())
+}
+
+fn jsonl_field(text: &str, field: &str) -> Result<String, String> {
+    use serde_json::{Map, Value};
+    let mut object: Map<String, Value> = serde_json::from_str(text).map_err(|error| {
+        let error = error.to_string();
+        let reason = error.split(" at line ").next().unwrap_or_default();
+        format!("not a JSON object: {reason} (correct or remove the line)")
+    })?;
+    match object.remove(field) {
+        Some(Value::String(document)) => Ok(document),
+        Some(other) => {
+            let other: String = other.to_string().chars().take(40).collect();
+            Err(format!(
+                "the field {field:?} is not a string but {other} (name another field)"
+            ))
+        }
+        None => {
+            let names: Vec<&String> = object.keys().collect();
+            Err(format!(
+                "no field {field:?}, only {names:?} (name another field)"
+            ))
+        }
+    }
+}
+
+fn generate(seed: u64, sentences: u64, sink: &mut Sink) -> Result<(), DataError> {
+    let grammar = Grammar::new();
+    let seed = hash(&[seed, 0x7072_6570]);
+    let bar = progress(sentences, "{bar:40} {pos}/{len} sentences, eta {eta}");
+    let mut text = Vec::new();
+    for i in 0..sentences {
+        text.clear();
+        grammar.sentence(seed, i, &mut text);
+        sink.document(&String::from_utf8_lossy(&text))?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+#[cfg(test)]
+pub(super) mod tests {
+    use super::super::ShardSet;
+    use super::*;
+
+    pub fn files(dir: &Path, files: &[(&str, &[u8])]) -> PrepareOptions {
+        let mut paths = Vec::new();
+        for (name, bytes) in files {
+            paths.push(dir.join(name));
+            std::fs::write(dir.join(name), bytes).unwrap();
+        }
+        let field = "text".into();
+        PrepareOptions::new(Input::Files { paths, field }, "byte", &dir.join("out"))
+    }
+
+    fn text(out: &Path, split: Split) -> String {
+        let set = ShardSet::open(out, split).unwrap();
+        Tokenizer::Byte.decode(&set.get(0..set.tokens()))
+    }
+
+    fn failure(options: &PrepareOptions) -> String {
+        prepare(options).unwrap_err().to_string()
+    }
+
+    fn entries(dir: &Path) -> usize {
+        std::fs::read_dir(dir).unwrap().count()
+    }
+
+    #[test]
+    fn a_text_file_is_split_at_an_empty_line_and_loses_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let paragraph = |i| format!("Absatz {i}: größer.\nzweite Zeile\n\n");
+        let body: String = (0..50).map(paragraph).collect();
+        let mut options = files(dir.path(), &[("a.txt", body.as_bytes())]);
+        options.val_share = 0.1;
+        options.shard_tokens = 100;
+        let summary = prepare(&options).unwrap();
+        let (train, val) = (
+            text(&options.out, Split::Train),
+            text(&options.out, Split::Val),
+        );
+        let (first, last) = body.split_at(train.len() - 1);
+        assert_eq!(
+            (train, val.clone()),
+            (format!("{first}\0"), format!("{last}\0"))
+        );
+        assert!(val.starts_with("Absatz "), "{val}");
+        assert!((0.1..0.2).contains(&(val.len() as f64 / body.len() as f64)));
+        assert_eq!(
+            summary.dataset.train.shards.len(),
+            (first.len() + 1).div_ceil(100)
+        );
+        assert_eq!(summary.text_bytes, body.len() as u64);
+        assert_eq!(summary.dataset, Dataset::open(&options.out).unwrap());
+        assert_eq!(entries(dir.path()), 2, "nothing is left beside");
+    }
+
+    #[test]
+    fn the_tail_is_at_a_character_where_there_is_no_line() {
+        let text = "ä".repeat(100);
+        assert_eq!(tail(&text, 0.255), 148);
+        assert_eq!(tail(&text, 0.0), 200);
+        assert_eq!(tail("ab\ncdefgh", 0.5), 3);
+        assert_eq!(tail("", 0.5), 0);
+    }
+
+    #[test]
+    fn documents_of_jsonl_are_split_by_number() {
+        let dir = tempfile::tempdir().unwrap();
+        let line = |i| format!("{{\"id\":{i},\"text\":\"d{i}\\n\"}}\n\n");
+        let lines: String = (0..200).map(line).collect();
+        let options = files(dir.path(), &[("a.jsonl", lines.as_bytes())]);
+        prepare(&options).unwrap();
+        let [train, val] = Split::ALL.map(|split| format!("\0{}", text(&options.out, split)));
+        assert_eq!(
+            (train.matches('\0').count(), val.matches('\0').count()),
+            (191, 11)
+        );
+        for i in 0..200 {
+            let document = format!("\0d{i}\n\0");
+            let held = (train.contains(&document), val.contains(&document));
+            assert_eq!(held, (!is_val(i, 0.05), is_val(i, 0.05)));
+        }
+    }
+
+    #[test]
+    fn the_validation_share_is_kept() {
+        for share in [0.01, 0.05, 0.3, 0.9] {
+            let (n, wanted) = (
+                (0..10_000).filter(|&i| is_val(i, share)).count() as f64,
+                share * 1e4,
+            );
+            assert!(n <= wanted + 1.0 && n > 0.6 * wanted, "{share} {n}");
+        }
+        assert!((0..20).any(|i| is_val(i, 0.05)));
+        assert!(!(0..1000).any(|i| is_val(i, 0.0)));
+    }
+
+    #[test]
+    fn bad_input_is_named_and_leaves_nothing() {
+        let cases: [(&str, &[u8], &str); 8] = [
+            (
+                "a.jsonl",
+                b"{\"text\":\"x\"}\n{\"text\":",
+                "a.jsonl, line 2: not a JSON object",
+            ),
+            (
+                "a.jsonl",
+                b"{\"text\":\"x\"}\n\n[1]",
+                "a.jsonl, line 3: not a JSON object",
+            ),
+            (
+                "a.jsonl",
+                b"\n{\"body\":1}",
+                "line 2: no field \"text\", only [\"body\"]",
+            ),
+            (
+                "a.jsonl",
+                b"{\"text\":7}",
+                "line 1: the field \"text\" is not a string but 7",
+            ),
+            (
+                "a.jsonl",
+                b"{\"text\":\"x\"}\n{\"text\":\"\xff\"}",
+                "a.jsonl: invalid UTF-8 at byte 22",
+            ),
+            ("a.txt", b"abc\xffdef", "a.txt: invalid UTF-8 at byte 3"),
+            ("a.txt", b"", "the train split of 0 documents"),
+            (
+                "a.jsonl",
+                b"{\"text\":\"x\"}",
+                "the val split of 1 documents",
+            ),
+        ];
+        for (name, bytes, part) in cases {
+            let dir = tempfile::tempdir().unwrap();
+            let mut options = files(dir.path(), &[(name, bytes)]);
+            // Document 0 is for training at this share.
+            options.val_share = 0.01;
+            let error = failure(&options);
+            assert!(error.contains(part), "{error} / {part}");
+            assert_eq!(entries(dir.path()), 1, "{part}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let mut options = files(dir.path(), &[]);
+        assert!(failure(&options).contains("at least one"));
+        let (paths, field) = (vec!["/nowhere/x.txt".into()], "text".into());
+        options.input = Input::Files { paths, field };
+        assert!(failure(&options).contains("/nowhere/x.txt"));
+        for share in [-0.1, 1.0, f64::NAN] {
+            options.val_share = share;
+            assert!(failure(&options).contains("val_share"));
+        }
+    }
+
+    #[test]
+    fn an_existing_folder_is_replaced_by_force_only_and_only_a_data_set() {
+        let dir = tempfile::tempdir().unwrap();
+        let input = dir.path().join("a.txt");
+        let mut options = files(dir.path(), &[("a.txt", b"one two three")]);
+        options.val_share = 0.2;
+        std::fs::create_dir(&options.out).unwrap();
+        prepare(&options).unwrap();
+        assert!(failure(&options).contains("force"));
+
+        std::fs::write(&input, "four five six").unwrap();
+        options.force = true;
+        prepare(&options).unwrap();
+        assert!(text(&options.out, Split::Train).starts_with("four"));
+        assert_eq!(entries(dir.path()), 2);
+
+        std::fs::write(&input, b"\xff").unwrap();
+        failure(&options);
+        assert!(
+            text(&options.out, Split::Train).starts_with("four"),
+            "the old one stays"
+        );
+
+        std::fs::remove_file(options.out.join(Dataset::FILE)).unwrap();
+        assert!(failure(&options).contains("other files"));
+        options.out = input;
+        assert!(failure(&options).contains("it is a file"));
+    }
+
+    #[test]
+    fn generated_text_keeps_its_floor() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut options = files(dir.path(), &[]);
+        let (seed, sentences) = (1, 300);
+        options.input = Input::Generated { seed, sentences };
+        let dataset = prepare(&options).unwrap().dataset;
+        assert_eq!(
+            dataset.entropy_floor,
+            Some(Grammar::new().entropy_per_byte())
+        );
+        assert_eq!(dataset.val.documents, 15);
+        let train = text(&options.out, Split::Train);
+        assert_eq!(train.matches(".\n").count(), 285);
+        assert!(!train.contains('\0'));
+    }
+}

@@ -1,0 +1,396 @@
+//! What a run measured, twice: `metrics.jsonl`, one object a line, for programs; a TensorBoard event file for looking.
+//!
+//! The event file is a sequence of TFRecords, each one protobuf message `tensorflow.Event`. Of that schema five fields
+//! are needed, so they are encoded here by hand.
+
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+#[derive(Debug, thiserror::Error)]
+pub enum MetricsError {
+    #[error("cannot {action} {}: {cause}", .path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        cause: io::Error,
+    },
+    #[error("{} line {line}: {reason}", .path.display())]
+    Line {
+        path: PathBuf,
+        line: usize,
+        reason: String,
+    },
+    #[error("a metric cannot be called {0:?}: every record has that field already")]
+    Reserved(String),
+}
+
+/// Appends to `metrics.jsonl` and writes one event file. Nothing is buffered here, so a killed process loses no record.
+#[derive(Debug)]
+pub struct Metrics {
+    lines: Output,
+    events: Output,
+}
+
+#[derive(Debug)]
+struct Output {
+    file: File,
+    path: PathBuf,
+}
+
+impl Metrics {
+    pub fn open(dir: &Path) -> Result<Self, MetricsError> {
+        fs::create_dir_all(dir).map_err(io_error("create", dir))?;
+        let path = dir.join("metrics.jsonl");
+        let file = open_lines(&path).map_err(io_error("open", &path))?;
+        let lines = Output { file, path };
+        let mut events = create_events(dir)?;
+        events.write(&version_event(now()))?;
+        Ok(Self { lines, events })
+    }
+
+    /// `group` is "train" or "eval". A number that is not finite is null in the JSON, and itself in TensorBoard.
+    pub fn record(
+        &mut self,
+        step: u64,
+        group: &str,
+        values: &[(&str, f64)],
+    ) -> Result<(), MetricsError> {
+        self.lines
+            .write(json_line(step, group, values)?.as_bytes())?;
+        self.events.write(&scalar_event(now(), step, group, values))
+    }
+
+    /// Waits until what was recorded is on the disk: a record survives a kill without it, a power cut only with it.
+    pub fn flush(&mut self) -> Result<(), MetricsError> {
+        [&self.lines, &self.events]
+            .into_iter()
+            .try_for_each(|o| o.file.sync_data().map_err(io_error("sync", &o.path)))
+    }
+}
+
+impl Output {
+    /// In one system call, so that records are not torn.
+    fn write(&mut self, bytes: &[u8]) -> Result<(), MetricsError> {
+        let written = self.file.write_all(bytes);
+        written.map_err(io_error("write", &self.path))
+    }
+}
+
+/// The records of a `metrics.jsonl`, sorted by step. A run that was resumed repeats steps: the last record of a step and
+/// kind counts. A last line that was cut is ignored.
+pub fn read(path: &Path) -> Result<Vec<Map<String, Value>>, MetricsError> {
+    let text = fs::read(path).map_err(io_error("read", path))?;
+    let mut records = BTreeMap::new();
+    for (number, line) in text.split_inclusive(|b| *b == b'\n').enumerate() {
+        let bad = |reason: String| MetricsError::Line {
+            path: path.to_path_buf(),
+            line: number + 1,
+            reason,
+        };
+        let record: Map<String, Value> = match serde_json::from_slice(line) {
+            Ok(record) => record,
+            Err(_) if line.trim_ascii().is_empty() || !line.ends_with(b"\n") => continue,
+            Err(e) => return Err(bad(format!("not a JSON object: {e}"))),
+        };
+        let step = record.get("step").and_then(Value::as_u64);
+        let kind = record.get("kind").and_then(Value::as_str);
+        let key = step.zip(kind.map(str::to_string));
+        let key = key.ok_or_else(|| bad("has no \"step\" and \"kind\"".into()))?;
+        records.insert(key, record);
+    }
+    Ok(records.into_values().collect())
+}
+
+fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MetricsError {
+    let path = path.to_path_buf();
+    move |cause| MetricsError::Io {
+        action,
+        path,
+        cause,
+    }
+}
+
+fn now() -> Duration {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+}
+
+// ---- metrics.jsonl
+
+/// Opens for appending. A last line without its end was cut by a kill and is taken away, unless it is whole.
+fn open_lines(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    let mut file = options.read(true).append(true).create(true).open(path)?;
+    let len = file.metadata()?.len();
+    let mut tail = Vec::new();
+    let mut window = 4096;
+    loop {
+        let start = len.saturating_sub(window);
+        file.seek(SeekFrom::Start(start))?;
+        tail.clear();
+        file.read_to_end(&mut tail)?;
+        if start == 0 || tail.contains(&b'\n') {
+            break;
+        }
+        window *= 2;
+    }
+    let newline = tail.iter().rposition(|b| *b == b'\n');
+    let last = &tail[newline.map_or(0, |n| n + 1)..];
+    if serde_json::from_slice::<Map<String, Value>>(last).is_ok() {
+        file.write_all(b"\n")?;
+    } else if !last.is_empty() {
+        file.set_len(len - last.len() as u64)?;
+    }
+    Ok(file)
+}
+
+fn json_line(step: u64, kind: &str, values: &[(&str, f64)]) -> Result<String, MetricsError> {
+    // Written field by field: a Map would not keep the order.
+    let mut line = format!("{{\"step\":{step},\"kind\":{}", Value::from(kind));
+    for (name, value) in values {
+        if ["step", "kind"].contains(name) {
+            return Err(MetricsError::Reserved(name.to_string()));
+        }
+        // Value::from turns what is not finite into null.
+        line += &format!(",{}:{}", Value::from(*name), Value::from(*value));
+    }
+    line += "}\n";
+    Ok(line)
+}
+
+// ---- TensorBoard
+
+/// `events.out.tfevents.TIME.HOST.PID.N`; N tells apart those that one process opens within a second.
+fn create_events(dir: &Path) -> Result<Output, MetricsError> {
+    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = match host.trim() {
+        "" => "localhost",
+        host => host,
+    };
+    let (time, pid) = (now().as_secs(), std::process::id());
+    let mut n = 0;
+    loop {
+        let path = dir.join(format!("events.out.tfevents.{time:010}.{host}.{pid}.{n}"));
+        match File::create_new(&path) {
+            Ok(file) => return Ok(Output { file, path }),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => n += 1,
+            Err(e) => return Err(io_error("create", &path)(e)),
+        }
+    }
+}
+
+// message Event   { double wall_time = 1; int64 step = 2; string file_version = 3; Summary summary = 5; }
+// message Summary { message Value { string tag = 1; float simple_value = 2; }  repeated Value value = 1; }
+
+fn version_event(time: Duration) -> Vec<u8> {
+    let mut event = Vec::new();
+    put_double(&mut event, 1, time.as_secs_f64());
+    put_bytes(&mut event, 3, b"brain.Event:2");
+    framed(&event)
+}
+
+fn scalar_event(time: Duration, step: u64, group: &str, values: &[(&str, f64)]) -> Vec<u8> {
+    let mut summary = Vec::new();
+    for (name, value) in values {
+        let mut scalar = Vec::new();
+        put_bytes(&mut scalar, 1, format!("{group}/{name}").as_bytes());
+        put_float(&mut scalar, 2, *value as f32);
+        put_bytes(&mut summary, 1, &scalar);
+    }
+    let mut event = Vec::new();
+    put_double(&mut event, 1, time.as_secs_f64());
+    put_key(&mut event, 2, 0);
+    put_varint(&mut event, step);
+    put_bytes(&mut event, 5, &summary);
+    framed(&event)
+}
+
+fn put_varint(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+/// Wire types: 0 varint, 1 eight bytes, 2 length and bytes, 5 four bytes.
+fn put_key(out: &mut Vec<u8>, field: u64, wire_type: u64) {
+    put_varint(out, field << 3 | wire_type);
+}
+
+fn put_double(out: &mut Vec<u8>, field: u64, value: f64) {
+    put_key(out, field, 1);
+    out.extend(value.to_le_bytes());
+}
+
+fn put_float(out: &mut Vec<u8>, field: u64, value: f32) {
+    put_key(out, field, 5);
+    out.extend(value.to_le_bytes());
+}
+
+fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
+    put_key(out, field, 2);
+    put_varint(out, bytes.len() as u64);
+    out.extend(bytes);
+}
+
+/// A TFRecord: length, its checksum, data, its checksum.
+fn framed(data: &[u8]) -> Vec<u8> {
+    let len = (data.len() as u64).to_le_bytes();
+    let mut record = Vec::with_capacity(data.len() + 16);
+    record.extend(len);
+    record.extend(masked_crc(&len).to_le_bytes());
+    record.extend(data);
+    record.extend(masked_crc(data).to_le_bytes());
+    record
+}
+
+fn masked_crc(data: &[u8]) -> u32 {
+    crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// CRC-32C (Castagnoli), bit by bit: a few hundred bytes a record need no table.
+fn crc32c(data: &[u8]) -> u32 {
+    let mut crc = !0;
+    for byte in data {
+        crc ^= u32::from(*byte);
+        for _ in 0..8 {
+            crc = (crc >> 1) ^ (0x82f6_3b78 * (crc & 1));
+        }
+    }
+    !crc
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(dir: &Path) -> String {
+        fs::read_to_string(dir.join("metrics.jsonl")).unwrap()
+    }
+
+    #[test]
+    fn records_lines() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut metrics = Metrics::open(dir.path()).unwrap();
+        metrics
+            .record(1, "train", &[("loss", 2.5), ("a \"b\"", 1e-7)])
+            .unwrap();
+        metrics
+            .record(1, "eval", &[("loss", f64::NAN), ("x", f64::INFINITY)])
+            .unwrap();
+        metrics.flush().unwrap();
+        assert_eq!(
+            text(dir.path()),
+            "{\"step\":1,\"kind\":\"train\",\"loss\":2.5,\"a \\\"b\\\"\":1e-7}\n\
+             {\"step\":1,\"kind\":\"eval\",\"loss\":null,\"x\":null}\n"
+        );
+        let e = metrics.record(2, "train", &[("step", 1.0)]).unwrap_err();
+        assert!(matches!(e, MetricsError::Reserved(_)));
+        assert_eq!(text(dir.path()).lines().count(), 2);
+    }
+
+    #[test]
+    fn resumed_runs_repeat_steps() {
+        let dir = tempfile::tempdir().unwrap();
+        for (first, loss) in [(1, 5.0), (3, 4.0)] {
+            let mut metrics = Metrics::open(dir.path()).unwrap();
+            for step in first..first + 4 {
+                metrics.record(step, "train", &[("loss", loss)]).unwrap();
+            }
+            metrics
+                .record(first + 3, "eval", &[("loss", loss)])
+                .unwrap();
+        }
+        let records = read(&dir.path().join("metrics.jsonl")).unwrap();
+        let seen: Vec<_> = records
+            .iter()
+            .map(|r| {
+                let kind = r["kind"].as_str().unwrap();
+                (
+                    r["step"].as_u64().unwrap(),
+                    kind,
+                    r["loss"].as_f64().unwrap(),
+                )
+            })
+            .collect();
+        let expected = [
+            (1, "train", 5.0),
+            (2, "train", 5.0),
+            (3, "train", 4.0),
+            (4, "eval", 5.0),
+            (4, "train", 4.0),
+            (5, "train", 4.0),
+            (6, "eval", 4.0),
+            (6, "train", 4.0),
+        ];
+        assert_eq!(seen, expected);
+    }
+
+    #[test]
+    fn a_cut_line_is_taken_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let line = |step: u64| format!("{{\"step\":{step},\"kind\":\"train\",\"loss\":1.0}}");
+        let long = format!("{{\"step\":1,\"kind\":\"{}", "x".repeat(10_000));
+        for (before, kept) in [
+            (String::new(), String::new()),
+            (line(1), line(1) + "\n"),
+            (line(1) + "\n", line(1) + "\n"),
+            (line(1) + "\n{\"step\":2,\"ki", line(1) + "\n"),
+            (line(1) + "\n" + &long, line(1) + "\n"),
+            (long.clone(), String::new()),
+        ] {
+            fs::write(&path, &before).unwrap();
+            let whole = usize::from(!kept.is_empty());
+            assert_eq!(read(&path).unwrap().len(), whole);
+            let mut metrics = Metrics::open(dir.path()).unwrap();
+            metrics.record(7, "train", &[("loss", 1.0)]).unwrap();
+            assert_eq!(text(dir.path()), kept + &line(7) + "\n");
+        }
+    }
+
+    #[test]
+    fn a_bad_line_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.jsonl");
+        for (content, reason) in [
+            ("\n{\"step\":\n", "line 2: not a JSON object"),
+            ("{\"kind\":\"train\"}\n", "line 1: has no"),
+        ] {
+            fs::write(&path, content).unwrap();
+            let e = read(&path).unwrap_err().to_string();
+            assert!(e.contains(reason), "{e}");
+        }
+    }
+
+    /// The bytes that the tensorboard package writes for the same two events.
+    #[test]
+    fn events() {
+        let hex = |bytes: Vec<u8>| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
+        let time = Duration::from_millis(1500);
+        assert_eq!(
+            hex(version_event(time)),
+            "1800000000000000a37f4b2209000000000000f83f1a0d627261696e2e4576656e743a322a28646c"
+        );
+        let values = [("loss", 2.5), ("lr", 0.0)];
+        assert_eq!(
+            hex(scalar_event(time, 300, "train", &values)),
+            "3200000000000000241956ec09000000000000f83f10ac022a240a110a0a747261696e2f6c6f7373\
+             15000020400a0f0a08747261696e2f6c7215000000007eb0c3ef"
+        );
+    }
+
+    /// RFC 3720, B.4.
+    #[test]
+    fn crc() {
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+    }
+}
