@@ -363,3 +363,33 @@ fn feed_numbers(name: &str, meta: &Meta) -> Numbers {
     };
     fill(kind, hash_name(name), meta.elements())
 }
+
+/// A case's forward time, and what it must do at least.
+pub struct Timing {
+    pub ms: f64,
+    pub flops: u64,
+    pub bytes: u64,
+}
+
+/// The best of `repeat` runs of a case, inputs as they are.
+pub fn time_case(case: &Case, device: &Device, repeat: usize) -> Result<Timing, String> {
+    let r = Recorder::new();
+    let mut feeds = vec![];
+    let mut inputs = vec![];
+    for (i, input) in case.inputs.iter().enumerate() {
+        let numbers = fill(input.1, i as u64, input.0.iter().product());
+        inputs.push(r.feed(&format!("x{i}"), input.0, numbers.dtype()));
+        feeds.push((format!("x{i}"), numbers));
+    }
+    for (k, y) in (case.build)(&inputs).into_iter().enumerate() {
+        r.output(&format!("y{k}"), y);
+    }
+    let mut p = Loaded::new(r.finish(), &Switches::default(), device)?;
+    let mut best = f64::INFINITY;
+    for _ in 0..repeat + 1 {
+        let start = std::time::Instant::now();
+        p.run(&feeds, &[])?;
+        best = best.min(start.elapsed().as_secs_f64() * 1e3);
+    }
+    Ok(Timing { ms: best, flops: p.program.flops, bytes: p.program.bytes })
+}

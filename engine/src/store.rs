@@ -61,6 +61,11 @@ impl Store {
         Ok(())
     }
 
+    /// Forgets states, so that they begin anew.
+    pub fn remove_prefix(&mut self, prefix: &str) {
+        self.tensors.retain(|name, _| !name.starts_with(prefix));
+    }
+
     pub fn bytes(&self) -> usize {
         self.tensors.values().map(|t| t.meta.bytes()).sum()
     }

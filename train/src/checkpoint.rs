@@ -12,7 +12,7 @@
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
@@ -167,6 +167,11 @@ impl Loaded {
     /// The tensors' names, in the order of the file.
     pub fn names(&self) -> Vec<String> {
         self.header.offset_keys()
+    }
+
+    /// The header's own notes.
+    pub fn metadata(&self) -> HashMap<String, String> {
+        self.header.metadata().clone().unwrap_or_default()
     }
 
     /// dtype, shape and bytes.

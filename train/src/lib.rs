@@ -1,1 +1,14 @@
+//! kiln's recipes, data and training loop. The engine records and runs; this decides what.
 
+pub mod checkpoint;
+pub mod config;
+pub mod data;
+pub mod golden;
+pub mod metrics;
+pub mod nn;
+pub mod optim;
+pub mod recipe;
+pub mod recipes;
+pub mod report;
+pub mod run;
+pub mod sample;

@@ -52,3 +52,8 @@ pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     }
     pulp::Arch::new().dispatch(Call(f))
 }
+
+/// The instructions that vector code was chosen for.
+pub fn vectors() -> String {
+    format!("{:?}", pulp::Arch::new()).split('(').next().unwrap_or("plain").to_string()
+}

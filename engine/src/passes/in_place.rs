@@ -33,13 +33,11 @@ impl Pass for InPlace {
             for (out, meta) in g.nodes[i].outputs.iter().enumerate() {
                 let free = |&(k, &v): &(usize, &Value)| {
                     let node = &g.nodes[v.node];
+                    // A state may be overwritten by its own next value.
+                    let owned = !node.is_source() || g.updates.contains(&(v, Value { node: i, out }));
                     let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == v).count() == 1;
-                    g.meta(v) == meta
-                        && !node.is_view()
-                        && !node.is_source()
-                        && last[&v] == i
-                        && alone
-                        && pairs.iter().all(|&(used, _)| used != k)
+                    let unused = pairs.iter().all(|&(used, _)| used != k);
+                    g.meta(v) == meta && meta.dtype.is_float() && !node.is_view() && owned && last[&v] == i && alone && unused
                 };
                 if let Some((k, _)) = g.nodes[i].inputs.iter().enumerate().find(free) {
                     pairs.push((k, out));

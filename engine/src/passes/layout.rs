@@ -14,11 +14,15 @@ fn copy<'g>(v: Var<'g>) -> Var<'g> {
 }
 
 pub fn apply(g: &mut Graph) {
-    // A state's next value must not be another state's memory, which may be overwritten first.
+    // A state's next value must not be another state's memory, which may be overwritten first; nor may an output be the
+    // memory of a state that is about to change.
     let roots = view_roots(g);
     let root = |v: Value| roots[v.node].unwrap_or(v);
-    let sources: Vec<bool> = g.updates.iter().map(|u| g.nodes[root(u.1).node].is_source() || g.nodes[u.1.node].is_view()).collect();
-    let targets: Vec<Value> = g.updates.iter().zip(&sources).filter(|(_, s)| **s).map(|(u, _)| u.1).collect();
+    let updated: Vec<Value> = g.updates.iter().map(|u| u.0).collect();
+    let unsafe_update = |v: Value| g.nodes[root(v).node].is_source() || g.nodes[v.node].is_view();
+    let mut targets: Vec<Value> = g.updates.iter().map(|u| u.1).filter(|&v| unsafe_update(v)).collect();
+    targets.extend(g.outputs.iter().map(|o| o.1).filter(|&v| updated.contains(&root(v))));
+    let before: (Vec<Value>, Vec<Value>) = (g.updates.iter().map(|u| u.1).collect(), g.outputs.iter().map(|o| o.1).collect());
     let mut copied: HashMap<Value, Value> = HashMap::new();
     // Strides of every value of the new graph.
     let mut strides: HashMap<Value, Vec<usize>> = HashMap::new();
@@ -60,15 +64,10 @@ pub fn apply(g: &mut Graph) {
         Ok(Some(outputs.iter().map(|&v| recorder.var(v)).collect()))
     });
     done.unwrap_or_else(|never| match never {});
-    // `rewrite` pointed the updates at the values themselves; those that need it take the copy.
-    for (update, old) in g.updates.iter_mut().zip(targets_of(&sources, targets)) {
-        if let Some(c) = old.and_then(|o| copied.get(&o)) {
-            update.1 = *c;
+    // `rewrite` pointed the roots at the values themselves; those that need it take the copy.
+    for (new, old) in g.updates.iter_mut().map(|u| &mut u.1).zip(before.0).chain(g.outputs.iter_mut().map(|o| &mut o.1).zip(before.1)) {
+        if let Some(&c) = copied.get(&old).filter(|_| targets.contains(&old)) {
+            *new = c;
         }
     }
-}
-
-fn targets_of(sources: &[bool], targets: Vec<Value>) -> Vec<Option<Value>> {
-    let mut t = targets.into_iter();
-    sources.iter().map(|&s| if s { t.next() } else { None }).collect()
 }

@@ -111,6 +111,7 @@ pub struct Generated {
     seq: usize,
     windows: u64,
     floor: f64,
+    ignore: Vec<u32>,
 }
 
 impl Generated {
@@ -118,7 +119,13 @@ impl Generated {
     pub const ENDLESS: u64 = 1 << 40;
 
     /// `windows` is the length of an epoch, at most `ENDLESS`. The splits are independent streams of the same language.
-    pub fn new(seed: u64, split: Split, seq: usize, windows: u64) -> Result<Self, DataError> {
+    pub fn new(
+        seed: u64,
+        split: Split,
+        seq: usize,
+        windows: u64,
+        ignore: Vec<u32>,
+    ) -> Result<Self, DataError> {
         check_seq(seq)?;
         if !(1..=Self::ENDLESS).contains(&windows) {
             return Err(DataError::Setting {
@@ -138,6 +145,7 @@ impl Generated {
             seq,
             windows,
             floor,
+            ignore,
         })
     }
 
@@ -177,12 +185,14 @@ impl Source for Generated {
             }
             self.grammar.sentence(self.seed, sentence, &mut text);
         }
-        Ok(item(text[..=self.seq].iter().map(|&byte| byte.into()), &[]))
+        let bytes = text[..=self.seq].iter().map(|&byte| byte.into());
+        Ok(item(bytes, &self.ignore))
     }
 
-    /// The exact expectation of `item_floor`: a window's first bytes, and where it is cut, are accounted for.
+    /// The exact expectation of `item_floor`: a window's first bytes, and where it is cut, are accounted for. Not known
+    /// where some targets do not count.
     fn entropy_floor(&self) -> Option<f64> {
-        Some(self.floor)
+        self.ignore.is_empty().then_some(self.floor)
     }
 }
 
@@ -306,7 +316,7 @@ mod tests {
 
     #[test]
     fn generated_items_are_pure_and_splits_differ() {
-        let make = |seed, split| Generated::new(seed, split, 256, Generated::ENDLESS).unwrap();
+        let make = |seed, split| Generated::new(seed, split, 256, Generated::ENDLESS, vec![]).unwrap();
         let train = make(1, Split::Train);
         let item = train.item(5).unwrap();
         assert_eq!(item, make(1, Split::Train).item(5).unwrap());
@@ -329,7 +339,7 @@ mod tests {
     #[test]
     fn the_floor_is_the_mean_of_the_items_floors() {
         for seq in [3, 50, 200] {
-            let source = Generated::new(9, Split::Val, seq, 10_000).unwrap();
+            let source = Generated::new(9, Split::Val, seq, 10_000, vec![]).unwrap();
             let floor = source.entropy_floor().unwrap();
             let n = 5000.0;
             let (mut sum, mut squares) = (0.0, 0.0);

@@ -1,0 +1,97 @@
+use super::{ConfigArgs, DeviceArgs, write_json};
+use ::train::recipe;
+use ::train::report::{human_bytes, human_count, table};
+use ::train::run;
+use anyhow::{Result, bail};
+use clap::Args;
+use engine::OPS;
+use engine::check::time_case;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+#[derive(Args)]
+#[command(after_help = "Examples:
+  kiln bench hydra --preset small
+  kiln bench hydra --preset small --set batch=4 --repeat 20 --json small.json
+  kiln bench ops")]
+pub struct BenchArgs {
+    /// A recipe, or `ops` for the table of operations
+    #[command(flatten)]
+    config: ConfigArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Steps that are timed; the median counts
+    #[arg(long, default_value_t = 10)]
+    repeat: usize,
+    /// Steps before the clock starts
+    #[arg(long, default_value_t = 2)]
+    warmup: usize,
+    /// Writes the figures to a file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+pub fn run(a: BenchArgs) -> Result<ExitCode> {
+    if a.repeat == 0 {
+        bail!("--repeat wants at least 1");
+    }
+    let device = a.device.open()?;
+    if a.config.recipe.as_deref() == Some("ops") {
+        return ops(&a, &device);
+    }
+    let config = a.config.resolve(None)?;
+    let started = Instant::now();
+    let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
+    let mut s = run::load(&*task, &config, &device)?;
+    let setup = started.elapsed();
+    let mut times = vec![];
+    for i in 0..a.warmup + a.repeat {
+        let start = Instant::now();
+        task.bench_step(&mut s, i as u64)?;
+        if i >= a.warmup {
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    let ms = times[times.len() / 2];
+    let (unit, work) = task.work();
+    let planned = run::peak(&s).total() as u64;
+    let resident = peak_resident();
+    println!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
+    println!("{ms:.1} ms a step (from {:.1} to {:.1}), {} {unit}/s", times[0], times[times.len() - 1], human_count(work / ms * 1e3));
+    println!("planned peak {}, measured {} resident; set-up {:.2} s", human_bytes(planned), resident.map_or("unknown".into(), human_bytes), setup.as_secs_f64());
+    if let Some(path) = &a.json {
+        let value = serde_json::json!({
+            "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,
+            "per_s": work / ms * 1e3, "peak_bytes": planned, "resident_bytes": resident, "setup_s": setup.as_secs_f64(), "repeat": a.repeat,
+        });
+        write_json(Some(path), &value)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The most memory that this process has had, as Linux counts it.
+fn peak_resident() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let kib: u64 = text.lines().find(|l| l.starts_with("VmHWM"))?.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024)
+}
+
+fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
+    let mut rows = vec![];
+    let mut json = vec![];
+    for op in OPS {
+        for case in op.cases.iter().filter(|c| c.bench) {
+            let t = time_case(case, device, a.repeat.min(5)).map_err(anyhow::Error::msg)?;
+            let (gbs, gflops) = (t.bytes as f64 / t.ms / 1e6, t.flops as f64 / t.ms / 1e6);
+            rows.push(vec![op.name.into(), case.name.into(), format!("{:.2}", t.ms), format!("{gbs:.1}"), format!("{gflops:.1}")]);
+            json.push(serde_json::json!({ "op": op.name, "case": case.name, "ms": t.ms, "gb_s": gbs, "gflop_s": gflops }));
+        }
+    }
+    print!("{}", table(&["op", "case", "ms forward", "GB/s", "GFLOP/s"], &rows));
+    if let Some(path) = &a.json {
+        write_json(Some(path), &serde_json::Value::Array(json))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}

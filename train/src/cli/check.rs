@@ -1,0 +1,133 @@
+use super::DeviceArgs;
+use ::train::golden::{Compared, Golden, compare};
+use ::train::recipe;
+use ::train::report::table;
+use anyhow::{Context, Result, bail};
+use clap::{Args, Subcommand};
+use engine::check::{Outcome, check_case, check_pass};
+use engine::{OPS, PASSES, Switches};
+use safetensors::tensor::{Dtype, TensorView};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+#[derive(Args)]
+pub struct CheckArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Every case of every op: gradient, repeatability, fused against unfused, narrow types
+    Ops {
+        /// Only ops whose name holds this
+        filter: Option<String>,
+    },
+    /// Every pass against itself switched off
+    Passes,
+    /// Compares with golden files that reference/golden.py made
+    #[command(after_help = "Examples:
+  kiln check golden reference/golden/hydra.safetensors
+  kiln check golden mine.safetensors --tolerance 1e-5 --write ours.safetensors")]
+    Golden(GoldenArgs),
+}
+
+#[derive(Args)]
+struct GoldenArgs {
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+    /// Largest norm(ours - theirs) / norm(theirs) of a tensor
+    #[arg(long, default_value_t = 1e-4)]
+    tolerance: f64,
+    /// Saves what kiln computed, under the golden file's names
+    #[arg(long, value_name = "OUT.safetensors")]
+    write: Option<PathBuf>,
+    /// Switches a pass (repeatable)
+    #[arg(long = "pass", value_name = "NAME=off|auto|require")]
+    passes: Vec<String>,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+pub fn run(a: CheckArgs) -> Result<ExitCode> {
+    match a.what {
+        What::Ops { filter } => {
+            let wanted = |name: &str| filter.as_ref().is_none_or(|f| name.contains(f.as_str()));
+            let ops: Vec<_> = OPS.iter().filter(|o| wanted(o.name)).collect();
+            if ops.is_empty() {
+                bail!("no op is called '{}'", filter.unwrap_or_default());
+            }
+            let cases = ops.into_iter().flat_map(|o| o.cases.iter().filter(|c| !c.bench).map(move |c| (o.name, c)));
+            report(cases.flat_map(|(name, c)| check_case(name, c)))
+        }
+        What::Passes => report(PASSES.iter().map(|p| check_pass(*p))),
+        What::Golden(g) => golden(g),
+    }
+}
+
+fn report(outcomes: impl Iterator<Item = Outcome>) -> Result<ExitCode> {
+    let (mut passed, mut failed) = (0, 0);
+    for o in outcomes {
+        match o.problem {
+            None => {
+                passed += 1;
+                println!("ok    {:<60} {:.3} of what is allowed", o.name, o.error);
+            }
+            Some(problem) => {
+                failed += 1;
+                println!("FAIL  {:<60} {problem}", o.name);
+            }
+        }
+    }
+    println!("{passed} passed, {failed} failed");
+    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn golden(a: GoldenArgs) -> Result<ExitCode> {
+    if a.write.is_some() && a.files.len() > 1 {
+        bail!("--write takes one golden file at a time");
+    }
+    if !(a.tolerance.is_finite() && a.tolerance >= 0.0) {
+        bail!("--tolerance {} is not a number from 0 on", a.tolerance);
+    }
+    let device = a.device.open()?;
+    let mut switches = Switches::default();
+    for p in &a.passes {
+        let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
+        switches.set(name, value)?;
+    }
+    let mut failed = false;
+    for path in &a.files {
+        let file = Golden::open(path)?;
+        let computed = recipe::find(&file.recipe)?.golden(&file, &switches, &device).with_context(|| path.display().to_string())?;
+        if let Some(out) = &a.write {
+            let bytes: HashMap<&String, (Vec<usize>, Vec<u8>)> = computed
+                .iter()
+                .map(|(n, v)| (n, (file.shape(n).unwrap_or_else(|| vec![v.len()]), bytemuck::cast_slice(v).to_vec())))
+                .collect();
+            let views = bytes.iter().map(|(n, (shape, b))| Ok((n.as_str(), TensorView::new(Dtype::F32, shape.clone(), b)?)));
+            let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
+            safetensors::serialize_to_file(views, None, out).with_context(|| format!("cannot write {}", out.display()))?;
+        }
+        let all = compare(&file, &computed, a.tolerance);
+        println!("{} ({})", path.display(), file.recipe);
+        let mut rows = vec![];
+        for (what, prefix) in [("loss", "loss"), ("metrics", "metric/"), ("outputs", "output/"), ("gradients", "grad/"), ("after the last step", "after/")] {
+            let own: Vec<&Compared> = all.iter().filter(|c| c.name.starts_with(prefix)).collect();
+            if let Some(worst) = own.iter().max_by(|x, y| x.error.total_cmp(&y.error)) {
+                rows.push(vec![what.into(), own.len().to_string(), format!("{:.2e}", worst.error), worst.name.clone()]);
+            }
+        }
+        print!("{}", table(&["what", "tensors", "worst error", "in"], &rows));
+        let gradients: Vec<Vec<String>> =
+            all.iter().filter(|c| c.name.starts_with("grad/")).map(|c| vec![c.name.clone(), format!("{:.2e}", c.error)]).collect();
+        print!("{}", table(&["gradient by parameter", "error"], &gradients));
+        for c in all.iter().filter(|c| !c.ok) {
+            failed = true;
+            println!("FAIL  {}: error {:.3e}, {:.1e} is allowed", c.name, c.error, a.tolerance);
+        }
+        println!("{} passed, {} failed", all.iter().filter(|c| c.ok).count(), all.iter().filter(|c| !c.ok).count());
+    }
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}

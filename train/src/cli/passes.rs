@@ -1,0 +1,38 @@
+use super::write_json;
+use anyhow::Result;
+use clap::Args;
+use engine::PASSES;
+use engine::passes::{Numerics, Target};
+use std::process::ExitCode;
+
+#[derive(Args)]
+pub struct PassesArgs {
+    /// Prints JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(a: PassesArgs) -> Result<ExitCode> {
+    let numerics = |p: &dyn engine::passes::Pass| match p.numerics(Target::Cpu, engine::DType::F32) {
+        Numerics::Exact => "bit for bit the same",
+        Numerics::Reordered => "the same sums in another order",
+    };
+    if a.json {
+        let one = |p: &&dyn engine::passes::Pass| {
+            let settings: Vec<serde_json::Value> =
+                p.settings().iter().map(|s| serde_json::json!({ "name": s.name, "default": s.default, "about": s.about })).collect();
+            serde_json::json!({ "name": p.name(), "about": p.about(), "default": p.default_mode().name(), "numerics": numerics(*p), "settings": settings })
+        };
+        write_json(None, &serde_json::Value::Array(PASSES.iter().map(one).collect()))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!("Passes, in running order. Switch one with --pass NAME=off|auto|require[,setting=value].\n");
+    for p in PASSES {
+        println!("{} (default: {})\n    {}\n    f32 on the CPU: {}", p.name(), p.default_mode().name(), p.about(), numerics(*p));
+        for s in p.settings() {
+            println!("    {}={}: {}", s.name, s.default, s.about);
+        }
+        println!();
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,70 @@
+use super::{ConfigArgs, write_json};
+use ::train::recipe;
+use ::train::report::{human_bytes, human_count, table};
+use ::train::run::receipts_table;
+use anyhow::Result;
+use clap::Args;
+use engine::Compiled;
+use std::process::ExitCode;
+
+#[derive(Args)]
+#[command(after_help = "Examples:
+  kiln plan hydra --preset 100m
+  kiln plan hydra --preset small --pass recompute=auto,what=blocks --json")]
+pub struct PlanArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Prints JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(a: PlanArgs) -> Result<ExitCode> {
+    let config = a.config.resolve(None)?;
+    let task = recipe::find(config.text("recipe"))?.task(&config)?;
+    let switches = config.switches()?;
+    let mut compiled = vec![];
+    for (name, graph) in task.graphs() {
+        compiled.push((name, Compiled::new(graph, &switches)?));
+    }
+    if a.json {
+        let one = |(name, c): &(&str, Compiled)| {
+            let m = &c.plan.memory;
+            let passes: Vec<serde_json::Value> = c
+                .receipts
+                .iter()
+                .map(|r| serde_json::json!({ "pass": r.pass, "mode": r.mode.name(), "sites": r.sites(), "applied": r.applied, "declined": r.declined, "notes": r.notes }))
+                .collect();
+            serde_json::json!({
+                "program": name, "ops": c.graph.nodes.len(), "peak": m.peak(), "state": m.state, "activations": m.activations,
+                "workspace": m.workspace, "tables": m.constants, "feeds": m.feeds, "flops": c.plan.cost.flops, "bytes": c.plan.cost.bytes, "passes": passes,
+            })
+        };
+        write_json(None, &serde_json::Value::Array(compiled.iter().map(one).collect()))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let rows: Vec<Vec<String>> = compiled
+        .iter()
+        .map(|(name, c)| {
+            let m = &c.plan.memory;
+            let h = |b: usize| human_bytes(b as u64);
+            let cost = &c.plan.cost;
+            vec![
+                name.to_string(),
+                h(m.peak()),
+                h(m.state),
+                h(m.activations),
+                h(m.workspace),
+                h(m.constants + m.feeds),
+                c.graph.nodes.len().to_string(),
+                human_count(cost.flops as f64),
+                human_bytes(cost.bytes),
+            ]
+        })
+        .collect();
+    println!("{} {}: each program before it runs (programs share state and arena)", config.text("recipe"), config.text("preset"));
+    println!("{}", table(&["program", "peak", "state", "activations", "workspace", "tables", "ops", "flops", "bytes moved"], &rows));
+    let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
+    print!("{}", receipts_table(&named));
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,90 @@
+use super::{ConfigArgs, DeviceArgs};
+use ::train::config::Config;
+use ::train::run::{Options, train};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+#[derive(Args)]
+#[command(after_help = "Examples:
+  kiln train
+  kiln train hydra --preset small --data data/books --out runs/books --set train.batch=4
+  kiln train --out runs/books --resume --steps 4000
+  kiln train hydra --pass recompute=auto,what=blocks --pass linear-ce=auto,chunk=128
+  kiln train hydra --init-from runs/books --out runs/tuned
+
+Ctrl-C (or SIGTERM) finishes the step, saves and exits; a second one exits at once.")]
+pub struct TrainArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// The run's folder; a new one under runs/ if not given
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Goes on from the run's newest whole checkpoint
+    #[arg(long)]
+    resume: bool,
+    /// Starts from the weights of a checkpoint, a run's folder or a .safetensors file
+    #[arg(long, conflicts_with = "resume")]
+    init_from: Option<PathBuf>,
+}
+
+pub fn run(a: TrainArgs) -> Result<ExitCode> {
+    let device = a.device.open()?;
+    let (out, config) = if a.resume {
+        let out = a.out.clone().map_or_else(|| newest_run(&a.config), Ok)?;
+        let path = out.join("config.toml");
+        // A run that was killed before it wrote its config is started over.
+        let base = match path.exists() {
+            true => {
+                let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+                Some(Config::from_run(&text, &path)?)
+            }
+            false => None,
+        };
+        (out, a.config.resolve(base)?)
+    } else {
+        let config = a.config.resolve(None)?;
+        let out = match a.out {
+            Some(out) => {
+                if out.join("config.toml").exists() {
+                    bail!("{} holds a run already: go on with --resume, or choose another --out", out.display());
+                }
+                out
+            }
+            None => new_run(&format!("{}-{}", config.text("recipe"), config.text("preset"))),
+        };
+        (out, config)
+    };
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // The second signal finds the flag set and ends the process at once.
+        signal_hook::flag::register_conditional_shutdown(signal, 130, stop.clone())?;
+        signal_hook::flag::register(signal, stop.clone())?;
+    }
+    train(&config, &device, &Options { out, resume: a.resume, init_from: a.init_from, stop })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// runs/NAME, or the first of runs/NAME-2, ... that is not there.
+fn new_run(name: &str) -> PathBuf {
+    let first = Path::new("runs").join(name);
+    std::iter::once(first).chain((2..).map(|i| Path::new("runs").join(format!("{name}-{i}")))).find(|p| !p.exists()).expect("numbers do not end")
+}
+
+/// The run under runs/ whose metrics were written last.
+fn newest_run(config: &ConfigArgs) -> Result<PathBuf> {
+    let prefix = config.recipe.clone().unwrap_or_default();
+    let runs = std::fs::read_dir("runs").into_iter().flatten().flatten().map(|e| e.path());
+    let named = runs.filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(&prefix)));
+    let newest = named.filter_map(|p| Some((p.join("config.toml").metadata().ok()?.modified().ok()?, p))).max();
+    match newest {
+        Some((_, path)) => Ok(path),
+        None => bail!("there is no run under runs/ to resume: name its folder with --out"),
+    }
+}

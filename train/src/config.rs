@@ -1,0 +1,359 @@
+//! What a run is made from: a preset, a file over it, `--set` over that. Every key stands in the presets, so an unknown key or
+//! a wrong type is known by comparing with them.
+
+use engine::Switches;
+use engine::passes::distance;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use std::path::{Path, PathBuf};
+use toml::{Table, Value};
+
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("there is no {what} '{name}'{near}")]
+    Unknown { what: &'static str, name: String, near: String },
+    #[error("'{key}' wants {want}, not {got}")]
+    Type { key: String, want: String, got: String },
+    #[error("'{key}' stands in several sections ({sections}): write one of them in front of it")]
+    Ambiguous { key: String, sections: String },
+    #[error("--set wants key=value, not '{0}'")]
+    Set(String),
+    #[error("--pass wants NAME=off|auto|require, not '{0}'")]
+    PassArgument(String),
+    #[error("cannot read config {path}: {cause}")]
+    Read { path: PathBuf, cause: std::io::Error },
+    #[error("config {path}: {cause}")]
+    Parse { path: PathBuf, cause: String },
+    #[error("{0}")]
+    Invalid(String),
+    #[error(transparent)]
+    Pass(#[from] engine::Error),
+}
+
+/// Optimizer, schedule and cadence: the same for every recipe.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainConfig {
+    pub steps: u64,
+    /// Steps that the schedule spans; more steps than this stretch it.
+    pub horizon: u64,
+    /// Sequences of one micro-batch.
+    pub batch: usize,
+    /// Micro-batches of one step.
+    pub accumulate: usize,
+    pub learning_rate: f64,
+    pub schedule: String,
+    pub warmup: u64,
+    /// wsd: the share of the horizon over which the rate falls at the end.
+    pub decay_share: f64,
+    /// The rate at the end, as a share of the highest.
+    pub final_rate: f64,
+    pub beta1: f32,
+    pub beta2: f32,
+    pub eps: f32,
+    pub weight_decay: f32,
+    pub clip: f32,
+    pub log_every: u64,
+    pub eval_every: u64,
+    pub eval_batches: u64,
+    pub save_every: u64,
+    pub keep: usize,
+}
+
+impl TrainConfig {
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let bad = |m: String| Err(ConfigError::Invalid(m));
+        if self.batch == 0 || self.accumulate == 0 {
+            return bad("train.batch and train.accumulate must be at least 1".into());
+        }
+        if !["cosine", "wsd", "constant"].contains(&self.schedule.as_str()) {
+            return bad(format!("train.schedule is '{}': cosine, wsd (warm-up, stable, decay) or constant", self.schedule));
+        }
+        let shares = [("decay_share", self.decay_share), ("final_rate", self.final_rate)];
+        if let Some((name, v)) = shares.iter().find(|(_, v)| !(0.0..=1.0).contains(v)) {
+            return bad(format!("train.{name} = {v} is not between 0 and 1"));
+        }
+        for (name, v) in [("beta1", self.beta1), ("beta2", self.beta2)] {
+            if !(0.0..1.0).contains(&v) {
+                return bad(format!("train.{name} = {v} is not in [0, 1)"));
+            }
+        }
+        let positive = [("learning_rate", self.learning_rate), ("eps", self.eps as f64), ("clip", self.clip as f64)];
+        if let Some((name, v)) = positive.iter().find(|(_, v)| !(v.is_finite() && *v > 0.0)) {
+            return bad(format!("train.{name} = {v} is not above 0"));
+        }
+        if !(self.weight_decay.is_finite() && self.weight_decay >= 0.0) {
+            return bad(format!("train.weight_decay = {} is negative", self.weight_decay));
+        }
+        if self.log_every == 0 || self.eval_every == 0 || self.save_every == 0 || self.eval_batches == 0 {
+            return bad("train.log_every, eval_every, eval_batches and save_every must be at least 1".into());
+        }
+        Ok(())
+    }
+}
+
+/// Where tokens come from.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataConfig {
+    /// A folder that `kiln data prepare` made; empty: generated text.
+    pub path: String,
+    /// Tokens that are not trained on when they are the target.
+    pub ignore_tokens: Vec<u32>,
+}
+
+/// A fully resolved configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    table: Table,
+}
+
+const SECTIONS: [&str; 3] = ["model", "data", "train"];
+
+impl Config {
+    /// From a preset's text.
+    pub fn preset(recipe: &str, preset: &str, text: &str) -> Config {
+        let mut table: Table = text.parse().unwrap_or_else(|e| panic!("preset {recipe}-{preset}: {e}"));
+        table.insert("recipe".into(), recipe.into());
+        table.insert("preset".into(), preset.into());
+        table.entry("seed").or_insert(Value::Integer(0));
+        table.entry("passes").or_insert(Value::Table(Table::new()));
+        Config { table }
+    }
+
+    /// A run's own config file, which holds every key.
+    pub fn from_run(text: &str, path: &Path) -> Result<Config, ConfigError> {
+        let table = text.parse().map_err(|e: toml::de::Error| ConfigError::Parse { path: path.into(), cause: e.message().into() })?;
+        Ok(Config { table })
+    }
+
+    pub fn from_json(value: &serde_json::Value) -> Result<Config, ConfigError> {
+        let table = Table::try_from(value).map_err(|e| ConfigError::Invalid(format!("a checkpoint's config: {e}")))?;
+        Ok(Config { table })
+    }
+
+    /// Lays a TOML file over this.
+    pub fn overlay_file(&mut self, path: &Path) -> Result<(), ConfigError> {
+        let text = std::fs::read_to_string(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
+        let table: Table = text.parse().map_err(|e: toml::de::Error| ConfigError::Parse { path: path.into(), cause: e.to_string() })?;
+        for (key, value) in table {
+            match key.as_str() {
+                "recipe" | "preset" => {} // read before, to choose this preset
+                "passes" => {
+                    let Value::Table(passes) = value else {
+                        return Err(ConfigError::Type { key, want: "a table".into(), got: kind(&value).into() });
+                    };
+                    for (name, v) in passes {
+                        let Value::String(v) = v else {
+                            return Err(ConfigError::Type { key: format!("passes.{name}"), want: "a string".into(), got: kind(&v).into() });
+                        };
+                        self.set_pass(&name, &v)?;
+                    }
+                }
+                _ => self.lay(&[], key, value)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn lay(&mut self, path: &[String], key: String, value: Value) -> Result<(), ConfigError> {
+        let full = [path, std::slice::from_ref(&key)].concat();
+        let table = path.iter().fold(&mut self.table, |t, k| t.get_mut(k).and_then(Value::as_table_mut).expect("checked on the way"));
+        let name = full.join(".");
+        let known: Vec<String> = table.keys().cloned().collect();
+        let Some(slot) = table.get_mut(&key) else {
+            return Err(ConfigError::Unknown { what: "key", name, near: nearest(&key, known.iter().map(|s| s.as_str())) });
+        };
+        if let Value::Table(inner) = &value
+            && slot.is_table()
+        {
+            for (k, v) in inner {
+                self.lay(&full, k.clone(), v.clone())?;
+            }
+            return Ok(());
+        }
+        *slot = fitting(&name, slot, value)?;
+        Ok(())
+    }
+
+    /// `key` may leave out its section where that is clear.
+    pub fn set(&mut self, assignment: &str) -> Result<(), ConfigError> {
+        let (key, text) = assignment.split_once('=').ok_or_else(|| ConfigError::Set(assignment.into()))?;
+        let (key, text) = (key.trim(), text.trim());
+        let parsed: Option<Value> = format!("v = {text}").parse::<Table>().ok().and_then(|mut t| t.remove("v"));
+        let value = parsed.unwrap_or_else(|| Value::String(text.into()));
+        self.set_value(key, value)
+    }
+
+    pub fn set_value(&mut self, key: &str, value: Value) -> Result<(), ConfigError> {
+        if let Some((section, rest)) = key.split_once('.') {
+            if section == "passes" {
+                let text = value.as_str().map(str::to_owned).unwrap_or_else(|| value.to_string());
+                return self.set_pass(rest, &text);
+            }
+            if !self.table.get(section).is_some_and(Value::is_table) {
+                let near = nearest(section, SECTIONS.into_iter());
+                return Err(ConfigError::Unknown { what: "section", name: section.into(), near });
+            }
+            return self.lay(&[section.to_string()], rest.to_string(), value);
+        }
+        if self.table.get(key).is_some_and(|v| !v.is_table()) && !["recipe", "preset"].contains(&key) {
+            return self.lay(&[], key.into(), value);
+        }
+        let has = |s: &&str| self.table.get(*s).and_then(Value::as_table).is_some_and(|t| t.contains_key(key));
+        let sections: Vec<&str> = SECTIONS.into_iter().filter(has).collect();
+        match sections[..] {
+            [one] => self.lay(&[one.to_string()], key.into(), value),
+            [] => {
+                let all = SECTIONS.into_iter().filter_map(|s| self.table.get(s)?.as_table()).flat_map(|t| t.keys()).map(|s| s.as_str());
+                Err(ConfigError::Unknown { what: "key", name: key.into(), near: nearest(key, all) })
+            }
+            _ => Err(ConfigError::Ambiguous { key: key.into(), sections: sections.join(", ") }),
+        }
+    }
+
+    /// `NAME=off|auto|require[,setting=value]`
+    pub fn set_pass_argument(&mut self, argument: &str) -> Result<(), ConfigError> {
+        let (name, value) = argument.split_once('=').ok_or_else(|| ConfigError::PassArgument(argument.into()))?;
+        self.set_pass(name.trim(), value.trim())
+    }
+
+    fn set_pass(&mut self, name: &str, value: &str) -> Result<(), ConfigError> {
+        Switches::default().set(name, value)?;
+        let passes = self.table.get_mut("passes").and_then(Value::as_table_mut).expect("every config has it");
+        passes.insert(name.into(), value.into());
+        Ok(())
+    }
+
+    pub fn switches(&self) -> Result<Switches, ConfigError> {
+        let mut s = Switches::default();
+        for (name, v) in self.table.get("passes").and_then(Value::as_table).into_iter().flatten() {
+            s.set(name, v.as_str().unwrap_or_default())?;
+        }
+        Ok(s)
+    }
+
+    pub fn section<T: DeserializeOwned>(&self, name: &str) -> Result<T, ConfigError> {
+        let value = self.table.get(name).cloned().unwrap_or(Value::Table(Table::new()));
+        value.try_into().map_err(|e: toml::de::Error| ConfigError::Invalid(format!("[{name}] {}", e.message())))
+    }
+
+    pub fn text(&self, key: &str) -> &str {
+        self.table.get(key).and_then(Value::as_str).unwrap_or_default()
+    }
+
+    pub fn seed(&self) -> u64 {
+        self.table.get("seed").and_then(Value::as_integer).unwrap_or(0) as u64
+    }
+
+    pub fn to_toml(&self) -> String {
+        toml::to_string(&self.table).expect("a table of plain values")
+    }
+
+    pub fn to_json(&self) -> serde_json::Value {
+        serde_json::to_value(&self.table).expect("a table of plain values")
+    }
+
+    /// Keys whose values differ, with both: what a resumed run may not change.
+    pub fn differences(&self, other: &Config) -> Vec<(String, String, String)> {
+        let mut found = vec![];
+        let flat = |c: &Config| {
+            let mut all = vec![];
+            flatten("", &Value::Table(c.table.clone()), &mut all);
+            all
+        };
+        let (a, b) = (flat(self), flat(other));
+        for (key, value) in &a {
+            let theirs = b.iter().find(|(k, _)| k == key).map_or("nothing".to_string(), |(_, v)| v.clone());
+            if *value != theirs {
+                found.push((key.clone(), value.clone(), theirs));
+            }
+        }
+        found.extend(b.iter().filter(|(k, _)| !a.iter().any(|(x, _)| x == k)).map(|(k, v)| (k.clone(), "nothing".into(), v.clone())));
+        found
+    }
+}
+
+fn flatten(prefix: &str, value: &Value, out: &mut Vec<(String, String)>) {
+    match value {
+        Value::Table(t) => t.iter().for_each(|(k, v)| flatten(&if prefix.is_empty() { k.clone() } else { format!("{prefix}.{k}") }, v, out)),
+        v => out.push((prefix.into(), v.to_string())),
+    }
+}
+
+fn kind(v: &Value) -> &'static str {
+    match v {
+        Value::String(_) => "a string",
+        Value::Integer(_) => "a whole number",
+        Value::Float(_) => "a number",
+        Value::Boolean(_) => "true or false",
+        Value::Datetime(_) => "a date",
+        Value::Array(_) => "a list",
+        Value::Table(_) => "a table",
+    }
+}
+
+/// `value` in the type that the preset has there; whole numbers may stand for any number.
+fn fitting(name: &str, slot: &Value, value: Value) -> Result<Value, ConfigError> {
+    let wrong = |got: &Value| ConfigError::Type { key: name.into(), want: kind(slot).into(), got: format!("{} ({got})", kind(got)) };
+    match (slot, value) {
+        (Value::Float(_), Value::Integer(i)) => Ok(Value::Float(i as f64)),
+        (Value::Integer(_), Value::Integer(i)) if i < 0 => {
+            Err(ConfigError::Type { key: name.into(), want: "a whole number that is not negative".into(), got: i.to_string() })
+        }
+        (Value::Array(old), Value::Array(new)) => {
+            let like = old.first();
+            let each = new.into_iter().map(|v| match like {
+                Some(slot) => fitting(name, slot, v),
+                None => Ok(v),
+            });
+            Ok(Value::Array(each.collect::<Result<_, _>>()?))
+        }
+        (slot, value) if slot.same_type(&value) => Ok(value),
+        (_, value) => Err(wrong(&value)),
+    }
+}
+
+/// `; did you mean 'x'?`, or nothing where nothing is near.
+pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> String {
+    let best = known.map(|k| (distance(k, name), k)).min();
+    match best {
+        Some((d, k)) if d <= 2.max(name.len() / 2) => format!("; did you mean '{k}'?"),
+        _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn base() -> Config {
+        Config::preset("r", "p", "[model]\ndim = 64\ncapacity = [1.0, 0.5]\n[data]\npath = ''\n[train]\nlearning_rate = 1e-3\nsteps = 5\n")
+    }
+
+    #[test]
+    fn keys_and_types_are_compared_with_the_preset() {
+        let error = |s: &str| base().set(s).unwrap_err().to_string();
+        assert_eq!(error("model.dmi=3"), "there is no key 'model.dmi'; did you mean 'dim'?");
+        assert_eq!(error("learning_rat=3"), "there is no key 'learning_rat'; did you mean 'learning_rate'?");
+        assert_eq!(error("dim=large"), "'model.dim' wants a whole number, not a string (\"large\")");
+        assert_eq!(error("dim=-1"), "'model.dim' wants a whole number that is not negative, not -1");
+        assert_eq!(error("modle.dim=3"), "there is no section 'modle'; did you mean 'model'?");
+        assert_eq!(error("dim"), "--set wants key=value, not 'dim'");
+        assert!(error("capacity=[1.0, \"a\"]").contains("'model.capacity' wants a number"));
+        assert!(error("passes.fuse-pointwise=on").contains("not off, auto or require"));
+    }
+
+    #[test]
+    fn values_are_set() {
+        let mut c = base();
+        for s in ["dim=128", "learning_rate=1", "capacity=[1, 0.25, 0.125]", "path=a folder", "passes.recompute=auto,what=blocks"] {
+            c.set(s).unwrap();
+        }
+        let d: Vec<String> = base().differences(&c).into_iter().map(|d| format!("{}: {} -> {}", d.0, d.1, d.2)).collect();
+        assert_eq!(d.len(), 5, "{d:?}");
+        assert!(c.to_toml().contains("dim = 128") && c.to_toml().contains("learning_rate = 1.0"));
+        assert_eq!(Config::from_run(&c.to_toml(), Path::new("x")).unwrap(), c);
+        assert_eq!(Config::from_json(&c.to_json()).unwrap(), c);
+    }
+}

@@ -1,0 +1,47 @@
+//! The learning rate of a step.
+
+use crate::config::TrainConfig;
+
+/// Steps are counted from 0. The rate rises linearly over `warmup` steps, then follows the schedule to the horizon.
+pub fn rate(c: &TrainConfig, step: u64) -> f64 {
+    let horizon = c.horizon.max(c.steps).max(1) as f64;
+    let (t, warmup) = (step as f64, c.warmup as f64);
+    if t < warmup {
+        return c.learning_rate * (t + 1.0) / warmup;
+    }
+    // 0 at the end of the warm-up, 1 at the horizon.
+    let share = |from: f64| ((t - from) / (horizon - from).max(1.0)).clamp(0.0, 1.0);
+    let fall = match c.schedule.as_str() {
+        "cosine" => 0.5 * (1.0 + (std::f64::consts::PI * share(warmup)).cos()),
+        "wsd" => 1.0 - share(warmup.max(horizon * (1.0 - c.decay_share))),
+        _ => 1.0,
+    };
+    c.learning_rate * (c.final_rate + (1.0 - c.final_rate) * fall)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(schedule: &str) -> TrainConfig {
+        let text = format!(
+            "steps = 100\nhorizon = 100\nbatch = 1\naccumulate = 1\nlearning_rate = 2.0\nschedule = '{schedule}'\nwarmup = 10\n\
+             decay_share = 0.2\nfinal_rate = 0.1\nbeta1 = 0.9\nbeta2 = 0.9\neps = 1e-8\nweight_decay = 0.1\nclip = 1.0\n\
+             log_every = 1\neval_every = 1\neval_batches = 1\nsave_every = 1\nkeep = 1"
+        );
+        toml::from_str(&text).unwrap()
+    }
+
+    #[test]
+    fn shapes() {
+        let near = |a: f64, b: f64| (a - b).abs() < 1e-9;
+        for s in ["cosine", "wsd", "constant"] {
+            let c = config(s);
+            assert!(near(rate(&c, 0), 0.2) && near(rate(&c, 9), 2.0), "warm-up of {s}");
+        }
+        let (c, w) = (config("cosine"), config("wsd"));
+        assert!(near(rate(&c, 55), 2.0 * (0.1 + 0.9 * 0.5)) && near(rate(&c, 100), 0.2) && near(rate(&c, 500), 0.2));
+        assert!(near(rate(&w, 79), 2.0) && near(rate(&w, 90), 2.0 * (0.1 + 0.9 * 0.5)) && near(rate(&w, 100), 0.2));
+        assert!(near(rate(&config("constant"), 99), 2.0));
+    }
+}

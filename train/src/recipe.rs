@@ -1,0 +1,431 @@
+//! What a recipe is to the rest: presets, programs, data, and what it can show.
+
+use crate::checkpoint::{CheckpointError, Loaded};
+use crate::config::{Config, ConfigError, TrainConfig, nearest};
+use crate::data::{DataError, Loader, Source, Tokenizer};
+use crate::golden::Golden;
+use crate::optim;
+use engine::philox::rng_feed;
+use engine::{DType, Data, Device, Graph, Init, Program, Recorder, Store, Switches, Var};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Engine(#[from] engine::Error),
+    #[error(transparent)]
+    Data(#[from] DataError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Metrics(#[from] crate::metrics::MetricsError),
+    #[error(transparent)]
+    Report(#[from] crate::report::ReportError),
+    #[error("{action} {path}: {cause}")]
+    Io { action: &'static str, path: PathBuf, cause: std::io::Error },
+    #[error("the targets of step {0} are all masked: nothing counts in it (data.ignore_tokens?)")]
+    AllMasked(u64),
+    #[error("{0} steps in a row had a loss or gradient that is not finite, the last at step {1}: lower train.learning_rate, or look at the data")]
+    NotFinite(u64, u64),
+    #[error("{0}")]
+    Other(String),
+}
+
+/// A line of RECIPES.
+pub trait Recipe: Sync {
+    fn name(&self) -> &'static str;
+    fn about(&self) -> &'static str;
+    /// (name, TOML), the default first.
+    fn presets(&self) -> &'static [(&'static str, &'static str)];
+    /// Checks the configuration and makes what trains.
+    fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
+    /// Everything that a golden file holds, computed here, by the file's own names.
+    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError>;
+}
+
+pub type Computed = BTreeMap<String, Vec<f32>>;
+
+/// Programs and the state that they share.
+pub struct Session {
+    pub device: Device,
+    pub store: Store,
+    pub switches: Switches,
+    pub programs: BTreeMap<String, Program>,
+}
+
+impl Session {
+    pub fn new(device: &Device, switches: &Switches, seed: u64) -> Session {
+        Session { device: device.clone(), store: Store::new(seed), switches: switches.clone(), programs: BTreeMap::new() }
+    }
+
+    pub fn load(&mut self, name: &str, graph: Graph) -> Result<(), TrainError> {
+        let program = Program::load(graph, &self.switches, &self.device, &mut self.store)?;
+        self.programs.insert(name.into(), program);
+        Ok(())
+    }
+
+    pub fn run(&mut self, name: &str, feeds: &[(&str, Data)]) -> Result<(), TrainError> {
+        let program = self.programs.get_mut(name).ok_or_else(|| TrainError::Other(format!("program '{name}' is not loaded")))?;
+        Ok(program.run(&mut self.store, feeds)?)
+    }
+
+    pub fn read(&self, program: &str, output: &str) -> Result<Vec<f32>, TrainError> {
+        Ok(self.programs[program].read(output, &self.store)?)
+    }
+
+    pub fn scalar(&self, program: &str, output: &str) -> Result<f64, TrainError> {
+        Ok(self.read(program, output)?[0] as f64)
+    }
+
+    /// Takes every parameter from a file; names and shapes must agree exactly.
+    pub fn load_params(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
+        let params: Vec<(String, engine::Meta)> =
+            self.store.iter().filter(|(_, t)| t.param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+        if let Some(extra) = file.names().iter().find(|n| !params.iter().any(|p| p.0 == **n)) {
+            return Err(TrainError::Other(format!("{what} holds '{extra}', which this model does not have: it is of another model or config")));
+        }
+        for (name, meta) in params {
+            self.take(file, &name, &meta, what)?;
+        }
+        Ok(())
+    }
+
+    /// Takes every other state that outlives a run.
+    pub fn load_state(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
+        let kept: Vec<(String, engine::Meta)> =
+            self.store.iter().filter(|(n, t)| !t.param && is_kept(n)).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+        for (name, meta) in kept {
+            self.take(file, &name, &meta, what)?;
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, file: &Loaded, name: &str, meta: &engine::Meta, what: &str) -> Result<(), TrainError> {
+        let (dtype, shape, bytes) =
+            file.get(name).ok_or_else(|| TrainError::Other(format!("{what} has no '{name}': it is of another model or config")))?;
+        if dtype != meta.dtype.name() || shape != meta.shape {
+            return Err(TrainError::Other(format!("{what}: '{name}' is {dtype} {shape:?}, but this model has {meta:?}: another config")));
+        }
+        Ok(self.store.set(name, meta, bytes)?)
+    }
+
+    pub fn parameters(&self) -> usize {
+        self.store.iter().filter(|(_, t)| t.param).map(|(_, t)| t.meta.elements()).sum()
+    }
+}
+
+/// Scratch states (caches, gradients between micro-batches) mean nothing after a step.
+pub fn is_kept(name: &str) -> bool {
+    !name.starts_with("scratch/")
+}
+
+/// What one optimizer step reports.
+pub struct Step {
+    /// The first is the loss.
+    pub values: Vec<(&'static str, f64)>,
+    pub skipped_in_row: u64,
+}
+
+/// A configured recipe, as the training loop sees it.
+pub trait Task {
+    fn train_config(&self) -> &TrainConfig;
+    /// The programs of training and evaluation.
+    fn graphs(&self) -> Vec<(&'static str, Graph)>;
+    /// Called once, before the first step, with the number of steps already done.
+    fn begin(&mut self, done: u64) -> Result<(), TrainError>;
+    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<Step, TrainError>;
+    fn evaluate(&mut self, s: &mut Session) -> Result<Vec<(&'static str, f64)>, TrainError>;
+    /// What a step works through: ("tok", how many).
+    fn work(&self) -> (&'static str, f64);
+    /// A step's feeds filled with made-up numbers, for `kiln bench`.
+    fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError>;
+    /// The loss that no model can go below, if it is known, and its name.
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        None
+    }
+    /// Something to look at when training ends.
+    fn show(&mut self, _: &mut Session) -> Result<Option<String>, TrainError> {
+        Ok(None)
+    }
+    /// What a checkpoint notes beside the config, and a later one must agree with.
+    fn identity(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
+    /// Models that continue text.
+    fn generator(&self) -> Option<Box<dyn Generator>> {
+        None
+    }
+}
+
+/// Continues text token by token.
+pub trait Generator {
+    fn tokenizer(&self) -> Result<Tokenizer, TrainError>;
+    /// Loads what it needs for at most `capacity` tokens.
+    fn begin(&mut self, s: &mut Session, capacity: usize) -> Result<(), TrainError>;
+    /// Takes in tokens; logits after the last.
+    fn feed(&mut self, s: &mut Session, tokens: &[u32]) -> Result<Vec<f32>, TrainError>;
+}
+
+/// A model whose loss is differentiated: everything else about its training is the same for all. Feeds that it may use: `ids` and
+/// `targets` i32 [batch, seq], `weight` f32 [1] (1 / targets that count in the whole step), `rng` i32 [4].
+pub trait Model {
+    fn seq(&self) -> usize;
+    /// Records the loss of one micro-batch, then what else is worth reporting; all [1]. Over a step's micro-batches each is summed.
+    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)>;
+    /// The same for evaluation.
+    fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        self.loss(r, batch)
+    }
+    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError>;
+    /// Classes of the random targets of `bench`.
+    fn vocab(&self) -> usize;
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        None
+    }
+    fn show(&self, _: &mut Session) -> Result<Option<String>, TrainError> {
+        Ok(None)
+    }
+    fn identity(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
+    fn generator(&self) -> Option<Box<dyn Generator>> {
+        None
+    }
+}
+
+/// Feeds that every supervised graph may read.
+pub struct Feeds<'g> {
+    pub ids: Var<'g>,
+    pub targets: Var<'g>,
+    pub weight: Var<'g>,
+    pub rng: Var<'g>,
+}
+
+impl<'g> Feeds<'g> {
+    pub fn new(r: &'g Recorder, batch: usize, seq: usize) -> Feeds<'g> {
+        Feeds {
+            ids: r.feed("ids", &[batch, seq], DType::I32),
+            targets: r.feed("targets", &[batch, seq], DType::I32),
+            weight: r.feed("weight", &[1], DType::F32),
+            rng: r.feed("rng", &[4], DType::I32),
+        }
+    }
+}
+
+/// Trains a `Model`: accumulation, clipping, AdamW, evaluation.
+pub struct Supervised<M: Model> {
+    pub model: M,
+    config: TrainConfig,
+    seed: u64,
+    loader: Option<Loader>,
+    validation: Option<Arc<dyn Source>>,
+    names: Vec<&'static str>,
+}
+
+impl<M: Model> Supervised<M> {
+    pub fn new(model: M, config: TrainConfig, seed: u64) -> Supervised<M> {
+        Supervised { model, config, seed, loader: None, validation: None, names: vec![] }
+    }
+
+    /// One program where a step is one micro-batch; else one that adds up gradients, and one that applies them.
+    fn training_graphs(&self) -> Vec<(&'static str, Graph)> {
+        let r = Recorder::new();
+        let losses = self.model.loss(&r, self.config.batch);
+        let params = r.params();
+        let by: Vec<Var> = params.iter().map(|p| p.1).collect();
+        let grads = r.grad(losses[0].1, &by);
+        if self.config.accumulate == 1 {
+            self.finish(&r, &params, &grads, &losses);
+            return vec![("train", r.finish())];
+        }
+        let add = |name: String, v: Var| {
+            let state = r.state(&name, &v.shape(), DType::F32, Init::Full(0.0));
+            r.update(state, state + v);
+        };
+        params.iter().zip(&grads).for_each(|((name, _), g)| add(format!("scratch/grad/{name}"), *g));
+        losses.iter().for_each(|(name, v)| add(format!("scratch/sum/{name}"), *v));
+
+        let u = Recorder::new();
+        let zeroed = |name: String, shape: &[usize]| {
+            let state = u.state(&name, shape, DType::F32, Init::Full(0.0));
+            u.update(state, u.zeros(shape));
+            state
+        };
+        let metas: Vec<(String, Vec<usize>)> = params.iter().map(|(n, v)| (n.clone(), v.shape())).collect();
+        let own: Vec<(String, Var)> = metas.iter().map(|(n, s)| (n.clone(), u.param(n, s, Init::Full(0.0)))).collect();
+        let sums: Vec<Var> = metas.iter().map(|(n, s)| zeroed(format!("scratch/grad/{n}"), s)).collect();
+        let losses: Vec<(&'static str, Var)> = losses.iter().map(|(n, _)| (*n, zeroed(format!("scratch/sum/{n}"), &[1]))).collect();
+        self.finish(&u, &own, &sums, &losses);
+        vec![("micro", r.finish()), ("update", u.finish())]
+    }
+
+    fn finish<'g>(&self, r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>], losses: &[(&'static str, Var<'g>)]) {
+        let step = optim::adamw(r, params, grads, losses[0].1, &self.config);
+        for (name, v) in losses {
+            r.output(name, *v * 1.0);
+        }
+        r.output("grad_norm", step.norm);
+        r.output("clipped_norm", step.clipped);
+        r.output("skipped", step.skipped);
+        r.output("skipped_in_row", step.skipped_in_row);
+    }
+
+    fn micro(&self, s: &mut Session, program: &str, step: u64, micro: usize, batch: (&[i32], &[i32], f32), rate: f64) -> Result<(), TrainError> {
+        let rng = rng_feed(self.seed, step, micro as u32);
+        let feeds = [
+            ("ids", Data::I32(batch.0)),
+            ("targets", Data::I32(batch.1)),
+            ("weight", Data::F32(&[batch.2])),
+            ("rng", Data::I32(&rng)),
+            ("rate", Data::F32(&[rate as f32])),
+        ];
+        s.run(program, &feeds)
+    }
+
+    fn run_step(&self, s: &mut Session, step: u64, rate: f64, batches: &[(&[i32], &[i32])], counted: usize) -> Result<(), TrainError> {
+        if counted == 0 {
+            return Err(TrainError::AllMasked(step));
+        }
+        let weight = 1.0 / counted as f32;
+        if let [(ids, targets)] = batches {
+            return self.micro(s, "train", step, 0, (ids, targets, weight), rate);
+        }
+        for (m, (ids, targets)) in batches.iter().enumerate() {
+            self.micro(s, "micro", step, m, (ids, targets, weight), rate)?;
+        }
+        s.run("update", &[("rate", Data::F32(&[rate as f32]))])
+    }
+}
+
+impl<M: Model> Task for Supervised<M> {
+    fn train_config(&self) -> &TrainConfig {
+        &self.config
+    }
+
+    fn graphs(&self) -> Vec<(&'static str, Graph)> {
+        let mut all = self.training_graphs();
+        let r = Recorder::new();
+        for (name, v) in self.model.evaluate(&r, self.config.batch) {
+            r.output(name, v);
+        }
+        all.push(("eval", r.finish()));
+        all
+    }
+
+    fn begin(&mut self, done: u64) -> Result<(), TrainError> {
+        let source = self.model.source(true)?;
+        let order = crate::data::Order { seed: self.seed, len: source.len() };
+        let items = self.config.batch as u64 * self.config.accumulate as u64;
+        self.loader = Some(Loader::new(source, Some(order), self.config.batch, done * items, 2 * self.config.accumulate)?);
+        self.validation = Some(self.model.source(false)?);
+        let r = Recorder::new();
+        self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
+        Ok(())
+    }
+
+    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<Step, TrainError> {
+        let loader = self.loader.as_mut().expect("begin comes first");
+        let batches = (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
+        let counted = batches.iter().map(|b| b.counted).sum();
+        let feeds: Vec<(&[i32], &[i32])> = batches.iter().map(|b| (&b.ids[..], &b.targets[..])).collect();
+        self.run_step(s, step, rate, &feeds, counted)?;
+        let program = if self.config.accumulate == 1 { "train" } else { "update" };
+        let mut values = vec![];
+        for name in self.names.iter().copied().chain(["grad_norm", "clipped_norm", "skipped"]) {
+            values.push((name, s.scalar(program, name)?));
+        }
+        Ok(Step { values, skipped_in_row: s.scalar(program, "skipped_in_row")? as u64 })
+    }
+
+    fn evaluate(&mut self, s: &mut Session) -> Result<Vec<(&'static str, f64)>, TrainError> {
+        let source = match &self.validation {
+            Some(v) => v.clone(),
+            None => self.model.source(false)?,
+        };
+        let batch = self.config.batch as u64;
+        // Whole batches only, each item once.
+        let batches = self.config.eval_batches.min(source.len() / batch).max(1);
+        if source.len() < batch {
+            return Err(TrainError::Other(format!("the validation set has {} windows, fewer than one batch of {batch}: lower train.batch", source.len())));
+        }
+        let mut loader = Loader::new(source, None, self.config.batch, 0, 2)?;
+        let r = Recorder::new();
+        let names: Vec<&'static str> = self.model.evaluate(&r, 1).iter().map(|l| l.0).collect();
+        let (mut sums, mut total) = (vec![0.0; names.len()], 0.0);
+        for i in 0..batches {
+            let b = loader.next()?;
+            if b.counted == 0 {
+                continue;
+            }
+            let share = b.counted as f64;
+            self.micro(s, "eval", i, 0, (&b.ids, &b.targets, 1.0 / b.counted as f32), 0.0)?;
+            for (sum, name) in sums.iter_mut().zip(&names) {
+                *sum += s.scalar("eval", name)? * share;
+            }
+            total += share;
+        }
+        if total == 0.0 {
+            return Err(TrainError::Other("the validation targets are all masked (data.ignore_tokens?)".into()));
+        }
+        Ok(names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect())
+    }
+
+    fn work(&self) -> (&'static str, f64) {
+        ("tok", (self.config.batch * self.config.accumulate * self.model.seq()) as f64)
+    }
+
+    fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError> {
+        let n = self.config.batch * self.model.seq();
+        let draw = |salt: u32, i: usize| engine::philox::philox([i as u32, step as u32, salt, 0], [1, 2])[0] as usize % self.model.vocab();
+        let made: Vec<(Vec<i32>, Vec<i32>)> = (0..self.config.accumulate as u32)
+            .map(|m| ((0..n).map(|i| draw(2 * m, i) as i32).collect(), (0..n).map(|i| draw(2 * m + 1, i) as i32).collect()))
+            .collect();
+        let feeds: Vec<(&[i32], &[i32])> = made.iter().map(|(a, b)| (&a[..], &b[..])).collect();
+        self.run_step(s, step, 1e-4, &feeds, n * self.config.accumulate)
+    }
+
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        self.model.floor()
+    }
+
+    fn show(&mut self, s: &mut Session) -> Result<Option<String>, TrainError> {
+        self.model.show(s)
+    }
+
+    fn identity(&self) -> serde_json::Value {
+        self.model.identity()
+    }
+
+    fn generator(&self) -> Option<Box<dyn Generator>> {
+        self.model.generator()
+    }
+}
+
+/// The recipe of this name, or an error that names the nearest.
+pub fn find(name: &str) -> Result<&'static dyn Recipe, ConfigError> {
+    let recipes = crate::recipes::RECIPES;
+    recipes.iter().find(|r| r.name() == name).copied().ok_or_else(|| ConfigError::Unknown {
+        what: "recipe",
+        name: name.into(),
+        near: nearest(name, recipes.iter().map(|r| r.name())),
+    })
+}
+
+/// A preset of a recipe, resolved.
+pub fn preset(recipe: &dyn Recipe, name: Option<&str>) -> Result<Config, ConfigError> {
+    let presets = recipe.presets();
+    let name = name.unwrap_or(presets[0].0);
+    let (_, text) = presets.iter().find(|p| p.0 == name).ok_or_else(|| ConfigError::Unknown {
+        what: "preset",
+        name: name.into(),
+        near: match nearest(name, presets.iter().map(|p| p.0)) {
+            near if near.is_empty() => format!("; {} has: {}", recipe.name(), presets.iter().map(|p| p.0).collect::<Vec<_>>().join(", ")),
+            near => near,
+        },
+    })?;
+    Ok(Config::preset(recipe.name(), name, text))
+}

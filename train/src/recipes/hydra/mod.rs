@@ -1,0 +1,239 @@
+//! hydra: a language model with compressed convolutional attention and recursive routed MLPs.
+
+mod generate;
+mod model;
+
+pub use model::{Cache, Hydra, HydraConfig};
+
+use crate::config::{Config, ConfigError, DataConfig, TrainConfig};
+use crate::data::{Dataset, Generated, ShardSet, Source, Split, TokenWindows, Tokenizer};
+use crate::golden::Golden;
+use crate::recipe::{Computed, Feeds, Generator, Model, Recipe, Session, Supervised, Task, TrainError};
+use crate::sample::{Sampling, continue_text};
+use engine::{Data, Device, Recorder, Switches, Var};
+use std::path::Path;
+use std::sync::Arc;
+
+pub struct HydraRecipe;
+
+impl Recipe for HydraRecipe {
+    fn name(&self) -> &'static str {
+        "hydra"
+    }
+
+    fn about(&self) -> &'static str {
+        "a language model: compressed convolutional attention, recursive routed MLPs"
+    }
+
+    fn presets(&self) -> &'static [(&'static str, &'static str)] {
+        &[
+            ("tiny", include_str!("../../../configs/hydra-tiny.toml")),
+            ("small", include_str!("../../../configs/hydra-small.toml")),
+            ("100m", include_str!("../../../configs/hydra-100m.toml")),
+        ]
+    }
+
+    fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let model: HydraConfig = config.section("model")?;
+        model.check()?;
+        let data: DataConfig = config.section("data")?;
+        let train: TrainConfig = config.section("train")?;
+        train.check()?;
+        let model = HydraModel { accumulate: train.accumulate, c: model, data, seed: config.seed() };
+        model.tokenizer()?;
+        Ok(Box::new(Supervised::new(model, train, config.seed())))
+    }
+
+    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+        golden(file, switches, device)
+    }
+}
+
+struct HydraModel {
+    c: HydraConfig,
+    data: DataConfig,
+    seed: u64,
+    accumulate: usize,
+}
+
+impl HydraModel {
+    /// The data set's tokenizer; its vocabulary must fit the model's.
+    fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
+        let tokenizer = match self.data.path.as_str() {
+            "" => Tokenizer::Byte,
+            path => Dataset::open(Path::new(path))?.load_tokenizer(Path::new(path))?,
+        };
+        if tokenizer.vocab() > self.c.vocab {
+            return Err(ConfigError::Invalid(format!(
+                "tokenizer {} has {} tokens, but model.vocab = {}: set model.vocab to at least that",
+                tokenizer.name(),
+                tokenizer.vocab(),
+                self.c.vocab
+            ))
+            .into());
+        }
+        Ok(tokenizer)
+    }
+}
+
+impl Model for HydraModel {
+    fn seq(&self) -> usize {
+        self.c.seq
+    }
+
+    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        let f = Feeds::new(r, batch, self.c.seq);
+        let h = Hydra { c: &self.c, r };
+        let (hidden, router) = h.hidden(f.ids);
+        let ce = h.loss(hidden, f.targets, f.weight);
+        // The router's loss is a mean over tokens: of a step's micro-batches each counts for its share.
+        let router = router * (1.0 / self.accumulate as f32);
+        vec![("loss", ce + router * self.c.router_weight as f32), ("ce", ce), ("router", router)]
+    }
+
+    fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        let f = Feeds::new(r, batch, self.c.seq);
+        let h = Hydra { c: &self.c, r };
+        let honest = h.loss(h.causal_hidden(f.ids), f.targets, f.weight);
+        let look_ahead = h.loss(h.hidden(f.ids).0, f.targets, f.weight);
+        vec![("loss", honest), ("top_k_loss", look_ahead)]
+    }
+
+    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
+        let split = if train { Split::Train } else { Split::Val };
+        self.tokenizer()?;
+        Ok(match self.data.path.as_str() {
+            "" => {
+                let windows = if train { Generated::ENDLESS } else { 4096 };
+                Arc::new(Generated::new(self.seed, split, self.c.seq, windows, self.data.ignore_tokens.clone())?)
+            }
+            path => Arc::new(TokenWindows::new(ShardSet::open(Path::new(path), split)?, self.c.seq, self.data.ignore_tokens.clone())?),
+        })
+    }
+
+    fn vocab(&self) -> usize {
+        self.c.vocab
+    }
+
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        let floor = self.source(false).ok()?.entropy_floor()?;
+        Some(("entropy of the data", floor))
+    }
+
+    fn identity(&self) -> serde_json::Value {
+        let tokenizer = self.tokenizer().map(|t| (t.name(), format!("{:016x}", t.fingerprint())));
+        tokenizer.map_or(serde_json::Value::Null, |(name, print)| serde_json::json!({ "tokenizer": name, "fingerprint": print }))
+    }
+
+    fn show(&self, s: &mut Session) -> Result<Option<String>, TrainError> {
+        let Some(mut g) = self.generator() else { return Ok(None) };
+        let prompt = if self.data.path.is_empty() { "the " } else { "\n" };
+        let mut text = prompt.to_string();
+        let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: self.seed, max_tokens: 240, stop: vec![] };
+        continue_text(&mut *g, s, prompt, &sampling, &mut |piece| text.push_str(piece))?;
+        Ok(Some(text))
+    }
+
+    fn generator(&self) -> Option<Box<dyn Generator>> {
+        let model = HydraModel { c: self.c.clone(), data: self.data.clone(), ..*self };
+        Some(Box::new(generate::HydraGenerator::new(model)))
+    }
+}
+
+fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+    let bad = |m: &str| TrainError::Other(format!("this golden file {m}"));
+    let c: HydraConfig = serde_json::from_value(file.config.clone()).map_err(|e| bad(&format!("has a config that hydra does not know: {e}")))?;
+    c.check()?;
+    let shape = file.shape("input/ids").filter(|s| s.len() == 2).ok_or_else(|| bad("has no input/ids [batch, seq]"))?;
+    let (batch, seq) = (shape[0], shape[1]);
+    let (ids, targets) = (file.i32("input/ids"), file.i32("input/targets"));
+    let (Some(ids), Some(targets)) = (ids, targets) else { return Err(bad("has no whole numbers as input/ids and input/targets")) };
+    let inside = |v: &i32, low: i32| *v >= low && (*v as i64) < c.vocab as i64;
+    if ids.len() != targets.len() || !ids.iter().all(|v| inside(v, 0)) || !targets.iter().all(|v| inside(v, -1)) {
+        return Err(bad("has ids or targets that do not fit its config"));
+    }
+    let c = HydraConfig { seq, ..c };
+    let counted = targets.iter().filter(|t| **t >= 0).count();
+    if counted == 0 {
+        return Err(TrainError::AllMasked(0));
+    }
+    let o = &file.optimizer;
+    let train = TrainConfig {
+        steps: file.steps,
+        horizon: file.steps,
+        batch,
+        accumulate: 1,
+        learning_rate: o.lr,
+        schedule: "constant".into(),
+        warmup: 0,
+        decay_share: 0.0,
+        final_rate: 1.0,
+        beta1: o.beta1,
+        beta2: o.beta2,
+        eps: o.eps,
+        weight_decay: o.weight_decay,
+        clip: o.clip,
+        log_every: 1,
+        eval_every: 1,
+        eval_batches: 1,
+        save_every: 1,
+        keep: 1,
+    };
+    let model = HydraModel { c: c.clone(), data: DataConfig { path: String::new(), ignore_tokens: vec![] }, seed: 0, accumulate: 1 };
+
+    let mut s = Session::new(device, switches, 0);
+    let r = Recorder::new();
+    let losses = model.loss(&r, batch);
+    let params = r.params();
+    let grads = r.grad(losses[0].1, &params.iter().map(|p| p.1).collect::<Vec<_>>());
+    let step = crate::optim::adamw(&r, &params, &grads, losses[0].1, &train);
+    params.iter().zip(&grads).for_each(|((name, _), g)| r.output(&format!("grad/{name}"), *g));
+    losses.iter().for_each(|(name, v)| r.output(name, *v));
+    r.output("grad_norm", step.norm);
+    let names: Vec<String> = params.iter().map(|p| p.0.clone()).collect();
+    s.load("train", r.finish())?;
+
+    let r = Recorder::new();
+    let h = Hydra { c: &c, r: &r };
+    let f = Feeds::new(&r, batch, seq);
+    r.output("hidden", h.hidden(f.ids).0);
+    r.output("causal_loss", h.loss(h.causal_hidden(f.ids), f.targets, f.weight));
+    s.load("outputs", r.finish())?;
+
+    for name in &names {
+        let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(&format!("has no param/{name}")))?;
+        let meta = s.store.get(name).expect("just loaded").meta.clone();
+        s.store.set(name, &meta, bytemuck::cast_slice(&numbers))?;
+    }
+    let mut out = Computed::new();
+    let weight = [1.0 / counted as f32];
+    let rate = [o.lr as f32];
+    let feeds = [
+        ("ids", Data::I32(&ids)),
+        ("targets", Data::I32(&targets)),
+        ("weight", Data::F32(&weight)),
+        ("rng", Data::I32(&[0; 4])),
+        ("rate", Data::F32(&rate)),
+    ];
+    s.run("outputs", &feeds)?;
+    out.insert("output/hidden".into(), s.read("outputs", "hidden")?);
+    out.insert("output/causal_loss".into(), s.read("outputs", "causal_loss")?);
+    let mut push = |name: &str, v: f64| out.entry(name.into()).or_default().push(v as f32);
+    let mut first = vec![];
+    for i in 0..file.steps {
+        s.run("train", &feeds)?;
+        push("loss", s.scalar("train", "loss")?);
+        push("metric/ce", s.scalar("train", "ce")?);
+        push("metric/grad_norm", s.scalar("train", "grad_norm")?);
+        if i == 0 {
+            for name in &names {
+                first.push((format!("grad/{name}"), s.read("train", &format!("grad/{name}"))?));
+            }
+        }
+    }
+    out.extend(first);
+    for name in &names {
+        out.insert(format!("after/{name}"), s.store.get(name).expect("loaded").data.f32().to_vec());
+    }
+    Ok(out)
+}

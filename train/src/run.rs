@@ -1,0 +1,339 @@
+//! The only training loop: steps, evaluation, metrics, checkpoints, and how it stops.
+
+use crate::checkpoint::{self, Checkpoint, Tensor};
+use crate::config::Config;
+use crate::metrics::{self, Metrics};
+use crate::optim::schedule::rate;
+use crate::recipe::{self, Session, Task, TrainError, is_kept};
+use crate::report::{self, Series, human_bytes, human_count, human_time, table};
+use engine::passes::Receipt;
+use engine::{Device, PASSES};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::json;
+use std::fs;
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
+const MOST_SKIPPED: u64 = 10;
+
+/// Keys that a resumed run may change: none of them touches a number before the step at which it is changed.
+const FREE: &[&str] = &["train.steps", "train.log_every", "train.eval_every", "train.eval_batches", "train.save_every", "train.keep"];
+
+pub struct Options {
+    pub out: PathBuf,
+    pub resume: bool,
+    pub init_from: Option<PathBuf>,
+    /// Set by a signal: finish the step, save, stop.
+    pub stop: Arc<AtomicBool>,
+}
+
+/// How a run ended.
+pub struct Finished {
+    pub step: u64,
+    pub interrupted: bool,
+}
+
+/// A task with its programs loaded.
+pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session, TrainError> {
+    let mut s = Session::new(device, &config.switches()?, config.seed());
+    for (name, graph) in task.graphs() {
+        s.load(name, graph)?;
+    }
+    Ok(s)
+}
+
+/// What every pass did, over all programs: the start-up table.
+pub fn receipts_table(receipts: &[(&str, &[Receipt])]) -> String {
+    let mut rows = vec![];
+    for pass in PASSES {
+        let own: Vec<&Receipt> = receipts.iter().flat_map(|(_, r)| r.iter()).filter(|r| r.pass == pass.name()).collect();
+        let applied: usize = own.iter().map(|r| r.applied).sum();
+        let declined: usize = own.iter().map(|r| r.declined.len()).sum();
+        let mode = own.first().map_or("off", |r| r.mode.name());
+        let mut notes: Vec<String> = own.iter().map(|r| r.summary()).filter(|s| !s.is_empty()).collect();
+        notes.dedup();
+        let off = mode == "off";
+        let count = |n: usize| if off { "-".to_string() } else { n.to_string() };
+        rows.push(vec![pass.name().into(), mode.into(), count(applied + declined), count(applied), count(declined), notes.first().cloned().unwrap_or_default()]);
+    }
+    table(&["pass", "mode", "sites", "applied", "declined", "notes"], &rows)
+}
+
+pub fn receipts_json(s: &Session) -> serde_json::Value {
+    let one = |r: &Receipt| json!({ "pass": r.pass, "mode": r.mode.name(), "sites": r.sites(), "applied": r.applied, "declined": r.declined, "notes": r.notes });
+    let all = s.programs.iter().map(|(name, p)| (name.clone(), p.receipts.iter().map(one).collect::<Vec<_>>()));
+    serde_json::Value::Object(all.map(|(n, r)| (n, json!(r))).collect())
+}
+
+/// Bytes that a session's programs take at most: state once, the largest arena, everything else of each.
+pub fn peak(s: &Session) -> Peak {
+    let most = |f: fn(&engine::plan::Memory) -> usize| s.programs.values().map(|p| f(&p.memory)).max().unwrap_or(0);
+    let largest = s.programs.values().map(|p| p.memory).max_by_key(|m| m.activations + m.workspace).unwrap_or_default();
+    let constants: usize = s.programs.values().map(|p| p.memory.constants).sum();
+    Peak { state: s.store.bytes(), activations: largest.activations, workspace: largest.workspace, tables: constants + most(|m| m.feeds) }
+}
+
+pub struct Peak {
+    pub state: usize,
+    pub activations: usize,
+    pub workspace: usize,
+    pub tables: usize,
+}
+
+impl Peak {
+    pub fn total(&self) -> usize {
+        self.state + self.activations + self.workspace + self.tables
+    }
+
+    pub fn line(&self) -> String {
+        let h = |b: usize| human_bytes(b as u64);
+        let (total, state, activations, workspace) = (h(self.total()), h(self.state), h(self.activations), h(self.workspace));
+        format!("peak {total}: state {state}, activations {activations}, workspace {workspace}, tables and feeds {} (planned)", h(self.tables))
+    }
+}
+
+fn io(action: &'static str, path: &Path) -> impl Fn(std::io::Error) -> TrainError {
+    let path = path.to_path_buf();
+    move |cause| TrainError::Io { action, path: path.clone(), cause }
+}
+
+/// Writes a file beside and renames it.
+pub fn write_whole(path: &Path, text: &str) -> Result<(), TrainError> {
+    let temporary = path.with_extension("tmp");
+    fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path)).map_err(|cause| {
+        let _ = fs::remove_file(&temporary);
+        TrainError::Io { action: "cannot write", path: path.into(), cause }
+    })
+}
+
+pub fn train(config: &Config, device: &Device, options: &Options) -> Result<Finished, TrainError> {
+    let recipe = recipe::find(config.text("recipe"))?;
+    let mut task = recipe.task(config)?;
+    let c = task.train_config().clone();
+    let out = &options.out;
+    let checkpoints = out.join("checkpoints");
+    fs::create_dir_all(out).map_err(io("cannot create the run's folder", out))?;
+
+    let started = Instant::now();
+    let mut s = load(&*task, config, device)?;
+    let mut done = 0;
+    if options.resume {
+        done = resume(&mut s, &*task, config, &checkpoints)?;
+    } else if let Some(from) = &options.init_from {
+        init_from(&mut s, from)?;
+    }
+    let ahead = c.horizon.max(c.steps);
+    println!("{} {} on {}: {} parameters", recipe.name(), config.text("preset"), device.describe(), human_count(s.parameters() as f64));
+    let named: Vec<(&str, &[Receipt])> = s.programs.iter().map(|(n, p)| (n.as_str(), &p.receipts[..])).collect();
+    println!("{}{}", receipts_table(&named), peak(&s).line());
+    println!("steps {done} to {} of a {} schedule over {ahead}; run folder {}", c.steps, c.schedule, out.display());
+    if done >= c.steps {
+        println!("the run has {done} steps already: nothing to do (raise --steps)");
+        return Ok(Finished { step: done, interrupted: false });
+    }
+    write_whole(&out.join("config.toml"), &config.to_toml())?;
+    write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
+    let mut metrics = Metrics::open(out)?;
+    task.begin(done)?;
+
+    let bar = progress(c.steps, done);
+    let (unit, work) = task.work();
+    let floor = task.floor();
+    let mut evaluated: Option<Vec<(&'static str, f64)>> = None;
+    let (mut last, mut last_step) = (Instant::now(), done);
+    let mut interrupted = false;
+    let mut saved = done;
+    for step in done..c.steps {
+        let r = rate(&c, step);
+        let report = task.step(&mut s, step, r)?;
+        let now = step + 1;
+        evaluated = None;
+        if now % c.log_every == 0 || now == c.steps || report.skipped_in_row > 0 {
+            let per_second = work * (now - last_step) as f64 / last.elapsed().as_secs_f64().max(1e-9);
+            (last, last_step) = (Instant::now(), now);
+            let mut values = report.values.clone();
+            values.extend([("learning_rate", r), ("per_second", per_second)]);
+            metrics.record(now, "train", &values)?;
+            bar.set_message(format!("loss {:.4}  {} {unit}/s", report.values[0].1, human_count(per_second)));
+            if bar.is_hidden() && (now % (c.steps / 20).max(c.log_every) == 0 || now == c.steps) {
+                println!("step {now}/{}  loss {:.4}  {} {unit}/s", c.steps, report.values[0].1, human_count(per_second));
+            }
+        }
+        bar.set_position(now);
+        if report.skipped_in_row >= MOST_SKIPPED {
+            metrics.flush()?;
+            return Err(TrainError::NotFinite(report.skipped_in_row, now));
+        }
+        if now % c.eval_every == 0 || now == c.steps {
+            let values = task.evaluate(&mut s)?;
+            metrics.record(now, "eval", &values)?;
+            bar.suspend(|| println!("step {now}: {}", evaluation_line(&values, floor)));
+            evaluated = Some(values);
+            last = Instant::now();
+        }
+        interrupted = options.stop.load(Ordering::Relaxed);
+        if now % c.save_every == 0 || now == c.steps || interrupted {
+            metrics.flush()?;
+            save(&s, &*task, config, &checkpoints, now, c.keep)?;
+            saved = now;
+        }
+        done = now;
+        if interrupted {
+            break;
+        }
+    }
+    bar.finish_and_clear();
+    curve(out, &format!("{} {}", recipe.name(), config.text("preset")), floor)?;
+    if interrupted {
+        println!("stopped after step {saved}, saved; go on with: kiln train --out {} --resume", out.display());
+        return Ok(Finished { step: done, interrupted });
+    }
+    if let Some(text) = task.show(&mut s)? {
+        println!("\na sample of what the model writes:\n{}\n", indent(&text));
+    }
+    if let Some(values) = evaluated {
+        println!("validation {}", evaluation_line(&values, floor));
+    }
+    println!("loss curve {}", out.join("loss.svg").display());
+    println!("checkpoint {}", checkpoints.join(format!("step-{done:08}")).display());
+    println!("done in {}", human_time(started.elapsed()));
+    Ok(Finished { step: done, interrupted })
+}
+
+fn indent(text: &str) -> String {
+    text.lines().map(|l| format!("  | {l}")).collect::<Vec<_>>().join("\n")
+}
+
+/// `loss 1.2345, top_k_loss 1.2000 (entropy of the data 1.1000)`
+pub fn evaluation_line(values: &[(&'static str, f64)], floor: Option<(&'static str, f64)>) -> String {
+    let all: Vec<String> = values.iter().map(|(n, v)| format!("{n} {v:.4}")).collect();
+    let floor = floor.map_or(String::new(), |(n, v)| format!(" ({n}: {v:.4})"));
+    format!("{}{floor}", all.join(", "))
+}
+
+fn progress(steps: u64, done: u64) -> ProgressBar {
+    let bar = ProgressBar::new(steps);
+    if !std::io::stderr().is_terminal() {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left").expect("a template that parses");
+    bar.set_style(style);
+    bar.set_position(done);
+    bar.reset_eta();
+    bar
+}
+
+fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, keep: usize) -> Result<PathBuf, TrainError> {
+    let tensors = |param: bool| -> Vec<Tensor> {
+        s.store
+            .iter()
+            .filter(|(name, t)| t.param == param && is_kept(name))
+            .map(|(name, t)| Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes: t.data.bytes() })
+            .collect()
+    };
+    let c = task.train_config();
+    let meta = json!({
+        "recipe": config.text("recipe"),
+        "config": config.to_json(),
+        "step": step,
+        "data_position": step * (c.batch * c.accumulate) as u64,
+        "identity": task.identity(),
+        "device": s.device.describe(),
+        "receipts": receipts_json(s),
+    });
+    fs::create_dir_all(dir).map_err(io("cannot create the folder of checkpoints", dir))?;
+    Ok(checkpoint::save(dir, step, &[("model.safetensors", tensors(true)), ("state.safetensors", tensors(false))], &meta, keep)?)
+}
+
+/// Restores the newest whole checkpoint; returns the steps it has done, 0 where there is none.
+fn resume(s: &mut Session, task: &dyn Task, config: &Config, dir: &Path) -> Result<u64, TrainError> {
+    let (found, skipped) = checkpoint::newest(dir)?;
+    for bad in &skipped {
+        println!("skipped {}: {}", bad.path.display(), bad.reason);
+    }
+    let Some(found) = found else {
+        println!("no whole checkpoint in {} yet: starting over", dir.display());
+        return Ok(0);
+    };
+    let theirs = Config::from_json(&found.meta["config"])?;
+    let changed = theirs.differences(config);
+    if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !FREE.contains(&k.as_str()) && !k.starts_with("passes.")) {
+        return Err(TrainError::Other(format!(
+            "checkpoint {} is of another config: {key} was {was}, now it is {is} (start a new run from its weights with --init-from)",
+            found.path.display()
+        )));
+    }
+    for (key, was, is) in changed.iter().filter(|(k, ..)| k.starts_with("passes.")) {
+        println!("{key} was {was}, now it is {is}: numbers may differ in the last bits from here on");
+    }
+    same_identity(&found, task)?;
+    restore(s, &found)?;
+    println!("resumed from {} (step {})", found.path.display(), found.step);
+    Ok(found.step)
+}
+
+/// A checkpoint's tokenizer must be the data's.
+pub fn same_identity(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
+    let (theirs, ours) = (&found.meta["identity"], task.identity());
+    if *theirs != ours {
+        return Err(TrainError::Other(format!(
+            "checkpoint {} was trained with another tokenizer: {theirs}, now it is {ours} (prepare the data with the same one)",
+            found.path.display()
+        )));
+    }
+    Ok(())
+}
+
+pub fn restore(s: &mut Session, found: &Checkpoint) -> Result<(), TrainError> {
+    let what = found.path.display().to_string();
+    s.load_params(&found.file("model.safetensors")?, &what)?;
+    s.load_state(&found.file("state.safetensors")?, &what)
+}
+
+/// A checkpoint by its own folder, or the newest of a run.
+pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
+    if path.join("checkpoint.json").exists() {
+        return Ok(checkpoint::open(path)?);
+    }
+    let inner = path.join("checkpoints");
+    let dir = if inner.is_dir() { inner } else { path.to_path_buf() };
+    if !dir.is_dir() {
+        return Err(TrainError::Other(format!("there is no checkpoint or run folder {}", path.display())));
+    }
+    let (found, skipped) = checkpoint::newest(&dir)?;
+    found.ok_or_else(|| {
+        let why: Vec<String> = skipped.iter().map(|s| format!("; skipped {}: {}", s.path.display(), s.reason)).collect();
+        TrainError::Other(format!("{} holds no whole checkpoint{}", path.display(), why.concat()))
+    })
+}
+
+/// Another run's weights, from a checkpoint, a run's folder or a safetensors file; the optimizer begins anew.
+pub fn init_from(s: &mut Session, from: &Path) -> Result<(), TrainError> {
+    let what = from.display().to_string();
+    let file = match from.extension().is_some_and(|e| e == "safetensors") {
+        true => checkpoint::load_safetensors(from)?,
+        false => find_checkpoint(from)?.file("model.safetensors")?,
+    };
+    s.load_params(&file, &what)?;
+    println!("weights from {what}");
+    Ok(())
+}
+
+fn curve(out: &Path, title: &str, floor: Option<(&'static str, f64)>) -> Result<(), TrainError> {
+    let records = metrics::read(&out.join("metrics.jsonl"))?;
+    let points = |kind: &str, key: &str| -> Vec<(f64, f64)> {
+        let of_kind = records.iter().filter(|r| r.get("kind").and_then(|k| k.as_str()) == Some(kind));
+        of_kind.filter_map(|r| Some((r.get("step")?.as_f64()?, r.get(key)?.as_f64()?))).collect()
+    };
+    let (train, eval) = (points("train", "loss"), points("eval", "loss"));
+    let series = [Series { label: "training", points: &train }, Series { label: "validation", points: &eval }];
+    let drawn: Vec<Series> = series.into_iter().filter(|s| !s.points.is_empty()).collect();
+    if !drawn.is_empty() {
+        report::loss_curve(&out.join("loss.svg"), title, &drawn, floor)?;
+    }
+    Ok(())
+}

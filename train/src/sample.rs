@@ -1,0 +1,100 @@
+//! Chooses the next token, and continues text with it.
+
+use crate::recipe::{Generator, Session, TrainError};
+use engine::philox::{philox, uniform};
+
+#[derive(Clone, Debug)]
+pub struct Sampling {
+    /// 0 always takes the most likely token.
+    pub temperature: f32,
+    /// Only the smallest set of tokens whose probability reaches this is drawn from.
+    pub top_p: f32,
+    pub seed: u64,
+    pub max_tokens: usize,
+    /// Tokens that end the text; they are not shown.
+    pub stop: Vec<u32>,
+}
+
+/// The token that draw number `index` takes.
+pub fn choose(logits: &[f32], s: &Sampling, index: u64) -> u32 {
+    let best = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
+    if s.temperature == 0.0 {
+        return (0..logits.len()).min_by(best).unwrap_or(0) as u32;
+    }
+    let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut p: Vec<f64> = logits.iter().map(|&l| (((l - top) / s.temperature) as f64).exp()).collect();
+    let total: f64 = p.iter().sum();
+    p.iter_mut().for_each(|v| *v /= total);
+    let mut order: Vec<usize> = (0..p.len()).collect();
+    order.sort_by(best);
+    let mut mass = 0.0;
+    // The token that crosses top_p is still in.
+    let kept = order.iter().take_while(|&&i| {
+        let before = mass;
+        mass += p[i];
+        before < s.top_p as f64
+    });
+    let kept: Vec<usize> = kept.copied().collect();
+    let mass: f64 = kept.iter().map(|&i| p[i]).sum();
+    let word = philox([index as u32, (index >> 32) as u32, 0x5a4d, 0], [s.seed as u32, (s.seed >> 32) as u32])[0];
+    let mut left = uniform(word) as f64 * mass;
+    for &i in &kept {
+        left -= p[i];
+        if left < 0.0 {
+            return i as u32;
+        }
+    }
+    kept.last().copied().unwrap_or(0) as u32
+}
+
+/// Continues `prompt`, handing out text as soon as it is whole characters. Returns the tokens that were added.
+pub fn continue_text(g: &mut dyn Generator, s: &mut Session, prompt: &str, sampling: &Sampling, show: &mut dyn FnMut(&str)) -> Result<Vec<u32>, TrainError> {
+    let tokenizer = g.tokenizer()?;
+    let tokens = tokenizer.encode(prompt)?;
+    if tokens.is_empty() {
+        return Err(TrainError::Other("the prompt has no tokens: write at least one character".into()));
+    }
+    g.begin(s, tokens.len() + sampling.max_tokens)?;
+    let mut stream = tokenizer.stream();
+    let mut logits = g.feed(s, &tokens)?;
+    let mut added = vec![];
+    for i in 0..sampling.max_tokens {
+        // A model may have more outputs than its tokenizer has tokens.
+        let token = choose(&logits[..tokenizer.vocab().min(logits.len())], sampling, i as u64);
+        if sampling.stop.contains(&token) {
+            break;
+        }
+        added.push(token);
+        if let Some(text) = stream.push(token) {
+            show(&text);
+        }
+        if i + 1 < sampling.max_tokens {
+            logits = g.feed(s, &[token])?;
+        }
+    }
+    if let Some(text) = stream.finish() {
+        show(&text);
+    }
+    Ok(added)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn top_p_keeps_the_smallest_set_and_the_token_that_crosses() {
+        let logits = [0.1f32.ln(), 0.6f32.ln(), 0.3f32.ln()];
+        let s = |top_p, temperature| Sampling { temperature, top_p, seed: 1, max_tokens: 1, stop: vec![] };
+        let draws = |s: &Sampling| (0..4000).map(|i| choose(&logits, s, i)).fold([0; 3], |mut n, t| {
+            n[t as usize] += 1;
+            n
+        });
+        assert_eq!(draws(&s(0.6, 1.0)), [0, 4000, 0]);
+        let two = draws(&s(0.61, 1.0));
+        assert!(two[0] == 0 && (two[2] as f64 / 4000.0 - 1.0 / 3.0).abs() < 0.03, "{two:?}");
+        let all = draws(&s(1.0, 1.0));
+        assert!((all[0] as f64 / 4000.0 - 0.1).abs() < 0.02, "{all:?}");
+        assert_eq!(draws(&s(1.0, 0.0)), [0, 4000, 0]);
+    }
+}
