@@ -3,7 +3,7 @@
 use crate::graph::{Graph, Kind, Value};
 use crate::meta::{contiguous, is_contiguous};
 use crate::op::Cost;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Offsets are multiples of this, so that every buffer starts on a cache line (and on what vector loads of a GPU want).
 const ALIGN: usize = 256;
@@ -157,6 +157,45 @@ impl Plan {
         }
         plan.memory.activations = assign(&mut plan.buffers);
         plan
+    }
+
+    /// The most memory that each part of the model holds at any one time: values that ops recorded there have made, and the
+    /// workspace of an op while it runs. A part is a scope up to its first number: `blocks.3`, `loss`.
+    pub fn by_part(&self, g: &Graph, workspace: WorkspaceOf) -> BTreeMap<String, usize> {
+        let part = |scope: &str| -> String {
+            let mut words = scope.split('.');
+            let first = words.next().unwrap_or_default();
+            match words.next().filter(|w| w.parse::<usize>().is_ok()) {
+                Some(number) => format!("{first}.{number}"),
+                None => first.to_string(),
+            }
+        };
+        // (position, change in bytes) for every part.
+        let mut events: BTreeMap<String, Vec<(usize, isize)>> = BTreeMap::new();
+        for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_source() && !n.is_view()) {
+            let list = events.entry(part(&node.scope)).or_default();
+            let scratch = 4 * workspace(g, i) as isize;
+            list.extend([(i, scratch), (i + 1, -scratch)]);
+            for spot in &self.spots[i] {
+                let b = &self.buffers[spot.buffer];
+                if b.first == i && matches!(b.home, Home::Arena(_)) {
+                    list.extend([(i, b.bytes as isize), (b.last + 1, -(b.bytes as isize))]);
+                }
+            }
+        }
+        let most = |mut list: Vec<(usize, isize)>| {
+            list.sort();
+            list.iter()
+                .scan(0, |now, (_, change)| {
+                    Some({
+                        *now += change;
+                        *now
+                    })
+                })
+                .max()
+                .unwrap_or(0) as usize
+        };
+        events.into_iter().map(|(name, list)| (if name.is_empty() { "(top level)".into() } else { name }, most(list))).collect()
     }
 
     /// Buffers whose lifetimes cross must not overlap.

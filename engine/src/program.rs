@@ -6,6 +6,7 @@ use crate::graph::Graph;
 use crate::passes::{self, Receipt, Switches, Target};
 use crate::plan::{Memory, Plan};
 use crate::store::Store;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 /// Where programs run. Its programs run one at a time and share one arena, as large as the largest needs.
@@ -41,6 +42,11 @@ impl Compiled {
         let receipts = passes::run(&mut graph, switches, Target::Cpu)?;
         let plan = Plan::new(&graph, &CpuProgram::workspace);
         Ok(Compiled { graph, plan, receipts })
+    }
+
+    /// See `Plan::by_part`.
+    pub fn by_part(&self) -> BTreeMap<String, usize> {
+        self.plan.by_part(&self.graph, &CpuProgram::workspace)
     }
 }
 

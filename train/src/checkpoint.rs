@@ -24,11 +24,7 @@ const MANIFEST: &str = "checkpoint.json";
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     #[error("cannot {action} {}: {cause}", .path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        cause: io::Error,
-    },
+    Io { action: &'static str, path: PathBuf, cause: io::Error },
     #[error("{}: {reason}", .path.display())]
     Broken { path: PathBuf, reason: String },
     #[error("{}: format {found}, but this version reads format {FORMAT}", .path.display())]
@@ -80,13 +76,7 @@ struct Sum {
 
 /// Saves `files` as `dir/step-NNNNNNNN`, replacing one of the same step. Then of the older whole checkpoints all but
 /// the last `keep - 1` are removed; 0 keeps all. Those of later steps, and broken ones, are left alone.
-pub fn save(
-    dir: &Path,
-    step: u64,
-    files: &[(&str, Vec<Tensor>)],
-    meta: &Value,
-    keep: usize,
-) -> Result<PathBuf, CheckpointError> {
+pub fn save(dir: &Path, step: u64, files: &[(&str, Vec<Tensor>)], meta: &Value, keep: usize) -> Result<PathBuf, CheckpointError> {
     let pid = std::process::id();
     let path = dir.join(format!("step-{step:08}"));
     let old = dir.join(format!(".step-{step:08}.old-{pid}"));
@@ -94,8 +84,7 @@ pub fn save(
 
     fs::create_dir_all(dir).map_err(io_error("create", dir))?;
     tidy(dir)?;
-    if let Err(e) = write_folder(&tmp, step, files, meta).and_then(|()| move_in(&tmp, &path, &old))
-    {
+    if let Err(e) = write_folder(&tmp, step, files, meta).and_then(|()| move_in(&tmp, &path, &old)) {
         // Best effort: the error that matters is the first, and the next save tidies.
         let _ = fs::remove_dir_all(&tmp);
         return Err(e);
@@ -189,11 +178,7 @@ impl Loaded {
             broken(path, reason)
         })?;
         let data_start = 8 + header_len;
-        Ok(Self {
-            bytes,
-            data_start,
-            header,
-        })
+        Ok(Self { bytes, data_start, header })
     }
 }
 
@@ -218,18 +203,11 @@ impl Sum {
 
 fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     let path = path.to_path_buf();
-    move |cause| CheckpointError::Io {
-        action,
-        path,
-        cause,
-    }
+    move |cause| CheckpointError::Io { action, path, cause }
 }
 
 fn broken(path: &Path, reason: impl Into<String>) -> CheckpointError {
-    CheckpointError::Broken {
-        path: path.to_path_buf(),
-        reason: reason.into(),
-    }
+    CheckpointError::Broken { path: path.to_path_buf(), reason: reason.into() }
 }
 
 // ---- the folders of a run
@@ -282,8 +260,7 @@ fn tmp_path(dir: &Path, step: u64) -> PathBuf {
 
 /// Takes away what killed saves left, before more is written: the disk may be full because of it.
 fn tidy(dir: &Path) -> Result<(), CheckpointError> {
-    let stale =
-        |pid: u32| pid == std::process::id() || !Path::new(&format!("/proc/{pid}")).exists();
+    let stale = |pid: u32| pid == std::process::id() || !Path::new(&format!("/proc/{pid}")).exists();
     for Folder { path, step, kind } in folders(dir)? {
         let named = dir.join(format!("step-{step:08}"));
         match kind {
@@ -335,12 +312,7 @@ fn sync_folder(dir: &Path) -> Result<(), CheckpointError> {
 
 // ---- writing
 
-fn write_folder(
-    folder: &Path,
-    step: u64,
-    files: &[(&str, Vec<Tensor>)],
-    meta: &Value,
-) -> Result<(), CheckpointError> {
+fn write_folder(folder: &Path, step: u64, files: &[(&str, Vec<Tensor>)], meta: &Value) -> Result<(), CheckpointError> {
     fs::create_dir(folder).map_err(io_error("create", folder))?;
     let mut sums = Map::new();
     for (name, tensors) in files {
@@ -349,17 +321,12 @@ fn write_folder(
             return Err(file_name_error(name, "it is there twice"));
         }
         let sum = write_safetensors(&folder.join(name), tensors)?;
-        sums.insert(
-            name.to_string(),
-            json!({"bytes": sum.bytes, "xxh3": sum.xxh3}),
-        );
+        sums.insert(name.to_string(), json!({"bytes": sum.bytes, "xxh3": sum.xxh3}));
     }
     let manifest = json!({"format": FORMAT, "step": step, "files": sums, "meta": meta});
     let text = format!("{manifest:#}");
     let unsealed = text.strip_suffix("\n}").unwrap_or(&text);
-    write_synced(&folder.join(MANIFEST), |file| {
-        file.write_all(seal(unsealed).as_bytes())
-    })?;
+    write_synced(&folder.join(MANIFEST), |file| file.write_all(seal(unsealed).as_bytes()))?;
     sync_folder(folder)
 }
 
@@ -389,22 +356,14 @@ fn write_safetensors(path: &Path, tensors: &[Tensor]) -> Result<Sum, CheckpointE
 }
 
 /// The padded header, and the tensors in the order in which their bytes follow it.
-fn layout<'t, 'a>(
-    tensors: &'t [Tensor<'a>],
-) -> Result<(String, Vec<&'t Tensor<'a>>), CheckpointError> {
+fn layout<'t, 'a>(tensors: &'t [Tensor<'a>]) -> Result<(String, Vec<&'t Tensor<'a>>), CheckpointError> {
     let mut sorted = Vec::with_capacity(tensors.len());
     let mut names = HashSet::new();
     for tensor in tensors {
-        let refuse = |reason: String| CheckpointError::Tensor {
-            name: tensor.name.to_string(),
-            reason,
-        };
-        let dtype: Dtype = serde_json::from_value(tensor.dtype.into())
-            .map_err(|_| refuse(format!("dtype {:?} is unknown", tensor.dtype)))?;
-        let elements = tensor
-            .shape
-            .iter()
-            .try_fold(1usize, |n, d| n.checked_mul(*d));
+        let refuse = |reason: String| CheckpointError::Tensor { name: tensor.name.to_string(), reason };
+        let dtype: Dtype =
+            serde_json::from_value(tensor.dtype.into()).map_err(|_| refuse(format!("dtype {:?} is unknown", tensor.dtype)))?;
+        let elements = tensor.shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d));
         let bits = elements.and_then(|n| n.checked_mul(dtype.bitsize()));
         if bits != tensor.bytes.len().checked_mul(8) {
             let (shape, len) = (tensor.shape, tensor.bytes.len());
@@ -422,20 +381,12 @@ fn layout<'t, 'a>(
     let infos = sorted.iter().map(|(dtype, t)| {
         let start = end;
         end += t.bytes.len();
-        let info = TensorInfo {
-            dtype: *dtype,
-            shape: t.shape.to_vec(),
-            data_offsets: (start, end),
-        };
+        let info = TensorInfo { dtype: *dtype, shape: t.shape.to_vec(), data_offsets: (start, end) };
         (t.name.to_string(), info)
     });
-    let header = Metadata::new(None, infos.collect())
-        .map_err(|e| e.to_string())
-        .and_then(|m| serde_json::to_string(&m).map_err(|e| e.to_string()));
-    let mut header = header.map_err(|reason| CheckpointError::Tensor {
-        name: "(header)".into(),
-        reason,
-    })?;
+    let header =
+        Metadata::new(None, infos.collect()).map_err(|e| e.to_string()).and_then(|m| serde_json::to_string(&m).map_err(|e| e.to_string()));
+    let mut header = header.map_err(|reason| CheckpointError::Tensor { name: "(header)".into(), reason })?;
     let padded = header.len().next_multiple_of(8);
     header.push_str(&" ".repeat(padded - header.len()));
     Ok((header, sorted.into_iter().map(|(_, t)| t).collect()))
@@ -461,16 +412,9 @@ impl Write for Hashed {
     }
 }
 
-fn write_synced(
-    path: &Path,
-    fill: impl FnOnce(&mut BufWriter<Hashed>) -> io::Result<()>,
-) -> Result<Sum, CheckpointError> {
+fn write_synced(path: &Path, fill: impl FnOnce(&mut BufWriter<Hashed>) -> io::Result<()>) -> Result<Sum, CheckpointError> {
     let file = File::create_new(path).map_err(io_error("create", path))?;
-    let mut writer = BufWriter::new(Hashed {
-        file,
-        hash: Xxh3::new(),
-        bytes: 0,
-    });
+    let mut writer = BufWriter::new(Hashed { file, hash: Xxh3::new(), bytes: 0 });
     let done = fill(&mut writer).and_then(|()| writer.flush());
     let hashed = writer.get_ref();
     let done = done.and_then(|()| hashed.file.sync_all());
@@ -502,16 +446,14 @@ fn seal(unsealed: &str) -> String {
 }
 
 fn is_sealed(text: &str) -> bool {
-    text.rfind(",\n  \"checksum\"")
-        .is_some_and(|end| seal(&text[..end]) == text)
+    text.rfind(",\n  \"checksum\"").is_some_and(|end| seal(&text[..end]) == text)
 }
 
 /// Everything except the content of the files.
 fn read_manifest(folder: &Path) -> Result<Checkpoint, CheckpointError> {
     let path = folder.join(MANIFEST);
     let text = fs::read_to_string(&path).map_err(missing_or(&path))?;
-    let mut manifest: Map<String, Value> =
-        serde_json::from_str(&text).map_err(|e| broken(&path, format!("not whole JSON: {e}")))?;
+    let mut manifest: Map<String, Value> = serde_json::from_str(&text).map_err(|e| broken(&path, format!("not whole JSON: {e}")))?;
     let format = manifest.remove("format").unwrap_or_default();
     if format != FORMAT {
         let found = format;
@@ -562,38 +504,19 @@ mod tests {
 
     const CHILD: &str = "KILN_CHECKPOINT_TEST_CHILD";
 
-    fn tensor<'a>(
-        name: &'a str,
-        dtype: &'a str,
-        shape: &'a [usize],
-        bytes: &'a [u8],
-    ) -> Tensor<'a> {
-        Tensor {
-            name,
-            dtype,
-            shape,
-            bytes,
-        }
+    fn tensor<'a>(name: &'a str, dtype: &'a str, shape: &'a [usize], bytes: &'a [u8]) -> Tensor<'a> {
+        Tensor { name, dtype, shape, bytes }
     }
 
     fn save_small(dir: &Path, step: u64, fill: u8, keep: usize) -> PathBuf {
         let bytes = [fill; 24];
         let model = vec![tensor("w", "F32", &[2, 3], &bytes)];
-        save(
-            dir,
-            step,
-            &[("model.safetensors", model)],
-            &json!({"fill": fill}),
-            keep,
-        )
-        .unwrap()
+        save(dir, step, &[("model.safetensors", model)], &json!({"fill": fill}), keep).unwrap()
     }
 
     fn listing(dir: &Path) -> Vec<String> {
         let entries = fs::read_dir(dir).unwrap();
-        let mut names: Vec<_> = entries
-            .map(|e| e.unwrap().file_name().into_string().unwrap())
-            .collect();
+        let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names
     }
@@ -615,10 +538,7 @@ mod tests {
             tensor("nothing", "F32", &[0, 7], &[]),
             tensor("näme \"quoted\"", "F32", &[1], &bytes[115..119]),
         ];
-        let files = [
-            ("model.safetensors", model.clone()),
-            ("empty.safetensors", vec![]),
-        ];
+        let files = [("model.safetensors", model.clone()), ("empty.safetensors", vec![])];
         // Most of these floats need a parser that rounds correctly to come back bit for bit.
         let floats: Vec<f64> = (1..200).map(|i| (i as f64).sqrt() * 1e-5).collect();
         let meta = json!({"seed": u64::MAX, "floats": floats, "text": "{,\n  \"checksum\"}"});
@@ -683,10 +603,7 @@ mod tests {
         save_small(dir.path(), 1, 1, 0);
         let path = save_small(dir.path(), 2, 2, 0);
         let (model, manifest) = (path.join("model.safetensors"), path.join(MANIFEST));
-        let (model_bytes, text) = (
-            fs::read(&model).unwrap(),
-            fs::read_to_string(&manifest).unwrap(),
-        );
+        let (model_bytes, text) = (fs::read(&model).unwrap(), fs::read_to_string(&manifest).unwrap());
         let skips = |file: &str, reason: &str| {
             let (found, skipped) = newest(dir.path()).unwrap();
             assert_eq!(found.unwrap().step, 1);
@@ -840,10 +757,7 @@ mod tests {
             let bytes = vec![save_number as u8; 3 << 20];
             let shape = [3, 1 << 18];
             let tensors = || vec![tensor("w", "F32", &shape, &bytes)];
-            let files = [
-                ("model.safetensors", tensors()),
-                ("state.safetensors", tensors()),
-            ];
+            let files = [("model.safetensors", tensors()), ("state.safetensors", tensors())];
             if let Err(e) = save(dir, save_number / 2, &files, &json!(save_number), 2) {
                 return println!("\nrefused {e}");
             }

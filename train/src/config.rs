@@ -3,8 +3,8 @@
 
 use engine::Switches;
 use engine::passes::distance;
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
@@ -31,8 +31,8 @@ pub enum ConfigError {
 }
 
 /// Optimizer, schedule and cadence: the same for every recipe.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct TrainConfig {
     pub steps: u64,
     /// Steps that the schedule spans; more steps than this stretch it.
@@ -58,6 +58,33 @@ pub struct TrainConfig {
     pub eval_batches: u64,
     pub save_every: u64,
     pub keep: usize,
+}
+
+/// For models of one's own; kiln's presets name every key.
+impl Default for TrainConfig {
+    fn default() -> TrainConfig {
+        TrainConfig {
+            steps: 1000,
+            horizon: 0,
+            batch: 16,
+            accumulate: 1,
+            learning_rate: 1e-3,
+            schedule: "cosine".into(),
+            warmup: 0,
+            decay_share: 0.2,
+            final_rate: 0.1,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            clip: 1.0,
+            log_every: 10,
+            eval_every: 100,
+            eval_batches: 8,
+            save_every: 100,
+            keep: 3,
+        }
+    }
 }
 
 impl TrainConfig {
@@ -276,7 +303,9 @@ impl Config {
 
 fn flatten(prefix: &str, value: &Value, out: &mut Vec<(String, String)>) {
     match value {
-        Value::Table(t) => t.iter().for_each(|(k, v)| flatten(&if prefix.is_empty() { k.clone() } else { format!("{prefix}.{k}") }, v, out)),
+        Value::Table(t) => {
+            t.iter().for_each(|(k, v)| flatten(&if prefix.is_empty() { k.clone() } else { format!("{prefix}.{k}") }, v, out))
+        }
         v => out.push((prefix.into(), v.to_string())),
     }
 }

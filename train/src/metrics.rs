@@ -13,17 +13,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
     #[error("cannot {action} {}: {cause}", .path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        cause: io::Error,
-    },
+    Io { action: &'static str, path: PathBuf, cause: io::Error },
     #[error("{} line {line}: {reason}", .path.display())]
-    Line {
-        path: PathBuf,
-        line: usize,
-        reason: String,
-    },
+    Line { path: PathBuf, line: usize, reason: String },
     #[error("a metric cannot be called {0:?}: every record has that field already")]
     Reserved(String),
 }
@@ -53,22 +45,14 @@ impl Metrics {
     }
 
     /// `group` is "train" or "eval". A number that is not finite is null in the JSON, and itself in TensorBoard.
-    pub fn record(
-        &mut self,
-        step: u64,
-        group: &str,
-        values: &[(&str, f64)],
-    ) -> Result<(), MetricsError> {
-        self.lines
-            .write(json_line(step, group, values)?.as_bytes())?;
+    pub fn record(&mut self, step: u64, group: &str, values: &[(&str, f64)]) -> Result<(), MetricsError> {
+        self.lines.write(json_line(step, group, values)?.as_bytes())?;
         self.events.write(&scalar_event(now(), step, group, values))
     }
 
     /// Waits until what was recorded is on the disk: a record survives a kill without it, a power cut only with it.
     pub fn flush(&mut self) -> Result<(), MetricsError> {
-        [&self.lines, &self.events]
-            .into_iter()
-            .try_for_each(|o| o.file.sync_data().map_err(io_error("sync", &o.path)))
+        [&self.lines, &self.events].into_iter().try_for_each(|o| o.file.sync_data().map_err(io_error("sync", &o.path)))
     }
 }
 
@@ -86,11 +70,7 @@ pub fn read(path: &Path) -> Result<Vec<Map<String, Value>>, MetricsError> {
     let text = fs::read(path).map_err(io_error("read", path))?;
     let mut records = BTreeMap::new();
     for (number, line) in text.split_inclusive(|b| *b == b'\n').enumerate() {
-        let bad = |reason: String| MetricsError::Line {
-            path: path.to_path_buf(),
-            line: number + 1,
-            reason,
-        };
+        let bad = |reason: String| MetricsError::Line { path: path.to_path_buf(), line: number + 1, reason };
         let record: Map<String, Value> = match serde_json::from_slice(line) {
             Ok(record) => record,
             Err(_) if line.trim_ascii().is_empty() || !line.ends_with(b"\n") => continue,
@@ -107,17 +87,11 @@ pub fn read(path: &Path) -> Result<Vec<Map<String, Value>>, MetricsError> {
 
 fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MetricsError {
     let path = path.to_path_buf();
-    move |cause| MetricsError::Io {
-        action,
-        path,
-        cause,
-    }
+    move |cause| MetricsError::Io { action, path, cause }
 }
 
 fn now() -> Duration {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 // ---- metrics.jsonl
@@ -278,12 +252,8 @@ mod tests {
     fn records_lines() {
         let dir = tempfile::tempdir().unwrap();
         let mut metrics = Metrics::open(dir.path()).unwrap();
-        metrics
-            .record(1, "train", &[("loss", 2.5), ("a \"b\"", 1e-7)])
-            .unwrap();
-        metrics
-            .record(1, "eval", &[("loss", f64::NAN), ("x", f64::INFINITY)])
-            .unwrap();
+        metrics.record(1, "train", &[("loss", 2.5), ("a \"b\"", 1e-7)]).unwrap();
+        metrics.record(1, "eval", &[("loss", f64::NAN), ("x", f64::INFINITY)]).unwrap();
         metrics.flush().unwrap();
         assert_eq!(
             text(dir.path()),
@@ -303,20 +273,14 @@ mod tests {
             for step in first..first + 4 {
                 metrics.record(step, "train", &[("loss", loss)]).unwrap();
             }
-            metrics
-                .record(first + 3, "eval", &[("loss", loss)])
-                .unwrap();
+            metrics.record(first + 3, "eval", &[("loss", loss)]).unwrap();
         }
         let records = read(&dir.path().join("metrics.jsonl")).unwrap();
         let seen: Vec<_> = records
             .iter()
             .map(|r| {
                 let kind = r["kind"].as_str().unwrap();
-                (
-                    r["step"].as_u64().unwrap(),
-                    kind,
-                    r["loss"].as_f64().unwrap(),
-                )
+                (r["step"].as_u64().unwrap(), kind, r["loss"].as_f64().unwrap())
             })
             .collect();
         let expected = [
@@ -359,10 +323,7 @@ mod tests {
     fn a_bad_line_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.jsonl");
-        for (content, reason) in [
-            ("\n{\"step\":\n", "line 2: not a JSON object"),
-            ("{\"kind\":\"train\"}\n", "line 1: has no"),
-        ] {
+        for (content, reason) in [("\n{\"step\":\n", "line 2: not a JSON object"), ("{\"kind\":\"train\"}\n", "line 1: has no")] {
             fs::write(&path, content).unwrap();
             let e = read(&path).unwrap_err().to_string();
             assert!(e.contains(reason), "{e}");
@@ -374,10 +335,7 @@ mod tests {
     fn events() {
         let hex = |bytes: Vec<u8>| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
         let time = Duration::from_millis(1500);
-        assert_eq!(
-            hex(version_event(time)),
-            "1800000000000000a37f4b2209000000000000f83f1a0d627261696e2e4576656e743a322a28646c"
-        );
+        assert_eq!(hex(version_event(time)), "1800000000000000a37f4b2209000000000000f83f1a0d627261696e2e4576656e743a322a28646c");
         let values = [("loss", 2.5), ("lr", 0.0)];
         assert_eq!(
             hex(scalar_event(time, 300, "train", &values)),

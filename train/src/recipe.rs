@@ -29,7 +29,9 @@ pub enum TrainError {
     Io { action: &'static str, path: PathBuf, cause: std::io::Error },
     #[error("the targets of step {0} are all masked: nothing counts in it (data.ignore_tokens?)")]
     AllMasked(u64),
-    #[error("{0} steps in a row had a loss or gradient that is not finite, the last at step {1}: lower train.learning_rate, or look at the data")]
+    #[error(
+        "{0} steps in a row had a loss or gradient that is not finite, the last at step {1}: lower train.learning_rate, or look at the data"
+    )]
     NotFinite(u64, u64),
     #[error("{0}")]
     Other(String),
@@ -86,7 +88,9 @@ impl Session {
         let params: Vec<(String, engine::Meta)> =
             self.store.iter().filter(|(_, t)| t.param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
         if let Some(extra) = file.names().iter().find(|n| !params.iter().any(|p| p.0 == **n)) {
-            return Err(TrainError::Other(format!("{what} holds '{extra}', which this model does not have: it is of another model or config")));
+            return Err(TrainError::Other(format!(
+                "{what} holds '{extra}', which this model does not have: it is of another model or config"
+            )));
         }
         for (name, meta) in params {
             self.take(file, &name, &meta, what)?;
@@ -274,7 +278,15 @@ impl<M: Model> Supervised<M> {
         r.output("skipped_in_row", step.skipped_in_row);
     }
 
-    fn micro(&self, s: &mut Session, program: &str, step: u64, micro: usize, batch: (&[i32], &[i32], f32), rate: f64) -> Result<(), TrainError> {
+    fn micro(
+        &self,
+        s: &mut Session,
+        program: &str,
+        step: u64,
+        micro: usize,
+        batch: (&[i32], &[i32], f32),
+        rate: f64,
+    ) -> Result<(), TrainError> {
         let rng = rng_feed(self.seed, step, micro as u32);
         let feeds = [
             ("ids", Data::I32(batch.0)),
@@ -350,7 +362,10 @@ impl<M: Model> Task for Supervised<M> {
         // Whole batches only, each item once.
         let batches = self.config.eval_batches.min(source.len() / batch).max(1);
         if source.len() < batch {
-            return Err(TrainError::Other(format!("the validation set has {} windows, fewer than one batch of {batch}: lower train.batch", source.len())));
+            return Err(TrainError::Other(format!(
+                "the validation set has {} windows, fewer than one batch of {batch}: lower train.batch",
+                source.len()
+            )));
         }
         let mut loader = Loader::new(source, None, self.config.batch, 0, 2)?;
         let r = Recorder::new();

@@ -9,10 +9,7 @@ use std::time::Duration;
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
     #[error("cannot write {}: {cause}", .path.display())]
-    Io {
-        path: PathBuf,
-        cause: std::io::Error,
-    },
+    Io { path: PathBuf, cause: std::io::Error },
     #[error("nothing to plot in {}: {what}", .path.display())]
     Empty { path: PathBuf, what: String },
     #[error("cannot draw {}: {reason}", .path.display())]
@@ -42,42 +39,25 @@ const STRETCHES: usize = 1000;
 
 /// Draws an SVG. `floor` is a level to compare with, drawn dashed. Points that are not finite are left out, those far
 /// outside the rest of their series are drawn at the edge; the chart says how many of each.
-pub fn loss_curve(
-    path: &Path,
-    title: &str,
-    series: &[Series],
-    floor: Option<(&str, f64)>,
-) -> Result<(), ReportError> {
-    let empty = |what: String| ReportError::Empty {
-        path: path.to_path_buf(),
-        what,
-    };
+pub fn loss_curve(path: &Path, title: &str, series: &[Series], floor: Option<(&str, f64)>) -> Result<(), ReportError> {
+    let empty = |what: String| ReportError::Empty { path: path.to_path_buf(), what };
     if series.is_empty() {
         return Err(empty("no series".into()));
     }
     let mut finite = Vec::new();
     for s in series {
         let points = s.points.iter().copied();
-        let kept: Vec<_> = points
-            .filter(|(x, y)| plottable(*x) && plottable(*y))
-            .collect();
+        let kept: Vec<_> = points.filter(|(x, y)| plottable(*x) && plottable(*y)).collect();
         if kept.is_empty() {
             return Err(empty(format!("series {:?} has no finite point", s.label)));
         }
         finite.push((s.label, kept));
     }
-    let not_finite = series.iter().map(|s| s.points.len()).sum::<usize>()
-        - finite.iter().map(|(_, p)| p.len()).sum::<usize>();
+    let not_finite = series.iter().map(|s| s.points.len()).sum::<usize>() - finite.iter().map(|(_, p)| p.len()).sum::<usize>();
     let floor = floor.filter(|(_, level)| plottable(*level));
 
-    let svg = draw(title, &finite, floor, not_finite).map_err(|e| ReportError::Draw {
-        path: path.to_path_buf(),
-        reason: e.to_string(),
-    })?;
-    write_renamed(path, &svg).map_err(|cause| ReportError::Io {
-        path: path.to_path_buf(),
-        cause,
-    })
+    let svg = draw(title, &finite, floor, not_finite).map_err(|e| ReportError::Draw { path: path.to_path_buf(), reason: e.to_string() })?;
+    write_renamed(path, &svg).map_err(|cause| ReportError::Io { path: path.to_path_buf(), cause })
 }
 
 /// Finite as an f32, which every loss is; beyond it the arithmetic of the axes would overflow.
@@ -88,11 +68,9 @@ fn plottable(value: f64) -> bool {
 fn write_renamed(path: &Path, text: &str) -> std::io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let tmp = path.with_file_name(format!(".{name}.tmp-{}", std::process::id()));
-    fs::write(&tmp, text)
-        .and_then(|()| fs::rename(&tmp, path))
-        .inspect_err(|_| {
-            let _ = fs::remove_file(&tmp);
-        })
+    fs::write(&tmp, text).and_then(|()| fs::rename(&tmp, path)).inspect_err(|_| {
+        let _ = fs::remove_file(&tmp);
+    })
 }
 
 fn draw(
@@ -103,9 +81,7 @@ fn draw(
 ) -> Result<String, Box<dyn std::error::Error>> {
     let points = || series.iter().flat_map(|(_, p)| p);
     let (left, right) = padded(span(points().map(|p| p.0)), 0.0);
-    let ranges = series
-        .iter()
-        .flat_map(|(_, p)| <[f64; 2]>::from(robust_range(p)));
+    let ranges = series.iter().flat_map(|(_, p)| <[f64; 2]>::from(robust_range(p)));
     let (bottom, top) = padded(span(ranges.chain(floor.map(|f| f.1))), 0.04);
     let outside = points().filter(|p| p.1 < bottom || p.1 > top).count();
 
@@ -121,11 +97,7 @@ fn draw(
         .y_label_area_size(68)
         .build_cartesian_2d(left..right, bottom..top)?;
     let notes = [(not_finite, "not finite"), (outside, "off the scale")];
-    let notes: Vec<_> = notes
-        .iter()
-        .filter(|(n, _)| *n > 0)
-        .map(|(n, what)| format!("{n} {what}"))
-        .collect();
+    let notes: Vec<_> = notes.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")).collect();
     let x_title = match notes.is_empty() {
         true => "step".into(),
         false => format!("step (points: {})", notes.join(", ")),
@@ -148,15 +120,11 @@ fn draw(
     for (i, (label, points)) in series.iter().enumerate() {
         let color = COLORS[i % COLORS.len()];
         let width = if points.len() <= STRETCHES { 2 } else { 1 };
-        let shown = thinned(points)
-            .into_iter()
-            .map(|(x, y)| (x, y.clamp(bottom, top)));
+        let shown = thinned(points).into_iter().map(|(x, y)| (x, y.clamp(bottom, top)));
         // A few points, or a single one, would hardly show as a line.
         let dots = if points.len() <= 50 { 3 } else { 0 };
         chart
-            .draw_series(
-                LineSeries::new(shown, color.filled().stroke_width(width)).point_size(dots),
-            )?
+            .draw_series(LineSeries::new(shown, color.filled().stroke_width(width)).point_size(dots))?
             .label(*label)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], color.stroke_width(2)));
     }
@@ -165,13 +133,8 @@ fn draw(
         let line = [(left, level), (right, level)];
         chart
             .draw_series(DashedLineSeries::new(line, 8, 6, style))?
-            .label(format!(
-                "{label} ({})",
-                trimmed(&tick(level, (top - bottom) / 100.0))
-            ))
-            .legend(move |(x, y)| {
-                DashedPathElement::new([(x, y), (x + 22, y)], 6, 4, style).into_dyn()
-            });
+            .label(format!("{label} ({})", trimmed(&tick(level, (top - bottom) / 100.0))))
+            .legend(move |(x, y)| DashedPathElement::new([(x, y), (x + 22, y)], 6, 4, style).into_dyn());
     }
     chart
         .configure_series_labels()
@@ -189,19 +152,13 @@ fn draw(
 }
 
 fn span(values: impl Iterator<Item = f64>) -> (f64, f64) {
-    values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), v| {
-        (low.min(v), high.max(v))
-    })
+    values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), v| (low.min(v), high.max(v)))
 }
 
 /// Room at both ends, and never an empty range.
 fn padded((low, high): (f64, f64), share: f64) -> (f64, f64) {
     let width = high - low;
-    let pad = if width > 0.0 {
-        share * width
-    } else {
-        low.abs().max(1.0) * 0.1
-    };
+    let pad = if width > 0.0 { share * width } else { low.abs().max(1.0) * 0.1 };
     (low - pad, high + pad)
 }
 
@@ -230,10 +187,7 @@ fn robust_range(points: &[(f64, f64)]) -> (f64, f64) {
     if width <= 0.0 {
         return (low, high);
     }
-    (
-        low.max(inner_low - 3.0 * width),
-        high.min(inner_high + 3.0 * width),
-    )
+    (low.max(inner_low - 3.0 * width), high.min(inner_high + 3.0 * width))
 }
 
 fn sorted(mut values: Vec<f64>) -> Vec<f64> {
@@ -285,11 +239,7 @@ pub fn human_bytes(bytes: u64) -> String {
     if bytes < 1024 {
         return format!("{bytes} B");
     }
-    scaled(
-        bytes as f64,
-        1024.0,
-        &[" B", " KiB", " MiB", " GiB", " TiB", " PiB"],
-    )
+    scaled(bytes as f64, 1024.0, &[" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
 }
 
 /// 10400000.0 is "10.4M".
@@ -338,41 +288,22 @@ pub fn human_time(time: Duration) -> String {
 
 /// Columns two spaces apart; a column of numbers is aligned to the right.
 pub fn table(headers: &[&str], rows: &[Vec<String>]) -> String {
-    let columns = rows
-        .iter()
-        .map(Vec::len)
-        .chain([headers.len()])
-        .max()
-        .unwrap_or(0);
+    let columns = rows.iter().map(Vec::len).chain([headers.len()]).max().unwrap_or(0);
     let cell = |row: &[String], c: usize| row.get(c).cloned().unwrap_or_default();
     let header: Vec<String> = headers.iter().map(|h| h.to_string()).collect();
     let layout: Vec<(usize, bool)> = (0..columns)
         .map(|c| {
-            let width = rows
-                .iter()
-                .chain([&header])
-                .map(|r| cell(r, c).chars().count())
-                .max();
-            let filled = || {
-                rows.iter()
-                    .map(|r| cell(r, c))
-                    .filter(|text| !["", "-"].contains(&text.as_str()))
-            };
-            (
-                width.unwrap_or(0),
-                filled().next().is_some() && filled().all(|text| is_number(&text)),
-            )
+            let width = rows.iter().chain([&header]).map(|r| cell(r, c).chars().count()).max();
+            let filled = || rows.iter().map(|r| cell(r, c)).filter(|text| !["", "-"].contains(&text.as_str()));
+            (width.unwrap_or(0), filled().next().is_some() && filled().all(|text| is_number(&text)))
         })
         .collect();
     let mut text = String::new();
     for row in [&header].into_iter().chain(rows) {
-        let cells = layout
-            .iter()
-            .enumerate()
-            .map(|(c, (width, right))| match right {
-                true => format!("{:>width$}", cell(row, c)),
-                false => format!("{:<width$}", cell(row, c)),
-            });
+        let cells = layout.iter().enumerate().map(|(c, (width, right))| match right {
+            true => format!("{:>width$}", cell(row, c)),
+            false => format!("{:<width$}", cell(row, c)),
+        });
         let line = cells.collect::<Vec<_>>().join("  ");
         text += line.trim_end();
         text.push('\n');
@@ -392,9 +323,7 @@ mod tests {
     use super::*;
 
     fn falling(n: usize) -> Vec<(f64, f64)> {
-        (0..n)
-            .map(|i| (i as f64, 2.0 + 8.0 * (-(i as f64) / 30.0).exp()))
-            .collect()
+        (0..n).map(|i| (i as f64, 2.0 + 8.0 * (-(i as f64) / 30.0).exp())).collect()
     }
 
     #[test]
@@ -402,26 +331,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("loss.svg");
         let (train, eval) = (falling(100_000), [(50.0, 3.0), (100.0, f64::NAN)]);
-        let series = [
-            Series {
-                label: "train <a&b>",
-                points: &train,
-            },
-            Series {
-                label: "eval",
-                points: &eval,
-            },
-        ];
+        let series = [Series { label: "train <a&b>", points: &train }, Series { label: "eval", points: &eval }];
         loss_curve(&path, "tiny", &series, Some(("entropy", 1.5))).unwrap();
         let svg = fs::read_to_string(&path).unwrap();
         assert!(svg.len() < 60_000, "{} bytes", svg.len());
-        for text in [
-            "tiny",
-            "train &lt;a&amp;b&gt;",
-            "eval",
-            "entropy (1.5)",
-            "(points: 1 not finite)",
-        ] {
+        for text in ["tiny", "train &lt;a&amp;b&gt;", "eval", "entropy (1.5)", "(points: 1 not finite)"] {
             assert!(svg.contains(text), "{text}");
         }
         let left: Vec<_> = fs::read_dir(dir.path()).unwrap().collect();
@@ -432,38 +346,15 @@ mod tests {
     fn one_point_is_enough_and_none_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("loss.svg");
-        let curve = |points: &[(f64, f64)]| {
-            loss_curve(
-                &path,
-                "",
-                &[Series {
-                    label: "train",
-                    points,
-                }],
-                None,
-            )
-            .map_err(|e| e.to_string())
-        };
+        let curve = |points: &[(f64, f64)]| loss_curve(&path, "", &[Series { label: "train", points }], None).map_err(|e| e.to_string());
         for y in [0.0, -4.0, 1e-300, -1e38, 1e38] {
             curve(&[(7.0, y)]).unwrap();
         }
-        assert!(
-            curve(&[])
-                .unwrap_err()
-                .contains("\"train\" has no finite point")
-        );
+        assert!(curve(&[]).unwrap_err().contains("\"train\" has no finite point"));
         assert!(curve(&[(1.0, f64::NAN)]).is_err());
         assert!(loss_curve(&path, "", &[], None).is_err());
         let absent = dir.path().join("absent/loss.svg");
-        let e = loss_curve(
-            &absent,
-            "",
-            &[Series {
-                label: "a",
-                points: &[(0.0, 0.0)],
-            }],
-            None,
-        );
+        let e = loss_curve(&absent, "", &[Series { label: "a", points: &[(0.0, 0.0)] }], None);
         assert!(e.unwrap_err().to_string().contains("absent/loss.svg"));
     }
 
@@ -497,54 +388,19 @@ mod tests {
     fn axis_numbers() {
         let texts = ["5.00K", "10.5M", "100", "-0.50", "1.00e7", "0"].map(trimmed);
         assert_eq!(texts, ["5K", "10.5M", "100", "-0.5", "1.00e7", "0"]);
-        assert_eq!(
-            [tick(2.5, 9.0), tick(2.5, 0.02), tick(2.5e9, 1e9)],
-            ["2.50", "2.5000", "2.50e9"]
-        );
+        assert_eq!([tick(2.5, 9.0), tick(2.5, 0.02), tick(2.5e9, 1e9)], ["2.50", "2.5000", "2.50e9"]);
     }
 
     #[test]
     fn units() {
-        let bytes = [
-            0,
-            1023,
-            1024,
-            7_849_000_000,
-            (1 << 20) - 1,
-            148 << 30,
-            u64::MAX,
-        ];
-        let texts = [
-            "0 B",
-            "1023 B",
-            "1.00 KiB",
-            "7.31 GiB",
-            "1.00 MiB",
-            "148 GiB",
-            "16384 PiB",
-        ];
+        let bytes = [0, 1023, 1024, 7_849_000_000, (1 << 20) - 1, 148 << 30, u64::MAX];
+        let texts = ["0 B", "1023 B", "1.00 KiB", "7.31 GiB", "1.00 MiB", "148 GiB", "16384 PiB"];
         assert_eq!(bytes.map(human_bytes), texts);
-        let counts = [
-            0.0,
-            999.0,
-            12.5,
-            1000.0,
-            10_400_000.0,
-            999_999.0,
-            -1.24e9,
-            1e16,
-            f64::NAN,
-        ];
-        let texts = [
-            "0", "999", "12.5", "1.00K", "10.4M", "1.00M", "-1.24B", "10000T", "NaN",
-        ];
+        let counts = [0.0, 999.0, 12.5, 1000.0, 10_400_000.0, 999_999.0, -1.24e9, 1e16, f64::NAN];
+        let texts = ["0", "999", "12.5", "1.00K", "10.4M", "1.00M", "-1.24B", "10000T", "NaN"];
         assert_eq!(counts.map(human_count), texts);
-        let times = [
-            0.34, 12.34, 59.96, 65.0, 3599.6, 7380.0, 86_399.0, 273_600.0,
-        ];
-        let texts = [
-            "340ms", "12.3s", "1m 00s", "1m 05s", "1h 00m", "2h 03m", "1d 00h", "3d 04h",
-        ];
+        let times = [0.34, 12.34, 59.96, 65.0, 3599.6, 7380.0, 86_399.0, 273_600.0];
+        let texts = ["340ms", "12.3s", "1m 00s", "1m 05s", "1h 00m", "2h 03m", "1d 00h", "3d 04h"];
         assert_eq!(times.map(|t| human_time(Duration::from_secs_f64(t))), texts);
     }
 
@@ -552,13 +408,7 @@ mod tests {
     fn tables() {
         let row = |cells: &[&str]| cells.iter().map(|c| c.to_string()).collect::<Vec<_>>();
         let rows = [
-            row(&[
-                "fp8",
-                "auto",
-                "84",
-                "7.31 GiB",
-                "24: K=48 is not a multiple of 16",
-            ]),
+            row(&["fp8", "auto", "84", "7.31 GiB", "24: K=48 is not a multiple of 16"]),
             row(&["cuda-graph", "require", "3", "-"]),
             row(&["größe", "off", "", "512 B", "none"]),
         ];
@@ -568,10 +418,7 @@ fp8         auto        84  7.31 GiB  24: K=48 is not a multiple of 16
 cuda-graph  require      3         -
 größe       off                512 B  none
 ";
-        assert_eq!(
-            table(&["pass", "mode", "sites", "memory", "declined"], &rows),
-            text
-        );
+        assert_eq!(table(&["pass", "mode", "sites", "memory", "declined"], &rows), text);
         assert_eq!(table(&[], &[]), "\n");
     }
 }

@@ -4,7 +4,7 @@ use crate::checkpoint::{self, Checkpoint, Tensor};
 use crate::config::Config;
 use crate::metrics::{self, Metrics};
 use crate::optim::schedule::rate;
-use crate::recipe::{self, Session, Task, TrainError, is_kept};
+use crate::recipe::{Session, Task, TrainError, is_kept};
 use crate::report::{self, Series, human_bytes, human_count, human_time, table};
 use engine::passes::Receipt;
 use engine::{Device, PASSES};
@@ -58,7 +58,14 @@ pub fn receipts_table(receipts: &[(&str, &[Receipt])]) -> String {
         notes.dedup();
         let off = mode == "off";
         let count = |n: usize| if off { "-".to_string() } else { n.to_string() };
-        rows.push(vec![pass.name().into(), mode.into(), count(applied + declined), count(applied), count(declined), notes.first().cloned().unwrap_or_default()]);
+        rows.push(vec![
+            pass.name().into(),
+            mode.into(),
+            count(applied + declined),
+            count(applied),
+            count(declined),
+            notes.first().cloned().unwrap_or_default(),
+        ]);
     }
     table(&["pass", "mode", "sites", "applied", "declined", "notes"], &rows)
 }
@@ -92,7 +99,10 @@ impl Peak {
     pub fn line(&self) -> String {
         let h = |b: usize| human_bytes(b as u64);
         let (total, state, activations, workspace) = (h(self.total()), h(self.state), h(self.activations), h(self.workspace));
-        format!("peak {total}: state {state}, activations {activations}, workspace {workspace}, tables and feeds {} (planned)", h(self.tables))
+        format!(
+            "peak {total}: state {state}, activations {activations}, workspace {workspace}, tables and feeds {} (planned)",
+            h(self.tables)
+        )
     }
 }
 
@@ -110,44 +120,45 @@ pub fn write_whole(path: &Path, text: &str) -> Result<(), TrainError> {
     })
 }
 
-pub fn train(config: &Config, device: &Device, options: &Options) -> Result<Finished, TrainError> {
-    let recipe = recipe::find(config.text("recipe"))?;
-    let mut task = recipe.task(config)?;
+/// Trains a task to the end of its steps, or until it is told to stop.
+pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Options) -> Result<Finished, TrainError> {
+    let name = format!("{} {}", config.text("recipe"), config.text("preset"));
     let c = task.train_config().clone();
     let out = &options.out;
     let checkpoints = out.join("checkpoints");
     fs::create_dir_all(out).map_err(io("cannot create the run's folder", out))?;
 
     let started = Instant::now();
-    let mut s = load(&*task, config, device)?;
-    let mut done = 0;
-    if options.resume {
-        done = resume(&mut s, &*task, config, &checkpoints)?;
-    } else if let Some(from) = &options.init_from {
+    let mut s = load(task, config, device)?;
+    let start = match options.resume {
+        true => resume(&mut s, task, config, &checkpoints)?,
+        false => 0,
+    };
+    if let Some(from) = &options.init_from {
         init_from(&mut s, from)?;
     }
     let ahead = c.horizon.max(c.steps);
-    println!("{} {} on {}: {} parameters", recipe.name(), config.text("preset"), device.describe(), human_count(s.parameters() as f64));
+    println!("{name} on {}: {} parameters", device.describe(), human_count(s.parameters() as f64));
     let named: Vec<(&str, &[Receipt])> = s.programs.iter().map(|(n, p)| (n.as_str(), &p.receipts[..])).collect();
     println!("{}{}", receipts_table(&named), peak(&s).line());
-    println!("steps {done} to {} of a {} schedule over {ahead}; run folder {}", c.steps, c.schedule, out.display());
-    if done >= c.steps {
-        println!("the run has {done} steps already: nothing to do (raise --steps)");
-        return Ok(Finished { step: done, interrupted: false });
+    println!("steps {start} to {} of a {} schedule over {ahead}; run folder {}", c.steps, c.schedule, out.display());
+    if start >= c.steps {
+        println!("the run has {start} steps already: nothing to do (raise --steps)");
+        return Ok(Finished { step: start, interrupted: false });
     }
     write_whole(&out.join("config.toml"), &config.to_toml())?;
     write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
     let mut metrics = Metrics::open(out)?;
-    task.begin(done)?;
+    task.begin(start)?;
 
-    let bar = progress(c.steps, done);
+    let bar = progress(c.steps, start);
     let (unit, work) = task.work();
     let floor = task.floor();
     let mut evaluated: Option<Vec<(&'static str, f64)>> = None;
-    let (mut last, mut last_step) = (Instant::now(), done);
+    let (mut last, mut last_step) = (Instant::now(), start);
     let mut interrupted = false;
-    let mut saved = done;
-    for step in done..c.steps {
+    let mut done = start;
+    for step in start..c.steps {
         let r = rate(&c, step);
         let report = task.step(&mut s, step, r)?;
         let now = step + 1;
@@ -178,8 +189,7 @@ pub fn train(config: &Config, device: &Device, options: &Options) -> Result<Fini
         interrupted = options.stop.load(Ordering::Relaxed);
         if now % c.save_every == 0 || now == c.steps || interrupted {
             metrics.flush()?;
-            save(&s, &*task, config, &checkpoints, now, c.keep)?;
-            saved = now;
+            save(&s, task, config, &checkpoints, now, c.keep)?;
         }
         done = now;
         if interrupted {
@@ -187,9 +197,9 @@ pub fn train(config: &Config, device: &Device, options: &Options) -> Result<Fini
         }
     }
     bar.finish_and_clear();
-    curve(out, &format!("{} {}", recipe.name(), config.text("preset")), floor)?;
+    curve(out, &name, floor)?;
     if interrupted {
-        println!("stopped after step {saved}, saved; go on with: kiln train --out {} --resume", out.display());
+        println!("stopped after step {done}, saved; go on with: kiln train --out {} --resume", out.display());
         return Ok(Finished { step: done, interrupted });
     }
     if let Some(text) = task.show(&mut s)? {

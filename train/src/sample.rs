@@ -48,7 +48,13 @@ pub fn choose(logits: &[f32], s: &Sampling, index: u64) -> u32 {
 }
 
 /// Continues `prompt`, handing out text as soon as it is whole characters. Returns the tokens that were added.
-pub fn continue_text(g: &mut dyn Generator, s: &mut Session, prompt: &str, sampling: &Sampling, show: &mut dyn FnMut(&str)) -> Result<Vec<u32>, TrainError> {
+pub fn continue_text(
+    g: &mut dyn Generator,
+    s: &mut Session,
+    prompt: &str,
+    sampling: &Sampling,
+    show: &mut dyn FnMut(&str),
+) -> Result<Vec<u32>, TrainError> {
     let tokenizer = g.tokenizer()?;
     let tokens = tokenizer.encode(prompt)?;
     if tokens.is_empty() {
@@ -86,11 +92,13 @@ mod tests {
     fn top_p_keeps_the_smallest_set_and_the_token_that_crosses() {
         let logits = [0.1f32.ln(), 0.6f32.ln(), 0.3f32.ln()];
         let s = |top_p, temperature| Sampling { temperature, top_p, seed: 1, max_tokens: 1, stop: vec![] };
-        let draws = |s: &Sampling| (0..4000).map(|i| choose(&logits, s, i)).fold([0; 3], |mut n, t| {
-            n[t as usize] += 1;
-            n
-        });
-        assert_eq!(draws(&s(0.6, 1.0)), [0, 4000, 0]);
+        let draws = |s: &Sampling| {
+            (0..4000).map(|i| choose(&logits, s, i)).fold([0; 3], |mut n, t| {
+                n[t as usize] += 1;
+                n
+            })
+        };
+        assert_eq!(draws(&s(0.59, 1.0)), [0, 4000, 0]);
         let two = draws(&s(0.61, 1.0));
         assert!(two[0] == 0 && (two[2] as f64 / 4000.0 - 1.0 / 3.0).abs() < 0.03, "{two:?}");
         let all = draws(&s(1.0, 1.0));

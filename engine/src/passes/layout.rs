@@ -2,14 +2,14 @@
 
 use crate::graph::{Graph, Kind, Value};
 use crate::meta::{Layout, contiguous};
-use crate::ops::pointwise::Pointwise;
+use crate::ops::pointwise::{Expr, Pointwise};
 use crate::plan::view_roots;
 use crate::record::Var;
 use std::collections::HashMap;
 
 /// A pointwise op that does nothing: its output lies without gaps.
 fn copy<'g>(v: Var<'g>) -> Var<'g> {
-    let op = Pointwise { expr: Pointwise::new(1, |_, x| x[0]), dtypes: vec![v.dtype()], in_place: vec![] };
+    let op = Pointwise { expr: Expr::of(1, |_, x| x[0]), dtypes: vec![v.dtype()], in_place: vec![] };
     v.recorder().op1(op, &[v])
 }
 

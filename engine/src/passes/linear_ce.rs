@@ -19,7 +19,7 @@ impl Pass for LinearCe {
     }
 
     fn settings(&self) -> &'static [Setting] {
-        &[Setting { name: "chunk", default: "256", about: "rows of logits that exist at once" }]
+        &[Setting { name: "chunk", default: "192", about: "rows of logits that exist at once" }]
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {

@@ -60,7 +60,12 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     let resident = peak_resident();
     println!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
     println!("{ms:.1} ms a step (from {:.1} to {:.1}), {} {unit}/s", times[0], times[times.len() - 1], human_count(work / ms * 1e3));
-    println!("planned peak {}, measured {} resident; set-up {:.2} s", human_bytes(planned), resident.map_or("unknown".into(), human_bytes), setup.as_secs_f64());
+    println!(
+        "planned peak {}, measured {} resident; set-up {:.2} s",
+        human_bytes(planned),
+        resident.map_or("unknown".into(), human_bytes),
+        setup.as_secs_f64()
+    );
     if let Some(path) = &a.json {
         let value = serde_json::json!({
             "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,

@@ -113,7 +113,9 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
         let all = compare(&file, &computed, a.tolerance);
         println!("{} ({})", path.display(), file.recipe);
         let mut rows = vec![];
-        for (what, prefix) in [("loss", "loss"), ("metrics", "metric/"), ("outputs", "output/"), ("gradients", "grad/"), ("after the last step", "after/")] {
+        for (what, prefix) in
+            [("loss", "loss"), ("metrics", "metric/"), ("outputs", "output/"), ("gradients", "grad/"), ("after the last step", "after/")]
+        {
             let own: Vec<&Compared> = all.iter().filter(|c| c.name.starts_with(prefix)).collect();
             if let Some(worst) = own.iter().max_by(|x, y| x.error.total_cmp(&y.error)) {
                 rows.push(vec![what.into(), own.len().to_string(), format!("{:.2e}", worst.error), worst.name.clone()]);

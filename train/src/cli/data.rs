@@ -66,7 +66,14 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
             let options = PrepareOptions { val_share, shard_tokens, force, ..PrepareOptions::new(input, &tokenizer, &out) };
             let s = prepare(&options)?;
             let d = &s.dataset;
-            println!("{}: {} training and {} validation tokens of {} ({} tokens in its vocabulary)", s.out.display(), d.train.tokens, d.val.tokens, d.tokenizer, d.vocab);
+            println!(
+                "{}: {} training and {} validation tokens of {} ({} tokens in its vocabulary)",
+                s.out.display(),
+                d.train.tokens,
+                d.val.tokens,
+                d.tokenizer,
+                d.vocab
+            );
             println!("train on it with: kiln train hydra --data {} --set model.vocab={}", s.out.display(), d.vocab);
         }
         DataCommand::Inspect { path, json } => {
@@ -77,7 +84,10 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
             } else {
                 if let Some(d) = &found.dataset {
                     println!("{}: tokenizer {} (fingerprint {:016x}), vocabulary {}", path.display(), d.tokenizer, d.fingerprint, d.vocab);
-                    println!("train {} tokens in {} documents, validation {} in {}", d.train.tokens, d.train.documents, d.val.tokens, d.val.documents);
+                    println!(
+                        "train {} tokens in {} documents, validation {} in {}",
+                        d.train.tokens, d.train.documents, d.val.tokens, d.val.documents
+                    );
                     if let Some(floor) = d.entropy_floor {
                         println!("entropy {floor:.4} nats a token");
                     }

@@ -19,13 +19,18 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 #[derive(Parser)]
-#[command(name = "kiln", version, about = "A training engine whose every optimisation is a switch with a receipt.", after_help = "Examples:
+#[command(
+    name = "kiln",
+    version,
+    about = "A training engine whose every optimisation is a switch with a receipt.",
+    after_help = "Examples:
   kiln train                                  train hydra's tiny preset on generated text
   kiln train hydra --preset small --out runs/a --set batch=4
   kiln train --out runs/a --resume            go on where runs/a stopped
   kiln generate runs/a --prompt 'the '        let it write
   kiln plan hydra --preset 100m               memory and arithmetic, without running
-  kiln check golden reference/golden/hydra.safetensors")]
+  kiln check golden reference/golden/hydra.safetensors"
+)]
 struct Kiln {
     #[command(subcommand)]
     command: Command,

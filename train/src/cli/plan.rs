@@ -37,7 +37,7 @@ pub fn run(a: PlanArgs) -> Result<ExitCode> {
                 .collect();
             serde_json::json!({
                 "program": name, "ops": c.graph.nodes.len(), "peak": m.peak(), "state": m.state, "activations": m.activations,
-                "workspace": m.workspace, "tables": m.constants, "feeds": m.feeds, "flops": c.plan.cost.flops, "bytes": c.plan.cost.bytes, "passes": passes,
+                "workspace": m.workspace, "tables": m.constants, "feeds": m.feeds, "flops": c.plan.cost.flops, "bytes": c.plan.cost.bytes, "parts": c.by_part(), "passes": passes,
             })
         };
         write_json(None, &serde_json::Value::Array(compiled.iter().map(one).collect()))?;
@@ -64,6 +64,11 @@ pub fn run(a: PlanArgs) -> Result<ExitCode> {
         .collect();
     println!("{} {}: each program before it runs (programs share state and arena)", config.text("recipe"), config.text("preset"));
     println!("{}", table(&["program", "peak", "state", "activations", "workspace", "tables", "ops", "flops", "bytes moved"], &rows));
+    for (name, c) in &compiled {
+        let parts: Vec<String> = c.by_part().into_iter().map(|(part, bytes)| format!("{part} {}", human_bytes(bytes as u64))).collect();
+        println!("{name}, the most that each part holds at a time: {}", parts.join(", "));
+    }
+    println!();
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
     print!("{}", receipts_table(&named));
     Ok(ExitCode::SUCCESS)

@@ -1,5 +1,6 @@
 use super::{ConfigArgs, DeviceArgs};
 use ::train::config::Config;
+use ::train::recipe;
 use ::train::run::{Options, train};
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -67,14 +68,18 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
         signal_hook::flag::register_conditional_shutdown(signal, 130, stop.clone())?;
         signal_hook::flag::register(signal, stop.clone())?;
     }
-    train(&config, &device, &Options { out, resume: a.resume, init_from: a.init_from, stop })?;
+    let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
+    train(&mut *task, &config, &device, &Options { out, resume: a.resume, init_from: a.init_from, stop })?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// runs/NAME, or the first of runs/NAME-2, ... that is not there.
 fn new_run(name: &str) -> PathBuf {
     let first = Path::new("runs").join(name);
-    std::iter::once(first).chain((2..).map(|i| Path::new("runs").join(format!("{name}-{i}")))).find(|p| !p.exists()).expect("numbers do not end")
+    std::iter::once(first)
+        .chain((2..).map(|i| Path::new("runs").join(format!("{name}-{i}"))))
+        .find(|p| !p.exists())
+        .expect("numbers do not end")
 }
 
 /// The run under runs/ whose metrics were written last.

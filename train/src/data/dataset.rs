@@ -57,23 +57,16 @@ impl Dataset {
     pub fn open(dir: &Path) -> Result<Self, DataError> {
         let path = dir.join(Self::FILE);
         let text = std::fs::read_to_string(&path).map_err(DataError::io("read", &path))?;
-        let malformed = |reason: String| DataError::Dataset {
-            path: path.clone(),
-            reason,
-        };
+        let malformed = |reason: String| DataError::Dataset { path: path.clone(), reason };
         let dataset: Dataset = serde_json::from_str(&text).map_err(|e| malformed(e.to_string()))?;
         for split in Split::ALL {
             for (i, name) in dataset.split(split).shards.iter().enumerate() {
                 if *name != split.shard_name(i) {
                     let expected = split.shard_name(i);
-                    return Err(malformed(format!(
-                        "it lists the shard {name:?} instead of {expected:?}"
-                    )));
+                    return Err(malformed(format!("it lists the shard {name:?} instead of {expected:?}")));
                 }
                 if !dir.join(name).is_file() {
-                    return Err(DataError::MissingShard {
-                        path: dir.join(name),
-                    });
+                    return Err(DataError::MissingShard { path: dir.join(name) });
                 }
             }
         }
@@ -81,9 +74,7 @@ impl Dataset {
             let path = entry.map_err(DataError::io("list", dir))?.path();
             let listed = |split: &Split| {
                 let shards = &dataset.split(*split).shards;
-                shards
-                    .iter()
-                    .any(|name| path.file_name() == Some(name.as_ref()))
+                shards.iter().any(|name| path.file_name() == Some(name.as_ref()))
             };
             if path.extension().is_some_and(|e| e == "tokens") && !Split::ALL.iter().any(listed) {
                 return Err(DataError::ExtraShard { path });
@@ -107,12 +98,7 @@ impl Dataset {
         };
         let tokenizer = Tokenizer::from_spec(&spec)?;
         let found = tokenizer.fingerprint();
-        same(
-            Path::new(&spec),
-            "the tokenizer's fingerprint",
-            found,
-            self.fingerprint,
-        )?;
+        same(Path::new(&spec), "the tokenizer's fingerprint", found, self.fingerprint)?;
         Ok(tokenizer)
     }
 }
@@ -121,12 +107,7 @@ fn same(path: &Path, what: &'static str, found: u64, expected: u64) -> Result<()
     if found == expected {
         return Ok(());
     }
-    Err(DataError::Disagree {
-        path: path.to_owned(),
-        what,
-        found,
-        expected,
-    })
+    Err(DataError::Disagree { path: path.to_owned(), what, found, expected })
 }
 
 /// One split of a data set as one sequence of tokens.
@@ -147,34 +128,14 @@ impl ShardSet {
         for name in &info.shards {
             let path = dir.join(name);
             let shard = Shard::open(&path)?;
-            same(
-                &path,
-                "the tokenizer's fingerprint",
-                shard.fingerprint(),
-                dataset.fingerprint,
-            )?;
-            same(
-                &path,
-                "the vocabulary",
-                shard.vocab() as u64,
-                dataset.vocab as u64,
-            )?;
+            same(&path, "the tokenizer's fingerprint", shard.fingerprint(), dataset.fingerprint)?;
+            same(&path, "the vocabulary", shard.vocab() as u64, dataset.vocab as u64)?;
             shard.verify()?;
             shards.push(shard);
         }
         let tokens = shards.iter().map(|shard| shard.tokens()).sum();
-        same(
-            dir,
-            "the number of tokens in the shards",
-            tokens,
-            info.tokens,
-        )?;
-        Ok(ShardSet {
-            dataset,
-            dir: dir.to_owned(),
-            split,
-            shards,
-        })
+        same(dir, "the number of tokens in the shards", tokens, info.tokens)?;
+        Ok(ShardSet { dataset, dir: dir.to_owned(), split, shards })
     }
 
     pub fn dataset(&self) -> &Dataset {
@@ -214,28 +175,14 @@ pub(super) mod tests {
     /// The tokens 0..n as a training split, in shards of `size`.
     pub fn write_set(dir: &Path, n: u32, size: usize) {
         let ids: Vec<u32> = (0..n).collect();
-        let mut train = SplitInfo {
-            documents: 1,
-            tokens: n.into(),
-            shards: Vec::new(),
-        };
+        let mut train = SplitInfo { documents: 1, tokens: n.into(), shards: Vec::new() };
         for (i, part) in ids.chunks(size).enumerate() {
             train.shards.push(Split::Train.shard_name(i));
             write_shard(&dir.join(&train.shards[i]), 1000, part);
         }
-        let dataset = Dataset {
-            tokenizer: "byte".into(),
-            fingerprint: 9,
-            vocab: 1000,
-            entropy_floor: None,
-            train,
-            val: SplitInfo::default(),
-        };
-        std::fs::write(
-            dir.join(Dataset::FILE),
-            serde_json::to_string(&dataset).unwrap(),
-        )
-        .unwrap();
+        let dataset =
+            Dataset { tokenizer: "byte".into(), fingerprint: 9, vocab: 1000, entropy_floor: None, train, val: SplitInfo::default() };
+        std::fs::write(dir.join(Dataset::FILE), serde_json::to_string(&dataset).unwrap()).unwrap();
     }
 
     #[test]
@@ -246,10 +193,7 @@ pub(super) mod tests {
         assert_eq!(set.tokens(), 25);
         for start in 0..25 {
             for end in start..=25 {
-                assert_eq!(
-                    set.get(start..end),
-                    (start as u32..end as u32).collect::<Vec<_>>()
-                );
+                assert_eq!(set.get(start..end), (start as u32..end as u32).collect::<Vec<_>>());
             }
         }
         assert_eq!(ShardSet::open(dir.path(), Split::Val).unwrap().tokens(), 0);
@@ -261,9 +205,7 @@ pub(super) mod tests {
             let dir = tempfile::tempdir().unwrap();
             write_set(dir.path(), 25, 7);
             change(dir.path());
-            ShardSet::open(dir.path(), Split::Train)
-                .unwrap_err()
-                .to_string()
+            ShardSet::open(dir.path(), Split::Train).unwrap_err().to_string()
         };
         let second = |dir: &Path| dir.join("train-00001.tokens");
         let json = |dir: &Path, from: &str, to: &str| {
@@ -273,42 +215,15 @@ pub(super) mod tests {
             std::fs::write(path, text.replace(from, to)).unwrap();
         };
         for (error, part) in [
-            (
-                error(&|d| std::fs::remove_file(second(d)).unwrap()),
-                "train-00001.tokens is listed",
-            ),
-            (
-                error(&|d| write_shard(&d.join("train-00004.tokens"), 1000, &[1])),
-                "train-00004.tokens is not listed",
-            ),
-            (
-                error(&|d| damage(&second(d), |b| b[70] ^= 1)),
-                "train-00001.tokens: corrupted tokens",
-            ),
-            (
-                error(&|d| write_shard(&second(d), 999, &[1])),
-                "train-00001.tokens: the vocabulary is 999",
-            ),
-            (
-                error(&|d| write_shard(&second(d), 1000, &[1])),
-                "the number of tokens in the shards is 19",
-            ),
-            (
-                error(&|d| json(d, "\"fingerprint\":9", "\"fingerprint\":8")),
-                "fingerprint is 9",
-            ),
-            (
-                error(&|d| json(d, "train-00002", "../train-00002")),
-                "../train-00002",
-            ),
-            (
-                error(&|d| json(d, "\"vocab\"", "\"words\"")),
-                "dataset.json: malformed",
-            ),
-            (
-                error(&|d| std::fs::remove_file(d.join(Dataset::FILE)).unwrap()),
-                "dataset.json",
-            ),
+            (error(&|d| std::fs::remove_file(second(d)).unwrap()), "train-00001.tokens is listed"),
+            (error(&|d| write_shard(&d.join("train-00004.tokens"), 1000, &[1])), "train-00004.tokens is not listed"),
+            (error(&|d| damage(&second(d), |b| b[70] ^= 1)), "train-00001.tokens: corrupted tokens"),
+            (error(&|d| write_shard(&second(d), 999, &[1])), "train-00001.tokens: the vocabulary is 999"),
+            (error(&|d| write_shard(&second(d), 1000, &[1])), "the number of tokens in the shards is 19"),
+            (error(&|d| json(d, "\"fingerprint\":9", "\"fingerprint\":8")), "fingerprint is 9"),
+            (error(&|d| json(d, "train-00002", "../train-00002")), "../train-00002"),
+            (error(&|d| json(d, "\"vocab\"", "\"words\"")), "dataset.json: malformed"),
+            (error(&|d| std::fs::remove_file(d.join(Dataset::FILE)).unwrap()), "dataset.json"),
         ] {
             assert!(error.contains(part), "{error} / {part}");
         }

@@ -5,106 +5,46 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     #[error("cannot {doing} {path}: {error} (check the path, its permissions and the free space)")]
-    Io {
-        doing: &'static str,
-        path: PathBuf,
-        error: std::io::Error,
-    },
-    #[error(
-        "tokenizer {path}: {reason} (use \"byte\", or the path of a Hugging Face tokenizer.json)"
-    )]
+    Io { doing: &'static str, path: PathBuf, error: std::io::Error },
+    #[error("tokenizer {path}: {reason} (use \"byte\", or the path of a Hugging Face tokenizer.json)")]
     Tokenizer { path: PathBuf, reason: String },
     #[error("{path} is no token shard: it begins with {found:?} (make shards with `kiln prepare`)")]
     Magic { path: PathBuf, found: String },
-    #[error(
-        "{path} has shard version {found}, this program reads version {known} (prepare the data again)"
-    )]
-    Version {
-        path: PathBuf,
-        found: u32,
-        known: u32,
-    },
+    #[error("{path} has shard version {found}, this program reads version {known} (prepare the data again)")]
+    Version { path: PathBuf, found: u32, known: u32 },
     #[error("{path}: corrupted header: {problem} (copy the file again, or prepare the data again)")]
     Header { path: PathBuf, problem: String },
-    #[error(
-        "{path} has the wrong length: expected {expected} bytes, has {found} (copy the file again, or prepare the data again)"
-    )]
-    Length {
-        path: PathBuf,
-        expected: u64,
-        found: u64,
-    },
+    #[error("{path} has the wrong length: expected {expected} bytes, has {found} (copy the file again, or prepare the data again)")]
+    Length { path: PathBuf, expected: u64, found: u64 },
     #[error(
         "{path}: corrupted tokens: checksum {found:016x}, the header says {expected:016x} (copy the file again, or prepare the data again)"
     )]
-    Checksum {
-        path: PathBuf,
-        expected: u64,
-        found: u64,
-    },
-    #[error(
-        "{path}: token {token} at position {at} is outside the vocabulary of {vocab} (prepare the data with the model's tokenizer)"
-    )]
-    Vocabulary {
-        path: PathBuf,
-        token: u32,
-        at: u64,
-        vocab: usize,
-    },
+    Checksum { path: PathBuf, expected: u64, found: u64 },
+    #[error("{path}: token {token} at position {at} is outside the vocabulary of {vocab} (prepare the data with the model's tokenizer)")]
+    Vocabulary { path: PathBuf, token: u32, at: u64, vocab: usize },
     #[error("{path}: malformed: {reason} (prepare the data again)")]
     Dataset { path: PathBuf, reason: String },
-    #[error(
-        "{path} is listed in dataset.json but missing (copy it there, or prepare the data again)"
-    )]
+    #[error("{path} is listed in dataset.json but missing (copy it there, or prepare the data again)")]
     MissingShard { path: PathBuf },
     #[error("{path} is not listed in dataset.json (remove it, or prepare the data again)")]
     ExtraShard { path: PathBuf },
-    #[error(
-        "{path}: {what} is {found}, dataset.json says {expected} (the files belong to different data sets; prepare the data again)"
-    )]
-    Disagree {
-        path: PathBuf,
-        what: &'static str,
-        found: u64,
-        expected: u64,
-    },
-    #[error(
-        "{path}: invalid UTF-8 at byte {offset} (convert the file to UTF-8, for example with iconv)"
-    )]
+    #[error("{path}: {what} is {found}, dataset.json says {expected} (the files belong to different data sets; prepare the data again)")]
+    Disagree { path: PathBuf, what: &'static str, found: u64, expected: u64 },
+    #[error("{path}: invalid UTF-8 at byte {offset} (convert the file to UTF-8, for example with iconv)")]
     Utf8 { path: PathBuf, offset: u64 },
     #[error("{path}, line {line}: {problem}")]
-    Jsonl {
-        path: PathBuf,
-        line: u64,
-        problem: String,
-    },
+    Jsonl { path: PathBuf, line: u64, problem: String },
     #[error("cannot write the data set to {path}: {reason}")]
     OutDir { path: PathBuf, reason: String },
     #[error("{what} = {value}: {need}")]
-    Setting {
-        what: &'static str,
-        value: String,
-        need: String,
-    },
-    #[error(
-        "{what} has {tokens} tokens, a window needs {needed} (use a shorter sequence or more text)"
-    )]
-    TooFew {
-        what: String,
-        tokens: u64,
-        needed: u64,
-    },
-    #[error(
-        "item {item} does not exist: the source has items 0 to {len} exclusive (wrap the index, or use an Order of that length)"
-    )]
+    Setting { what: &'static str, value: String, need: String },
+    #[error("{what} has {tokens} tokens, a window needs {needed} (use a shorter sequence or more text)")]
+    TooFew { what: String, tokens: u64, needed: u64 },
+    #[error("item {item} does not exist: the source has items 0 to {len} exclusive (wrap the index, or use an Order of that length)")]
     OutOfRange { item: u64, len: u64 },
-    #[error(
-        "the data source panicked at item {item}: {message} (a bug in the source; the item number reproduces it)"
-    )]
+    #[error("the data source panicked at item {item}: {message} (a bug in the source; the item number reproduces it)")]
     Panicked { item: u64, message: String },
-    #[error(
-        "the loader stopped after an earlier error (make a new Loader from the item where it stopped)"
-    )]
+    #[error("the loader stopped after an earlier error (make a new Loader from the item where it stopped)")]
     Stopped,
 }
 

@@ -7,25 +7,13 @@
 
 use std::collections::HashMap;
 
-const SUBJECTS: &[&str] = &[
-    "cat", "dog", "farmer", "king", "sailor", "bird", "miller", "teacher", "painter", "tailor",
-];
-const OBJECTS: &[&str] = &[
-    "stone", "boat", "lamp", "ring", "basket", "book", "coin", "hat", "map", "key",
-];
-const ADJECTIVES: &[&str] = &[
-    "small", "red", "wise", "happy", "broken", "quiet", "heavy", "golden", "young", "strange",
-];
-const VERBS: &[&str] = &[
-    "see", "find", "want", "keep", "paint", "sell", "break", "hide",
-];
-const NAMES: &[&str] = &[
-    "mira", "tom", "anna", "boris", "lena", "maxim", "olga", "peter",
-];
+const SUBJECTS: &[&str] = &["cat", "dog", "farmer", "king", "sailor", "bird", "miller", "teacher", "painter", "tailor"];
+const OBJECTS: &[&str] = &["stone", "boat", "lamp", "ring", "basket", "book", "coin", "hat", "map", "key"];
+const ADJECTIVES: &[&str] = &["small", "red", "wise", "happy", "broken", "quiet", "heavy", "golden", "young", "strange"];
+const VERBS: &[&str] = &["see", "find", "want", "keep", "paint", "sell", "break", "hide"];
+const NAMES: &[&str] = &["mira", "tom", "anna", "boris", "lena", "maxim", "olga", "peter"];
 const PLACES: &[&str] = &["river", "house", "forest", "tower", "market", "sea"];
-const NUMBERS: &[&str] = &[
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
-];
+const NUMBERS: &[&str] = &["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"];
 
 /// Weight, text, next state. The weights of a state need not sum to one.
 type Edges = Vec<(f64, String, usize)>;
@@ -61,18 +49,12 @@ impl Default for Grammar {
 
 impl Grammar {
     pub fn new() -> Self {
-        let mut g = Grammar {
-            states: vec![State::default()],
-        };
+        let mut g = Grammar { states: vec![State::default()] };
         let quality = g.add(words(ADJECTIVES, 1.0, ".\n", END));
         let place = g.add(words(PLACES, 1.0, ".\n", END));
         // What may follow the object; `reason` repeats the subject.
         let after_object = |reason: String| -> Edges {
-            vec![
-                (0.5, ".\n".into(), END),
-                (0.3, " near the ".into(), place),
-                (0.2, format!(" because {reason} "), quality),
-            ]
+            vec![(0.5, ".\n".into(), END), (0.3, " near the ".into(), place), (0.2, format!(" because {reason} "), quality)]
         };
 
         let [verb, verb_plural] = [("s ", "it is"), (" ", "they are")].map(|(ending, reason)| {
@@ -81,14 +63,7 @@ impl Grammar {
             let object = g.add(object);
             g.add(words(VERBS, 1.0, ending, object))
         });
-        let mut start = g.noun_phrase(
-            0.5,
-            SUBJECTS,
-            [
-                &vec![(1.0, " ".into(), verb)],
-                &vec![(1.0, " ".into(), verb_plural)],
-            ],
-        );
+        let mut start = g.noun_phrase(0.5, SUBJECTS, [&vec![(1.0, " ".into(), verb)], &vec![(1.0, " ".into(), verb_plural)]]);
 
         for (weight, name) in zipf(NAMES) {
             let after = after_object(format!("{name} is"));
@@ -103,12 +78,9 @@ impl Grammar {
             let number = |n: usize| NUMBERS[n];
             let plus = (1..=4).map(|b| format!("{} is {}.\n", number(b), number(a + b)));
             let minus = (1..=a).map(|b| format!("{} is {}.\n", number(b), number(a - b)));
-            let [plus, minus] = [plus.collect::<Vec<_>>(), minus.collect()]
-                .map(|texts| g.add(texts.into_iter().map(|text| (1.0, text, END)).collect()));
-            let sign = g.add(vec![
-                (0.7, "plus ".into(), plus),
-                (0.3, "minus ".into(), minus),
-            ]);
+            let [plus, minus] =
+                [plus.collect::<Vec<_>>(), minus.collect()].map(|texts| g.add(texts.into_iter().map(|text| (1.0, text, END)).collect()));
+            let sign = g.add(vec![(0.7, "plus ".into(), plus), (0.3, "minus ".into(), minus)]);
             start.push((0.1 / 5.0, format!("{} ", number(a)), sign));
         }
 
@@ -153,11 +125,7 @@ impl Grammar {
                 }
                 next = self.add(edges);
             }
-            phrase.extend(
-                determiners
-                    .iter()
-                    .map(|(weight, text)| (share * weight, text.to_string(), next)),
-            );
+            phrase.extend(determiners.iter().map(|(weight, text)| (share * weight, text.to_string(), next)));
         }
         phrase
     }
@@ -174,19 +142,11 @@ impl Grammar {
         let mut state = State::default();
         for (weight, text, next) in &edges {
             let (probability, bytes) = (weight / total, text.as_bytes());
-            assert!(
-                mass[bytes] == probability,
-                "{text:?} is also the beginning of another edge"
-            );
+            assert!(mass[bytes] == probability, "{text:?} is also the beginning of another edge");
             let step = |k: usize| (mass[&bytes[..k]] / mass[&bytes[..=k]]).ln().max(0.0);
             state.nats += probability * (self.states[*next].nats - probability.ln());
             state.bytes += probability * (self.states[*next].bytes + text.len() as f64);
-            state.edges.push(Edge {
-                probability,
-                nats: (0..bytes.len()).map(step).collect(),
-                text: text.clone(),
-                next: *next,
-            });
+            state.edges.push(Edge { probability, nats: (0..bytes.len()).map(step).collect(), text: text.clone(), next: *next });
         }
         self.states.push(state);
         self.states.len() - 1
@@ -264,16 +224,11 @@ impl Grammar {
 fn zipf<'a>(words: &'a [&'a str]) -> impl Iterator<Item = (f64, &'a str)> {
     let weight = |i: usize| 1.0 / (i + 2) as f64;
     let total: f64 = (0..words.len()).map(weight).sum();
-    words
-        .iter()
-        .enumerate()
-        .map(move |(i, word)| (weight(i) / total, *word))
+    words.iter().enumerate().map(move |(i, word)| (weight(i) / total, *word))
 }
 
 fn words(list: &[&str], share: f64, ending: &str, next: usize) -> Edges {
-    zipf(list)
-        .map(|(weight, word)| (share * weight, format!("{word}{ending}"), next))
-        .collect()
+    zipf(list).map(|(weight, word)| (share * weight, format!("{word}{ending}"), next)).collect()
 }
 
 #[cfg(test)]
@@ -320,10 +275,7 @@ mod tests {
             if expected > 200.0 {
                 checked += 1;
                 let text = String::from_utf8_lossy(&text);
-                assert!(
-                    (count - expected).abs() < 5.0 * expected.sqrt(),
-                    "{text} {count} {expected}"
-                );
+                assert!((count - expected).abs() < 5.0 * expected.sqrt(), "{text} {count} {expected}");
             }
         }
         assert!(checked > 20, "{checked}");
@@ -364,28 +316,13 @@ mod tests {
             let words: Vec<&str> = text.trim_end_matches(".\n").split(' ').collect();
             let number = |word: &str| NUMBERS.iter().position(|n| *n == word).unwrap();
             if words[1] == "plus" {
-                assert_eq!(
-                    number(words[0]) + number(words[2]),
-                    number(words[4]),
-                    "{text}"
-                );
+                assert_eq!(number(words[0]) + number(words[2]), number(words[4]), "{text}");
                 sums += 1;
             } else if words[1] == "minus" {
-                assert_eq!(
-                    number(words[0]) - number(words[2]),
-                    number(words[4]),
-                    "{text}"
-                );
+                assert_eq!(number(words[0]) - number(words[2]), number(words[4]), "{text}");
             } else if words[0] == "many" || words[0] == "some" {
-                let noun = words[1..]
-                    .iter()
-                    .position(|w| !ADJECTIVES.contains(w))
-                    .unwrap()
-                    + 1;
-                assert!(
-                    words[noun].ends_with('s') && VERBS.contains(&words[noun + 1]),
-                    "{text}"
-                );
+                let noun = words[1..].iter().position(|w| !ADJECTIVES.contains(w)).unwrap() + 1;
+                assert!(words[noun].ends_with('s') && VERBS.contains(&words[noun + 1]), "{text}");
             }
         }
         assert!(sums > 100);

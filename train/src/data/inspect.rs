@@ -31,9 +31,7 @@ pub struct Inspection {
 pub fn inspect(path: &Path) -> Result<Inspection, DataError> {
     let (dir, dataset, files) = if path.is_dir() {
         let dataset = Dataset::open(path)?;
-        let names = Split::ALL
-            .iter()
-            .flat_map(|split| &dataset.split(*split).shards);
+        let names = Split::ALL.iter().flat_map(|split| &dataset.split(*split).shards);
         let files = names.map(|name| path.join(name)).collect();
         (path, Some(dataset), files)
     } else {
@@ -57,19 +55,9 @@ pub fn inspect(path: &Path) -> Result<Inspection, DataError> {
             checksum_ok: shard.verify().is_ok(),
         });
     }
-    let recorded = dataset
-        .as_ref()
-        .and_then(|dataset| dataset.load_tokenizer(dir).ok());
-    let tokenizer = recorded
-        .into_iter()
-        .chain([Tokenizer::Byte])
-        .find(|tokenizer| Some(tokenizer.fingerprint()) == fingerprint);
-    Ok(Inspection {
-        first_text: tokenizer.map(|tokenizer| tokenizer.decode(&first_tokens)),
-        dataset,
-        shards,
-        first_tokens,
-    })
+    let recorded = dataset.as_ref().and_then(|dataset| dataset.load_tokenizer(dir).ok());
+    let tokenizer = recorded.into_iter().chain([Tokenizer::Byte]).find(|tokenizer| Some(tokenizer.fingerprint()) == fingerprint);
+    Ok(Inspection { first_text: tokenizer.map(|tokenizer| tokenizer.decode(&first_tokens)), dataset, shards, first_tokens })
 }
 
 #[cfg(test)]
@@ -89,10 +77,7 @@ mod tests {
         std::fs::remove_file(spec).unwrap();
         let seen = inspect(&options.out).unwrap();
         let first = seen.first_text.unwrap();
-        assert!(
-            first.starts_with("héllo") && first.ends_with("<|endoftext|>"),
-            "{first}"
-        );
+        assert!(first.starts_with("héllo") && first.ends_with("<|endoftext|>"), "{first}");
         assert!(seen.shards.iter().all(|shard| shard.checksum_ok) && seen.shards.len() == 2);
 
         let shard = options.out.join("train-00000.tokens");
@@ -102,10 +87,6 @@ mod tests {
         let seen = inspect(&shard).unwrap();
         assert!(!seen.shards[0].checksum_ok && seen.first_text.is_some());
         assert!(inspect(&dir.path().join("a.txt")).is_err());
-        assert!(
-            serde_json::to_string(&seen)
-                .unwrap()
-                .contains("\"checksum_ok\":false")
-        );
+        assert!(serde_json::to_string(&seen).unwrap().contains("\"checksum_ok\":false"));
     }
 }

@@ -29,28 +29,14 @@ pub struct Loader {
 }
 
 impl Loader {
-    pub fn new(
-        source: Arc<dyn Source>,
-        order: Option<Order>,
-        batch: usize,
-        start_item: u64,
-        ahead: usize,
-    ) -> Result<Self, DataError> {
-        let wrong = |what, value: u64, need: String| DataError::Setting {
-            what,
-            value: value.to_string(),
-            need,
-        };
+    pub fn new(source: Arc<dyn Source>, order: Option<Order>, batch: usize, start_item: u64, ahead: usize) -> Result<Self, DataError> {
+        let wrong = |what, value: u64, need: String| DataError::Setting { what, value: value.to_string(), need };
         if batch == 0 {
             return Err(wrong("batch", 0, "a batch has at least one row".into()));
         }
         let len = source.len();
         if let Some(order) = order.filter(|order| !(1..=len).contains(&order.len)) {
-            return Err(wrong(
-                "the length of the order",
-                order.len,
-                format!("the source has {len} items"),
-            ));
+            return Err(wrong("the length of the order", order.len, format!("the source has {len} items")));
         }
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
@@ -69,26 +55,13 @@ impl Loader {
         let thread = std::thread::Builder::new()
             .name("kiln-loader".into())
             .spawn(work)
-            .map_err(|error| {
-                wrong(
-                    "ahead",
-                    ahead as u64,
-                    format!("cannot start the loader's thread: {error} (end other programs)"),
-                )
-            })?;
-        Ok(Loader {
-            batches: Some(batches),
-            stop,
-            thread: Some(thread),
-        })
+            .map_err(|error| wrong("ahead", ahead as u64, format!("cannot start the loader's thread: {error} (end other programs)")))?;
+        Ok(Loader { batches: Some(batches), stop, thread: Some(thread) })
     }
 
     #[allow(clippy::should_implement_trait)] // It never ends, and `?` on each batch reads better.
     pub fn next(&mut self) -> Result<Batch, DataError> {
-        let received = self
-            .batches
-            .as_ref()
-            .and_then(|batches| batches.recv().ok());
+        let received = self.batches.as_ref().and_then(|batches| batches.recv().ok());
         received.unwrap_or(Err(DataError::Stopped))
     }
 }
@@ -105,31 +78,16 @@ impl Drop for Loader {
 }
 
 /// None when asked to stop.
-fn make(
-    source: &dyn Source,
-    order: Option<Order>,
-    first_item: u64,
-    batch: usize,
-    stop: &AtomicBool,
-) -> Option<Result<Batch, DataError>> {
-    let mut made = Batch {
-        ids: Vec::new(),
-        targets: Vec::new(),
-        counted: 0,
-        first_item,
-    };
+fn make(source: &dyn Source, order: Option<Order>, first_item: u64, batch: usize, stop: &AtomicBool) -> Option<Result<Batch, DataError>> {
+    let mut made = Batch { ids: Vec::new(), targets: Vec::new(), counted: 0, first_item };
     for row in 0..batch {
         if stop.load(Ordering::Relaxed) {
             return None;
         }
         let place = first_item + row as u64;
         let index = order.map_or_else(|| place % source.len(), |order| order.at(place));
-        let item = catch_unwind(AssertUnwindSafe(|| source.item(index))).unwrap_or_else(|panic| {
-            Err(DataError::Panicked {
-                item: index,
-                message: message(&*panic),
-            })
-        });
+        let item = catch_unwind(AssertUnwindSafe(|| source.item(index)))
+            .unwrap_or_else(|panic| Err(DataError::Panicked { item: index, message: message(&*panic) }));
         match item {
             Ok(item) => {
                 made.ids.extend(item.ids);
@@ -144,8 +102,7 @@ fn make(
 
 fn message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
-    text.or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "no message".into())
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }
 
 #[cfg(test)]
@@ -174,10 +131,7 @@ mod tests {
                 _ => {}
             }
             let i = i as i32;
-            Ok(Item {
-                ids: vec![i; 2],
-                targets: vec![-1, i],
-            })
+            Ok(Item { ids: vec![i; 2], targets: vec![-1, i] })
         }
         fn entropy_floor(&self) -> Option<f64> {
             None
@@ -185,11 +139,7 @@ mod tests {
     }
 
     fn numbers(len: u64, bad: Option<u64>) -> Arc<Numbers> {
-        Arc::new(Numbers {
-            len,
-            bad,
-            ..Numbers::default()
-        })
+        Arc::new(Numbers { len, bad, ..Numbers::default() })
     }
 
     fn first(n: usize, order: Option<Order>, start: u64, ahead: usize) -> Vec<Batch> {
@@ -212,10 +162,7 @@ mod tests {
             }
             assert_eq!(all[5..], first(7, order, all[5].first_item, 2));
         }
-        let mut epoch: Vec<i32> = first(10, Some(order), 0, 1)
-            .iter()
-            .flat_map(|b| b.ids.clone())
-            .collect();
+        let mut epoch: Vec<i32> = first(10, Some(order), 0, 1).iter().flat_map(|b| b.ids.clone()).collect();
         epoch.truncate(20);
         epoch.sort();
         assert_eq!(epoch, (0..10).flat_map(|i| [i, i]).collect::<Vec<_>>());
@@ -223,10 +170,7 @@ mod tests {
 
     #[test]
     fn errors_and_panics_arrive() {
-        for (start, part) in [
-            (0, "item 4 does not exist"),
-            (5, "panicked at item 5: no number 5"),
-        ] {
+        for (start, part) in [(0, "item 4 does not exist"), (5, "panicked at item 5: no number 5")] {
             let mut loader = Loader::new(numbers(10, Some(4)), None, 2, start, 3).unwrap();
             let error = loop {
                 if let Err(error) = loader.next() {

@@ -32,14 +32,7 @@ pub struct PrepareOptions {
 
 impl PrepareOptions {
     pub fn new(input: Input, tokenizer: &str, out: &Path) -> Self {
-        PrepareOptions {
-            input,
-            tokenizer: tokenizer.into(),
-            out: out.to_owned(),
-            val_share: 0.05,
-            shard_tokens: 100_000_000,
-            force: false,
-        }
+        PrepareOptions { input, tokenizer: tokenizer.into(), out: out.to_owned(), val_share: 0.05, shard_tokens: 100_000_000, force: false }
     }
 }
 
@@ -60,8 +53,7 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
     let mut sink = Sink {
         eos: tokenizer.eos().filter(|_| !generated),
         tokenizer: &tokenizer,
-        splits: Split::ALL
-            .map(|split| SplitWriter::new(&folder.temporary, split, options.shard_tokens)),
+        splits: Split::ALL.map(|split| SplitWriter::new(&folder.temporary, split, options.shard_tokens)),
         val_share: options.val_share,
         documents: 0,
         text_bytes: 0,
@@ -84,10 +76,7 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
     }
     if val.tokens == 0 && options.val_share > 0.0 {
         let least = (1000.0 / documents.max(2) as f64).ceil() / 1000.0;
-        return Err(empty(
-            "val",
-            format!("use {least} or more, more documents, or 0 for none"),
-        ));
+        return Err(empty("val", format!("use {least} or more, more documents, or 0 for none")));
     }
     let mut spec = "byte".to_string();
     if let Tokenizer::Json { path, .. } = &tokenizer {
@@ -104,46 +93,22 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
         val,
     };
     folder.finish(&dataset)?;
-    Ok(Summary {
-        out: options.out.clone(),
-        text_bytes,
-        dataset,
-    })
+    Ok(Summary { out: options.out.clone(), text_bytes, dataset })
 }
 
 fn check(options: &PrepareOptions, tokenizer: &Tokenizer) -> Result<(), DataError> {
-    let wrong = |what, value: String, need: &str| {
-        Err(DataError::Setting {
-            what,
-            value,
-            need: need.into(),
-        })
-    };
+    let wrong = |what, value: String, need: &str| Err(DataError::Setting { what, value, need: need.into() });
     if !(0.0..1.0).contains(&options.val_share) {
-        return wrong(
-            "val_share",
-            options.val_share.to_string(),
-            "a share is at least 0 and below 1",
-        );
+        return wrong("val_share", options.val_share.to_string(), "a share is at least 0 and below 1");
     }
     if options.shard_tokens == 0 {
-        return wrong(
-            "shard_tokens",
-            "0".into(),
-            "a shard holds at least one token",
-        );
+        return wrong("shard_tokens", "0".into(), "a shard holds at least one token");
     }
     match &options.input {
-        Input::Files { paths, .. } if paths.is_empty() => wrong(
-            "input",
-            "no file".into(),
-            "name at least one text or JSONL file",
-        ),
-        Input::Generated { .. } if !matches!(tokenizer, Tokenizer::Byte) => wrong(
-            "tokenizer",
-            tokenizer.name(),
-            "generated text needs \"byte\": its entropy is known per byte",
-        ),
+        Input::Files { paths, .. } if paths.is_empty() => wrong("input", "no file".into(), "name at least one text or JSONL file"),
+        Input::Generated { .. } if !matches!(tokenizer, Tokenizer::Byte) => {
+            wrong("tokenizer", tokenizer.name(), "generated text needs \"byte\": its entropy is known per byte")
+        }
         _ => Ok(()),
     }
 }
@@ -156,10 +121,7 @@ struct Folder {
 
 impl Folder {
     fn create(out: &Path, force: bool) -> Result<Self, DataError> {
-        let refuse = |reason: &str| DataError::OutDir {
-            path: out.to_owned(),
-            reason: reason.into(),
-        };
+        let refuse = |reason: &str| DataError::OutDir { path: out.to_owned(), reason: reason.into() };
         if out.file_name().is_none() {
             return Err(refuse("it has no name of its own (name a new folder)"));
         }
@@ -167,43 +129,27 @@ impl Folder {
             if !out.is_dir() {
                 return Err(refuse("it is a file (name a new folder)"));
             }
-            let empty = std::fs::read_dir(out)
-                .map_err(DataError::io("list", out))?
-                .next()
-                .is_none();
+            let empty = std::fs::read_dir(out).map_err(DataError::io("list", out))?.next().is_none();
             // Even by force nothing but a data set is ever replaced.
             if !empty && !out.join(Dataset::FILE).is_file() {
-                return Err(refuse(
-                    "it holds other files and no dataset.json (name a new folder)",
-                ));
+                return Err(refuse("it holds other files and no dataset.json (name a new folder)"));
             }
             if !empty && !force {
-                return Err(refuse(
-                    "it holds a data set already (name a new folder, or replace it with force)",
-                ));
+                return Err(refuse("it holds a data set already (name a new folder, or replace it with force)"));
             }
         }
         let temporary = beside(out, "tmp");
         // A process of the same number may have been killed here.
         let _ = std::fs::remove_dir_all(&temporary);
         std::fs::create_dir_all(&temporary).map_err(DataError::io("create", &temporary))?;
-        Ok(Folder {
-            out: out.to_owned(),
-            temporary,
-        })
+        Ok(Folder { out: out.to_owned(), temporary })
     }
 
     fn finish(self, dataset: &Dataset) -> Result<(), DataError> {
         let path = self.temporary.join(Dataset::FILE);
-        let text = serde_json::to_string_pretty(dataset).map_err(|e| DataError::Dataset {
-            path: path.clone(),
-            reason: e.to_string(),
-        })?;
+        let text = serde_json::to_string_pretty(dataset).map_err(|e| DataError::Dataset { path: path.clone(), reason: e.to_string() })?;
         File::create(&path)
-            .and_then(|mut file| {
-                file.write_all(text.as_bytes())
-                    .and_then(|()| file.sync_all())
-            })
+            .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
             .map_err(DataError::io("write", &path))?;
         let old = beside(&self.out, "old");
         let replace = self.out.exists();
@@ -235,9 +181,7 @@ impl Drop for Folder {
 
 /// The folder that holds `path`: "." for a bare name.
 pub(super) fn folder_of(path: &Path) -> &Path {
-    let parent = path
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty());
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     parent.unwrap_or(Path::new("."))
 }
 
@@ -257,13 +201,7 @@ struct SplitWriter {
 
 impl SplitWriter {
     fn new(dir: &Path, split: Split, shard_tokens: u64) -> Self {
-        SplitWriter {
-            dir: dir.to_owned(),
-            split,
-            shard_tokens,
-            shard: None,
-            info: SplitInfo::default(),
-        }
+        SplitWriter { dir: dir.to_owned(), split, shard_tokens, shard: None, info: SplitInfo::default() }
     }
 
     fn push(&mut self, mut ids: &[u32], tokenizer: &Tokenizer) -> Result<(), DataError> {
@@ -276,11 +214,7 @@ impl SplitWriter {
                     let name = self.split.shard_name(self.info.shards.len());
                     let path = self.dir.join(&name);
                     self.info.shards.push(name);
-                    none.insert(ShardWriter::create(
-                        &path,
-                        tokenizer.vocab(),
-                        tokenizer.fingerprint(),
-                    )?)
+                    none.insert(ShardWriter::create(&path, tokenizer.vocab(), tokenizer.fingerprint())?)
                 }
             };
             let room = (self.shard_tokens - shard.tokens()).min(ids.len() as u64) as usize;
@@ -314,11 +248,7 @@ struct Sink<'a> {
 
 impl Sink<'_> {
     fn document(&mut self, text: &str) -> Result<(), DataError> {
-        let split = if is_val(self.documents, self.val_share) {
-            Split::Val
-        } else {
-            Split::Train
-        };
+        let split = if is_val(self.documents, self.val_share) { Split::Val } else { Split::Train };
         self.document_to(split, text)
     }
 
@@ -341,35 +271,25 @@ fn is_val(document: u64, share: f64) -> bool {
     }
     let stratum = |document: u64| (document as f64 * share) as u64;
     // A document may lie across the border of two strata.
-    (stratum(document)..=stratum(document + 1))
-        .any(|k| ((k as f64 + uniform(&[0x76a1, k])) / share) as u64 == document)
+    (stratum(document)..=stratum(document + 1)).any(|k| ((k as f64 + uniform(&[0x76a1, k])) / share) as u64 == document)
 }
 
 fn progress(length: u64, template: &str) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
-    let style =
-        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     ProgressBar::new(length).with_style(style)
 }
 
 fn read_files(paths: &[PathBuf], field: &str, sink: &mut Sink) -> Result<(), DataError> {
     let mut total = 0;
     for path in paths {
-        total += std::fs::metadata(path)
-            .map_err(DataError::io("read", path))?
-            .len();
+        total += std::fs::metadata(path).map_err(DataError::io("read", path))?.len();
     }
-    let bar = progress(
-        total,
-        "{bar:40} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}",
-    );
+    let bar = progress(total, "{bar:40} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}");
     for path in paths {
-        if path
-            .extension()
-            .is_some_and(|e| e.eq_ignore_ascii_case("jsonl"))
-        {
+        if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl")) {
             read_jsonl(path, field, sink, &bar)?;
             continue;
         }
@@ -395,40 +315,23 @@ fn tail(text: &str, share: f64) -> usize {
     }
     let at = |share: f64| {
         let at = (text.len() as f64 * (1.0 - share).max(0.0)) as usize;
-        (0..=at)
-            .rev()
-            .find(|&i| text.is_char_boundary(i))
-            .unwrap_or(0)
+        (0..=at).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0)
     };
     let (earliest, cut) = (at(2.0 * share), at(share));
-    let after = |mark: &str| {
-        text[earliest..cut]
-            .rfind(mark)
-            .map(|i| earliest + i + mark.len())
-    };
+    let after = |mark: &str| text[earliest..cut].rfind(mark).map(|i| earliest + i + mark.len());
     after("\n\n").or_else(|| after("\n")).unwrap_or(cut)
 }
 
 fn utf8<'a>(path: &Path, offset: u64, bytes: &'a [u8]) -> Result<&'a str, DataError> {
-    std::str::from_utf8(bytes).map_err(|error| DataError::Utf8 {
-        path: path.to_owned(),
-        offset: offset + error.valid_up_to() as u64,
-    })
+    std::str::from_utf8(bytes).map_err(|error| DataError::Utf8 { path: path.to_owned(), offset: offset + error.valid_up_to() as u64 })
 }
 
-fn read_jsonl(
-    path: &Path,
-    field: &str,
-    sink: &mut Sink,
-    bar: &ProgressBar,
-) -> Result<(), DataError> {
+fn read_jsonl(path: &Path, field: &str, sink: &mut Sink, bar: &ProgressBar) -> Result<(), DataError> {
     let mut reader = BufReader::new(File::open(path).map_err(DataError::io("open", path))?);
     let (mut bytes, mut offset) = (Vec::new(), 0);
     for line in 1.. {
         bytes.clear();
-        let read = reader
-            .read_until(b'\n', &mut bytes)
-            .map_err(DataError::io("read", path))? as u64;
+        let read = reader.read_until(b'\n', &mut bytes).map_err(DataError::io("read", path))? as u64;
         if read == 0 {
             break;
         }
@@ -436,11 +339,7 @@ fn read_jsonl(
         offset += read;
         bar.inc(read);
         if !text.trim().is_empty() {
-            let document = jsonl_field(text, field).map_err(|problem| DataError::Jsonl {
-                path: path.to_owned(),
-                line,
-                problem,
-            })?;
+            let document = jsonl_field(text, field).map_err(|problem| DataError::Jsonl { path: path.to_owned(), line, problem })?;
             sink.document(&document)?;
         }
     }
@@ -458,15 +357,11 @@ fn jsonl_field(text: &str, field: &str) -> Result<String, String> {
         Some(Value::String(document)) => Ok(document),
         Some(other) => {
             let other: String = other.to_string().chars().take(40).collect();
-            Err(format!(
-                "the field {field:?} is not a string but {other} (name another field)"
-            ))
+            Err(format!("the field {field:?} is not a string but {other} (name another field)"))
         }
         None => {
             let names: Vec<&String> = object.keys().collect();
-            Err(format!(
-                "no field {field:?}, only {names:?} (name another field)"
-            ))
+            Err(format!("no field {field:?}, only {names:?} (name another field)"))
         }
     }
 }
@@ -522,21 +417,12 @@ pub(super) mod tests {
         options.val_share = 0.1;
         options.shard_tokens = 100;
         let summary = prepare(&options).unwrap();
-        let (train, val) = (
-            text(&options.out, Split::Train),
-            text(&options.out, Split::Val),
-        );
+        let (train, val) = (text(&options.out, Split::Train), text(&options.out, Split::Val));
         let (first, last) = body.split_at(train.len() - 1);
-        assert_eq!(
-            (train, val.clone()),
-            (format!("{first}\0"), format!("{last}\0"))
-        );
+        assert_eq!((train, val.clone()), (format!("{first}\0"), format!("{last}\0")));
         assert!(val.starts_with("Absatz "), "{val}");
         assert!((0.1..0.2).contains(&(val.len() as f64 / body.len() as f64)));
-        assert_eq!(
-            summary.dataset.train.shards.len(),
-            (first.len() + 1).div_ceil(100)
-        );
+        assert_eq!(summary.dataset.train.shards.len(), (first.len() + 1).div_ceil(100));
         assert_eq!(summary.text_bytes, body.len() as u64);
         assert_eq!(summary.dataset, Dataset::open(&options.out).unwrap());
         assert_eq!(entries(dir.path()), 2, "nothing is left beside");
@@ -559,10 +445,7 @@ pub(super) mod tests {
         let options = files(dir.path(), &[("a.jsonl", lines.as_bytes())]);
         prepare(&options).unwrap();
         let [train, val] = Split::ALL.map(|split| format!("\0{}", text(&options.out, split)));
-        assert_eq!(
-            (train.matches('\0').count(), val.matches('\0').count()),
-            (191, 11)
-        );
+        assert_eq!((train.matches('\0').count(), val.matches('\0').count()), (191, 11));
         for i in 0..200 {
             let document = format!("\0d{i}\n\0");
             let held = (train.contains(&document), val.contains(&document));
@@ -573,10 +456,7 @@ pub(super) mod tests {
     #[test]
     fn the_validation_share_is_kept() {
         for share in [0.01, 0.05, 0.3, 0.9] {
-            let (n, wanted) = (
-                (0..10_000).filter(|&i| is_val(i, share)).count() as f64,
-                share * 1e4,
-            );
+            let (n, wanted) = ((0..10_000).filter(|&i| is_val(i, share)).count() as f64, share * 1e4);
             assert!(n <= wanted + 1.0 && n > 0.6 * wanted, "{share} {n}");
         }
         assert!((0..20).any(|i| is_val(i, 0.05)));
@@ -586,38 +466,14 @@ pub(super) mod tests {
     #[test]
     fn bad_input_is_named_and_leaves_nothing() {
         let cases: [(&str, &[u8], &str); 8] = [
-            (
-                "a.jsonl",
-                b"{\"text\":\"x\"}\n{\"text\":",
-                "a.jsonl, line 2: not a JSON object",
-            ),
-            (
-                "a.jsonl",
-                b"{\"text\":\"x\"}\n\n[1]",
-                "a.jsonl, line 3: not a JSON object",
-            ),
-            (
-                "a.jsonl",
-                b"\n{\"body\":1}",
-                "line 2: no field \"text\", only [\"body\"]",
-            ),
-            (
-                "a.jsonl",
-                b"{\"text\":7}",
-                "line 1: the field \"text\" is not a string but 7",
-            ),
-            (
-                "a.jsonl",
-                b"{\"text\":\"x\"}\n{\"text\":\"\xff\"}",
-                "a.jsonl: invalid UTF-8 at byte 22",
-            ),
+            ("a.jsonl", b"{\"text\":\"x\"}\n{\"text\":", "a.jsonl, line 2: not a JSON object"),
+            ("a.jsonl", b"{\"text\":\"x\"}\n\n[1]", "a.jsonl, line 3: not a JSON object"),
+            ("a.jsonl", b"\n{\"body\":1}", "line 2: no field \"text\", only [\"body\"]"),
+            ("a.jsonl", b"{\"text\":7}", "line 1: the field \"text\" is not a string but 7"),
+            ("a.jsonl", b"{\"text\":\"x\"}\n{\"text\":\"\xff\"}", "a.jsonl: invalid UTF-8 at byte 22"),
             ("a.txt", b"abc\xffdef", "a.txt: invalid UTF-8 at byte 3"),
             ("a.txt", b"", "the train split of 0 documents"),
-            (
-                "a.jsonl",
-                b"{\"text\":\"x\"}",
-                "the val split of 1 documents",
-            ),
+            ("a.jsonl", b"{\"text\":\"x\"}", "the val split of 1 documents"),
         ];
         for (name, bytes, part) in cases {
             let dir = tempfile::tempdir().unwrap();
@@ -658,10 +514,7 @@ pub(super) mod tests {
 
         std::fs::write(&input, b"\xff").unwrap();
         failure(&options);
-        assert!(
-            text(&options.out, Split::Train).starts_with("four"),
-            "the old one stays"
-        );
+        assert!(text(&options.out, Split::Train).starts_with("four"), "the old one stays");
 
         std::fs::remove_file(options.out.join(Dataset::FILE)).unwrap();
         assert!(failure(&options).contains("other files"));
@@ -676,10 +529,7 @@ pub(super) mod tests {
         let (seed, sentences) = (1, 300);
         options.input = Input::Generated { seed, sentences };
         let dataset = prepare(&options).unwrap().dataset;
-        assert_eq!(
-            dataset.entropy_floor,
-            Some(Grammar::new().entropy_per_byte())
-        );
+        assert_eq!(dataset.entropy_floor, Some(Grammar::new().entropy_per_byte()));
         assert_eq!(dataset.val.documents, 15);
         let train = text(&options.out, Split::Train);
         assert_eq!(train.matches(".\n").count(), 285);

@@ -63,8 +63,7 @@ impl ShardWriter {
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
         let file = self.file.as_mut().ok_or(DataError::Stopped)?;
-        file.write_all(bytes)
-            .map_err(DataError::io("write", &self.temporary))
+        file.write_all(bytes).map_err(DataError::io("write", &self.temporary))
     }
 
     pub fn push(&mut self, ids: &[u32]) -> Result<(), DataError> {
@@ -72,12 +71,7 @@ impl ShardWriter {
         let mut bytes = Vec::with_capacity(ids.len() * width);
         for (i, &token) in ids.iter().enumerate() {
             if token as usize >= self.vocab {
-                return Err(DataError::Vocabulary {
-                    path: self.path.clone(),
-                    token,
-                    at: self.tokens + i as u64,
-                    vocab: self.vocab,
-                });
+                return Err(DataError::Vocabulary { path: self.path.clone(), token, at: self.tokens + i as u64, vocab: self.vocab });
             }
             bytes.extend_from_slice(&token.to_le_bytes()[..width]);
         }
@@ -95,12 +89,7 @@ impl ShardWriter {
         header[..8].copy_from_slice(MAGIC);
         header[8..12].copy_from_slice(&VERSION.to_le_bytes());
         header[12..16].copy_from_slice(&(bytes_per_token(self.vocab) as u32).to_le_bytes());
-        let fields = [
-            self.vocab as u64,
-            self.tokens,
-            self.fingerprint,
-            self.checksum.digest(),
-        ];
+        let fields = [self.vocab as u64, self.tokens, self.fingerprint, self.checksum.digest()];
         for (place, field) in header[16..48].chunks_exact_mut(8).zip(fields) {
             place.copy_from_slice(&field.to_le_bytes());
         }
@@ -145,11 +134,7 @@ impl Shard {
     pub fn open(path: &Path) -> Result<Self, DataError> {
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let found = file.metadata().map_err(DataError::io("read", path))?.len();
-        let wrong_length = |expected: u64| DataError::Length {
-            path: path.to_owned(),
-            expected,
-            found,
-        };
+        let wrong_length = |expected: u64| DataError::Length { path: path.to_owned(), expected, found };
         if found < HEADER as u64 {
             return Err(wrong_length(HEADER as u64));
         }
@@ -161,30 +146,18 @@ impl Shard {
         let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| map[at + i]));
         let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| map[at + i]));
         if map[..8] != MAGIC[..] {
-            return Err(DataError::Magic {
-                path: path.to_owned(),
-                found: String::from_utf8_lossy(&map[..8]).into_owned(),
-            });
+            return Err(DataError::Magic { path: path.to_owned(), found: String::from_utf8_lossy(&map[..8]).into_owned() });
         }
         if u32_at(8) != VERSION {
-            return Err(DataError::Version {
-                path: path.to_owned(),
-                found: u32_at(8),
-                known: VERSION,
-            });
+            return Err(DataError::Version { path: path.to_owned(), found: u32_at(8), known: VERSION });
         }
-        let broken = |problem: String| DataError::Header {
-            path: path.to_owned(),
-            problem,
-        };
+        let broken = |problem: String| DataError::Header { path: path.to_owned(), problem };
         if u64_at(56) != xxh3_64(&map[..56]) {
             return Err(broken("its checksum does not match".into()));
         }
         let (width, vocab, tokens) = (u32_at(12) as usize, u64_at(16), u64_at(24));
         if vocab == 0 || vocab > LARGEST_VOCAB || width != bytes_per_token(vocab as usize) {
-            return Err(broken(format!(
-                "{width} bytes per token with a vocabulary of {vocab}"
-            )));
+            return Err(broken(format!("{width} bytes per token with a vocabulary of {vocab}")));
         }
         let expected = tokens
             .checked_mul(width as u64)
@@ -193,52 +166,29 @@ impl Shard {
         if found != expected {
             return Err(wrong_length(expected));
         }
-        Ok(Shard {
-            path: path.to_owned(),
-            width,
-            vocab: vocab as usize,
-            tokens,
-            fingerprint: u64_at(32),
-            checksum: u64_at(40),
-            map,
-        })
+        Ok(Shard { path: path.to_owned(), width, vocab: vocab as usize, tokens, fingerprint: u64_at(32), checksum: u64_at(40), map })
     }
 
     /// Reads all tokens: their checksum, and that they lie inside the vocabulary.
     pub fn verify(&self) -> Result<(), DataError> {
         let found = xxh3_64(&self.map[HEADER..]);
         if found != self.checksum {
-            return Err(DataError::Checksum {
-                path: self.path.clone(),
-                expected: self.checksum,
-                found,
-            });
+            return Err(DataError::Checksum { path: self.path.clone(), expected: self.checksum, found });
         }
-        match self
-            .iter(0..self.tokens)
-            .enumerate()
-            .find(|(_, token)| *token as usize >= self.vocab)
-        {
+        match self.iter(0..self.tokens).enumerate().find(|(_, token)| *token as usize >= self.vocab) {
             None => Ok(()),
-            Some((at, token)) => Err(DataError::Vocabulary {
-                path: self.path.clone(),
-                token,
-                at: at as u64,
-                vocab: self.vocab,
-            }),
+            Some((at, token)) => Err(DataError::Vocabulary { path: self.path.clone(), token, at: at as u64, vocab: self.vocab }),
         }
     }
 
     pub(super) fn iter(&self, range: Range<u64>) -> impl Iterator<Item = u32> {
         let byte = |token: u64| HEADER + token.min(self.tokens) as usize * self.width;
         let (start, end) = (byte(range.start), byte(range.end));
-        self.map[start.min(end)..end]
-            .chunks_exact(self.width)
-            .map(|bytes| {
-                let mut token = [0; 4];
-                token[..bytes.len()].copy_from_slice(bytes);
-                u32::from_le_bytes(token)
-            })
+        self.map[start.min(end)..end].chunks_exact(self.width).map(|bytes| {
+            let mut token = [0; 4];
+            token[..bytes.len()].copy_from_slice(bytes);
+            u32::from_le_bytes(token)
+        })
     }
 
     /// The tokens of `range`, as far as they exist.
@@ -293,16 +243,9 @@ pub(super) mod tests {
             assert_eq!(shard.bytes_per_token(), width);
             assert_eq!(shard.get(0..5), ids);
             assert_eq!(shard.get(3..99), ids[3..]);
-            assert_eq!(
-                std::fs::metadata(&path).unwrap().len(),
-                (64 + 5 * width) as u64
-            );
+            assert_eq!(std::fs::metadata(&path).unwrap().len(), (64 + 5 * width) as u64);
         }
-        assert_eq!(
-            std::fs::read_dir(dir.path()).unwrap().count(),
-            1,
-            "no .tmp is left"
-        );
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no .tmp is left");
     }
 
     #[test]
@@ -335,10 +278,7 @@ pub(super) mod tests {
             (open_error(&|b| b.clear()), "expected 64 bytes, has 0"),
             (open_error(&|b| b[0] = b'X'), "begins with \"XILNTOK"),
             (open_error(&|b| b[8] = 7), "version 7"),
-            (
-                open_error(&|b| b[24] ^= 1),
-                "corrupted header: its checksum",
-            ),
+            (open_error(&|b| b[24] ^= 1), "corrupted header: its checksum"),
             (
                 open_error(&|b| {
                     b[12] = 3;
@@ -354,18 +294,11 @@ pub(super) mod tests {
                 "corrupted header",
             ),
         ] {
-            assert!(
-                error.contains(part) && error.contains("a.tokens"),
-                "{error} / {part}"
-            );
+            assert!(error.contains(part) && error.contains("a.tokens"), "{error} / {part}");
         }
         write_shard(&path, 1000, &[1, 2, 3, 4]);
         damage(&path, |b| b[66] ^= 4);
-        let error = Shard::open(&path)
-            .unwrap()
-            .verify()
-            .unwrap_err()
-            .to_string();
+        let error = Shard::open(&path).unwrap().verify().unwrap_err().to_string();
         assert!(error.contains("corrupted tokens"), "{error}");
         // Another program's file: checksums right, a token outside the vocabulary.
         damage(&path, |b| {
@@ -374,11 +307,7 @@ pub(super) mod tests {
             b[40..48].copy_from_slice(&sum);
             rehash(b);
         });
-        let error = Shard::open(&path)
-            .unwrap()
-            .verify()
-            .unwrap_err()
-            .to_string();
+        let error = Shard::open(&path).unwrap().verify().unwrap_err().to_string();
         assert!(error.contains("token 1000 at position 1"), "{error}");
     }
 }

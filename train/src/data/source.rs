@@ -27,11 +27,7 @@ fn item(tokens: impl ExactSizeIterator<Item = u32>, ignore: &[u32]) -> Item {
         // Vocabularies end at 2^31.
         ids.push(token as i32);
         if t > 0 {
-            targets.push(if ignore.contains(&token) {
-                -1
-            } else {
-                token as i32
-            });
+            targets.push(if ignore.contains(&token) { -1 } else { token as i32 });
         }
     }
     ids.truncate(seq);
@@ -39,22 +35,14 @@ fn item(tokens: impl ExactSizeIterator<Item = u32>, ignore: &[u32]) -> Item {
 }
 
 fn check_range(item: u64, len: u64) -> Result<(), DataError> {
-    if item < len {
-        Ok(())
-    } else {
-        Err(DataError::OutOfRange { item, len })
-    }
+    if item < len { Ok(()) } else { Err(DataError::OutOfRange { item, len }) }
 }
 
 fn check_seq(seq: usize) -> Result<(), DataError> {
     if (1..=1 << 22).contains(&seq) {
         return Ok(());
     }
-    Err(DataError::Setting {
-        what: "seq",
-        value: seq.to_string(),
-        need: "a window has 1 to 4194304 tokens".into(),
-    })
+    Err(DataError::Setting { what: "seq", value: seq.to_string(), need: "a window has 1 to 4194304 tokens".into() })
 }
 
 /// Windows of `seq` tokens that share nothing but the border: the last target of one is the first id of the next.
@@ -70,11 +58,7 @@ impl TokenWindows {
         check_seq(seq)?;
         if set.tokens() < seq as u64 + 1 {
             return Err(DataError::TooFew {
-                what: format!(
-                    "the {} split of {}",
-                    set.split().name(),
-                    set.dir().display()
-                ),
+                what: format!("the {} split of {}", set.split().name(), set.dir().display()),
                 tokens: set.tokens(),
                 needed: seq as u64 + 1,
             });
@@ -119,13 +103,7 @@ impl Generated {
     pub const ENDLESS: u64 = 1 << 40;
 
     /// `windows` is the length of an epoch, at most `ENDLESS`. The splits are independent streams of the same language.
-    pub fn new(
-        seed: u64,
-        split: Split,
-        seq: usize,
-        windows: u64,
-        ignore: Vec<u32>,
-    ) -> Result<Self, DataError> {
+    pub fn new(seed: u64, split: Split, seq: usize, windows: u64, ignore: Vec<u32>) -> Result<Self, DataError> {
         check_seq(seq)?;
         if !(1..=Self::ENDLESS).contains(&windows) {
             return Err(DataError::Setting {
@@ -135,18 +113,8 @@ impl Generated {
             });
         }
         let grammar = Grammar::new();
-        let floor = grammar.entropy_by_position(seq + 1)[1..]
-            .iter()
-            .sum::<f64>()
-            / seq as f64;
-        Ok(Generated {
-            grammar,
-            seed: hash(&[seed, split as u64]),
-            seq,
-            windows,
-            floor,
-            ignore,
-        })
+        let floor = grammar.entropy_by_position(seq + 1)[1..].iter().sum::<f64>() / seq as f64;
+        Ok(Generated { grammar, seed: hash(&[seed, split as u64]), seq, windows, floor, ignore })
     }
 
     /// A sentence has at least one byte, so `seq + 1` sentences always fill a window. 2^40 windows times 2^22 fit in u64.
@@ -163,8 +131,7 @@ impl Generated {
             if nats.len() > self.seq {
                 break;
             }
-            self.grammar
-                .sentence_nats(self.seed, sentence, &mut text, &mut nats);
+            self.grammar.sentence_nats(self.seed, sentence, &mut text, &mut nats);
         }
         // Byte 0 is no target.
         Ok(nats[1..=self.seq].iter().sum::<f64>() / self.seq as f64)
@@ -250,36 +217,21 @@ mod tests {
 
     #[test]
     fn orders_differ_across_seeds_and_epochs_and_are_mixed() {
-        let list = |seed, epoch| {
-            (0..1000)
-                .map(|i| order(seed, epoch, 1000, i))
-                .collect::<Vec<_>>()
-        };
+        let list = |seed, epoch| (0..1000).map(|i| order(seed, epoch, 1000, i)).collect::<Vec<_>>();
         // The expected number of equal places of two random permutations is one.
         let equal = |a: &[u64], b: &[u64]| a.iter().zip(b).filter(|(x, y)| x == y).count();
         let first = list(1, 0);
         assert!(equal(&first, &list(1, 1)) < 10);
         assert!(equal(&first, &list(2, 0)) < 10);
         assert!(equal(&first, &(0..1000).collect::<Vec<_>>()) < 10);
-        let neighbours = first
-            .windows(2)
-            .filter(|w| w[0].abs_diff(w[1]) < 10)
-            .count();
+        let neighbours = first.windows(2).filter(|w| w[0].abs_diff(w[1]) < 10).count();
         assert!(neighbours < 60, "{neighbours}");
 
         let endless = Order { seed: 1, len: 1000 };
-        assert_eq!(
-            (0..2000).map(|i| endless.at(i)).collect::<Vec<_>>(),
-            [first, list(1, 1)].concat()
-        );
+        assert_eq!((0..2000).map(|i| endless.at(i)).collect::<Vec<_>>(), [first, list(1, 1)].concat());
     }
 
-    fn windows(
-        dir: &Path,
-        n: u32,
-        seq: usize,
-        ignore: Vec<u32>,
-    ) -> Result<TokenWindows, DataError> {
+    fn windows(dir: &Path, n: u32, seq: usize, ignore: Vec<u32>) -> Result<TokenWindows, DataError> {
         super::super::dataset::tests::write_set(dir, n, 7);
         TokenWindows::new(ShardSet::open(dir, Split::Train).unwrap(), seq, ignore)
     }
@@ -292,10 +244,7 @@ mod tests {
         let second = source.item(1).unwrap();
         assert_eq!(second.ids, (10..20).collect::<Vec<_>>());
         assert_eq!(second.targets, [11, -1, 13, 14, 15, 16, 17, 18, 19, 20]);
-        assert!(matches!(
-            source.item(3),
-            Err(DataError::OutOfRange { item: 3, len: 3 })
-        ));
+        assert!(matches!(source.item(3), Err(DataError::OutOfRange { item: 3, len: 3 })));
         assert_eq!(source.entropy_floor(), None);
     }
 
@@ -303,14 +252,8 @@ mod tests {
     fn too_few_tokens_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(windows(dir.path(), 11, 10, vec![]).unwrap().len(), 1);
-        let error = windows(dir.path(), 10, 10, vec![])
-            .err()
-            .unwrap()
-            .to_string();
-        assert!(
-            error.contains("has 10 tokens, a window needs 11"),
-            "{error}"
-        );
+        let error = windows(dir.path(), 10, 10, vec![]).err().unwrap().to_string();
+        assert!(error.contains("has 10 tokens, a window needs 11"), "{error}");
         assert!(windows(dir.path(), 10, 0, vec![]).is_err());
     }
 
@@ -325,11 +268,7 @@ mod tests {
         train.item(Generated::ENDLESS - 1).unwrap();
         assert!(train.item(Generated::ENDLESS).is_err());
 
-        let set = |source: &Generated| {
-            (0..500)
-                .map(|i| source.item(i).unwrap().ids)
-                .collect::<HashSet<_>>()
-        };
+        let set = |source: &Generated| (0..500).map(|i| source.item(i).unwrap().ids).collect::<HashSet<_>>();
         let all = set(&train);
         assert_eq!(all.len(), 500);
         assert!(all.is_disjoint(&set(&make(1, Split::Val))));
@@ -349,11 +288,7 @@ mod tests {
                 squares += d * d;
             }
             let error = (squares / n / n).sqrt();
-            assert!(
-                (sum / n).abs() < 4.0 * error,
-                "seq {seq}: {} +- {error}",
-                sum / n
-            );
+            assert!((sum / n).abs() < 4.0 * error, "seq {seq}: {} +- {error}", sum / n);
             assert!(error < 0.05 * floor);
         }
     }

@@ -14,12 +14,7 @@ pub enum Tokenizer {
     /// Token = byte; 0 ends a document.
     Byte,
     /// A Hugging Face tokenizer.json.
-    Json {
-        inner: Box<tokenizers::Tokenizer>,
-        path: PathBuf,
-        fingerprint: u64,
-        vocab: usize,
-    },
+    Json { inner: Box<tokenizers::Tokenizer>, path: PathBuf, fingerprint: u64, vocab: usize },
 }
 
 impl Tokenizer {
@@ -29,28 +24,17 @@ impl Tokenizer {
             return Ok(Tokenizer::Byte);
         }
         let path = Path::new(spec);
-        let fail = |reason: String| DataError::Tokenizer {
-            path: path.to_owned(),
-            reason,
-        };
+        let fail = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
         let bytes = std::fs::read(path).map_err(|e| fail(e.to_string()))?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)
-            .map_err(|e| fail(format!("not a readable tokenizer.json: {e}")))?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| fail(format!("not a readable tokenizer.json: {e}")))?;
         // A limit on the length, kept in some files, would cut documents in silence.
-        inner
-            .with_truncation(None)
-            .map_err(|e| fail(e.to_string()))?;
+        inner.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         inner.with_padding(None);
         // Ids may have gaps, so the count of words is not the size of the embedding.
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err(fail("its vocabulary is empty".into()));
         };
-        Ok(Tokenizer::Json {
-            inner: Box::new(inner),
-            path: path.to_owned(),
-            fingerprint: xxh3_64(&bytes),
-            vocab: last as usize + 1,
-        })
+        Ok(Tokenizer::Json { inner: Box::new(inner), path: path.to_owned(), fingerprint: xxh3_64(&bytes), vocab: last as usize + 1 })
     }
 
     pub fn name(&self) -> String {
@@ -79,9 +63,7 @@ impl Tokenizer {
     pub fn eos(&self) -> Option<u32> {
         match self {
             Tokenizer::Byte => Some(0),
-            Tokenizer::Json { inner, .. } => {
-                EOS_NAMES.iter().find_map(|name| inner.token_to_id(name))
-            }
+            Tokenizer::Json { inner, .. } => EOS_NAMES.iter().find_map(|name| inner.token_to_id(name)),
         }
     }
 
@@ -91,10 +73,9 @@ impl Tokenizer {
             Tokenizer::Byte => Ok(text.bytes().map(u32::from).collect()),
             Tokenizer::Json { inner, path, .. } => match inner.encode_fast(text, false) {
                 Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-                Err(error) => Err(DataError::Tokenizer {
-                    path: path.clone(),
-                    reason: format!("cannot encode {} bytes of text: {error}", text.len()),
-                }),
+                Err(error) => {
+                    Err(DataError::Tokenizer { path: path.clone(), reason: format!("cannot encode {} bytes of text: {error}", text.len()) })
+                }
             },
         }
     }
@@ -103,24 +84,15 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32]) -> String {
         match self {
             Tokenizer::Byte => {
-                let bytes: Vec<u8> = ids
-                    .iter()
-                    .map(|&id| u8::try_from(id).unwrap_or(0xff))
-                    .collect();
+                let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(0xff)).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            Tokenizer::Json { inner, .. } => inner
-                .decode(ids, false)
-                .unwrap_or_else(|_| "\u{fffd}".into()),
+            Tokenizer::Json { inner, .. } => inner.decode(ids, false).unwrap_or_else(|_| "\u{fffd}".into()),
         }
     }
 
     pub fn stream(&self) -> Stream<'_> {
-        Stream {
-            tokenizer: self,
-            ids: Vec::new(),
-            shown: 0,
-        }
+        Stream { tokenizer: self, ids: Vec::new(), shown: 0 }
     }
 }
 
@@ -167,9 +139,7 @@ pub(super) mod tests {
 
     /// A byte-level BPE without merges, with an end-of-text token, and a truncation that must not apply.
     pub fn write_json(path: &Path) {
-        let mut letters: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet()
-            .into_iter()
-            .collect();
+        let mut letters: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
         letters.sort();
         let mut vocab = serde_json::Map::new();
         for (id, letter) in letters.iter().enumerate() {
@@ -195,11 +165,7 @@ pub(super) mod tests {
         write_json(&path);
         let json = Tokenizer::from_spec(path.to_str().unwrap()).unwrap();
         assert_eq!(json.eos(), Some(300));
-        assert_eq!(
-            json.vocab(),
-            301,
-            "the id of the added token counts, not the number of tokens"
-        );
+        assert_eq!(json.vocab(), 301, "the id of the added token counts, not the number of tokens");
         assert_eq!(json.fingerprint(), xxh3_64(&std::fs::read(&path).unwrap()));
 
         let text = "hello é 🦀 end, it's 12";
@@ -226,36 +192,19 @@ pub(super) mod tests {
     fn invalid_bytes_are_not_held_back_for_ever() {
         let tokenizer = Tokenizer::Byte;
         let mut stream = tokenizer.stream();
-        assert!(
-            (0..Stream::PATIENCE)
-                .filter_map(|_| stream.push(0xff))
-                .count()
-                > 0
-        );
+        assert!((0..Stream::PATIENCE).filter_map(|_| stream.push(0xff)).count() > 0);
     }
 
     #[test]
     fn bad_files_are_named() {
-        let error = Tokenizer::from_spec("/nowhere/tokenizer.json")
-            .err()
-            .unwrap()
-            .to_string();
-        assert!(
-            error.contains("/nowhere/tokenizer.json") && error.contains("byte"),
-            "{error}"
-        );
+        let error = Tokenizer::from_spec("/nowhere/tokenizer.json").err().unwrap().to_string();
+        assert!(error.contains("/nowhere/tokenizer.json") && error.contains("byte"), "{error}");
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("bad.json");
         for bad in ["{", "{\"version\": \"1.0\"}", "\u{1}"] {
             std::fs::write(&path, bad).unwrap();
-            let error = Tokenizer::from_spec(path.to_str().unwrap())
-                .err()
-                .unwrap()
-                .to_string();
-            assert!(
-                error.contains("bad.json") && error.contains("not a readable"),
-                "{error}"
-            );
+            let error = Tokenizer::from_spec(path.to_str().unwrap()).err().unwrap().to_string();
+            assert!(error.contains("bad.json") && error.contains("not a readable"), "{error}");
         }
     }
 }

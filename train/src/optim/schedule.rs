@@ -24,12 +24,7 @@ mod tests {
     use super::*;
 
     fn config(schedule: &str) -> TrainConfig {
-        let text = format!(
-            "steps = 100\nhorizon = 100\nbatch = 1\naccumulate = 1\nlearning_rate = 2.0\nschedule = '{schedule}'\nwarmup = 10\n\
-             decay_share = 0.2\nfinal_rate = 0.1\nbeta1 = 0.9\nbeta2 = 0.9\neps = 1e-8\nweight_decay = 0.1\nclip = 1.0\n\
-             log_every = 1\neval_every = 1\neval_batches = 1\nsave_every = 1\nkeep = 1"
-        );
-        toml::from_str(&text).unwrap()
+        TrainConfig { steps: 100, horizon: 100, learning_rate: 2.0, schedule: schedule.into(), warmup: 10, ..TrainConfig::default() }
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! Arithmetic on one element, as a list of instructions, each naming earlier ones. The pass `fuse-pointwise` grows these.
 
-use super::Pointwise;
 use std::collections::HashMap;
 
 /// The number of an instruction.
@@ -100,6 +99,15 @@ pub struct Expr {
 }
 
 impl Expr {
+    /// One output, of inputs 0 to `inputs` - 1.
+    pub fn of(inputs: usize, build: impl FnOnce(&mut Expr, &[Reg]) -> Reg) -> Expr {
+        let mut e = Expr::default();
+        let regs: Vec<Reg> = (0..inputs).map(|i| e.input(i)).collect();
+        let out = build(&mut e, &regs);
+        e.outs = vec![out];
+        e
+    }
+
     /// Adds an instruction, or finds the same one; folds what needs no arithmetic and changes no number.
     pub fn push(&mut self, i: Ins) -> Reg {
         use Bin::*;
@@ -341,16 +349,5 @@ fn slopes(e: &mut Expr, ins: &Ins, y: Reg, g: Reg) -> Vec<(Reg, Reg)> {
                 vec![(a, da), (b, e.un(Un::Neg, db))]
             }
         },
-    }
-}
-
-impl Pointwise {
-    /// One output of the type that the float inputs share.
-    pub fn new(inputs: usize, build: impl FnOnce(&mut Expr, &[Reg]) -> Reg) -> Expr {
-        let mut e = Expr::default();
-        let regs: Vec<Reg> = (0..inputs).map(|i| e.input(i)).collect();
-        let out = build(&mut e, &regs);
-        e.outs = vec![out];
-        e
     }
 }

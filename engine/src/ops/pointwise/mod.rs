@@ -144,7 +144,7 @@ fn common(inputs: &[Var]) -> DType {
 /// y = build(inputs), element by element.
 #[track_caller]
 pub fn pointwise<'g>(inputs: &[Var<'g>], build: impl FnOnce(&mut Expr, &[Reg]) -> Reg) -> Var<'g> {
-    let expr = Pointwise::new(inputs.len(), build);
+    let expr = Expr::of(inputs.len(), build);
     record(expr, vec![common(inputs)], inputs)[0]
 }
 
@@ -272,7 +272,7 @@ impl<'g> Var<'g> {
     /// `a` where self is not 0, else `b`.
     #[track_caller]
     pub fn choose(self, a: Var<'g>, b: Var<'g>) -> Var<'g> {
-        let expr = Pointwise::new(3, |e, x| e.select(x[0], x[1], x[2]));
+        let expr = Expr::of(3, |e, x| e.select(x[0], x[1], x[2]));
         record(expr, vec![common(&[a, b])], &[self, a, b])[0]
     }
 
@@ -308,7 +308,7 @@ impl<'g> Var<'g> {
             return self;
         }
         let site = self.recorder().new_site();
-        let expr = Pointwise::new(1, |e, x| {
+        let expr = Expr::of(1, |e, x| {
             let u = e.push(Ins::Random { site, rng: 1 });
             let c = e.c(p);
             let gone = e.bin(Bin::Lt, u, c);
@@ -320,7 +320,7 @@ impl<'g> Var<'g> {
 
     /// The same numbers in another type.
     pub fn cast(self, dtype: DType) -> Var<'g> {
-        record(Pointwise::new(1, |_, x| x[0]), vec![dtype], &[self])[0]
+        record(Expr::of(1, |_, x| x[0]), vec![dtype], &[self])[0]
     }
 }
 

@@ -29,7 +29,7 @@ impl Op for Rope {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        let ok = x[0].rank() == 4 && x[0].dim(0) % 2 == 0 && x[1] == x[2] && x[1].dim(0) * 2 == x[0].dim(0);
+        let ok = x[0].rank() == 4 && x[0].dim(0).is_multiple_of(2) && x[1] == x[2] && x[1].dim(0) * 2 == x[0].dim(0);
         let places = x[0].shape[..2].iter().product::<usize>();
         assert!(ok && (x[1].rows() == x[0].shape[1] || x[1].rows() == places), "rope of {x:?}");
         vec![x[0].clone()]

@@ -45,7 +45,12 @@ impl Generator for HydraGenerator {
 
     fn feed(&mut self, s: &mut Session, tokens: &[u32]) -> Result<Vec<f32>, TrainError> {
         if tokens.is_empty() || self.position + tokens.len() > self.capacity {
-            return Err(TrainError::Other(format!("{} tokens after {} do not fit a cache of {}", tokens.len(), self.position, self.capacity)));
+            return Err(TrainError::Other(format!(
+                "{} tokens after {} do not fit a cache of {}",
+                tokens.len(),
+                self.position,
+                self.capacity
+            )));
         }
         let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let mut program = "decode";

@@ -142,7 +142,8 @@ impl Model for HydraModel {
 
 fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
     let bad = |m: &str| TrainError::Other(format!("this golden file {m}"));
-    let c: HydraConfig = serde_json::from_value(file.config.clone()).map_err(|e| bad(&format!("has a config that hydra does not know: {e}")))?;
+    let c: HydraConfig =
+        serde_json::from_value(file.config.clone()).map_err(|e| bad(&format!("has a config that hydra does not know: {e}")))?;
     c.check()?;
     let shape = file.shape("input/ids").filter(|s| s.len() == 2).ok_or_else(|| bad("has no input/ids [batch, seq]"))?;
     let (batch, seq) = (shape[0], shape[1]);
@@ -158,27 +159,8 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
         return Err(TrainError::AllMasked(0));
     }
     let o = &file.optimizer;
-    let train = TrainConfig {
-        steps: file.steps,
-        horizon: file.steps,
-        batch,
-        accumulate: 1,
-        learning_rate: o.lr,
-        schedule: "constant".into(),
-        warmup: 0,
-        decay_share: 0.0,
-        final_rate: 1.0,
-        beta1: o.beta1,
-        beta2: o.beta2,
-        eps: o.eps,
-        weight_decay: o.weight_decay,
-        clip: o.clip,
-        log_every: 1,
-        eval_every: 1,
-        eval_batches: 1,
-        save_every: 1,
-        keep: 1,
-    };
+    let train =
+        TrainConfig { beta1: o.beta1, beta2: o.beta2, eps: o.eps, weight_decay: o.weight_decay, clip: o.clip, ..TrainConfig::default() };
     let model = HydraModel { c: c.clone(), data: DataConfig { path: String::new(), ignore_tokens: vec![] }, seed: 0, accumulate: 1 };
 
     let mut s = Session::new(device, switches, 0);

@@ -77,8 +77,11 @@ impl HydraConfig {
                 return bad(format!("model.{a} = {x} does not divide by model.{b} = {y}"));
             }
         }
-        if self.head_dim() % 2 != 0 {
-            return bad(format!("model: a head of {} elements (dim / compression / heads) has no pairs to rotate; make it even", self.head_dim()));
+        if !self.head_dim().is_multiple_of(2) {
+            return bad(format!(
+                "model: a head of {} elements (dim / compression / heads) has no pairs to rotate; make it even",
+                self.head_dim()
+            ));
         }
         if self.kv_dim() < 2 {
             return bad(format!("model: kv_heads x head size = {} is too small to halve", self.kv_dim()));
@@ -223,7 +226,9 @@ impl<'g> Hydra<'_, 'g> {
     fn attend_cached(&self, at: &str, q: Var<'g>, k: Var<'g>, v: Var<'g>, scale: f32, cache: &Cache<'g>) -> Var<'g> {
         let (t, heads, kv, d) = (q.shape()[1], self.c.heads, self.c.kv_heads, self.c.head_dim());
         let rows = |x: Var<'g>| x.reshape(&[1, t, kv * d]);
-        let keys = |name: &str, x: Var<'g>| cache.append(&format!("{at}.{name}"), rows(x)).reshape(&[cache.capacity, kv, 1, d]).permute(&[1, 2, 0, 3]);
+        let keys = |name: &str, x: Var<'g>| {
+            cache.append(&format!("{at}.{name}"), rows(x)).reshape(&[cache.capacity, kv, 1, d]).permute(&[1, 2, 0, 3])
+        };
         let (k, v) = (keys("k", k), keys("v", v)); // [kv, 1, capacity, d]
         let q = q.reshape(&[t, kv, heads / kv, d]).permute(&[1, 2, 0, 3]); // [kv, group, time, d]
         let scores = q.matmul(k.t()) * scale; // [kv, group, time, capacity]
@@ -376,6 +381,7 @@ impl<'g> Hydra<'_, 'g> {
     /// Sum over tokens of weight [1] * cross-entropy; -1 counts for nothing.
     pub fn loss(&self, hidden: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
         let tokens = targets.meta().elements();
-        hidden.reshape(&[tokens, self.c.dim]).linear_cross_entropy(self.embedding(), targets.reshape(&[tokens]), weight)
+        let w = self.embedding();
+        self.r.scope("loss", || hidden.reshape(&[tokens, self.c.dim]).linear_cross_entropy(w, targets.reshape(&[tokens]), weight))
     }
 }

@@ -1,0 +1,75 @@
+//! A model of one's own: recorded, trained, checkpointed, loaded again and sampled.
+//!
+//!     cargo run --release -p train --example own_recipe -- runs/mine
+
+use engine::{Cpu, DType, Data, Device, Init, Recorder, Var};
+use std::sync::Arc;
+use train::config::{Config, TrainConfig};
+use train::data::{Generated, Source, Split};
+use train::recipe::{Feeds, Model, Session, Supervised, TrainError};
+use train::run::{Options, find_checkpoint, train};
+use train::sample::{Sampling, choose};
+
+/// Bytes in, bytes out: causal convolutions on a residual stream.
+struct Mine {
+    dim: usize,
+    seq: usize,
+}
+
+impl Mine {
+    /// ids [batch, seq] -> hidden [batch, seq, dim], and the table that is embedding and head.
+    fn hidden<'g>(&self, r: &'g Recorder, ids: Var<'g>) -> (Var<'g>, Var<'g>) {
+        let table = r.param("embedding", &[256, self.dim], Init::Normal { std: 0.1 });
+        let mut h = table.gather_rows(ids);
+        for i in 0..3 {
+            let norm = r.param(&format!("norm.{i}"), &[self.dim], Init::Full(1.0));
+            let conv = r.param(&format!("conv.{i}"), &[self.dim, self.dim, 4], Init::Normal { std: 0.5 / (self.dim as f32).sqrt() });
+            h = r.block(&format!("layers.{i}"), || h + h.rms_norm(norm, 1e-6).causal_conv(conv, 1).silu());
+        }
+        (h, table)
+    }
+}
+
+impl Model for Mine {
+    fn seq(&self) -> usize {
+        self.seq
+    }
+    fn vocab(&self) -> usize {
+        256
+    }
+    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        let f = Feeds::new(r, batch, self.seq);
+        let (h, table) = self.hidden(r, f.ids);
+        let rows = batch * self.seq;
+        vec![("loss", h.reshape(&[rows, self.dim]).linear_cross_entropy(table, f.targets.reshape(&[rows]), f.weight))]
+    }
+    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
+        let split = if train { Split::Train } else { Split::Val };
+        Ok(Arc::new(Generated::new(0, split, self.seq, 1 << 20, vec![])?))
+    }
+}
+
+fn main() -> Result<(), TrainError> {
+    let out = std::env::args().nth(1).unwrap_or("runs/mine".into()).into();
+    let config = Config::preset("mine", "demo", "[train]\nsteps = 150\nbatch = 8\nlearning_rate = 5e-3\n");
+    let device = Device::cpu(Cpu::all_cores());
+    let own = || Mine { dim: 64, seq: 64 };
+    let mut task = Supervised::new(own(), config.section::<TrainConfig>("train")?, config.seed());
+    let options = Options { out, resume: false, init_from: None, stop: Default::default() };
+    train(&mut task, &config, &device, &options)?;
+
+    let mut s = Session::new(&device, &config.switches()?, 0);
+    let r = Recorder::new();
+    let (h, table) = own().hidden(&r, r.feed("ids", &[1, 32], DType::I32));
+    r.output("logits", h.slice(1, 31, 32).reshape(&[1, 64]).linear(table));
+    s.load("next", r.finish())?;
+    s.load_params(&find_checkpoint(&options.out)?.file("model.safetensors")?, "the checkpoint")?;
+    let mut text: Vec<i32> = " ".repeat(28).bytes().chain(*b"\nthe").map(i32::from).collect();
+    let sampling = Sampling { temperature: 0.7, top_p: 0.9, seed: 0, max_tokens: 0, stop: vec![] };
+    for i in 0..100 {
+        s.run("next", &[("ids", Data::I32(&text[text.len() - 32..]))])?;
+        text.push(choose(&s.read("next", "logits")?, &sampling, i) as i32);
+    }
+    println!("{}", String::from_utf8_lossy(&text[28..].iter().map(|&b| b as u8).collect::<Vec<_>>()));
+    Ok(())
+}

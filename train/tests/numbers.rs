@@ -1,0 +1,157 @@
+//! What must be equal is equal: micro-batches and whole batches, passes on and off, one thread pool and the next, cached and
+//! uncached decoding.
+
+use engine::{Compiled, Cpu, DType, Data, Device, Recorder};
+use train::config::Config;
+use train::recipe::{self, Generator, Session, Task};
+use train::recipes::hydra::{Hydra, HydraConfig};
+use train::run;
+
+fn config(preset: &str, sets: &[&str]) -> Config {
+    let mut c = recipe::preset(recipe::find("hydra").unwrap(), Some(preset)).unwrap();
+    sets.iter().for_each(|s| c.set(s).unwrap());
+    c
+}
+
+fn task(c: &Config) -> Box<dyn Task> {
+    recipe::find("hydra").unwrap().task(c).unwrap()
+}
+
+/// A few steps: the losses' bits, and the parameters afterwards.
+fn train(c: &Config, threads: usize, steps: u64) -> (Vec<f64>, Vec<(String, Vec<f32>)>) {
+    let mut t = task(c);
+    let mut s = run::load(&*t, c, &Device::cpu(Cpu::new(threads))).unwrap();
+    t.begin(0).unwrap();
+    let losses = (0..steps).map(|i| t.step(&mut s, i, 1e-3).unwrap().values[0].1).collect();
+    let params = s.store.iter().filter(|(_, x)| x.param).map(|(n, x)| (n.to_string(), x.data.f32().to_vec())).collect();
+    (losses, params)
+}
+
+const LITTLE: &[&str] = &["dim=64", "hidden=96", "seq=48", "batch=4", "blocks=3"];
+
+#[test]
+fn two_half_batches_are_one_batch() {
+    // Masked targets make the halves count differently: a mean of means would show.
+    let masked = [LITTLE, &["ignore_tokens=[32, 101, 46]"]].concat();
+    let (whole, after) = train(&config("tiny", &masked), 2, 3);
+    let (halves, after_halves) = train(&config("tiny", &[&masked[..], &["batch=2", "accumulate=2"]].concat()), 2, 3);
+    for (a, b) in whole.iter().zip(&halves) {
+        assert!((a - b).abs() <= 1e-6 * a, "{whole:?} {halves:?}");
+    }
+    for ((name, a), (_, b)) in after.iter().zip(&after_halves) {
+        let error = engine::check::relative(b, a);
+        assert!(error < 2e-6, "{name} differs by {error:.1e}");
+    }
+}
+
+#[test]
+fn the_same_run_twice_is_the_same_bits() {
+    let c = config("tiny", LITTLE);
+    assert_eq!(train(&c, 2, 3), train(&c, 2, 3));
+    let (a, b) = (train(&c, 1, 3), train(&c, 2, 3));
+    assert!(a.0.iter().zip(&b.0).all(|(x, y)| (x - y).abs() < 1e-5), "{:?} {:?}", a.0, b.0);
+    assert_ne!(train(&config("tiny", &[LITTLE, &["seed=1"]].concat()), 2, 1).0, b.0[..1]);
+}
+
+fn planned(c: &Config) -> (Compiled, usize) {
+    let graph = task(c).graphs().remove(0).1;
+    let compiled = Compiled::new(graph, &c.switches().unwrap()).unwrap();
+    compiled.plan.verify().unwrap();
+    let memory = compiled.plan.memory;
+    (compiled, memory.activations)
+}
+
+#[test]
+fn recompute_saves_memory_and_changes_no_bit() {
+    let setting = |what: &str| config("small", &["batch=2", what]);
+    let (off, cheap, blocks) =
+        (setting("passes.recompute=off"), setting("passes.recompute=require,what=memory-bound"), setting("passes.recompute=require"));
+    let full = |c: &Config| {
+        planned(&config("small", &[&format!("passes.recompute={}", c.to_json()["passes"]["recompute"].as_str().unwrap())])).1 as f64
+    };
+    let (a, b, c) = (full(&off), full(&cheap), full(&blocks));
+    assert!(c <= 0.4 * a && b < 0.7 * a, "activations: {a} without, {b} memory-bound, {c} blocks");
+    let reference = train(&off, 2, 2);
+    assert_eq!(train(&blocks, 2, 2), reference);
+    assert_eq!(train(&cheap, 2, 2), reference);
+}
+
+#[test]
+fn linear_ce_saves_memory_and_keeps_the_loss() {
+    let setting = |v: &str| config("small", &["vocab=50304", "batch=8", &format!("passes.linear-ce={v}")]);
+    let loss_part = |c: &Config| planned(c).0.by_part()["loss"] as f64;
+    let (off, on) = (setting("off"), setting("require"));
+    assert!(loss_part(&off) >= 4.0 * loss_part(&on), "{} and {}", loss_part(&off), loss_part(&on));
+    let fewer = |c: &Config| {
+        let mut c = c.clone();
+        ["batch=1", "blocks=2", "dim=64", "hidden=64"].iter().for_each(|s| c.set(s).unwrap());
+        train(&c, 2, 2).0
+    };
+    for (a, b) in fewer(&off).iter().zip(fewer(&on)) {
+        assert!((a - b).abs() <= 1e-6 * a, "{a} {b}");
+    }
+}
+
+#[test]
+fn every_plan_keeps_live_buffers_apart() {
+    for passes in [&["passes.in-place=off"][..], &["passes.fuse-pointwise=off"], &["passes.flash-attention=off"], &["accumulate=2"]] {
+        let c = config("tiny", passes);
+        for (_, graph) in task(&c).graphs() {
+            Compiled::new(graph, &c.switches().unwrap()).unwrap().plan.verify().unwrap();
+        }
+    }
+}
+
+/// Logits after every token, through the caches: chunks of `first` tokens, then one by one.
+fn cached(s: &mut Session, g: &mut dyn Generator, tokens: &[u32], first: usize) -> Vec<Vec<f32>> {
+    g.begin(s, tokens.len()).unwrap();
+    let mut all = vec![g.feed(s, &tokens[..first]).unwrap()];
+    all.extend(tokens[first..].iter().map(|&t| g.feed(s, &[t]).unwrap()));
+    all
+}
+
+#[test]
+fn cached_decoding_equals_uncached() {
+    // Longer than the training length of 48, and than one chunk of a prompt.
+    let c = config("tiny", LITTLE);
+    let (time, first) = (150, 70);
+    let mut t = task(&c);
+    let mut s = run::load(&*t, &c, &Device::cpu(Cpu::new(2))).unwrap();
+    t.begin(0).unwrap();
+    for i in 0..20 {
+        t.step(&mut s, i, 3e-3).unwrap();
+    }
+    let tokens: Vec<u32> = (0..time as u32).map(|i| 97 + (i * i + i / 3) % 26).collect();
+    let model: HydraConfig = c.section("model").unwrap();
+    let r = Recorder::new();
+    let h = Hydra { c: &model, r: &r };
+    let hidden = h.causal_hidden(r.feed("ids", &[1, time], DType::I32)).reshape(&[time, model.dim]);
+    r.output("logits", hidden.linear(h.embedding()));
+    s.load("uncached", r.finish()).unwrap();
+    let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+    s.run("uncached", &[("ids", Data::I32(&ids))]).unwrap();
+    let whole = s.read("uncached", "logits").unwrap();
+    let steps = cached(&mut s, &mut *t.generator().unwrap(), &tokens, first);
+    for (i, logits) in steps.iter().enumerate() {
+        let at = first - 1 + i;
+        let expected = &whole[at * model.vocab..][..model.vocab];
+        let error = engine::check::relative(logits, expected);
+        assert!(error < 1e-5, "after token {at}: off by {error:.1e}");
+        let best = |x: &[f32]| (0..x.len()).max_by(|&a, &b| x[a].total_cmp(&x[b]));
+        assert_eq!(best(logits), best(expected), "after token {at}");
+    }
+}
+
+#[test]
+fn presets_name_every_key_and_parse() {
+    let keys = |v: &serde_json::Value| v.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    let known = serde_json::to_value(train::config::TrainConfig::default()).unwrap();
+    for (name, _) in recipe::find("hydra").unwrap().presets() {
+        let c = config(name, &[]);
+        let (mut have, mut want) = (keys(&c.to_json()["train"]), keys(&known));
+        have.sort();
+        want.sort();
+        assert_eq!(have, want, "{name}");
+        task(&c);
+    }
+}
