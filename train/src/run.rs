@@ -43,6 +43,7 @@ pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session
     for (name, graph) in task.graphs() {
         s.load(name, graph)?;
     }
+    engine::passes::all_applied(s.programs.values().map(|p| &p.receipts[..]))?;
     Ok(s)
 }
 

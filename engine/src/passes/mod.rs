@@ -212,18 +212,24 @@ pub fn run(g: &mut Graph, switches: &Switches, target: Target) -> Result<Vec<Rec
         } else if pass.name() == "autodiff" && g.nodes.iter().any(|n| matches!(n.kind, crate::graph::Kind::Grad)) {
             return Err(Error::NoAutodiff);
         }
-        if mode == Mode::Require {
-            if let Some((reason, site)) = receipt.declined.first() {
-                return Err(Error::Declined { pass: pass.name().into(), site: site.clone(), reason: reason.clone() });
-            }
-            if receipt.applied == 0 {
-                return Err(Error::NoSites(pass.name().into()));
-            }
+        if let (Mode::Require, Some((reason, site))) = (mode, receipt.declined.first()) {
+            return Err(Error::Declined { pass: pass.name().into(), site: site.clone(), reason: reason.clone() });
         }
         receipts.push(receipt);
     }
     layout::apply(g);
     Ok(receipts)
+}
+
+/// A pass that is required must have applied somewhere in the programs that run together.
+pub fn all_applied<'a>(programs: impl Iterator<Item = &'a [Receipt]> + Clone) -> Result<(), Error> {
+    for pass in PASSES {
+        let mut own = programs.clone().flatten().filter(|r| r.pass == pass.name() && r.mode == Mode::Require).peekable();
+        if own.peek().is_some() && own.all(|r| r.applied == 0) {
+            return Err(Error::NoSites(pass.name().into()));
+        }
+    }
+    Ok(())
 }
 
 /// Edits that turn one word into the other.

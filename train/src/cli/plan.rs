@@ -27,6 +27,7 @@ pub fn run(a: PlanArgs) -> Result<ExitCode> {
     for (name, graph) in task.graphs() {
         compiled.push((name, Compiled::new(graph, &switches)?));
     }
+    engine::passes::all_applied(compiled.iter().map(|(_, c)| &c.receipts[..]))?;
     if a.json {
         let one = |(name, c): &(&str, Compiled)| {
             let m = &c.plan.memory;
