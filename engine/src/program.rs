@@ -62,7 +62,10 @@ pub struct Program {
 impl Program {
     /// Rewrites, plans and loads a graph, and creates the states that it names.
     pub fn load(graph: Graph, switches: &Switches, device: &Device, store: &mut Store) -> Result<Program, Error> {
-        let c = Compiled::new(graph, switches)?;
+        Program::from_compiled(Compiled::new(graph, switches)?, device, store)
+    }
+
+    pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
         store.ensure(&c.graph)?;
         let (memory, cost) = (c.plan.memory, c.plan.cost);
         let cpu = CpuProgram::new(c.graph, c.plan, &device.cpu, &device.arena);

@@ -91,7 +91,7 @@ pub fn save(dir: &Path, step: u64, files: &[(&str, Vec<Tensor>)], meta: &Value, 
     }
     sync_folder(dir)?;
     if old.exists() {
-        fs::remove_dir_all(&old).map_err(io_error("remove", &old))?;
+        remove(&old)?;
     }
     if keep > 0 {
         prune(dir, step, keep)?;
@@ -201,6 +201,12 @@ impl Sum {
     }
 }
 
+/// A folder, or whatever stands in the place of one.
+fn remove(path: &Path) -> Result<(), CheckpointError> {
+    let gone = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    gone.map_err(io_error("remove", path))
+}
+
 fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     let path = path.to_path_buf();
     move |cause| CheckpointError::Io { action, path, cause }
@@ -268,9 +274,7 @@ fn tidy(dir: &Path) -> Result<(), CheckpointError> {
             Kind::Old(pid) if stale(pid) && !named.exists() => {
                 fs::rename(&path, &named).map_err(io_error("restore", &path))?;
             }
-            Kind::Old(pid) | Kind::Tmp(pid) if stale(pid) => {
-                fs::remove_dir_all(&path).map_err(io_error("remove", &path))?;
-            }
+            Kind::Old(pid) | Kind::Tmp(pid) if stale(pid) => remove(&path)?,
             _ => {}
         }
     }

@@ -90,8 +90,10 @@ impl Default for TrainConfig {
 impl TrainConfig {
     pub fn check(&self) -> Result<(), ConfigError> {
         let bad = |m: String| Err(ConfigError::Invalid(m));
-        if self.batch == 0 || self.accumulate == 0 {
-            return bad("train.batch and train.accumulate must be at least 1".into());
+        for (name, v) in [("batch", self.batch), ("accumulate", self.accumulate)] {
+            if !(1..=1 << 20).contains(&v) {
+                return bad(format!("train.{name} = {v}: from 1 to {}", 1 << 20));
+            }
         }
         if !["cosine", "wsd", "constant"].contains(&self.schedule.as_str()) {
             return bad(format!("train.schedule is '{}': cosine, wsd (warm-up, stable, decay) or constant", self.schedule));
@@ -144,14 +146,10 @@ impl Config {
         table.insert("recipe".into(), recipe.into());
         table.insert("preset".into(), preset.into());
         table.entry("seed").or_insert(Value::Integer(0));
+        // Weights that the run began with: a run that starts over begins with them again.
+        table.entry("init_from").or_insert(Value::String(String::new()));
         table.entry("passes").or_insert(Value::Table(Table::new()));
         Config { table }
-    }
-
-    /// A run's own config file, which holds every key.
-    pub fn from_run(text: &str, path: &Path) -> Result<Config, ConfigError> {
-        let table = text.parse().map_err(|e: toml::de::Error| ConfigError::Parse { path: path.into(), cause: e.message().into() })?;
-        Ok(Config { table })
     }
 
     pub fn from_json(value: &serde_json::Value) -> Result<Config, ConfigError> {
@@ -161,8 +159,27 @@ impl Config {
 
     /// Lays a TOML file over this.
     pub fn overlay_file(&mut self, path: &Path) -> Result<(), ConfigError> {
-        let text = std::fs::read_to_string(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
-        let table: Table = text.parse().map_err(|e: toml::de::Error| ConfigError::Parse { path: path.into(), cause: e.to_string() })?;
+        let table = read_file(path)?;
+        self.overlay(table).map_err(|e| ConfigError::Parse { path: path.into(), cause: e.to_string() })
+    }
+
+    /// A run's own config file over the preset that it names: every key must be there.
+    pub fn overlay_run(&mut self, path: &Path) -> Result<(), ConfigError> {
+        let table = read_file(path)?;
+        let keys = |t: &Table| {
+            let mut all = vec![];
+            flatten("", &Value::Table(t.clone()), &mut all);
+            all.into_iter().map(|(k, _)| k).filter(|k| !k.starts_with("passes.")).collect::<Vec<_>>()
+        };
+        let have = keys(&table);
+        self.overlay_file(path)?;
+        match keys(&self.table).into_iter().find(|k| !have.contains(k)) {
+            Some(key) => Err(ConfigError::Parse { path: path.into(), cause: format!("has lost its key '{key}'") }),
+            None => Ok(()),
+        }
+    }
+
+    fn overlay(&mut self, table: Table) -> Result<(), ConfigError> {
         for (key, value) in table {
             match key.as_str() {
                 "recipe" | "preset" => {} // read before, to choose this preset
@@ -207,7 +224,7 @@ impl Config {
     pub fn set(&mut self, assignment: &str) -> Result<(), ConfigError> {
         let (key, text) = assignment.split_once('=').ok_or_else(|| ConfigError::Set(assignment.into()))?;
         let (key, text) = (key.trim(), text.trim());
-        let parsed: Option<Value> = format!("v = {text}").parse::<Table>().ok().and_then(|mut t| t.remove("v"));
+        let parsed: Option<Value> = format!("v = {text}").parse::<Table>().ok().filter(|t| t.len() == 1).and_then(|mut t| t.remove("v"));
         let value = parsed.unwrap_or_else(|| Value::String(text.into()));
         self.set_value(key, value)
     }
@@ -269,6 +286,15 @@ impl Config {
         self.table.get(key).and_then(Value::as_str).unwrap_or_default()
     }
 
+    /// TOML's numbers have a sign: the upper half of seeds is kept as negative ones.
+    pub fn set_seed(&mut self, seed: u64) {
+        self.table.insert("seed".into(), Value::Integer(seed as i64));
+    }
+
+    pub fn set_init_from(&mut self, path: &Path) {
+        self.table.insert("init_from".into(), path.display().to_string().into());
+    }
+
     pub fn seed(&self) -> u64 {
         self.table.get("seed").and_then(Value::as_integer).unwrap_or(0) as u64
     }
@@ -301,6 +327,24 @@ impl Config {
     }
 }
 
+/// A TOML file, and the recipe and preset that it names.
+pub fn read_file(path: &Path) -> Result<Table, ConfigError> {
+    let text = std::fs::read_to_string(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
+    text.parse().map_err(|e: toml::de::Error| ConfigError::Parse { path: path.into(), cause: e.to_string() })
+}
+
+/// `recipe` and `preset` of such a file, where it has them.
+pub fn named_in(table: &Table, path: &Path) -> Result<[Option<String>; 2], ConfigError> {
+    let text = |key: &str| match table.get(key) {
+        Some(Value::String(s)) => Ok(Some(s.clone())),
+        None => Ok(None),
+        Some(other) => {
+            Err(ConfigError::Parse { path: path.into(), cause: format!("'{key}' wants a string, not {} ({other})", kind(other)) })
+        }
+    };
+    Ok([text("recipe")?, text("preset")?])
+}
+
 fn flatten(prefix: &str, value: &Value, out: &mut Vec<(String, String)>) {
     match value {
         Value::Table(t) => {
@@ -327,14 +371,15 @@ fn fitting(name: &str, slot: &Value, value: Value) -> Result<Value, ConfigError>
     let wrong = |got: &Value| ConfigError::Type { key: name.into(), want: kind(slot).into(), got: format!("{} ({got})", kind(got)) };
     match (slot, value) {
         (Value::Float(_), Value::Integer(i)) => Ok(Value::Float(i as f64)),
-        (Value::Integer(_), Value::Integer(i)) if i < 0 => {
+        (Value::Integer(_), Value::Integer(i)) if i < 0 && name != "seed" => {
             Err(ConfigError::Type { key: name.into(), want: "a whole number that is not negative".into(), got: i.to_string() })
         }
         (Value::Array(old), Value::Array(new)) => {
             let like = old.first();
             let each = new.into_iter().map(|v| match like {
                 Some(slot) => fitting(name, slot, v),
-                None => Ok(v),
+                // The lists that presets leave empty are lists of tokens.
+                None => fitting(name, &Value::Integer(0), v),
             });
             Ok(Value::Array(each.collect::<Result<_, _>>()?))
         }
@@ -382,7 +427,9 @@ mod tests {
         let d: Vec<String> = base().differences(&c).into_iter().map(|d| format!("{}: {} -> {}", d.0, d.1, d.2)).collect();
         assert_eq!(d.len(), 5, "{d:?}");
         assert!(c.to_toml().contains("dim = 128") && c.to_toml().contains("learning_rate = 1.0"));
-        assert_eq!(Config::from_run(&c.to_toml(), Path::new("x")).unwrap(), c);
+        let mut again = base();
+        again.overlay(c.to_toml().parse().unwrap()).unwrap();
+        assert_eq!(again, c);
         assert_eq!(Config::from_json(&c.to_json()).unwrap(), c);
     }
 }

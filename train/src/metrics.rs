@@ -44,10 +44,11 @@ impl Metrics {
         Ok(Self { lines, events })
     }
 
-    /// `group` is "train" or "eval". A number that is not finite is null in the JSON, and itself in TensorBoard.
-    pub fn record(&mut self, step: u64, group: &str, values: &[(&str, f64)]) -> Result<(), MetricsError> {
-        self.lines.write(json_line(step, group, values)?.as_bytes())?;
-        self.events.write(&scalar_event(now(), step, group, values))
+    /// Everything that a step has to say, in one record; names of validation figures begin with `val_`. A number that is not
+    /// finite is null in the JSON, and itself in TensorBoard.
+    pub fn record(&mut self, step: u64, values: &[(&str, f64)]) -> Result<(), MetricsError> {
+        self.lines.write(json_line(step, values)?.as_bytes())?;
+        self.events.write(&scalar_event(now(), step, values))
     }
 
     /// Waits until what was recorded is on the disk: a record survives a kill without it, a power cut only with it.
@@ -64,8 +65,8 @@ impl Output {
     }
 }
 
-/// The records of a `metrics.jsonl`, sorted by step. A run that was resumed repeats steps: the last record of a step and
-/// kind counts. A last line that was cut is ignored.
+/// The records of a `metrics.jsonl`, sorted by step. A run that was resumed repeats steps: the last record of a step
+/// counts. A last line that was cut is ignored.
 pub fn read(path: &Path) -> Result<Vec<Map<String, Value>>, MetricsError> {
     let text = fs::read(path).map_err(io_error("read", path))?;
     let mut records = BTreeMap::new();
@@ -76,11 +77,8 @@ pub fn read(path: &Path) -> Result<Vec<Map<String, Value>>, MetricsError> {
             Err(_) if line.trim_ascii().is_empty() || !line.ends_with(b"\n") => continue,
             Err(e) => return Err(bad(format!("not a JSON object: {e}"))),
         };
-        let step = record.get("step").and_then(Value::as_u64);
-        let kind = record.get("kind").and_then(Value::as_str);
-        let key = step.zip(kind.map(str::to_string));
-        let key = key.ok_or_else(|| bad("has no \"step\" and \"kind\"".into()))?;
-        records.insert(key, record);
+        let step = record.get("step").and_then(Value::as_u64).ok_or_else(|| bad("has no \"step\"".into()))?;
+        records.insert(step, record);
     }
     Ok(records.into_values().collect())
 }
@@ -123,11 +121,11 @@ fn open_lines(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-fn json_line(step: u64, kind: &str, values: &[(&str, f64)]) -> Result<String, MetricsError> {
+fn json_line(step: u64, values: &[(&str, f64)]) -> Result<String, MetricsError> {
     // Written field by field: a Map would not keep the order.
-    let mut line = format!("{{\"step\":{step},\"kind\":{}", Value::from(kind));
+    let mut line = format!("{{\"step\":{step}");
     for (name, value) in values {
-        if ["step", "kind"].contains(name) {
+        if *name == "step" {
             return Err(MetricsError::Reserved(name.to_string()));
         }
         // Value::from turns what is not finite into null.
@@ -168,11 +166,12 @@ fn version_event(time: Duration) -> Vec<u8> {
     framed(&event)
 }
 
-fn scalar_event(time: Duration, step: u64, group: &str, values: &[(&str, f64)]) -> Vec<u8> {
+fn scalar_event(time: Duration, step: u64, values: &[(&str, f64)]) -> Vec<u8> {
     let mut summary = Vec::new();
     for (name, value) in values {
         let mut scalar = Vec::new();
-        put_bytes(&mut scalar, 1, format!("{group}/{name}").as_bytes());
+        let tag = name.strip_prefix("val_").map_or_else(|| format!("train/{name}"), |name| format!("val/{name}"));
+        put_bytes(&mut scalar, 1, tag.as_bytes());
         put_float(&mut scalar, 2, *value as f32);
         put_bytes(&mut summary, 1, &scalar);
     }
@@ -252,15 +251,15 @@ mod tests {
     fn records_lines() {
         let dir = tempfile::tempdir().unwrap();
         let mut metrics = Metrics::open(dir.path()).unwrap();
-        metrics.record(1, "train", &[("loss", 2.5), ("a \"b\"", 1e-7)]).unwrap();
-        metrics.record(1, "eval", &[("loss", f64::NAN), ("x", f64::INFINITY)]).unwrap();
+        metrics.record(1, &[("loss", 2.5), ("a \"b\"", 1e-7)]).unwrap();
+        metrics.record(2, &[("loss", f64::NAN), ("x", f64::INFINITY)]).unwrap();
         metrics.flush().unwrap();
         assert_eq!(
             text(dir.path()),
-            "{\"step\":1,\"kind\":\"train\",\"loss\":2.5,\"a \\\"b\\\"\":1e-7}\n\
-             {\"step\":1,\"kind\":\"eval\",\"loss\":null,\"x\":null}\n"
+            "{\"step\":1,\"loss\":2.5,\"a \\\"b\\\"\":1e-7}\n\
+             {\"step\":2,\"loss\":null,\"x\":null}\n"
         );
-        let e = metrics.record(2, "train", &[("step", 1.0)]).unwrap_err();
+        let e = metrics.record(3, &[("step", 1.0)]).unwrap_err();
         assert!(matches!(e, MetricsError::Reserved(_)));
         assert_eq!(text(dir.path()).lines().count(), 2);
     }
@@ -271,37 +270,20 @@ mod tests {
         for (first, loss) in [(1, 5.0), (3, 4.0)] {
             let mut metrics = Metrics::open(dir.path()).unwrap();
             for step in first..first + 4 {
-                metrics.record(step, "train", &[("loss", loss)]).unwrap();
+                metrics.record(step, &[("loss", loss)]).unwrap();
             }
-            metrics.record(first + 3, "eval", &[("loss", loss)]).unwrap();
         }
         let records = read(&dir.path().join("metrics.jsonl")).unwrap();
-        let seen: Vec<_> = records
-            .iter()
-            .map(|r| {
-                let kind = r["kind"].as_str().unwrap();
-                (r["step"].as_u64().unwrap(), kind, r["loss"].as_f64().unwrap())
-            })
-            .collect();
-        let expected = [
-            (1, "train", 5.0),
-            (2, "train", 5.0),
-            (3, "train", 4.0),
-            (4, "eval", 5.0),
-            (4, "train", 4.0),
-            (5, "train", 4.0),
-            (6, "eval", 4.0),
-            (6, "train", 4.0),
-        ];
-        assert_eq!(seen, expected);
+        let seen: Vec<_> = records.iter().map(|r| (r["step"].as_u64().unwrap(), r["loss"].as_f64().unwrap())).collect();
+        assert_eq!(seen, [(1, 5.0), (2, 5.0), (3, 4.0), (4, 4.0), (5, 4.0), (6, 4.0)]);
     }
 
     #[test]
     fn a_cut_line_is_taken_away() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        let line = |step: u64| format!("{{\"step\":{step},\"kind\":\"train\",\"loss\":1.0}}");
-        let long = format!("{{\"step\":1,\"kind\":\"{}", "x".repeat(10_000));
+        let line = |step: u64| format!("{{\"step\":{step},\"loss\":1.0}}");
+        let long = format!("{{\"step\":1,\"note\":\"{}", "x".repeat(10_000));
         for (before, kept) in [
             (String::new(), String::new()),
             (line(1), line(1) + "\n"),
@@ -314,7 +296,7 @@ mod tests {
             let whole = usize::from(!kept.is_empty());
             assert_eq!(read(&path).unwrap().len(), whole);
             let mut metrics = Metrics::open(dir.path()).unwrap();
-            metrics.record(7, "train", &[("loss", 1.0)]).unwrap();
+            metrics.record(7, &[("loss", 1.0)]).unwrap();
             assert_eq!(text(dir.path()), kept + &line(7) + "\n");
         }
     }
@@ -323,7 +305,7 @@ mod tests {
     fn a_bad_line_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.jsonl");
-        for (content, reason) in [("\n{\"step\":\n", "line 2: not a JSON object"), ("{\"kind\":\"train\"}\n", "line 1: has no")] {
+        for (content, reason) in [("\n{\"step\":\n", "line 2: not a JSON object"), ("{\"loss\":1}\n", "line 1: has no")] {
             fs::write(&path, content).unwrap();
             let e = read(&path).unwrap_err().to_string();
             assert!(e.contains(reason), "{e}");
@@ -338,7 +320,7 @@ mod tests {
         assert_eq!(hex(version_event(time)), "1800000000000000a37f4b2209000000000000f83f1a0d627261696e2e4576656e743a322a28646c");
         let values = [("loss", 2.5), ("lr", 0.0)];
         assert_eq!(
-            hex(scalar_event(time, 300, "train", &values)),
+            hex(scalar_event(time, 300, &values)),
             "3200000000000000241956ec09000000000000f83f10ac022a240a110a0a747261696e2f6c6f7373\
              15000020400a0f0a08747261696e2f6c7215000000007eb0c3ef"
         );

@@ -33,6 +33,10 @@ pub enum TrainError {
         "{0} steps in a row had a loss or gradient that is not finite, the last at step {1}: lower train.learning_rate, or look at the data"
     )]
     NotFinite(u64, u64),
+    #[error(
+        "needs {needs} of memory (state {state}, activations and workspace {arena}), and {free} are free: lower train.batch (and raise train.accumulate), model.seq or the model's sizes, or try --pass recompute=auto,what=blocks"
+    )]
+    Memory { needs: String, state: String, arena: String, free: String },
     #[error("{0}")]
     Other(String),
 }
@@ -67,6 +71,11 @@ impl Session {
     pub fn load(&mut self, name: &str, graph: Graph) -> Result<(), TrainError> {
         let program = Program::load(graph, &self.switches, &self.device, &mut self.store)?;
         self.programs.insert(name.into(), program);
+        Ok(())
+    }
+
+    pub fn load_compiled(&mut self, name: &str, compiled: engine::Compiled) -> Result<(), TrainError> {
+        self.programs.insert(name.into(), Program::from_compiled(compiled, &self.device, &mut self.store)?);
         Ok(())
     }
 
@@ -333,7 +342,9 @@ impl<M: Model> Task for Supervised<M> {
         let order = crate::data::Order { seed: self.seed, len: source.len() };
         let items = self.config.batch as u64 * self.config.accumulate as u64;
         self.loader = Some(Loader::new(source, Some(order), self.config.batch, done * items, 2 * self.config.accumulate)?);
-        self.validation = Some(self.model.source(false)?);
+        let validation = self.model.source(false)?;
+        enough(&*validation, self.config.batch)?;
+        self.validation = Some(validation);
         let r = Recorder::new();
         self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
         Ok(())
@@ -360,13 +371,8 @@ impl<M: Model> Task for Supervised<M> {
         };
         let batch = self.config.batch as u64;
         // Whole batches only, each item once.
-        let batches = self.config.eval_batches.min(source.len() / batch).max(1);
-        if source.len() < batch {
-            return Err(TrainError::Other(format!(
-                "the validation set has {} windows, fewer than one batch of {batch}: lower train.batch",
-                source.len()
-            )));
-        }
+        enough(&*source, self.config.batch)?;
+        let batches = self.config.eval_batches.min(source.len() / batch);
         let mut loader = Loader::new(source, None, self.config.batch, 0, 2)?;
         let r = Recorder::new();
         let names: Vec<&'static str> = self.model.evaluate(&r, 1).iter().map(|l| l.0).collect();
@@ -417,6 +423,16 @@ impl<M: Model> Task for Supervised<M> {
 
     fn generator(&self) -> Option<Box<dyn Generator>> {
         self.model.generator()
+    }
+}
+
+/// A validation set must fill one batch.
+fn enough(validation: &dyn Source, batch: usize) -> Result<(), TrainError> {
+    match validation.len() {
+        n if n < batch as u64 => Err(TrainError::Other(format!(
+            "the validation set has {n} windows, fewer than one batch of {batch}: lower train.batch or model.seq"
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -1,5 +1,14 @@
 //! What a run shows to people: the loss curve as an SVG, numbers with units, aligned tables.
 
+/// Prints a line; a reader that has gone away (a closed pipe, a full disk) is no reason to stop training.
+#[macro_export]
+macro_rules! say {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stdout(), $($text)*);
+    }};
+}
+
 use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 use std::fs;

@@ -1,13 +1,14 @@
 //! The only training loop: steps, evaluation, metrics, checkpoints, and how it stops.
 
 use crate::checkpoint::{self, Checkpoint, Tensor};
-use crate::config::Config;
+use crate::config::{Config, TrainConfig};
 use crate::metrics::{self, Metrics};
 use crate::optim::schedule::rate;
 use crate::recipe::{Session, Task, TrainError, is_kept};
 use crate::report::{self, Series, human_bytes, human_count, human_time, table};
+use crate::say;
 use engine::passes::Receipt;
-use engine::{Device, PASSES};
+use engine::{Compiled, Device, PASSES};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 use std::fs;
@@ -26,7 +27,6 @@ const FREE: &[&str] = &["train.steps", "train.log_every", "train.eval_every", "t
 pub struct Options {
     pub out: PathBuf,
     pub resume: bool,
-    pub init_from: Option<PathBuf>,
     /// Set by a signal: finish the step, save, stop.
     pub stop: Arc<AtomicBool>,
 }
@@ -39,12 +39,42 @@ pub struct Finished {
 
 /// A task with its programs loaded.
 pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session, TrainError> {
-    let mut s = Session::new(device, &config.switches()?, config.seed());
-    for (name, graph) in task.graphs() {
-        s.load(name, graph)?;
+    let switches = config.switches()?;
+    let graphs = task.graphs();
+    let mut compiled = vec![];
+    for (name, graph) in graphs {
+        compiled.push((name, Compiled::new(graph, &switches)?));
+    }
+    fits(&compiled)?;
+    let mut s = Session::new(device, &switches, config.seed());
+    for (name, c) in compiled {
+        s.load_compiled(name, c)?;
     }
     engine::passes::all_applied(s.programs.values().map(|p| &p.receipts[..]))?;
     Ok(s)
+}
+
+/// Refuses what the machine has no memory for, before taking any.
+fn fits(programs: &[(&'static str, Compiled)]) -> Result<(), TrainError> {
+    let most = |f: fn(&engine::plan::Memory) -> usize| programs.iter().map(|(_, c)| f(&c.plan.memory)).max().unwrap_or(0) as u64;
+    let (state, arena) = (most(|m| m.state), most(|m| m.activations + m.workspace));
+    let Some(free) = available_memory() else { return Ok(()) };
+    if state.saturating_add(arena) > free {
+        return Err(TrainError::Memory {
+            needs: human_bytes(state.saturating_add(arena)),
+            state: human_bytes(state),
+            arena: human_bytes(arena),
+            free: human_bytes(free),
+        });
+    }
+    Ok(())
+}
+
+/// What Linux says could be taken without swapping.
+fn available_memory() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let kib: u64 = text.lines().find(|l| l.starts_with("MemAvailable"))?.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024)
 }
 
 /// What every pass did, over all programs: the start-up table.
@@ -112,9 +142,19 @@ fn io(action: &'static str, path: &Path) -> impl Fn(std::io::Error) -> TrainErro
     move |cause| TrainError::Io { action, path: path.clone(), cause }
 }
 
-/// Writes a file beside and renames it.
 pub fn write_whole(path: &Path, text: &str) -> Result<(), TrainError> {
-    let temporary = path.with_extension("tmp");
+    write_bytes(path, text.as_bytes())
+}
+
+/// Writes a file beside and renames it.
+pub fn write_bytes(path: &Path, text: &[u8]) -> Result<(), TrainError> {
+    // A device or a link is written to as it is: renaming would replace it.
+    if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
+        return fs::write(path, text).map_err(io("cannot write", path));
+    }
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".tmp-{}", std::process::id()));
+    let temporary = path.with_file_name(name);
     fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path)).map_err(|cause| {
         let _ = fs::remove_file(&temporary);
         TrainError::Io { action: "cannot write", path: path.into(), cause }
@@ -127,30 +167,37 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     let c = task.train_config().clone();
     let out = &options.out;
     let checkpoints = out.join("checkpoints");
-    fs::create_dir_all(out).map_err(io("cannot create the run's folder", out))?;
-
     let started = Instant::now();
+
+    // Everything that can be wrong is found before anything is written.
     let mut s = load(task, config, device)?;
     let start = match options.resume {
         true => resume(&mut s, task, config, &checkpoints)?,
         false => 0,
     };
-    if let Some(from) = &options.init_from {
-        init_from(&mut s, from)?;
+    let from = config.text("init_from");
+    if start == 0 && !from.is_empty() {
+        init_from(&mut s, Path::new(from))?;
     }
-    let ahead = c.horizon.max(c.steps);
-    println!("{name} on {}: {} parameters", device.describe(), human_count(s.parameters() as f64));
+    if start > 0 && out.join("metrics.jsonl").exists() {
+        metrics::read(&out.join("metrics.jsonl"))?;
+    }
+    say!("{name} on {}: {} parameters", device.describe(), human_count(s.parameters() as f64));
     let named: Vec<(&str, &[Receipt])> = s.programs.iter().map(|(n, p)| (n.as_str(), &p.receipts[..])).collect();
-    println!("{}{}", receipts_table(&named), peak(&s).line());
-    println!("steps {start} to {} of a {} schedule over {ahead}; run folder {}", c.steps, c.schedule, out.display());
+    say!("{}{}", receipts_table(&named), peak(&s).line());
     if start >= c.steps {
-        println!("the run has {start} steps already: nothing to do (raise --steps)");
+        say!("the run has {start} steps already: nothing to do (raise --steps)");
         return Ok(Finished { step: start, interrupted: false });
     }
+    task.begin(start)?;
+    let horizon = c.horizon.max(c.steps);
+    say!("steps {start} to {} of a {} schedule over {horizon}; run folder {}", c.steps, c.schedule, out.display());
+
+    fs::create_dir_all(out).map_err(io("cannot create the run's folder", out))?;
+    let _lock = lock(out)?;
     write_whole(&out.join("config.toml"), &config.to_toml())?;
     write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
     let mut metrics = Metrics::open(out)?;
-    task.begin(start)?;
 
     let bar = progress(c.steps, start);
     let (unit, work) = task.work();
@@ -163,56 +210,73 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         let r = rate(&c, step);
         let report = task.step(&mut s, step, r)?;
         let now = step + 1;
-        evaluated = None;
-        if now % c.log_every == 0 || now == c.steps || report.skipped_in_row > 0 {
-            let per_second = work * (now - last_step) as f64 / last.elapsed().as_secs_f64().max(1e-9);
-            (last, last_step) = (Instant::now(), now);
-            let mut values = report.values.clone();
-            values.extend([("learning_rate", r), ("per_second", per_second)]);
-            metrics.record(now, "train", &values)?;
-            bar.set_message(format!("loss {:.4}  {} {unit}/s", report.values[0].1, human_count(per_second)));
-            if bar.is_hidden() && (now % (c.steps / 20).max(c.log_every) == 0 || now == c.steps) {
-                println!("step {now}/{}  loss {:.4}  {} {unit}/s", c.steps, report.values[0].1, human_count(per_second));
-            }
-        }
+        done = now;
+        let end = now == c.steps;
+        let due = |every: u64| now.is_multiple_of(every) || end;
+        let per_second = work * (now - last_step) as f64 / last.elapsed().as_secs_f64().max(1e-9);
         bar.set_position(now);
+        evaluated = match due(c.eval_every) {
+            true => Some(task.evaluate(&mut s)?),
+            false => None,
+        };
+        if due(c.log_every) || evaluated.is_some() || report.skipped_in_row > 0 {
+            let mut values: Vec<(String, f64)> = report.values.iter().map(|(n, v)| (n.to_string(), *v)).collect();
+            values.extend([("learning_rate".into(), r), ("per_second".into(), per_second)]);
+            values.extend(evaluated.iter().flatten().map(|(n, v)| (format!("val_{n}"), *v)));
+            metrics.record(now, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?;
+            let line = format!("loss {:.4}  {} {unit}/s", report.values[0].1, human_count(per_second));
+            if bar.is_hidden() && due((c.steps / 20).max(c.log_every)) {
+                say!("step {now}/{}  {line}", c.steps);
+            }
+            bar.set_message(line);
+            (last, last_step) = (Instant::now(), now);
+        }
+        if let Some(values) = &evaluated {
+            bar.suspend(|| say!("step {now}: {}", evaluation_line(values, floor)));
+        }
         if report.skipped_in_row >= MOST_SKIPPED {
             metrics.flush()?;
             return Err(TrainError::NotFinite(report.skipped_in_row, now));
         }
-        if now % c.eval_every == 0 || now == c.steps {
-            let values = task.evaluate(&mut s)?;
-            metrics.record(now, "eval", &values)?;
-            bar.suspend(|| println!("step {now}: {}", evaluation_line(&values, floor)));
-            evaluated = Some(values);
-            last = Instant::now();
-        }
         interrupted = options.stop.load(Ordering::Relaxed);
-        if now % c.save_every == 0 || now == c.steps || interrupted {
+        // A step that was skipped leaves nothing new to keep, and must not push a good checkpoint out.
+        if (due(c.save_every) && report.skipped_in_row == 0) || end || interrupted {
             metrics.flush()?;
             save(&s, task, config, &checkpoints, now, c.keep)?;
         }
-        done = now;
         if interrupted {
             break;
         }
     }
     bar.finish_and_clear();
     curve(out, &name, floor)?;
-    if interrupted {
-        println!("stopped after step {done}, saved; go on with: kiln train --out {} --resume", out.display());
+    if interrupted && done < c.steps {
+        say!("stopped after step {done}, saved; go on with: kiln train --out {} --resume", out.display());
         return Ok(Finished { step: done, interrupted });
     }
-    if let Some(text) = task.show(&mut s)? {
-        println!("\na sample of what the model writes:\n{}\n", indent(&text));
+    match task.show(&mut s) {
+        Ok(Some(text)) => say!("\na sample of what the model writes:\n{}\n", indent(&text)),
+        Ok(None) => {}
+        Err(e) => say!("no sample: {e}"),
     }
     if let Some(values) = evaluated {
-        println!("validation {}", evaluation_line(&values, floor));
+        say!("validation {}", evaluation_line(&values, floor));
     }
-    println!("loss curve {}", out.join("loss.svg").display());
-    println!("checkpoint {}", checkpoints.join(format!("step-{done:08}")).display());
-    println!("done in {}", human_time(started.elapsed()));
-    Ok(Finished { step: done, interrupted })
+    say!("loss curve {}", out.join("loss.svg").display());
+    say!("checkpoint {}", checkpoints.join(format!("step-{done:08}")).display());
+    say!("done in {}", human_time(started.elapsed()));
+    Ok(Finished { step: done, interrupted: false })
+}
+
+/// One process at a time writes to a run's folder; the lock goes with the process.
+fn lock(out: &Path) -> Result<fs::File, TrainError> {
+    let path = out.join(".lock");
+    let file = fs::File::create(&path).map_err(io("cannot create", &path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => Err(TrainError::Other(format!("another process is training in {}", out.display()))),
+        Err(fs::TryLockError::Error(cause)) => Err(io("cannot lock", &path)(cause)),
+    }
 }
 
 fn indent(text: &str) -> String {
@@ -264,10 +328,10 @@ fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, ke
 fn resume(s: &mut Session, task: &dyn Task, config: &Config, dir: &Path) -> Result<u64, TrainError> {
     let (found, skipped) = checkpoint::newest(dir)?;
     for bad in &skipped {
-        println!("skipped {}: {}", bad.path.display(), bad.reason);
+        say!("skipped {}: {}", bad.path.display(), bad.reason);
     }
     let Some(found) = found else {
-        println!("no whole checkpoint in {} yet: starting over", dir.display());
+        say!("no whole checkpoint in {} yet: starting over", dir.display());
         return Ok(0);
     };
     let theirs = Config::from_json(&found.meta["config"])?;
@@ -279,20 +343,36 @@ fn resume(s: &mut Session, task: &dyn Task, config: &Config, dir: &Path) -> Resu
         )));
     }
     for (key, was, is) in changed.iter().filter(|(k, ..)| k.starts_with("passes.")) {
-        println!("{key} was {was}, now it is {is}: numbers may differ in the last bits from here on");
+        say!("{key} was {was}, now it is {is}: numbers may differ in the last bits from here on");
     }
-    same_identity(&found, task)?;
+    if let Some((_, was, is)) = changed.iter().find(|(k, ..)| k == "train.steps") {
+        let spans = |c: &Config| c.section::<TrainConfig>("train").map(|t| t.horizon.max(t.steps));
+        let (before, now) = (spans(&theirs)?, spans(config)?);
+        if before != now {
+            say!(
+                "train.steps was {was}, now it is {is}: the schedule spans {now} steps instead of {before}, so the rate differs from here on"
+            );
+        }
+    }
+    same_tokenizer(&found, task)?;
+    let (theirs, ours) = (&found.meta["identity"]["data"], &task.identity()["data"]);
+    if theirs != ours {
+        return Err(TrainError::Other(format!(
+            "the data is not what checkpoint {} was trained on (it was prepared anew): start a new run from its weights with --init-from",
+            found.path.display()
+        )));
+    }
     restore(s, &found)?;
-    println!("resumed from {} (step {})", found.path.display(), found.step);
+    say!("resumed from {} (step {})", found.path.display(), found.step);
     Ok(found.step)
 }
 
 /// A checkpoint's tokenizer must be the data's.
-pub fn same_identity(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
-    let (theirs, ours) = (&found.meta["identity"], task.identity());
-    if *theirs != ours {
+pub fn same_tokenizer(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
+    let (theirs, ours) = (&found.meta["identity"]["tokenizer"], &task.identity()["tokenizer"]);
+    if theirs != ours {
         return Err(TrainError::Other(format!(
-            "checkpoint {} was trained with another tokenizer: {theirs}, now it is {ours} (prepare the data with the same one)",
+            "checkpoint {} was trained with another tokenizer: its fingerprint is {theirs}, the data's {ours} (prepare the data with the same one)",
             found.path.display()
         )));
     }
@@ -316,6 +396,9 @@ pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
         return Err(TrainError::Other(format!("there is no checkpoint or run folder {}", path.display())));
     }
     let (found, skipped) = checkpoint::newest(&dir)?;
+    for bad in skipped.iter().filter(|_| found.is_some()) {
+        eprintln!("skipped {}: {}", bad.path.display(), bad.reason);
+    }
     found.ok_or_else(|| {
         let why: Vec<String> = skipped.iter().map(|s| format!("; skipped {}: {}", s.path.display(), s.reason)).collect();
         TrainError::Other(format!("{} holds no whole checkpoint{}", path.display(), why.concat()))
@@ -330,17 +413,15 @@ pub fn init_from(s: &mut Session, from: &Path) -> Result<(), TrainError> {
         false => find_checkpoint(from)?.file("model.safetensors")?,
     };
     s.load_params(&file, &what)?;
-    println!("weights from {what}");
+    say!("weights from {what}");
     Ok(())
 }
 
 fn curve(out: &Path, title: &str, floor: Option<(&'static str, f64)>) -> Result<(), TrainError> {
     let records = metrics::read(&out.join("metrics.jsonl"))?;
-    let points = |kind: &str, key: &str| -> Vec<(f64, f64)> {
-        let of_kind = records.iter().filter(|r| r.get("kind").and_then(|k| k.as_str()) == Some(kind));
-        of_kind.filter_map(|r| Some((r.get("step")?.as_f64()?, r.get(key)?.as_f64()?))).collect()
-    };
-    let (train, eval) = (points("train", "loss"), points("eval", "loss"));
+    let points =
+        |key: &str| -> Vec<(f64, f64)> { records.iter().filter_map(|r| Some((r.get("step")?.as_f64()?, r.get(key)?.as_f64()?))).collect() };
+    let (train, eval) = (points("loss"), points("val_loss"));
     let series = [Series { label: "training", points: &train }, Series { label: "validation", points: &eval }];
     let drawn: Vec<Series> = series.into_iter().filter(|s| !s.points.is_empty()).collect();
     if !drawn.is_empty() {

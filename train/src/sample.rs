@@ -55,14 +55,25 @@ pub fn continue_text(
     sampling: &Sampling,
     show: &mut dyn FnMut(&str),
 ) -> Result<Vec<u32>, TrainError> {
-    let tokenizer = g.tokenizer()?;
-    let tokens = tokenizer.encode(prompt)?;
+    let tokens = g.tokenizer()?.encode(prompt)?;
     if tokens.is_empty() {
-        return Err(TrainError::Other("the prompt has no tokens: write at least one character".into()));
+        return Err(TrainError::Other("the prompt has no tokens: write at least one character that the tokenizer knows".into()));
     }
+    continue_tokens(g, s, &tokens, sampling, show)
+}
+
+/// The same for tokens.
+pub fn continue_tokens(
+    g: &mut dyn Generator,
+    s: &mut Session,
+    tokens: &[u32],
+    sampling: &Sampling,
+    show: &mut dyn FnMut(&str),
+) -> Result<Vec<u32>, TrainError> {
+    let tokenizer = g.tokenizer()?;
     g.begin(s, tokens.len() + sampling.max_tokens)?;
     let mut stream = tokenizer.stream();
-    let mut logits = g.feed(s, &tokens)?;
+    let mut logits = g.feed(s, tokens)?;
     let mut added = vec![];
     for i in 0..sampling.max_tokens {
         // A model may have more outputs than its tokenizer has tokens.

@@ -155,3 +155,29 @@ fn presets_name_every_key_and_parse() {
         task(&c);
     }
 }
+
+#[test]
+fn a_step_that_is_not_finite_changes_nothing_but_the_count() {
+    let c = config("tiny", LITTLE);
+    let mut t = task(&c);
+    let mut s = run::load(&*t, &c, &Device::cpu(Cpu::new(2))).unwrap();
+    t.begin(0).unwrap();
+    t.step(&mut s, 0, 1e-3).unwrap();
+    let meta = s.store.get("norm").unwrap().meta.clone();
+    let whole = s.store.get("norm").unwrap().data.bytes().to_vec();
+    let mut broken = vec![1.0f32; meta.elements()];
+    broken[3] = f32::INFINITY;
+    s.store.set("norm", &meta, bytemuck::cast_slice(&broken)).unwrap();
+    let all = |s: &Session| -> Vec<(String, Vec<u8>)> {
+        let kept = s.store.iter().filter(|(n, _)| !n.starts_with("adam.skipped"));
+        kept.map(|(n, x)| (n.to_string(), x.data.bytes().to_vec())).collect()
+    };
+    let before = all(&s);
+    let report = t.step(&mut s, 1, 1e-3).unwrap();
+    assert_eq!((report.skipped_in_row, all(&s) == before), (1, true));
+    s.store.set("norm", &meta, &whole).unwrap();
+    let report = t.step(&mut s, 2, 1e-3).unwrap();
+    assert_eq!(report.skipped_in_row, 0);
+    assert_eq!(report.values.iter().find(|v| v.0 == "skipped").unwrap().1, 1.0);
+    assert_ne!(all(&s), before);
+}

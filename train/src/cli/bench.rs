@@ -33,8 +33,8 @@ pub struct BenchArgs {
 }
 
 pub fn run(a: BenchArgs) -> Result<ExitCode> {
-    if a.repeat == 0 {
-        bail!("--repeat wants at least 1");
+    if !(1..=1_000_000).contains(&a.repeat) || a.warmup > 1_000_000 {
+        bail!("--repeat {} --warmup {}: from 1, or 0, to a million", a.repeat, a.warmup);
     }
     let device = a.device.open()?;
     if a.config.recipe.as_deref() == Some("ops") {
@@ -58,9 +58,9 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     let (unit, work) = task.work();
     let planned = run::peak(&s).total() as u64;
     let resident = peak_resident();
-    println!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
-    println!("{ms:.1} ms a step (from {:.1} to {:.1}), {} {unit}/s", times[0], times[times.len() - 1], human_count(work / ms * 1e3));
-    println!(
+    out!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
+    out!("{ms:.1} ms a step (from {:.1} to {:.1}), {} {unit}/s", times[0], times[times.len() - 1], human_count(work / ms * 1e3));
+    out!(
         "planned peak {}, measured {} resident; set-up {:.2} s",
         human_bytes(planned),
         resident.map_or("unknown".into(), human_bytes),
@@ -94,7 +94,7 @@ fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
             json.push(serde_json::json!({ "op": op.name, "case": case.name, "ms": t.ms, "gb_s": gbs, "gflop_s": gflops }));
         }
     }
-    print!("{}", table(&["op", "case", "ms forward", "GB/s", "GFLOP/s"], &rows));
+    out_part!("{}", table(&["op", "case", "ms forward", "GB/s", "GFLOP/s"], &rows));
     if let Some(path) = &a.json {
         write_json(Some(path), &serde_json::Value::Array(json))?;
     }

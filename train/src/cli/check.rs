@@ -12,6 +12,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 #[derive(Args)]
+#[command(after_help = "Examples:
+  kiln check ops
+  kiln check passes
+  kiln check golden reference/golden/hydra.safetensors")]
 pub struct CheckArgs {
     #[command(subcommand)]
     what: What,
@@ -20,11 +24,16 @@ pub struct CheckArgs {
 #[derive(Subcommand)]
 enum What {
     /// Every case of every op: gradient, repeatability, fused against unfused, narrow types
+    #[command(after_help = "Examples:
+  kiln check ops
+  kiln check ops attention")]
     Ops {
         /// Only ops whose name holds this
         filter: Option<String>,
     },
     /// Every pass against itself switched off
+    #[command(after_help = "Examples:
+  kiln check passes")]
     Passes,
     /// Compares with golden files that reference/golden.py made
     #[command(after_help = "Examples:
@@ -72,21 +81,25 @@ fn report(outcomes: impl Iterator<Item = Outcome>) -> Result<ExitCode> {
         match o.problem {
             None => {
                 passed += 1;
-                println!("ok    {:<60} {:.3} of what is allowed", o.name, o.error);
+                out!("ok    {:<60} {:.3} of what is allowed", o.name, o.error);
             }
             Some(problem) => {
                 failed += 1;
-                println!("FAIL  {:<60} {problem}", o.name);
+                out!("FAIL  {:<60} {problem}", o.name);
             }
         }
     }
-    println!("{passed} passed, {failed} failed");
+    out!("{passed} passed, {failed} failed");
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn golden(a: GoldenArgs) -> Result<ExitCode> {
     if a.write.is_some() && a.files.len() > 1 {
         bail!("--write takes one golden file at a time");
+    }
+    if let Some(out) = a.write.as_ref().filter(|out| a.files.iter().any(|f| f.canonicalize().ok() == out.canonicalize().ok() && f.exists()))
+    {
+        bail!("--write {} is the golden file itself", out.display());
     }
     if !(a.tolerance.is_finite() && a.tolerance >= 0.0) {
         bail!("--tolerance {} is not a number from 0 on", a.tolerance);
@@ -108,10 +121,10 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
                 .collect();
             let views = bytes.iter().map(|(n, (shape, b))| Ok((n.as_str(), TensorView::new(Dtype::F32, shape.clone(), b)?)));
             let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
-            safetensors::serialize_to_file(views, None, out).with_context(|| format!("cannot write {}", out.display()))?;
+            ::train::run::write_bytes(out, &safetensors::serialize(views, None)?)?;
         }
         let all = compare(&file, &computed, a.tolerance);
-        println!("{} ({})", path.display(), file.recipe);
+        out!("{} ({})", path.display(), file.recipe);
         let mut rows = vec![];
         for (what, prefix) in
             [("loss", "loss"), ("metrics", "metric/"), ("outputs", "output/"), ("gradients", "grad/"), ("after the last step", "after/")]
@@ -121,15 +134,15 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
                 rows.push(vec![what.into(), own.len().to_string(), format!("{:.2e}", worst.error), worst.name.clone()]);
             }
         }
-        print!("{}", table(&["what", "tensors", "worst error", "in"], &rows));
+        out_part!("{}", table(&["what", "tensors", "worst error", "in"], &rows));
         let gradients: Vec<Vec<String>> =
             all.iter().filter(|c| c.name.starts_with("grad/")).map(|c| vec![c.name.clone(), format!("{:.2e}", c.error)]).collect();
-        print!("{}", table(&["gradient by parameter", "error"], &gradients));
+        out_part!("{}", table(&["gradient by parameter", "error"], &gradients));
         for c in all.iter().filter(|c| !c.ok) {
             failed = true;
-            println!("FAIL  {}: error {:.3e}, {:.1e} is allowed", c.name, c.error, a.tolerance);
+            out!("FAIL  {}: error {:.3e}, {:.1e} is allowed", c.name, c.error, a.tolerance);
         }
-        println!("{} passed, {} failed", all.iter().filter(|c| c.ok).count(), all.iter().filter(|c| !c.ok).count());
+        out!("{} passed, {} failed", all.iter().filter(|c| c.ok).count(), all.iter().filter(|c| !c.ok).count());
     }
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

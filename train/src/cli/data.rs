@@ -6,6 +6,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 #[derive(Args)]
+#[command(after_help = "Examples:
+  kiln data prepare book.txt --out data/book
+  kiln data inspect data/book")]
 pub struct DataArgs {
     #[command(subcommand)]
     command: DataCommand,
@@ -47,6 +50,9 @@ enum DataCommand {
         force: bool,
     },
     /// What a data set's folder or a shard holds, and whether it is whole
+    #[command(after_help = "Examples:
+  kiln data inspect data/book
+  kiln data inspect data/book/train-00000.tokens --json")]
     Inspect {
         path: PathBuf,
         /// Prints JSON
@@ -59,6 +65,7 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
     match a.command {
         DataCommand::Prepare { files, field, tokenizer, out, val_share, shard_tokens, generated, seed, force } => {
             let input = match generated {
+                Some(0) => bail!("--generated 0: at least one sentence"),
                 Some(sentences) => Input::Generated { seed, sentences },
                 None if files.is_empty() => bail!("name at least one text or .jsonl file, or --generated SENTENCES"),
                 None => Input::Files { paths: files, field },
@@ -66,7 +73,7 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
             let options = PrepareOptions { val_share, shard_tokens, force, ..PrepareOptions::new(input, &tokenizer, &out) };
             let s = prepare(&options)?;
             let d = &s.dataset;
-            println!(
+            out!(
                 "{}: {} training and {} validation tokens of {} ({} tokens in its vocabulary)",
                 s.out.display(),
                 d.train.tokens,
@@ -74,7 +81,7 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
                 d.tokenizer,
                 d.vocab
             );
-            println!("train on it with: kiln train hydra --data {} --set model.vocab={}", s.out.display(), d.vocab);
+            out!("train on it with: kiln train hydra --data {} --set model.vocab={}", s.out.display(), d.vocab);
         }
         DataCommand::Inspect { path, json } => {
             let found = inspect(&path)?;
@@ -83,21 +90,24 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
                 write_json(None, &value)?;
             } else {
                 if let Some(d) = &found.dataset {
-                    println!("{}: tokenizer {} (fingerprint {:016x}), vocabulary {}", path.display(), d.tokenizer, d.fingerprint, d.vocab);
-                    println!(
+                    out!("{}: tokenizer {} (fingerprint {:016x}), vocabulary {}", path.display(), d.tokenizer, d.fingerprint, d.vocab);
+                    out!(
                         "train {} tokens in {} documents, validation {} in {}",
-                        d.train.tokens, d.train.documents, d.val.tokens, d.val.documents
+                        d.train.tokens,
+                        d.train.documents,
+                        d.val.tokens,
+                        d.val.documents
                     );
                     if let Some(floor) = d.entropy_floor {
-                        println!("entropy {floor:.4} nats a token");
+                        out!("entropy {floor:.4} nats a token");
                     }
                 }
                 for s in &found.shards {
                     let whole = if s.checksum_ok { "whole" } else { "CORRUPTED" };
-                    println!("{}: {} tokens of {} bytes, vocabulary {}, {whole}", s.path.display(), s.tokens, s.bytes_per_token, s.vocab);
+                    out!("{}: {} tokens of {} bytes, vocabulary {}, {whole}", s.path.display(), s.tokens, s.bytes_per_token, s.vocab);
                 }
                 if let Some(text) = &found.first_text {
-                    println!("begins: {text:?}");
+                    out!("begins: {text:?}");
                 }
             }
             if found.shards.iter().any(|s| !s.checksum_ok) {

@@ -5,6 +5,9 @@ use clap::Args;
 use std::process::ExitCode;
 
 #[derive(Args)]
+#[command(after_help = "Examples:
+  kiln doctor
+  kiln doctor --json")]
 pub struct DoctorArgs {
     /// Prints JSON
     #[arg(long)]
@@ -23,12 +26,12 @@ pub fn run(a: DoctorArgs) -> Result<ExitCode> {
         write_json(None, &value)?;
         return Ok(ExitCode::SUCCESS);
     }
-    println!("kiln     {}", env!("CARGO_PKG_VERSION"));
-    println!("system   {} {}", std::env::consts::OS, std::env::consts::ARCH);
-    println!("cpu      {cores} cores, vectors: {vectors}");
-    println!("memory   {}", memory.map_or("unknown".into(), human_bytes));
-    println!("cuda     not part of this build: everything runs on the cpu");
-    println!("device   auto means cpu, {cores} threads");
+    out!("kiln     {}", env!("CARGO_PKG_VERSION"));
+    out!("system   {} {}", std::env::consts::OS, std::env::consts::ARCH);
+    out!("cpu      {cores} cores, vectors: {vectors}");
+    out!("memory   {}", memory.map_or("unknown".into(), human_bytes));
+    out!("cuda     not part of this build: everything runs on the cpu");
+    out!("device   auto means cpu, {cores} threads");
     Ok(ExitCode::SUCCESS)
 }
 

@@ -19,7 +19,7 @@ pub struct EvalArgs {
     #[arg(long)]
     data: Option<PathBuf>,
     /// Batches of validation data
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 53))]
     batches: Option<u64>,
     /// Prints JSON
     #[arg(long)]
@@ -37,7 +37,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
         config.set_value("train.eval_batches", (n as i64).into())?;
     }
     let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
-    run::same_identity(&found, &*task)?;
+    run::same_tokenizer(&found, &*task)?;
     let mut s = run::load(&*task, &config, &device)?;
     s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
     let values = task.evaluate(&mut s)?;
@@ -49,7 +49,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
         }
         write_json(None, &object)?;
     } else {
-        println!("{} (step {}): {}", found.path.display(), found.step, run::evaluation_line(&values, task.floor()));
+        out!("{} (step {}): {}", found.path.display(), found.step, run::evaluation_line(&values, task.floor()));
     }
     Ok(ExitCode::SUCCESS)
 }

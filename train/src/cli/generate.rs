@@ -40,6 +40,9 @@ pub struct GenerateArgs {
     device: DeviceArgs,
 }
 
+/// Caches are as long as the text may become.
+const MOST_TOKENS: usize = 1 << 20;
+
 pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     if !(a.temperature.is_finite() && a.temperature >= 0.0) {
         bail!("--temperature {} is negative", a.temperature);
@@ -51,10 +54,16 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     let found = run::find_checkpoint(&a.checkpoint)?;
     let config = Config::from_json(&found.meta["config"])?;
     let task = recipe::find(config.text("recipe"))?.task(&config)?;
-    run::same_identity(&found, &*task)?;
+    run::same_tokenizer(&found, &*task)?;
     let Some(mut generator) = task.generator() else { bail!("{} does not write text", config.text("recipe")) };
     let tokenizer = generator.tokenizer()?;
     let mut stop = a.stop_id.clone();
+    if let Some(id) = stop.iter().find(|id| **id as usize >= tokenizer.vocab()) {
+        bail!("--stop-id {id}: {} has tokens 0 to {}", tokenizer.name(), tokenizer.vocab() - 1);
+    }
+    if a.max_tokens > MOST_TOKENS {
+        bail!("--max-tokens {}: at most {MOST_TOKENS}", a.max_tokens);
+    }
     for text in &a.stop {
         let text = text.replace("\\n", "\n").replace("\\t", "\t");
         match tokenizer.encode(&text)?[..] {
@@ -67,7 +76,7 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     generator.begin(&mut s, 1)?;
     s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
     let sampling = Sampling { temperature: a.temperature, top_p: a.top_p, seed: a.seed, max_tokens: a.max_tokens, stop };
-    print!("{}", a.prompt);
+    out_part!("{}", a.prompt);
     std::io::stdout().flush()?;
     let mut broken = None;
     continue_text(&mut *generator, &mut s, &a.prompt, &sampling, &mut |piece| {
@@ -76,7 +85,7 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
             broken = Some(e);
         }
     })?;
-    println!();
+    out!();
     match broken {
         Some(e) => Err(e.into()),
         None => Ok(ExitCode::SUCCESS),

@@ -1,5 +1,21 @@
 //! One file a subcommand.
 
+/// Prints a line, or gives the error to the caller: a closed pipe ends the command quietly, a full disk does not.
+macro_rules! out {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        writeln!(std::io::stdout(), $($text)*)?
+    }};
+}
+
+/// As `out!`, without the end of the line.
+macro_rules! out_part {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        write!(std::io::stdout(), $($text)*)?
+    }};
+}
+
 mod bench;
 mod check;
 mod data;
@@ -10,7 +26,7 @@ mod passes;
 mod plan;
 mod train;
 
-use ::train::config::Config;
+use ::train::config::{Config, named_in, read_file};
 use ::train::recipe;
 use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
@@ -85,8 +101,8 @@ pub struct DeviceArgs {
 
 impl DeviceArgs {
     pub fn open(&self) -> Result<Device> {
-        if self.threads == Some(0) {
-            bail!("--threads wants at least 1");
+        if let Some(n) = self.threads.filter(|n| !(1..=1024).contains(n)) {
+            bail!("--threads {n}: from 1 to 1024");
         }
         match self.device.as_str() {
             "auto" | "cpu" => Ok(Device::cpu(self.threads.map_or_else(Cpu::all_cores, Cpu::new))),
@@ -114,7 +130,7 @@ pub struct ConfigArgs {
     #[arg(long)]
     data: Option<PathBuf>,
     /// Steps to train in all
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(..=1 << 53))]
     steps: Option<u64>,
     /// Decides initial values, data order and every draw
     #[arg(long)]
@@ -130,10 +146,8 @@ impl ConfigArgs {
         let mut named = (self.recipe.clone(), self.preset.clone());
         if let Some(path) = &self.config {
             // The file may name recipe and preset; the command line wins.
-            let text = std::fs::read_to_string(path).map_err(|cause| ::train::config::ConfigError::Read { path: path.clone(), cause })?;
-            let table: toml::Table = text.parse().map_err(|e| anyhow::anyhow!("config {}: {e}", path.display()))?;
-            let text = |key: &str| table.get(key).and_then(|v| v.as_str()).map(str::to_owned);
-            named = (named.0.or(text("recipe")), named.1.or(text("preset")));
+            let [recipe, preset] = named_in(&read_file(path)?, path)?;
+            named = (named.0.or(recipe), named.1.or(preset));
         }
         let mut config = match base {
             Some(base) => {
@@ -159,7 +173,7 @@ impl ConfigArgs {
             config.set_value("train.steps", (steps as i64).into())?;
         }
         if let Some(seed) = self.seed {
-            config.set_value("seed", (seed as i64).into())?;
+            config.set_seed(seed);
         }
         for p in &self.passes {
             config.set_pass_argument(p)?;
@@ -174,7 +188,7 @@ pub fn write_json(path: Option<&PathBuf>, value: &serde_json::Value) -> Result<(
     match path {
         Some(path) => Ok(::train::run::write_whole(path, &text)?),
         None => {
-            println!("{text}");
+            out!("{text}");
             Ok(())
         }
     }

@@ -6,6 +6,9 @@ use engine::passes::{Numerics, Target};
 use std::process::ExitCode;
 
 #[derive(Args)]
+#[command(after_help = "Examples:
+  kiln passes
+  kiln train hydra --pass recompute=auto,what=memory-bound --pass flash-attention=require")]
 pub struct PassesArgs {
     /// Prints JSON
     #[arg(long)]
@@ -26,13 +29,13 @@ pub fn run(a: PassesArgs) -> Result<ExitCode> {
         write_json(None, &serde_json::Value::Array(PASSES.iter().map(one).collect()))?;
         return Ok(ExitCode::SUCCESS);
     }
-    println!("Passes, in running order. Switch one with --pass NAME=off|auto|require[,setting=value].\n");
+    out!("Passes, in running order. Switch one with --pass NAME=off|auto|require[,setting=value].\n");
     for p in PASSES {
-        println!("{} (default: {})\n    {}\n    f32 on the CPU: {}", p.name(), p.default_mode().name(), p.about(), numerics(*p));
+        out!("{} (default: {})\n    {}\n    f32 on the CPU: {}", p.name(), p.default_mode().name(), p.about(), numerics(*p));
         for s in p.settings() {
-            println!("    {}={}: {}", s.name, s.default, s.about);
+            out!("    {}={}: {}", s.name, s.default, s.about);
         }
-        println!();
+        out!();
     }
     Ok(ExitCode::SUCCESS)
 }

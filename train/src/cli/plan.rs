@@ -63,14 +63,14 @@ pub fn run(a: PlanArgs) -> Result<ExitCode> {
             ]
         })
         .collect();
-    println!("{} {}: each program before it runs (programs share state and arena)", config.text("recipe"), config.text("preset"));
-    println!("{}", table(&["program", "peak", "state", "activations", "workspace", "tables", "ops", "flops", "bytes moved"], &rows));
+    out!("{} {}: each program before it runs (programs share state and arena)", config.text("recipe"), config.text("preset"));
+    out!("{}", table(&["program", "peak", "state", "activations", "workspace", "tables", "ops", "flops", "bytes moved"], &rows));
     for (name, c) in &compiled {
         let parts: Vec<String> = c.by_part().into_iter().map(|(part, bytes)| format!("{part} {}", human_bytes(bytes as u64))).collect();
-        println!("{name}, the most that each part holds at a time: {}", parts.join(", "));
+        out!("{name}, the most that each part holds at a time: {}", parts.join(", "));
     }
-    println!();
+    out!();
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
-    print!("{}", receipts_table(&named));
+    out_part!("{}", receipts_table(&named));
     Ok(ExitCode::SUCCESS)
 }

@@ -1,8 +1,8 @@
 use super::{ConfigArgs, DeviceArgs};
-use ::train::config::Config;
+use ::train::config::{Config, named_in, read_file};
 use ::train::recipe;
 use ::train::run::{Options, train};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::path::{Path, PathBuf};
@@ -39,18 +39,13 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
     let device = a.device.open()?;
     let (out, config) = if a.resume {
         let out = a.out.clone().map_or_else(|| newest_run(&a.config), Ok)?;
-        let path = out.join("config.toml");
-        // A run that was killed before it wrote its config is started over.
-        let base = match path.exists() {
-            true => {
-                let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-                Some(Config::from_run(&text, &path)?)
-            }
-            false => None,
-        };
+        let base = own_config(&out)?;
         (out, a.config.resolve(base)?)
     } else {
-        let config = a.config.resolve(None)?;
+        let mut config = a.config.resolve(None)?;
+        if let Some(from) = &a.init_from {
+            config.set_init_from(&std::path::absolute(from)?);
+        }
         let out = match a.out {
             Some(out) => {
                 if out.join("config.toml").exists() {
@@ -69,8 +64,27 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
         signal_hook::flag::register(signal, stop.clone())?;
     }
     let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
-    train(&mut *task, &config, &device, &Options { out, resume: a.resume, init_from: a.init_from, stop })?;
+    train(&mut *task, &config, &device, &Options { out, resume: a.resume, stop })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A run's own settings: its config file over the preset that it names, or the newest checkpoint's. None where it has neither, because it
+/// was killed before it wrote them.
+fn own_config(out: &Path) -> Result<Option<Config>> {
+    let path = out.join("config.toml");
+    if path.exists() {
+        let [Some(recipe), Some(preset)] = named_in(&read_file(&path)?, &path)? else {
+            bail!(
+                "{} names no recipe and preset: it is not a run's config any more; restore it, or remove it to take the newest checkpoint's",
+                path.display()
+            );
+        };
+        let mut config = recipe::preset(recipe::find(&recipe)?, Some(&preset))?;
+        config.overlay_run(&path)?;
+        return Ok(Some(config));
+    }
+    let (found, _) = ::train::checkpoint::newest(&out.join("checkpoints"))?;
+    found.map(|f| Ok(Config::from_json(&f.meta["config"])?)).transpose()
 }
 
 /// runs/NAME, or the first of runs/NAME-2, ... that is not there.

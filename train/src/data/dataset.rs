@@ -53,6 +53,18 @@ pub struct Dataset {
 impl Dataset {
     pub const FILE: &str = "dataset.json";
 
+    /// A number that changes with the tokens: the hash of all shards' headers, which hold the payloads' own.
+    pub fn checksum(&self, dir: &Path) -> Result<u64, DataError> {
+        let mut hash = xxhash_rust::xxh3::Xxh3::new();
+        for name in Split::ALL.iter().flat_map(|split| &self.split(*split).shards) {
+            let (path, mut header) = (dir.join(name), [0; 64]);
+            let mut file = std::fs::File::open(&path).map_err(DataError::io("read", &path))?;
+            std::io::Read::read_exact(&mut file, &mut header).map_err(DataError::io("read", &path))?;
+            hash.update(&header);
+        }
+        Ok(hash.digest())
+    }
+
     /// Reads dataset.json and checks that the folder holds exactly the shards that it lists.
     pub fn open(dir: &Path) -> Result<Self, DataError> {
         let path = dir.join(Self::FILE);

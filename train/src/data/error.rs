@@ -8,7 +8,7 @@ pub enum DataError {
     Io { doing: &'static str, path: PathBuf, error: std::io::Error },
     #[error("tokenizer {path}: {reason} (use \"byte\", or the path of a Hugging Face tokenizer.json)")]
     Tokenizer { path: PathBuf, reason: String },
-    #[error("{path} is no token shard: it begins with {found:?} (make shards with `kiln prepare`)")]
+    #[error("{path} is no token shard: it begins with {found:?} (make shards with `kiln data prepare`)")]
     Magic { path: PathBuf, found: String },
     #[error("{path} has shard version {found}, this program reads version {known} (prepare the data again)")]
     Version { path: PathBuf, found: u32, known: u32 },

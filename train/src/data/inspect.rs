@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::prepare::folder_of;
-use super::{DataError, Dataset, Shard, Split, Tokenizer};
+use super::{DataError, Dataset, Shard, ShardSet, Split, Tokenizer};
 
 #[derive(Debug, Clone, Serialize)]
 pub struct ShardInfo {
@@ -38,6 +38,15 @@ pub fn inspect(path: &Path) -> Result<Inspection, DataError> {
         let dir = folder_of(path);
         (dir, Dataset::open(dir).ok(), vec![path.to_owned()])
     };
+    if path.is_dir() {
+        // What training would refuse is refused here.
+        for split in Split::ALL {
+            match ShardSet::open(path, split) {
+                Err(e) if !matches!(e, DataError::Checksum { .. }) => return Err(e),
+                _ => {}
+            }
+        }
+    }
     let (mut shards, mut first_tokens) = (Vec::new(), Vec::new());
     let mut fingerprint = None;
     for path in files {

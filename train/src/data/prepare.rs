@@ -135,7 +135,7 @@ impl Folder {
                 return Err(refuse("it holds other files and no dataset.json (name a new folder)"));
             }
             if !empty && !force {
-                return Err(refuse("it holds a data set already (name a new folder, or replace it with force)"));
+                return Err(refuse("it holds a data set already (name a new folder, or replace it with --force)"));
             }
         }
         let temporary = beside(out, "tmp");

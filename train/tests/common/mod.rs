@@ -161,7 +161,7 @@ pub fn records(out: &Path, kind: &str) -> Vec<serde_json::Value> {
     let text = fs::read_to_string(out.join("metrics.jsonl")).unwrap_or_default();
     let whole = text.split_inclusive('\n').filter(|l| l.ends_with('\n'));
     let all = whole.map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap_or_else(|e| panic!("{l}: {e}")));
-    all.filter(|r| r["kind"] == kind).collect()
+    all.filter(|r| kind == "train" || r.get("val_loss").is_some()).collect()
 }
 
 pub fn checkpoint(out: &Path, step: u64) -> PathBuf {

@@ -9,7 +9,7 @@ use crate::config::{Config, ConfigError, DataConfig, TrainConfig};
 use crate::data::{Dataset, Generated, ShardSet, Source, Split, TokenWindows, Tokenizer};
 use crate::golden::Golden;
 use crate::recipe::{Computed, Feeds, Generator, Model, Recipe, Session, Supervised, Task, TrainError};
-use crate::sample::{Sampling, continue_text};
+use crate::sample::{Sampling, continue_tokens};
 use engine::{Data, Device, Recorder, Switches, Var};
 use std::path::Path;
 use std::sync::Arc;
@@ -39,6 +39,7 @@ impl Recipe for HydraRecipe {
         let data: DataConfig = config.section("data")?;
         let train: TrainConfig = config.section("train")?;
         train.check()?;
+        model.check_batch(train.batch)?;
         let model = HydraModel { accumulate: train.accumulate, c: model, data, seed: config.seed() };
         model.tokenizer()?;
         Ok(Box::new(Supervised::new(model, train, config.seed())))
@@ -121,16 +122,22 @@ impl Model for HydraModel {
     }
 
     fn identity(&self) -> serde_json::Value {
-        let tokenizer = self.tokenizer().map(|t| (t.name(), format!("{:016x}", t.fingerprint())));
-        tokenizer.map_or(serde_json::Value::Null, |(name, print)| serde_json::json!({ "tokenizer": name, "fingerprint": print }))
+        let tokenizer = self.tokenizer().ok().map(|t| format!("{:016x}", t.fingerprint()));
+        let data = match self.data.path.as_str() {
+            "" => None,
+            path => Dataset::open(Path::new(path)).and_then(|d| d.checksum(Path::new(path))).ok().map(|c| format!("{c:016x}")),
+        };
+        serde_json::json!({ "tokenizer": tokenizer, "data": data })
     }
 
     fn show(&self, s: &mut Session) -> Result<Option<String>, TrainError> {
         let Some(mut g) = self.generator() else { return Ok(None) };
-        let prompt = if self.data.path.is_empty() { "the " } else { "\n" };
-        let mut text = prompt.to_string();
+        // The first tokens of the validation data, continued.
+        let begin = self.source(false)?.item(0)?.ids;
+        let prompt: Vec<u32> = begin.iter().take(8).map(|&t| t as u32).collect();
+        let mut text = self.tokenizer()?.decode(&prompt);
         let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: self.seed, max_tokens: 240, stop: vec![] };
-        continue_text(&mut *g, s, prompt, &sampling, &mut |piece| text.push_str(piece))?;
+        continue_tokens(&mut *g, s, &prompt, &sampling, &mut |piece| text.push_str(piece))?;
         Ok(Some(text))
     }
 

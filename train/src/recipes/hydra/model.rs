@@ -64,8 +64,9 @@ impl HydraConfig {
             ("seq", self.seq),
             ("conv_width", self.conv_width),
         ];
-        if let Some((name, _)) = sizes.iter().find(|(_, v)| *v == 0) {
-            return bad(format!("model.{name} must be at least 1"));
+        // Far above any real model, and low enough that no product of a few of them overflows.
+        if let Some((name, v)) = sizes.iter().find(|(name, v)| *v == 0 || *v > if *name == "blocks" { 1024 } else { 1 << 20 }) {
+            return bad(format!("model.{name} = {v}: from 1 to {}", if *name == "blocks" { 1024 } else { 1 << 20 }));
         }
         let divides = [
             ("dim", self.dim, "compression", self.compression),
@@ -87,8 +88,8 @@ impl HydraConfig {
             return bad(format!("model: kv_heads x head size = {} is too small to halve", self.kv_dim()));
         }
         for (name, shares) in [("edge_capacity", &self.edge_capacity), ("middle_capacity", &self.middle_capacity)] {
-            if shares.is_empty() || shares.iter().any(|s| !(*s > 0.0 && *s <= 1.0)) {
-                return bad(format!("model.{name} = {shares:?}: each share must be above 0 and at most 1"));
+            if shares.is_empty() || shares.len() > 64 || shares.iter().any(|s| !(*s > 0.0 && *s <= 1.0)) {
+                return bad(format!("model.{name} = {shares:?}: one to 64 shares, each above 0 and at most 1"));
             }
             if shares.windows(2).any(|w| w[1] > w[0]) {
                 return bad(format!("model.{name} = {shares:?} increases: a recursion works on tokens of the one before it"));
@@ -103,6 +104,18 @@ impl HydraConfig {
             return bad(format!("model.router_weight = {} must not be negative", self.router_weight));
         }
         Ok(())
+    }
+
+    /// Rows are numbered in f32, exactly up to 2^24.
+    pub fn check_batch(&self, batch: usize) -> Result<(), ConfigError> {
+        match batch.checked_mul(self.seq) {
+            Some(tokens) if tokens <= 1 << 24 => Ok(()),
+            _ => Err(ConfigError::Invalid(format!(
+                "train.batch = {batch} of model.seq = {} tokens: at most {} tokens in a micro-batch",
+                self.seq,
+                1 << 24
+            ))),
+        }
     }
 
     fn eps(&self) -> f32 {
