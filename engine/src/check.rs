@@ -2,6 +2,7 @@
 
 use crate::cpu::{Cpu, Data};
 use crate::graph::{Graph, Kind};
+use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Fill};
 use crate::passes::{Mode, Numerics, Pass, Switches, Target, sweep};
@@ -73,7 +74,7 @@ pub fn fill(kind: Fill, seed: u64, count: usize) -> Numbers {
             Numbers::F32(normal)
         }
         Fill::Positive => Numbers::F32(normal.iter().map(|v| 0.5 + 1.5 / (1.0 + (-v).exp())).collect()),
-        Fill::Distinct => {
+        Fill::Distinct | Fill::Spread => {
             let mut order: Vec<usize> = (0..count).collect();
             let keys: Vec<u32> = words(seed, count).collect();
             order.sort_by_key(|&i| keys[i]);
@@ -123,12 +124,18 @@ fn before(leaf: Var) -> Var {
 }
 
 fn record(case: &Case, dtype: DType, unfused: bool) -> Recorded {
+    record_with(case, dtype, unfused, true)
+}
+
+/// Without numbers where only the graph is looked at.
+fn record_with(case: &Case, dtype: DType, unfused: bool, numbers: bool) -> Recorded {
+    let count = |n: usize| if numbers { n } else { 0 };
     let r = Recorder::new();
     let seed = hash_name(case.name);
     let mut out = Recorded { graph: Graph::default(), feeds: vec![], outputs: vec![], gradients: vec![], cotangents: vec![] };
     let (mut leaves, mut inputs) = (vec![], vec![]);
     for (i, input) in case.inputs.iter().enumerate() {
-        let numbers = fill(input.1, seed.wrapping_add(i as u64), input.0.iter().product());
+        let numbers = fill(input.1, seed.wrapping_add(i as u64), count(input.0.iter().product()));
         let leaf = r.feed(&format!("x{i}"), input.0, numbers.dtype());
         inputs.push(if numbers.dtype().is_float() { before(leaf).cast(dtype) } else { leaf });
         out.feeds.push((format!("x{i}"), numbers));
@@ -137,7 +144,7 @@ fn record(case: &Case, dtype: DType, unfused: bool) -> Recorded {
     let outputs = (case.build)(&inputs);
     let mut loss: Option<Var> = None;
     for (k, &y) in outputs.iter().enumerate().filter(|(_, y)| y.dtype().is_float()) {
-        let c = normals(seed ^ (k as u64 + 1) << 40, y.meta().elements());
+        let c = normals(seed ^ (k as u64 + 1) << 40, count(y.meta().elements()));
         let cotangent = r.feed(&format!("c{k}"), &y.shape(), DType::F32);
         let term = (y.cast(DType::F32) * cotangent).sum();
         loss = Some(loss.map_or(term, |l| l + term));
@@ -197,9 +204,13 @@ fn device() -> Device {
     Device::cpu(Cpu::all_cores())
 }
 
-/// All checks of one case.
-pub fn check_case(op: &str, case: &Case) -> Vec<Outcome> {
+/// All checks of one case. On a GPU: its numbers and gradients against the CPU's in every type, and against a second run.
+pub fn check_case(op: &str, case: &Case, target: &Device) -> Vec<Outcome> {
     let name = |what: &str| format!("{op}: {} ({what})", case.name);
+    if let Device::Cuda(..) = target {
+        let one = |dtype: DType| Outcome::new(name(&format!("{dtype} against the CPU")), against_cpu(case, dtype, target));
+        return [DType::F32, DType::BF16, DType::F16].map(one).into();
+    }
     let mut all = vec![Outcome::new(name("gradient"), gradient(case)), Outcome::new(name("repeats"), repeats(case))];
     let ops = |unfused| record(case, DType::F32, unfused).graph.nodes.len();
     if ops(true) != ops(false) {
@@ -296,17 +307,35 @@ fn narrow(case: &Case, dtype: DType) -> Result<f64, String> {
     compare(&values(case, dtype, false)?, &values(case, DType::F32, false)?, tolerance(dtype, longest(case)))
 }
 
+/// Outputs and gradients, twice on the device and once on the CPU.
+fn against_cpu(case: &Case, dtype: DType, target: &Device) -> Result<f64, String> {
+    let run = |on: &Device, times: usize| -> Result<Vec<Vec<Vec<f32>>>, String> {
+        let mut r = record(case, dtype, false);
+        r.graph.outputs.retain(|o| !frozen(case).iter().any(|i| o.0 == format!("g{i}")));
+        sweep(&mut r.graph);
+        let names: Vec<String> = r.graph.outputs.iter().map(|o| o.0.clone()).collect();
+        let mut p = Loaded::new(r.graph, &Switches::default(), on)?;
+        (0..times).map(|_| p.run(&r.feeds, &names)).collect()
+    };
+    let (ours, cpu) = (run(target, 2)?, run(&device(), 1)?);
+    if !ours[0].iter().zip(&ours[1]).all(|(a, b)| bitwise(a, b)) {
+        return Err("two runs differ".into());
+    }
+    // A gradient passes through the case twice, rounding each time.
+    compare(&ours[0], &cpu[0], 2.0 * tolerance(dtype, longest(case)))
+}
+
 fn compare(a: &[Vec<f32>], b: &[Vec<f32>], allowed: f64) -> Result<f64, String> {
     let worst = a.iter().zip(b).map(|(x, y)| relative(x, y)).fold(0.0, f64::max) / allowed;
     if worst <= 1.0 { Ok(worst) } else { Err(format!("off by {:.2e}, {:.2e} is allowed", worst * allowed, allowed)) }
 }
 
 /// The pass's own example with the pass off and on.
-pub fn check_pass(pass: &dyn Pass) -> Outcome {
-    Outcome::new(format!("{}: off against on", pass.name()), on_off(pass))
+pub fn check_pass(pass: &dyn Pass, target: &Device) -> Outcome {
+    Outcome::new(format!("{}: off against on", pass.name()), on_off(pass, target))
 }
 
-fn on_off(pass: &dyn Pass) -> Result<f64, String> {
+fn on_off(pass: &dyn Pass, target: &Device) -> Result<f64, String> {
     let example = || {
         let r = Recorder::new();
         pass.example(&r);
@@ -317,7 +346,7 @@ fn on_off(pass: &dyn Pass) -> Result<f64, String> {
     let outputs: Vec<String> = graph.outputs.iter().map(|o| o.0.clone()).collect();
     let run = |value: &str| -> Result<(Vec<Vec<f32>>, usize), String> {
         let switches = Switches::default().with(pass.name(), value).map_err(|e| e.to_string())?;
-        let mut p = Loaded::new(example(), &switches, &device())?;
+        let mut p = Loaded::new(example(), &switches, target)?;
         let applied = p.program.receipts.iter().find(|r| r.pass == pass.name()).map_or(0, |r| r.applied);
         Ok((p.run(&feeds, &outputs)?, applied))
     };
@@ -337,17 +366,22 @@ fn on_off(pass: &dyn Pass) -> Result<f64, String> {
     };
     for value in variants {
         let (on, applied) = run(&value)?;
+        if applied == 0 && pass.needs_gpu() && target.target() == Target::Cpu {
+            continue; // the receipt says that there is nothing to do
+        }
         if applied == 0 {
             return Err(format!("{value}: applied nowhere in its own example"));
         }
-        match pass.numerics(Target::Cpu, DType::F32) {
+        match pass.numerics(target.target(), DType::F32) {
             Numerics::Exact if !off.iter().zip(&on).all(|(a, b)| bitwise(a, b)) => {
                 return Err(format!("{value}: declared exact, but bits differ"));
             }
             Numerics::Exact => {}
-            Numerics::Reordered => {
+            Numerics::Reordered | Numerics::LowPrecision => {
+                let narrow = pass.numerics(target.target(), DType::F32) == Numerics::LowPrecision;
+                let dtype = if narrow { DType::BF16 } else { DType::F32 };
                 let length = graph.nodes.iter().flat_map(|n| n.outputs.iter().flat_map(|m| m.shape.iter().copied())).max().unwrap_or(1);
-                worst = worst.max(compare(&on, &off, tolerance(DType::F32, length))?);
+                worst = worst.max(compare(&on, &off, tolerance(dtype, length))?);
             }
         }
     }
@@ -389,7 +423,24 @@ pub fn time_case(case: &Case, device: &Device, repeat: usize) -> Result<Timing, 
     for _ in 0..repeat + 1 {
         let start = std::time::Instant::now();
         p.run(&feeds, &[])?;
+        device.synchronize().map_err(|e| e.to_string())?;
         best = best.min(start.elapsed().as_secs_f64() * 1e3);
     }
     Ok(Timing { ms: best, flops: p.program.flops, bytes: p.program.bytes })
+}
+
+/// The source of every kernel that a case needs, forwards and backwards, on an architecture: for compiling without a GPU.
+pub fn kernel_texts(case: &Case, dtype: DType, arch: Arch) -> Result<Vec<String>, String> {
+    let mut r = record_with(case, dtype, false, false);
+    r.graph.outputs.retain(|o| !frozen(case).iter().any(|i| o.0 == format!("g{i}")));
+    sweep(&mut r.graph);
+    let c = crate::program::Compiled::new(r.graph, &Switches::default(), Target::Cuda(arch)).map_err(|e| e.to_string())?;
+    let strides = c.plan.strides();
+    let steps = (0..c.graph.nodes.len()).flat_map(|i| crate::cuda::code(&c.graph, &strides, i, arch).steps);
+    Ok(steps
+        .filter_map(|s| match s {
+            crate::kernel::Step::Launch(l) => Some(l.text()),
+            crate::kernel::Step::Gemm(_) => None,
+        })
+        .collect())
 }

@@ -5,6 +5,8 @@ use crate::meta::Meta;
 pub enum Error {
     #[error("the loss does not depend on parameter '{0}': use it, or do not ask for its gradient")]
     Unreached(String),
+    #[error("a gradient is asked for through '{op}' (in {scope}), which has none: second derivatives are not supported")]
+    NotDifferentiable { op: String, scope: String },
     #[error("the graph asks for gradients, but pass 'autodiff' is off")]
     NoAutodiff,
     #[error("no pass is called '{name}'{hint}; `kiln passes` lists them")]
@@ -21,6 +23,8 @@ pub enum Error {
     NoState(String),
     #[error("feed '{name}' wants {want:?}, got {got}")]
     Feed { name: String, want: Meta, got: String },
+    #[error("{0}")]
+    Cuda(String),
     #[error("the program has no output '{0}'")]
     NoOutput(String),
 }

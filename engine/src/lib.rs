@@ -21,13 +21,15 @@
 //!     step.run(&mut store, &[("x", Data::F32(&x)), ("y", Data::F32(&y))]).unwrap();
 //! }
 //! assert!(step.scalar("loss", &store).unwrap() < 1e-4);
-//! assert!((store.get("w").unwrap().data.f32()[0] - 3.0).abs() < 0.05);
+//! assert!((store.get("w").unwrap().f32().unwrap()[0] - 3.0).abs() < 0.05);
 //! ```
 
 pub mod check;
 pub mod cpu;
+pub mod cuda;
 pub mod error;
 pub mod graph;
+pub mod kernel;
 pub mod meta;
 pub mod op;
 pub mod ops;
@@ -39,6 +41,7 @@ pub mod record;
 pub mod store;
 
 pub use cpu::{Cpu, Data};
+pub use cuda::Cuda;
 pub use error::Error;
 pub use graph::{Graph, Init};
 pub use meta::{DType, Meta};

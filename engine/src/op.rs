@@ -1,6 +1,7 @@
 //! What an operation is, and what the tests know about it.
 
 use crate::cpu::{View, ViewMut};
+use crate::kernel::{Code, Io};
 use crate::meta::{Layout, Meta};
 use crate::record::Var;
 use std::any::Any;
@@ -23,7 +24,16 @@ pub trait Op: Any + Debug + Send + Sync {
     /// Gradients of the inputs from those of the outputs. Required: an op that has none says so with `no_gradient`.
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g>;
 
+    /// False for what has no vjp though its outputs are floats: gradients of ops, whose own are not written. Asking for a gradient
+    /// through it is an error.
+    fn differentiable(&self) -> bool {
+        true
+    }
+
     fn cost(&self, x: &[Meta]) -> Cost;
+
+    /// Kernels and matrix products that compute the same on a GPU, in every float type the inputs may have.
+    fn cuda(&self, io: &Io) -> Code;
 
     fn layout(&self, _input: usize) -> Layout {
         Layout::Contiguous
@@ -108,6 +118,8 @@ pub enum Fill {
     Positive,
     /// Distinct values in random order, far enough apart that a small step changes no order. Has no gradient.
     Distinct,
+    /// As `Distinct`, with a gradient.
+    Spread,
     /// Normal; the case gives it no gradient, and the check makes sure of that.
     Frozen,
     /// i32 in 0..n.

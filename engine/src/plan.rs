@@ -66,10 +66,15 @@ pub struct Plan {
     pub cost: Cost,
 }
 
-/// f32 elements of workspace for a node, on the device that will run it.
-pub type WorkspaceOf<'a> = &'a dyn Fn(&Graph, usize) -> usize;
+/// f32 elements of workspace for a node, on the device that will run it; strides of every value so far are given.
+pub type WorkspaceOf<'a> = &'a dyn Fn(&Graph, &[Vec<Vec<usize>>], usize) -> usize;
 
 impl Plan {
+    /// Of every value.
+    pub fn strides(&self) -> Vec<Vec<Vec<usize>>> {
+        self.spots.iter().map(|s| s.iter().map(|s| s.strides.clone()).collect()).collect()
+    }
+
     /// Bytes of the arena: activations, then one workspace that all ops share.
     pub fn arena(&self) -> usize {
         self.memory.activations + self.memory.workspace
@@ -79,7 +84,7 @@ impl Plan {
         let end = g.nodes.len();
         let roots = view_roots(g);
         let last_read = last_reads(g, &roots);
-        let destined = destinations(g);
+        let destined = destinations(g, &roots, &last_read);
         let mut plan =
             Plan { spots: vec![], buffers: vec![], copies: vec![], stores: vec![], memory: Memory::default(), cost: Cost::default() };
         for (i, node) in g.nodes.iter().enumerate() {
@@ -148,8 +153,10 @@ impl Plan {
                 plan.cost.flops += c.flops;
                 plan.cost.bytes += c.bytes;
             }
-            plan.memory.workspace = plan.memory.workspace.max(4 * workspace(g, i).next_multiple_of(ALIGN));
         }
+        let strides = plan.strides();
+        let most = (0..g.nodes.len()).map(|i| workspace(g, &strides, i)).max().unwrap_or(0);
+        plan.memory.workspace = 4 * most.next_multiple_of(ALIGN);
         for &(state, value) in &g.updates {
             if plan.spots[value.node][value.out].buffer != plan.spots[state.node][0].buffer {
                 plan.stores.push((state.node, value));
@@ -170,11 +177,12 @@ impl Plan {
                 None => first.to_string(),
             }
         };
+        let strides = self.strides();
         // (position, change in bytes) for every part.
         let mut events: BTreeMap<String, Vec<(usize, isize)>> = BTreeMap::new();
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_source() && !n.is_view()) {
             let list = events.entry(part(&node.scope)).or_default();
-            let scratch = 4 * workspace(g, i) as isize;
+            let scratch = 4 * workspace(g, &strides, i) as isize;
             list.extend([(i, scratch), (i + 1, -scratch)]);
             for spot in &self.spots[i] {
                 let b = &self.buffers[spot.buffer];
@@ -241,8 +249,9 @@ pub fn last_reads(g: &Graph, roots: &[Option<Value>]) -> HashMap<Value, usize> {
     last
 }
 
-/// Values that end up in a state, through ops that work in its buffer: value -> the state's node.
-fn destinations(g: &Graph) -> HashMap<Value, usize> {
+/// Values that may live in a state's buffer: its next value, and what leads to it through ops that work in their input's
+/// buffer, as long as nobody else reads that any later. value -> the state's node.
+fn destinations(g: &Graph, roots: &[Option<Value>], last_read: &HashMap<Value, usize>) -> HashMap<Value, usize> {
     let mut destined = HashMap::new();
     for &(state, value) in &g.updates {
         let mut v = value;
@@ -250,10 +259,13 @@ fn destinations(g: &Graph) -> HashMap<Value, usize> {
             if destined.insert(v, state.node).is_some() {
                 break;
             }
-            match op.reuse().iter().find(|p| p.1 == v.out) {
-                Some(&(input, _)) => v = g.nodes[v.node].inputs[input],
-                None => break,
+            let Some(&(input, _)) = op.reuse().iter().find(|p| p.1 == v.out) else { break };
+            let from = g.nodes[v.node].inputs[input];
+            // Read for the last time where the next of the chain is made: nothing overwrites what is still wanted.
+            if roots[from.node].is_some() || last_read.get(&from) != Some(&v.node) {
+                break;
             }
+            v = from;
         }
     }
     destined

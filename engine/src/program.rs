@@ -1,8 +1,10 @@
 //! A graph, rewritten, planned and loaded on a device.
 
 use crate::cpu::{Buffer, Cpu, CpuProgram, Data};
+use crate::cuda::{self, Cuda, CudaProgram};
 use crate::error::Error;
 use crate::graph::Graph;
+use crate::kernel::Arch;
 use crate::passes::{self, Receipt, Switches, Target};
 use crate::plan::{Memory, Plan};
 use crate::store::Store;
@@ -11,22 +13,48 @@ use std::sync::{Arc, Mutex};
 
 /// Where programs run. Its programs run one at a time and share one arena, as large as the largest needs.
 #[derive(Clone)]
-pub struct Device {
-    cpu: Cpu,
-    arena: Arc<Mutex<Buffer>>,
+pub enum Device {
+    Cpu(Cpu, Arc<Mutex<Buffer>>),
+    Cuda(Cuda, Arc<Mutex<cuda::Device>>),
 }
 
 impl Device {
     pub fn cpu(cpu: Cpu) -> Device {
-        Device { cpu, arena: Arc::new(Mutex::new(Buffer::zeroed(0))) }
+        Device::Cpu(cpu, Arc::new(Mutex::new(Buffer::zeroed(0))))
+    }
+
+    pub fn cuda(cuda: Cuda) -> Result<Device, Error> {
+        let arena = cuda.allocate(0)?;
+        Ok(Device::Cuda(cuda, Arc::new(Mutex::new(arena))))
     }
 
     pub fn describe(&self) -> String {
-        format!("cpu, {} threads", self.cpu.threads())
+        match self {
+            Device::Cpu(cpu, _) => format!("cpu, {} threads", cpu.threads()),
+            Device::Cuda(cuda, _) => format!("{}, compute capability {}.{}", cuda.name(), cuda.arch().sm / 10, cuda.arch().sm % 10),
+        }
     }
 
-    pub fn threads(&self) -> usize {
-        self.cpu.threads()
+    pub fn target(&self) -> Target {
+        match self {
+            Device::Cpu(..) => Target::Cpu,
+            Device::Cuda(cuda, _) => Target::Cuda(cuda.arch()),
+        }
+    }
+
+    /// Waits for everything that was started.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        match self {
+            Device::Cpu(..) => Ok(()),
+            Device::Cuda(cuda, _) => cuda.synchronize(),
+        }
+    }
+
+    fn gpu(&self) -> Option<&Cuda> {
+        match self {
+            Device::Cpu(..) => None,
+            Device::Cuda(cuda, _) => Some(cuda),
+        }
     }
 }
 
@@ -35,18 +63,27 @@ pub struct Compiled {
     pub graph: Graph,
     pub plan: Plan,
     pub receipts: Vec<Receipt>,
+    target: Target,
 }
 
 impl Compiled {
-    pub fn new(mut graph: Graph, switches: &Switches) -> Result<Compiled, Error> {
-        let receipts = passes::run(&mut graph, switches, Target::Cpu)?;
-        let plan = Plan::new(&graph, &CpuProgram::workspace);
-        Ok(Compiled { graph, plan, receipts })
+    pub fn new(mut graph: Graph, switches: &Switches, target: Target) -> Result<Compiled, Error> {
+        let receipts = passes::run(&mut graph, switches, target)?;
+        let plan = Plan::new(&graph, &|g, strides, i| workspace(target, g, strides, i));
+        Ok(Compiled { graph, plan, receipts, target })
     }
 
     /// See `Plan::by_part`.
     pub fn by_part(&self) -> BTreeMap<String, usize> {
-        self.plan.by_part(&self.graph, &CpuProgram::workspace)
+        self.plan.by_part(&self.graph, &|g, strides, i| workspace(self.target, g, strides, i))
+    }
+}
+
+/// f32 elements of scratch memory that a node wants on a device.
+fn workspace(target: Target, g: &Graph, strides: &[Vec<Vec<usize>>], node: usize) -> usize {
+    match target {
+        Target::Cpu => CpuProgram::workspace(g, strides, node),
+        Target::Cuda(arch) => cuda::code(g, strides, node, arch).workspace.div_ceil(4),
     }
 }
 
@@ -56,33 +93,53 @@ pub struct Program {
     pub memory: Memory,
     pub flops: u64,
     pub bytes: u64,
-    cpu: CpuProgram,
+    loaded: Loaded,
+}
+
+enum Loaded {
+    Cpu(CpuProgram),
+    Cuda(CudaProgram),
 }
 
 impl Program {
     /// Rewrites, plans and loads a graph, and creates the states that it names.
     pub fn load(graph: Graph, switches: &Switches, device: &Device, store: &mut Store) -> Result<Program, Error> {
-        Program::from_compiled(Compiled::new(graph, switches)?, device, store)
+        Program::from_compiled(Compiled::new(graph, switches, device.target())?, device, store)
     }
 
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
-        store.ensure(&c.graph)?;
+        store.ensure(&c.graph, device.gpu())?;
         let (memory, cost) = (c.plan.memory, c.plan.cost);
-        let cpu = CpuProgram::new(c.graph, c.plan, &device.cpu, &device.arena);
-        Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, cpu })
+        let capture = c.receipts.iter().any(|r| r.pass == "cuda-graph" && r.applied > 0);
+        let loaded = match device {
+            Device::Cpu(cpu, arena) => Loaded::Cpu(CpuProgram::new(c.graph, c.plan, cpu, arena)),
+            Device::Cuda(cuda, arena) => Loaded::Cuda(CudaProgram::new(c.graph, c.plan, cuda, arena, capture)?),
+        };
+        Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded })
     }
 
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
-        self.cpu.run(store, feeds)
+        match &mut self.loaded {
+            Loaded::Cpu(p) => p.run(store, feeds),
+            Loaded::Cuda(p) => p.run(store, feeds),
+        }
     }
 
     /// An output of the last run, in f32. Another program's run in between overwrites it.
     pub fn read(&self, name: &str, store: &Store) -> Result<Vec<f32>, Error> {
-        self.cpu.read(name, store)
+        match &self.loaded {
+            Loaded::Cpu(p) => p.read(name, store),
+            Loaded::Cuda(p) => p.read(name, store),
+        }
     }
 
     /// An output of one element.
     pub fn scalar(&self, name: &str, store: &Store) -> Result<f32, Error> {
         Ok(self.read(name, store)?[0])
     }
+}
+
+/// A GPU that is not there: for planning, and for compiling every kernel without one.
+pub fn imagined(sm: u32) -> Target {
+    Target::Cuda(Arch { sm, multiprocessors: 132 })
 }

@@ -48,7 +48,9 @@ impl Recorder {
     }
 
     /// A tensor that every run is handed.
+    #[track_caller]
     pub fn feed(&self, name: &str, shape: &[usize], dtype: DType) -> Var<'_> {
+        assert!(!matches!(dtype, DType::BF16 | DType::F16), "feed '{name}': f32, i32 or u8; cast it in the graph");
         self.named(name, Kind::Feed(name.into()), Meta::new(shape, dtype))
     }
 
@@ -190,7 +192,9 @@ impl Recorder {
         f(&self.graph.borrow())
     }
 
+    #[track_caller]
     fn push(&self, kind: Kind, inputs: Vec<Value>, outputs: Vec<Meta>) -> Vec<Var<'_>> {
+        assert!(outputs.iter().all(|m| m.elements() > 0), "a tensor without elements: {outputs:?}");
         let mut g = self.graph.borrow_mut();
         let (node, count) = (g.nodes.len(), outputs.len());
         let (scope, backward, block) = (self.scope.borrow().clone(), self.backward.get(), self.block.get());

@@ -1,16 +1,39 @@
 //! Everything that outlives a run, by name: parameters, moments, carries, caches, counters.
 
 use crate::cpu::Buffer;
+use crate::cuda::{self, Cuda};
 use crate::error::Error;
 use crate::graph::{Graph, Init};
 use crate::meta::Meta;
 use crate::philox::{fill_normal, hash_name, philox, uniform};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 pub struct Tensor {
     pub meta: Meta,
     pub param: bool,
-    pub data: Buffer,
+    memory: Memory,
+}
+
+/// Where a state's numbers are.
+enum Memory {
+    Host(Buffer),
+    Gpu(Cuda, cuda::Device),
+}
+
+impl Tensor {
+    /// The numbers as they lie in memory; from a GPU they are copied.
+    pub fn bytes(&self) -> Result<Cow<'_, [u8]>, Error> {
+        match &self.memory {
+            Memory::Host(b) => Ok(b.bytes().into()),
+            Memory::Gpu(cuda, d) => Ok(cuda.download(d, 0, self.meta.bytes())?.into()),
+        }
+    }
+
+    /// The numbers in f32.
+    pub fn f32(&self) -> Result<Vec<f32>, Error> {
+        Ok(crate::cpu::widened(&self.bytes()?, self.meta.dtype))
+    }
 }
 
 pub struct Store {
@@ -24,15 +47,23 @@ impl Store {
         Store { seed, tensors: BTreeMap::new() }
     }
 
-    /// Creates the states of a graph that are not there yet, with their initial values.
-    pub fn ensure(&mut self, g: &Graph) -> Result<(), Error> {
+    /// Creates the states of a graph that are not there yet, with their initial values, on the GPU if one is named.
+    pub fn ensure(&mut self, g: &Graph, gpu: Option<&Cuda>) -> Result<(), Error> {
         for (state, meta) in g.states() {
             match self.tensors.get(&state.name) {
                 Some(t) if t.meta == *meta => {}
                 Some(t) => return Err(Error::StateShape { name: state.name.clone(), have: t.meta.clone(), want: meta.clone() }),
                 None => {
-                    let data = initial(state.init, self.seed, &state.name, meta);
-                    self.tensors.insert(state.name.clone(), Tensor { meta: meta.clone(), param: state.param, data });
+                    let numbers = initial(state.init, self.seed, &state.name, meta);
+                    let memory = match gpu {
+                        None => Memory::Host(numbers),
+                        Some(cuda) => {
+                            let d = cuda.allocate(meta.bytes())?;
+                            cuda.upload(&d, numbers.bytes())?;
+                            Memory::Gpu(cuda.clone(), d)
+                        }
+                    };
+                    self.tensors.insert(state.name.clone(), Tensor { meta: meta.clone(), param: state.param, memory });
                 }
             }
         }
@@ -43,8 +74,30 @@ impl Store {
         self.tensors.get(name)
     }
 
-    pub(crate) fn get_mut(&mut self, name: &str) -> Option<&mut Tensor> {
-        self.tensors.get_mut(name)
+    /// A state's memory on the CPU, if it is what a program was planned for.
+    pub(crate) fn host(&mut self, name: &str, want: &Meta) -> Result<&mut Buffer, Error> {
+        self.expect(name, want)?;
+        match self.tensors.get_mut(name).map(|t| &mut t.memory) {
+            Some(Memory::Host(b)) => Ok(b),
+            _ => Err(Error::NoState(name.into())),
+        }
+    }
+
+    /// The same on the GPU.
+    pub(crate) fn device(&self, name: &str, want: &Meta) -> Result<&cuda::Device, Error> {
+        self.expect(name, want)?;
+        match self.tensors.get(name).map(|t| &t.memory) {
+            Some(Memory::Gpu(_, d)) => Ok(d),
+            _ => Err(Error::NoState(name.into())),
+        }
+    }
+
+    fn expect(&self, name: &str, want: &Meta) -> Result<(), Error> {
+        match self.tensors.get(name) {
+            Some(t) if t.meta == *want => Ok(()),
+            Some(t) => Err(Error::StateShape { name: name.into(), have: t.meta.clone(), want: want.clone() }),
+            None => Err(Error::NoState(name.into())),
+        }
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
@@ -57,7 +110,10 @@ impl Store {
         if t.meta != *meta || bytes.len() != meta.bytes() {
             return Err(Error::StateShape { name: name.into(), have: t.meta.clone(), want: meta.clone() });
         }
-        t.data.bytes_mut().copy_from_slice(bytes);
+        match &mut t.memory {
+            Memory::Host(b) => b.bytes_mut().copy_from_slice(bytes),
+            Memory::Gpu(cuda, d) => cuda.upload(d, bytes)?,
+        }
         Ok(())
     }
 

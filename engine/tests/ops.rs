@@ -1,17 +1,20 @@
 //! Every case of every op: gradient, repeatability, fused against unfused, narrow types.
 
 use engine::cpu::{View, ViewMut};
+use engine::kernel::{Code, Io};
 use engine::op::{Case, Cost, Fill, Grads, In, Op};
 use engine::ops::pointwise::run::unary;
-use engine::{Meta, OPS, Var, check};
+use engine::{Cpu, Device, Meta, OPS, Var, check};
 
 #[test]
 fn every_case_of_every_op() {
+    let device = Device::cpu(Cpu::new(2));
     let mut problems = vec![];
     for op in OPS {
         assert!(op.cases.iter().any(|c| !c.bench), "{} has no case to check", op.name);
         for case in op.cases.iter().filter(|c| !c.bench) {
-            problems.extend(check::check_case(op.name, case).into_iter().filter_map(|o| Some(format!("{}: {}", o.name, o.problem?))));
+            problems
+                .extend(check::check_case(op.name, case, &device).into_iter().filter_map(|o| Some(format!("{}: {}", o.name, o.problem?))));
         }
     }
     assert!(problems.is_empty(), "{}", problems.join("\n"));
@@ -40,6 +43,9 @@ impl Op for Wrong {
         let sigmoid = |v| unary(engine::ops::pointwise::Un::Sigmoid, v);
         y[0].f32().iter_mut().zip(x[0].f32()).for_each(|(y, &x)| *y = x * sigmoid(x));
     }
+    fn cuda(&self, _: &Io) -> Code {
+        unreachable!("it runs on the CPU only")
+    }
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let s = x[0].sigmoid();
         let slope = s + x[0] * s * (-s + 1.0);
@@ -59,7 +65,7 @@ impl Op for Wrong {
 #[test]
 fn a_planted_mistake_is_found() {
     const INPUT: &[In] = &[In(&[7, 5], Fill::Normal)];
-    let verdict = |case: Case| check::check_case("wrong", &case)[0].problem.clone();
+    let verdict = |case: Case| check::check_case("wrong", &case, &Device::cpu(Cpu::new(2)))[0].problem.clone();
     assert_eq!(verdict(Case::new("right", INPUT, |x| x[0].recorder().op(Wrong(Mistake::None), x))), None);
     let forgets = verdict(Case::new("forgets", INPUT, |x| x[0].recorder().op(Wrong(Mistake::ForgetsDy), x)));
     assert!(forgets.as_ref().is_some_and(|p| p.contains("differences say")), "{forgets:?}");

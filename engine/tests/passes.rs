@@ -1,11 +1,14 @@
 //! Every pass against itself switched off; receipts, modes, and the errors of bad settings.
 
-use engine::passes::{Mode, all_applied};
-use engine::{DType, Error, Init, PASSES, Recorder, Switches, check};
+use engine::passes::{Mode, Target, all_applied};
+use engine::{Cpu, DType, Device, Error, Init, PASSES, Recorder, Switches, check};
 
 #[test]
 fn every_pass_off_and_on() {
-    let problems: Vec<String> = PASSES.iter().filter_map(|p| Some(format!("{}: {}", p.name(), check::check_pass(*p).problem?))).collect();
+    let problems: Vec<String> = PASSES
+        .iter()
+        .filter_map(|p| Some(format!("{}: {}", p.name(), check::check_pass(*p, &Device::cpu(Cpu::new(2))).problem?)))
+        .collect();
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
@@ -28,13 +31,13 @@ fn require_turns_a_declined_site_into_an_error() {
         r.finish()
     };
     let switches = |v: &str| Switches::default().with("recompute", v).unwrap();
-    let c = engine::Compiled::new(graph(), &switches("auto")).unwrap();
+    let c = engine::Compiled::new(graph(), &switches("auto"), Target::Cpu).unwrap();
     let receipt = c.receipts.iter().find(|r| r.pass == "recompute").unwrap();
     assert_eq!((receipt.mode, receipt.applied, receipt.sites()), (Mode::Auto, 0, 1));
-    assert!(matches!(engine::Compiled::new(graph(), &switches("require")).err(), Some(Error::Declined { .. })));
+    assert!(matches!(engine::Compiled::new(graph(), &switches("require"), Target::Cpu).err(), Some(Error::Declined { .. })));
     // nothing to apply to at all
     let flash = Switches::default().with("flash-attention", "require").unwrap();
-    let c = engine::Compiled::new(graph(), &flash).unwrap();
+    let c = engine::Compiled::new(graph(), &flash, Target::Cpu).unwrap();
     assert!(matches!(all_applied(std::iter::once(&c.receipts[..])), Err(Error::NoSites(p)) if p == "flash-attention"));
 }
 
@@ -44,7 +47,7 @@ fn an_unreached_parameter_is_an_error_by_name() {
     let (a, b) = (r.param("used", &[2], Init::Full(1.0)), r.param("forgotten", &[2], Init::Full(1.0)));
     let loss = a.sum();
     r.output("g", r.grad(loss, &[a, b])[1]);
-    let e = engine::Compiled::new(r.finish(), &Switches::default()).err().unwrap();
+    let e = engine::Compiled::new(r.finish(), &Switches::default(), Target::Cpu).err().unwrap();
     assert!(e.to_string().contains("'forgotten'"), "{e}");
 }
 

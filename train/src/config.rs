@@ -291,6 +291,16 @@ impl Config {
         self.table.insert("seed".into(), Value::Integer(seed as i64));
     }
 
+    /// A run finds its data from any folder.
+    pub fn absolute_data(&mut self) -> Result<(), ConfigError> {
+        let path = self.table.get("data").and_then(|d| d.get("path")).and_then(Value::as_str).unwrap_or_default();
+        if !path.is_empty() {
+            let full = std::path::absolute(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
+            self.set_value("data.path", full.display().to_string().into())?;
+        }
+        Ok(())
+    }
+
     pub fn set_init_from(&mut self, path: &Path) {
         self.table.insert("init_from".into(), path.display().to_string().into());
     }

@@ -98,7 +98,7 @@ pub fn compare(file: &Golden, computed: &Computed, tolerance: f64) -> Vec<Compar
                 let size = norm(&mut theirs.iter().map(|&b| b as f64));
                 let root = (theirs.len() as f64).sqrt();
                 // The absolute term is for tensors of pure rounding noise; half a percent of anything larger is a mistake.
-                let gross = difference > tolerance.max(5e-3) * size && difference > 1e-8 * root;
+                let gross = difference > tolerance.max(5e-3) * size && size > 1e-6 * root;
                 // Written so that a NaN fails.
                 (difference / size.max(1e-30), difference <= tolerance * size + 1e-6 * root && !gross)
             }

@@ -4,6 +4,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod data;
 pub mod golden;
+pub mod gpu;
 pub mod metrics;
 pub mod nn;
 pub mod optim;

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
+/// So many steps in a row with a loss or gradient that is not finite stop the run.
 const MOST_SKIPPED: u64 = 10;
 
 /// Keys that a resumed run may change: none of them touches a number before the step at which it is changed.
@@ -43,9 +43,9 @@ pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session
     let graphs = task.graphs();
     let mut compiled = vec![];
     for (name, graph) in graphs {
-        compiled.push((name, Compiled::new(graph, &switches)?));
+        compiled.push((name, Compiled::new(graph, &switches, device.target())?));
     }
-    fits(&compiled)?;
+    fits(&compiled, device)?;
     let mut s = Session::new(device, &switches, config.seed());
     for (name, c) in compiled {
         s.load_compiled(name, c)?;
@@ -55,10 +55,10 @@ pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session
 }
 
 /// Refuses what the machine has no memory for, before taking any.
-fn fits(programs: &[(&'static str, Compiled)]) -> Result<(), TrainError> {
+fn fits(programs: &[(&'static str, Compiled)], device: &Device) -> Result<(), TrainError> {
     let most = |f: fn(&engine::plan::Memory) -> usize| programs.iter().map(|(_, c)| f(&c.plan.memory)).max().unwrap_or(0) as u64;
     let (state, arena) = (most(|m| m.state), most(|m| m.activations + m.workspace));
-    let Some(free) = available_memory() else { return Ok(()) };
+    let Some(free) = available_memory(device) else { return Ok(()) };
     if state.saturating_add(arena) > free {
         return Err(TrainError::Memory {
             needs: human_bytes(state.saturating_add(arena)),
@@ -70,8 +70,11 @@ fn fits(programs: &[(&'static str, Compiled)]) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// What Linux says could be taken without swapping.
-fn available_memory() -> Option<u64> {
+/// What the GPU has free, or what Linux says could be taken without swapping.
+fn available_memory(device: &Device) -> Option<u64> {
+    if let Device::Cuda(cuda, _) = device {
+        return Some(cuda.memory().1 as u64);
+    }
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let kib: u64 = text.lines().find(|l| l.starts_with("MemAvailable"))?.split_whitespace().nth(1)?.parse().ok()?;
     Some(kib * 1024)
@@ -280,7 +283,8 @@ fn lock(out: &Path) -> Result<fs::File, TrainError> {
 }
 
 fn indent(text: &str) -> String {
-    text.lines().map(|l| format!("  | {l}")).collect::<Vec<_>>().join("\n")
+    let plain = |c: char| if c.is_control() { '\u{b7}' } else { c };
+    text.lines().map(|l| format!("  | {}", l.chars().map(plain).collect::<String>())).collect::<Vec<_>>().join("\n")
 }
 
 /// `loss 1.2345, top_k_loss 1.2000 (entropy of the data 1.1000)`
@@ -303,12 +307,11 @@ fn progress(steps: u64, done: u64) -> ProgressBar {
 }
 
 fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, keep: usize) -> Result<PathBuf, TrainError> {
+    let kept = s.store.iter().filter(|(name, _)| is_kept(name));
+    let numbers = kept.map(|(name, t)| Ok((name, t, t.bytes()?))).collect::<Result<Vec<_>, TrainError>>()?;
     let tensors = |param: bool| -> Vec<Tensor> {
-        s.store
-            .iter()
-            .filter(|(name, t)| t.param == param && is_kept(name))
-            .map(|(name, t)| Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes: t.data.bytes() })
-            .collect()
+        let own = numbers.iter().filter(|(_, t, _)| t.param == param);
+        own.map(|(name, t, bytes)| Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes }).collect()
     };
     let c = task.train_config();
     let meta = json!({

@@ -73,6 +73,10 @@ pub fn continue_tokens(
     let tokenizer = g.tokenizer()?;
     g.begin(s, tokens.len() + sampling.max_tokens)?;
     let mut stream = tokenizer.stream();
+    // What comes next is decoded as a continuation, so that a space between words is not lost.
+    tokens.iter().for_each(|&t| {
+        stream.push(t);
+    });
     let mut logits = g.feed(s, tokens)?;
     let mut added = vec![];
     for i in 0..sampling.max_tokens {

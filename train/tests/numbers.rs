@@ -1,6 +1,7 @@
 //! What must be equal is equal: micro-batches and whole batches, passes on and off, one thread pool and the next, cached and
 //! uncached decoding.
 
+use engine::passes::Target;
 use engine::{Compiled, Cpu, DType, Data, Device, Recorder};
 use train::config::Config;
 use train::recipe::{self, Generator, Session, Task};
@@ -23,7 +24,7 @@ fn train(c: &Config, threads: usize, steps: u64) -> (Vec<f64>, Vec<(String, Vec<
     let mut s = run::load(&*t, c, &Device::cpu(Cpu::new(threads))).unwrap();
     t.begin(0).unwrap();
     let losses = (0..steps).map(|i| t.step(&mut s, i, 1e-3).unwrap().values[0].1).collect();
-    let params = s.store.iter().filter(|(_, x)| x.param).map(|(n, x)| (n.to_string(), x.data.f32().to_vec())).collect();
+    let params = s.store.iter().filter(|(_, x)| x.param).map(|(n, x)| (n.to_string(), x.f32().unwrap())).collect();
     (losses, params)
 }
 
@@ -55,7 +56,7 @@ fn the_same_run_twice_is_the_same_bits() {
 
 fn planned(c: &Config) -> (Compiled, usize) {
     let graph = task(c).graphs().remove(0).1;
-    let compiled = Compiled::new(graph, &c.switches().unwrap()).unwrap();
+    let compiled = Compiled::new(graph, &c.switches().unwrap(), Target::Cpu).unwrap();
     compiled.plan.verify().unwrap();
     let memory = compiled.plan.memory;
     (compiled, memory.activations)
@@ -97,7 +98,7 @@ fn every_plan_keeps_live_buffers_apart() {
     for passes in [&["passes.in-place=off"][..], &["passes.fuse-pointwise=off"], &["passes.flash-attention=off"], &["accumulate=2"]] {
         let c = config("tiny", passes);
         for (_, graph) in task(&c).graphs() {
-            Compiled::new(graph, &c.switches().unwrap()).unwrap().plan.verify().unwrap();
+            Compiled::new(graph, &c.switches().unwrap(), Target::Cpu).unwrap().plan.verify().unwrap();
         }
     }
 }
@@ -164,13 +165,13 @@ fn a_step_that_is_not_finite_changes_nothing_but_the_count() {
     t.begin(0).unwrap();
     t.step(&mut s, 0, 1e-3).unwrap();
     let meta = s.store.get("norm").unwrap().meta.clone();
-    let whole = s.store.get("norm").unwrap().data.bytes().to_vec();
+    let whole = s.store.get("norm").unwrap().bytes().unwrap().to_vec();
     let mut broken = vec![1.0f32; meta.elements()];
     broken[3] = f32::INFINITY;
     s.store.set("norm", &meta, bytemuck::cast_slice(&broken)).unwrap();
     let all = |s: &Session| -> Vec<(String, Vec<u8>)> {
         let kept = s.store.iter().filter(|(n, _)| !n.starts_with("adam.skipped"));
-        kept.map(|(n, x)| (n.to_string(), x.data.bytes().to_vec())).collect()
+        kept.map(|(n, x)| (n.to_string(), x.bytes().unwrap().to_vec())).collect()
     };
     let before = all(&s);
     let report = t.step(&mut s, 1, 1e-3).unwrap();

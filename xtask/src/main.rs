@@ -1,40 +1,72 @@
-//! Chores of the project: `cargo xtask test`.
+//! Chores of the project: `cargo xtask test`, `cargo xtask kernels`.
 
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 const HELP: &str = "cargo xtask COMMAND
 
-  test    formatting, lints, every test, the examples
+  test      formatting, lints, every test, the examples, every kernel
+  kernels   compiles every kernel for every architecture with NVRTC, without a GPU
 ";
 
+/// Newer PTX does not load on a 13.0 driver.
+const WHEELS: &[&str] = &["nvidia-cuda-nvrtc==13.0.*"];
+
 fn main() -> ExitCode {
-    match std::env::args().nth(1).as_deref() {
+    let done = match std::env::args().nth(1).as_deref() {
         Some("test") => test(),
+        Some("kernels") => kernels(),
         Some("--help" | "-h" | "help") | None => {
             print!("{HELP}");
-            ExitCode::SUCCESS
+            Ok(())
         }
-        Some(other) => {
-            eprintln!("error: there is no '{other}'\n\n{HELP}");
+        Some(other) => Err(format!("there is no '{other}'\n\n{HELP}")),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e}");
             ExitCode::FAILURE
         }
     }
 }
 
-fn test() -> ExitCode {
-    let steps: &[&[&str]] =
-        &[&["fmt", "--all", "--check"], &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &["test", "--workspace"]];
-    for step in steps {
-        println!("cargo {}", step.join(" "));
-        let ok = Command::new(env!("CARGO"))
-            .args(*step)
-            .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
-            .status()
-            .is_ok_and(|s| s.success());
-        if !ok {
-            eprintln!("error: `cargo {}` failed", step.join(" "));
-            return ExitCode::FAILURE;
-        }
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace").into()
+}
+
+fn run(command: &mut Command) -> Result<(), String> {
+    println!("{command:?}");
+    match command.current_dir(root()).status() {
+        Ok(s) if s.success() => Ok(()),
+        Ok(s) => Err(format!("{command:?}: {s}")),
+        Err(e) => Err(format!("{command:?}: {e}")),
     }
-    ExitCode::SUCCESS
+}
+
+fn cargo(args: &[&str]) -> Result<(), String> {
+    run(Command::new(env!("CARGO")).args(args))
+}
+
+fn test() -> Result<(), String> {
+    cargo(&["fmt", "--all", "--check"])?;
+    cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
+    cargo(&["test", "--workspace"])?;
+    kernels()
+}
+
+/// Installs the pinned wheels under target/ and lets kiln compile everything.
+fn kernels() -> Result<(), String> {
+    let folder = root().join("target/cuda-wheels");
+    let libraries = folder.join("nvidia/cu13/lib");
+    if !libraries.join("libnvrtc.so.13").exists() {
+        let mut pip = Command::new("python3");
+        pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"]).arg(&folder).args(WHEELS);
+        run(&mut pip).map_err(|e| format!("{e}\nkernels need Python with pip once, to fetch NVRTC: {}", WHEELS.join(" ")))?;
+    }
+    cargo(&["build", "--package", "train"])?;
+    run(Command::new("target/debug/kiln")
+        .args(["check", "kernels"])
+        .env("LD_LIBRARY_PATH", &libraries)
+        .env("XDG_CACHE_HOME", root().join("target/cuda-cache")))
 }

@@ -41,6 +41,7 @@ pub enum Into {
 #[allow(clippy::too_many_arguments)]
 pub fn gemm(c: &mut [f32], row: usize, into: Into, m: usize, k: usize, n: usize, a: Mat, b: Mat, scale: f32, parallel: bool) {
     assert!(a.fits(m, k) && b.fits(k, n), "a matrix product past the end of its inputs");
+    assert!(m <= 1 || row >= n, "rows of a matrix product's output that overlap");
     assert!(m == 0 || n == 0 || (m - 1) * row + n <= c.len(), "a matrix product past the end of its output");
     let threads = if parallel { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
     let alpha = if into == Into::Add { 1.0 } else { 0.0 };

@@ -41,7 +41,7 @@ pub fn tanh(x: f32) -> f32 {
     if x.abs() < 0.3 { near } else { far }
 }
 
-/// Sum of a slice in eight lanes: a fixed order, whatever the machine.
+/// Sum of a slice in sixteen lanes: a fixed order, whatever the machine.
 #[inline(always)]
 pub fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0f32; 16];

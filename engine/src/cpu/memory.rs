@@ -49,7 +49,7 @@ pub(super) struct Place {
 impl Place {
     /// # Safety
     /// `start` points to `elements` initialised elements of `dtype`, aligned for it, alive for `'a`, and nothing writes
-    /// to them meanwhile. The plan's test (`no_live_buffers_overlap`) is what makes this so for a running op.
+    /// to them meanwhile. The plan makes this so for a running op (`Plan::verify`).
     pub unsafe fn read<'a>(self, dtype: DType) -> Data<'a> {
         unsafe {
             match dtype {

@@ -8,7 +8,7 @@ mod view;
 
 pub use memory::Buffer;
 pub use program::CpuProgram;
-pub(crate) use program::narrow;
+pub(crate) use program::{narrow, strided, widened};
 pub use view::{Data, DataMut, View, ViewMut};
 
 use std::sync::Arc;

@@ -10,7 +10,8 @@ use crate::plan::{Home, Plan};
 use crate::store::Store;
 use half::{bf16, f16};
 use rayon::prelude::*;
-use std::sync::{Arc, Mutex};
+use std::borrow::Cow;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A graph and its plan, loaded on the CPU.
 pub struct CpuProgram {
@@ -33,7 +34,7 @@ impl CpuProgram {
             _ => None,
         });
         let constants = constants.collect();
-        let mut memory = arena.lock().expect("no program panicked");
+        let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
         if memory.bytes().len() < plan.arena() {
             *memory = Buffer::zeroed(0); // give the smaller one back first
             *memory = Buffer::zeroed(plan.arena());
@@ -43,26 +44,28 @@ impl CpuProgram {
     }
 
     /// f32 elements that a node needs beside its outputs: the op's own, and copies of what is not f32.
-    pub fn workspace(g: &Graph, node: usize) -> usize {
+    pub fn workspace(g: &Graph, strides: &[Vec<Vec<usize>>], node: usize) -> usize {
         let Kind::Op(op) = &g.nodes[node].kind else { return 0 };
         if op.is_view() {
             return 0;
         }
         let inputs = g.inputs(node);
-        let wide = |m: &Meta| if is_narrow(m.dtype) { m.elements().next_multiple_of(16) } else { 0 };
-        op.workspace(&inputs).next_multiple_of(16) + inputs.iter().chain(&g.nodes[node].outputs).map(wide).sum::<usize>()
+        let wide = |m: &Meta, elements: usize| if is_narrow(m.dtype) { elements.next_multiple_of(16) } else { 0 };
+        let read = g.nodes[node].inputs.iter().map(|v| wide(g.meta(*v), extent(&g.meta(*v).shape, &strides[v.node][v.out])));
+        let written = g.nodes[node].outputs.iter().map(|m| wide(m, m.elements()));
+        op.workspace(&inputs).next_multiple_of(16) + read.chain(written).sum::<usize>()
     }
 
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         let arena = self.arena.clone();
-        let mut arena = arena.lock().expect("no program panicked");
+        let mut arena = arena.lock().unwrap_or_else(PoisonError::into_inner);
         // Where the memory of every source is, for this run.
         let mut sources: Vec<*mut u8> = vec![std::ptr::null_mut(); self.graph.nodes.len()];
         for (i, node) in self.graph.nodes.iter().enumerate() {
             sources[i] = match &node.kind {
-                Kind::State(s) => store.get_mut(&s.name).ok_or_else(|| Error::NoState(s.name.clone()))?.data.bytes_mut().as_mut_ptr(),
+                Kind::State(s) => store.host(&s.name, &node.outputs[0])?.bytes_mut().as_mut_ptr(),
                 Kind::Const(_) => self.constants[i].as_mut().expect("made at load").bytes_mut().as_mut_ptr(),
-                Kind::Feed(name) => feed(name, &node.outputs[0], feeds)?,
+                Kind::Feed(name) => Data::checked(name, &node.outputs[0], feeds)?.as_ptr().cast_mut(),
                 _ => continue,
             };
         }
@@ -89,44 +92,40 @@ impl CpuProgram {
         let spot = &self.plan.spots[v.node][v.out];
         let meta = self.graph.meta(*v);
         let size = meta.dtype.size();
-        let arena = self.arena.lock().expect("no program panicked");
-        let all = match &self.plan.buffers[spot.buffer].home {
-            Home::Arena(o) => &arena.bytes()[*o..*o + self.plan.buffers[spot.buffer].bytes],
+        let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes: Cow<[u8]> = match &self.plan.buffers[spot.buffer].home {
+            Home::Arena(o) => arena.bytes()[*o..*o + self.plan.buffers[spot.buffer].bytes].into(),
             Home::Source(n) => match &self.graph.nodes[*n].kind {
-                Kind::State(s) => store.get(&s.name).ok_or_else(|| Error::NoState(s.name.clone()))?.data.bytes(),
-                Kind::Const(_) => self.constants[*n].as_ref().expect("made at load").bytes(),
+                Kind::State(s) => store.get(&s.name).ok_or_else(|| Error::NoState(s.name.clone()))?.bytes()?,
+                Kind::Const(_) => self.constants[*n].as_ref().expect("made at load").bytes().into(),
                 _ => return Err(Error::NoOutput(format!("{name} (it is a feed)"))),
             },
         };
-        let all = widened(&all[spot.offset * size..], meta.dtype);
-        let mut index = vec![0; meta.rank()];
-        let mut out = Vec::with_capacity(meta.elements());
-        for _ in 0..meta.elements() {
-            out.push(all[index.iter().zip(&spot.strides).map(|(i, s)| i * s).sum::<usize>()]);
-            for d in (0..index.len()).rev() {
-                index[d] += 1;
-                if index[d] < meta.shape[d] {
-                    break;
-                }
-                index[d] = 0;
-            }
-        }
-        Ok(out)
+        Ok(strided(&bytes[spot.offset * size..], meta, &spot.strides))
     }
 }
 
-fn feed(name: &str, want: &Meta, feeds: &[(&str, Data)]) -> Result<*mut u8, Error> {
-    let wrong = |got: String| Error::Feed { name: name.into(), want: want.clone(), got };
-    let (_, data) = feeds.iter().find(|f| f.0 == name).ok_or_else(|| wrong("nothing".into()))?;
-    let (start, count, dtype) = match data {
-        Data::F32(d) => (d.as_ptr().cast_mut().cast::<u8>(), d.len(), DType::F32),
-        Data::I32(d) => (d.as_ptr().cast_mut().cast(), d.len(), DType::I32),
-        Data::U8(d) => (d.as_ptr().cast_mut(), d.len(), DType::U8),
-    };
-    if (count, dtype) != (want.elements(), want.dtype) {
-        return Err(wrong(format!("{count} elements of {dtype}")));
+/// The elements of a view, in order, in f32.
+pub fn strided(bytes: &[u8], meta: &Meta, strides: &[usize]) -> Vec<f32> {
+    let all = widened(bytes, meta.dtype);
+    let mut index = vec![0; meta.rank()];
+    let mut out = Vec::with_capacity(meta.elements());
+    for _ in 0..meta.elements() {
+        out.push(all[index.iter().zip(strides).map(|(i, s)| i * s).sum::<usize>()]);
+        for d in (0..index.len()).rev() {
+            index[d] += 1;
+            if index[d] < meta.shape[d] {
+                break;
+            }
+            index[d] = 0;
+        }
     }
-    Ok(start)
+    out
+}
+
+/// Elements from the first to the last that the strides reach.
+fn extent(shape: &[usize], strides: &[usize]) -> usize {
+    1 + shape.iter().zip(strides).map(|(n, s)| (n - 1) * s).sum::<usize>()
 }
 
 struct Base {
@@ -145,11 +144,7 @@ impl Base {
             Home::Arena(o) => unsafe { self.arena.add(o) },
             Home::Source(n) => self.sources[n],
         };
-        // From the first element to the last that the strides reach.
-        let elements = match meta.elements() {
-            0 => 0,
-            _ => 1 + meta.shape.iter().zip(&spot.strides).map(|(n, s)| (n - 1) * s).sum::<usize>(),
-        };
+        let elements = extent(&meta.shape, &spot.strides);
         // SAFETY: a view's offset lies inside the buffer that it views.
         Place { start: unsafe { start.add(spot.offset * meta.dtype.size()) }, elements }
     }
@@ -255,7 +250,7 @@ fn widen(from: &[u8], dtype: DType, to: &mut [f32]) {
     }
 }
 
-fn widened(from: &[u8], dtype: DType) -> Vec<f32> {
+pub fn widened(from: &[u8], dtype: DType) -> Vec<f32> {
     let mut to = vec![0.0; from.len() / dtype.size()];
     widen(&from[..to.len() * dtype.size()], dtype, &mut to);
     to

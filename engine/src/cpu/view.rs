@@ -1,10 +1,30 @@
 //! A tensor as CPU code of an op sees it.
 
+use crate::error::Error;
+use crate::meta::{DType, Meta};
+
 #[derive(Clone, Copy, Debug)]
 pub enum Data<'a> {
     F32(&'a [f32]),
     I32(&'a [i32]),
     U8(&'a [u8]),
+}
+
+impl<'a> Data<'a> {
+    /// The bytes of the feed of this name, if they are of the type and number wanted.
+    pub fn checked(name: &str, want: &Meta, feeds: &[(&str, Data<'a>)]) -> Result<&'a [u8], Error> {
+        let wrong = |got: String| Error::Feed { name: name.into(), want: want.clone(), got };
+        let (_, data) = feeds.iter().find(|f| f.0 == name).ok_or_else(|| wrong("nothing".into()))?;
+        let (bytes, count, dtype): (&[u8], usize, DType) = match data {
+            Data::F32(d) => (bytemuck::cast_slice(d), d.len(), DType::F32),
+            Data::I32(d) => (bytemuck::cast_slice(d), d.len(), DType::I32),
+            Data::U8(d) => (d, d.len(), DType::U8),
+        };
+        match (count, dtype) == (want.elements(), want.dtype) {
+            true => Ok(bytes),
+            false => Err(wrong(format!("{count} elements of {dtype}"))),
+        }
+    }
 }
 
 /// An input. Without gaps, unless the op's `layout` says that it takes more; then `strides` tell.

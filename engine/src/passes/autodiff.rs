@@ -63,6 +63,10 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         if dy.iter().all(|d| d.is_none()) {
             continue;
         }
+        if !op.differentiable() {
+            let scope = if scope.is_empty() { "the top level".into() } else { scope.to_string() };
+            return Err(Error::NotDifferentiable { op: op.name().into(), scope });
+        }
         recorder.set_backward(&scope);
         let x: Vec<Var> = inputs.iter().map(|&v| recorder.var(v)).collect();
         let y: Vec<Var> = (0..outputs).map(|out| recorder.var(Value { node: i, out })).collect();

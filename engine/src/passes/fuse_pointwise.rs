@@ -23,9 +23,9 @@ impl Pass for FusePointwise {
         "Joins arithmetic into one expression: values between are read from cache or registers, and not written unless needed later."
     }
 
-    fn numerics(&self, _: Target, dtype: DType) -> Numerics {
-        // Narrow types: a value inside an expression is not rounded.
-        if dtype == DType::F32 { Numerics::Exact } else { Numerics::Reordered }
+    fn numerics(&self, target: Target, dtype: DType) -> Numerics {
+        // Narrow types: a value inside an expression is not rounded. A GPU's compiler contracts a product and a sum inside one.
+        if dtype == DType::F32 && target == Target::Cpu { Numerics::Exact } else { Numerics::Reordered }
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -65,9 +65,14 @@ impl Pass for FusePointwise {
 /// A pointwise producer that node `i` is the first to read, and why it may not be taken in, if so.
 fn candidate(g: &Graph, i: usize, refused: &[usize]) -> Option<(usize, Option<&'static str>)> {
     let consumer = g.nodes[i].op::<Pointwise>()?;
-    for v in &g.nodes[i].inputs {
+    for (k, v) in g.nodes[i].inputs.iter().enumerate() {
         let p = v.node;
         let Some(producer) = g.nodes[p].op::<Pointwise>() else { continue };
+        // A cast to integers rounds, which an expression would not; counters are read as they are.
+        let rounds = g.nodes[i].inputs.iter().any(|w| w.node == p && !g.meta(*w).dtype.is_float());
+        if rounds || consumer.expr.uses_rng(k) {
+            continue;
+        }
         if refused.contains(&p) || g.nodes[p].outputs[0].shape != g.nodes[i].outputs[0].shape {
             continue;
         }

@@ -1,6 +1,8 @@
 //! Named rewrites of a graph. Each can be switched, and leaves a receipt.
 
 mod autodiff;
+mod bf16;
+mod cuda_graph;
 mod dead_code;
 pub use dead_code::sweep;
 pub mod expand;
@@ -13,6 +15,7 @@ mod recompute;
 
 use crate::error::Error;
 use crate::graph::Graph;
+use crate::kernel::Arch;
 use crate::meta::DType;
 use crate::record::Recorder;
 use std::collections::BTreeMap;
@@ -21,16 +24,19 @@ use std::collections::BTreeMap;
 pub const PASSES: &[&dyn Pass] = &[
     &flash_attention::FlashAttentionPass,
     &linear_ce::LinearCe,
+    &bf16::Bf16,
     &autodiff::Autodiff,
     &dead_code::DeadCode,
     &recompute::Recompute,
     &fuse_pointwise::FusePointwise,
     &in_place::InPlace,
+    &cuda_graph::CudaGraph,
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     Cpu,
+    Cuda(Arch),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +64,8 @@ pub enum Numerics {
     Exact,
     /// The same sums in another order, or a rounding less.
     Reordered,
+    /// Rounded to a narrower type.
+    LowPrecision,
 }
 
 /// A setting of a pass beside its mode: name, default, what it does.
@@ -81,6 +89,11 @@ pub trait Pass: Sync {
 
     fn settings(&self) -> &'static [Setting] {
         &[]
+    }
+
+    /// Does something on a GPU only.
+    fn needs_gpu(&self) -> bool {
+        false
     }
 
     /// A pass without which the example cannot run is compared with itself in another setting.
@@ -201,7 +214,7 @@ pub fn run(g: &mut Graph, switches: &Switches, target: Target) -> Result<Vec<Rec
     let mut receipts = vec![];
     let none = BTreeMap::new();
     for pass in PASSES {
-        if pass.name() == "autodiff" {
+        if pass.name() == "bf16" {
             expand::apply(g);
         }
         let mode = switches.mode(*pass);

@@ -49,6 +49,7 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     for i in 0..a.warmup + a.repeat {
         let start = Instant::now();
         task.bench_step(&mut s, i as u64)?;
+        device.synchronize()?;
         if i >= a.warmup {
             times.push(start.elapsed().as_secs_f64() * 1e3);
         }

@@ -4,8 +4,10 @@ use ::train::recipe;
 use ::train::report::table;
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
-use engine::check::{Outcome, check_case, check_pass};
-use engine::{OPS, PASSES, Switches};
+use engine::check::{Outcome, check_case, check_pass, kernel_texts};
+use engine::cuda::nvrtc::Compiler;
+use engine::kernel::Arch;
+use engine::{DType, OPS, PASSES, Switches};
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -30,11 +32,22 @@ enum What {
     Ops {
         /// Only ops whose name holds this
         filter: Option<String>,
+        #[command(flatten)]
+        device: DeviceArgs,
     },
     /// Every pass against itself switched off
     #[command(after_help = "Examples:
   kiln check passes")]
-    Passes,
+    Passes(DeviceArgs),
+    /// Compiles every kernel of every op for every architecture, without a GPU
+    #[command(after_help = "Examples:
+  kiln check kernels
+  kiln check kernels --sm 90")]
+    Kernels {
+        /// Compute capabilities, as in 90 for 9.0
+        #[arg(long, default_values_t = [80, 89, 90, 100, 120])]
+        sm: Vec<u32>,
+    },
     /// Compares with golden files that reference/golden.py made
     #[command(after_help = "Examples:
   kiln check golden reference/golden/hydra.safetensors
@@ -61,16 +74,21 @@ struct GoldenArgs {
 
 pub fn run(a: CheckArgs) -> Result<ExitCode> {
     match a.what {
-        What::Ops { filter } => {
+        What::Ops { filter, device } => {
+            let device = device.open()?;
             let wanted = |name: &str| filter.as_ref().is_none_or(|f| name.contains(f.as_str()));
             let ops: Vec<_> = OPS.iter().filter(|o| wanted(o.name)).collect();
             if ops.is_empty() {
                 bail!("no op is called '{}'", filter.unwrap_or_default());
             }
             let cases = ops.into_iter().flat_map(|o| o.cases.iter().filter(|c| !c.bench).map(move |c| (o.name, c)));
-            report(cases.flat_map(|(name, c)| check_case(name, c)))
+            report(cases.flat_map(|(name, c)| check_case(name, c, &device)))
         }
-        What::Passes => report(PASSES.iter().map(|p| check_pass(*p))),
+        What::Passes(d) => {
+            let device = d.open()?;
+            report(PASSES.iter().map(|p| check_pass(*p, &device)))
+        }
+        What::Kernels { sm } => kernels(&sm),
         What::Golden(g) => golden(g),
     }
 }
@@ -90,6 +108,42 @@ fn report(outcomes: impl Iterator<Item = Outcome>) -> Result<ExitCode> {
         }
     }
     out!("{passed} passed, {failed} failed");
+    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn kernels(sm: &[u32]) -> Result<ExitCode> {
+    let folders = ::train::gpu::folders();
+    let mut failed = 0;
+    for &sm in sm {
+        let arch = Arch { sm, multiprocessors: 132 };
+        let compiler = Compiler::without_gpu(arch, &folders)?;
+        let mut texts: Vec<(String, String)> = vec![];
+        for op in OPS {
+            for case in op.cases {
+                for dtype in [DType::F32, DType::BF16, DType::F16] {
+                    let own = kernel_texts(case, dtype, arch).map_err(|e| anyhow::anyhow!("{}: {}: {e}", op.name, case.name))?;
+                    texts.extend(own.into_iter().map(|t| (t, format!("{}: {} ({dtype})", op.name, case.name))));
+                }
+            }
+        }
+        texts.sort();
+        texts.dedup_by(|a, b| a.0 == b.0);
+        let count = texts.len();
+        for chunk in texts.chunks(64) {
+            // One by one only where something is wrong, to name it.
+            let sources: Vec<&str> = chunk.iter().map(|t| t.0.as_str()).collect();
+            if compiler.compile_all(&sources).is_err() {
+                for (text, name) in chunk {
+                    if let Err(e) = compiler.compile(text) {
+                        failed += 1;
+                        out!("FAIL  {name}: {e}");
+                    }
+                }
+            }
+        }
+        out!("{}: {count} kernels", arch.name());
+    }
+    out!("{} passed, {failed} failed", if failed == 0 { sm.len() } else { 0 });
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

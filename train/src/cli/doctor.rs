@@ -1,7 +1,10 @@
 use super::write_json;
+use ::train::gpu;
 use ::train::report::human_bytes;
 use anyhow::Result;
 use clap::Args;
+use engine::Cuda;
+use engine::cuda::find;
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -19,9 +22,18 @@ pub fn run(a: DoctorArgs) -> Result<ExitCode> {
     let memory = total_memory();
     let vectors = engine::cpu::vectors();
     if a.json {
+        let folders = gpu::folders();
+        let libraries: Vec<serde_json::Value> =
+            find(&folders).iter().map(|f| serde_json::json!({ "name": f.name, "path": f.path, "help": f.help })).collect();
+        let card = match Cuda::open(0, &folders) {
+            Ok(c) => {
+                serde_json::json!({ "name": c.name(), "sm": c.arch().sm, "multiprocessors": c.arch().multiprocessors, "memory": c.memory().0 })
+            }
+            Err(e) => serde_json::json!({ "missing": e.to_string() }),
+        };
         let value = serde_json::json!({
             "version": env!("CARGO_PKG_VERSION"), "os": std::env::consts::OS, "arch": std::env::consts::ARCH,
-            "cores": cores, "vectors": vectors, "memory": memory, "cuda": null,
+            "cores": cores, "vectors": vectors, "memory": memory, "libraries": libraries, "gpu": card,
         });
         write_json(None, &value)?;
         return Ok(ExitCode::SUCCESS);
@@ -30,8 +42,29 @@ pub fn run(a: DoctorArgs) -> Result<ExitCode> {
     out!("system   {} {}", std::env::consts::OS, std::env::consts::ARCH);
     out!("cpu      {cores} cores, vectors: {vectors}");
     out!("memory   {}", memory.map_or("unknown".into(), human_bytes));
-    out!("cuda     not part of this build: everything runs on the cpu");
-    out!("device   auto means cpu, {cores} threads");
+    let folders = gpu::folders();
+    for f in find(&folders) {
+        match f.path {
+            Some(path) => out!("{:<20} {}", f.name, path.display()),
+            None => out!("{:<20} not found: {}", f.name, f.help),
+        }
+    }
+    match Cuda::open(0, &folders) {
+        Ok(cuda) => {
+            let (all, free) = cuda.memory();
+            out!(
+                "gpu      {}, compute capability {}.{}, {} multiprocessors",
+                cuda.name(),
+                cuda.arch().sm / 10,
+                cuda.arch().sm % 10,
+                cuda.arch().multiprocessors
+            );
+            out!("memory   {} on the gpu, {} free", human_bytes(all as u64), human_bytes(free as u64));
+        }
+        Err(e) => out!("gpu      none: {e}"),
+    }
+    out!("kernels  cached in {}", folders.cache.display());
+    out!("device   auto means {}", gpu::open("auto", None).map_err(anyhow::Error::msg)?.describe());
     Ok(ExitCode::SUCCESS)
 }
 

@@ -30,7 +30,7 @@ use ::train::config::{Config, named_in, read_file};
 use ::train::recipe;
 use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
-use engine::{Cpu, Device};
+use engine::Device;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -91,7 +91,7 @@ pub fn run() -> Result<ExitCode> {
 /// Where to run.
 #[derive(Args, Clone)]
 pub struct DeviceArgs {
-    /// auto or cpu
+    /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
     /// Threads on the CPU; all cores if not given
@@ -104,11 +104,7 @@ impl DeviceArgs {
         if let Some(n) = self.threads.filter(|n| !(1..=1024).contains(n)) {
             bail!("--threads {n}: from 1 to 1024");
         }
-        match self.device.as_str() {
-            "auto" | "cpu" => Ok(Device::cpu(self.threads.map_or_else(Cpu::all_cores, Cpu::new))),
-            other if other.starts_with("cuda") => bail!("--device {other}: this build has no CUDA; use --device cpu"),
-            other => bail!("--device {other}: there are auto and cpu"),
-        }
+        ::train::gpu::open(&self.device, self.threads).map_err(anyhow::Error::msg)
     }
 }
 
@@ -178,6 +174,7 @@ impl ConfigArgs {
         for p in &self.passes {
             config.set_pass_argument(p)?;
         }
+        config.absolute_data()?;
         Ok(config)
     }
 }

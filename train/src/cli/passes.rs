@@ -19,6 +19,7 @@ pub fn run(a: PassesArgs) -> Result<ExitCode> {
     let numerics = |p: &dyn engine::passes::Pass| match p.numerics(Target::Cpu, engine::DType::F32) {
         Numerics::Exact => "bit for bit the same",
         Numerics::Reordered => "the same sums in another order",
+        Numerics::LowPrecision => "rounded to a narrower type",
     };
     if a.json {
         let one = |p: &&dyn engine::passes::Pass| {

@@ -1,4 +1,4 @@
-use super::{ConfigArgs, write_json};
+use super::{ConfigArgs, DeviceArgs, write_json};
 use ::train::recipe;
 use ::train::report::{human_bytes, human_count, table};
 use ::train::run::receipts_table;
@@ -14,6 +14,8 @@ use std::process::ExitCode;
 pub struct PlanArgs {
     #[command(flatten)]
     config: ConfigArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
     /// Prints JSON
     #[arg(long)]
     json: bool,
@@ -23,9 +25,10 @@ pub fn run(a: PlanArgs) -> Result<ExitCode> {
     let config = a.config.resolve(None)?;
     let task = recipe::find(config.text("recipe"))?.task(&config)?;
     let switches = config.switches()?;
+    let target = a.device.open()?.target();
     let mut compiled = vec![];
     for (name, graph) in task.graphs() {
-        compiled.push((name, Compiled::new(graph, &switches)?));
+        compiled.push((name, Compiled::new(graph, &switches, target)?));
     }
     engine::passes::all_applied(compiled.iter().map(|(_, c)| &c.receipts[..]))?;
     if a.json {

@@ -2,10 +2,12 @@
 
 use crate::cpu::math::sum;
 use crate::cpu::{View, ViewMut, simd};
-use crate::meta::Meta;
+use crate::kernel::{At, Code, Io, Launch, Place, Step};
+use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Elements of one task, and of one partial sum.
 const PIECE: usize = 1 << 14;
@@ -37,6 +39,31 @@ impl Op for GlobalNorm {
         y[0].f32()[0] = total.sqrt() as f32;
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        const TENSORS: usize = 32; // of one launch
+        let mut code = Code::default();
+        let mut parts = 0;
+        for (key, tensors) in by_types(0..io.x.len(), |i| (io.x[i].elements(), [io.x[i].dtype])) {
+            for some in tensors.chunks(TENSORS) {
+                let sizes: Vec<usize> = some.iter().map(|&i| io.x[i].elements()).collect();
+                let mut args: Vec<Place> = some.iter().map(|&i| At::X(i).into()).collect();
+                args.push(At::Work.plus(parts * 4));
+                let (launch, blocks) = in_pieces(Launch::new(include_str!("global_norm.cu"), "global_norm_parts"), &sizes, PIECE);
+                let launch = launch
+                    .define_type("T", key[0])
+                    .define("POINTERS", list(some.len(), ", ", |k| format!("const T *x{k}")))
+                    .define("PICK", list(some.len(), " ", |k| format!("case {k}: x = x{k}; break;")))
+                    .args(&args);
+                code.steps.push(Step::Launch(launch));
+                parts += blocks;
+            }
+        }
+        let finish = Launch::new(include_str!("global_norm_finish.cu"), "global_norm_finish").define("PARTS", parts).block(1024);
+        code.steps.push(Step::Launch(finish.args(&[At::Work.into(), At::Y(0).into()])));
+        code.workspace = parts * 4;
+        code
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         x.iter().map(|&v| dy[0].map(|d| v * (d / y[0]))).collect()
     }
@@ -44,6 +71,39 @@ impl Op for GlobalNorm {
     fn cost(&self, x: &[Meta]) -> Cost {
         Cost::memory(x.iter().map(|m| m.bytes()).sum())
     }
+}
+
+/// Things with `N` types each, those of the same types together; what has no elements is left out.
+fn by_types<const N: usize>(all: Range<usize>, of: impl Fn(usize) -> (usize, [DType; N])) -> Vec<([DType; N], Vec<usize>)> {
+    let mut groups: Vec<([DType; N], Vec<usize>)> = vec![];
+    for (i, (elements, key)) in all.map(|i| (i, of(i))) {
+        match groups.iter_mut().find(|(k, _)| *k == key) {
+            _ if elements == 0 => {}
+            Some((_, members)) => members.push(i),
+            None => groups.push((key, vec![i])),
+        }
+    }
+    groups
+}
+
+/// One launch over several tensors: each block has `piece` elements of one of them. Also: how many blocks.
+fn in_pieces(launch: Launch, sizes: &[usize], piece: usize) -> (Launch, usize) {
+    let mut starts = vec![0];
+    for size in sizes {
+        starts.push(starts[starts.len() - 1] + size.div_ceil(piece));
+    }
+    let blocks = starts[sizes.len()];
+    let launch = launch
+        .define("COUNT", sizes.len())
+        .define("PIECE", piece)
+        .define("STARTS", list(sizes.len(), ", ", |k| starts[k].to_string()))
+        .define("SIZES", list(sizes.len(), ", ", |k| sizes[k].to_string()))
+        .grid(blocks, 1, 1);
+    (launch, blocks)
+}
+
+fn list(n: usize, between: &str, item: impl Fn(usize) -> String) -> String {
+    (0..n).map(item).collect::<Vec<_>>().join(between)
 }
 
 /// Adam with decoupled weight decay. Inputs: rate [1], gradient scale [1], step count after this one [1], go ahead (0 or 1) [1],
@@ -100,8 +160,43 @@ impl Op for AdamW {
         }
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        const PARAMETERS: usize = 24; // of one launch
+        const ELEMENTS: usize = 1 << 12; // of one block
+        let mut code = Code::default();
+        let types = |i: usize| [0, 1, 2, 3].map(|k| io.x[4 + 4 * i + k].dtype);
+        for (key, parameters) in by_types(0..self.decay.len(), |i| (io.y[3 * i].elements(), types(i))) {
+            for some in parameters.chunks(PARAMETERS) {
+                let sizes: Vec<usize> = some.iter().map(|&i| io.y[3 * i].elements()).collect();
+                let mut args: Vec<Place> = (0..4).map(|i| At::X(i).into()).collect();
+                args.extend(
+                    some.iter().flat_map(|&i| [At::Y(3 * i), At::X(4 + 4 * i + 1), At::Y(3 * i + 1), At::Y(3 * i + 2)].map(Place::from)),
+                );
+                let (launch, _) = in_pieces(Launch::new(include_str!("adamw.cu"), "adamw"), &sizes, ELEMENTS);
+                let launch = launch
+                    .define_type("P", key[0])
+                    .define_type("G", key[1])
+                    .define_type("M", key[2])
+                    .define_type("V", key[3])
+                    .define_f32("BETA1", self.beta1)
+                    .define_f32("BETA2", self.beta2)
+                    .define_f32("EPS", self.eps)
+                    .define("DECAYS", list(some.len(), ", ", |k| format!("0x{:08x}", self.decay[some[k]].to_bits())))
+                    .define("POINTERS", list(some.len(), ", ", |k| format!("P *p{k}, const G *g{k}, M *m{k}, V *v{k}")))
+                    .define("PICK", list(some.len(), " ", |k| format!("case {k}: p = p{k}; g = g{k}; m = m{k}; v = v{k}; break;")))
+                    .args(&args);
+                code.steps.push(Step::Launch(launch));
+            }
+        }
+        code
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        no_gradient(x.len()) // the last step of training
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false // the last step of training
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {

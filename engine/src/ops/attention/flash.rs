@@ -1,9 +1,10 @@
 //! Attention block by block: scores of a block of queries and a block of keys at a time, with a running maximum and sum.
 
-use super::{Attention, check, score_flops};
+use super::{Attention, check, kernels, score_flops};
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::math::{dot, exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
+use crate::kernel::{Code, Io};
 use crate::meta::Meta;
 use crate::op::{Cost, Grads, Op, no_gradient};
 use crate::record::Var;
@@ -86,6 +87,10 @@ impl Op for FlashAttention {
             let (h, t, b) = (i % s.heads, i / s.heads % s.time, i / s.heads / s.time);
             out.copy_from_slice(&by_head[((b * s.heads + h) * s.time + t) * s.d..][..s.d]);
         });
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        kernels::forward(io, self.causal, self.scale)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -208,8 +213,16 @@ impl Op for FlashAttentionGrad {
         }
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        kernels::backward(io, self.causal, self.scale)
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        no_gradient(x.len()) // second derivatives are not supported
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {

@@ -5,10 +5,13 @@
 //! h / (heads / kv_heads). Causal: query i sees keys up to i + keys - time.
 
 mod flash;
+mod kernels;
 
 pub use flash::{FlashAttention, FlashAttentionGrad};
+pub use kernels::{Kind, kernel_for};
 
 use crate::cpu::{View, ViewMut};
+use crate::kernel::{Code, Io};
 use crate::meta::Meta;
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::record::Var;
@@ -45,6 +48,10 @@ impl Op for Attention {
     }
 
     fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
+        unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    fn cuda(&self, _: &Io) -> Code {
         unreachable!("a pass or the unfused form stands in for it")
     }
 
@@ -95,6 +102,10 @@ pub const CASES: &[Case] = &[
     Case::new("unfused full", qkv!(1, 3, 2, 5, 2, 4), |x| vec![attention(x[0], x[1], x[2], false, 0.5)]),
     Case::new("flash causal groups", qkv!(2, 71, 4, 71, 2, 8), |x| flash(x, true)),
     Case::new("flash more keys", qkv!(1, 9, 3, 70, 1, 5), |x| flash(x, true)),
+    Case::new("flash heads of 16", qkv!(2, 71, 4, 71, 2, 16), |x| flash(x, true)),
+    Case::new("flash heads of 64", qkv!(1, 130, 2, 140, 1, 64), |x| flash(x, true)),
+    Case::new("flash heads of 32, full", qkv!(1, 65, 2, 67, 1, 32), |x| flash(x, false)),
+    Case::new("flash heads of 128", qkv!(1, 70, 1, 70, 1, 128), |x| flash(x, true)),
     Case::new("flash full", qkv!(1, 66, 2, 130, 2, 4), |x| flash(x, false)),
     Case::new("flash hydra", qkv!(16, 1024, 12, 1024, 3, 16), |x| flash(x, true)).bench(),
     Case::new("flash 64", qkv!(8, 1024, 12, 1024, 12, 64), |x| flash(x, true)).bench(),

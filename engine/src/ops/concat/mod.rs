@@ -1,8 +1,10 @@
 //! Side by side along an axis; and zeros on both sides of one.
 
 use crate::cpu::{View, ViewMut};
+use crate::kernel::{At, Code, Io, Launch, Step};
 use crate::meta::Meta;
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 
 #[derive(Debug)]
@@ -20,7 +22,7 @@ impl Op for Concat {
         shape[self.axis] = 0;
         for m in x {
             let same = m.rank() == shape.len() && (0..shape.len()).all(|d| d == self.axis || m.shape[d] == shape[d]);
-            assert!(same && m.dtype == x[0].dtype, "concat of {x:?} along axis {}", self.axis);
+            assert!(same && m.dtype == x[0].dtype && m.dtype.is_float(), "concat of {x:?} along axis {}", self.axis);
             shape[self.axis] += m.shape[self.axis];
         }
         vec![x[0].with(&shape)]
@@ -37,6 +39,30 @@ impl Op for Concat {
             }
             at += w;
         }
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let dtype = io.y[0].dtype;
+        let outer: usize = io.y[0].shape[..self.axis].iter().product();
+        let width = |shape: &[usize]| shape[self.axis..].iter().product::<usize>();
+        let row = width(&io.y[0].shape);
+        let mut at = 0;
+        let part = |(i, part): (usize, &Meta)| {
+            let w = width(&part.shape);
+            let vec = pack(&[dtype], &[row, at, w]);
+            let launch = Launch::new(&[PACKS, include_str!("concat.cu")].concat(), "concat")
+                .define_type("T", dtype)
+                .define("VEC", vec)
+                .define("OUTER", outer)
+                .define("WIDTH", w)
+                .define("ROW", row)
+                .define("AT", at)
+                .grid((outer * w / vec).div_ceil(256), 1, 1)
+                .args(&[At::X(i).into(), At::Y(0).into()]);
+            at += w;
+            Step::Launch(launch)
+        };
+        Code { steps: io.x.iter().enumerate().map(part).collect(), workspace: 0 }
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -67,6 +93,7 @@ impl Op for Pad {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        assert!(x[0].dtype.is_float(), "pad of {:?}", x[0]);
         let mut shape = x[0].shape.clone();
         shape[self.axis] += self.before + self.after;
         vec![x[0].with(&shape)]
@@ -80,6 +107,24 @@ impl Op for Pad {
             out[self.before * inner..self.before * inner + from].copy_from_slice(part);
             out[self.before * inner + from..].fill(0.0);
         }
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let dtype = io.y[0].dtype;
+        let outer: usize = io.y[0].shape[..self.axis].iter().product();
+        let inner: usize = io.y[0].shape[self.axis + 1..].iter().product();
+        let (width, row, at) = (io.x[0].shape[self.axis] * inner, io.y[0].shape[self.axis] * inner, self.before * inner);
+        let vec = pack(&[dtype], &[width, row, at]);
+        Launch::new(&[PACKS, include_str!("pad.cu")].concat(), "pad")
+            .define_type("T", dtype)
+            .define("VEC", vec)
+            .define("OUTER", outer)
+            .define("WIDTH", width)
+            .define("ROW", row)
+            .define("AT", at)
+            .grid((outer * row / vec).div_ceil(256), 1, 1)
+            .all(io)
+            .code()
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -2,8 +2,11 @@
 //!
 //! Tap j is a matrix product of x, shifted by width - 1 - j, with that tap's matrix.
 
+mod gpu;
+
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
+use crate::kernel::{Code, Io};
 use crate::meta::Meta;
 use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
 use crate::record::Var;
@@ -75,6 +78,10 @@ impl Op for CausalConv {
         });
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        gpu::conv(io, self.groups, false)
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return vec![None, None] };
         let dx = d.recorder().op1(CausalConvGradInput { groups: self.groups }, &[d, x[1]]);
@@ -118,8 +125,16 @@ impl Op for CausalConvGradInput {
         });
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        gpu::conv(io, self.groups, true)
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        no_gradient(x.len()) // second derivatives are not supported
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -171,8 +186,16 @@ impl Op for CausalConvGradWeight {
         });
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        gpu::weight_gradient(io, self.groups, self.width)
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        no_gradient(x.len()) // second derivatives are not supported
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {

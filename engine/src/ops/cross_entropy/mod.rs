@@ -2,6 +2,7 @@
 
 use crate::cpu::math::{exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
+use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
 use crate::record::Var;
@@ -30,6 +31,24 @@ pub(super) fn row_gradient(x: &mut [f32], target: i32, lse: f32, weight: f32) {
     x[target as usize] -= weight;
 }
 
+/// A kernel over rows of logits: a warp for each short row, a block for each long one. `source` stands behind `row.cuh`.
+pub(super) fn row_launch(source: &str, entry: &'static str, dtype: DType, rows: usize, classes: usize) -> Launch {
+    let by_warp = classes <= 1024;
+    let (block, rows_per_block) = match classes {
+        _ if by_warp => (256, 8),
+        ..=8192 => (128, 1),
+        _ => (512, 1),
+    };
+    Launch::new(&format!("{}{source}", include_str!("row.cuh")), entry)
+        .define_type("T", dtype)
+        .define("ROWS", rows)
+        .define("CLASSES", classes)
+        .define("BY_WARP", by_warp as u8)
+        .define("BLOCK", block)
+        .grid(rows.div_ceil(rows_per_block), 1, 1)
+        .block(block)
+}
+
 impl Op for CrossEntropy {
     fn name(&self) -> &'static str {
         "cross_entropy"
@@ -51,6 +70,11 @@ impl Op for CrossEntropy {
                 || row_loss(&data[r * classes..][..classes], targets[r]),
             );
         });
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (x, source) = (&io.x[0], include_str!("cross_entropy.cu"));
+        row_launch(source, "cross_entropy", x.dtype, x.dim(1), x.dim(0)).all(io).code()
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -90,8 +114,21 @@ impl Op for CrossEntropyGrad {
         });
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        let (x, source) = (&io.x[0], include_str!("cross_entropy_grad.cu"));
+        row_launch(source, "cross_entropy_grad", x.dtype, x.dim(1), x.dim(0))
+            .define_type("L", io.x[2].dtype)
+            .define_type("D", io.x[3].dtype)
+            .all(io)
+            .code()
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        no_gradient(x.len()) // second derivatives are not supported
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {

@@ -1,8 +1,10 @@
 //! One number everywhere.
 
 use crate::cpu::{DataMut, View, ViewMut};
+use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::{Recorder, Var};
 use rayon::prelude::*;
 
@@ -28,6 +30,23 @@ impl Op for Full {
             DataMut::I32(d) => d.fill(self.value as i32),
             DataMut::U8(d) => d.fill(self.value as u8),
         }
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (n, vec) = (io.y[0].elements(), pack(&[self.dtype], &[]));
+        let launch = Launch::new(&[PACKS, include_str!("full.cu")].concat(), "full");
+        let launch = match self.dtype {
+            DType::I32 => launch.define("SET", format!("v = {}", self.value as i32)),
+            DType::U8 => launch.define("SET", format!("v = {}", self.value as u8)),
+            _ => launch.define_f32("VALUE", self.value).define("SET", "from_float(VALUE, v)"),
+        };
+        launch
+            .define_type("T", self.dtype)
+            .define("VEC", vec)
+            .define("N", format!("{n}ull"))
+            .grid((n / vec + n % vec).div_ceil(256), 1, 1)
+            .all(io)
+            .code()
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -2,9 +2,10 @@
 //! `linear-ce` replaces it by a version that works on a chunk of rows at a time, so that the logits never exist whole, and
 //! that computes the gradients in the same pass: the loss is one number, so they need only be scaled afterwards.
 
-use super::cross_entropy::{row_gradient, row_loss};
+use super::cross_entropy::{row_gradient, row_launch, row_loss};
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut, simd};
+use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Place, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
 use crate::record::Var;
@@ -34,6 +35,10 @@ impl Op for LinearCrossEntropy {
         unreachable!("a pass or the unfused form stands in for it")
     }
 
+    fn cuda(&self, _: &Io) -> Code {
+        unreachable!("a pass or the unfused form stands in for it")
+    }
+
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
         unreachable!("replaced before gradients are written out")
     }
@@ -58,6 +63,15 @@ pub struct ChunkedLinearCrossEntropy {
     pub chunk: usize,
     pub grad_h: bool,
     pub grad_w: bool,
+}
+
+fn convert(x: Place, from: DType, y: Place, to: DType, elements: usize) -> Launch {
+    Launch::new(include_str!("convert.cu"), "linear_ce_convert")
+        .define_type("FROM", from)
+        .define_type("TO", to)
+        .define("N", elements)
+        .grid(elements.div_ceil(256), 1, 1)
+        .args(&[x, y])
 }
 
 impl Op for ChunkedLinearCrossEntropy {
@@ -114,6 +128,66 @@ impl Op for ChunkedLinearCrossEntropy {
             }
         }
         y[0].f32()[0] = total as f32;
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (rows, d, classes) = (io.x[0].dim(1), io.x[0].dim(0), io.x[1].dim(1));
+        let (dtype, w_dtype) = (io.x[0].dtype, io.x[1].dtype);
+        let chunk = self.chunk.min(rows);
+        let stride = classes.next_multiple_of(16 / dtype.size()); // rows of logits start on 16 bytes
+        let mut workspace = 0;
+        let mut reserve = |elements: usize, dtype: DType| {
+            let place = At::Work.plus(workspace);
+            workspace += (elements * dtype.size()).next_multiple_of(256);
+            place
+        };
+        let logits = Matrix::rows(reserve(chunk * stride, dtype), dtype, stride);
+        let losses = reserve(rows, DType::F32);
+        let mut steps = vec![];
+
+        // A product has one type of input.
+        let mut w = Matrix::rows(At::X(1), dtype, d);
+        if w_dtype != dtype {
+            w.place = reserve(classes * d, dtype);
+            steps.push(Step::Launch(convert(At::X(1).into(), w_dtype, w.place, dtype, classes * d)));
+        }
+        // Chunks add up in f32.
+        let dw_out = Place::from(At::Y(1 + self.grad_h as usize));
+        let in_place = w_dtype == DType::F32 || (chunk == rows && w_dtype == dtype);
+        let mut dw = Matrix::rows(dw_out, w_dtype, d);
+        if self.grad_w && !in_place {
+            dw = Matrix::rows(reserve(classes * d, DType::F32), DType::F32, d);
+        }
+
+        for r0 in (0..rows).step_by(chunk) {
+            let n = chunk.min(rows - r0);
+            let h = Matrix::rows(At::X(0), dtype, d).at(r0 * d);
+            let product = |m, n, k, a, b, c, beta| Step::Gemm(Gemm { m, n, k, batch: 1, a, b, c, alpha: 1.0, beta });
+            steps.push(product(n, classes, d, h, w.t(), logits, 0.0));
+            let one_weight = io.x[3].elements() == 1;
+            let weight = At::X(3).plus(if one_weight { 0 } else { r0 * io.x[3].dtype.size() });
+            let losses = Place { bytes: losses.bytes + r0 * 4, ..losses };
+            let launch = row_launch(include_str!("linear_ce.cu"), "linear_ce_rows", dtype, n, classes)
+                .define_type("W", io.x[3].dtype)
+                .define("STRIDE", stride)
+                .define("ONE_WEIGHT", one_weight as u8)
+                .define("GRADIENT", (self.grad_h || self.grad_w) as u8)
+                .args(&[logits.place, At::X(2).plus(r0 * 4), weight, losses]);
+            steps.push(Step::Launch(launch));
+            if self.grad_h {
+                let dh = Matrix::rows(At::Y(1), dtype, d).at(r0 * d);
+                steps.push(product(n, d, classes, logits, w, dh, 0.0));
+            }
+            if self.grad_w {
+                steps.push(product(classes, d, n, logits.t(), h, dw, if r0 == 0 { 0.0 } else { 1.0 }));
+            }
+        }
+        if self.grad_w && !in_place {
+            steps.push(Step::Launch(convert(dw.place, DType::F32, dw_out, w_dtype, classes * d)));
+        }
+        let sum = Launch::new(include_str!("finish.cu"), "linear_ce_sum").define("ROWS", rows).block(1024);
+        steps.push(Step::Launch(sum.args(&[losses, At::Y(0).into()])));
+        Code { steps, workspace }
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -2,7 +2,8 @@
 
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
-use crate::meta::{Layout, Meta, broadcast, broadcast_strides};
+use crate::kernel::{At, Code, Gemm, Io, Matrix, Step};
+use crate::meta::{Layout, Meta, broadcast, broadcast_strides, contiguous};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::record::Var;
 use rayon::prelude::*;
@@ -50,6 +51,51 @@ impl Op for Matmul {
         } else {
             out.par_chunks_mut(m * n).enumerate().for_each(|(i, o)| product(i, o, false));
         }
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (a, b, y) = (&io.x[0], &io.x[1], &io.y[0]);
+        let (m, k, n) = (a.dim(1), a.dim(0), b.dim(0));
+        let lead = &y.shape[..y.rank() - 2];
+        let leads = |i: usize| {
+            let r = io.x[i].rank();
+            broadcast_strides(&io.x[i].shape[..r - 2], &io.strides[i][..r - 2], lead)
+        };
+        let strides = [leads(0), leads(1), contiguous(&y.shape)[..lead.len()].to_vec()];
+        // From the right, as many dimensions as all three step through evenly become one batch; the rest is a loop.
+        let mut first = lead.len();
+        let mut batch = 1;
+        while first > 0 {
+            let d = first - 1;
+            let even = batch == 1 || strides.iter().all(|s| s[d] == s[d + 1] * lead[d + 1] || lead[d] == 1);
+            if !even {
+                break;
+            }
+            batch *= lead[d];
+            first = d;
+        }
+        let step = |s: &Vec<usize>| (0..lead.len()).rev().find(|&d| d >= first && lead[d] != 1).map_or(0, |d| s[d]);
+        let matrix =
+            |at: At, i: usize, row: usize, column: usize, dtype| Matrix { place: at.into(), dtype, row, column, batch: step(&strides[i]) };
+        let side = |i: usize| {
+            let r = io.x[i].rank();
+            matrix(At::X(i), i, io.strides[i][r - 2], io.strides[i][r - 1], io.x[i].dtype)
+        };
+        let outer: usize = lead[..first].iter().product();
+        let steps = (0..outer).map(|o| {
+            let offset = |s: &Vec<usize>| {
+                let (mut left, mut sum) = (o, 0);
+                for d in (0..first).rev() {
+                    sum += left % lead[d] * s[d];
+                    left /= lead[d];
+                }
+                sum
+            };
+            let [oa, ob, oc] = [&strides[0], &strides[1], &strides[2]].map(offset);
+            let (a, b, c) = (side(0).at(oa), side(1).at(ob), matrix(At::Y(0), 2, n, 1, y.dtype).at(oc));
+            Step::Gemm(Gemm { m, n, k, batch, a, b, c, alpha: 1.0, beta: 0.0 })
+        });
+        Code { steps: steps.collect(), workspace: 0 }
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -3,8 +3,11 @@
 
 use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
-use crate::meta::Meta;
+use crate::kernel::{At, Code, Io, Step};
+use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::ops::reduce::packs::Rows;
+use crate::ops::reduce::sum_rows;
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -47,6 +50,51 @@ fn two_outputs<'a>(y: &'a mut [ViewMut]) -> (&'a mut [f32], &'a mut [f32]) {
     (a[0].f32(), b[0].f32())
 }
 
+/// Inputs x and perhaps a weight; outputs y, rstd.
+fn forward(io: &Io, eps: f32, layer: bool) -> Code {
+    let d = io.x[0].dim(0);
+    let types: Vec<DType> = io.x.iter().map(|m| m.dtype).collect();
+    let rows = Rows::new(d, &types);
+    rows.launch(include_str!("norm.cu"), "normalise", d)
+        .define_type("T", types[0])
+        .define_type("W", *types.get(1).unwrap_or(&types[0]))
+        .define("ROWS", io.x[0].rows())
+        .define("WEIGHT", (types.len() > 1) as u8)
+        .define("LAYER", layer as u8)
+        .define_f32("EPS", eps)
+        .grid(io.x[0].rows().div_ceil(rows.groups), 1, 1)
+        .all(io)
+        .code()
+}
+
+/// Inputs x (of a layer norm, its output), rstd, dy and perhaps a weight; outputs dx and the weight's gradient, whose partial sums
+/// are added by a second launch. Their number depends on shapes alone, and so does the order of additions.
+fn backward(io: &Io, layer: bool) -> Code {
+    let (d, n) = (io.x[0].dim(0), io.x[0].rows());
+    let weight = io.x.get(3).map(|m| m.dtype);
+    let types = [io.x[0].dtype, io.x[2].dtype, weight.unwrap_or(io.x[0].dtype)];
+    let rows = Rows::new(d, &types);
+    let launch = rows
+        .launch(include_str!("grad.cu"), "norm_grad", d)
+        .define_type("T", types[0])
+        .define_type("G", types[1])
+        .define_type("W", types[2])
+        .define("ROWS", n)
+        .define("WEIGHT", weight.is_some() as u8)
+        .define("LAYER", layer as u8);
+    let blocks = n.div_ceil(rows.groups);
+    let Some(dtype) = weight else {
+        return launch.grid(blocks, 1, 1).all(io).code();
+    };
+    let blocks = blocks.min(((1 << 22) / d).clamp(128, 1024));
+    let args = [At::X(0), At::X(1), At::X(2), At::X(3), At::Y(0), At::Work].map(Into::into);
+    let steps = vec![
+        Step::Launch(launch.grid(blocks, 1, 1).args(&args)),
+        Step::Launch(sum_rows(blocks, d, At::Work.into(), (At::Y(1).into(), dtype))),
+    ];
+    Code { steps, workspace: 4 * blocks * d }
+}
+
 impl Op for RmsNorm {
     fn name(&self) -> &'static str {
         "rms_norm"
@@ -76,6 +124,10 @@ impl Op for RmsNorm {
                 }
             },
         );
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        forward(io, self.eps, false)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -140,8 +192,16 @@ impl Op for RmsNormGrad {
         }
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        backward(io, false)
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        no_gradient(x.len()) // second derivatives are not supported
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -183,6 +243,10 @@ impl Op for LayerNorm {
                 y.iter_mut().zip(x).for_each(|(y, &x)| *y = (x - mean) * r);
             },
         );
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        forward(io, self.eps, true)
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -227,8 +291,16 @@ impl Op for LayerNormGrad {
         });
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        backward(io, true)
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        no_gradient(x.len()) // second derivatives are not supported
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {

@@ -123,7 +123,7 @@ impl Expr {
                     let c = super::run::binary(op, x, y);
                     return self.push(Ins::Const(c));
                 }
-                // x + 0 is x except for the sign of zero, which no op here can see.
+                // x + 0 is x, but for the sign of zero: -0 stays -0.
                 (Add, Some(0.0), _) => return b,
                 (Add | Sub, _, Some(0.0)) => return a,
                 _ => {}

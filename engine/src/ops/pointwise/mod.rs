@@ -1,6 +1,7 @@
 //! Arithmetic, element by element, with broadcasting: one op for all of it.
 
 pub mod expr;
+mod print;
 pub mod run;
 
 pub use expr::{Bin, Expr, Ins, Un};
@@ -8,6 +9,7 @@ pub use expr::{Bin, Expr, Ins, Un};
 use super::full::Full;
 use crate::cpu::{View, ViewMut};
 use crate::graph::Kind;
+use crate::kernel::{Code, Io};
 use crate::meta::{DType, Layout, Meta, broadcast};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::record::Var;
@@ -41,6 +43,10 @@ impl Op for Pointwise {
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         run::run(&self.expr, &self.in_place, x, y)
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        print::code(self, io)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -86,9 +92,14 @@ impl Op for Pointwise {
 #[track_caller]
 pub fn record<'g>(expr: Expr, dtypes: Vec<DType>, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
     let recorder = inputs.first().expect("arithmetic needs a value to work on").recorder();
+    // Draws are numbered by the elements of the shape, so where there are any no input may vanish.
+    let draws = expr.ins.iter().any(|i| matches!(i, Ins::Random { .. }));
     let constants: Vec<Option<f32>> = inputs
         .iter()
         .map(|v| {
+            if draws {
+                return None;
+            }
             recorder.with_graph(|g| match &g.nodes[v.value().node].kind {
                 Kind::Op(op) => op.is::<Full>().map(|f| f.value),
                 _ => None,

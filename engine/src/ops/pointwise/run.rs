@@ -104,13 +104,13 @@ impl Code {
 }
 
 /// Where input elements come from, after neighbouring dimensions that all inputs step through alike were merged.
-struct Walk {
-    shape: Vec<usize>,
-    strides: Vec<Vec<usize>>,
+pub(super) struct Walk {
+    pub shape: Vec<usize>,
+    pub strides: Vec<Vec<usize>>,
 }
 
 impl Walk {
-    fn new(shape: &[usize], inputs: &[Option<(&[usize], &[usize])>]) -> Walk {
+    pub fn new(shape: &[usize], inputs: &[Option<(&[usize], &[usize])>]) -> Walk {
         let full: Vec<Option<Vec<usize>>> = inputs.iter().map(|i| i.map(|(s, st)| broadcast_strides(s, st, shape))).collect();
         let (mut dims, mut strides): (Vec<usize>, Vec<Vec<usize>>) = (vec![], vec![vec![]; inputs.len()]);
         for (d, &n) in shape.iter().enumerate().filter(|(_, n)| **n != 1) {

@@ -2,11 +2,15 @@
 
 use crate::cpu::{View, ViewMut, math, simd};
 use crate::graph::Kind;
-use crate::meta::Meta;
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::kernel::{At, Code, Io, Launch, Place, Step};
+use crate::meta::{DType, Meta};
+use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::ops::full::Full;
+use crate::ops::pointwise::{Bin, pointwise};
 use crate::record::Var;
 use rayon::prelude::*;
+
+pub mod packs;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reduction {
@@ -39,7 +43,7 @@ impl Op for Reduce {
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let mut shape = x[0].shape.clone();
-        assert!(self.axis < shape.len(), "reduce axis {} of {:?}", self.axis, x[0]);
+        assert!(self.axis < shape.len() && x[0].dtype.is_float(), "reduce axis {} of {:?}", self.axis, x[0]);
         shape[self.axis] = 1;
         vec![x[0].with(&shape)]
     }
@@ -95,16 +99,122 @@ impl Op for Reduce {
         }
     }
 
-    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+    fn cuda(&self, io: &Io) -> Code {
+        let (outer, n, inner) = self.split(&io.x[0].shape);
+        let dtype = io.x[0].dtype;
+        let first = Part { how: self.how, outer, n, inner, parts: parts(outer, n, inner, dtype) };
+        let (x, y) = ((At::X(0).into(), dtype), (At::Y(0).into(), dtype));
+        if first.parts == 1 {
+            return first.launch(x, y).code();
+        }
+        let partial = (At::Work.into(), DType::F32);
+        let second = Part { n: first.parts, parts: 1, ..first };
+        let steps = vec![Step::Launch(first.launch(x, partial)), Step::Launch(second.launch(partial, y))];
+        Code { steps, workspace: 4 * outer * first.parts * inner }
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         match self.how {
             Reduction::Sum => vec![dy[0].map(|d| d.expand(&x[0].shape()))],
-            Reduction::Max => no_gradient(1), // used to shift a softmax, where the shift has none
+            // Shared evenly by all that reach the maximum.
+            Reduction::Max => vec![dy[0].map(|d| {
+                let highest = pointwise(&[x[0], y[0]], |e, r| e.bin(Bin::Eq, r[0], r[1]));
+                highest * (d / highest.sum_axis(self.axis))
+            })],
         }
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
         Cost { flops: x[0].elements() as u64, ..Cost::memory(x[0].bytes() + self.infer(x)[0].bytes()) }
     }
+}
+
+/// Blocks that a reduction is cut into, to fill any GPU: not the number of its multiprocessors, so that the order of additions
+/// is the same on all.
+const BLOCKS: usize = 1024;
+const THREADS: usize = 256;
+/// Packs of columns that a block is wide.
+const WIDE: usize = 32;
+/// Packs (of a row) or rows (of a column) that a thread takes before it is worth to have more threads.
+const EACH: usize = 8;
+
+/// In how many parts [outer, n, inner] is reduced; more than one are joined by a second launch.
+fn parts(outer: usize, n: usize, inner: usize, dtype: DType) -> usize {
+    let (blocks, worth) = match inner {
+        1 => (outer, THREADS * EACH * 16 / dtype.size()),
+        _ => {
+            let width = inner / packs::pack(&[dtype], &[inner]);
+            (outer * width.div_ceil(WIDE), THREADS * EACH / width.next_power_of_two().min(WIDE))
+        }
+    };
+    (BLOCKS / blocks).clamp(1, n.div_ceil(worth))
+}
+
+/// [outer, n, inner] to [outer, parts, inner].
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    how: Reduction,
+    outer: usize,
+    n: usize,
+    inner: usize,
+    parts: usize,
+}
+
+impl Part {
+    fn launch(&self, (x, from): (Place, DType), (y, to): (Place, DType)) -> Launch {
+        let launch = Launch::new(&[packs::PACKS, packs::LANES, include_str!("reduce.cu")].concat(), "reduce")
+            .define_type("T", from)
+            .define_type("OUT", to)
+            .define("MAX", (self.how == Reduction::Max) as u8)
+            .define("OUTER", self.outer)
+            .define("N", self.n)
+            .define("INNER", self.inner)
+            .define("PARTS", self.parts)
+            .define("THREADS", THREADS)
+            .block(THREADS)
+            .args(&[x, y]);
+        if self.inner == 1 { self.rows(launch, from) } else { self.columns(launch, from) }
+    }
+
+    fn rows(&self, launch: Launch, from: DType) -> Launch {
+        // A single row may end inside a pack; of several, all have to start with one.
+        let vec = if self.outer == 1 { packs::pack(&[from], &[]) } else { packs::pack(&[from], &[self.n]) };
+        let chunk = self.n.div_ceil(self.parts).next_multiple_of(vec);
+        let packs = chunk / vec;
+        let lanes = if packs <= 32 * 2 * EACH { packs.next_power_of_two().min(32) } else { THREADS };
+        launch.define("VEC", vec).define("CHUNK", chunk).define("LANES", lanes).define("GROUPS", THREADS / lanes).grid(
+            (self.outer * self.parts).div_ceil(THREADS / lanes),
+            1,
+            1,
+        )
+    }
+
+    fn columns(&self, launch: Launch, from: DType) -> Launch {
+        let vec = packs::pack(&[from], &[self.inner]);
+        let chunk = self.n.div_ceil(self.parts);
+        let width = self.inner / vec;
+        let mut tx = width.next_power_of_two().min(WIDE);
+        // Narrower (8 packs are still a line of memory) where there would be too few blocks.
+        while tx > 8 && self.outer * self.parts * width.div_ceil(tx) < BLOCKS / 8 {
+            tx /= 2;
+        }
+        let ty = (chunk.div_ceil(EACH).next_power_of_two()).min(THREADS / tx);
+        let (tz, tiles) = (THREADS / tx / ty, width.div_ceil(tx));
+        launch
+            .define("VEC", vec)
+            .define("CHUNK", chunk)
+            .define("TX", tx)
+            .define("TY", ty)
+            .define("TZ", tz)
+            .define("TILES", tiles)
+            .define("LANES", 32)
+            .grid(self.outer.div_ceil(tz) * self.parts * tiles, 1, 1)
+    }
+}
+
+/// y [columns] = the sum over x [rows, columns] f32.
+pub fn sum_rows(rows: usize, columns: usize, x: Place, y: (Place, DType)) -> Launch {
+    Part { how: Reduction::Sum, outer: 1, n: rows, inner: columns, parts: 1 }.launch((x, DType::F32), y)
 }
 
 impl<'g> Var<'g> {
@@ -179,7 +289,7 @@ pub const CASES: &[Case] = &[
     Case::new("rows", &[In(&[7, 1031], Fill::Normal)], |x| vec![x[0].sum_axis(1)]),
     Case::new("columns", &[In(&[1031, 7], Fill::Normal)], |x| vec![x[0].sum_axis(0)]),
     Case::new("middle", &[In(&[3, 5, 4], Fill::Normal)], |x| vec![x[0].mean_axis(1)]),
-    Case::new("maximum", &[In(&[3, 5, 4], Fill::Normal), In(&[3, 5, 4], Fill::Frozen)], |x| vec![x[1].max_axis(1) * x[0]]),
+    Case::new("maximum", &[In(&[3, 5, 4], Fill::Normal), In(&[3, 5, 4], Fill::Spread)], |x| vec![x[1].max_axis(1) * x[0]]),
     Case::new("sum_to", &[In(&[2, 3, 4, 5], Fill::Normal)], |x| vec![x[0].sum_to(&[3, 1, 1]), x[0].sum_to(&[1, 3, 4, 1]), x[0].sum()]),
     Case::new("wide columns", &[In(&[3, 2500], Fill::Normal)], |x| vec![x[0].sum_axis(0)]),
     Case::new("bias gradient", &[In(&[65536, 768], Fill::Normal)], |x| vec![x[0].sum_axis(0)]).bench(),

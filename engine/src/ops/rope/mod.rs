@@ -1,6 +1,7 @@
 //! Rotary position embedding: pairs of a head's elements are turned by an angle that grows with the position.
 
 use crate::cpu::{View, ViewMut, simd};
+use crate::kernel::{Code, Io, Launch};
 use crate::meta::Meta;
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::record::{Recorder, Var};
@@ -73,6 +74,22 @@ impl Op for Rope {
                 },
             )
         });
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let pairs = io.y[0].elements() / 2;
+        Launch::new(include_str!("rope.cu"), "rope")
+            .define_type("T", io.y[0].dtype)
+            .define_type("C", io.x[1].dtype)
+            .define("PAIRS", pairs)
+            .define("HEADS", io.x[0].dim(1))
+            .define("D", io.x[0].dim(0))
+            .define("TABLE", io.x[1].rows())
+            .define("ADJACENT", (self.pairs == Pairs::Adjacent) as u8)
+            .define("SIGN", if self.inverse { "-1.0f" } else { "1.0f" })
+            .grid(pairs.div_ceil(256), 1, 1)
+            .all(io)
+            .code()
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

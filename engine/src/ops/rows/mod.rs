@@ -2,9 +2,11 @@
 
 use crate::cpu::{View, ViewMut, simd};
 use crate::graph::Kind;
+use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::ops::full::Full;
+use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -18,7 +20,7 @@ impl Op for GatherRows {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        assert!(x[0].rank() == 2 && x[1].dtype == DType::I32, "gather_rows of {x:?}");
+        assert!(x[0].rank() == 2 && x[0].dtype.is_float() && x[1].dtype == DType::I32, "gather_rows of {x:?}");
         vec![x[0].with(&[&x[1].shape[..], &[x[0].dim(0)]].concat())]
     }
 
@@ -28,6 +30,20 @@ impl Op for GatherRows {
         y[0].f32().par_chunks_mut(d).with_min_len(32).zip(index).for_each(|(out, &i)| {
             out.copy_from_slice(&table[i as usize * d..][..d]);
         });
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (d, n, dtype) = (io.x[0].dim(0), io.x[1].elements(), io.x[0].dtype);
+        let vec = pack(&[dtype], &[d]);
+        Launch::new(&[PACKS, include_str!("gather.cu")].concat(), "gather")
+            .define_type("T", dtype)
+            .define("VEC", vec)
+            .define("D", d)
+            .define("N", n)
+            .define("ROWS", io.x[0].dim(1))
+            .grid((n * (d / vec)).div_ceil(256), 1, 1)
+            .all(io)
+            .code()
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -46,6 +62,9 @@ pub enum Write {
     /// Where a row is named twice, the later wins.
     Replace,
 }
+
+/// Up to so many numbers, every thread goes through all of them; more are sorted by row first.
+const FEW: usize = 256;
 
 /// y = base, then row index[i] of it takes source[i]. Inputs: base [rows, d], index i32 [..], source [.., d].
 #[derive(Debug)]
@@ -94,6 +113,62 @@ impl Op for ScatterRows {
         });
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        let (d, rows, n, dtype) = (io.y[0].dim(0), io.y[0].dim(1), io.x[1].elements(), io.y[0].dtype);
+        let vec = pack(&[dtype], &[d]);
+        let add = self.write == Write::Add;
+        let (index, source, y) = (At::X(1).into(), At::X(2).into(), At::Y(0).into());
+        let packs = d / vec;
+        let launch = |text: &str, entry: &'static str, items: usize, args: &[Place]| {
+            Launch::new(&[PACKS, text].concat(), entry)
+                .define_type("T", dtype)
+                .define("VEC", vec)
+                .define("D", d)
+                .define("N", n)
+                .define("ROWS", rows)
+                .grid((items * packs).div_ceil(256), 1, 1)
+                .args(args)
+        };
+        if n <= FEW {
+            return launch(include_str!("scatter_few.cu"), "scatter_few", n, &[index, source, y]).define("ADD", add as u8).code();
+        }
+
+        // Segments as short as it takes to keep the GPU busy, and never so short that their sums are much.
+        let segment = ((n * packs) >> 18).next_power_of_two().clamp(4, 32);
+        let segments = n.div_ceil(segment);
+        // Workspace: total, hits [n], sorted [n], head [segments, d], tail [segments, d].
+        let round = |bytes: usize| bytes.next_multiple_of(256);
+        let hits = 256;
+        let sorted = hits + round(8 * n);
+        let head = sorted + round(8 * n);
+        let tail = head + round(4 * segments * d);
+        let [total, hits, sorted, head, tail] = [0, hits, sorted, head, tail].map(|at| At::Work.plus(at));
+
+        const THREADS: usize = 1024;
+        let range = rows.div_ceil(128).min(THREADS);
+        let sort = Launch::new(include_str!("sort.cu"), "sort_rows")
+            .define("N", n)
+            .define("ROWS", rows)
+            .define("RANGE", range)
+            .define("THREADS", THREADS)
+            .define("EACH", 8)
+            .grid(rows.div_ceil(range), 1, 1)
+            .block(THREADS)
+            .args(&[index, total, hits, sorted]);
+        let scatter = |entry, items, args: &[Place]| {
+            let launch = launch(include_str!("scatter.cu"), entry, items, args);
+            Step::Launch(launch.define("SEGMENT", segment).define("BATCH", 4))
+        };
+        let mut steps = vec![Step::Launch(sort)];
+        if add {
+            steps.push(scatter("add", segments, &[total, sorted, source, y, head, tail]));
+            steps.push(scatter("add_long", segments, &[total, sorted, y, head, tail]));
+        } else {
+            steps.push(scatter("replace", n, &[total, sorted, source, y]));
+        }
+        Code { steps, workspace: if add { tail.bytes + 4 * segments * d } else { head.bytes } }
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return vec![None; 3] };
         let source = d.gather_rows(x[1]);
@@ -137,6 +212,7 @@ impl<'g> Var<'g> {
         self.recorder().op1(ScatterRows { write: Write::Add }, &[self, index, source])
     }
 
+    /// Where a row is named twice the later wins; its gradient is right only where none is.
     #[track_caller]
     pub fn replace_rows(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
         self.recorder().op1(ScatterRows { write: Write::Replace }, &[self, index, source])

@@ -2,8 +2,10 @@
 
 use crate::cpu::math::{dot, exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
+use crate::kernel::{Code, Io};
 use crate::meta::Meta;
 use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -49,6 +51,19 @@ impl Op for Softmax {
                 },
             )
         });
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (d, dtype) = (io.x[0].dim(0), io.x[0].dtype);
+        let rows = Rows::new(d, &[dtype]);
+        rows.launch(include_str!("softmax.cu"), "softmax", d)
+            .define_type("T", dtype)
+            .define("ROWS", io.x[0].rows())
+            .define("CAUSAL", self.causal as u8)
+            .define("SQUARE", io.x[0].dim(1))
+            .grid(io.x[0].rows().div_ceil(rows.groups), 1, 1)
+            .all(io)
+            .code()
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -101,8 +116,24 @@ impl Op for SoftmaxGrad {
         });
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        let (d, types) = (io.x[0].dim(0), [io.x[0].dtype, io.x[1].dtype]);
+        let rows = Rows::new(d, &types);
+        rows.launch(include_str!("grad.cu"), "softmax_grad", d)
+            .define_type("T", types[0])
+            .define_type("G", types[1])
+            .define("ROWS", io.x[0].rows())
+            .grid(io.x[0].rows().div_ceil(rows.groups), 1, 1)
+            .all(io)
+            .code()
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        no_gradient(x.len()) // second derivatives are not supported
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {

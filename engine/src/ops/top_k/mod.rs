@@ -1,6 +1,7 @@
 //! Positions of the k largest of each row, in the order of the positions; of equal values, the earlier one is taken.
 
 use crate::cpu::{View, ViewMut};
+use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
 use crate::record::Var;
@@ -37,6 +38,21 @@ impl Op for TopK {
         });
     }
 
+    fn cuda(&self, io: &Io) -> Code {
+        let n = io.x[0].dim(0);
+        let threads = n.next_multiple_of(32).min(1024);
+        Launch::new(include_str!("top_k.cu"), "top_k")
+            .define_type("T", io.x[0].dtype)
+            .define("N", n)
+            .define("K", self.k)
+            .define("KEEP", (n <= 8192) as u8) // 32 KiB of shared memory
+            .define("THREADS", threads)
+            .grid(io.x[0].dim(1), 1, 1)
+            .block(threads)
+            .all(io)
+            .code()
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
         no_gradient(x.len()) // positions are integers
     }
@@ -57,7 +73,7 @@ impl<'g> Var<'g> {
 
 pub const CASES: &[Case] = &[
     Case::new("gathered by", &[In(&[2, 13], Fill::Distinct), In(&[13, 3], Fill::Normal)], |x| vec![x[1].gather_rows(x[0].top_k(5))]),
-    Case::new("routing", &[In(&[64, 1024], Fill::Normal)], |x| vec![x[0].top_k(512)]).bench(),
+    Case::new("routing", &[In(&[64, 1024], Fill::Frozen)], |x| vec![x[0].top_k(512).cast(DType::F32)]).bench(),
 ];
 
 #[cfg(test)]

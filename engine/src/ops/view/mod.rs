@@ -1,6 +1,7 @@
 //! Other shapes for the same memory: reshape, permute, slice, expand, stop_gradient. None of them runs.
 
 use crate::cpu::{View, ViewMut};
+use crate::kernel::{Code, Io};
 use crate::meta::{Layout, Meta, broadcast_strides};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::record::Var;
@@ -11,6 +12,9 @@ macro_rules! view_op {
             $name
         }
         fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
+            unreachable!("a view is resolved by the plan")
+        }
+        fn cuda(&self, _: &Io) -> Code {
             unreachable!("a view is resolved by the plan")
         }
         fn cost(&self, _: &[Meta]) -> Cost {

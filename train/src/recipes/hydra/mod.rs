@@ -222,7 +222,7 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
     }
     out.extend(first);
     for name in &names {
-        out.insert(format!("after/{name}"), s.store.get(name).expect("loaded").data.f32().to_vec());
+        out.insert(format!("after/{name}"), s.store.get(name).expect("loaded").f32()?);
     }
     Ok(out)
 }

@@ -1,0 +1,153 @@
+//! Matrix products through cuBLASLt.
+
+use super::GEMM_WORKSPACE;
+use crate::error::Error;
+use crate::kernel::{Gemm, Matrix};
+use crate::meta::DType;
+use cudarc::cublaslt::{result, sys};
+use std::ffi::c_void;
+
+pub struct Handle(sys::cublasLtHandle_t);
+
+/// A product with its layouts and the algorithm chosen for it.
+pub struct Product {
+    description: sys::cublasLtMatmulDesc_t,
+    /// Of the second operand, the first, the result: cuBLASLt counts columns first, so that c^T = b^T a^T is computed.
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+    algorithm: sys::cublasLtMatmulAlgo_t,
+    alpha: f32,
+    beta: f32,
+}
+
+fn failed(what: String) -> impl Fn(result::CublasError) -> Error {
+    move |e| Error::Cuda(format!("cuBLASLt, {what}: {e:?}"))
+}
+
+fn data_type(d: DType) -> sys::cudaDataType {
+    match d {
+        DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+        DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        _ => sys::cudaDataType_t::CUDA_R_32F,
+    }
+}
+
+/// (transposed, rows, columns, leading dimension) of a matrix [rows, columns] with these strides, seen column by column after a
+/// transposition of everything.
+fn seen(m: &Matrix, rows: usize, columns: usize) -> (bool, u64, u64, i64) {
+    // Rows without gaps: in memory it is the column-major [columns, rows] already.
+    if m.column == 1 || columns == 1 {
+        let ld = if rows == 1 { columns } else { m.row }.max(columns);
+        if m.column == 1 || rows == 1 || m.row != 1 {
+            return (false, columns as u64, rows as u64, ld as i64);
+        }
+    }
+    let ld = if columns == 1 { rows } else { m.column }.max(rows);
+    (true, rows as u64, columns as u64, ld as i64)
+}
+
+impl Handle {
+    pub fn new() -> Result<Handle, Error> {
+        Ok(Handle(result::create_handle().map_err(failed("starting".into()))?))
+    }
+
+    pub fn plan(&self, g: &Gemm) -> Result<Product, Error> {
+        let what = || failed(format!("{} x {} x {} of {}, {} at once", g.m, g.k, g.n, g.a.dtype, g.batch));
+        let description =
+            result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F).map_err(what())?;
+        let (b_t, b_rows, b_columns, b_ld) = seen(&g.b, g.k, g.n);
+        let (a_t, a_rows, a_columns, a_ld) = seen(&g.a, g.m, g.k);
+        let layout = |dtype, rows, columns, ld, batch: usize| -> Result<sys::cublasLtMatrixLayout_t, Error> {
+            let layout = result::create_matrix_layout(data_type(dtype), rows, columns, ld).map_err(what())?;
+            use sys::cublasLtMatrixLayoutAttribute_t as L;
+            let (count, stride) = (g.batch as i32, batch as i64);
+            // SAFETY: the layout was just made; each pointer is to a live value of the size given.
+            unsafe {
+                let set = |name, value: *const c_void, size| result::set_matrix_layout_attribute(layout, name, value, size).map_err(what());
+                set(L::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, (&raw const count).cast(), 4)?;
+                set(L::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, (&raw const stride).cast(), 8)?;
+            }
+            Ok(layout)
+        };
+        let layouts = [
+            layout(g.b.dtype, b_rows, b_columns, b_ld, g.b.batch)?,
+            layout(g.a.dtype, a_rows, a_columns, a_ld, g.a.batch)?,
+            layout(g.c.dtype, g.n as u64, g.m as u64, if g.m == 1 { g.n } else { g.c.row } as i64, g.c.batch)?,
+        ];
+        use sys::cublasLtMatmulDescAttributes_t as A;
+        // CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
+        let (first, second) = (b_t as i32, a_t as i32);
+        // SAFETY: everything passed was just made, and lives through the calls.
+        let algorithm = unsafe {
+            let set = |name, value: &i32| {
+                result::set_matmul_desc_attribute(description, name, std::ptr::from_ref(value).cast(), size_of::<i32>()).map_err(what())
+            };
+            set(A::CUBLASLT_MATMUL_DESC_TRANSA, &first)?;
+            set(A::CUBLASLT_MATMUL_DESC_TRANSB, &second)?;
+            let preference = result::create_matmul_pref().map_err(what())?;
+            let most = GEMM_WORKSPACE;
+            let limit = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+            result::set_matmul_pref_attribute(preference, limit, (&raw const most).cast(), size_of::<usize>()).map_err(what())?;
+            let chosen = result::get_matmul_algo_heuristic(self.0, description, layouts[0], layouts[1], layouts[2], layouts[2], preference)
+                .map_err(what());
+            let _ = result::destroy_matmul_pref(preference);
+            chosen?.algo
+        };
+        Ok(Product { description, layouts, algorithm, alpha: g.alpha, beta: g.beta })
+    }
+
+    /// # Safety
+    /// The addresses are of matrices on the GPU as large as the plan says, and the workspace has GEMM_WORKSPACE bytes.
+    pub unsafe fn run(&self, p: &Product, [a, b, c]: [u64; 3], workspace: u64, stream: cudarc::driver::sys::CUstream) -> Result<(), Error> {
+        unsafe {
+            result::matmul(
+                self.0,
+                p.description,
+                (&raw const p.alpha).cast(),
+                (&raw const p.beta).cast(),
+                b as *const c_void,
+                p.layouts[0],
+                a as *const c_void,
+                p.layouts[1],
+                c as *const c_void,
+                p.layouts[2],
+                c as *mut c_void,
+                p.layouts[2],
+                &p.algorithm,
+                workspace as *mut c_void,
+                GEMM_WORKSPACE,
+                stream.cast(),
+            )
+        }
+        .map_err(failed("running".into()))
+    }
+}
+
+impl Drop for Product {
+    fn drop(&mut self) {
+        // SAFETY: made by `plan`, destroyed once.
+        unsafe {
+            let _ = result::destroy_matmul_desc(self.description);
+            self.layouts.iter().for_each(|&l| {
+                let _ = result::destroy_matrix_layout(l);
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::At;
+
+    #[test]
+    fn strides_become_transpositions() {
+        let m = |row, column| Matrix { place: At::X(0).into(), dtype: DType::F32, row, column, batch: 0 };
+        assert_eq!(seen(&m(7, 1), 5, 7), (false, 7, 5, 7)); // rows
+        assert_eq!(seen(&m(1, 5), 5, 7), (true, 5, 7, 5)); // columns
+        assert_eq!(seen(&m(12, 1), 5, 7), (false, 7, 5, 12)); // rows of something wider
+        assert_eq!(seen(&m(1, 1), 5, 1), (false, 1, 5, 1)); // one column
+        assert_eq!(seen(&m(9, 1), 1, 7), (false, 7, 1, 7)); // one row
+        assert_eq!(seen(&m(3, 99), 5, 1), (false, 1, 5, 3)); // one column of three
+        assert_eq!(seen(&m(99, 4), 1, 7), (true, 1, 7, 4)); // one row, with gaps
+    }
+}

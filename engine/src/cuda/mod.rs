@@ -1,0 +1,220 @@
+//! The GPU executor: libraries loaded at run time, kernels compiled by NVRTC, products by cuBLASLt, programs captured as graphs.
+#![allow(unsafe_code)]
+
+mod gemm;
+mod libraries;
+pub mod nvrtc;
+mod program;
+
+pub use libraries::{Folders, Found, find};
+pub use program::CudaProgram;
+pub(crate) use program::code;
+
+use crate::error::Error;
+use crate::kernel::Arch;
+use cudarc::driver::{result, sys};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+/// Scratch memory that cuBLASLt may use for one product.
+const GEMM_WORKSPACE: usize = 32 << 20;
+
+/// One GPU: its context, the stream that everything runs on, and the kernels loaded so far.
+#[derive(Clone)]
+pub struct Cuda(Arc<Inner>);
+
+struct Inner {
+    name: String,
+    arch: Arch,
+    memory: usize,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    products: gemm::Handle,
+    workspace: Device,
+    compiler: nvrtc::Compiler,
+    kernels: Mutex<HashMap<u64, Kernel>>,
+}
+
+// SAFETY: the handles may be used from any thread that makes the context current, which every entry point does; the map is
+// behind a lock.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+#[derive(Clone, Copy)]
+pub(crate) struct Kernel(sys::CUfunction);
+
+/// Memory on the GPU.
+pub struct Device {
+    start: sys::CUdeviceptr,
+    bytes: usize,
+    context: sys::CUcontext,
+}
+
+// SAFETY: an address and the context it belongs to; freed once, by whoever drops it.
+unsafe impl Send for Device {}
+// SAFETY: as above; it is only an address.
+unsafe impl Sync for Device {}
+
+pub(crate) fn failed(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
+    move |e| Error::Cuda(format!("{what}: {e}"))
+}
+
+impl Device {
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn start(&self) -> sys::CUdeviceptr {
+        self.start
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: the address came from an allocation in this context and is freed once. Errors while a process ends are of no use.
+        unsafe {
+            let _ = result::ctx::set_current(self.context);
+            let _ = result::free_sync(self.start);
+        }
+    }
+}
+
+impl Cuda {
+    /// Opens GPU number `ordinal`. What is missing is said, never panicked about.
+    pub fn open(ordinal: usize, folders: &Folders) -> Result<Cuda, Error> {
+        let found = find(folders);
+        if let Some(missing) = found.iter().find(|f| f.path.is_none()) {
+            return Err(Error::Cuda(format!("{} was not found: {}", missing.name, missing.help)));
+        }
+        result::init().map_err(failed("the driver does not start"))?;
+        let count = result::device::get_count().map_err(failed("counting GPUs"))?;
+        if ordinal as i32 >= count {
+            return Err(Error::Cuda(format!("there is no GPU number {ordinal}: the driver has {count}")));
+        }
+        let device = result::device::get(ordinal as i32).map_err(failed("opening the GPU"))?;
+        // SAFETY: `device` was just given out by the driver; the primary context stays for the life of the process.
+        let (context, memory, sm, multiprocessors) = unsafe {
+            let attribute = |a| result::device::get_attribute(device, a).map_err(failed("asking the GPU"));
+            use sys::CUdevice_attribute_enum as A;
+            let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+            let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+            let count = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+            let context = result::primary_ctx::retain(device).map_err(failed("making a context"))?;
+            result::ctx::set_current(context).map_err(failed("making a context"))?;
+            let memory = result::device::total_mem(device).map_err(failed("asking the GPU"))?;
+            (context, memory, (10 * major + minor) as u32, count as u32)
+        };
+        if sm < 80 {
+            return Err(Error::Cuda(format!(
+                "compute capability {}.{} is too old: kernels are written for 8.0 and later",
+                sm / 10,
+                sm % 10
+            )));
+        }
+        let arch = Arch { sm, multiprocessors };
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("making a stream"))?;
+        let inner = Inner {
+            name: result::device::get_name(device).map_err(failed("asking the GPU"))?,
+            arch,
+            memory,
+            context,
+            stream,
+            products: gemm::Handle::new()?,
+            workspace: allocate(context, GEMM_WORKSPACE)?,
+            compiler: nvrtc::Compiler::new(arch, &folders.cache)?,
+            kernels: Mutex::default(),
+        };
+        Ok(Cuda(Arc::new(inner)))
+    }
+
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    pub fn arch(&self) -> Arch {
+        self.0.arch
+    }
+
+    /// Bytes of the card's memory, and of it free now.
+    pub fn memory(&self) -> (usize, usize) {
+        self.current();
+        (self.0.memory, result::mem_get_info().map_or(0, |m| m.0))
+    }
+
+    fn current(&self) {
+        // SAFETY: the context lives as long as the process. An error here shows at the next call.
+        let _ = unsafe { result::ctx::set_current(self.0.context) };
+    }
+
+    pub fn allocate(&self, bytes: usize) -> Result<Device, Error> {
+        self.current();
+        allocate(self.0.context, bytes)
+    }
+
+    /// Waits for everything launched so far.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        self.current();
+        // SAFETY: the stream is ours and alive.
+        unsafe { result::stream::synchronize(self.0.stream) }.map_err(failed("running on the GPU"))
+    }
+
+    pub fn upload(&self, to: &Device, bytes: &[u8]) -> Result<(), Error> {
+        assert!(bytes.len() <= to.bytes, "an upload past the end of its buffer");
+        self.current();
+        // SAFETY: the destination is as large as asserted; waiting for the stream keeps `bytes` alive until they are read.
+        unsafe { result::memcpy_htod_async(to.start, bytes, self.0.stream) }.map_err(failed("copying to the GPU"))?;
+        self.synchronize()
+    }
+
+    pub fn download(&self, from: &Device, offset: usize, bytes: usize) -> Result<Vec<u8>, Error> {
+        assert!(offset + bytes <= from.bytes, "a download past the end of its buffer");
+        self.current();
+        let mut to = vec![0u8; bytes];
+        // SAFETY: the source is as large as asserted; waiting for the stream keeps `to` alive until it is written.
+        unsafe { result::memcpy_dtoh_async(&mut to, from.start + offset as u64, self.0.stream) }.map_err(failed("copying from the GPU"))?;
+        self.synchronize()?;
+        Ok(to)
+    }
+
+    /// Functions for these texts, compiling what no cache has, several at a time.
+    pub(crate) fn kernels(&self, texts: &[(String, &'static str, u32)]) -> Result<Vec<Kernel>, Error> {
+        self.current();
+        let mut loaded = self.0.kernels.lock().expect("no thread panicked while loading");
+        let keys: Vec<u64> = texts.iter().map(|(text, entry, shared)| nvrtc::hash(&format!("{entry} {shared} {text}"))).collect();
+        let mut missing: Vec<usize> = (0..texts.len()).filter(|&i| !loaded.contains_key(&keys[i])).collect();
+        missing.sort_by_key(|&i| keys[i]);
+        missing.dedup_by_key(|i| keys[*i]);
+        let wanted: Vec<&str> = missing.iter().map(|&i| texts[i].0.as_str()).collect();
+        for (&i, cubin) in missing.iter().zip(self.0.compiler.compile_all(&wanted)?) {
+            let (_, entry, shared) = &texts[i];
+            let name = std::ffi::CString::new(*entry).expect("a C name");
+            // SAFETY: the image is a whole cubin for this GPU, as NVRTC made it; modules are never unloaded, so functions stay valid.
+            let function = unsafe {
+                let module = result::module::load_data(cubin.as_ptr().cast()).map_err(failed(entry))?;
+                let function = result::module::get_function(module, name).map_err(failed(entry))?;
+                if *shared > 48 << 10 {
+                    let limit = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                    result::function::set_function_attribute(function, limit, *shared as i32).map_err(failed(entry))?;
+                }
+                function
+            };
+            loaded.insert(keys[i], Kernel(function));
+        }
+        Ok(keys.iter().map(|k| loaded[k]).collect())
+    }
+}
+
+fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Device, Error> {
+    let bytes = bytes.max(256);
+    // SAFETY: the context is current on this thread; the address is kept and freed by `Device`.
+    let start = unsafe { result::malloc_sync(bytes) }.map_err(|e| {
+        let free = result::mem_get_info().map_or(0, |m| m.0);
+        Error::Cuda(format!(
+            "the GPU has no {:.2} GiB left ({:.2} GiB are free): {e}",
+            bytes as f64 / 1e9 * 0.931,
+            free as f64 / 1e9 * 0.931
+        ))
+    })?;
+    Ok(Device { start, bytes, context })
+}

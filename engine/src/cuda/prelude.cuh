@@ -1,0 +1,67 @@
+// What every kernel may use: types, conversions, reductions over a block, random numbers. No header is needed.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct bf16 { unsigned short bits; };
+struct f16 { unsigned short bits; };
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(bf16 v) { return __uint_as_float((u32)v.bits << 16); }
+__device__ __forceinline__ float to_float(f16 v) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v.bits)); return r; }
+__device__ __forceinline__ float to_float(int v) { return (float)v; }
+__device__ __forceinline__ float to_float(unsigned char v) { return (float)v; }
+
+__device__ __forceinline__ void from_float(float v, float &out) { out = v; }
+__device__ __forceinline__ void from_float(float v, bf16 &out) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(v)); }
+__device__ __forceinline__ void from_float(float v, f16 &out) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(v)); }
+__device__ __forceinline__ void from_float(float v, int &out) { out = (int)v; }
+__device__ __forceinline__ void from_float(float v, unsigned char &out) { out = (unsigned char)v; }
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// A NaN wins, as on the CPU.
+__device__ __forceinline__ float larger(float a, float b) { return (b > a || b != b) ? b : a; }
+
+__device__ __forceinline__ float warp_sum(float v) {
+    for (int i = 16; i > 0; i >>= 1) v += __shfl_xor_sync(0xffffffffu, v, i);
+    return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+    for (int i = 16; i > 0; i >>= 1) v = larger(v, __shfl_xor_sync(0xffffffffu, v, i));
+    return v;
+}
+// Over all threads of a block (a multiple of 32, at most 1024); every thread gets the result. The order of additions is fixed.
+__device__ __forceinline__ float block_sum(float v) {
+    __shared__ float parts[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    v = warp_sum(v);
+    __syncthreads();
+    if (lane == 0) parts[warp] = v;
+    __syncthreads();
+    return warp_sum(lane < warps ? parts[lane] : 0.0f);
+}
+__device__ __forceinline__ float block_max(float v) {
+    __shared__ float parts[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    v = warp_max(v);
+    __syncthreads();
+    if (lane == 0) parts[warp] = v;
+    __syncthreads();
+    return warp_max(lane < warps ? parts[lane] : -infinity());
+}
+
+// Philox4x32-10: word `index % 4` of block `index / 4` of a site, as the CPU draws it.
+__device__ __forceinline__ float random_uniform(const int *rng, u32 site, u64 index) {
+    u64 block = index / 4;
+    u32 c0 = (u32)block, c1 = site, c2 = (u32)rng[2], c3 = (u32)rng[3] ^ ((u32)(block >> 32) << 16);
+    u32 k0 = (u32)rng[0], k1 = (u32)rng[1];
+    for (int round = 0; round < 10; round++) {
+        u32 a0 = 0xD2511F53u * c0, a1 = __umulhi(0xD2511F53u, c0);
+        u32 b0 = 0xCD9E8D57u * c2, b1 = __umulhi(0xCD9E8D57u, c2);
+        c0 = b1 ^ c1 ^ k0; c1 = b0; c2 = a1 ^ c3 ^ k1; c3 = a0;
+        k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
+    }
+    u32 lane = (u32)(index & 3);
+    u32 word = lane == 0 ? c0 : lane == 1 ? c1 : lane == 2 ? c2 : c3;
+    return (float)(word >> 8) * (1.0f / 16777216.0f);
+}

@@ -1,0 +1,239 @@
+//! A planned graph on the GPU: kernels and products with their addresses, launched one by one or replayed as one CUDA graph.
+
+use super::gemm::Product;
+use super::{Cuda, Device, Kernel, failed};
+use crate::cpu::Data;
+use crate::error::Error;
+use crate::graph::{Graph, Kind, Value};
+use crate::kernel::{At, Code, Io, Place, Step};
+use crate::plan::{Home, Plan};
+use crate::store::Store;
+use cudarc::driver::{result, sys};
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A buffer and a byte inside it.
+#[derive(Clone, Copy)]
+enum Address {
+    Arena(usize),
+    Source(usize, usize),
+}
+
+enum Ready {
+    Launch { kernel: Kernel, grid: [u32; 3], block: u32, shared: u32, args: Vec<Address> },
+    Gemm { product: Product, places: [Address; 3] },
+    Copy { from: Address, to: Address, bytes: usize },
+}
+
+pub struct CudaProgram {
+    graph: Graph,
+    plan: Plan,
+    cuda: Cuda,
+    steps: Vec<Ready>,
+    arena: Arc<Mutex<Device>>,
+    /// Of feeds and constants, by node.
+    own: Vec<Option<Device>>,
+    /// Replay a captured graph instead of launching one by one.
+    capture: bool,
+    captured: Option<Captured>,
+}
+
+struct Captured {
+    exec: sys::CUgraphExec,
+    /// The addresses that are fixed in it.
+    bases: Vec<u64>,
+}
+
+// SAFETY: handles of the driver, used under the context that `cuda` makes current.
+unsafe impl Send for CudaProgram {}
+
+/// What a node does on this GPU; nothing for views and sources.
+pub fn code(g: &Graph, strides: &[Vec<Vec<usize>>], node: usize, arch: crate::kernel::Arch) -> Code {
+    match &g.nodes[node].kind {
+        Kind::Op(op) if !op.is_view() => {
+            let strides = g.nodes[node].inputs.iter().map(|v| strides[v.node][v.out].clone()).collect();
+            op.cuda(&Io { x: g.inputs(node), strides, y: g.nodes[node].outputs.clone(), arch })
+        }
+        _ => Code::default(),
+    }
+}
+
+impl CudaProgram {
+    pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Device>>, capture: bool) -> Result<CudaProgram, Error> {
+        {
+            let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
+            if memory.bytes() < plan.arena() {
+                cuda.synchronize()?;
+                *memory = cuda.allocate(256)?; // give the smaller one back first
+                *memory = cuda.allocate(plan.arena())?;
+            }
+        }
+        let mut own = vec![];
+        for node in &graph.nodes {
+            own.push(match &node.kind {
+                Kind::Feed(_) => Some(cuda.allocate(node.outputs[0].bytes())?),
+                Kind::Const(numbers) => {
+                    let d = cuda.allocate(4 * numbers.len())?;
+                    cuda.upload(&d, bytemuck::cast_slice(numbers))?;
+                    Some(d)
+                }
+                _ => None,
+            });
+        }
+        let strides = plan.strides();
+        let codes: Vec<Code> = (0..graph.nodes.len()).map(|i| code(&graph, &strides, i, cuda.arch())).collect();
+        let texts: Vec<(String, &'static str, u32)> = codes
+            .iter()
+            .flat_map(|c| &c.steps)
+            .filter_map(|s| match s {
+                Step::Launch(l) => Some((l.text(), l.entry, l.shared)),
+                Step::Gemm(_) => None,
+            })
+            .collect();
+        let mut kernels = cuda.kernels(&texts)?.into_iter();
+        let mut steps = vec![];
+        for (i, c) in codes.iter().enumerate() {
+            let address = |v: Value| {
+                let spot = &plan.spots[v.node][v.out];
+                let bytes = spot.offset * graph.meta(v).dtype.size();
+                match plan.buffers[spot.buffer].home {
+                    Home::Arena(o) => Address::Arena(o + bytes),
+                    Home::Source(n) => Address::Source(n, bytes),
+                }
+            };
+            let node = &graph.nodes[i];
+            for &(_, input, out) in plan.copies.iter().filter(|c| c.0 == i) {
+                let to = Value { node: i, out };
+                steps.push(Ready::Copy { from: address(node.inputs[input]), to: address(to), bytes: graph.meta(to).bytes() });
+            }
+            let resolve = |p: &Place| {
+                let start = match p.at {
+                    At::X(k) => address(node.inputs[k]),
+                    At::Y(out) => address(Value { node: i, out }),
+                    At::Work => Address::Arena(plan.memory.activations),
+                };
+                match start {
+                    Address::Arena(o) => Address::Arena(o + p.bytes),
+                    Address::Source(n, o) => Address::Source(n, o + p.bytes),
+                }
+            };
+            for step in &c.steps {
+                steps.push(match step {
+                    Step::Launch(l) => Ready::Launch {
+                        kernel: kernels.next().expect("one for each launch"),
+                        grid: l.grid,
+                        block: l.block,
+                        shared: l.shared,
+                        args: l.args.iter().map(resolve).collect(),
+                    },
+                    Step::Gemm(g) => {
+                        Ready::Gemm { product: cuda.0.products.plan(g)?, places: [&g.a, &g.b, &g.c].map(|m| resolve(&m.place)) }
+                    }
+                });
+            }
+        }
+        for &(state, value) in &plan.stores {
+            let spot = &plan.spots[value.node][value.out];
+            let Home::Arena(o) = plan.buffers[spot.buffer].home else { unreachable!("the layout step copied what is a source") };
+            steps.push(Ready::Copy { from: Address::Arena(o), to: Address::Source(state, 0), bytes: graph.meta(value).bytes() });
+        }
+        Ok(CudaProgram { graph, plan, cuda: cuda.clone(), steps, arena: arena.clone(), own, capture, captured: None })
+    }
+
+    pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
+        self.cuda.current();
+        let stream = self.cuda.0.stream;
+        let arena = self.arena.clone();
+        let arena = arena.lock().unwrap_or_else(PoisonError::into_inner);
+        // The arena's address, then every source's.
+        let mut bases = vec![arena.start()];
+        for (i, node) in self.graph.nodes.iter().enumerate() {
+            bases.push(match &node.kind {
+                Kind::State(s) => store.device(&s.name, &node.outputs[0])?.start(),
+                Kind::Feed(name) => {
+                    let buffer = self.own[i].as_ref().expect("made at load");
+                    let bytes = Data::checked(name, &node.outputs[0], feeds)?;
+                    // SAFETY: the buffer has the feed's size, which was checked. Pageable memory is copied out before the call returns.
+                    unsafe { result::memcpy_htod_async(buffer.start(), bytes, stream) }.map_err(failed("copying a feed"))?;
+                    buffer.start()
+                }
+                Kind::Const(_) => self.own[i].as_ref().expect("made at load").start(),
+                _ => 0,
+            });
+        }
+        if !self.capture {
+            return self.launch(&bases);
+        }
+        if self.captured.as_ref().is_none_or(|c| c.bases != bases) {
+            use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            // SAFETY: the stream is ours; between begin and end only launches and device copies are made on it.
+            let exec = unsafe {
+                result::stream::begin_capture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed("capturing"))?;
+                let launched = self.launch(&bases);
+                let graph = result::stream::end_capture(stream).map_err(failed("capturing"))?;
+                launched?;
+                let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map_err(failed("capturing"));
+                let _ = result::graph::destroy(graph);
+                exec?
+            };
+            self.captured = Some(Captured { exec, bases });
+        }
+        let exec = self.captured.as_ref().expect("just made").exec;
+        // SAFETY: the graph was instantiated from this stream's work; its addresses are those of this run.
+        unsafe { result::graph::launch(exec, stream) }.map_err(failed("replaying"))
+    }
+
+    fn launch(&self, bases: &[u64]) -> Result<(), Error> {
+        let at = |a: &Address| match *a {
+            Address::Arena(o) => bases[0] + o as u64,
+            Address::Source(n, o) => bases[n + 1] + o as u64,
+        };
+        let stream = self.cuda.0.stream;
+        for step in &self.steps {
+            match step {
+                Ready::Launch { kernel, grid, block, shared, args } => {
+                    let mut values: Vec<u64> = args.iter().map(at).collect();
+                    let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| std::ptr::from_mut(v).cast()).collect();
+                    // SAFETY: a kernel of ours with pointer arguments into buffers that the plan made large enough.
+                    unsafe { result::launch_kernel(kernel.0, (grid[0], grid[1], grid[2]), (*block, 1, 1), *shared, stream, &mut pointers) }
+                        .map_err(failed("launching a kernel"))?;
+                }
+                Ready::Gemm { product, places } => {
+                    let [a, b, c] = [&places[0], &places[1], &places[2]].map(at);
+                    // SAFETY: the matrices lie inside buffers of the plan, as the op described them.
+                    unsafe { self.cuda.0.products.run(product, [a, b, c], self.cuda.0.workspace.start(), stream)? };
+                }
+                Ready::Copy { from, to, bytes } => {
+                    // SAFETY: both buffers have that many bytes and do not overlap.
+                    unsafe { result::memcpy_dtod_async(at(to), at(from), *bytes, stream) }.map_err(failed("copying"))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// An output of the last run, in f32. Waits for it.
+    pub fn read(&self, name: &str, store: &Store) -> Result<Vec<f32>, Error> {
+        let (_, v) = self.graph.outputs.iter().find(|o| o.0 == name).ok_or_else(|| Error::NoOutput(name.into()))?;
+        let (spot, meta) = (&self.plan.spots[v.node][v.out], self.graph.meta(*v));
+        let buffer = &self.plan.buffers[spot.buffer];
+        let bytes = match &buffer.home {
+            Home::Arena(o) => self.cuda.download(&self.arena.lock().unwrap_or_else(PoisonError::into_inner), *o, buffer.bytes)?,
+            Home::Source(n) => match &self.graph.nodes[*n].kind {
+                Kind::State(s) => self.cuda.download(store.device(&s.name, &self.graph.nodes[*n].outputs[0])?, 0, buffer.bytes)?,
+                _ => self.cuda.download(self.own[*n].as_ref().expect("made at load"), 0, buffer.bytes)?,
+            },
+        };
+        Ok(crate::cpu::strided(&bytes[spot.offset * meta.dtype.size()..], meta, &spot.strides))
+    }
+}
+
+impl Drop for CudaProgram {
+    fn drop(&mut self) {
+        let _ = self.cuda.synchronize();
+        if let Some(c) = self.captured.take() {
+            // SAFETY: instantiated by us, destroyed once, nothing of it runs any more.
+            let _ = unsafe { result::graph::exec_destroy(c.exec) };
+        }
+    }
+}

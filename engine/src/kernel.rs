@@ -1,0 +1,207 @@
+//! What an op says about running on a GPU: kernels to launch and matrix products to make, with shapes as constants.
+
+use crate::meta::{DType, Meta, contiguous};
+
+/// The tensors of one node as a kernel sees them.
+#[derive(Clone, Debug)]
+pub struct Io {
+    pub x: Vec<Meta>,
+    /// Of each input, in elements. Contiguous unless the op's `layout` takes more.
+    pub strides: Vec<Vec<usize>>,
+    pub y: Vec<Meta>,
+    pub arch: Arch,
+}
+
+impl Io {
+    /// Contiguous inputs.
+    pub fn plain(x: &[Meta], y: &[Meta], arch: Arch) -> Io {
+        Io { x: x.to_vec(), strides: x.iter().map(|m| contiguous(&m.shape)).collect(), y: y.to_vec(), arch }
+    }
+}
+
+/// Compute capability, and what launches are sized by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arch {
+    /// 90 for compute capability 9.0.
+    pub sm: u32,
+    pub multiprocessors: u32,
+}
+
+impl Arch {
+    /// What NVRTC is told: `sm_90a` where features of that one architecture are used.
+    pub fn name(&self) -> String {
+        match self.sm {
+            90 | 100 => format!("sm_{}a", self.sm),
+            sm => format!("sm_{sm}"),
+        }
+    }
+}
+
+/// Everything a node does on the GPU, in order.
+#[derive(Clone, Debug, Default)]
+pub struct Code {
+    pub steps: Vec<Step>,
+    /// Bytes of scratch memory.
+    pub workspace: usize,
+}
+
+#[derive(Clone, Debug)]
+pub enum Step {
+    Launch(Launch),
+    Gemm(Gemm),
+}
+
+/// Memory that a step works on: the start of an input, an output or the workspace, and bytes from there.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Place {
+    pub at: At,
+    pub bytes: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum At {
+    X(usize),
+    Y(usize),
+    Work,
+}
+
+impl At {
+    pub fn plus(self, bytes: usize) -> Place {
+        Place { at: self, bytes }
+    }
+}
+
+impl From<At> for Place {
+    fn from(at: At) -> Place {
+        at.plus(0)
+    }
+}
+
+/// One kernel. Its arguments are pointers, in the order of `args`.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// CUDA source behind the prelude; `defines` stand before it.
+    pub source: String,
+    pub entry: &'static str,
+    pub defines: Vec<(&'static str, String)>,
+    pub grid: [u32; 3],
+    pub block: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared: u32,
+    pub args: Vec<Place>,
+}
+
+impl Launch {
+    pub fn new(source: &str, entry: &'static str) -> Launch {
+        Launch { source: source.into(), entry, defines: vec![], grid: [1, 1, 1], block: 256, shared: 0, args: vec![] }
+    }
+
+    /// `#define NAME value`; a number, a type or anything that prints.
+    pub fn define(mut self, name: &'static str, value: impl std::fmt::Display) -> Launch {
+        self.defines.push((name, value.to_string()));
+        self
+    }
+
+    /// A float as a constant that loses no bit.
+    pub fn define_f32(self, name: &'static str, value: f32) -> Launch {
+        let text = format!("__int_as_float(0x{:08x})", value.to_bits());
+        self.define(name, text)
+    }
+
+    /// The C type of a tensor's elements.
+    pub fn define_type(self, name: &'static str, dtype: DType) -> Launch {
+        self.define(name, c_type(dtype))
+    }
+
+    pub fn grid(mut self, x: usize, y: usize, z: usize) -> Launch {
+        let fit = |n: usize| u32::try_from(n).expect("a grid fits into 32 bits");
+        self.grid = [fit(x), fit(y), fit(z)];
+        self
+    }
+
+    pub fn block(mut self, threads: usize) -> Launch {
+        self.block = threads as u32;
+        self
+    }
+
+    pub fn shared(mut self, bytes: usize) -> Launch {
+        self.shared = bytes as u32;
+        self
+    }
+
+    pub fn args(mut self, args: &[Place]) -> Launch {
+        self.args = args.to_vec();
+        self
+    }
+
+    /// The arguments are all inputs, then all outputs.
+    pub fn all(mut self, io: &Io) -> Launch {
+        self.args = (0..io.x.len()).map(|i| At::X(i).into()).chain((0..io.y.len()).map(|i| At::Y(i).into())).collect();
+        self
+    }
+
+    /// The text that NVRTC compiles.
+    pub fn text(&self) -> String {
+        let mut text = String::from(PRELUDE);
+        for (name, value) in &self.defines {
+            text += &format!("#define {name} {value}\n");
+        }
+        text + &self.source
+    }
+
+    pub fn code(self) -> Code {
+        Code { steps: vec![Step::Launch(self)], workspace: 0 }
+    }
+}
+
+pub fn c_type(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "float",
+        DType::BF16 => "bf16",
+        DType::F16 => "f16",
+        DType::I32 => "int",
+        DType::U8 => "unsigned char",
+    }
+}
+
+/// c [m, n] = alpha a [m, k] x b [k, n] + beta c, `batch` times. Strides in elements.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gemm {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub batch: usize,
+    pub a: Matrix,
+    pub b: Matrix,
+    pub c: Matrix,
+    pub alpha: f32,
+    pub beta: f32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Matrix {
+    pub place: Place,
+    pub dtype: DType,
+    pub row: usize,
+    pub column: usize,
+    pub batch: usize,
+}
+
+impl Matrix {
+    /// Rows without gaps.
+    pub fn rows(place: impl Into<Place>, dtype: DType, columns: usize) -> Matrix {
+        Matrix { place: place.into(), dtype, row: columns, column: 1, batch: 0 }
+    }
+
+    pub fn t(self) -> Matrix {
+        Matrix { row: self.column, column: self.row, ..self }
+    }
+
+    /// `elements` further on.
+    pub fn at(self, elements: usize) -> Matrix {
+        Matrix { place: Place { bytes: self.place.bytes + elements * self.dtype.size(), ..self.place }, ..self }
+    }
+}
+
+/// What every kernel may use.
+pub const PRELUDE: &str = include_str!("cuda/prelude.cuh");

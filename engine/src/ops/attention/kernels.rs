@@ -1,0 +1,199 @@
+//! Flash attention on a GPU: which kernel runs, and how it is launched.
+
+use crate::kernel::{Arch, At, Code, Io, Launch, Step};
+use crate::meta::DType;
+
+/// The kernels that compute attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// bf16 or f16 products with sums in f32.
+    TensorCore,
+    /// f32 throughout.
+    Plain,
+}
+
+/// Which kernel computes attention of heads of `d`, and why.
+pub fn kernel_for(dtype: DType, d: usize, arch: Arch) -> (Kind, &'static str) {
+    match (dtype, d, arch.sm) {
+        (DType::BF16 | DType::F16, 16 | 32 | 64 | 128, 80..) => {
+            (Kind::TensorCore, "bf16 or f16, a head of 16, 32, 64 or 128, compute capability 8.0")
+        }
+        (DType::BF16 | DType::F16, _, 80..) => (Kind::Plain, "a head that is not 16, 32, 64 or 128"),
+        (DType::BF16 | DType::F16, ..) => (Kind::Plain, "no bf16 tensor cores before compute capability 8.0"),
+        _ => (Kind::Plain, "f32, or inputs of different types"),
+    }
+}
+
+/// Dynamic shared memory that every GPU since compute capability 8.0 gives to one block.
+const SHARED: usize = 99 * 1024;
+
+struct Sizes {
+    batch: usize,
+    time: usize,
+    keys: usize,
+    heads: usize,
+    kv: usize,
+    d: usize,
+}
+
+impl Sizes {
+    fn new(io: &Io) -> Sizes {
+        let (q, k) = (&io.x[0].shape, &io.x[1].shape);
+        Sizes { batch: q[0], time: q[1], keys: k[1], heads: q[2], kv: k[2], d: q[3] }
+    }
+
+    fn define(&self, launch: Launch, causal: bool) -> Launch {
+        launch
+            .define("BATCH", self.batch)
+            .define("TIME", self.time)
+            .define("KEYS", self.keys)
+            .define("HEADS", self.heads)
+            .define("KV", self.kv)
+            .define("D", self.d)
+            .define("CAUSAL", causal as u8)
+    }
+
+    /// Rows [d] of q.
+    fn rows(&self) -> usize {
+        self.batch * self.time * self.heads
+    }
+
+    /// Bytes of `rows` rows of 16-bit elements in shared memory, with their padding.
+    fn tile(&self, rows: usize) -> usize {
+        rows * (self.d + 8) * 2
+    }
+}
+
+fn kind(io: &Io, floats: &[usize]) -> Kind {
+    let dtype = io.x[0].dtype;
+    let common = if floats.iter().all(|&i| io.x[i].dtype == dtype) { dtype } else { DType::F32 };
+    kernel_for(common, io.x[0].dim(0), io.arch).0
+}
+
+/// Inputs q, k, v; outputs y, lse.
+pub fn forward(io: &Io, causal: bool, scale: f32) -> Code {
+    match kind(io, &[0, 1, 2]) {
+        Kind::TensorCore => tensor_forward(io, causal, scale),
+        Kind::Plain => plain_forward(io, causal, scale),
+    }
+}
+
+/// Inputs q, k, v, y, lse, dy; outputs dq, dk, dv.
+pub fn backward(io: &Io, causal: bool, scale: f32) -> Code {
+    match kind(io, &[0, 1, 2, 3, 5]) {
+        Kind::TensorCore => tensor_backward(io, causal, scale),
+        Kind::Plain => plain_backward(io, causal, scale),
+    }
+}
+
+/// A thread of a plain kernel owns r x r scores. Returns r and bytes: the largest r whose `heads` tiles of 16 r rows [d] and
+/// `squares` tiles of scores fit into shared memory.
+fn plain_tile(d: usize, heads: usize, squares: usize) -> (usize, usize) {
+    let bytes = |r: usize| 4 * 16 * r * (heads * (d.next_multiple_of(16) + 1) + squares * (16 * r + 1));
+    let fits = [4, 2, 1].into_iter().find(|&r| bytes(r) <= SHARED && r * d.div_ceil(16) <= 32);
+    let r = fits.unwrap_or_else(|| panic!("attention has no kernel for heads of {d}; the plain one takes up to 384"));
+    (r, bytes(r))
+}
+
+fn plain_forward(io: &Io, causal: bool, scale: f32) -> Code {
+    let s = Sizes::new(io);
+    let (r, shared) = plain_tile(s.d, 2, 1);
+    let source = [include_str!("plain.cuh"), include_str!("plain_forward.cu")].concat();
+    s.define(Launch::new(&source, "attention_forward"), causal)
+        .define_f32("SCALE", scale)
+        .define_type("TQ", io.x[0].dtype)
+        .define_type("TK", io.x[1].dtype)
+        .define("R", r)
+        .grid(s.batch * s.heads * s.time.div_ceil(16 * r), 1, 1)
+        .shared(shared)
+        .all(io)
+        .code()
+}
+
+fn plain_backward(io: &Io, causal: bool, scale: f32) -> Code {
+    let s = Sizes::new(io);
+    let (r, shared) = plain_tile(s.d, 4, 2);
+    let source = [include_str!("plain.cuh"), include_str!("plain_backward.cu")].concat();
+    // The same text for all three: one entry in the cache of compiled kernels.
+    let launch = |entry| {
+        s.define(Launch::new(&source, entry), causal)
+            .define_f32("SCALE", scale)
+            .define_type("TQ", io.x[0].dtype)
+            .define_type("TK", io.x[1].dtype)
+            .define_type("TY", io.x[3].dtype)
+            .define_type("TG", io.x[5].dtype)
+            .define("R", r)
+    };
+    let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
+    let (dq, dk, dv, along) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into(), At::Work.into());
+    let steps = vec![
+        launch("attention_along").grid(s.rows().div_ceil(8), 1, 1).args(&[y, dy, along]),
+        launch("attention_dq").grid(s.batch * s.heads * s.time.div_ceil(16 * r), 1, 1).shared(shared).args(&[q, k, v, lse, dy, along, dq]),
+        launch("attention_dkdv")
+            .grid(s.batch * s.kv * s.keys.div_ceil(16 * r), 1, 1)
+            .shared(shared)
+            .args(&[q, k, v, lse, dy, along, dk, dv]),
+    ];
+    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 4 * s.rows() }
+}
+
+/// 64 rows of a tile for each unit: as many as leave no register in memory, for sm_80 and sm_90a: 234 of 255 for the forward
+/// kernel of 64 and 244 for dk and dv of 128; twice as many rows would spill.
+fn forward_rows(d: usize) -> usize {
+    if d <= 64 { 2 } else { 1 }
+}
+
+fn backward_rows(d: usize) -> usize {
+    if d <= 32 { 2 } else { 1 }
+}
+
+fn tensor_forward(io: &Io, causal: bool, scale: f32) -> Code {
+    let s = Sizes::new(io);
+    let rows = forward_rows(s.d);
+    let source = [include_str!("mma.cuh"), include_str!("tensor.cuh"), include_str!("tensor_forward.cu")].concat();
+    // A masked score is minus infinity, and 0 times that is no number.
+    let positive = scale.abs().max(f32::MIN_POSITIVE);
+    s.define(Launch::new(&source, "attention_forward"), causal)
+        .define_type("T", io.x[0].dtype)
+        .define_f32("SCALE_2", positive * std::f32::consts::LOG2_E)
+        .define("NEGATIVE", (scale < 0.0) as u8)
+        .define("M_Q", rows)
+        .grid(s.batch * s.heads * s.time.div_ceil(64 * rows), 1, 1)
+        .block(128)
+        .shared(s.tile(4 * 64))
+        .all(io)
+        .code()
+}
+
+fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
+    let s = Sizes::new(io);
+    let rows = backward_rows(s.d);
+    let stage = if s.d <= 64 { 64 } else { 32 }; // queries of a stage, so that two blocks fit a multiprocessor
+    let source = [include_str!("mma.cuh"), include_str!("tensor.cuh"), include_str!("tensor_backward.cu")].concat();
+    // The same text for all three: one entry in the cache of compiled kernels.
+    let launch = |entry| {
+        s.define(Launch::new(&source, entry), causal)
+            .define_type("T", io.x[0].dtype)
+            .define_f32("SCALE", scale)
+            .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
+            .define("M_Q", rows)
+            .define("M_K", rows)
+            .define("STAGE", stage)
+    };
+    let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
+    let (dq, dk, dv, stats) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into(), At::Work.into());
+    let steps = vec![
+        launch("attention_stats").grid(s.rows().div_ceil(256 / (s.d / 8)), 1, 1).args(&[y, lse, dy, stats]),
+        launch("attention_dq")
+            .grid(s.batch * s.heads * s.time.div_ceil(64 * rows), 1, 1)
+            .block(128)
+            .shared(s.tile(4 * 64))
+            .args(&[q, k, v, dy, stats, dq]),
+        launch("attention_dkdv")
+            .grid(s.batch * s.kv * s.keys.div_ceil(64 * rows), 1, 1)
+            .block(128)
+            .shared(s.tile(2 * 64 * rows + 4 * stage) + 2 * stage * 8)
+            .args(&[q, k, v, dy, stats, dk, dv]),
+    ];
+    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 8 * s.rows() }
+}

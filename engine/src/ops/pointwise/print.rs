@@ -1,0 +1,90 @@
+//! An expression as CUDA source: the only code that is generated.
+
+use super::Pointwise;
+use super::expr::{Bin, Ins, Un};
+use super::run::Walk;
+use crate::kernel::{At, Code, Io, Launch, c_type};
+
+const THREADS: usize = 256;
+
+pub fn code(op: &Pointwise, io: &Io) -> Code {
+    let shape = &io.y[0].shape;
+    let total = io.y[0].elements();
+    let views: Vec<Option<(&[usize], &[usize])>> =
+        (0..io.x.len()).map(|i| (!op.expr.uses_rng(i)).then_some((&io.x[i].shape[..], &io.strides[i][..]))).collect();
+    let walk = Walk::new(shape, &views);
+    // Indices in 32 bits where they fit: a 64-bit division costs more than the arithmetic.
+    let index = if total < 1 << 31 { "u32" } else { "u64" };
+    let mut body = String::new();
+    for (r, ins) in op.expr.ins.iter().enumerate() {
+        let value = match *ins {
+            Ins::In(i) => format!("to_float(x{i}[{}])", place(&walk, i)),
+            Ins::Const(c) => format!("__int_as_float(0x{:08x})", c.to_bits()),
+            Ins::Un(u, a) => unary(u, a),
+            Ins::Bin(b, x, y) => binary(b, x, y),
+            Ins::Select(c, a, b) => format!("v{c} != 0.0f ? v{a} : v{b}"),
+            Ins::Random { site, rng } => format!("random_uniform(x{rng}, {site}u, i)"),
+        };
+        body += &format!("    float v{r} = {value};\n");
+    }
+    for (k, o) in op.expr.outs.iter().enumerate() {
+        body += &format!("    from_float(v{o}, y{k}[i]);\n");
+    }
+    let inputs = io.x.iter().enumerate().map(|(i, m)| format!("const {} *x{i}", c_type(m.dtype)));
+    let outputs = io.y.iter().enumerate().map(|(k, m)| format!("{} *y{k}", c_type(m.dtype)));
+    let parameters: Vec<String> = inputs.chain(outputs).collect();
+    let source = format!(
+        "extern \"C\" __global__ void pointwise({}) {{\n    {index} i = ({index})blockIdx.x * {THREADS} + threadIdx.x;\n    if (i >= {total}) return;\n{body}}}\n",
+        parameters.join(", ")
+    );
+    let args: Vec<_> = (0..io.x.len()).map(|i| At::X(i).into()).chain((0..io.y.len()).map(|k| At::Y(k).into())).collect();
+    Launch::new(&source, "pointwise").grid(total.div_ceil(THREADS), 1, 1).block(THREADS).args(&args).code()
+}
+
+/// Where element `i` of the output lies in an input.
+fn place(walk: &Walk, input: usize) -> String {
+    let strides = &walk.strides[input];
+    let mut inner = 1;
+    let mut terms = vec![];
+    for d in (0..walk.shape.len()).rev() {
+        if strides[d] != 0 {
+            let quotient = if inner == 1 { "i".to_string() } else { format!("i / {inner}") };
+            let digit = if d == 0 { quotient } else { format!("{quotient} % {}", walk.shape[d]) };
+            terms.push(if strides[d] == 1 { format!("({digit})") } else { format!("({digit}) * {}", strides[d]) });
+        }
+        inner *= walk.shape[d];
+    }
+    if terms.is_empty() { "0".into() } else { terms.join(" + ") }
+}
+
+fn unary(u: Un, a: usize) -> String {
+    match u {
+        Un::Neg => format!("-v{a}"),
+        Un::Abs => format!("fabsf(v{a})"),
+        Un::Exp => format!("expf(v{a})"),
+        Un::Ln => format!("logf(v{a})"),
+        Un::Ln1p => format!("log1pf(v{a})"),
+        Un::Sqrt => format!("sqrtf(v{a})"),
+        Un::Rsqrt => format!("1.0f / sqrtf(v{a})"),
+        Un::Sigmoid => format!("1.0f / (1.0f + expf(-v{a}))"),
+        Un::Tanh => format!("tanhf(v{a})"),
+        Un::Sin => format!("sinf(v{a})"),
+        Un::Cos => format!("cosf(v{a})"),
+        Un::Floor => format!("floorf(v{a})"),
+        Un::Step => format!("v{a} > 0.0f ? 1.0f : 0.0f"),
+    }
+}
+
+fn binary(b: Bin, x: usize, y: usize) -> String {
+    match b {
+        Bin::Add => format!("v{x} + v{y}"),
+        Bin::Sub => format!("v{x} - v{y}"),
+        Bin::Mul => format!("v{x} * v{y}"),
+        Bin::Div => format!("v{x} / v{y}"),
+        Bin::Max => format!("(v{x} > v{y} || v{x} != v{x}) ? v{x} : v{y}"),
+        Bin::Min => format!("(v{x} < v{y} || v{x} != v{x}) ? v{x} : v{y}"),
+        Bin::Lt => format!("v{x} < v{y} ? 1.0f : 0.0f"),
+        Bin::Eq => format!("v{x} == v{y} ? 1.0f : 0.0f"),
+        Bin::Atan2 => format!("atan2f(v{x}, v{y})"),
+    }
+}

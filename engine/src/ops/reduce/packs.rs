@@ -1,0 +1,64 @@
+//! Rows as kernels go through them: in packs of up to 16 bytes, by a few threads, a warp or a block.
+
+use crate::kernel::Launch;
+use crate::meta::DType;
+
+/// Source that stands before a kernel: packs; sums over the threads of a row; rows kept in registers.
+pub const PACKS: &str = include_str!("packs.cuh");
+pub const LANES: &str = include_str!("lanes.cuh");
+pub const ROW: &str = include_str!("row.cuh");
+
+/// The most elements (a power of two) that fit into 16 bytes in each of `types` and divide all `lengths`.
+pub fn pack(types: &[DType], lengths: &[usize]) -> usize {
+    let size = types.iter().map(|t| t.size()).max().unwrap_or(1);
+    let mut vec = 16 / size;
+    while lengths.iter().any(|n| !n.is_multiple_of(vec)) {
+        vec /= 2;
+    }
+    vec
+}
+
+/// How the threads of a block share rows of `d` elements.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    pub vec: usize,
+    /// Threads of one row: a power of two up to 32, or the block.
+    pub lanes: usize,
+    /// Rows of one block.
+    pub groups: usize,
+    /// Packs of one thread.
+    pub packs: usize,
+    /// A row stays in registers between being read and being written.
+    pub keep: bool,
+}
+
+impl Rows {
+    pub fn new(d: usize, types: &[DType]) -> Rows {
+        let vec = pack(types, &[d]);
+        let all = d / vec;
+        // A warp takes rows of up to 32 elements a thread; longer ones get a block of up to 512 threads.
+        let lanes = match all * vec <= 32 * 32 {
+            true => all.next_power_of_two().min(32),
+            false => (d.div_ceil(16)).next_multiple_of(32).clamp(64, 512),
+        };
+        let packs = all.div_ceil(lanes);
+        Rows { vec, lanes, groups: if lanes > 32 { 1 } else { 256 / lanes }, packs, keep: packs * vec <= 32 }
+    }
+
+    pub fn threads(&self) -> usize {
+        self.lanes * self.groups
+    }
+
+    /// A kernel behind all three sources. Its block is as it should be; the grid is not set.
+    pub fn launch(&self, source: &str, entry: &'static str, d: usize) -> Launch {
+        Launch::new(&[PACKS, LANES, ROW, source].concat(), entry)
+            .define("D", d)
+            .define("VEC", self.vec)
+            .define("LANES", self.lanes)
+            .define("GROUPS", self.groups)
+            .define("PACKS", self.packs)
+            .define("KEEP", self.keep as u8)
+            .define("UNROLL", if self.keep { self.packs } else { 4 })
+            .block(self.threads())
+    }
+}

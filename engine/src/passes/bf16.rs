@@ -1,0 +1,134 @@
+//! Activations and products in bf16, parameters and their moments in f32.
+
+use super::{Mode, Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Value};
+use crate::meta::DType;
+use crate::ops::adamw::{AdamW, GlobalNorm};
+use crate::ops::cross_entropy::CrossEntropy;
+use crate::ops::linear_ce::ChunkedLinearCrossEntropy;
+use crate::ops::norm::{LayerNorm, RmsNorm};
+use crate::ops::pointwise::Pointwise;
+use crate::ops::reduce::Reduce;
+use crate::ops::rope::Rope;
+use crate::ops::rows::{GatherRows, ScatterRows};
+use crate::record::{Recorder, Var};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+pub struct Bf16;
+
+impl Pass for Bf16 {
+    fn name(&self) -> &'static str {
+        "bf16"
+    }
+
+    fn about(&self) -> &'static str {
+        "Computes in bf16: products, attention, activations. Parameters and moments stay f32, sums (norms, softmax, loss) are made in f32."
+    }
+
+    fn default_mode(&self) -> Mode {
+        Mode::Off
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::LowPrecision
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        // Where gradients are asked for, what leads to their loss; elsewhere everything.
+        let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
+        let inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
+        let old_updates: Vec<Value> = g.updates.iter().map(|u| u.1).collect();
+        let mut casts: HashMap<Value, Value> = HashMap::new();
+        let mut restored: HashMap<Value, Value> = HashMap::new();
+        g.rewrite(|recorder, i, node, inputs| {
+            let new = match &node.kind {
+                Kind::Op(op) if inside[i] && !op.is_view() => rewritten(recorder, node, inputs, &mut casts, receipt),
+                // A view takes the type of what it views.
+                Kind::Op(op) => Some(recorder.op_arc(op.clone(), inputs)),
+                Kind::Grad => {
+                    // The loss itself is f32.
+                    let loss = inputs[0].cast(DType::F32);
+                    Some(recorder.grad(loss, &inputs[1..]))
+                }
+                _ => None,
+            };
+            // A state keeps its type.
+            for (out, meta) in node.outputs.iter().enumerate() {
+                let old = Value { node: i, out };
+                if let Some(vars) = new.as_ref().filter(|_| old_updates.contains(&old))
+                    && vars[out].dtype() != meta.dtype
+                {
+                    restored.insert(old, vars[out].cast(meta.dtype).value());
+                }
+            }
+            Ok::<_, Error>(new)
+        })?;
+        for (update, old) in g.updates.iter_mut().zip(old_updates) {
+            if let Some(&v) = restored.get(&old) {
+                update.1 = v;
+            }
+        }
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[32, 32], Init::Normal { std: 0.2 });
+        let norm = r.param("norm", &[32], Init::Full(1.0));
+        let x = r.feed("x", &[64, 32], DType::F32);
+        let loss = (x.matmul(w).silu().rms_norm(norm, 1e-6) * x).mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+/// The value in another type, made once.
+fn cast<'g>(v: Var<'g>, dtype: DType, casts: &mut HashMap<Value, Value>) -> Var<'g> {
+    if !v.dtype().is_float() || v.dtype() == dtype {
+        return v;
+    }
+    let made = *casts.entry(v.value()).or_insert_with(|| v.cast(dtype).value());
+    v.recorder().var(made)
+}
+
+fn rewritten<'g>(
+    recorder: &'g Recorder,
+    node: &crate::graph::Node,
+    inputs: &[Var<'g>],
+    casts: &mut HashMap<Value, Value>,
+    receipt: &mut Receipt,
+) -> Option<Vec<Var<'g>>> {
+    let Kind::Op(op) = &node.kind else { return None };
+    let mut x = inputs.to_vec();
+    let mut half = |v: Var<'g>| cast(v, DType::BF16, casts);
+    if node.op::<AdamW>().is_some() || node.op::<GlobalNorm>().is_some() || node.op::<CrossEntropy>().is_some() {
+        // The optimizer is f32 by nature; cross-entropy gives f32 losses of whatever it reads.
+    } else if let Some(p) = node.op::<Pointwise>() {
+        // Arithmetic on an activation stays one; its other inputs may be of any type.
+        let elements = node.outputs[0].elements();
+        let active = x.iter().any(|v| v.dtype() == DType::BF16 && v.meta().elements() == elements);
+        let dtypes = p.dtypes.iter().map(|&d| if active && d == DType::F32 { DType::BF16 } else { d }).collect();
+        receipt.applied += active as usize;
+        return Some(recorder.op_arc(Arc::new(Pointwise { dtypes, ..p.clone() }), &x));
+    } else if node.op::<Reduce>().is_some() {
+        x[0] = x[0].cast(if node.outputs[0].dtype.is_float() { DType::F32 } else { x[0].dtype() });
+    } else if node.op::<GatherRows>().is_some() {
+        // Rows of a parameter are cast after they are gathered, so that its gradient is added up in f32.
+        let y = recorder.op_arc(op.clone(), &x)[0];
+        receipt.applied += 1;
+        return Some(vec![if y.dtype() == DType::F32 && y.dim(0) > 1 { y.cast(DType::BF16) } else { y }]);
+    } else if node.op::<ScatterRows>().is_some() {
+        x[2] = x[2].cast(x[0].dtype());
+    } else if node.op::<RmsNorm>().is_some() || node.op::<LayerNorm>().is_some() || node.op::<Rope>().is_some() {
+        x[0] = half(x[0]); // weights and tables stay as they are
+        receipt.applied += 1;
+    } else if node.op::<ChunkedLinearCrossEntropy>().is_some() {
+        (x[0], x[1]) = (half(x[0]), half(x[1]));
+        receipt.applied += 1;
+    } else {
+        x = x.into_iter().map(half).collect();
+        receipt.applied += 1;
+    }
+    Some(recorder.op_arc(op.clone(), &x))
+}

@@ -1,0 +1,154 @@
+//! Graphs that are easy to get wrong: memory shared between values, states and views; casts; gradients that do not exist.
+
+use engine::ops::pointwise::{Bin, pointwise};
+use engine::{Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches};
+
+fn device() -> Device {
+    Device::cpu(Cpu::new(2))
+}
+
+/// Outputs of one run, with a pass's setting.
+fn run(record: impl Fn(&Recorder), pass: (&str, &str), feeds: &[(&str, Data)]) -> Result<(Vec<Vec<f32>>, Store), Error> {
+    let r = Recorder::new();
+    record(&r);
+    let graph = r.finish();
+    let names: Vec<String> = graph.outputs.iter().map(|o| o.0.clone()).collect();
+    let mut store = Store::new(3);
+    let mut p = Program::load(graph, &Switches::default().with(pass.0, pass.1)?, &device(), &mut store)?;
+    p.run(&mut store, feeds)?;
+    let outputs = names.iter().map(|n| p.read(n, &store)).collect::<Result<_, _>>()?;
+    Ok((outputs, store))
+}
+
+const DEFAULT: (&str, &str) = ("recompute", "off");
+
+#[test]
+fn slices_of_narrow_tensors_stay_inside_the_workspace() {
+    let record = |r: &Recorder| {
+        let s = r.state("s", &[20000, 64], DType::BF16, Init::Full(2.0));
+        r.output("y", s.slice(1, 0, 1).cast(DType::F32) + 1.0);
+        let t = r.state("t", &[64, 4096], DType::F16, Init::Full(0.5));
+        r.output("z", r.full(&[3, 64], 1.0).cast(DType::F16).matmul(t.slice(1, 8, 16)));
+    };
+    let (y, _) = run(record, DEFAULT, &[]).unwrap();
+    assert!(y[0].len() == 20000 && y[0].iter().all(|&v| v == 3.0));
+    assert!(y[1].len() == 24 && y[1].iter().all(|&v| v == 32.0));
+}
+
+#[test]
+fn a_value_on_the_way_to_a_state_is_not_overwritten() {
+    let index = [1, 2];
+    let feeds = [("i", Data::I32(&index))];
+    let chain = |r: &Recorder, kept: &str| {
+        let s = r.state("s", &[4, 2], DType::F32, Init::Full(1.0));
+        let (i, source) = (r.feed("i", &[2], DType::I32), r.full(&[2, 2], 10.0) * 1.0);
+        let first = s.scatter_add_rows(i, source);
+        let second = first.scatter_add_rows(i, source);
+        r.update(s, second);
+        if kept == "output" {
+            r.output("mid", first);
+        } else {
+            r.output("mid", first + second * 0.0);
+        }
+    };
+    for kept in ["output", "read later"] {
+        let (y, store) = run(|r| chain(r, kept), DEFAULT, &feeds).unwrap();
+        assert_eq!(y[0], [1.0, 1.0, 11.0, 11.0, 11.0, 11.0, 1.0, 1.0], "{kept}");
+        assert_eq!(store.get("s").unwrap().f32().unwrap(), [1.0, 1.0, 21.0, 21.0, 21.0, 21.0, 1.0, 1.0], "{kept}");
+    }
+}
+
+#[test]
+fn states_trade_places_and_take_views_of_each_other() {
+    let record = |r: &Recorder| {
+        let a = r.state("a", &[2, 2], DType::F32, Init::Full(1.0));
+        let b = r.state("b", &[2, 2], DType::F32, Init::Full(2.0));
+        r.update(a, b.t());
+        r.update(b, a);
+        r.output("old", a);
+        let x = r.feed("x", &[2, 2], DType::F32);
+        let late = x * 3.0;
+        let c = r.state("c", &[2, 2], DType::F32, Init::Full(0.0)); // recorded after the value that it takes
+        r.update(c, late);
+    };
+    let x = [1.0, 2.0, 3.0, 4.0];
+    let (y, store) = run(record, DEFAULT, &[("x", Data::F32(&x))]).unwrap();
+    let state = |n: &str| store.get(n).unwrap().f32().unwrap();
+    assert_eq!((y[0].clone(), state("a"), state("b")), (vec![1.0; 4], vec![2.0; 4], vec![1.0; 4]));
+    assert_eq!(state("c"), [3.0, 6.0, 9.0, 12.0]);
+}
+
+#[test]
+fn a_store_of_another_shape_is_refused() {
+    let program = |rows: usize, store: &mut Store| {
+        let r = Recorder::new();
+        r.output("y", r.state("s", &[rows, 1000], DType::F32, Init::Full(1.0)) * 2.0);
+        Program::load(r.finish(), &Switches::default(), &device(), store).unwrap()
+    };
+    let mut large = program(1000, &mut Store::new(0));
+    let mut store = Store::new(0);
+    program(1, &mut store);
+    assert!(matches!(large.run(&mut store, &[]), Err(Error::StateShape { .. })));
+    store.remove_prefix("s");
+    assert!(matches!(large.run(&mut store, &[]), Err(Error::NoState(_))));
+}
+
+#[test]
+fn casts_to_integers_round_whatever_is_fused() {
+    let record = |r: &Recorder| {
+        let x = r.feed("x", &[4], DType::F32);
+        r.output("y", (x * 1.0 + 0.0).cast(DType::I32).cast(DType::F32) * 2.0);
+    };
+    let x = [1.7, 2.2, -3.9, 4.0];
+    for mode in ["off", "auto"] {
+        let (y, _) = run(record, ("fuse-pointwise", mode), &[("x", Data::F32(&x))]).unwrap();
+        assert_eq!(y[0], [2.0, 4.0, -6.0, 8.0], "fuse-pointwise={mode}");
+    }
+}
+
+#[test]
+fn dropout_of_a_constant_draws_for_every_element() {
+    let record = |r: &Recorder| r.output("y", r.full(&[64], 1.0).dropout(0.5, r.feed("rng", &[4], DType::I32)));
+    let (y, _) = run(record, DEFAULT, &[("rng", Data::I32(&[1, 2, 3, 4]))]).unwrap();
+    let zeros = y[0].iter().filter(|v| **v == 0.0).count();
+    assert!((10..54).contains(&zeros) && y[0].iter().all(|&v| v == 0.0 || v == 2.0), "{zeros} zeros");
+}
+
+#[test]
+fn a_gradient_that_does_not_exist_is_an_error() {
+    let record = |r: &Recorder| {
+        let x = r.param("x", &[3, 4], Init::Normal { std: 1.0 });
+        let first = r.grad(x.rms_norm_plain(1e-6).square().sum(), &[x])[0];
+        r.output("second", r.grad(first.square().sum(), &[x])[0]);
+    };
+    let e = run(record, DEFAULT, &[]).err().unwrap();
+    assert!(matches!(&e, Error::NotDifferentiable { op, .. } if op == "rms_norm_grad"), "{e}");
+    // Arithmetic differentiates twice: d/dx of (3 x^2)^2 is 36 x^3.
+    let twice = |r: &Recorder| {
+        let x = r.param("x", &[2], Init::Full(2.0));
+        let first = r.grad((x * x * x).sum(), &[x])[0];
+        r.output("second", r.grad(first.square().sum(), &[x])[0]);
+        r.output("eq", pointwise(&[x, x], |e, v| e.bin(Bin::Eq, v[0], v[1])));
+    };
+    let (y, _) = run(twice, DEFAULT, &[]).unwrap();
+    assert_eq!((y[0].clone(), y[1].clone()), (vec![288.0; 2], vec![1.0; 2]));
+}
+
+#[test]
+fn the_engine_reads_no_environment() {
+    fn look(folder: &std::path::Path, found: &mut Vec<String>) {
+        for entry in std::fs::read_dir(folder).unwrap().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                look(&path, found);
+            } else if path.extension().is_some_and(|e| e == "rs") && std::fs::read_to_string(&path).unwrap().contains("env::var") {
+                found.push(path.display().to_string());
+            }
+        }
+    }
+    let mut found = vec![];
+    look(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+    assert!(found.is_empty(), "{found:?}");
+    let manifest = include_str!("../Cargo.toml");
+    assert!(!manifest.contains("../train"), "the engine does not depend on train");
+}

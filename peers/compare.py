@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""kiln and PyTorch on the same GPU, alternately, with the ratios.
+
+    python3 peers/compare.py hydra hydra-4 [--modes compile,graphs,autotune] [--rounds 2] [--kiln target/release/kiln] [--json out.json]
+
+PyTorch's side is peers/bench.py, its best mode counts; kiln's is `kiln bench`, everything on. Memory: PyTorch's peak allocation against all that
+kiln holds on the device beyond the CUDA context.
+"""
+import argparse, json, os, statistics, subprocess, sys, tempfile
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+# recipe in bench.py -> arguments of `kiln bench`
+OURS = {
+    "hydra": ["hydra", "--preset", "100m", "--set", "batch=64"],
+    "hydra-4": ["hydra", "--preset", "100m", "--set", "batch=4"],
+}
+
+
+def kiln(binary, name, extra):
+    with tempfile.NamedTemporaryFile(suffix=".json") as f:
+        done = subprocess.run([binary, "bench", *OURS[name], "--device", "cuda", "--pass", "bf16=auto", "--json", f.name, *extra], capture_output=True, text=True)
+        return json.load(open(f.name)) if done.returncode == 0 else dict(error=done.stderr.strip()[-300:])
+
+
+def peer(name, mode):
+    out = subprocess.run([sys.executable, os.path.join(HERE, "bench.py"), name, "--modes", mode], capture_output=True, text=True).stdout
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return rows[-1] if rows else dict(error="no answer")
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("recipes", nargs="+", choices=list(OURS))
+    p.add_argument("--modes", default="compile,graphs,autotune")
+    p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--kiln", default=os.path.join(HERE, "..", "target", "release", "kiln"))
+    p.add_argument("--json")
+    a, extra = p.parse_known_args()
+    results = {}
+    for name in a.recipes:
+        ours, theirs = [], []
+        for r in range(a.rounds):
+            ours.append(kiln(a.kiln, name, extra))
+            print(json.dumps(dict(kiln=name, **{k: ours[-1].get(k) for k in ("ms", "per_s", "peak_bytes", "setup_s", "error")})), flush=True)
+            for mode in a.modes.split(","):
+                theirs.append(peer(name, mode))
+                print(json.dumps(theirs[-1]), flush=True)
+        good, best = [o for o in ours if "per_s" in o], [t for t in theirs if "per_s" in t]
+        if not good or not best:
+            print(f"{name}: no comparison")
+            continue
+        speed = statistics.median(o["per_s"] for o in good)
+        top = max(best, key=lambda t: t["per_s"])
+        gib = good[-1]["peak_bytes"] / 2**30
+        results[name] = dict(kiln=speed, pytorch=top["per_s"], mode=top["mode"], speed_ratio=speed / top["per_s"], kiln_gib=gib, pytorch_gib=top["peak_gib"])
+        print(f"{name}: kiln {speed:.0f}/s, PyTorch {top['per_s']:.0f}/s ({top['mode']}): {speed / top['per_s']:.2f}x; memory {gib:.2f} GiB against {top['peak_gib']:.2f}: {gib / max(top['peak_gib'], 1e-9):.2f}x")
+    if a.json:
+        json.dump(results, open(a.json, "w"), indent=1)
+
+
+main()
