@@ -435,8 +435,7 @@ pub fn kernel_texts(case: &Case, dtype: DType, arch: Arch) -> Result<Vec<String>
     r.graph.outputs.retain(|o| !frozen(case).iter().any(|i| o.0 == format!("g{i}")));
     sweep(&mut r.graph);
     let c = crate::program::Compiled::new(r.graph, &Switches::default(), Target::Cuda(arch)).map_err(|e| e.to_string())?;
-    let strides = c.plan.strides();
-    let steps = (0..c.graph.nodes.len()).flat_map(|i| crate::cuda::code(&c.graph, &strides, i, arch).steps);
+    let steps = (0..c.graph.nodes.len()).flat_map(|i| crate::cuda::code(&c.graph, &c.plan.spots, i, arch).steps);
     Ok(steps
         .filter_map(|s| match s {
             crate::kernel::Step::Launch(l) => Some(l.text()),

@@ -8,6 +8,8 @@ pub struct Io {
     pub x: Vec<Meta>,
     /// Of each input, in elements. Contiguous unless the op's `layout` takes more.
     pub strides: Vec<Vec<usize>>,
+    /// Of each input, in elements from the start of its buffer, which lies on a multiple of 256 bytes.
+    pub offsets: Vec<usize>,
     pub y: Vec<Meta>,
     pub arch: Arch,
 }
@@ -15,7 +17,7 @@ pub struct Io {
 impl Io {
     /// Contiguous inputs.
     pub fn plain(x: &[Meta], y: &[Meta], arch: Arch) -> Io {
-        Io { x: x.to_vec(), strides: x.iter().map(|m| contiguous(&m.shape)).collect(), y: y.to_vec(), arch }
+        Io { x: x.to_vec(), strides: x.iter().map(|m| contiguous(&m.shape)).collect(), offsets: vec![0; x.len()], y: y.to_vec(), arch }
     }
 }
 

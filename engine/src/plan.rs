@@ -66,15 +66,10 @@ pub struct Plan {
     pub cost: Cost,
 }
 
-/// f32 elements of workspace for a node, on the device that will run it; strides of every value so far are given.
-pub type WorkspaceOf<'a> = &'a dyn Fn(&Graph, &[Vec<Vec<usize>>], usize) -> usize;
+/// f32 elements of workspace for a node, on the device that will run it, given where every value lies.
+pub type WorkspaceOf<'a> = &'a dyn Fn(&Graph, &[Vec<Spot>], usize) -> usize;
 
 impl Plan {
-    /// Of every value.
-    pub fn strides(&self) -> Vec<Vec<Vec<usize>>> {
-        self.spots.iter().map(|s| s.iter().map(|s| s.strides.clone()).collect()).collect()
-    }
-
     /// Bytes of the arena: activations, then one workspace that all ops share.
     pub fn arena(&self) -> usize {
         self.memory.activations + self.memory.workspace
@@ -154,8 +149,7 @@ impl Plan {
                 plan.cost.bytes += c.bytes;
             }
         }
-        let strides = plan.strides();
-        let most = (0..g.nodes.len()).map(|i| workspace(g, &strides, i)).max().unwrap_or(0);
+        let most = (0..g.nodes.len()).map(|i| workspace(g, &plan.spots, i)).max().unwrap_or(0);
         plan.memory.workspace = 4 * most.next_multiple_of(ALIGN);
         for &(state, value) in &g.updates {
             if plan.spots[value.node][value.out].buffer != plan.spots[state.node][0].buffer {
@@ -177,12 +171,11 @@ impl Plan {
                 None => first.to_string(),
             }
         };
-        let strides = self.strides();
         // (position, change in bytes) for every part.
         let mut events: BTreeMap<String, Vec<(usize, isize)>> = BTreeMap::new();
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_source() && !n.is_view()) {
             let list = events.entry(part(&node.scope)).or_default();
-            let scratch = 4 * workspace(g, &strides, i) as isize;
+            let scratch = 4 * workspace(g, &self.spots, i) as isize;
             list.extend([(i, scratch), (i + 1, -scratch)]);
             for spot in &self.spots[i] {
                 let b = &self.buffers[spot.buffer];

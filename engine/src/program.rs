@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::kernel::Arch;
 use crate::passes::{self, Receipt, Switches, Target};
-use crate::plan::{Memory, Plan};
+use crate::plan::{Memory, Plan, Spot};
 use crate::store::Store;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -69,21 +69,21 @@ pub struct Compiled {
 impl Compiled {
     pub fn new(mut graph: Graph, switches: &Switches, target: Target) -> Result<Compiled, Error> {
         let receipts = passes::run(&mut graph, switches, target)?;
-        let plan = Plan::new(&graph, &|g, strides, i| workspace(target, g, strides, i));
+        let plan = Plan::new(&graph, &|g, spots, i| workspace(target, g, spots, i));
         Ok(Compiled { graph, plan, receipts, target })
     }
 
     /// See `Plan::by_part`.
     pub fn by_part(&self) -> BTreeMap<String, usize> {
-        self.plan.by_part(&self.graph, &|g, strides, i| workspace(self.target, g, strides, i))
+        self.plan.by_part(&self.graph, &|g, spots, i| workspace(self.target, g, spots, i))
     }
 }
 
 /// f32 elements of scratch memory that a node wants on a device.
-fn workspace(target: Target, g: &Graph, strides: &[Vec<Vec<usize>>], node: usize) -> usize {
+fn workspace(target: Target, g: &Graph, spots: &[Vec<Spot>], node: usize) -> usize {
     match target {
-        Target::Cpu => CpuProgram::workspace(g, strides, node),
-        Target::Cuda(arch) => cuda::code(g, strides, node, arch).workspace.div_ceil(4),
+        Target::Cpu => CpuProgram::workspace(g, spots, node),
+        Target::Cuda(arch) => cuda::code(g, spots, node, arch).workspace.div_ceil(4),
     }
 }
 
@@ -122,6 +122,14 @@ impl Program {
         match &mut self.loaded {
             Loaded::Cpu(p) => p.run(store, feeds),
             Loaded::Cuda(p) => p.run(store, feeds),
+        }
+    }
+
+    /// Where the time of a run goes, node by node; only a GPU keeps such clocks.
+    pub fn profile(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<Vec<cuda::Timed>, Error> {
+        match &mut self.loaded {
+            Loaded::Cpu(_) => Err(Error::Cuda("profiles are made on a GPU".into())),
+            Loaded::Cuda(p) => p.profile(store, feeds),
         }
     }
 

@@ -61,11 +61,13 @@ pub struct Session {
     pub store: Store,
     pub switches: Switches,
     pub programs: BTreeMap<String, Program>,
+    /// Where there is one, runs are timed node by node into it.
+    pub profile: Option<Vec<engine::cuda::Timed>>,
 }
 
 impl Session {
     pub fn new(device: &Device, switches: &Switches, seed: u64) -> Session {
-        Session { device: device.clone(), store: Store::new(seed), switches: switches.clone(), programs: BTreeMap::new() }
+        Session { device: device.clone(), store: Store::new(seed), switches: switches.clone(), programs: BTreeMap::new(), profile: None }
     }
 
     pub fn load(&mut self, name: &str, graph: Graph) -> Result<(), TrainError> {
@@ -81,6 +83,10 @@ impl Session {
 
     pub fn run(&mut self, name: &str, feeds: &[(&str, Data)]) -> Result<(), TrainError> {
         let program = self.programs.get_mut(name).ok_or_else(|| TrainError::Other(format!("program '{name}' is not loaded")))?;
+        if let Some(profile) = &mut self.profile {
+            profile.extend(program.profile(&mut self.store, feeds)?);
+            return Ok(());
+        }
         Ok(program.run(&mut self.store, feeds)?)
     }
 

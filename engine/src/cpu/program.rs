@@ -6,7 +6,7 @@ use super::{Cpu, Data, View, ViewMut};
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Value};
 use crate::meta::{DType, Meta};
-use crate::plan::{Home, Plan};
+use crate::plan::{Home, Plan, Spot};
 use crate::store::Store;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -44,14 +44,14 @@ impl CpuProgram {
     }
 
     /// f32 elements that a node needs beside its outputs: the op's own, and copies of what is not f32.
-    pub fn workspace(g: &Graph, strides: &[Vec<Vec<usize>>], node: usize) -> usize {
+    pub fn workspace(g: &Graph, spots: &[Vec<Spot>], node: usize) -> usize {
         let Kind::Op(op) = &g.nodes[node].kind else { return 0 };
         if op.is_view() {
             return 0;
         }
         let inputs = g.inputs(node);
         let wide = |m: &Meta, elements: usize| if is_narrow(m.dtype) { elements.next_multiple_of(16) } else { 0 };
-        let read = g.nodes[node].inputs.iter().map(|v| wide(g.meta(*v), extent(&g.meta(*v).shape, &strides[v.node][v.out])));
+        let read = g.nodes[node].inputs.iter().map(|v| wide(g.meta(*v), extent(&g.meta(*v).shape, &spots[v.node][v.out].strides)));
         let written = g.nodes[node].outputs.iter().map(|m| wide(m, m.elements()));
         op.workspace(&inputs).next_multiple_of(16) + read.chain(written).sum::<usize>()
     }

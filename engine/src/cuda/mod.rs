@@ -7,8 +7,8 @@ pub mod nvrtc;
 mod program;
 
 pub use libraries::{Folders, Found, find};
-pub use program::CudaProgram;
 pub(crate) use program::code;
+pub use program::{CudaProgram, Timed};
 
 use crate::error::Error;
 use crate::kernel::Arch;

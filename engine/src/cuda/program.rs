@@ -6,7 +6,9 @@ use crate::cpu::Data;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Value};
 use crate::kernel::{At, Code, Io, Place, Step};
-use crate::plan::{Home, Plan};
+use crate::meta::Meta;
+use crate::op::Cost;
+use crate::plan::{Home, Plan, Spot};
 use crate::store::Store;
 use cudarc::driver::{result, sys};
 use std::ffi::c_void;
@@ -30,12 +32,24 @@ pub struct CudaProgram {
     plan: Plan,
     cuda: Cuda,
     steps: Vec<Ready>,
+    /// Which steps belong to which node.
+    nodes: Vec<(usize, std::ops::Range<usize>)>,
     arena: Arc<Mutex<Device>>,
     /// Of feeds and constants, by node.
     own: Vec<Option<Device>>,
     /// Replay a captured graph instead of launching one by one.
     capture: bool,
     captured: Option<Captured>,
+}
+
+/// One node's share of a run.
+pub struct Timed {
+    pub op: &'static str,
+    pub scope: String,
+    pub backward: bool,
+    pub outputs: Vec<Meta>,
+    pub cost: Cost,
+    pub ms: f32,
 }
 
 struct Captured {
@@ -48,11 +62,12 @@ struct Captured {
 unsafe impl Send for CudaProgram {}
 
 /// What a node does on this GPU; nothing for views and sources.
-pub fn code(g: &Graph, strides: &[Vec<Vec<usize>>], node: usize, arch: crate::kernel::Arch) -> Code {
+pub fn code(g: &Graph, spots: &[Vec<Spot>], node: usize, arch: crate::kernel::Arch) -> Code {
     match &g.nodes[node].kind {
         Kind::Op(op) if !op.is_view() => {
-            let strides = g.nodes[node].inputs.iter().map(|v| strides[v.node][v.out].clone()).collect();
-            op.cuda(&Io { x: g.inputs(node), strides, y: g.nodes[node].outputs.clone(), arch })
+            let inputs = || g.nodes[node].inputs.iter().map(|v| &spots[v.node][v.out]);
+            let (strides, offsets) = (inputs().map(|s| s.strides.clone()).collect(), inputs().map(|s| s.offset).collect());
+            op.cuda(&Io { x: g.inputs(node), strides, offsets, y: g.nodes[node].outputs.clone(), arch })
         }
         _ => Code::default(),
     }
@@ -80,8 +95,7 @@ impl CudaProgram {
                 _ => None,
             });
         }
-        let strides = plan.strides();
-        let codes: Vec<Code> = (0..graph.nodes.len()).map(|i| code(&graph, &strides, i, cuda.arch())).collect();
+        let codes: Vec<Code> = (0..graph.nodes.len()).map(|i| code(&graph, &plan.spots, i, cuda.arch())).collect();
         let texts: Vec<(String, &'static str, u32)> = codes
             .iter()
             .flat_map(|c| &c.steps)
@@ -91,8 +105,9 @@ impl CudaProgram {
             })
             .collect();
         let mut kernels = cuda.kernels(&texts)?.into_iter();
-        let mut steps = vec![];
+        let (mut steps, mut nodes) = (vec![], vec![]);
         for (i, c) in codes.iter().enumerate() {
+            let first = steps.len();
             let address = |v: Value| {
                 let spot = &plan.spots[v.node][v.out];
                 let bytes = spot.offset * graph.meta(v).dtype.size();
@@ -131,36 +146,43 @@ impl CudaProgram {
                     }
                 });
             }
+            if steps.len() > first {
+                nodes.push((i, first..steps.len()));
+            }
         }
         for &(state, value) in &plan.stores {
             let spot = &plan.spots[value.node][value.out];
             let Home::Arena(o) = plan.buffers[spot.buffer].home else { unreachable!("the layout step copied what is a source") };
             steps.push(Ready::Copy { from: Address::Arena(o), to: Address::Source(state, 0), bytes: graph.meta(value).bytes() });
         }
-        Ok(CudaProgram { graph, plan, cuda: cuda.clone(), steps, arena: arena.clone(), own, capture, captured: None })
+        Ok(CudaProgram { graph, plan, cuda: cuda.clone(), steps, nodes, arena: arena.clone(), own, capture, captured: None })
+    }
+
+    /// The arena's address, then every source's.
+    fn bases(&self, store: &Store) -> Result<Vec<u64>, Error> {
+        let mut bases = vec![self.arena.lock().unwrap_or_else(PoisonError::into_inner).start()];
+        for (i, node) in self.graph.nodes.iter().enumerate() {
+            bases.push(match &node.kind {
+                Kind::State(s) => store.device(&s.name, &node.outputs[0])?.start(),
+                Kind::Feed(_) | Kind::Const(_) => self.own[i].as_ref().expect("made at load").start(),
+                _ => 0,
+            });
+        }
+        Ok(bases)
     }
 
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         self.cuda.current();
         let stream = self.cuda.0.stream;
-        let arena = self.arena.clone();
-        let arena = arena.lock().unwrap_or_else(PoisonError::into_inner);
-        // The arena's address, then every source's.
-        let mut bases = vec![arena.start()];
         for (i, node) in self.graph.nodes.iter().enumerate() {
-            bases.push(match &node.kind {
-                Kind::State(s) => store.device(&s.name, &node.outputs[0])?.start(),
-                Kind::Feed(name) => {
-                    let buffer = self.own[i].as_ref().expect("made at load");
-                    let bytes = Data::checked(name, &node.outputs[0], feeds)?;
-                    // SAFETY: the buffer has the feed's size, which was checked. Pageable memory is copied out before the call returns.
-                    unsafe { result::memcpy_htod_async(buffer.start(), bytes, stream) }.map_err(failed("copying a feed"))?;
-                    buffer.start()
-                }
-                Kind::Const(_) => self.own[i].as_ref().expect("made at load").start(),
-                _ => 0,
-            });
+            if let Kind::Feed(name) = &node.kind {
+                let buffer = self.own[i].as_ref().expect("made at load");
+                let bytes = Data::checked(name, &node.outputs[0], feeds)?;
+                // SAFETY: the buffer has the feed's size, which was checked. Pageable memory is copied out before the call returns.
+                unsafe { result::memcpy_htod_async(buffer.start(), bytes, stream) }.map_err(failed("copying a feed"))?;
+            }
         }
+        let bases = self.bases(store)?;
         if !self.capture {
             return self.launch(&bases);
         }
@@ -183,13 +205,60 @@ impl CudaProgram {
         unsafe { result::graph::launch(exec, stream) }.map_err(failed("replaying"))
     }
 
+    /// Where the time of a run goes: for every node its name, scope, cost and milliseconds, launched one by one.
+    pub fn profile(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<Vec<Timed>, Error> {
+        let capture = std::mem::replace(&mut self.capture, false);
+        let run = self.run(store, feeds); // so that nothing is set up while the clock runs
+        self.capture = capture;
+        run?;
+        let bases = self.bases(store)?;
+        let stream = self.cuda.0.stream;
+        let event = || result::event::create(sys::CUevent_flags_enum::CU_EVENT_DEFAULT).map_err(failed("timing"));
+        let mut marks = vec![event()?];
+        // SAFETY: the stream and the events are ours and alive; events are destroyed below, after the stream was waited for.
+        unsafe {
+            result::event::record(marks[0], stream).map_err(failed("timing"))?;
+            for (_, range) in &self.nodes {
+                self.launch_some(&self.steps[range.clone()], &bases)?;
+                let e = event()?;
+                result::event::record(e, stream).map_err(failed("timing"))?;
+                marks.push(e);
+            }
+        }
+        self.cuda.synchronize()?;
+        let mut all = vec![];
+        for (k, (i, _)) in self.nodes.iter().enumerate() {
+            let node = &self.graph.nodes[*i];
+            // SAFETY: both events were recorded and have passed.
+            let ms = unsafe { result::event::elapsed(marks[k], marks[k + 1]) }.map_err(failed("timing"))?;
+            let Kind::Op(op) = &node.kind else { continue };
+            all.push(Timed {
+                op: op.name(),
+                scope: node.scope.to_string(),
+                backward: node.backward,
+                outputs: node.outputs.clone(),
+                cost: op.cost(&self.graph.inputs(*i)),
+                ms,
+            });
+        }
+        for e in marks {
+            // SAFETY: made above, destroyed once.
+            let _ = unsafe { result::event::destroy(e) };
+        }
+        Ok(all)
+    }
+
     fn launch(&self, bases: &[u64]) -> Result<(), Error> {
+        self.launch_some(&self.steps, bases)
+    }
+
+    fn launch_some(&self, steps: &[Ready], bases: &[u64]) -> Result<(), Error> {
         let at = |a: &Address| match *a {
             Address::Arena(o) => bases[0] + o as u64,
             Address::Source(n, o) => bases[n + 1] + o as u64,
         };
         let stream = self.cuda.0.stream;
-        for step in &self.steps {
+        for step in steps {
             match step {
                 Ready::Launch { kernel, grid, block, shared, args } => {
                     let mut values: Vec<u64> = args.iter().map(at).collect();

@@ -19,7 +19,7 @@ impl Pass for LinearCe {
     }
 
     fn settings(&self) -> &'static [Setting] {
-        &[Setting { name: "chunk", default: "192", about: "rows of logits that exist at once" }]
+        &[Setting { name: "chunk", default: "auto", about: "rows of logits that exist at once; auto: 192 on the CPU, 4096 on a GPU" }]
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -27,7 +27,12 @@ impl Pass for LinearCe {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let chunk = settings.number("chunk")?;
+        // Measured: LOG.md. Fewer rows read and write the head's gradient more often.
+        let chunk = match (settings.text("chunk"), settings.target) {
+            ("auto", Target::Cpu) => 192,
+            ("auto", Target::Cuda(_)) => 4096,
+            _ => settings.number("chunk")?,
+        };
         // Gradients are computed with the loss only where a later Grad node asks for them.
         let asked: Vec<(Value, Vec<bool>)> = g
             .nodes

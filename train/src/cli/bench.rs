@@ -27,6 +27,9 @@ pub struct BenchArgs {
     /// Steps before the clock starts
     #[arg(long, default_value_t = 2)]
     warmup: usize,
+    /// Times one more step node by node and prints where it goes (on a GPU)
+    #[arg(long)]
+    profile: bool,
     /// Writes the figures to a file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -67,6 +70,11 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
         resident.map_or("unknown".into(), human_bytes),
         setup.as_secs_f64()
     );
+    if a.profile {
+        s.profile = Some(vec![]);
+        task.bench_step(&mut s, 0)?;
+        profile(&s.profile.take().unwrap_or_default())?;
+    }
     if let Some(path) = &a.json {
         let value = serde_json::json!({
             "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,
@@ -75,6 +83,49 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
         write_json(Some(path), &value)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// By op and direction, the longest first; then the single nodes that take longest.
+fn profile(all: &[engine::cuda::Timed]) -> Result<()> {
+    let total: f64 = all.iter().map(|t| t.ms as f64).sum();
+    let row = |name: String, count: usize, ms: f64, bytes: u64, flops: u64| {
+        vec![
+            name,
+            count.to_string(),
+            format!("{ms:.3}"),
+            format!("{:.1}%", 100.0 * ms / total),
+            format!("{:.0}", bytes as f64 / ms / 1e6),
+            format!("{:.1}", flops as f64 / ms / 1e9),
+        ]
+    };
+    let mut groups: std::collections::BTreeMap<(&str, bool), (usize, f64, u64, u64)> = Default::default();
+    for t in all {
+        let g = groups.entry((t.op, t.backward)).or_default();
+        *g = (g.0 + 1, g.1 + t.ms as f64, g.2 + t.cost.bytes, g.3 + t.cost.flops);
+    }
+    let mut groups: Vec<_> = groups.into_iter().collect();
+    groups.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
+    let rows: Vec<_> =
+        groups.iter().map(|((op, back), g)| row(format!("{op}{}", if *back { " (backward)" } else { "" }), g.0, g.1, g.2, g.3)).collect();
+    out!("{total:.2} ms in {} nodes, launched one by one", all.len());
+    out_part!("{}", table(&["op", "nodes", "ms", "share", "GB/s", "TFLOP/s"], &rows));
+    let mut longest: Vec<&engine::cuda::Timed> = all.iter().collect();
+    longest.sort_by(|a, b| b.ms.total_cmp(&a.ms));
+    let rows: Vec<_> = longest
+        .iter()
+        .take(30)
+        .map(|t| {
+            row(
+                format!("{}{} {} {:?}", t.op, if t.backward { "'" } else { "" }, t.scope, t.outputs[0]),
+                1,
+                t.ms as f64,
+                t.cost.bytes,
+                t.cost.flops,
+            )
+        })
+        .collect();
+    out_part!("{}", table(&["node", "", "ms", "share", "GB/s", "TFLOP/s"], &rows));
+    Ok(())
 }
 
 /// The most memory that this process has had, as Linux counts it.

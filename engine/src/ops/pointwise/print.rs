@@ -15,30 +15,90 @@ pub fn code(op: &Pointwise, io: &Io) -> Code {
     let walk = Walk::new(shape, &views);
     // Indices in 32 bits where they fit: a 64-bit division costs more than the arithmetic.
     let index = if total < 1 << 31 { "u32" } else { "u64" };
+    let width = width(op, io, &walk);
+    let mut load = String::new();
+    for i in (0..io.x.len()).filter(|&i| !op.expr.uses_rng(i)) {
+        let (at, c) = (place(&walk, i), c_type(io.x[i].dtype));
+        load += &match read(&walk, i) {
+            Read::Packed if width > 1 => format!("    const Pack<{c}> p{i} = *(const Pack<{c}> *)(x{i} + {at});\n"),
+            Read::Same => format!("    const {c} s{i} = x{i}[{at}];\n"),
+            _ => String::new(),
+        };
+    }
     let mut body = String::new();
     for (r, ins) in op.expr.ins.iter().enumerate() {
         let value = match *ins {
-            Ins::In(i) => format!("to_float(x{i}[{}])", place(&walk, i)),
+            Ins::In(n) => match read(&walk, n) {
+                Read::Packed if width > 1 => format!("to_float(p{n}.at[j])"),
+                Read::Same => format!("to_float(s{n})"),
+                // The innermost stride takes lane j along.
+                _ => format!("to_float(x{n}[{} + j * {}])", place(&walk, n), walk.strides[n].last().unwrap()),
+            },
             Ins::Const(c) => format!("__int_as_float(0x{:08x})", c.to_bits()),
             Ins::Un(u, a) => unary(u, a),
             Ins::Bin(b, x, y) => binary(b, x, y),
             Ins::Select(c, a, b) => format!("v{c} != 0.0f ? v{a} : v{b}"),
-            Ins::Random { site, rng } => format!("random_uniform(x{rng}, {site}u, i)"),
+            Ins::Random { site, rng } => format!("random_uniform(x{rng}, {site}u, i + j)"),
         };
-        body += &format!("    float v{r} = {value};\n");
+        body += &format!("        float v{r} = {value};\n");
     }
+    let mut declare = String::new();
+    let mut store = String::new();
     for (k, o) in op.expr.outs.iter().enumerate() {
-        body += &format!("    from_float(v{o}, y{k}[i]);\n");
+        let c = c_type(io.y[k].dtype);
+        declare += &format!("    Pack<{c}> q{k};\n");
+        body += &format!("        from_float(v{o}, q{k}.at[j]);\n");
+        store += &format!("    *(Pack<{c}> *)(y{k} + i) = q{k};\n");
     }
     let inputs = io.x.iter().enumerate().map(|(i, m)| format!("const {} *x{i}", c_type(m.dtype)));
     let outputs = io.y.iter().enumerate().map(|(k, m)| format!("{} *y{k}", c_type(m.dtype)));
     let parameters: Vec<String> = inputs.chain(outputs).collect();
     let source = format!(
-        "extern \"C\" __global__ void pointwise({}) {{\n    {index} i = ({index})blockIdx.x * {THREADS} + threadIdx.x;\n    if (i >= {total}) return;\n{body}}}\n",
+        "template <class E> struct __align__(sizeof(E) * {width} < 16 ? sizeof(E) * {width} : 16) Pack {{ E at[{width}]; }};\n\
+         extern \"C\" __global__ void pointwise({}) {{\n\
+         \x20   {index} i = (({index})blockIdx.x * {THREADS} + threadIdx.x) * {width};\n\
+         \x20   if (i >= {total}) return;\n{load}{declare}    #pragma unroll\n    for (int j = 0; j < {width}; j++) {{\n{body}    }}\n{store}}}\n",
         parameters.join(", ")
     );
     let args: Vec<_> = (0..io.x.len()).map(|i| At::X(i).into()).chain((0..io.y.len()).map(|k| At::Y(k).into())).collect();
-    Launch::new(&source, "pointwise").grid(total.div_ceil(THREADS), 1, 1).block(THREADS).args(&args).code()
+    Launch::new(&source, "pointwise").grid((total / width).div_ceil(THREADS), 1, 1).block(THREADS).args(&args).code()
+}
+
+/// How a thread reads its neighbouring elements of an input.
+enum Read {
+    /// They lie side by side.
+    Packed,
+    /// They are one and the same.
+    Same,
+    Apart,
+}
+
+fn read(walk: &Walk, input: usize) -> Read {
+    match walk.strides[input].last() {
+        Some(1) => Read::Packed,
+        Some(0) => Read::Same,
+        _ => Read::Apart,
+    }
+}
+
+/// Elements that a thread works on: 16 bytes of the narrowest type, halved until rows divide by it and every packed read is aligned.
+fn width(op: &Pointwise, io: &Io, walk: &Walk) -> usize {
+    let inner = *walk.shape.last().unwrap();
+    let narrowest = io.y.iter().chain(&io.x).map(|m| m.dtype.size()).min().unwrap_or(4).max(2);
+    // Small tensors want threads more than wide reads.
+    let enough = io.y[0].elements() / (32 * 2048 * io.arch.multiprocessors as usize / 132).max(1);
+    let mut width = (16 / narrowest).min(enough.max(1).next_power_of_two());
+    let aligned = |w: usize| {
+        inner % w == 0
+            && (0..io.x.len()).filter(|&i| !op.expr.uses_rng(i) && matches!(read(walk, i), Read::Packed)).all(|i| {
+                let outer = &walk.strides[i][..walk.strides[i].len() - 1];
+                io.offsets[i] % w == 0 && outer.iter().all(|s| s % w == 0)
+            })
+    };
+    while width > 1 && !aligned(width) {
+        width /= 2;
+    }
+    width
 }
 
 /// Where element `i` of the output lies in an input.

@@ -5,9 +5,12 @@ template <typename E> struct alignas(sizeof(E) * VEC) Pack { E at[VEC]; };
 template <typename E> __device__ __forceinline__ bool packed(const E *p) { return VEC == 1 || ((u64)p & (sizeof(Pack<E>) - 1)) == 0; }
 
 template <bool PACKED, typename E> __device__ __forceinline__ Pack<E> read(const E *p) {
-    if (PACKED) return *(const Pack<E> *)p;
-    Pack<E> r;
-    for (int i = 0; i < VEC; i++) r.at[i] = p[i];
-    return r;
+    if constexpr (PACKED) {
+        return *(const Pack<E> *)p;
+    } else {
+        Pack<E> r;
+        for (int i = 0; i < VEC; i++) r.at[i] = p[i];
+        return r;
+    }
 }
 template <typename E> __device__ __forceinline__ void write(E *p, const Pack<E> &v) { *(Pack<E> *)p = v; }

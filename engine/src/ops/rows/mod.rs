@@ -224,6 +224,9 @@ pub const CASES: &[Case] = &[
     Case::new("add, some twice", &[In(&[7, 5], Fill::Normal), In(&[12], Fill::Index(7)), In(&[12, 5], Fill::Normal)], |x| {
         vec![x[0].scatter_add_rows(x[1], x[2])]
     }),
+    Case::new("add, sorted first", &[In(&[50, 5], Fill::Normal), In(&[700], Fill::Index(50)), In(&[700, 5], Fill::Normal)], |x| {
+        vec![x[0].scatter_add_rows(x[1], x[2])]
+    }),
     Case::new("add to a gather's gradient", &[In(&[9, 4], Fill::Normal), In(&[5], Fill::Index(9))], |x| {
         vec![x[0].scatter_add_rows(x[1], x[0].gather_rows(x[1]).silu())]
     }),
