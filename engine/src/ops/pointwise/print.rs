@@ -89,10 +89,10 @@ fn width(op: &Pointwise, io: &Io, walk: &Walk) -> usize {
     let enough = io.y[0].elements() / (32 * 2048 * io.arch.multiprocessors as usize / 132).max(1);
     let mut width = (16 / narrowest).min(enough.max(1).next_power_of_two());
     let aligned = |w: usize| {
-        inner % w == 0
+        inner.is_multiple_of(w)
             && (0..io.x.len()).filter(|&i| !op.expr.uses_rng(i) && matches!(read(walk, i), Read::Packed)).all(|i| {
                 let outer = &walk.strides[i][..walk.strides[i].len() - 1];
-                io.offsets[i] % w == 0 && outer.iter().all(|s| s % w == 0)
+                io.offsets[i].is_multiple_of(w) && outer.iter().all(|s| s.is_multiple_of(w))
             })
     };
     while width > 1 && !aligned(width) {
