@@ -52,6 +52,14 @@ fn test() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
     cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
     cargo(&["test", "--workspace"])?;
+    // NVRTC comes as a Python wheel. A machine with Rust alone tests everything else, and is told so; CI must have it.
+    let python = Command::new("python3").args(["-m", "pip", "--version"]).output().is_ok_and(|o| o.status.success());
+    if !python && std::env::var_os("CI").is_none() {
+        println!(
+            "\nNOT CHECKED: GPU kernels were not compiled, because there is no python3 with pip to fetch NVRTC (`cargo xtask kernels`)"
+        );
+        return Ok(());
+    }
     kernels()
 }
 
