@@ -83,7 +83,8 @@ impl Ran {
 
 pub fn command<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut c = Command::new(env!("CARGO_BIN_EXE_kiln"));
-    c.args(args).env("RUST_BACKTRACE", "0").stdin(Stdio::null());
+    // These are tests of the CPU, on a machine with a GPU too.
+    c.args(args).env("RUST_BACKTRACE", "0").env("CUDA_VISIBLE_DEVICES", "").stdin(Stdio::null());
     c
 }
 
