@@ -70,13 +70,22 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
         resident.map_or("unknown".into(), human_bytes),
         setup.as_secs_f64()
     );
+    let mut nodes = vec![];
     if a.profile {
         s.profile = Some(vec![]);
         task.bench_step(&mut s, 0)?;
-        profile(&s.profile.take().unwrap_or_default())?;
+        nodes = s.profile.take().unwrap_or_default();
+        profile(&nodes)?;
     }
     if let Some(path) = &a.json {
+        let node = |t: &engine::cuda::Timed| {
+            serde_json::json!({
+                "op": t.op, "scope": t.scope, "backward": t.backward, "outputs": t.outputs.iter().map(|m| format!("{m:?}")).collect::<Vec<_>>(),
+                "inputs": t.inputs.iter().map(|m| format!("{m:?}")).collect::<Vec<_>>(), "ms": t.ms, "bytes": t.cost.bytes, "flops": t.cost.flops,
+            })
+        };
         let value = serde_json::json!({
+            "nodes": nodes.iter().map(node).collect::<Vec<_>>(),
             "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,
             "per_s": work / ms * 1e3, "peak_bytes": planned, "resident_bytes": resident, "setup_s": setup.as_secs_f64(), "repeat": a.repeat,
         });

@@ -2,7 +2,7 @@ use super::{ConfigArgs, DeviceArgs, write_json};
 use ::train::recipe;
 use ::train::report::{human_bytes, human_count, table};
 use ::train::run::receipts_table;
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
 use engine::Compiled;
 use std::process::ExitCode;
@@ -10,27 +10,44 @@ use std::process::ExitCode;
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln plan hydra --preset 100m
-  kiln plan hydra --preset small --pass recompute=auto,what=blocks --json")]
+  kiln plan hydra --preset small --pass recompute=auto,what=blocks --json
+  kiln plan hydra --preset 100m --for-sm 90 --pass bf16=auto --nodes train")]
 pub struct PlanArgs {
     #[command(flatten)]
     config: ConfigArgs,
     #[command(flatten)]
     device: DeviceArgs,
+    /// Plans for a GPU that is not here: 90 for compute capability 9.0
+    #[arg(long, value_name = "SM", value_parser = clap::value_parser!(u32).range(80..=130))]
+    for_sm: Option<u32>,
     /// Prints JSON
     #[arg(long)]
     json: bool,
+    /// Lists every node of this program as it will run, with where its outputs lie
+    #[arg(long, value_name = "PROGRAM", conflicts_with = "json")]
+    nodes: Option<String>,
 }
 
 pub fn run(a: PlanArgs) -> Result<ExitCode> {
     let config = a.config.resolve(None)?;
     let task = recipe::find(config.text("recipe"))?.task(&config)?;
     let switches = config.switches()?;
-    let target = a.device.open()?.target();
+    let target = match a.for_sm {
+        Some(sm) => engine::program::imagined(sm),
+        None => a.device.open()?.target(),
+    };
     let mut compiled = vec![];
     for (name, graph) in task.graphs() {
         compiled.push((name, Compiled::new(graph, &switches, target)?));
     }
     engine::passes::all_applied(compiled.iter().map(|(_, c)| &c.receipts[..]))?;
+    if let Some(wanted) = &a.nodes {
+        let names: Vec<&str> = compiled.iter().map(|c| c.0).collect();
+        let Some((_, c)) = compiled.iter().find(|c| c.0 == wanted) else {
+            bail!("--nodes {wanted}: the programs are {}", names.join(", "))
+        };
+        return nodes(c);
+    }
     if a.json {
         let one = |(name, c): &(&str, Compiled)| {
             let m = &c.plan.memory;
@@ -75,5 +92,29 @@ pub fn run(a: PlanArgs) -> Result<ExitCode> {
     out!();
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
     out_part!("{}", receipts_table(&named));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One line a node: number, what it is, its inputs, its outputs with their buffers and lifetimes, and where it was recorded.
+fn nodes(c: &Compiled) -> Result<ExitCode> {
+    for (i, node) in c.graph.nodes.iter().enumerate() {
+        let inputs: Vec<String> = node.inputs.iter().map(|v| format!("%{}.{} {:?}", v.node, v.out, c.graph.meta(*v))).collect();
+        let outputs: Vec<String> = node
+            .outputs
+            .iter()
+            .zip(&c.plan.spots[i])
+            .map(|(meta, spot)| {
+                let b = &c.plan.buffers[spot.buffer];
+                format!("{meta:?} in {} ({}..{})", spot.buffer, b.first, b.last)
+            })
+            .collect();
+        let direction = if node.backward { "'" } else { "" };
+        let what = match &node.kind {
+            engine::graph::Kind::State(s) => format!("state {}", s.name),
+            engine::graph::Kind::Feed(name) => format!("feed {name}"),
+            _ => format!("{}{direction}", node.name()),
+        };
+        out!("{i} {what} <- {} -> {} @ {}", inputs.join(", "), outputs.join(", "), node.scope);
+    }
     Ok(ExitCode::SUCCESS)
 }
