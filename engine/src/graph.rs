@@ -2,6 +2,7 @@
 
 use crate::meta::Meta;
 use crate::op::Op;
+use crate::ops::pointwise::Pointwise;
 use crate::record::{Recorder, Var};
 use std::sync::Arc;
 
@@ -82,6 +83,10 @@ impl Node {
 
     pub fn is_view(&self) -> bool {
         matches!(&self.kind, Kind::Op(op) if op.is_view())
+    }
+
+    pub fn is_cast(&self) -> bool {
+        self.op::<Pointwise>().is_some_and(|p| p.is_cast())
     }
 
     /// Feeds, states and constants: there before the first op runs.
@@ -167,6 +172,23 @@ impl Graph {
             }
         }
         hit
+    }
+
+    /// Puts node `order[k]` at position k.
+    pub fn reorder(&mut self, order: &[usize]) {
+        let mut place = vec![0; order.len()];
+        for (new, &old) in order.iter().enumerate() {
+            place[old] = new;
+        }
+        let mut nodes: Vec<Option<Node>> = std::mem::take(&mut self.nodes).into_iter().map(Some).collect();
+        self.nodes = order.iter().map(|&i| nodes[i].take().expect("each node once")).collect();
+        let moved = |v: &mut Value| v.node = place[v.node];
+        self.nodes.iter_mut().for_each(|n| n.inputs.iter_mut().for_each(moved));
+        self.outputs.iter_mut().for_each(|o| moved(&mut o.1));
+        for (s, v) in &mut self.updates {
+            moved(s);
+            moved(v);
+        }
     }
 
     /// Records the graph anew, node by node. `f` gets the recorder, the old node's index, the node, and its inputs in the

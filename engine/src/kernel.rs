@@ -166,7 +166,7 @@ pub fn c_type(dtype: DType) -> &'static str {
     }
 }
 
-/// c [m, n] = alpha a [m, k] x b [k, n] + beta c, `batch` times. Strides in elements.
+/// c [m, n] = act(alpha a [m, k] x b [k, n] + beta plus + bias), `batch` times. Strides in elements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gemm {
     pub m: usize,
@@ -178,6 +178,26 @@ pub struct Gemm {
     pub c: Matrix,
     pub alpha: f32,
     pub beta: f32,
+    /// What `beta` counts; c itself if there is none.
+    pub plus: Option<Matrix>,
+    /// [n], of c's type.
+    pub bias: Option<Place>,
+    pub act: Option<Act>,
+}
+
+impl Gemm {
+    /// c = a b.
+    pub fn new(m: usize, n: usize, k: usize, a: Matrix, b: Matrix, c: Matrix) -> Gemm {
+        Gemm { m, n, k, batch: 1, a, b, c, alpha: 1.0, beta: 0.0, plus: None, bias: None, act: None }
+    }
+}
+
+/// What a product may do with its result before it writes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Act {
+    Relu,
+    /// The approximation with tanh.
+    Gelu,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]

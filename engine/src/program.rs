@@ -110,10 +110,11 @@ impl Program {
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
         store.ensure(&c.graph, device.gpu())?;
         let (memory, cost) = (c.plan.memory, c.plan.cost);
-        let capture = c.receipts.iter().any(|r| r.pass == "cuda-graph" && r.applied > 0);
+        let on = |pass: &str| c.receipts.iter().any(|r| r.pass == pass && r.applied > 0);
+        let options = cuda::Options { capture: on("cuda-graph"), tf32: on("tf32"), tune: on("tune-products") };
         let loaded = match device {
             Device::Cpu(cpu, arena) => Loaded::Cpu(CpuProgram::new(c.graph, c.plan, cpu, arena)),
-            Device::Cuda(cuda, arena) => Loaded::Cuda(CudaProgram::new(c.graph, c.plan, cuda, arena, capture)?),
+            Device::Cuda(cuda, arena) => Loaded::Cuda(CudaProgram::new(c.graph, c.plan, cuda, arena, options)?),
         };
         Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded })
     }

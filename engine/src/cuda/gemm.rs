@@ -2,7 +2,7 @@
 
 use super::GEMM_WORKSPACE;
 use crate::error::Error;
-use crate::kernel::{Gemm, Matrix};
+use crate::kernel::{Act, Gemm, Matrix};
 use crate::meta::DType;
 use cudarc::cublaslt::{result, sys};
 use std::ffi::c_void;
@@ -12,9 +12,9 @@ pub struct Handle(sys::cublasLtHandle_t);
 /// A product with its layouts and the algorithm chosen for it.
 pub struct Product {
     description: sys::cublasLtMatmulDesc_t,
-    /// Of the second operand, the first, the result: cuBLASLt counts columns first, so that c^T = b^T a^T is computed.
-    layouts: [sys::cublasLtMatrixLayout_t; 3],
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    /// Of the second operand, the first, what is added, the result: cuBLASLt counts columns first, so that c^T = b^T a^T is computed.
+    layouts: [sys::cublasLtMatrixLayout_t; 4],
+    pub algorithm: sys::cublasLtMatmulAlgo_t,
     alpha: f32,
     beta: f32,
 }
@@ -45,15 +45,32 @@ fn seen(m: &Matrix, rows: usize, columns: usize) -> (bool, u64, u64, i64) {
     (true, rows as u64, columns as u64, ld as i64)
 }
 
+/// An algorithm as cuBLASLt writes it down; good for the same version of the library only.
+pub type Algorithm = [u64; 8];
+
+/// Candidates that are timed for a shape.
+const CANDIDATES: usize = 12;
+
 impl Handle {
     pub fn new() -> Result<Handle, Error> {
         Ok(Handle(result::create_handle().map_err(failed("starting".into()))?))
     }
 
-    pub fn plan(&self, g: &Gemm) -> Result<Product, Error> {
+    pub fn version() -> usize {
+        // SAFETY: the library is loaded; the call has no conditions.
+        unsafe { sys::cublasLtGetVersion() }
+    }
+
+    /// The product, its algorithm being `known` or else the first that cuBLASLt names; and all that it names, where there is none known.
+    /// `aligned`: the powers of two that divide the addresses of a, b, what is added and c.
+    pub fn plan(&self, g: &Gemm, tf32: bool, aligned: [u32; 4], known: Option<Algorithm>) -> Result<(Product, Vec<Algorithm>), Error> {
         let what = || failed(format!("{} x {} x {} of {}, {} at once", g.m, g.k, g.n, g.a.dtype, g.batch));
-        let description =
-            result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F).map_err(what())?;
+        let compute = if tf32 && g.a.dtype == DType::F32 {
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32
+        } else {
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F
+        };
+        let description = result::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F).map_err(what())?;
         let (b_t, b_rows, b_columns, b_ld) = seen(&g.b, g.k, g.n);
         let (a_t, a_rows, a_columns, a_ld) = seen(&g.a, g.m, g.k);
         let layout = |dtype, rows, columns, ld, batch: usize| -> Result<sys::cublasLtMatrixLayout_t, Error> {
@@ -68,37 +85,81 @@ impl Handle {
             }
             Ok(layout)
         };
+        let out = |m: &Matrix| layout(m.dtype, g.n as u64, g.m as u64, if g.m == 1 { g.n } else { m.row } as i64, m.batch);
         let layouts = [
             layout(g.b.dtype, b_rows, b_columns, b_ld, g.b.batch)?,
             layout(g.a.dtype, a_rows, a_columns, a_ld, g.a.batch)?,
-            layout(g.c.dtype, g.n as u64, g.m as u64, if g.m == 1 { g.n } else { g.c.row } as i64, g.c.batch)?,
+            out(g.plus.as_ref().unwrap_or(&g.c))?,
+            out(&g.c)?,
         ];
         use sys::cublasLtMatmulDescAttributes_t as A;
         // CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
         let (first, second) = (b_t as i32, a_t as i32);
-        // SAFETY: everything passed was just made, and lives through the calls.
-        let algorithm = unsafe {
+        use sys::cublasLtEpilogue_t as E;
+        let epilogue = match (g.bias.is_some(), g.act) {
+            (false, None) => E::CUBLASLT_EPILOGUE_DEFAULT,
+            (true, None) => E::CUBLASLT_EPILOGUE_BIAS,
+            (false, Some(Act::Relu)) => E::CUBLASLT_EPILOGUE_RELU,
+            (true, Some(Act::Relu)) => E::CUBLASLT_EPILOGUE_RELU_BIAS,
+            (false, Some(Act::Gelu)) => E::CUBLASLT_EPILOGUE_GELU,
+            (true, Some(Act::Gelu)) => E::CUBLASLT_EPILOGUE_GELU_BIAS,
+        } as i32;
+        let mut product = Product { description, layouts, algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] }, alpha: g.alpha, beta: g.beta };
+        // SAFETY: everything passed was just made, and lives through the calls; the list of results is as long as is said.
+        unsafe {
             let set = |name, value: &i32| {
                 result::set_matmul_desc_attribute(description, name, std::ptr::from_ref(value).cast(), size_of::<i32>()).map_err(what())
             };
             set(A::CUBLASLT_MATMUL_DESC_TRANSA, &first)?;
             set(A::CUBLASLT_MATMUL_DESC_TRANSB, &second)?;
+            set(A::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            if let Some(data) = known {
+                product.algorithm.data = data;
+                return Ok((product, vec![]));
+            }
             let preference = result::create_matmul_pref().map_err(what())?;
             let most = GEMM_WORKSPACE;
             let limit = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             result::set_matmul_pref_attribute(preference, limit, (&raw const most).cast(), size_of::<usize>()).map_err(what())?;
-            let chosen = result::get_matmul_algo_heuristic(self.0, description, layouts[0], layouts[1], layouts[2], layouts[2], preference)
-                .map_err(what());
+            use sys::cublasLtMatmulPreferenceAttributes_t as P;
+            let [a, b, c, d] = aligned;
+            for (name, bytes) in [
+                (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
+                (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
+                (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+                (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
+            ] {
+                result::set_matmul_pref_attribute(preference, name, (&raw const bytes).cast(), 4).map_err(what())?;
+            }
+            let mut found: [std::mem::MaybeUninit<sys::cublasLtMatmulHeuristicResult_t>; CANDIDATES] = [const { std::mem::MaybeUninit::uninit() }; CANDIDATES];
+            let mut count = 0;
+            let [b, a, c, d] = layouts;
+            let status = sys::cublasLtMatmulAlgoGetHeuristic(
+                self.0, description, b, a, c, d, preference, CANDIDATES as i32, found.as_mut_ptr().cast(), &mut count,
+            );
             let _ = result::destroy_matmul_pref(preference);
-            chosen?.algo
-        };
-        Ok(Product { description, layouts, algorithm, alpha: g.alpha, beta: g.beta })
+            status.result().map_err(what())?;
+            let found = found[..count as usize].iter().map(|f| f.assume_init_ref());
+            let all: Vec<Algorithm> =
+                found.filter(|f| f.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS).map(|f| f.algo.data).collect();
+            let Some(first) = all.first() else {
+                return Err(Error::Cuda(format!("cuBLASLt has no product of {} x {} x {} in {}", g.m, g.k, g.n, g.a.dtype)));
+            };
+            product.algorithm.data = *first;
+            Ok((product, all))
+        }
     }
 
+    /// Addresses: a, b, what is added, c, the bias (0 where there is none).
+    ///
     /// # Safety
     /// The addresses are of matrices on the GPU as large as the plan says, and the workspace has GEMM_WORKSPACE bytes.
-    pub unsafe fn run(&self, p: &Product, [a, b, c]: [u64; 3], workspace: u64, stream: cudarc::driver::sys::CUstream) -> Result<(), Error> {
+    pub unsafe fn run(&self, p: &Product, [a, b, plus, c, bias]: [u64; 5], workspace: u64, stream: cudarc::driver::sys::CUstream) -> Result<(), Error> {
         unsafe {
+            if bias != 0 {
+                let name = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+                result::set_matmul_desc_attribute(p.description, name, (&raw const bias).cast(), 8).map_err(failed("a bias".into()))?;
+            }
             result::matmul(
                 self.0,
                 p.description,
@@ -108,10 +169,10 @@ impl Handle {
                 p.layouts[0],
                 a as *const c_void,
                 p.layouts[1],
-                c as *const c_void,
+                plus as *const c_void,
                 p.layouts[2],
                 c as *mut c_void,
-                p.layouts[2],
+                p.layouts[3],
                 &p.algorithm,
                 workspace as *mut c_void,
                 GEMM_WORKSPACE,

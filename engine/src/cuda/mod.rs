@@ -1,20 +1,22 @@
 //! The GPU executor: libraries loaded at run time, kernels compiled by NVRTC, products by cuBLASLt, programs captured as graphs.
 #![allow(unsafe_code)]
 
+mod choices;
 mod gemm;
 mod libraries;
 pub mod nvrtc;
+mod products;
 mod program;
 
 pub use libraries::{Folders, Found, find};
 pub(crate) use program::code;
-pub use program::{CudaProgram, Timed};
+pub use program::{CudaProgram, Options, Timed};
 
 use crate::error::Error;
 use crate::kernel::Arch;
 use cudarc::driver::{result, sys};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Scratch memory that cuBLASLt may use for one product.
 const GEMM_WORKSPACE: usize = 32 << 20;
@@ -32,7 +34,8 @@ struct Inner {
     products: gemm::Handle,
     workspace: Device,
     compiler: nvrtc::Compiler,
-    kernels: Mutex<HashMap<u64, Kernel>>,
+    kernels: Mutex<HashMap<(u64, &'static str), Kernel>>,
+    choices: Mutex<choices::Choices>,
 }
 
 // SAFETY: the handles may be used from any thread that makes the context current, which every entry point does; the map is
@@ -114,8 +117,10 @@ impl Cuda {
         }
         let arch = Arch { sm, multiprocessors };
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("making a stream"))?;
+        let name = result::device::get_name(device).map_err(failed("asking the GPU"))?;
+        let choices = choices::Choices::open(&folders.cache, &name, gemm::Handle::version());
         let inner = Inner {
-            name: result::device::get_name(device).map_err(failed("asking the GPU"))?,
+            name,
             arch,
             memory,
             context,
@@ -124,6 +129,7 @@ impl Cuda {
             workspace: allocate(context, GEMM_WORKSPACE)?,
             compiler: nvrtc::Compiler::new(arch, &folders.cache)?,
             kernels: Mutex::default(),
+            choices: Mutex::new(choices),
         };
         Ok(Cuda(Arc::new(inner)))
     }
@@ -177,29 +183,40 @@ impl Cuda {
         Ok(to)
     }
 
-    /// Functions for these texts, compiling what no cache has, several at a time.
-    pub(crate) fn kernels(&self, texts: &[(String, &'static str, u32)]) -> Result<Vec<Kernel>, Error> {
+    /// The algorithms of products that this process has used, as text: whoever hands them to `prefer` later gets the same bits.
+    pub fn choices(&self) -> Vec<String> {
+        self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).used()
+    }
+
+    /// Uses these algorithms where they fit, instead of what was timed on this machine.
+    pub fn prefer(&self, choices: &[String]) {
+        self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).prefer(choices)
+    }
+
+    /// Functions for these texts, compiling what no cache has, several at a time. One text may hold several functions.
+    pub(crate) fn kernels(&self, wanted: &[(String, &'static str, u32)]) -> Result<Vec<Kernel>, Error> {
         self.current();
-        let mut loaded = self.0.kernels.lock().expect("no thread panicked while loading");
-        let keys: Vec<u64> = texts.iter().map(|(text, entry, shared)| nvrtc::hash(&format!("{entry} {shared} {text}"))).collect();
-        let mut missing: Vec<usize> = (0..texts.len()).filter(|&i| !loaded.contains_key(&keys[i])).collect();
-        missing.sort_by_key(|&i| keys[i]);
-        missing.dedup_by_key(|i| keys[*i]);
-        let wanted: Vec<&str> = missing.iter().map(|&i| texts[i].0.as_str()).collect();
-        for (&i, cubin) in missing.iter().zip(self.0.compiler.compile_all(&wanted)?) {
-            let (_, entry, shared) = &texts[i];
-            let name = std::ffi::CString::new(*entry).expect("a C name");
+        let mut loaded = self.0.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let keys: Vec<(u64, &'static str)> = wanted.iter().map(|(text, entry, _)| (nvrtc::hash(text), *entry)).collect();
+        let mut texts: Vec<(u64, usize)> = (0..wanted.len()).filter(|&i| !loaded.contains_key(&keys[i])).map(|i| (keys[i].0, i)).collect();
+        texts.sort();
+        texts.dedup_by_key(|t| t.0);
+        let cubins = self.0.compiler.compile_all(&texts.iter().map(|t| wanted[t.1].0.as_str()).collect::<Vec<_>>())?;
+        for (&(hash, _), cubin) in texts.iter().zip(cubins) {
             // SAFETY: the image is a whole cubin for this GPU, as NVRTC made it; modules are never unloaded, so functions stay valid.
-            let function = unsafe {
-                let module = result::module::load_data(cubin.as_ptr().cast()).map_err(failed(entry))?;
-                let function = result::module::get_function(module, name).map_err(failed(entry))?;
-                if *shared > 48 << 10 {
+            let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.map_err(failed("loading a kernel"))?;
+            for i in (0..wanted.len()).filter(|&i| keys[i].0 == hash) {
+                let (_, entry, shared) = wanted[i];
+                let name = std::ffi::CString::new(entry).expect("a C name");
+                // SAFETY: the module was just loaded.
+                let function = unsafe { result::module::get_function(module, name) }.map_err(failed(entry))?;
+                if shared > 48 << 10 {
                     let limit = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                    result::function::set_function_attribute(function, limit, *shared as i32).map_err(failed(entry))?;
+                    // SAFETY: the function was just loaded.
+                    unsafe { result::function::set_function_attribute(function, limit, shared as i32) }.map_err(failed(entry))?;
                 }
-                function
-            };
-            loaded.insert(keys[i], Kernel(function));
+                loaded.insert(keys[i], Kernel(function));
+            }
         }
         Ok(keys.iter().map(|k| loaded[k]).collect())
     }

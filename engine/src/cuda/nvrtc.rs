@@ -109,12 +109,15 @@ fn read(file: &Path) -> Option<Vec<u8>> {
     (sum == xxh3_64(cubin).to_le_bytes()).then(|| cubin.to_vec())
 }
 
-/// Beside, then renamed: readers see a whole file or none, and writers do not meet.
 fn write(file: &Path, cubin: &[u8]) {
+    replace(file, &[&xxh3_64(cubin).to_le_bytes()[..], cubin].concat());
+}
+
+/// Beside, then renamed: readers see a whole file or none, and writers do not meet. A cache that cannot be written is no error.
+pub(super) fn replace(file: &Path, bytes: &[u8]) {
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     let Some(folder) = file.parent() else { return };
     let beside = file.with_extension(format!("tmp-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
-    let bytes = [&xxh3_64(cubin).to_le_bytes()[..], cubin].concat();
     let written =
         std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&beside, bytes)).and_then(|()| std::fs::rename(&beside, file));
     if written.is_err() {

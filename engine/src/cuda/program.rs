@@ -1,6 +1,7 @@
 //! A planned graph on the GPU: kernels and products with their addresses, launched one by one or replayed as one CUDA graph.
 
 use super::gemm::Product;
+use super::products::Products;
 use super::{Cuda, Device, Kernel, failed};
 use crate::cpu::Data;
 use crate::error::Error;
@@ -21,9 +22,18 @@ enum Address {
     Source(usize, usize),
 }
 
+impl Address {
+    /// The power of two that divides it: every buffer lies on a multiple of 256.
+    fn aligned(self) -> u32 {
+        let (Address::Arena(bytes) | Address::Source(_, bytes)) = self;
+        1 << (bytes | 256).trailing_zeros()
+    }
+}
+
 enum Ready {
     Launch { kernel: Kernel, grid: [u32; 3], block: u32, shared: u32, args: Vec<Address> },
-    Gemm { product: Product, places: [Address; 3] },
+    /// a, b, what is added, c, and a bias.
+    Gemm { product: Product, places: [Address; 4], bias: Option<Address> },
     Copy { from: Address, to: Address, bytes: usize },
 }
 
@@ -37,9 +47,19 @@ pub struct CudaProgram {
     arena: Arc<Mutex<Device>>,
     /// Of feeds and constants, by node.
     own: Vec<Option<Device>>,
-    /// Replay a captured graph instead of launching one by one.
-    capture: bool,
+    options: Options,
     captured: Option<Captured>,
+}
+
+/// What passes decided about how a program runs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Replay a captured graph instead of launching one by one.
+    pub capture: bool,
+    /// Products of f32 in TF32.
+    pub tf32: bool,
+    /// Time several algorithms for every new product.
+    pub tune: bool,
 }
 
 /// One node's share of a run.
@@ -75,7 +95,7 @@ pub fn code(g: &Graph, spots: &[Vec<Spot>], node: usize, arch: crate::kernel::Ar
 }
 
 impl CudaProgram {
-    pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Device>>, capture: bool) -> Result<CudaProgram, Error> {
+    pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Device>>, options: Options) -> Result<CudaProgram, Error> {
         {
             let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
             if memory.bytes() < plan.arena() {
@@ -107,6 +127,10 @@ impl CudaProgram {
             .collect();
         let mut kernels = cuda.kernels(&texts)?.into_iter();
         let (mut steps, mut nodes) = (vec![], vec![]);
+        let mut products = {
+            let memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
+            Products::new(cuda, options, (memory.start(), memory.bytes()))
+        };
         for (i, c) in codes.iter().enumerate() {
             let first = steps.len();
             let address = |v: Value| {
@@ -143,7 +167,9 @@ impl CudaProgram {
                         args: l.args.iter().map(resolve).collect(),
                     },
                     Step::Gemm(g) => {
-                        Ready::Gemm { product: cuda.0.products.plan(g)?, places: [&g.a, &g.b, &g.c].map(|m| resolve(&m.place)) }
+                        let places = [&g.a, &g.b, g.plus.as_ref().unwrap_or(&g.c), &g.c].map(|m| resolve(&m.place));
+                        let aligned = places.map(|a| a.aligned());
+                        Ready::Gemm { product: products.plan(g, aligned)?, places, bias: g.bias.as_ref().map(resolve) }
                     }
                 });
             }
@@ -156,7 +182,8 @@ impl CudaProgram {
             let Home::Arena(o) = plan.buffers[spot.buffer].home else { unreachable!("the layout step copied what is a source") };
             steps.push(Ready::Copy { from: Address::Arena(o), to: Address::Source(state, 0), bytes: graph.meta(value).bytes() });
         }
-        Ok(CudaProgram { graph, plan, cuda: cuda.clone(), steps, nodes, arena: arena.clone(), own, capture, captured: None })
+        products.remember();
+        Ok(CudaProgram { graph, plan, cuda: cuda.clone(), steps, nodes, arena: arena.clone(), own, options, captured: None })
     }
 
     /// The arena's address, then every source's.
@@ -184,7 +211,7 @@ impl CudaProgram {
             }
         }
         let bases = self.bases(store)?;
-        if !self.capture {
+        if !self.options.capture {
             return self.launch(&bases);
         }
         if self.captured.as_ref().is_none_or(|c| c.bases != bases) {
@@ -208,9 +235,9 @@ impl CudaProgram {
 
     /// Where the time of a run goes: for every node its name, scope, cost and milliseconds, launched one by one.
     pub fn profile(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<Vec<Timed>, Error> {
-        let capture = std::mem::replace(&mut self.capture, false);
+        let capture = std::mem::replace(&mut self.options.capture, false);
         let run = self.run(store, feeds); // so that nothing is set up while the clock runs
-        self.capture = capture;
+        self.options.capture = capture;
         run?;
         let bases = self.bases(store)?;
         let stream = self.cuda.0.stream;
@@ -269,10 +296,11 @@ impl CudaProgram {
                     unsafe { result::launch_kernel(kernel.0, (grid[0], grid[1], grid[2]), (*block, 1, 1), *shared, stream, &mut pointers) }
                         .map_err(failed("launching a kernel"))?;
                 }
-                Ready::Gemm { product, places } => {
-                    let [a, b, c] = [&places[0], &places[1], &places[2]].map(at);
+                Ready::Gemm { product, places, bias } => {
+                    let [a, b, plus, c] = places.each_ref().map(at);
+                    let bias = bias.as_ref().map_or(0, at);
                     // SAFETY: the matrices lie inside buffers of the plan, as the op described them.
-                    unsafe { self.cuda.0.products.run(product, [a, b, c], self.cuda.0.workspace.start(), stream)? };
+                    unsafe { self.cuda.0.products.run(product, [a, b, plus, c, bias], self.cuda.0.workspace.start(), stream)? };
                 }
                 Ready::Copy { from, to, bytes } => {
                     // SAFETY: both buffers have that many bytes and do not overlap.

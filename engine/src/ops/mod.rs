@@ -2,6 +2,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod cast_all;
 pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
@@ -27,6 +28,7 @@ macro_rules! ops {
 
 pub const OPS: &[Entry] = ops! {
     pointwise: "arithmetic on elements, with broadcasting: one op for all of it, SwiGLU and dropout among it",
+    cast_all: "many tensors in another type, at once",
     full: "one number everywhere",
     view: "reshape, permute, slice, expand, stop_gradient: other shapes for the same memory",
     concat: "side by side along an axis; zeros around",

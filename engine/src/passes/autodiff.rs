@@ -4,6 +4,8 @@ use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
+use crate::ops::concat::{Pad, concat};
+use crate::ops::full::Full;
 use crate::record::{Recorder, Var};
 use std::collections::HashMap;
 
@@ -51,35 +53,38 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         let depends = g.depends_on(by.iter().map(|v| v.value()));
         (depends, g.needed_by(std::iter::once(loss.value())))
     });
-    let mut adjoint: HashMap<Value, Var<'g>> = HashMap::new();
-    adjoint.insert(loss.value(), recorder.full(&loss.shape(), 1.0));
+    // What flows back into each value, from each of its readers.
+    let mut adjoint: HashMap<Value, Vec<Var<'g>>> = HashMap::new();
+    adjoint.insert(loss.value(), vec![recorder.full(&loss.shape(), 1.0)]);
     for i in (0..end).rev().filter(|&i| depends[i] && needed[i]) {
-        let (kind, inputs, outputs, scope) = recorder.with_graph(|g| {
-            let n = &g.nodes[i];
-            (n.kind.clone(), n.inputs.clone(), n.outputs.len(), n.scope.clone())
-        });
-        let Kind::Op(op) = kind else { continue };
-        let dy: Vec<Option<Var>> = (0..outputs).map(|out| adjoint.get(&Value { node: i, out }).copied()).collect();
-        if dy.iter().all(|d| d.is_none()) {
+        let node = recorder.with_graph(|g| g.nodes[i].clone());
+        let Kind::Op(op) = &node.kind else { continue };
+        let outputs = node.outputs.len();
+        let flows: Vec<Vec<Var>> = (0..outputs).map(|out| adjoint.remove(&Value { node: i, out }).unwrap_or_default()).collect();
+        if flows.iter().all(|f| f.is_empty()) {
             continue;
         }
         if !op.differentiable() {
-            let scope = if scope.is_empty() { "the top level".into() } else { scope.to_string() };
+            let scope = if node.scope.is_empty() { "the top level".into() } else { node.scope.to_string() };
             return Err(Error::NotDifferentiable { op: op.name().into(), scope });
         }
-        recorder.set_backward(&scope);
-        let x: Vec<Var> = inputs.iter().map(|&v| recorder.var(v)).collect();
+        recorder.set_backward(&node.scope);
+        let x: Vec<Var> = node.inputs.iter().map(|&v| recorder.var(v)).collect();
         let y: Vec<Var> = (0..outputs).map(|out| recorder.var(Value { node: i, out })).collect();
-        let grads = op.vjp(&x, &y, &dy);
-        assert_eq!(grads.len(), x.len(), "{}: one gradient, or None, for each input", op.name());
-        for (&v, g) in inputs.iter().zip(grads) {
-            let Some(g) = g.filter(|_| depends[v.node]) else { continue };
-            assert_eq!(g.shape(), recorder.var(v).shape(), "{}: a gradient has its input's shape", op.name());
-            let sum = match adjoint.get(&v) {
-                Some(&a) => add(a, g),
-                None => g,
-            };
-            adjoint.insert(v, sum);
+        // Up to a parameter, through views of it and casts to a narrower type, flows are not added: that is done in its own type.
+        let rounds: Vec<Vec<Option<Var>>> = if recorder.with_graph(|g| of_state(g, Value { node: i, out: 0 })) {
+            side_by_side(&flows[0]).into_iter().map(|f| vec![Some(f)]).collect()
+        } else {
+            vec![flows.iter().map(|f| total(f)).collect()]
+        };
+        for dy in rounds {
+            let grads = op.vjp(&x, &y, &dy);
+            assert_eq!(grads.len(), x.len(), "{}: one gradient, or None, for each input", op.name());
+            for (&v, g) in node.inputs.iter().zip(grads) {
+                let Some(g) = g.filter(|_| depends[v.node]) else { continue };
+                assert_eq!(g.shape(), recorder.var(v).shape(), "{}: a gradient has its input's shape", op.name());
+                adjoint.entry(v).or_default().push(g);
+            }
         }
     }
     by.iter()
@@ -88,9 +93,63 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
                 Kind::State(s) => s.name.clone(),
                 _ => format!("{v:?}"),
             });
-            adjoint.get(&v.value()).copied().ok_or(Error::Unreached(name))
+            adjoint.get(&v.value()).and_then(|flows| total(flows)).ok_or(Error::Unreached(name))
         })
         .collect()
+}
+
+/// A state, seen through views and casts to a narrower type.
+fn of_state(g: &Graph, v: Value) -> bool {
+    let node = &g.nodes[v.node];
+    let narrows = || node.is_cast() && g.meta(node.inputs[0]).dtype == DType::F32 && node.outputs[0].dtype.is_float();
+    matches!(node.kind, Kind::State(_)) || ((node.is_view() || narrows()) && of_state(g, node.inputs[0]))
+}
+
+/// The sum of all that flows into a value.
+fn total<'g>(flows: &[Var<'g>]) -> Option<Var<'g>> {
+    side_by_side(flows).into_iter().reduce(add)
+}
+
+/// Flows to parts of a value that do not overlap, put side by side to be one; and the others.
+fn side_by_side<'g>(flows: &[Var<'g>]) -> Vec<Var<'g>> {
+    let Some(recorder) = flows.first().map(|f| f.recorder()) else { return vec![] };
+    let mut parts: Vec<(usize, usize, usize, Var)> = vec![]; // axis, first, end, what flows there
+    let mut whole: Vec<Var> = vec![];
+    for &flow in flows {
+        let part = recorder.with_graph(|g| {
+            let node = &g.nodes[flow.value().node];
+            node.op::<Pad>().map(|p| (p.axis, p.before, p.before + g.meta(node.inputs[0]).shape[p.axis], node.inputs[0]))
+        });
+        let beside = |p: &(usize, usize, usize, Var)| part.is_some_and(|(axis, first, end, _)| p.0 == axis && (end <= p.1 || p.2 <= first));
+        match part {
+            Some((axis, first, end, v)) if parts.iter().all(beside) => parts.push((axis, first, end, recorder.var(v))),
+            _ => whole.push(flow),
+        }
+    }
+    parts.sort_by_key(|p| p.1);
+    if let [(axis, first, end, part)] = parts[..] {
+        whole.push(part.pad(axis, first, flows[0].shape()[axis] - end));
+    } else if let Some(&(axis, ..)) = parts.first() {
+        let shape = flows[0].shape();
+        let gap = |from: usize, to: usize| {
+            let mut shape = shape.clone();
+            shape[axis] = to - from;
+            recorder.op1(Full { shape, value: 0.0, dtype: flows[0].dtype() }, &[])
+        };
+        let (mut all, mut at) = (vec![], 0);
+        for (_, first, end, part) in parts {
+            if at < first {
+                all.push(gap(at, first));
+            }
+            all.push(part);
+            at = end;
+        }
+        if at < shape[axis] {
+            all.push(gap(at, shape[axis]));
+        }
+        whole.push(concat(&all, axis));
+    }
+    whole
 }
 
 /// a + b, by the op that made one of them if it can add to the other.

@@ -88,8 +88,31 @@ fn cast<'g>(v: Var<'g>, dtype: DType, casts: &mut HashMap<Value, Value>) -> Var<
     if !v.dtype().is_float() || v.dtype() == dtype {
         return v;
     }
-    let made = *casts.entry(v.value()).or_insert_with(|| v.cast(dtype).value());
-    v.recorder().var(made)
+    if let Some(&made) = casts.get(&v.value()) {
+        return v.recorder().var(made);
+    }
+    // A view of a parameter is a view of its cast: that is made once, whatever is seen of it.
+    let view = v.recorder().with_graph(|g| {
+        let node = &g.nodes[v.value().node];
+        match &node.kind {
+            Kind::Op(op) if op.is_view() && of_state(g, v.value()) => Some((op.clone(), node.inputs[0])),
+            _ => None,
+        }
+    });
+    let made = match view {
+        Some((op, of)) => {
+            let of = cast(v.recorder().var(of), dtype, casts);
+            v.recorder().op_arc(op, &[of])[0]
+        }
+        None => v.cast(dtype),
+    };
+    casts.insert(v.value(), made.value());
+    made
+}
+
+fn of_state(g: &Graph, v: Value) -> bool {
+    let node = &g.nodes[v.node];
+    matches!(node.kind, Kind::State(_)) || (node.is_view() && of_state(g, node.inputs[0]))
 }
 
 fn rewritten<'g>(
@@ -111,8 +134,8 @@ fn rewritten<'g>(
         let dtypes = p.dtypes.iter().map(|&d| if active && d == DType::F32 { DType::BF16 } else { d }).collect();
         receipt.applied += active as usize;
         return Some(recorder.op_arc(Arc::new(Pointwise { dtypes, ..p.clone() }), &x));
-    } else if node.op::<Reduce>().is_some() {
-        x[0] = x[0].cast(if node.outputs[0].dtype.is_float() { DType::F32 } else { x[0].dtype() });
+    } else if let Some(r) = node.op::<Reduce>() {
+        return Some(recorder.op_arc(Arc::new(Reduce { wide: true, ..r.clone() }), &x));
     } else if node.op::<GatherRows>().is_some() {
         // Rows of a parameter are cast after they are gathered, so that its gradient is added up in f32.
         let y = recorder.op_arc(op.clone(), &x)[0];

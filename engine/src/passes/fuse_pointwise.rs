@@ -13,6 +13,8 @@ pub struct FusePointwise;
 /// Past these an expression gains nothing: its chunk buffers (or a GPU's registers) no longer fit.
 const MOST_INPUTS: usize = 12;
 const MOST_INSTRUCTIONS: usize = 64;
+/// Instructions that are cheaper to repeat than to read the result of.
+const LITTLE: usize = 4;
 
 impl Pass for FusePointwise {
     fn name(&self) -> &'static str {
@@ -47,6 +49,15 @@ impl Pass for FusePointwise {
             }
         }
         super::dead_code::sweep(g);
+        let mut gone = vec![false; g.nodes.len()];
+        for q in 0..g.nodes.len() {
+            if let Some(p) = sibling(g, q, &gone) {
+                join_sibling(g, p, q);
+                gone[q] = true;
+                receipt.applied += 1;
+            }
+        }
+        super::dead_code::sweep(g);
         Ok(())
     }
 
@@ -73,7 +84,13 @@ fn candidate(g: &Graph, i: usize, refused: &[usize]) -> Option<(usize, Option<&'
         if rounds || consumer.expr.uses_rng(k) {
             continue;
         }
-        if refused.contains(&p) || g.nodes[p].outputs[0].shape != g.nodes[i].outputs[0].shape {
+        if refused.contains(&p) {
+            continue;
+        }
+        // What is the same for several elements is computed for each, if that is next to nothing and nobody else wants it.
+        let readers = || g.roots().chain(g.nodes.iter().flat_map(|n| n.inputs.iter().copied())).filter(|r| r.node == p).count();
+        let little = || producer.expr.flops() <= LITTLE && !producer.expr.draws() && readers() == 1;
+        if g.nodes[p].outputs[0].shape != g.nodes[i].outputs[0].shape && !little() {
             continue;
         }
         // A backward node must not hold back a value until then that the forward pass computed: only if nobody else wants it.
@@ -94,6 +111,61 @@ fn candidate(g: &Graph, i: usize, refused: &[usize]) -> Option<(usize, Option<&'
         return Some((p, reason));
     }
     None
+}
+
+/// How far back a node may be moved: further, and its results would wait too long for their readers.
+const NEAR: usize = 24;
+
+/// Arithmetic a little before node `q` on some of the same values, at whose place `q` could run as well.
+fn sibling(g: &Graph, q: usize, gone: &[bool]) -> Option<usize> {
+    let node = &g.nodes[q];
+    let own = node.op::<Pointwise>()?;
+    let latest = node.inputs.iter().map(|v| v.node).max()?;
+    let near = |p: usize| {
+        let other = &g.nodes[p];
+        let Some(op) = other.op::<Pointwise>() else { return false };
+        let whole = |v: &Value| g.meta(*v).shape == node.outputs[0].shape;
+        let inputs = node.inputs.iter().filter(|v| !other.inputs.contains(v)).count() + other.inputs.len();
+        other.backward == node.backward
+            && other.outputs[0].shape == node.outputs[0].shape
+            && node.inputs.iter().any(|v| whole(v) && other.inputs.contains(v))
+            && inputs <= MOST_INPUTS
+            && op.expr.ins.len() + own.expr.ins.len() <= MOST_INSTRUCTIONS
+    };
+    (latest + 1..q).rev().take(NEAR).find(|&p| !gone[p] && near(p))
+}
+
+/// Lets node `p` compute what node `q` does.
+fn join_sibling(g: &mut Graph, p: usize, q: usize) {
+    let (a, b) = (g.nodes[p].op::<Pointwise>().expect("a sibling").clone(), g.nodes[q].op::<Pointwise>().expect("a sibling").clone());
+    let mut inputs = g.nodes[p].inputs.clone();
+    let from: Vec<usize> = g.nodes[q]
+        .inputs
+        .iter()
+        .map(|&v| {
+            inputs.iter().position(|&w| w == v).unwrap_or_else(|| {
+                inputs.push(v);
+                inputs.len() - 1
+            })
+        })
+        .collect();
+    let mut expr = a.expr.clone();
+    let map = expr.append(&b.expr, |e, k| e.input(from[k]), |k| from[k]);
+    expr.outs.extend(b.expr.outs.iter().map(|&o| map[o]));
+    let first = g.nodes[p].outputs.len();
+    let metas = g.nodes[q].outputs.clone();
+    let node = &mut g.nodes[p];
+    node.outputs.extend(metas);
+    node.inputs = inputs;
+    node.kind = Kind::Op(Arc::new(Pointwise { expr, dtypes: [a.dtypes, b.dtypes].concat(), in_place: vec![] }));
+    let moved = |v: &mut Value| {
+        if v.node == q {
+            *v = Value { node: p, out: first + v.out };
+        }
+    };
+    g.nodes.iter_mut().for_each(|n| n.inputs.iter_mut().for_each(moved));
+    g.outputs.iter_mut().for_each(|o| moved(&mut o.1));
+    g.updates.iter_mut().for_each(|u| moved(&mut u.1));
 }
 
 /// Takes producer `p` into node `i`.

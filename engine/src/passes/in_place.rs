@@ -4,6 +4,7 @@ use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
+use crate::ops::matmul::{Add, Matmul};
 use crate::ops::pointwise::Pointwise;
 use crate::plan::{last_reads, view_roots};
 use crate::record::Recorder;
@@ -28,6 +29,19 @@ impl Pass for InPlace {
         let roots = view_roots(g);
         let last = last_reads(g, &roots);
         for i in 0..g.nodes.len() {
+            if let Some(m) = g.nodes[i].op::<Matmul>().filter(|m| m.add.is_some()) {
+                // A sum may grow where it lies, if this is its last reader and the product reads nothing else of it.
+                let v = g.nodes[i].inputs[2];
+                let root = roots[v.node].unwrap_or(v);
+                let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == root).count() == 1;
+                if alone && last[&root] == i && !g.nodes[root.node].is_source() && g.meta(root).bytes() == g.meta(v).bytes() {
+                    let op = Matmul { add: Some(Add::InPlace), ..m.clone() };
+                    g.nodes[i].kind = Kind::Op(Arc::new(op));
+                    receipt.applied += 1;
+                } else {
+                    receipt.decline("what is added is read again later", &g.nodes[i].scope);
+                }
+            }
             let Some(p) = g.nodes[i].op::<Pointwise>() else { continue };
             let mut pairs = vec![];
             for (out, meta) in g.nodes[i].outputs.iter().enumerate() {

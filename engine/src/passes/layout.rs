@@ -1,6 +1,6 @@
 //! Copies what an op cannot read where it lies, and what would otherwise be overwritten before it is stored.
 
-use crate::graph::{Graph, Kind, Node, Value};
+use crate::graph::{Graph, Kind, Value};
 use crate::meta::{Layout, contiguous};
 use crate::ops::pointwise::{Expr, Pointwise};
 use crate::plan::view_roots;
@@ -14,22 +14,10 @@ fn copy<'g>(v: Var<'g>) -> Var<'g> {
 }
 
 /// Feeds, states and constants stand before everything that runs: a state may be recorded after the value it takes.
-fn sources_first(g: &mut Graph) {
+pub fn sources_first(g: &mut Graph) {
     let order: Vec<usize> =
         (0..g.nodes.len()).filter(|&i| g.nodes[i].is_source()).chain((0..g.nodes.len()).filter(|&i| !g.nodes[i].is_source())).collect();
-    let mut place = vec![0; order.len()];
-    for (new, &old) in order.iter().enumerate() {
-        place[old] = new;
-    }
-    let mut nodes: Vec<Option<Node>> = std::mem::take(&mut g.nodes).into_iter().map(Some).collect();
-    g.nodes = order.iter().map(|&i| nodes[i].take().expect("each node once")).collect();
-    let moved = |v: &mut Value| v.node = place[v.node];
-    g.nodes.iter_mut().for_each(|n| n.inputs.iter_mut().for_each(moved));
-    g.outputs.iter_mut().for_each(|o| moved(&mut o.1));
-    for (s, v) in &mut g.updates {
-        moved(s);
-        moved(v);
-    }
+    g.reorder(&order);
 }
 
 pub fn apply(g: &mut Graph) {

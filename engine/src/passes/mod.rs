@@ -4,14 +4,20 @@ mod autodiff;
 mod bf16;
 mod cuda_graph;
 mod dead_code;
+mod epilogue;
 pub use dead_code::sweep;
 pub mod expand;
 mod flash_attention;
 mod fuse_pointwise;
+mod group_casts;
+mod hoist;
 mod in_place;
 pub mod layout;
 mod linear_ce;
+mod merge_products;
+mod products;
 mod recompute;
+mod share;
 
 use crate::error::Error;
 use crate::graph::Graph;
@@ -24,12 +30,19 @@ use std::collections::BTreeMap;
 pub const PASSES: &[&dyn Pass] = &[
     &flash_attention::FlashAttentionPass,
     &linear_ce::LinearCe,
+    &share::Share,
     &bf16::Bf16,
+    &merge_products::MergeProducts,
     &autodiff::Autodiff,
     &dead_code::DeadCode,
+    &hoist::Hoist,
     &recompute::Recompute,
+    &epilogue::Epilogue,
+    &group_casts::GroupCasts,
     &fuse_pointwise::FusePointwise,
     &in_place::InPlace,
+    &products::Tf32,
+    &products::TuneProducts,
     &cuda_graph::CudaGraph,
 ];
 

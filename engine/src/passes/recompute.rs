@@ -1,9 +1,10 @@
 //! Computes forward values again when the backward pass needs them, instead of keeping them.
 
-use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Target};
+use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
+use crate::ops::pointwise::Pointwise;
 use crate::record::{Recorder, Var};
 use std::collections::HashMap;
 
@@ -18,15 +19,11 @@ impl Pass for Recompute {
         "Computes forward values again where the backward pass needs them: less memory for more arithmetic, the same bits."
     }
 
-    fn default_mode(&self) -> Mode {
-        Mode::Off
-    }
-
     fn settings(&self) -> &'static [Setting] {
         &[Setting {
             name: "what",
-            default: "blocks",
-            about: "blocks: all but what enters and leaves a block of the model; memory-bound: only ops that move more bytes than they calculate",
+            default: "siblings",
+            about: "siblings: arithmetic whose inputs the backward pass reads together anyway; memory-bound: all ops that move more bytes than they calculate; blocks: all but what enters and leaves a block of the model",
         }]
     }
 
@@ -35,18 +32,18 @@ impl Pass for Recompute {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let cheap_only = match settings.text("what") {
-            "blocks" => false,
-            "memory-bound" => true,
+        let old = g.clone();
+        let again = match settings.text("what") {
+            "siblings" => siblings(&old),
+            "memory-bound" => recomputable(&old, true),
+            "blocks" => recomputable(&old, false),
             other => {
                 return Err(Error::PassSetting {
                     pass: "recompute".into(),
-                    problem: format!("what={other} is neither blocks nor memory-bound"),
+                    problem: format!("what={other} is none of siblings, memory-bound and blocks"),
                 });
             }
         };
-        let old = g.clone();
-        let again = recomputable(&old, cheap_only);
         let mut copies: HashMap<usize, Vec<Value>> = HashMap::new();
         let mut values: Vec<Vec<Value>> = vec![];
         let (mut flops, mut total) = (0, 0);
@@ -72,7 +69,7 @@ impl Pass for Recompute {
             receipt.notes.push(format!("{} ops again, {:.0}% more arithmetic", receipt.applied, 100.0 * flops as f64 / total as f64));
         }
         if receipt.applied == 0 && old.nodes.iter().any(|n| n.backward) {
-            receipt.decline("no block of the model is marked, or the backward pass needs nothing from inside one", "");
+            receipt.decline("the backward pass needs nothing that this setting would compute again", "");
         }
         Ok(())
     }
@@ -113,6 +110,30 @@ fn recomputable(g: &Graph, cheap_only: bool) -> Vec<bool> {
         !n.backward && !leaves[i] && n.block != 0 && (cheap || !cheap_only)
     };
     (0..g.nodes.len()).map(inside).collect()
+}
+
+/// Forward arithmetic that a backward node could do on the side: one that reads all of its inputs, and may run before anything in
+/// the backward pass wants the result. The pass `fuse-pointwise` then joins the two.
+fn siblings(g: &Graph) -> Vec<bool> {
+    let readers = g.readers();
+    let roots: Vec<usize> = g.roots().map(|v| v.node).collect();
+    let again = |i: usize| {
+        let n = &g.nodes[i];
+        let Some(first) = readers[i].iter().copied().filter(|&r| g.nodes[r].backward).min() else { return false };
+        if n.backward || n.op::<Pointwise>().is_none() || n.is_cast() || roots.contains(&i) || n.inputs.is_empty() {
+            return false;
+        }
+        let side = |&r: &usize| {
+            let m = &g.nodes[r];
+            m.backward
+                && m.op::<Pointwise>().is_some()
+                && m.outputs[0].shape == n.outputs[0].shape
+                && n.inputs.iter().all(|v| m.inputs.contains(v))
+                && m.inputs.iter().all(|v| v.node < first && v.node != i)
+        };
+        readers[n.inputs[0].node].iter().any(side)
+    };
+    (0..g.nodes.len()).map(again).collect()
 }
 
 /// The node's values computed anew, from what was kept; once for each node.

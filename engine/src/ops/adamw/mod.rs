@@ -74,7 +74,7 @@ impl Op for GlobalNorm {
 }
 
 /// Things with `N` types each, those of the same types together; what has no elements is left out.
-fn by_types<const N: usize>(all: Range<usize>, of: impl Fn(usize) -> (usize, [DType; N])) -> Vec<([DType; N], Vec<usize>)> {
+pub(in crate::ops) fn by_types<const N: usize>(all: Range<usize>, of: impl Fn(usize) -> (usize, [DType; N])) -> Vec<([DType; N], Vec<usize>)> {
     let mut groups: Vec<([DType; N], Vec<usize>)> = vec![];
     for (i, (elements, key)) in all.map(|i| (i, of(i))) {
         match groups.iter_mut().find(|(k, _)| *k == key) {
@@ -87,7 +87,7 @@ fn by_types<const N: usize>(all: Range<usize>, of: impl Fn(usize) -> (usize, [DT
 }
 
 /// One launch over several tensors: each block has `piece` elements of one of them. Also: how many blocks.
-fn in_pieces(launch: Launch, sizes: &[usize], piece: usize) -> (Launch, usize) {
+pub(in crate::ops) fn in_pieces(launch: Launch, sizes: &[usize], piece: usize) -> (Launch, usize) {
     let mut starts = vec![0];
     for size in sizes {
         starts.push(starts[starts.len() - 1] + size.div_ceil(piece));
@@ -102,7 +102,7 @@ fn in_pieces(launch: Launch, sizes: &[usize], piece: usize) -> (Launch, usize) {
     (launch, blocks)
 }
 
-fn list(n: usize, between: &str, item: impl Fn(usize) -> String) -> String {
+pub(in crate::ops) fn list(n: usize, between: &str, item: impl Fn(usize) -> String) -> String {
     (0..n).map(item).collect::<Vec<_>>().join(between)
 }
 

@@ -92,7 +92,7 @@ fn product(s: &Sizes, io: &Io) -> Code {
     let b = Matrix { batch: s.pg * k, ..Matrix::rows(At::Work, dtype, k).t() };
     each_columns(s, io, dtype, start, &mut code, |a, first_row, rows| {
         let c = Matrix { batch: s.pg, ..Matrix::rows(At::Y(0), dtype, s.groups * s.pg) }.at(first_row * s.groups * s.pg);
-        Gemm { m: rows, n: s.pg, k, batch: s.groups, a, b, c, alpha: 1.0, beta: 0.0 }
+        Gemm { batch: s.groups, ..Gemm::new(rows, s.pg, k, a, b, c) }
     });
     code
 }
@@ -197,7 +197,7 @@ fn product_weight(s: &Sizes, io: &Io) -> Code {
     each_columns(s, io, dtype, (n * 4).next_multiple_of(256), &mut code, |b, first_row, rows| {
         let dy = Matrix { batch: s.pg, ..Matrix::rows(At::X(1), dtype, outputs).t() }.at(first_row * outputs);
         let beta = if first_row == 0 { 0.0 } else { 1.0 };
-        Gemm { m: s.pg, n: k, k: rows, batch: s.groups, a: dy, b, c, alpha: 1.0, beta }
+        Gemm { batch: s.groups, beta, ..Gemm::new(s.pg, k, rows, dy, b, c) }
     });
     let by_tap = Launch::new(include_str!("by_tap.cu"), "conv_by_tap")
         .define_type("T", io.y[0].dtype)

@@ -162,7 +162,7 @@ impl Op for ChunkedLinearCrossEntropy {
         for r0 in (0..rows).step_by(chunk) {
             let n = chunk.min(rows - r0);
             let h = Matrix::rows(At::X(0), dtype, d).at(r0 * d);
-            let product = |m, n, k, a, b, c, beta| Step::Gemm(Gemm { m, n, k, batch: 1, a, b, c, alpha: 1.0, beta });
+            let product = |m, n, k, a, b, c, beta| Step::Gemm(Gemm { beta, ..Gemm::new(m, n, k, a, b, c) });
             steps.push(product(n, classes, d, h, w.t(), logits, 0.0));
             let one_weight = io.x[3].elements() == 1;
             let weight = At::X(3).plus(if one_weight { 0 } else { r0 * io.x[3].dtype.size() });

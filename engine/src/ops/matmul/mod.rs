@@ -2,14 +2,29 @@
 
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
-use crate::kernel::{At, Code, Gemm, Io, Matrix, Step};
-use crate::meta::{Layout, Meta, broadcast, broadcast_strides, contiguous};
+use crate::kernel::{Act, At, Code, Gemm, Io, Matrix, Step};
+use crate::meta::{DType, Layout, Meta, broadcast, broadcast_strides, contiguous};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::ops::view::Permute;
 use crate::record::Var;
 use rayon::prelude::*;
 
-#[derive(Debug)]
-pub struct Matmul;
+/// Inputs: a, b, then c if `add`, then a bias [n] if `bias`. y = act(a b + c + bias), rounded once.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Matmul {
+    /// Of the result; the inputs' own if there is none.
+    pub dtype: Option<DType>,
+    pub add: Option<Add>,
+    pub bias: bool,
+    pub act: Option<Act>,
+}
+
+/// Where c lies: in a buffer of its own, or in the result's, which the pass `in-place` decides.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Add {
+    Apart,
+    InPlace,
+}
 
 impl Op for Matmul {
     fn name(&self) -> &'static str {
@@ -18,10 +33,18 @@ impl Op for Matmul {
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let (a, b) = (&x[0], &x[1]);
+        assert_eq!(x.len(), 2 + self.add.is_some() as usize + self.bias as usize, "inputs of {self:?}");
         let fits = a.rank() >= 2 && b.rank() >= 2 && a.dim(0) == b.dim(1) && a.dtype == b.dtype && a.dtype.is_float();
         let lead = fits.then(|| broadcast(&[&a.shape[..a.rank() - 2], &b.shape[..b.rank() - 2]])).flatten();
         let lead = lead.unwrap_or_else(|| panic!("matmul of {a:?} and {b:?}"));
-        vec![a.with(&[&lead[..], &[a.dim(1), b.dim(0)]].concat())]
+        let y = Meta::new(&[&lead[..], &[a.dim(1), b.dim(0)]].concat(), self.dtype.unwrap_or(a.dtype));
+        assert!(self.add.is_none() || x[2] == y, "matmul of {a:?} and {b:?} added to {:?}", x[2]);
+        assert!(!self.bias || x[x.len() - 1] == Meta::new(&[b.dim(0)], y.dtype), "matmul of {a:?} and {b:?}: a bias {:?}", x[x.len() - 1]);
+        vec![y]
+    }
+
+    fn reuse(&self) -> Vec<(usize, usize)> {
+        if self.add == Some(Add::InPlace) { vec![(2, 0)] } else { vec![] }
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
@@ -38,18 +61,33 @@ impl Op for Matmul {
             }
             (offset, v.strides[r - 2], v.strides[r - 1])
         };
+        let into = if self.add.is_some() { Into::Add } else { Into::Replace };
         let product = |batch: usize, out: &mut [f32], parallel: bool| {
             let ((ao, ar, ac), (bo, br, bc)) = (matrix(a, batch), matrix(b, batch));
             let a = Mat { data: a.f32(), offset: ao, row: ar, column: ac };
             let b = Mat { data: b.f32(), offset: bo, row: br, column: bc };
-            gemm(out, n, Into::Replace, m, k, n, a, b, 1.0, parallel)
+            gemm(out, n, into, m, k, n, a, b, 1.0, parallel)
         };
         let batches: usize = lead.iter().product();
         let out = y[0].f32();
+        if self.add == Some(Add::Apart) {
+            out.par_chunks_mut(4096).zip(x[2].f32().par_chunks(4096)).for_each(|(y, c)| y.copy_from_slice(c));
+        }
         if batches < rayon::current_num_threads() {
             out.chunks_mut(m * n).enumerate().for_each(|(i, o)| product(i, o, true));
         } else {
             out.par_chunks_mut(m * n).enumerate().for_each(|(i, o)| product(i, o, false));
+        }
+        if self.bias || self.act.is_some() {
+            let bias = if self.bias { x[x.len() - 1].f32() } else { &[] };
+            out.par_chunks_mut(n).for_each(|row| {
+                row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
+                match self.act {
+                    Some(Act::Relu) => row.iter_mut().for_each(|v| *v = v.max(0.0)),
+                    Some(Act::Gelu) => row.iter_mut().for_each(|v| *v = gelu(*v)),
+                    None => {}
+                }
+            });
         }
     }
 
@@ -92,25 +130,45 @@ impl Op for Matmul {
                 sum
             };
             let [oa, ob, oc] = [&strides[0], &strides[1], &strides[2]].map(offset);
-            let (a, b, c) = (side(0).at(oa), side(1).at(ob), matrix(At::Y(0), 2, n, 1, y.dtype).at(oc));
-            Step::Gemm(Gemm { m, n, k, batch, a, b, c, alpha: 1.0, beta: 0.0 })
+            let out = |at: At| matrix(at, 2, n, 1, y.dtype).at(oc);
+            let plus = (self.add == Some(Add::Apart)).then(|| out(At::X(2)));
+            let bias = self.bias.then(|| At::X(io.x.len() - 1).into());
+            let beta = if self.add.is_some() { 1.0 } else { 0.0 };
+            let plain = Gemm::new(m, n, k, side(0).at(oa), side(1).at(ob), out(At::Y(0)));
+            Step::Gemm(Gemm { batch, beta, plus, bias, act: self.act, ..plain })
         });
         Code { steps: steps.collect(), workspace: 0 }
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
-        let Some(d) = dy[0] else { return vec![None, None] };
-        vec![Some(d.matmul(x[1].t()).sum_to(&x[0].shape())), Some(x[0].t().matmul(d).sum_to(&x[1].shape()))]
+        let Some(d) = dy[0] else { return vec![None; x.len()] };
+        let narrow = d.cast(x[0].dtype());
+        // A weight that is read transposed gets its gradient as it lies itself.
+        let turned = x[1].recorder().with_graph(|g| g.nodes[x[1].value().node].op::<Permute>().is_some());
+        let by_b = if turned { narrow.t().matmul(x[0]).t() } else { x[0].t().matmul(narrow) };
+        let mut grads = vec![Some(narrow.matmul(x[1].t()).sum_to(&x[0].shape())), Some(by_b.sum_to(&x[1].shape()))];
+        grads.extend(self.add.map(|_| Some(d)));
+        grads
+    }
+
+    /// The pass `epilogue` adds these behind autodiff.
+    fn differentiable(&self) -> bool {
+        !self.bias && self.act.is_none()
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
         let y = &self.infer(x)[0];
-        Cost::compute(2 * y.elements() * x[0].dim(0), x[0].bytes() + x[1].bytes() + y.bytes())
+        Cost::compute(2 * y.elements() * x[0].dim(0), x.iter().map(|m| m.bytes()).sum::<usize>() + y.bytes())
     }
 
-    fn layout(&self, _: usize) -> Layout {
-        Layout::Matrix
+    fn layout(&self, input: usize) -> Layout {
+        if input < 2 { Layout::Matrix } else { Layout::Contiguous }
     }
+}
+
+fn gelu(x: f32) -> f32 {
+    let inner = (2.0 / std::f32::consts::PI).sqrt() * (x + 0.044715 * (x * x * x));
+    0.5 * x * (1.0 + inner.tanh())
 }
 
 impl<'g> Var<'g> {
@@ -120,10 +178,10 @@ impl<'g> Var<'g> {
         let (a, b) = (self.meta(), other.meta());
         if b.rank() == 2 && a.rank() > 2 {
             let flat = self.reshape(&[a.rows(), a.dim(0)]);
-            let y = self.recorder().op1(Matmul, &[flat, other]);
+            let y = self.recorder().op1(Matmul::default(), &[flat, other]);
             return y.reshape(&[&a.shape[..a.rank() - 1], &[b.dim(0)]].concat());
         }
-        self.recorder().op1(Matmul, &[self, other])
+        self.recorder().op1(Matmul::default(), &[self, other])
     }
 
     /// x W^T: W is [out, in], as PyTorch keeps it.
@@ -140,5 +198,20 @@ pub const CASES: &[Case] = &[
     Case::new("batch broadcast", &[In(&[2, 3, 4, 5], Fill::Normal), In(&[3, 5, 2], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
     Case::new("groups of heads", &[In(&[2, 2, 3, 4, 5], Fill::Normal), In(&[2, 2, 1, 5, 4], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
     Case::new("vector", &[In(&[3, 31], Fill::Normal), In(&[31, 1], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
+    Case::new("added to another", &[In(&[7, 5], Fill::Normal), In(&[5, 9], Fill::Normal), In(&[7, 9], Fill::Normal)], |x| {
+        vec![x[0].recorder().op1(Matmul { add: Some(Add::Apart), ..Matmul::default() }, x)]
+    }),
+    Case::new("added in place", &[In(&[2, 7, 5], Fill::Normal), In(&[5, 9], Fill::Normal), In(&[2, 7, 9], Fill::Normal)], |x| {
+        vec![x[0].recorder().op1(Matmul { add: Some(Add::InPlace), ..Matmul::default() }, x)]
+    }),
+    Case::new("f32 from whatever", &[In(&[7, 40], Fill::Normal), In(&[40, 9], Fill::Normal)], |x| {
+        vec![x[0].recorder().op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, x)]
+    }),
+    Case::new("bias and gelu", &[In(&[7, 16], Fill::Frozen), In(&[16, 24], Fill::Frozen), In(&[24], Fill::Frozen)], |x| {
+        vec![x[0].recorder().op1(Matmul { bias: true, act: Some(Act::Gelu), ..Matmul::default() }, x)]
+    }),
+    Case::new("relu of a sum", &[In(&[8, 16], Fill::Frozen), In(&[16, 24], Fill::Frozen), In(&[8, 24], Fill::Frozen)], |x| {
+        vec![x[0].recorder().op1(Matmul { add: Some(Add::Apart), act: Some(Act::Relu), ..Matmul::default() }, x)]
+    }),
     Case::new("mlp up", &[In(&[8192, 768], Fill::Normal), In(&[3072, 768], Fill::Normal)], |x| vec![x[0].linear(x[1])]).bench(),
 ];

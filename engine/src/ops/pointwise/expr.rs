@@ -271,6 +271,10 @@ impl Expr {
         self.ins.iter().any(|i| matches!(i, Ins::Random { rng, .. } if *rng == input))
     }
 
+    pub fn draws(&self) -> bool {
+        self.ins.iter().any(|i| matches!(i, Ins::Random { .. }))
+    }
+
     pub fn flops(&self) -> usize {
         self.ins.iter().filter(|i| !matches!(i, Ins::In(_) | Ins::Const(_))).count()
     }

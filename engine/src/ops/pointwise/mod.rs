@@ -25,6 +25,11 @@ pub struct Pointwise {
 }
 
 impl Pointwise {
+    /// The same numbers in another type, or in the same.
+    pub fn is_cast(&self) -> bool {
+        self.expr.outs == [0] && self.expr.ins == [Ins::In(0)]
+    }
+
     fn shape(&self, x: &[Meta]) -> Vec<usize> {
         let shapes: Vec<&[usize]> = (0..x.len()).filter(|&i| !self.expr.uses_rng(i)).map(|i| &x[i].shape[..]).collect();
         broadcast(&shapes).unwrap_or_else(|| panic!("shapes {shapes:?} do not broadcast"))
@@ -93,7 +98,7 @@ impl Op for Pointwise {
 pub fn record<'g>(expr: Expr, dtypes: Vec<DType>, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
     let recorder = inputs.first().expect("arithmetic needs a value to work on").recorder();
     // Draws are numbered by the elements of the shape, so where there are any no input may vanish.
-    let draws = expr.ins.iter().any(|i| matches!(i, Ins::Random { .. }));
+    let draws = expr.draws();
     let constants: Vec<Option<f32>> = inputs
         .iter()
         .map(|v| {

@@ -19,10 +19,12 @@ pub enum Reduction {
 }
 
 /// Over one axis, which becomes 1.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Reduce {
     pub how: Reduction,
     pub axis: usize,
+    /// The result is f32, whatever is read.
+    pub wide: bool,
 }
 
 /// Elements along the axis that one partial result covers: partial results are then added in order.
@@ -45,7 +47,7 @@ impl Op for Reduce {
         let mut shape = x[0].shape.clone();
         assert!(self.axis < shape.len() && x[0].dtype.is_float(), "reduce axis {} of {:?}", self.axis, x[0]);
         shape[self.axis] = 1;
-        vec![x[0].with(&shape)]
+        vec![Meta::new(&shape, if self.wide { DType::F32 } else { x[0].dtype })]
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {
@@ -103,7 +105,7 @@ impl Op for Reduce {
         let (outer, n, inner) = self.split(&io.x[0].shape);
         let dtype = io.x[0].dtype;
         let first = Part { how: self.how, outer, n, inner, parts: parts(outer, n, inner, dtype) };
-        let (x, y) = ((At::X(0).into(), dtype), (At::Y(0).into(), dtype));
+        let (x, y) = ((At::X(0).into(), dtype), (At::Y(0).into(), io.y[0].dtype));
         if first.parts == 1 {
             return first.launch(x, y).code();
         }
@@ -115,7 +117,7 @@ impl Op for Reduce {
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         match self.how {
-            Reduction::Sum => vec![dy[0].map(|d| d.expand(&x[0].shape()))],
+            Reduction::Sum => vec![dy[0].map(|d| d.cast(x[0].dtype()).expand(&x[0].shape()))],
             // Shared evenly by all that reach the maximum.
             Reduction::Max => vec![dy[0].map(|d| {
                 let highest = pointwise(&[x[0], y[0]], |e, r| e.bin(Bin::Eq, r[0], r[1]));
@@ -229,7 +231,7 @@ impl<'g> Var<'g> {
             Kind::Op(op) => op.is::<Full>().map(|f| f.value),
             _ => None,
         });
-        let op = Reduce { how: Reduction::Sum, axis };
+        let op = Reduce { how: Reduction::Sum, axis, wide: false };
         match constant {
             Some(c) => self.recorder().full(&op.infer(&[self.meta()])[0].shape, c * n as f32),
             None => self.recorder().op1(op, &[self]),
@@ -238,7 +240,7 @@ impl<'g> Var<'g> {
 
     #[track_caller]
     pub fn max_axis(self, axis: usize) -> Var<'g> {
-        self.recorder().op1(Reduce { how: Reduction::Max, axis }, &[self])
+        self.recorder().op1(Reduce { how: Reduction::Max, axis, wide: false }, &[self])
     }
 
     /// Sum of everything: [1].
@@ -292,5 +294,9 @@ pub const CASES: &[Case] = &[
     Case::new("maximum", &[In(&[3, 5, 4], Fill::Normal), In(&[3, 5, 4], Fill::Spread)], |x| vec![x[1].max_axis(1) * x[0]]),
     Case::new("sum_to", &[In(&[2, 3, 4, 5], Fill::Normal)], |x| vec![x[0].sum_to(&[3, 1, 1]), x[0].sum_to(&[1, 3, 4, 1]), x[0].sum()]),
     Case::new("wide columns", &[In(&[3, 2500], Fill::Normal)], |x| vec![x[0].sum_axis(0)]),
+    Case::new("f32 from whatever", &[In(&[70, 9], Fill::Normal)], |x| {
+        let sum = |axis: usize| x[0].recorder().op1(Reduce { how: Reduction::Sum, axis, wide: true }, x);
+        vec![sum(0), sum(1)]
+    }),
     Case::new("bias gradient", &[In(&[65536, 768], Fill::Normal)], |x| vec![x[0].sum_axis(0)]).bench(),
 ];

@@ -187,10 +187,18 @@ impl<'g> Var<'g> {
         self.recorder().op1(Reshape(shape.to_vec()), &[self])
     }
 
-    /// Output dimension i is input dimension `order[i]`.
+    /// Output dimension i is input dimension `order[i]`. What was permuted the other way before is itself again.
     #[track_caller]
     pub fn permute(self, order: &[usize]) -> Var<'g> {
-        self.recorder().op1(Permute(order.to_vec()), &[self])
+        let back = self.recorder().with_graph(|g| {
+            let node = &g.nodes[self.value().node];
+            let undone = |p: &&Permute| p.0.len() == order.len() && order.iter().enumerate().all(|(i, &o)| p.0[o] == i);
+            node.op::<Permute>().filter(undone).map(|_| node.inputs[0])
+        });
+        match back {
+            Some(v) => self.recorder().var(v),
+            None => self.recorder().op1(Permute(order.to_vec()), &[self]),
+        }
     }
 
     /// The last two dimensions change places.

@@ -222,7 +222,7 @@ impl<'g> Hydra<'_, 'g> {
         // Queries and keys see each other's uncompressed projection, averaged over the heads of a group.
         let grouped = |x: Var<'g>| x.reshape(&[b, t, kv, group, d]);
         let q = (grouped(q) + k0.reshape(&[b, t, kv, 1, d]) * 0.5).reshape(&[b, t, heads, d]);
-        let k = k.reshape(&[b, t, kv, d]) + grouped(q0).mean_axis(3).reshape(&[b, t, kv, d]) * 0.5;
+        let k = (k.reshape(&[b, t, kv, 1, d]) + grouped(q0).mean_axis(3) * 0.5).reshape(&[b, t, kv, d]);
         // y / sqrt(sum(y^2) + eps) is the RMS norm with eps / d, divided by sqrt(d); that last factor goes into the scale.
         let norm = |x: Var<'g>| x.rms_norm_plain(c.eps() / d as f32);
         let k = norm(k) * self.ones(&format!("{at}.temperature"), 1);

@@ -1,0 +1,252 @@
+//! A product does itself what would read its result only to write it again: a wider type, a sum, a bias, an activation.
+
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Value};
+use crate::kernel::Act;
+use crate::meta::{DType, Meta};
+use crate::ops::matmul::{Add, Matmul};
+use crate::ops::pointwise::{Expr, Pointwise};
+use crate::ops::view::Reshape;
+use crate::record::Recorder;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+pub struct Epilogue;
+
+impl Pass for Epilogue {
+    fn name(&self) -> &'static str {
+        "epilogue"
+    }
+
+    fn about(&self) -> &'static str {
+        "Lets products write f32, add to a sum (gradients that meet, residuals), add a bias and apply ReLU or GELU: passes over memory saved."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let mut folded = Folded::new(g);
+        folded.widen(g, receipt);
+        for i in 0..g.nodes.len() {
+            folded.visit(g, i, receipt);
+        }
+        let Folded { products, stands_for, .. } = folded;
+        let mut new: HashMap<Value, Value> = HashMap::new();
+        g.rewrite(|recorder, i, node, inputs| {
+            let at = |v: Value, new: &HashMap<Value, Value>| new[&stands_for.get(&v).copied().unwrap_or(v)];
+            let made = if let Some(p) = products.get(&i) {
+                let mut x = inputs.to_vec();
+                x.extend(p.add.map(|v| recorder.var(at(v, &new)).reshape(&node.outputs[0].shape)));
+                x.extend(p.bias.map(|v| recorder.var(at(v, &new))));
+                recorder.op_arc(Arc::new(p.op.clone()), &x).iter().map(|v| v.value()).collect()
+            } else if let Some(&v) = stands_for.get(&Value { node: i, out: 0 }) {
+                // Its product may have another shape: rows instead of batches of rows.
+                vec![recorder.var(new[&v]).reshape(&node.outputs[0].shape).value()]
+            } else if let (Kind::Op(op), true) = (&node.kind, node.is_view()) {
+                vec![recorder.op_arc(op.clone(), inputs)[0].value()] // of the type that its input has now
+            } else {
+                recorder.keep(node, inputs.iter().map(|v| v.value()).collect())
+            };
+            for (out, &v) in made.iter().enumerate() {
+                new.insert(Value { node: i, out }, v);
+            }
+            Ok::<_, Error>(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
+        })?;
+        super::dead_code::sweep(g);
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.4 });
+        let (w, b) = (param("w", &[8, 8]), param("b", &[8]));
+        let x = r.feed("x", &[2, 5, 8], DType::F32);
+        let h = x + x.silu().matmul(w);
+        let h = h + h.silu().matmul(w);
+        let loss = h.square().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+        r.output("y", (x.matmul(w) + b).gelu());
+    }
+}
+
+struct Product {
+    op: Matmul,
+    add: Option<Value>,
+    bias: Option<Value>,
+}
+
+struct Folded {
+    /// Products that do more than before, by node.
+    products: HashMap<usize, Product>,
+    /// What a folded node's output is now: the output of a product.
+    stands_for: HashMap<Value, Value>,
+    reads: HashMap<Value, usize>,
+}
+
+/// What a node does to one product.
+enum Work {
+    Add(Value),
+    Bias(Value),
+    Act(Act),
+}
+
+impl Folded {
+    fn new(g: &Graph) -> Folded {
+        let mut reads = HashMap::new();
+        let inputs = g.nodes.iter().flat_map(|n| n.inputs.iter().copied());
+        for v in inputs.chain(g.roots()) {
+            *reads.entry(v).or_insert(0) += 1;
+        }
+        Folded { products: HashMap::new(), stands_for: HashMap::new(), reads }
+    }
+
+    /// Products of a narrow type that everybody reads in f32, perhaps part by part, write f32.
+    fn widen(&mut self, g: &Graph, receipt: &mut Receipt) {
+        let readers = g.readers();
+        let roots: Vec<usize> = g.roots().map(|v| v.node).collect();
+        for (m, node) in g.nodes.iter().enumerate() {
+            let Some(op) = node.op::<Matmul>().filter(|_| node.outputs[0].dtype != DType::F32) else { continue };
+            let (mut left, mut casts, mut others) = (vec![m], vec![], op.add.is_some());
+            while let Some(i) = left.pop() {
+                others |= roots.contains(&i) || readers[i].is_empty();
+                for &r in &readers[i] {
+                    match &g.nodes[r] {
+                        n if n.is_view() => left.push(r),
+                        n if n.is_cast() && n.outputs[0].dtype == DType::F32 => casts.push(r),
+                        _ => others = true,
+                    }
+                }
+            }
+            if others {
+                continue;
+            }
+            receipt.applied += 1;
+            self.products.insert(m, Product { op: Matmul { dtype: Some(DType::F32), ..op.clone() }, add: None, bias: None });
+            for c in casts {
+                self.stands_for.insert(Value { node: c, out: 0 }, g.nodes[c].inputs[0]);
+            }
+        }
+    }
+
+    /// The product whose result this is, through reshapes and what was folded already, if nobody else reads it on the way.
+    fn product(&self, g: &Graph, v: Value) -> Option<usize> {
+        if self.reads[&v] != 1 {
+            return None;
+        }
+        match self.stands_for.get(&v) {
+            Some(&w) if self.reads[&w] == 1 => self.made_by(g, w),
+            Some(_) => None,
+            None => self.made_by(g, v),
+        }
+    }
+
+    fn made_by(&self, g: &Graph, v: Value) -> Option<usize> {
+        let node = &g.nodes[v.node];
+        match node.op::<Reshape>() {
+            Some(_) => self.product(g, node.inputs[0]),
+            None => node.op::<Matmul>().map(|_| v.node),
+        }
+    }
+
+    /// Where in the running order a value is there.
+    fn position(&self, v: Value) -> usize {
+        self.stands_for.get(&v).map_or(v.node, |&w| if w == v { w.node } else { self.position(w) })
+    }
+
+    fn visit(&mut self, g: &Graph, i: usize, receipt: &mut Receipt) {
+        let node = &g.nodes[i];
+        let Some(p) = node.op::<Pointwise>().filter(|p| p.dtypes.len() == 1) else { return };
+        // Every way to see this node as something that a product may do, the latest product first.
+        let mut ways: Vec<(usize, Work)> = vec![];
+        let product = |k: usize| self.product(g, node.inputs[k]);
+        if is_sum(p) {
+            for (k, other) in [(0, node.inputs[1]), (1, node.inputs[0])] {
+                let Some(m) = product(k) else { continue };
+                let result = self.result(g, m);
+                let (own, meta) = (g.meta(node.inputs[k]), g.meta(other));
+                if own.shape != node.outputs[0].shape || result.dtype != p.dtypes[0] || meta.dtype != p.dtypes[0] {
+                    continue;
+                }
+                if meta.shape == node.outputs[0].shape {
+                    ways.push((m, Work::Add(other)));
+                } else if meta.elements() == meta.dim(0) && meta.dim(0) == result.dim(0) && meta.rank() == 1 {
+                    ways.push((m, Work::Bias(other)));
+                }
+            }
+            ways.sort_by_key(|w| std::cmp::Reverse(w.0));
+        } else if let Some(m) = (node.inputs.len() == 1).then(|| product(0)).flatten()
+            && self.result(g, m).dtype == p.dtypes[0]
+        {
+            ways.extend(activation(p).map(|act| (m, Work::Act(act))));
+        }
+        if ways.is_empty() {
+            return;
+        }
+        let mut reason = None;
+        for (m, work) in ways {
+            match self.refused(g, m, &work) {
+                Some(r) => reason = Some(r),
+                None => {
+                    self.fold(g, m, work);
+                    self.stands_for.insert(Value { node: i, out: 0 }, Value { node: m, out: 0 });
+                    receipt.applied += 1;
+                    return;
+                }
+            }
+        }
+        receipt.decline(reason.expect("every way was refused"), &node.scope);
+    }
+
+    fn op<'a>(&'a self, g: &'a Graph, m: usize) -> &'a Matmul {
+        self.products.get(&m).map_or_else(|| g.nodes[m].op::<Matmul>().expect("a product"), |p| &p.op)
+    }
+
+    fn result(&self, g: &Graph, m: usize) -> Meta {
+        let meta = &g.nodes[m].outputs[0];
+        Meta::new(&meta.shape, self.op(g, m).dtype.unwrap_or(meta.dtype))
+    }
+
+    /// Why a product cannot do this too.
+    fn refused(&self, g: &Graph, m: usize, work: &Work) -> Option<&'static str> {
+        let op = self.op(g, m);
+        let behind = op.act.is_some() || op.bias;
+        match work {
+            Work::Add(_) if op.add.is_some() || behind => Some("the product adds something else already"),
+            Work::Add(v) if self.position(*v) >= m => Some("what is added comes after the product"),
+            Work::Bias(_) if behind => Some("the product has an epilogue already"),
+            Work::Bias(v) if self.position(*v) >= m => Some("the bias comes after the product"),
+            Work::Act(_) if op.act.is_some() => Some("the product has an activation already"),
+            _ if g.nodes[m].outputs[0].dim(0) % 8 != 0 && !matches!(work, Work::Add(_)) => Some("columns are no multiple of 8"),
+            _ => None,
+        }
+    }
+
+    fn fold(&mut self, g: &Graph, m: usize, work: Work) {
+        let op = self.op(g, m).clone();
+        let p = self.products.entry(m).or_insert(Product { op, add: None, bias: None });
+        match work {
+            Work::Add(v) => (p.op.add, p.add) = (Some(Add::Apart), Some(v)),
+            Work::Bias(v) => (p.op.bias, p.bias) = (true, Some(v)),
+            Work::Act(a) => p.op.act = Some(a),
+        }
+    }
+}
+
+/// x0 + x1.
+fn is_sum(p: &Pointwise) -> bool {
+    p.expr == Expr::of(2, |e, x| e.add(x[0], x[1])) || p.expr == Expr::of(2, |e, x| e.add(x[1], x[0]))
+}
+
+fn activation(p: &Pointwise) -> Option<Act> {
+    let record = |act: fn(crate::record::Var) -> crate::record::Var| {
+        let r = Recorder::new();
+        let y = act(r.feed("x", &[1], DType::F32)).value();
+        let g = r.finish();
+        g.nodes[y.node].op::<Pointwise>().map(|p| p.expr.clone())
+    };
+    let known = [(Act::Relu, record(|x| x.relu())), (Act::Gelu, record(|x| x.gelu()))];
+    known.into_iter().find(|(_, e)| e.as_ref() == Some(&p.expr)).map(|k| k.0)
+}

@@ -1,0 +1,78 @@
+//! Gradients that need not wait for the end of the forward pass are computed where their inputs are.
+
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Value};
+use crate::meta::DType;
+use crate::plan::view_roots;
+use crate::record::Recorder;
+
+pub struct Hoist;
+
+/// A value that waits for the backward pass takes at most this share of what its making lets go.
+const SHARE: usize = 4;
+
+impl Pass for Hoist {
+    fn name(&self) -> &'static str {
+        "hoist"
+    }
+
+    fn about(&self) -> &'static str {
+        "Computes gradients of early losses (routers, auxiliary heads) during the forward pass, so that what they read need not be kept."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered // gradients that meet are added in the order of their nodes
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        super::layout::sources_first(g);
+        let Some(first) = g.nodes.iter().position(|n| n.backward) else { return Ok(()) };
+        let last = first - 1; // where the forward pass ends
+        // The position behind which each node could run.
+        let mut ready: Vec<usize> = (0..g.nodes.len()).collect();
+        for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.backward) {
+            ready[i] = node.inputs.iter().map(|v| ready[v.node]).max().unwrap_or(0);
+        }
+        let mut early: Vec<bool> = (0..g.nodes.len()).map(|i| g.nodes[i].backward && ready[i] < last).collect();
+        let roots = view_roots(g);
+        let readers = g.readers();
+        let results: Vec<usize> = g.roots().map(|v| v.node).collect();
+        // From the end: what others wait for must be small beside what it was made from.
+        for i in (0..g.nodes.len()).rev().filter(|&i| g.nodes[i].backward) {
+            if !early[i] || g.nodes[i].is_view() && readers[i].iter().any(|&r| early[r]) {
+                continue;
+            }
+            let waits = results.contains(&i) || readers[i].iter().any(|&r| !early[r]);
+            let made: usize = g.nodes[i].outputs.iter().map(|m| m.bytes()).sum();
+            let from = |v: &Value| g.meta(roots[v.node].unwrap_or(*v)).bytes();
+            let read: usize = g.nodes[i].inputs.iter().filter(|v| !g.nodes[roots[v.node].unwrap_or(**v).node].is_source()).map(from).sum();
+            early[i] = !waits || (!g.nodes[i].is_view() && made * SHARE <= read);
+        }
+        // An early node's inputs are early too, or of the forward pass.
+        for i in 0..g.nodes.len() {
+            early[i] = early[i] && g.nodes[i].inputs.iter().all(|v| !g.nodes[v.node].backward || early[v.node]);
+        }
+        receipt.applied = (0..g.nodes.len()).filter(|&i| early[i] && !g.nodes[i].is_view()).count();
+        let mut order: Vec<usize> = (0..g.nodes.len()).collect();
+        order.sort_by_key(|&i| if early[i] { (ready[i], 1, i) } else { (i, 0, i) });
+        g.reorder(&order);
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[8, 8], Init::Normal { std: 0.4 });
+        let router = r.param("router", &[8, 1], Init::Normal { std: 0.4 });
+        let mut h = r.feed("x", &[300, 8], DType::F32);
+        let mut loss = r.zeros(&[1]);
+        for _ in 0..3 {
+            h = h + h.silu().matmul(w);
+            loss = loss + h.stop_gradient().matmul(router).bce_with_logits(r.full(&[1, 1], 1.0)).mean();
+        }
+        let loss = loss + h.square().mean();
+        r.output("loss", loss);
+        for (name, g) in ["dw", "drouter"].iter().zip(r.grad(loss, &[w, router])) {
+            r.output(name, g);
+        }
+    }
+}
