@@ -104,7 +104,8 @@ impl Handle {
             (false, Some(Act::Gelu)) => E::CUBLASLT_EPILOGUE_GELU,
             (true, Some(Act::Gelu)) => E::CUBLASLT_EPILOGUE_GELU_BIAS,
         } as i32;
-        let mut product = Product { description, layouts, algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] }, alpha: g.alpha, beta: g.beta };
+        let mut product =
+            Product { description, layouts, algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] }, alpha: g.alpha, beta: g.beta };
         // SAFETY: everything passed was just made, and lives through the calls; the list of results is as long as is said.
         unsafe {
             let set = |name, value: &i32| {
@@ -131,11 +132,21 @@ impl Handle {
             ] {
                 result::set_matmul_pref_attribute(preference, name, (&raw const bytes).cast(), 4).map_err(what())?;
             }
-            let mut found: [std::mem::MaybeUninit<sys::cublasLtMatmulHeuristicResult_t>; CANDIDATES] = [const { std::mem::MaybeUninit::uninit() }; CANDIDATES];
+            let mut found: [std::mem::MaybeUninit<sys::cublasLtMatmulHeuristicResult_t>; CANDIDATES] =
+                [const { std::mem::MaybeUninit::uninit() }; CANDIDATES];
             let mut count = 0;
             let [b, a, c, d] = layouts;
             let status = sys::cublasLtMatmulAlgoGetHeuristic(
-                self.0, description, b, a, c, d, preference, CANDIDATES as i32, found.as_mut_ptr().cast(), &mut count,
+                self.0,
+                description,
+                b,
+                a,
+                c,
+                d,
+                preference,
+                CANDIDATES as i32,
+                found.as_mut_ptr().cast(),
+                &mut count,
             );
             let _ = result::destroy_matmul_pref(preference);
             status.result().map_err(what())?;
@@ -154,7 +165,13 @@ impl Handle {
     ///
     /// # Safety
     /// The addresses are of matrices on the GPU as large as the plan says, and the workspace has GEMM_WORKSPACE bytes.
-    pub unsafe fn run(&self, p: &Product, [a, b, plus, c, bias]: [u64; 5], workspace: u64, stream: cudarc::driver::sys::CUstream) -> Result<(), Error> {
+    pub unsafe fn run(
+        &self,
+        p: &Product,
+        [a, b, plus, c, bias]: [u64; 5],
+        workspace: u64,
+        stream: cudarc::driver::sys::CUstream,
+    ) -> Result<(), Error> {
         unsafe {
             if bias != 0 {
                 let name = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;

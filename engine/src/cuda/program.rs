@@ -31,10 +31,24 @@ impl Address {
 }
 
 enum Ready {
-    Launch { kernel: Kernel, grid: [u32; 3], block: u32, shared: u32, args: Vec<Address> },
+    Launch {
+        kernel: Kernel,
+        grid: [u32; 3],
+        block: u32,
+        shared: u32,
+        args: Vec<Address>,
+    },
     /// a, b, what is added, c, and a bias.
-    Gemm { product: Product, places: [Address; 4], bias: Option<Address> },
-    Copy { from: Address, to: Address, bytes: usize },
+    Gemm {
+        product: Product,
+        places: [Address; 4],
+        bias: Option<Address>,
+    },
+    Copy {
+        from: Address,
+        to: Address,
+        bytes: usize,
+    },
 }
 
 pub struct CudaProgram {

@@ -74,7 +74,10 @@ impl Op for GlobalNorm {
 }
 
 /// Things with `N` types each, those of the same types together; what has no elements is left out.
-pub(in crate::ops) fn by_types<const N: usize>(all: Range<usize>, of: impl Fn(usize) -> (usize, [DType; N])) -> Vec<([DType; N], Vec<usize>)> {
+pub(in crate::ops) fn by_types<const N: usize>(
+    all: Range<usize>,
+    of: impl Fn(usize) -> (usize, [DType; N]),
+) -> Vec<([DType; N], Vec<usize>)> {
     let mut groups: Vec<([DType; N], Vec<usize>)> = vec![];
     for (i, (elements, key)) in all.map(|i| (i, of(i))) {
         match groups.iter_mut().find(|(k, _)| *k == key) {

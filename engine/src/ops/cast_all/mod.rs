@@ -5,8 +5,8 @@ use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::ops::adamw::{by_types, in_pieces, list};
-use rayon::prelude::*;
 use crate::record::Var;
+use rayon::prelude::*;
 
 /// Inputs: any number of float tensors; outputs: the same, rounded to `dtype`.
 #[derive(Debug)]

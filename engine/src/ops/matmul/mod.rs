@@ -143,10 +143,11 @@ impl Op for Matmul {
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return vec![None; x.len()] };
         let narrow = d.cast(x[0].dtype());
+        let by_a = narrow.matmul(x[1].t()).sum_to(&x[0].shape());
         // A weight that is read transposed gets its gradient as it lies itself.
         let turned = x[1].recorder().with_graph(|g| g.nodes[x[1].value().node].op::<Permute>().is_some());
         let by_b = if turned { narrow.t().matmul(x[0]).t() } else { x[0].t().matmul(narrow) };
-        let mut grads = vec![Some(narrow.matmul(x[1].t()).sum_to(&x[0].shape())), Some(by_b.sum_to(&x[1].shape()))];
+        let mut grads = vec![Some(by_a), Some(by_b.sum_to(&x[1].shape()))];
         grads.extend(self.add.map(|_| Some(d)));
         grads
     }
