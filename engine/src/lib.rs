@@ -47,6 +47,6 @@ pub use graph::{Graph, Init};
 pub use meta::{DType, Meta};
 pub use ops::OPS;
 pub use passes::{PASSES, Switches};
-pub use program::{Compiled, Device, Program};
+pub use program::{Compiled, Device, Program, Reading};
 pub use record::{Recorder, Var};
 pub use store::Store;

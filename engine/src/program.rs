@@ -5,6 +5,7 @@ use crate::cuda::{self, Cuda, CudaProgram};
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::kernel::Arch;
+use crate::meta::DType;
 use crate::passes::{self, Receipt, Switches, Target};
 use crate::plan::{Memory, Plan, Spot};
 use crate::store::Store;
@@ -47,6 +48,14 @@ impl Device {
         match self {
             Device::Cpu(..) => Ok(()),
             Device::Cuda(cuda, _) => cuda.synchronize(),
+        }
+    }
+
+    /// Bytes that it holds for itself.
+    pub fn own_memory(&self) -> usize {
+        match self {
+            Device::Cpu(..) => 0,
+            Device::Cuda(..) => Cuda::OWN_MEMORY,
         }
     }
 
@@ -109,7 +118,10 @@ impl Program {
 
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
         store.ensure(&c.graph, device.gpu())?;
-        let (memory, cost) = (c.plan.memory, c.plan.cost);
+        let (mut memory, cost) = (c.plan.memory, c.plan.cost);
+        if device.gpu().is_some() {
+            memory.feeds *= 3; // two more are on their way
+        }
         let on = |pass: &str| c.receipts.iter().any(|r| r.pass == pass && r.applied > 0);
         let options = cuda::Options { capture: on("cuda-graph"), tf32: on("tf32"), tune: on("tune-products") };
         let loaded = match device {
@@ -142,9 +154,32 @@ impl Program {
         }
     }
 
+    /// Starts to read an output; `Reading::finish` waits for it. On a GPU the next run may be started in between.
+    pub fn start_read(&self, name: &str, store: &Store) -> Result<Reading, Error> {
+        match &self.loaded {
+            Loaded::Cpu(p) => Ok(Reading::There(p.read(name, store)?)),
+            Loaded::Cuda(p) => Ok(Reading::Coming(p.start_read(name)?)),
+        }
+    }
+
     /// An output of one element.
     pub fn scalar(&self, name: &str, store: &Store) -> Result<f32, Error> {
         Ok(self.read(name, store)?[0])
+    }
+}
+
+/// An output that was asked for.
+pub enum Reading {
+    There(Vec<f32>),
+    Coming(cuda::Incoming),
+}
+
+impl Reading {
+    pub fn finish(self) -> Result<Vec<f32>, Error> {
+        match self {
+            Reading::There(numbers) => Ok(numbers),
+            Reading::Coming(bytes) => Ok(crate::cpu::widened(&bytes.finish()?, DType::F32)),
+        }
     }
 }
 

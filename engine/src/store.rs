@@ -54,12 +54,14 @@ impl Store {
                 Some(t) if t.meta == *meta => {}
                 Some(t) => return Err(Error::StateShape { name: state.name.clone(), have: t.meta.clone(), want: meta.clone() }),
                 None => {
-                    let numbers = initial(state.init, self.seed, &state.name, meta);
                     let memory = match gpu {
-                        None => Memory::Host(numbers),
+                        None => Memory::Host(initial(state.init, self.seed, &state.name, meta)),
                         Some(cuda) => {
                             let d = cuda.allocate(meta.bytes())?;
-                            cuda.upload(&d, numbers.bytes())?;
+                            match state.init {
+                                Init::Full(0.0) => cuda.clear(&d)?,
+                                init => cuda.upload(&d, initial(init, self.seed, &state.name, meta).bytes())?,
+                            }
                             Memory::Gpu(cuda.clone(), d)
                         }
                     };
@@ -129,6 +131,9 @@ impl Store {
 
 fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Buffer {
     let mut data = Buffer::zeroed(meta.bytes());
+    if init == Init::Full(0.0) {
+        return data;
+    }
     let stream = hash_name(name);
     let mut numbers = vec![0.0f32; meta.elements()];
     match init {

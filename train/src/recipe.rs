@@ -5,8 +5,9 @@ use crate::config::{Config, ConfigError, TrainConfig, nearest};
 use crate::data::{DataError, Loader, Source, Tokenizer};
 use crate::golden::Golden;
 use crate::optim;
+use engine::ops::concat::concat;
 use engine::philox::rng_feed;
-use engine::{DType, Data, Device, Graph, Init, Program, Recorder, Store, Switches, Var};
+use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Store, Switches, Var};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -142,6 +143,26 @@ pub fn is_kept(name: &str) -> bool {
     !name.starts_with("scratch/")
 }
 
+/// A step's report on its way.
+pub struct Pending {
+    names: Vec<&'static str>,
+    numbers: Reading,
+}
+
+impl Pending {
+    /// `numbers` has a value for each name; the last is how many steps in a row were skipped.
+    pub fn new(names: Vec<&'static str>, numbers: Reading) -> Pending {
+        Pending { names, numbers }
+    }
+
+    pub fn finish(self) -> Result<Step, TrainError> {
+        let numbers = self.numbers.finish()?;
+        let skipped_in_row = numbers[self.names.len()] as u64;
+        let values = self.names.into_iter().zip(numbers.into_iter().map(f64::from)).collect();
+        Ok(Step { values, skipped_in_row })
+    }
+}
+
 /// What one optimizer step reports.
 pub struct Step {
     /// The first is the loss.
@@ -156,7 +177,10 @@ pub trait Task {
     fn graphs(&self) -> Vec<(&'static str, Graph)>;
     /// Called once, before the first step, with the number of steps already done.
     fn begin(&mut self, done: u64) -> Result<(), TrainError>;
-    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<Step, TrainError>;
+    /// Starts a step; on a GPU it may still run when this returns.
+    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError>;
+    /// Asks for what the last step reports; `Pending::finish` waits for it, and the next step may be started first.
+    fn report(&self, s: &Session) -> Result<Pending, TrainError>;
     fn evaluate(&mut self, s: &mut Session) -> Result<Vec<(&'static str, f64)>, TrainError>;
     /// What a step works through: ("tok", how many).
     fn work(&self) -> (&'static str, f64);
@@ -284,13 +308,9 @@ impl<M: Model> Supervised<M> {
 
     fn finish<'g>(&self, r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>], losses: &[(&'static str, Var<'g>)]) {
         let step = optim::adamw(r, params, grads, losses[0].1, &self.config);
-        for (name, v) in losses {
-            r.output(name, *v * 1.0);
-        }
-        r.output("grad_norm", step.norm);
-        r.output("clipped_norm", step.clipped);
-        r.output("skipped", step.skipped);
-        r.output("skipped_in_row", step.skipped_in_row);
+        let own = [step.norm, step.clipped, step.skipped, step.skipped_in_row];
+        let all: Vec<Var> = losses.iter().map(|l| l.1).chain(own).map(|v| v.cast(DType::F32).reshape(&[1])).collect();
+        r.output("report", concat(&all, 0));
     }
 
     fn micro(
@@ -356,18 +376,18 @@ impl<M: Model> Task for Supervised<M> {
         Ok(())
     }
 
-    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<Step, TrainError> {
+    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError> {
         let loader = self.loader.as_mut().expect("begin comes first");
         let batches = (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
         let counted = batches.iter().map(|b| b.counted).sum();
         let feeds: Vec<(&[i32], &[i32])> = batches.iter().map(|b| (&b.ids[..], &b.targets[..])).collect();
-        self.run_step(s, step, rate, &feeds, counted)?;
+        self.run_step(s, step, rate, &feeds, counted)
+    }
+
+    fn report(&self, s: &Session) -> Result<Pending, TrainError> {
         let program = if self.config.accumulate == 1 { "train" } else { "update" };
-        let mut values = vec![];
-        for name in self.names.iter().copied().chain(["grad_norm", "clipped_norm", "skipped"]) {
-            values.push((name, s.scalar(program, name)?));
-        }
-        Ok(Step { values, skipped_in_row: s.scalar(program, "skipped_in_row")? as u64 })
+        let names = self.names.iter().copied().chain(["grad_norm", "clipped_norm", "skipped"]).collect();
+        Ok(Pending::new(names, s.programs[program].start_read("report", &s.store)?))
     }
 
     fn evaluate(&mut self, s: &mut Session) -> Result<Vec<(&'static str, f64)>, TrainError> {

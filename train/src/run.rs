@@ -4,7 +4,7 @@ use crate::checkpoint::{self, Checkpoint, Tensor};
 use crate::config::{Config, TrainConfig};
 use crate::metrics::{self, Metrics};
 use crate::optim::schedule::rate;
-use crate::recipe::{Session, Task, TrainError, is_kept};
+use crate::recipe::{Pending, Session, Task, TrainError, is_kept};
 use crate::report::{self, Series, human_bytes, human_count, human_time, table};
 use crate::say;
 use engine::passes::Receipt;
@@ -115,7 +115,8 @@ pub fn peak(s: &Session) -> Peak {
     let most = |f: fn(&engine::plan::Memory) -> usize| s.programs.values().map(|p| f(&p.memory)).max().unwrap_or(0);
     let largest = s.programs.values().map(|p| p.memory).max_by_key(|m| m.activations + m.workspace).unwrap_or_default();
     let constants: usize = s.programs.values().map(|p| p.memory.constants).sum();
-    Peak { state: s.store.bytes(), activations: largest.activations, workspace: largest.workspace, tables: constants + most(|m| m.feeds) }
+    let workspace = largest.workspace + s.device.own_memory();
+    Peak { state: s.store.bytes(), activations: largest.activations, workspace, tables: constants + most(|m| m.feeds) }
 }
 
 pub struct Peak {
@@ -173,10 +174,16 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     let started = Instant::now();
 
     // Everything that can be wrong is found before anything is written.
+    let found = if options.resume { newest(&checkpoints)? } else { None };
+    if let (Device::Cuda(cuda, _), Some(found)) = (device, &found) {
+        cuda.prefer(
+            &found.meta["choices"].as_array().into_iter().flatten().filter_map(|c| c.as_str().map(str::to_string)).collect::<Vec<_>>(),
+        );
+    }
     let mut s = load(task, config, device)?;
-    let start = match options.resume {
-        true => resume(&mut s, task, config, &checkpoints)?,
-        false => 0,
+    let start = match &found {
+        Some(found) => resume(&mut s, task, config, found)?,
+        None => 0,
     };
     let from = config.text("init_from");
     if start == 0 && !from.is_empty() {
@@ -209,41 +216,59 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     let (mut last, mut last_step) = (Instant::now(), start);
     let mut interrupted = false;
     let mut done = start;
+    // A report that is only written down is waited for when the next step has been started.
+    let mut open: Option<(u64, Pending)> = None;
     for step in start..c.steps {
-        let r = rate(&c, step);
-        let report = task.step(&mut s, step, r)?;
+        task.step(&mut s, step, rate(&c, step))?;
         let now = step + 1;
         done = now;
         let end = now == c.steps;
         let due = |every: u64| now.is_multiple_of(every) || end;
-        let per_second = work * (now - last_step) as f64 / last.elapsed().as_secs_f64().max(1e-9);
+        interrupted = options.stop.load(Ordering::Relaxed);
+        let mut reports = vec![];
+        if let Some((at, pending)) = open.take() {
+            reports.push((at, pending.finish()?));
+        }
         bar.set_position(now);
+        let stops = due(c.eval_every) || due(c.save_every) || interrupted;
+        if stops {
+            reports.push((now, task.report(&s)?.finish()?));
+        } else if due(c.log_every) {
+            open = Some((now, task.report(&s)?));
+        }
         evaluated = match due(c.eval_every) {
             true => Some(task.evaluate(&mut s)?),
             false => None,
         };
-        if due(c.log_every) || evaluated.is_some() || report.skipped_in_row > 0 {
+        let mut skipped = 0;
+        for (at, report) in reports {
+            let own = evaluated.as_ref().filter(|_| at == now);
+            skipped = report.skipped_in_row;
+            if !(at.is_multiple_of(c.log_every) || at == c.steps || own.is_some() || skipped > 0) {
+                continue;
+            }
+            let per_second = work * (at - last_step) as f64 / last.elapsed().as_secs_f64().max(1e-9);
             let mut values: Vec<(String, f64)> = report.values.iter().map(|(n, v)| (n.to_string(), *v)).collect();
-            values.extend([("learning_rate".into(), r), ("per_second".into(), per_second)]);
-            values.extend(evaluated.iter().flatten().map(|(n, v)| (format!("val_{n}"), *v)));
-            metrics.record(now, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?;
+            values.extend([("learning_rate".into(), rate(&c, at - 1)), ("per_second".into(), per_second)]);
+            values.extend(own.into_iter().flatten().map(|(n, v)| (format!("val_{n}"), *v)));
+            metrics.record(at, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?;
             let line = format!("loss {:.4}  {} {unit}/s", report.values[0].1, human_count(per_second));
-            if bar.is_hidden() && due((c.steps / 20).max(c.log_every)) {
-                say!("step {now}/{}  {line}", c.steps);
+            let shown = at.is_multiple_of((c.steps / 20).max(c.log_every)) || at == c.steps;
+            if bar.is_hidden() && shown {
+                say!("step {at}/{}  {line}", c.steps);
             }
             bar.set_message(line);
-            (last, last_step) = (Instant::now(), now);
+            (last, last_step) = (Instant::now(), at);
         }
         if let Some(values) = &evaluated {
             bar.suspend(|| say!("step {now}: {}", evaluation_line(values, floor)));
         }
-        if report.skipped_in_row >= MOST_SKIPPED {
+        if skipped >= MOST_SKIPPED {
             metrics.flush()?;
-            return Err(TrainError::NotFinite(report.skipped_in_row, now));
+            return Err(TrainError::NotFinite(skipped, now));
         }
-        interrupted = options.stop.load(Ordering::Relaxed);
         // A step that was skipped leaves nothing new to keep, and must not push a good checkpoint out.
-        if (due(c.save_every) && report.skipped_in_row == 0) || end || interrupted {
+        if (due(c.save_every) && skipped == 0) || end || interrupted {
             metrics.flush()?;
             save(&s, task, config, &checkpoints, now, c.keep)?;
         }
@@ -322,21 +347,33 @@ fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, ke
         "identity": task.identity(),
         "device": s.device.describe(),
         "receipts": receipts_json(s),
+        "choices": choices(&s.device),
     });
     fs::create_dir_all(dir).map_err(io("cannot create the folder of checkpoints", dir))?;
     Ok(checkpoint::save(dir, step, &[("model.safetensors", tensors(true)), ("state.safetensors", tensors(false))], &meta, keep)?)
 }
 
-/// Restores the newest whole checkpoint; returns the steps it has done, 0 where there is none.
-fn resume(s: &mut Session, task: &dyn Task, config: &Config, dir: &Path) -> Result<u64, TrainError> {
+/// What was chosen by timing: a resumed run takes the same again.
+fn choices(device: &Device) -> Vec<String> {
+    match device {
+        Device::Cpu(..) => vec![],
+        Device::Cuda(cuda, _) => cuda.choices(),
+    }
+}
+
+fn newest(dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
     let (found, skipped) = checkpoint::newest(dir)?;
     for bad in &skipped {
         say!("skipped {}: {}", bad.path.display(), bad.reason);
     }
-    let Some(found) = found else {
+    if found.is_none() {
         say!("no whole checkpoint in {} yet: starting over", dir.display());
-        return Ok(0);
-    };
+    }
+    Ok(found)
+}
+
+/// Restores a checkpoint of this run; returns the steps it has done.
+fn resume(s: &mut Session, task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<u64, TrainError> {
     let theirs = Config::from_json(&found.meta["config"])?;
     let changed = theirs.differences(config);
     if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !FREE.contains(&k.as_str()) && !k.starts_with("passes.")) {
@@ -357,7 +394,7 @@ fn resume(s: &mut Session, task: &dyn Task, config: &Config, dir: &Path) -> Resu
             );
         }
     }
-    same_tokenizer(&found, task)?;
+    same_tokenizer(found, task)?;
     let (theirs, ours) = (&found.meta["identity"]["data"], &task.identity()["data"]);
     if theirs != ours {
         return Err(TrainError::Other(format!(
@@ -365,7 +402,7 @@ fn resume(s: &mut Session, task: &dyn Task, config: &Config, dir: &Path) -> Resu
             found.path.display()
         )));
     }
-    restore(s, &found)?;
+    restore(s, found)?;
     say!("resumed from {} (step {})", found.path.display(), found.step);
     Ok(found.step)
 }

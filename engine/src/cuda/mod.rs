@@ -7,10 +7,12 @@ mod libraries;
 pub mod nvrtc;
 mod products;
 mod program;
+mod transfer;
 
 pub use libraries::{Folders, Found, find};
 pub(crate) use program::code;
 pub use program::{CudaProgram, Options, Timed};
+pub use transfer::Incoming;
 
 use crate::error::Error;
 use crate::kernel::Arch;
@@ -31,11 +33,14 @@ struct Inner {
     memory: usize,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    /// Feeds travel on this one, beside the work.
+    copies: sys::CUstream,
     products: gemm::Handle,
     workspace: Device,
     compiler: nvrtc::Compiler,
     kernels: Mutex<HashMap<(u64, &'static str), Kernel>>,
     choices: Mutex<choices::Choices>,
+    landings: Mutex<Vec<transfer::Landing>>,
 }
 
 // SAFETY: the handles may be used from any thread that makes the context current, which every entry point does; the map is
@@ -116,7 +121,8 @@ impl Cuda {
             )));
         }
         let arch = Arch { sm, multiprocessors };
-        let stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("making a stream"))?;
+        let stream = || result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("making a stream"));
+        let (stream, copies) = (stream()?, stream()?);
         let name = result::device::get_name(device).map_err(failed("asking the GPU"))?;
         let choices = choices::Choices::open(&folders.cache, &name, gemm::Handle::version());
         let inner = Inner {
@@ -125,11 +131,13 @@ impl Cuda {
             memory,
             context,
             stream,
+            copies,
             products: gemm::Handle::new()?,
             workspace: allocate(context, GEMM_WORKSPACE)?,
             compiler: nvrtc::Compiler::new(arch, &folders.cache)?,
             kernels: Mutex::default(),
             choices: Mutex::new(choices),
+            landings: Mutex::default(),
         };
         Ok(Cuda(Arc::new(inner)))
     }
@@ -147,6 +155,9 @@ impl Cuda {
         self.current();
         (self.0.memory, result::mem_get_info().map_or(0, |m| m.0))
     }
+
+    /// What is held beside programs and their state.
+    pub const OWN_MEMORY: usize = GEMM_WORKSPACE;
 
     fn current(&self) {
         // SAFETY: the context lives as long as the process. An error here shows at the next call.
@@ -171,6 +182,13 @@ impl Cuda {
         // SAFETY: the destination is as large as asserted; waiting for the stream keeps `bytes` alive until they are read.
         unsafe { result::memcpy_htod_async(to.start, bytes, self.0.stream) }.map_err(failed("copying to the GPU"))?;
         self.synchronize()
+    }
+
+    /// Sets every byte to 0.
+    pub fn clear(&self, d: &Device) -> Result<(), Error> {
+        self.current();
+        // SAFETY: the memory is that large.
+        unsafe { result::memset_d8_async(d.start, 0, d.bytes, self.0.stream) }.map_err(failed("clearing memory"))
     }
 
     pub fn download(&self, from: &Device, offset: usize, bytes: usize) -> Result<Vec<u8>, Error> {

@@ -2,12 +2,13 @@
 
 use super::gemm::Product;
 use super::products::Products;
+use super::transfer::{Feeds, Incoming};
 use super::{Cuda, Device, Kernel, failed};
 use crate::cpu::Data;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Value};
 use crate::kernel::{At, Code, Io, Place, Step};
-use crate::meta::Meta;
+use crate::meta::{DType, Meta, is_contiguous};
 use crate::op::Cost;
 use crate::plan::{Home, Plan, Spot};
 use crate::store::Store;
@@ -59,8 +60,9 @@ pub struct CudaProgram {
     /// Which steps belong to which node.
     nodes: Vec<(usize, std::ops::Range<usize>)>,
     arena: Arc<Mutex<Device>>,
-    /// Of feeds and constants, by node.
+    /// Of constants, by node.
     own: Vec<Option<Device>>,
+    feeds: Feeds,
     options: Options,
     captured: Option<Captured>,
 }
@@ -118,10 +120,11 @@ impl CudaProgram {
                 *memory = cuda.allocate(plan.arena())?;
             }
         }
+        let feeds = graph.nodes.iter().enumerate().filter(|(_, n)| matches!(n.kind, Kind::Feed(_)));
+        let feeds = Feeds::new(cuda, &feeds.map(|(i, n)| (i, n.outputs[0].bytes())).collect::<Vec<_>>())?;
         let mut own = vec![];
         for node in &graph.nodes {
             own.push(match &node.kind {
-                Kind::Feed(_) => Some(cuda.allocate(node.outputs[0].bytes())?),
                 Kind::Const(numbers) => {
                     let d = cuda.allocate(4 * numbers.len())?;
                     cuda.upload(&d, bytemuck::cast_slice(numbers))?;
@@ -197,7 +200,7 @@ impl CudaProgram {
             steps.push(Ready::Copy { from: Address::Arena(o), to: Address::Source(state, 0), bytes: graph.meta(value).bytes() });
         }
         products.remember();
-        Ok(CudaProgram { graph, plan, cuda: cuda.clone(), steps, nodes, arena: arena.clone(), own, options, captured: None })
+        Ok(CudaProgram { graph, plan, cuda: cuda.clone(), steps, nodes, arena: arena.clone(), own, feeds, options, captured: None })
     }
 
     /// The arena's address, then every source's.
@@ -206,7 +209,8 @@ impl CudaProgram {
         for (i, node) in self.graph.nodes.iter().enumerate() {
             bases.push(match &node.kind {
                 Kind::State(s) => store.device(&s.name, &node.outputs[0])?.start(),
-                Kind::Feed(_) | Kind::Const(_) => self.own[i].as_ref().expect("made at load").start(),
+                Kind::Feed(_) => self.feeds.address(i).expect("made at load"),
+                Kind::Const(_) => self.own[i].as_ref().expect("made at load").start(),
                 _ => 0,
             });
         }
@@ -216,14 +220,11 @@ impl CudaProgram {
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         self.cuda.current();
         let stream = self.cuda.0.stream;
-        for (i, node) in self.graph.nodes.iter().enumerate() {
-            if let Kind::Feed(name) = &node.kind {
-                let buffer = self.own[i].as_ref().expect("made at load");
-                let bytes = Data::checked(name, &node.outputs[0], feeds)?;
-                // SAFETY: the buffer has the feed's size, which was checked. Pageable memory is copied out before the call returns.
-                unsafe { result::memcpy_htod_async(buffer.start(), bytes, stream) }.map_err(failed("copying a feed"))?;
-            }
-        }
+        let nodes = &self.graph.nodes;
+        self.feeds.send(&self.cuda, |i| match &nodes[i].kind {
+            Kind::Feed(name) => Data::checked(name, &nodes[i].outputs[0], feeds),
+            _ => unreachable!("only feeds are sent"),
+        })?;
         let bases = self.bases(store)?;
         if !self.options.capture {
             return self.launch(&bases);
@@ -325,6 +326,19 @@ impl CudaProgram {
         Ok(())
     }
 
+    /// Starts to copy an output of the last run, to be waited for later; the next run may begin meanwhile.
+    pub fn start_read(&self, name: &str) -> Result<Incoming, Error> {
+        let (_, v) = self.graph.outputs.iter().find(|o| o.0 == name).ok_or_else(|| Error::NoOutput(name.into()))?;
+        let (spot, meta) = (&self.plan.spots[v.node][v.out], self.graph.meta(*v));
+        match self.plan.buffers[spot.buffer].home {
+            Home::Arena(o) if meta.dtype == DType::F32 && is_contiguous(&meta.shape, &spot.strides) => {
+                let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+                Incoming::start(&self.cuda, &arena, o + 4 * spot.offset, meta.bytes())
+            }
+            _ => Err(Error::NoOutput(format!("{name} (it is not computed in f32 by this program)"))),
+        }
+    }
+
     /// An output of the last run, in f32. Waits for it.
     pub fn read(&self, name: &str, store: &Store) -> Result<Vec<f32>, Error> {
         let (_, v) = self.graph.outputs.iter().find(|o| o.0 == name).ok_or_else(|| Error::NoOutput(name.into()))?;
@@ -334,6 +348,7 @@ impl CudaProgram {
             Home::Arena(o) => self.cuda.download(&self.arena.lock().unwrap_or_else(PoisonError::into_inner), *o, buffer.bytes)?,
             Home::Source(n) => match &self.graph.nodes[*n].kind {
                 Kind::State(s) => self.cuda.download(store.device(&s.name, &self.graph.nodes[*n].outputs[0])?, 0, buffer.bytes)?,
+                Kind::Feed(_) => self.cuda.download(self.feeds.device(), self.feeds.offset(*n), buffer.bytes)?,
                 _ => self.cuda.download(self.own[*n].as_ref().expect("made at load"), 0, buffer.bytes)?,
             },
         };

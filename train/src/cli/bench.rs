@@ -39,20 +39,25 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     if !(1..=1_000_000).contains(&a.repeat) || a.warmup > 1_000_000 {
         bail!("--repeat {} --warmup {}: from 1, or 0, to a million", a.repeat, a.warmup);
     }
+    let started = Instant::now();
     let device = a.device.open()?;
+    let opened = started.elapsed();
     if a.config.recipe.as_deref() == Some("ops") {
         return ops(&a, &device);
     }
     let config = a.config.resolve(None)?;
-    let started = Instant::now();
     let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
     let mut s = run::load(&*task, &config, &device)?;
-    let setup = started.elapsed();
+    let loaded = started.elapsed();
+    let mut setup = loaded;
     let mut times = vec![];
     for i in 0..a.warmup + a.repeat {
         let start = Instant::now();
         task.bench_step(&mut s, i as u64)?;
         device.synchronize()?;
+        if i == 0 {
+            setup = started.elapsed();
+        }
         if i >= a.warmup {
             times.push(start.elapsed().as_secs_f64() * 1e3);
         }
@@ -65,10 +70,13 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     out!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
     out!("{ms:.1} ms a step (from {:.1} to {:.1}), {} {unit}/s", times[0], times[times.len() - 1], human_count(work / ms * 1e3));
     out!(
-        "planned peak {}, measured {} resident; set-up {:.2} s",
+        "planned peak {}, measured {} resident; {:.2} s from the start to the end of the first step: device {:.2}, programs {:.2}, step {:.2}",
         human_bytes(planned),
         resident.map_or("unknown".into(), human_bytes),
-        setup.as_secs_f64()
+        setup.as_secs_f64(),
+        opened.as_secs_f64(),
+        (loaded - opened).as_secs_f64(),
+        (setup - loaded).as_secs_f64()
     );
     let mut nodes = vec![];
     if a.profile {

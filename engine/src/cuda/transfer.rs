@@ -1,0 +1,185 @@
+//! Between host and GPU without stopping either: feeds go through two pinned buffers on a stream of their own, results come back
+//! into pinned memory while the next run goes on.
+
+use super::{Cuda, Device, failed};
+use crate::error::Error;
+use cudarc::driver::{result, sys};
+use std::sync::PoisonError;
+
+/// Host memory that the GPU copies from and to by itself.
+pub struct Pinned {
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: an address and a size; used by whoever owns it.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    fn new(bytes: usize) -> Result<Pinned, Error> {
+        let bytes = bytes.max(64);
+        // SAFETY: the context is current; the memory is freed once, by Drop.
+        let start = unsafe { result::malloc_host(bytes, 0) }.map_err(failed("pinning memory"))?;
+        Ok(Pinned { start: start.cast(), bytes })
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the memory is that large and ours alone; callers wait for the GPU before they touch it.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: from `malloc_host`, freed once.
+        let _ = unsafe { result::free_host(self.start.cast()) };
+    }
+}
+
+/// A mark in a stream.
+pub struct Event(sys::CUevent);
+
+// SAFETY: a handle of the driver's.
+unsafe impl Send for Event {}
+
+impl Event {
+    pub fn new() -> Result<Event, Error> {
+        result::event::create(sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING).map(Event).map_err(failed("making an event"))
+    }
+
+    fn record(&self, stream: sys::CUstream) -> Result<(), Error> {
+        // SAFETY: both are alive.
+        unsafe { result::event::record(self.0, stream) }.map_err(failed("recording an event"))
+    }
+
+    /// The host waits.
+    fn wait(&self) -> Result<(), Error> {
+        // SAFETY: the event is alive. One that was never recorded has passed.
+        unsafe { result::event::synchronize(self.0) }.map_err(failed("running on the GPU"))
+    }
+
+    /// A stream waits.
+    fn hold(&self, stream: sys::CUstream) -> Result<(), Error> {
+        let flags = sys::CUevent_wait_flags_enum::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both are alive.
+        unsafe { result::stream::wait_event(stream, self.0, flags) }.map_err(failed("waiting for an event"))
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, destroyed once.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
+}
+
+/// A program's feeds, side by side in one buffer.
+pub struct Feeds {
+    /// (node, first byte).
+    places: Vec<(usize, usize)>,
+    device: Device,
+    stages: [Stage; 2],
+    next: usize,
+}
+
+struct Stage {
+    host: Pinned,
+    device: Device,
+    /// The host's copy has been read.
+    read: Event,
+    /// The GPU's copy has been taken.
+    taken: Event,
+}
+
+impl Feeds {
+    /// `sizes`: of each feed its node and its bytes.
+    pub fn new(cuda: &Cuda, sizes: &[(usize, usize)]) -> Result<Feeds, Error> {
+        cuda.current();
+        let (mut places, mut total) = (vec![], 0);
+        for &(node, bytes) in sizes {
+            places.push((node, total));
+            total += bytes.next_multiple_of(256);
+        }
+        let stage = || -> Result<Stage, Error> {
+            Ok(Stage { host: Pinned::new(total)?, device: cuda.allocate(total)?, read: Event::new()?, taken: Event::new()? })
+        };
+        Ok(Feeds { places, device: cuda.allocate(total)?, stages: [stage()?, stage()?], next: 0 })
+    }
+
+    pub fn address(&self, node: usize) -> Option<u64> {
+        let place = self.places.iter().find(|p| p.0 == node)?;
+        Some(self.device.start() + place.1 as u64)
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub fn offset(&self, node: usize) -> usize {
+        self.places.iter().find(|p| p.0 == node).map_or(0, |p| p.1)
+    }
+
+    /// Hands in the numbers of a run. The host waits only if it is two runs ahead of the copies.
+    pub fn send<'a>(&mut self, cuda: &Cuda, mut numbers: impl FnMut(usize) -> Result<&'a [u8], Error>) -> Result<(), Error> {
+        if self.places.is_empty() {
+            return Ok(());
+        }
+        let stage = &mut self.stages[self.next];
+        self.next ^= 1;
+        stage.read.wait()?;
+        let mut end = 0;
+        for &(node, at) in &self.places {
+            let bytes = numbers(node)?;
+            stage.host.bytes_mut()[at..at + bytes.len()].copy_from_slice(bytes);
+            end = at + bytes.len();
+        }
+        let (copies, main) = (cuda.0.copies, cuda.0.stream);
+        stage.taken.hold(copies)?;
+        // SAFETY: both ends have `end` bytes; the host's are not touched again before `read` has passed.
+        unsafe { result::memcpy_htod_async(stage.device.start(), &stage.host.bytes_mut()[..end], copies) }
+            .map_err(failed("copying feeds"))?;
+        stage.read.record(copies)?;
+        stage.read.hold(main)?;
+        // SAFETY: both ends have `end` bytes and do not overlap.
+        unsafe { result::memcpy_dtod_async(self.device.start(), stage.device.start(), end, main) }.map_err(failed("copying feeds"))?;
+        stage.taken.record(main)
+    }
+}
+
+/// Numbers on their way from the GPU.
+pub struct Incoming {
+    cuda: Cuda,
+    to: Landing,
+    bytes: usize,
+}
+
+/// Where such numbers arrive; used again and again.
+pub struct Landing {
+    host: Pinned,
+    there: Event,
+}
+
+impl Incoming {
+    /// Behind everything launched so far.
+    pub fn start(cuda: &Cuda, from: &Device, offset: usize, bytes: usize) -> Result<Incoming, Error> {
+        assert!(offset + bytes <= from.bytes(), "a download past the end of its buffer");
+        cuda.current();
+        let spare = cuda.0.landings.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut to = match spare.filter(|l| l.host.bytes >= bytes) {
+            Some(landing) => landing,
+            None => Landing { host: Pinned::new(bytes.next_power_of_two().max(4096))?, there: Event::new()? },
+        };
+        // SAFETY: both ends have that many bytes; the host's are read after `there` has passed.
+        unsafe { result::memcpy_dtoh_async(&mut to.host.bytes_mut()[..bytes], from.start() + offset as u64, cuda.0.stream) }
+            .map_err(failed("copying from the GPU"))?;
+        to.there.record(cuda.0.stream)?;
+        Ok(Incoming { cuda: cuda.clone(), to, bytes })
+    }
+
+    pub fn finish(mut self) -> Result<Vec<u8>, Error> {
+        self.to.there.wait()?;
+        let bytes = self.to.host.bytes_mut()[..self.bytes].to_vec();
+        self.cuda.0.landings.lock().unwrap_or_else(PoisonError::into_inner).push(self.to);
+        Ok(bytes)
+    }
+}
