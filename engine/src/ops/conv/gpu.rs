@@ -1,6 +1,8 @@
-//! The three products on a GPU. Small groups have kernels of their own. Otherwise what the taps of a time step see is laid out
-//! side by side ([rows, groups, width, channels of a group], `unfold.cu`), and one matrix product does all taps at once.
+//! The three products on a GPU: on tensor cores (`tensor.rs`) where types and sizes allow. Otherwise small groups have kernels of
+//! their own. For the rest, what the taps of a time step see is laid out side by side ([rows, groups, width, channels of a group],
+//! `unfold.cu`), and one matrix product does all taps at once.
 
+use super::tensor;
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Place, Step};
 use crate::meta::DType;
 
@@ -8,24 +10,24 @@ use crate::meta::DType;
 const SHARED: usize = 48 << 10;
 /// Bytes of columns that exist at once, unless one sequence has more: about what an H200 keeps in its second-level cache.
 const COLUMNS: usize = 48 << 20;
-/// Taps that the kernels for small groups keep in registers.
-const TAPS: usize = 8;
+/// Taps that the kernels without columns are written out for.
+pub(super) const TAPS: usize = 8;
 
 /// One product: y[t, p] = sum over taps k and q of w[k, q, p] x[t + k - before, q], p and q inside a group.
-struct Sizes {
-    batch: usize,
-    time: usize,
-    groups: usize,
-    width: usize,
+pub(super) struct Sizes {
+    pub batch: usize,
+    pub time: usize,
+    pub groups: usize,
+    pub width: usize,
     /// Of a group: what is summed over, and what comes out.
-    qg: usize,
-    pg: usize,
+    pub qg: usize,
+    pub pg: usize,
     /// The input's gradient: outputs and inputs change places, taps run backwards.
-    backward: bool,
+    pub backward: bool,
 }
 
 impl Sizes {
-    fn before(&self) -> usize {
+    pub fn before(&self) -> usize {
         if self.backward { 0 } else { self.width - 1 }
     }
 }
@@ -35,7 +37,7 @@ pub(super) fn conv(io: &Io, groups: usize, backward: bool) -> Code {
     let x = &io.x[0].shape;
     let (qg, pg) = (x[2] / groups, io.y[0].dim(0) / groups);
     let s = Sizes { batch: x[0], time: x[1], groups, width: io.x[1].dim(0), qg, pg, backward };
-    direct(&s, io).map(Launch::code).unwrap_or_else(|| product(&s, io))
+    tensor::conv(&s, io).or_else(|| direct(&s, io)).map(Launch::code).unwrap_or_else(|| product(&s, io))
 }
 
 /// A block works on a tile of time steps of one group, whose weights lie in shared memory. None where they do not fit.
@@ -138,7 +140,7 @@ pub(super) fn weight_gradient(io: &Io, groups: usize, width: usize) -> Code {
     let x = &io.x[0].shape;
     let (cg, og) = (x[2] / groups, io.x[1].dim(0) / groups);
     let s = Sizes { batch: x[0], time: x[1], groups, width, qg: cg, pg: og, backward: false };
-    direct_weight(&s, io).unwrap_or_else(|| product_weight(&s, io))
+    tensor::weight(&s, io).or_else(|| direct_weight(&s, io)).unwrap_or_else(|| product_weight(&s, io))
 }
 
 /// Blocks sum over slices of the time steps; a second launch adds the slices in order. None where a group is too large.
@@ -178,14 +180,21 @@ fn direct_weight(s: &Sizes, io: &Io) -> Option<Code> {
         .block(block)
         .shared(shared)
         .args(&[At::X(0).into(), At::X(1).into(), At::Work.into()]);
-    let sum = Launch::new(include_str!("sum_slices.cu"), "conv_sum_slices")
+    let sum = sum_slices(io, slices);
+    Some(Code { steps: vec![Step::Launch(parts), Step::Launch(sum)], workspace: slices * n * 4 })
+}
+
+/// The output, from `slices` f32 sums of its size in the workspace.
+pub(super) fn sum_slices(io: &Io, slices: usize) -> Launch {
+    let n = io.y[0].elements();
+    let wide = if n.is_multiple_of(4) && n > 1 << 16 { 4 } else { 1 }; // fewer blocks, where there are enough
+    Launch::new(include_str!("sum_slices.cu"), "conv_sum_slices")
         .define_type("T", io.y[0].dtype)
         .define("N", n)
+        .define("WIDE", wide)
         .define("SLICES", slices)
-        .grid(n.div_ceil(128), 1, 1)
-        .block(128)
-        .args(&[At::Work.into(), At::Y(0).into()]);
-    Some(Code { steps: vec![Step::Launch(parts), Step::Launch(sum)], workspace: slices * n * 4 })
+        .grid((n / wide).div_ceil(32), 1, 1)
+        .args(&[At::Work.into(), At::Y(0).into()])
 }
 
 fn product_weight(s: &Sizes, io: &Io) -> Code {

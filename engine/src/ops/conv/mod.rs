@@ -3,6 +3,7 @@
 //! Tap j is a matrix product of x, shifted by width - 1 - j, with that tap's matrix.
 
 mod gpu;
+mod tensor;
 
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
@@ -218,6 +219,12 @@ pub const CASES: &[Case] = &[
     Case::new("wider than the sequence", &[In(&[1, 2, 2], Fill::Normal), In(&[2, 1, 4], Fill::Normal)], |x| {
         vec![x[0].causal_conv(x[1], 2)]
     }),
+    // In bf16 and f16 these are for tensor cores: groups of a multiple of 16, more time steps than a tile and no multiple of it.
+    Case::new("groups of 16", &[In(&[2, 37, 48], Fill::Normal), In(&[48, 16, 3], Fill::Normal)], |x| vec![x[0].causal_conv(x[1], 3)]),
+    Case::new("one group of 16 to 48", &[In(&[1, 161, 16], Fill::Normal), In(&[48, 16, 4], Fill::Normal)], |x| {
+        vec![x[0].causal_conv(x[1], 1)]
+    }),
+    Case::new("one time step", &[In(&[3, 1, 32], Fill::Normal), In(&[16, 32, 2], Fill::Normal)], |x| vec![x[0].causal_conv(x[1], 1)]),
     Case::new("q_conv2", &[In(&[64, 1024, 192], Fill::Normal), In(&[192, 192, 3], Fill::Normal)], |x| vec![x[0].causal_conv(x[1], 1)])
         .bench(),
     Case::new("q_conv1", &[In(&[64, 1024, 192], Fill::Normal), In(&[192, 16, 3], Fill::Normal)], |x| vec![x[0].causal_conv(x[1], 12)])
