@@ -7,9 +7,10 @@ use crate::meta::{DType, Meta};
 use crate::op::{Case, Fill};
 use crate::passes::{Mode, Numerics, Pass, Switches, Target, sweep};
 use crate::philox::{fill_normal, hash_name, philox};
-use crate::program::{Device, Program};
+use crate::program::{Compiled, Device, Program};
 use crate::record::{Recorder, Var};
 use crate::store::Store;
+use std::sync::PoisonError;
 
 /// Numbers for one feed.
 #[derive(Clone)]
@@ -100,10 +101,45 @@ impl Loaded {
         Ok(Loaded { program, store })
     }
 
+    /// With sentinels behind every buffer, on a GPU.
+    fn guarded(graph: Graph, device: &Device) -> Result<(Loaded, Guards), String> {
+        let text = |e: crate::Error| e.to_string();
+        let mut c = Compiled::new(graph, &Switches::default(), device.target()).map_err(text)?;
+        let gaps = if device.target() == Target::Cpu { vec![] } else { c.plan.spread(GAP) };
+        let mut store = Store::new(5);
+        let program = Program::from_compiled(c, device, &mut store).map_err(text)?;
+        if let Device::Cuda(cuda, arena) = device {
+            cuda.fill(&arena.lock().unwrap_or_else(PoisonError::into_inner), SENTINEL).map_err(text)?;
+        }
+        Ok((Loaded { program, store }, Guards { device: device.clone(), gaps }))
+    }
+
     fn run(&mut self, feeds: &[(String, Numbers)], outputs: &[String]) -> Result<Vec<Vec<f32>>, String> {
         let feeds: Vec<(&str, Data)> = feeds.iter().map(|(n, d)| (n.as_str(), d.data())).collect();
         self.program.run(&mut self.store, &feeds).map_err(|e| e.to_string())?;
         outputs.iter().map(|o| self.program.read(o, &self.store).map_err(|e| e.to_string())).collect()
+    }
+}
+
+const GAP: usize = 256;
+const SENTINEL: u8 = 0xa5;
+
+/// Memory between buffers that no kernel may touch.
+struct Guards {
+    device: Device,
+    gaps: Vec<std::ops::Range<usize>>,
+}
+
+impl Guards {
+    fn check(&self) -> Result<(), String> {
+        let Device::Cuda(cuda, arena) = &self.device else { return Ok(()) };
+        let arena = arena.lock().unwrap_or_else(PoisonError::into_inner);
+        let end = self.gaps.iter().map(|g| g.end).max().unwrap_or(0);
+        let bytes = cuda.download(&arena, 0, end).map_err(|e| e.to_string())?;
+        match self.gaps.iter().find(|g| bytes[(*g).clone()].iter().any(|&b| b != SENTINEL)) {
+            Some(g) => Err(format!("something was written behind the end of a buffer, at byte {} of the arena", g.start)),
+            None => Ok(()),
+        }
     }
 }
 
@@ -314,8 +350,10 @@ fn against_cpu(case: &Case, dtype: DType, target: &Device) -> Result<f64, String
         r.graph.outputs.retain(|o| !frozen(case).iter().any(|i| o.0 == format!("g{i}")));
         sweep(&mut r.graph);
         let names: Vec<String> = r.graph.outputs.iter().map(|o| o.0.clone()).collect();
-        let mut p = Loaded::new(r.graph, &Switches::default(), on)?;
-        (0..times).map(|_| p.run(&r.feeds, &names)).collect()
+        let (mut p, guards) = Loaded::guarded(r.graph, on)?;
+        let all = (0..times).map(|_| p.run(&r.feeds, &names)).collect();
+        guards.check()?;
+        all
     };
     let (ours, cpu) = (run(target, 2)?, run(&device(), 1)?);
     if !ours[0].iter().zip(&ours[1]).all(|(a, b)| bitwise(a, b)) {
@@ -361,7 +399,7 @@ fn on_off(pass: &dyn Pass, target: &Device) -> Result<f64, String> {
     let (off, _) = run(Mode::Off.name())?;
     let mut worst: f64 = 0.0;
     let variants: Vec<String> = match pass.settings().iter().find(|s| s.name == "what") {
-        Some(_) => vec!["auto,what=blocks".into(), "auto,what=memory-bound".into()],
+        Some(_) => vec!["auto".into(), "auto,what=blocks".into(), "auto,what=memory-bound".into()],
         None => vec!["auto".into()],
     };
     for value in variants {
@@ -398,35 +436,76 @@ fn feed_numbers(name: &str, meta: &Meta) -> Numbers {
     fill(kind, hash_name(name), meta.elements())
 }
 
-/// A case's forward time, and what it must do at least.
+/// A case's time in one direction, and what it must do at least.
 pub struct Timing {
+    pub backward: bool,
     pub ms: f64,
     pub flops: u64,
     pub bytes: u64,
 }
 
-/// The best of `repeat` runs of a case, inputs as they are.
-pub fn time_case(case: &Case, device: &Device, repeat: usize) -> Result<Timing, String> {
+/// The best of `repeat` runs of a case: forwards, and on a GPU, whose clock tells nodes apart, backwards too.
+pub fn time_case(case: &Case, dtype: DType, device: &Device, repeat: usize) -> Result<Vec<Timing>, String> {
     let r = Recorder::new();
     let mut feeds = vec![];
-    let mut inputs = vec![];
+    let (mut leaves, mut inputs) = (vec![], vec![]);
     for (i, input) in case.inputs.iter().enumerate() {
         let numbers = fill(input.1, i as u64, input.0.iter().product());
-        inputs.push(r.feed(&format!("x{i}"), input.0, numbers.dtype()));
+        let leaf = r.feed(&format!("x{i}"), input.0, numbers.dtype());
+        let float = numbers.dtype().is_float();
+        inputs.push(if float { r.scope("inputs", || leaf.cast(dtype)) } else { leaf });
+        if float && !frozen(case).contains(&i) {
+            leaves.push(inputs[i]);
+        }
         feeds.push((format!("x{i}"), numbers));
     }
-    for (k, y) in (case.build)(&inputs).into_iter().enumerate() {
+    let outputs = r.scope("case", || (case.build)(&inputs));
+    let gpu = device.target() != Target::Cpu;
+    let mut terms = vec![];
+    for (k, &y) in outputs.iter().enumerate() {
         r.output(&format!("y{k}"), y);
+        if gpu && y.dtype().is_float() && !leaves.is_empty() {
+            let c = r.feed(&format!("c{k}"), &y.shape(), DType::F32);
+            feeds.push((format!("c{k}"), Numbers::F32(normals(k as u64, y.meta().elements()))));
+            terms.push((y.cast(DType::F32) * c).sum());
+        }
+    }
+    if let Some(loss) = terms.into_iter().reduce(|a, b| a + b) {
+        for (i, g) in r.grad(loss, &leaves).into_iter().enumerate() {
+            r.output(&format!("g{i}"), g);
+        }
     }
     let mut p = Loaded::new(r.finish(), &Switches::default(), device)?;
-    let mut best = f64::INFINITY;
-    for _ in 0..repeat + 1 {
-        let start = std::time::Instant::now();
-        p.run(&feeds, &[])?;
-        device.synchronize().map_err(|e| e.to_string())?;
-        best = best.min(start.elapsed().as_secs_f64() * 1e3);
+    if !gpu {
+        let mut ms = f64::INFINITY;
+        for _ in 0..repeat + 1 {
+            let start = std::time::Instant::now();
+            p.run(&feeds, &[])?;
+            ms = ms.min(start.elapsed().as_secs_f64() * 1e3);
+        }
+        return Ok(vec![Timing { backward: false, ms, flops: p.program.flops, bytes: p.program.bytes }]);
     }
-    Ok(Timing { ms: best, flops: p.program.flops, bytes: p.program.bytes })
+    let given: Vec<(&str, Data)> = feeds.iter().map(|(n, d)| (n.as_str(), d.data())).collect();
+    let mut best: Vec<Timing> = vec![];
+    for round in 0..repeat + 1 {
+        let nodes = p.program.profile(&mut p.store, &given).map_err(|e| e.to_string())?;
+        for backward in [false, true] {
+            let own = nodes.iter().filter(|n| n.backward == backward && n.scope == "case");
+            let t = own.fold(Timing { backward, ms: 0.0, flops: 0, bytes: 0 }, |t, n| Timing {
+                backward,
+                ms: t.ms + n.ms as f64,
+                flops: t.flops + n.cost.flops,
+                bytes: t.bytes + n.cost.bytes,
+            });
+            match best.iter_mut().find(|b| b.backward == backward) {
+                _ if t.ms == 0.0 => {}
+                Some(b) if round > 0 => b.ms = b.ms.min(t.ms),
+                Some(_) => {}
+                None => best.push(t),
+            }
+        }
+    }
+    Ok(best)
 }
 
 /// The source of every kernel that a case needs, forwards and backwards, on an architecture: for compiling without a GPU.
@@ -434,7 +513,7 @@ pub fn kernel_texts(case: &Case, dtype: DType, arch: Arch) -> Result<Vec<String>
     let mut r = record_with(case, dtype, false, false);
     r.graph.outputs.retain(|o| !frozen(case).iter().any(|i| o.0 == format!("g{i}")));
     sweep(&mut r.graph);
-    let c = crate::program::Compiled::new(r.graph, &Switches::default(), Target::Cuda(arch)).map_err(|e| e.to_string())?;
+    let c = Compiled::new(r.graph, &Switches::default(), Target::Cuda(arch)).map_err(|e| e.to_string())?;
     let steps = (0..c.graph.nodes.len()).flat_map(|i| crate::cuda::code(&c.graph, &c.plan.spots, i, arch).steps);
     Ok(steps
         .filter_map(|s| match s {

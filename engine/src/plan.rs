@@ -75,6 +75,21 @@ impl Plan {
         self.memory.activations + self.memory.workspace
     }
 
+    /// Gives every buffer memory of its own, with `gap` bytes behind it that nobody may write: for checks. Returns where the gaps are.
+    pub fn spread(&mut self, gap: usize) -> Vec<std::ops::Range<usize>> {
+        let (mut at, mut gaps) = (0, vec![]);
+        for b in &mut self.buffers {
+            if let Home::Arena(offset) = &mut b.home {
+                *offset = at;
+                let end = at + b.bytes;
+                at = (end + gap).next_multiple_of(ALIGN);
+                gaps.push(end..at);
+            }
+        }
+        self.memory.activations = at;
+        gaps
+    }
+
     pub fn new(g: &Graph, workspace: WorkspaceOf) -> Plan {
         let end = g.nodes.len();
         let roots = view_roots(g);

@@ -59,7 +59,7 @@ impl Store {
                         Some(cuda) => {
                             let d = cuda.allocate(meta.bytes())?;
                             match state.init {
-                                Init::Full(0.0) => cuda.clear(&d)?,
+                                Init::Full(0.0) => cuda.fill(&d, 0)?,
                                 init => cuda.upload(&d, initial(init, self.seed, &state.name, meta).bytes())?,
                             }
                             Memory::Gpu(cuda.clone(), d)

@@ -171,7 +171,7 @@ impl Loaded {
         Some((info.dtype.to_string(), info.shape.clone(), bytes))
     }
 
-    fn parse(path: &Path, bytes: Vec<u8>) -> Result<Self, CheckpointError> {
+    pub(crate) fn parse(path: &Path, bytes: Vec<u8>) -> Result<Self, CheckpointError> {
         // read_metadata also checks that the offsets are contiguous and end where the file does.
         let (header_len, header) = SafeTensors::read_metadata(&bytes).map_err(|e| {
             let reason = format!("not a whole safetensors file: {e}");

@@ -32,8 +32,16 @@ pub enum GoldenError {
 
 impl Golden {
     pub fn open(path: &Path) -> Result<Golden, GoldenError> {
-        let not = |reason: String| GoldenError::Not { path: path.display().to_string(), reason };
-        let tensors = load_safetensors(path)?;
+        Golden::new(&path.display().to_string(), load_safetensors(path)?)
+    }
+
+    /// A file's bytes.
+    pub fn read(name: &str, bytes: Vec<u8>) -> Result<Golden, GoldenError> {
+        Golden::new(name, Loaded::parse(Path::new(name), bytes)?)
+    }
+
+    fn new(name: &str, tensors: Loaded) -> Result<Golden, GoldenError> {
+        let not = |reason: String| GoldenError::Not { path: name.to_string(), reason };
         let meta = tensors.metadata();
         let field = |name: &str| meta.get(name).cloned().ok_or_else(|| not(format!("its metadata has no '{name}'")));
         let json = |name: &str| {
@@ -75,36 +83,55 @@ impl Golden {
     }
 }
 
+/// What counts as the same.
+#[derive(Clone, Copy, Debug)]
+pub enum Rule {
+    /// As golden.py says: norm(a - b) <= tolerance * norm(b) + 1e-6 * sqrt(elements); beside that, an error of half a percent never
+    /// passes for rounding.
+    Tolerance(f64),
+    /// For narrow types: every tensor points in the same direction, to at least this cosine, and is as long to within 5%.
+    Cosine(f64),
+}
+
 /// One tensor's comparison.
 pub struct Compared {
     pub name: String,
     /// norm(ours - theirs) / norm(theirs)
     pub error: f64,
+    pub cosine: f64,
     pub ok: bool,
 }
 
-/// Compares everything that the file holds and that can be computed, as golden.py says:
-/// norm(a - b) <= tolerance * norm(b) + 1e-6 * sqrt(elements); beside that, an error of half a percent never passes for rounding.
-/// A tensor that was not computed fails.
-pub fn compare(file: &Golden, computed: &Computed, tolerance: f64) -> Vec<Compared> {
+/// Compares everything that the file holds and that can be computed. A tensor that was not computed fails.
+pub fn compare(file: &Golden, computed: &Computed, rule: Rule) -> Vec<Compared> {
     let mut all = vec![];
     let inputs = ["param/", "input/"];
     for name in file.names().into_iter().filter(|n| !inputs.iter().any(|p| n.starts_with(p))) {
         let theirs = file.f32(&name).unwrap_or_default();
-        let (error, ok) = match computed.get(&name) {
-            Some(ours) if ours.len() == theirs.len() => {
-                let norm = |it: &mut dyn Iterator<Item = f64>| it.map(|v| v * v).sum::<f64>().sqrt();
-                let difference = norm(&mut ours.iter().zip(&theirs).map(|(&a, &b)| a as f64 - b as f64));
-                let size = norm(&mut theirs.iter().map(|&b| b as f64));
-                let root = (theirs.len() as f64).sqrt();
-                // The absolute term is for tensors of pure rounding noise; half a percent of anything larger is a mistake.
-                let gross = difference > tolerance.max(5e-3) * size && size > 1e-6 * root;
-                // Written so that a NaN fails.
-                (difference / size.max(1e-30), difference <= tolerance * size + 1e-6 * root && !gross)
-            }
-            _ => (f64::INFINITY, false),
+        let c = match computed.get(&name) {
+            Some(ours) if ours.len() == theirs.len() => one(name, ours, &theirs, rule),
+            _ => Compared { name, error: f64::INFINITY, cosine: f64::NAN, ok: false },
         };
-        all.push(Compared { name, error, ok });
+        all.push(c);
     }
     all
+}
+
+fn one(name: String, ours: &[f32], theirs: &[f32], rule: Rule) -> Compared {
+    let sum = |it: &mut dyn Iterator<Item = f64>| it.sum::<f64>();
+    let pairs = || ours.iter().zip(theirs).map(|(&a, &b)| (a as f64, b as f64));
+    let difference = sum(&mut pairs().map(|(a, b)| (a - b) * (a - b))).sqrt();
+    let (length, size) = (sum(&mut pairs().map(|(a, _)| a * a)).sqrt(), sum(&mut pairs().map(|(_, b)| b * b)).sqrt());
+    let cosine = sum(&mut pairs().map(|(a, b)| a * b)) / (length * size).max(1e-300);
+    let root = (theirs.len() as f64).sqrt();
+    // Each is written so that a NaN fails.
+    let ok = match rule {
+        Rule::Tolerance(tolerance) => {
+            // The absolute term is for tensors of pure rounding noise; half a percent of anything larger is a mistake.
+            let gross = difference > tolerance.max(5e-3) * size && size > 1e-6 * root;
+            difference <= tolerance * size + 1e-6 * root && !gross
+        }
+        Rule::Cosine(least) => (cosine >= least && (length / size - 1.0).abs() <= 0.05) || (size <= 1e-6 * root && length <= 1e-6 * root),
+    };
+    Compared { name, error: difference / size.max(1e-30), cosine, ok }
 }

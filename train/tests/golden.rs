@@ -2,7 +2,7 @@
 
 use engine::{Cpu, Device, Switches};
 use std::path::PathBuf;
-use train::golden::{Golden, compare};
+use train::golden::{Golden, Rule, compare};
 use train::recipe;
 
 fn file() -> Golden {
@@ -26,7 +26,7 @@ fn hydra_with_every_pass_setting() {
     for setting in settings {
         let mut switches = Switches::default();
         setting.iter().for_each(|(name, value)| switches.set(name, value).unwrap());
-        let all = compare(&golden, &computed(&golden, &switches), 1e-5);
+        let all = compare(&golden, &computed(&golden, &switches), Rule::Tolerance(1e-5));
         assert_eq!(all.len(), 2 * 56 + 5, "every parameter's gradient and next value, losses, metrics, outputs");
         let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();
         assert!(bad.is_empty(), "{setting:?}: {bad:?}");
@@ -40,13 +40,13 @@ fn one_percent_in_one_tensor_fails_by_its_name() {
     for name in ["loss", "grad/blocks.1.attn.temperature", "after/embedding", "output/hidden"] {
         let mut wrong = right.clone();
         wrong.get_mut(name).unwrap().iter_mut().for_each(|v| *v *= 1.01);
-        let failed: Vec<String> = compare(&golden, &wrong, 1e-4).into_iter().filter(|c| !c.ok).map(|c| c.name).collect();
+        let failed: Vec<String> = compare(&golden, &wrong, Rule::Tolerance(1e-4)).into_iter().filter(|c| !c.ok).map(|c| c.name).collect();
         assert_eq!(failed, [name]);
     }
     let mut missing = right.clone();
     missing.remove("grad/norm");
-    assert!(compare(&golden, &missing, 1e-4).iter().any(|c| c.name == "grad/norm" && !c.ok));
+    assert!(compare(&golden, &missing, Rule::Tolerance(1e-4)).iter().any(|c| c.name == "grad/norm" && !c.ok));
     let mut broken = right;
     broken.get_mut("loss").unwrap()[1] = f32::NAN;
-    assert!(compare(&golden, &broken, 1e-4).iter().any(|c| c.name == "loss" && !c.ok));
+    assert!(compare(&golden, &broken, Rule::Tolerance(1e-4)).iter().any(|c| c.name == "loss" && !c.ok));
 }

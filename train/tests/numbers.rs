@@ -4,7 +4,7 @@
 use engine::passes::Target;
 use engine::{Compiled, Cpu, DType, Data, Device, Recorder};
 use train::config::Config;
-use train::recipe::{self, Generator, Session, Task};
+use train::recipe::{self, Generator, Session, Step, Task};
 use train::recipes::hydra::{Hydra, HydraConfig};
 use train::run;
 
@@ -18,12 +18,17 @@ fn task(c: &Config) -> Box<dyn Task> {
     recipe::find("hydra").unwrap().task(c).unwrap()
 }
 
+fn step(t: &mut dyn Task, s: &mut Session, i: u64) -> Step {
+    t.step(s, i, 1e-3).unwrap();
+    t.report(s).unwrap().finish().unwrap()
+}
+
 /// A few steps: the losses' bits, and the parameters afterwards.
 fn train(c: &Config, threads: usize, steps: u64) -> (Vec<f64>, Vec<(String, Vec<f32>)>) {
     let mut t = task(c);
     let mut s = run::load(&*t, c, &Device::cpu(Cpu::new(threads))).unwrap();
     t.begin(0).unwrap();
-    let losses = (0..steps).map(|i| t.step(&mut s, i, 1e-3).unwrap().values[0].1).collect();
+    let losses = (0..steps).map(|i| step(&mut *t, &mut s, i).values[0].1).collect();
     let params = s.store.iter().filter(|(_, x)| x.param).map(|(n, x)| (n.to_string(), x.f32().unwrap())).collect();
     (losses, params)
 }
@@ -174,10 +179,10 @@ fn a_step_that_is_not_finite_changes_nothing_but_the_count() {
         kept.map(|(n, x)| (n.to_string(), x.bytes().unwrap().to_vec())).collect()
     };
     let before = all(&s);
-    let report = t.step(&mut s, 1, 1e-3).unwrap();
+    let report = step(&mut *t, &mut s, 1);
     assert_eq!((report.skipped_in_row, all(&s) == before), (1, true));
     s.store.set("norm", &meta, &whole).unwrap();
-    let report = t.step(&mut s, 2, 1e-3).unwrap();
+    let report = step(&mut *t, &mut s, 2);
     assert_eq!(report.skipped_in_row, 0);
     assert_eq!(report.values.iter().find(|v| v.0 == "skipped").unwrap().1, 1.0);
     assert_ne!(all(&s), before);

@@ -184,11 +184,29 @@ impl Cuda {
         self.synchronize()
     }
 
-    /// Sets every byte to 0.
-    pub fn clear(&self, d: &Device) -> Result<(), Error> {
+    /// Sets every byte.
+    pub fn fill(&self, d: &Device, byte: u8) -> Result<(), Error> {
         self.current();
         // SAFETY: the memory is that large.
-        unsafe { result::memset_d8_async(d.start, 0, d.bytes, self.0.stream) }.map_err(failed("clearing memory"))
+        unsafe { result::memset_d8_async(d.start, byte, d.bytes, self.0.stream) }.map_err(failed("filling memory"))
+    }
+
+    /// Bytes read and written in a second by a copy on the card: what memory-bound kernels are measured against.
+    pub fn copy_speed(&self) -> Result<f64, Error> {
+        const BYTES: usize = 1 << 30;
+        let (a, b) = (self.allocate(BYTES)?, self.allocate(BYTES)?);
+        let copy = || {
+            // SAFETY: both buffers have that many bytes.
+            unsafe { result::memcpy_dtod_async(b.start, a.start, BYTES, self.0.stream) }.map_err(failed("copying"))
+        };
+        copy()?;
+        self.synchronize()?;
+        let start = std::time::Instant::now();
+        for _ in 0..20 {
+            copy()?;
+        }
+        self.synchronize()?;
+        Ok(20.0 * 2.0 * BYTES as f64 / start.elapsed().as_secs_f64())
     }
 
     pub fn download(&self, from: &Device, offset: usize, bytes: usize) -> Result<Vec<u8>, Error> {

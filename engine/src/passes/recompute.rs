@@ -81,7 +81,7 @@ impl Pass for Recompute {
             h = r.block(&format!("blocks.{i}"), || {
                 let w = r.param(&format!("w{i}"), &[8, 8], Init::Normal { std: 0.3 });
                 params.push(w);
-                h + h.silu().matmul(w).silu()
+                h + h.silu().matmul(w).swiglu(h.matmul(w)).matmul(w)
             });
         }
         let loss = h.square().mean();

@@ -4,8 +4,9 @@ use ::train::report::{human_bytes, human_count, table};
 use ::train::run;
 use anyhow::{Result, bail};
 use clap::Args;
-use engine::OPS;
 use engine::check::time_case;
+use engine::op::{Case, Fill, In};
+use engine::{DType, OPS};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -14,7 +15,7 @@ use std::time::Instant;
 #[command(after_help = "Examples:
   kiln bench hydra --preset small
   kiln bench hydra --preset small --set batch=4 --repeat 20 --json small.json
-  kiln bench ops")]
+  kiln bench ops --device cuda")]
 pub struct BenchArgs {
     /// A recipe, or `ops` for the table of operations
     #[command(flatten)]
@@ -152,18 +153,59 @@ fn peak_resident() -> Option<u64> {
     Some(kib * 1024)
 }
 
+/// Every op at the recipes' shapes. On a GPU in bf16, forwards and backwards, beside what the card reaches: a copy, and a large product.
 fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
-    let mut rows = vec![];
-    let mut json = vec![];
+    let (mut rows, mut json) = (vec![], vec![]);
+    let gpu = match device {
+        engine::Device::Cuda(cuda, _) => Some(cuda),
+        engine::Device::Cpu(..) => None,
+    };
+    let dtype = if gpu.is_some() { DType::BF16 } else { DType::F32 };
+    let ceilings = match gpu {
+        Some(cuda) => {
+            let product =
+                Case::new("ceiling", &[In(&[8192, 8192], Fill::Normal), In(&[8192, 8192], Fill::Normal)], |x| vec![x[0].matmul(x[1])]);
+            let t = time_case(&product, dtype, device, 5).map_err(anyhow::Error::msg)?;
+            let (copy, flops) = (cuda.copy_speed()?, t[0].flops as f64 / t[0].ms * 1e3);
+            out!(
+                "{}, {dtype}: a copy reads and writes {:.2} TB/s, a product of 8192^3 makes {:.0} TFLOP/s",
+                device.describe(),
+                copy / 1e12,
+                flops / 1e12
+            );
+            Some((copy, flops))
+        }
+        None => None,
+    };
     for op in OPS {
         for case in op.cases.iter().filter(|c| c.bench) {
-            let t = time_case(case, device, a.repeat.min(5)).map_err(anyhow::Error::msg)?;
-            let (gbs, gflops) = (t.bytes as f64 / t.ms / 1e6, t.flops as f64 / t.ms / 1e6);
-            rows.push(vec![op.name.into(), case.name.into(), format!("{:.2}", t.ms), format!("{gbs:.1}"), format!("{gflops:.1}")]);
-            json.push(serde_json::json!({ "op": op.name, "case": case.name, "ms": t.ms, "gb_s": gbs, "gflop_s": gflops }));
+            for t in time_case(case, dtype, device, a.repeat.min(5)).map_err(anyhow::Error::msg)? {
+                let (bytes, flops) = (t.bytes as f64 / t.ms * 1e3, t.flops as f64 / t.ms * 1e3);
+                // Of the two, what it is closer to is what holds it.
+                let share =
+                    ceilings.map(
+                        |(copy, product)| {
+                            if bytes / copy > flops / product { (bytes / copy, "memory") } else { (flops / product, "arithmetic") }
+                        },
+                    );
+                let direction = if t.backward { "backward" } else { "forward" };
+                rows.push(vec![
+                    op.name.into(),
+                    case.name.into(),
+                    direction.into(),
+                    format!("{:.3}", t.ms),
+                    format!("{:.1}", bytes / 1e9),
+                    format!("{:.2}", flops / 1e12),
+                    share.map_or("-".into(), |(s, what)| format!("{:.0}% {what}", 100.0 * s)),
+                ]);
+                json.push(serde_json::json!({
+                    "op": op.name, "case": case.name, "direction": direction, "ms": t.ms, "gb_s": bytes / 1e9, "tflop_s": flops / 1e12,
+                    "share": share.map(|s| s.0), "bound": share.map(|s| s.1),
+                }));
+            }
         }
     }
-    out_part!("{}", table(&["op", "case", "ms forward", "GB/s", "GFLOP/s"], &rows));
+    out_part!("{}", table(&["op", "case", "", "ms", "GB/s", "TFLOP/s", "of the ceiling"], &rows));
     if let Some(path) = &a.json {
         write_json(Some(path), &serde_json::Value::Array(json))?;
     }

@@ -1,5 +1,5 @@
 use super::DeviceArgs;
-use ::train::golden::{Compared, Golden, compare};
+use ::train::golden::{Compared, Golden, Rule, compare};
 use ::train::recipe;
 use ::train::report::table;
 use anyhow::{Context, Result, bail};
@@ -7,7 +7,8 @@ use clap::{Args, Subcommand};
 use engine::check::{Outcome, check_case, check_pass, kernel_texts};
 use engine::cuda::nvrtc::Compiler;
 use engine::kernel::Arch;
-use engine::{DType, OPS, PASSES, Switches};
+use engine::passes::{Mode, Numerics};
+use engine::{DType, Device, OPS, PASSES, Switches};
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -17,7 +18,8 @@ use std::process::ExitCode;
 #[command(after_help = "Examples:
   kiln check ops
   kiln check passes
-  kiln check golden reference/golden/hydra.safetensors")]
+  kiln check golden reference/golden/hydra.safetensors
+  kiln check all --device cuda")]
 pub struct CheckArgs {
     #[command(subcommand)]
     what: What,
@@ -48,10 +50,15 @@ enum What {
         #[arg(long, default_values_t = [80, 89, 90, 100, 120])]
         sm: Vec<u32>,
     },
+    /// Everything: ops, passes, the golden files that kiln carries (in f32, and in bf16 by direction); one table at the end
+    #[command(after_help = "Examples:
+  kiln check all --device cuda")]
+    All(DeviceArgs),
     /// Compares with golden files that reference/golden.py made
     #[command(after_help = "Examples:
   kiln check golden reference/golden/hydra.safetensors
-  kiln check golden mine.safetensors --tolerance 1e-5 --write ours.safetensors")]
+  kiln check golden mine.safetensors --tolerance 1e-5 --write ours.safetensors
+  kiln check golden reference/golden/hydra.safetensors --pass bf16=auto")]
     Golden(GoldenArgs),
 }
 
@@ -62,6 +69,9 @@ struct GoldenArgs {
     /// Largest norm(ours - theirs) / norm(theirs) of a tensor
     #[arg(long, default_value_t = 1e-4)]
     tolerance: f64,
+    /// Smallest cosine between a tensor and its golden one, where a pass that rounds to narrower types is on
+    #[arg(long, default_value_t = 0.99)]
+    cosine: f64,
     /// Saves what kiln computed, under the golden file's names
     #[arg(long, value_name = "OUT.safetensors")]
     write: Option<PathBuf>,
@@ -81,16 +91,75 @@ pub fn run(a: CheckArgs) -> Result<ExitCode> {
             if ops.is_empty() {
                 bail!("no op is called '{}'", filter.unwrap_or_default());
             }
-            let cases = ops.into_iter().flat_map(|o| o.cases.iter().filter(|c| !c.bench).map(move |c| (o.name, c)));
-            report(cases.flat_map(|(name, c)| check_case(name, c, &device)))
+            report(ops.into_iter().flat_map(|o| op_outcomes(o, &device)))
         }
         What::Passes(d) => {
             let device = d.open()?;
             report(PASSES.iter().map(|p| check_pass(*p, &device)))
         }
+        What::All(d) => everything(&d.open()?),
         What::Kernels { sm } => kernels(&sm),
         What::Golden(g) => golden(g),
     }
+}
+
+fn op_outcomes<'a>(op: &'a engine::op::Entry, device: &'a Device) -> impl Iterator<Item = Outcome> + 'a {
+    op.cases.iter().filter(|c| !c.bench).flat_map(|c| check_case(op.name, c, device))
+}
+
+/// The golden files of the recipes that are built in.
+const GOLDEN: &[(&str, &[u8])] = &[("hydra", include_bytes!("../../../reference/golden/hydra.safetensors"))];
+
+fn everything(device: &Device) -> Result<ExitCode> {
+    let mut rows = vec![];
+    let mut failures = 0;
+    let mut add = |what: String, outcomes: &mut dyn Iterator<Item = Outcome>| -> Result<()> {
+        let (mut count, mut failed, mut worst) = (0, 0, 0.0f64);
+        for o in outcomes {
+            count += 1;
+            match o.problem {
+                Some(problem) => {
+                    failed += 1;
+                    out!("FAIL  {}: {problem}", o.name);
+                }
+                None => worst = worst.max(o.error),
+            }
+        }
+        failures += failed;
+        rows.push(vec![what, count.to_string(), (count - failed).to_string(), failed.to_string(), format!("{worst:.3}")]);
+        Ok(())
+    };
+    for op in OPS {
+        add(format!("op {}", op.name), &mut op_outcomes(op, device))?;
+    }
+    for pass in PASSES {
+        add(format!("pass {}", pass.name()), &mut std::iter::once(check_pass(*pass, device)))?;
+    }
+    for (name, bytes) in GOLDEN {
+        let file = Golden::read(name, bytes.to_vec())?;
+        for (what, switches, rule) in [
+            ("f32", Switches::default(), Rule::Tolerance(1e-4)),
+            ("bf16, direction", Switches::default().with("bf16", "auto")?, Rule::Cosine(0.99)),
+        ] {
+            let computed = recipe::find(&file.recipe)?.golden(&file, &switches, device)?;
+            let outcome = |c: Compared| {
+                let error = match rule {
+                    Rule::Tolerance(t) => c.error / t,
+                    Rule::Cosine(least) => (1.0 - c.cosine) / (1.0 - least),
+                };
+                Outcome {
+                    name: format!("{name} {what}: {}", c.name),
+                    error,
+                    problem: (!c.ok).then(|| format!("off by {:.2e}, cosine {:.5}", c.error, c.cosine)),
+                }
+            };
+            add(format!("golden {name}, {what}"), &mut compare(&file, &computed, rule).into_iter().map(outcome))?;
+        }
+    }
+    out!("on {}", device.describe());
+    out_part!("{}", table(&["what", "checks", "passed", "failed", "worst, of what is allowed"], &rows));
+    out!("{}", if failures == 0 { "everything passed".to_string() } else { format!("{failures} failed") });
+    Ok(if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn report(outcomes: impl Iterator<Item = Outcome>) -> Result<ExitCode> {
@@ -164,6 +233,8 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
         let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
         switches.set(name, value)?;
     }
+    let narrow = PASSES.iter().any(|p| p.numerics(device.target(), DType::F32) == Numerics::LowPrecision && switches.mode(*p) != Mode::Off);
+    let rule = if narrow { Rule::Cosine(a.cosine) } else { Rule::Tolerance(a.tolerance) };
     let mut failed = false;
     for path in &a.files {
         let file = Golden::open(path)?;
@@ -177,7 +248,7 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
             let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
             ::train::run::write_bytes(out, &safetensors::serialize(views, None)?)?;
         }
-        let all = compare(&file, &computed, a.tolerance);
+        let all = compare(&file, &computed, rule);
         out!("{} ({})", path.display(), file.recipe);
         let mut rows = vec![];
         for (what, prefix) in
@@ -185,16 +256,29 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
         {
             let own: Vec<&Compared> = all.iter().filter(|c| c.name.starts_with(prefix)).collect();
             if let Some(worst) = own.iter().max_by(|x, y| x.error.total_cmp(&y.error)) {
-                rows.push(vec![what.into(), own.len().to_string(), format!("{:.2e}", worst.error), worst.name.clone()]);
+                let least = own.iter().map(|c| c.cosine).fold(1.0, f64::min);
+                rows.push(vec![
+                    what.into(),
+                    own.len().to_string(),
+                    format!("{:.2e}", worst.error),
+                    worst.name.clone(),
+                    format!("{least:.6}"),
+                ]);
             }
         }
-        out_part!("{}", table(&["what", "tensors", "worst error", "in"], &rows));
-        let gradients: Vec<Vec<String>> =
-            all.iter().filter(|c| c.name.starts_with("grad/")).map(|c| vec![c.name.clone(), format!("{:.2e}", c.error)]).collect();
-        out_part!("{}", table(&["gradient by parameter", "error"], &gradients));
+        out_part!("{}", table(&["what", "tensors", "worst error", "in", "least cosine"], &rows));
+        let gradients: Vec<Vec<String>> = all
+            .iter()
+            .filter(|c| c.name.starts_with("grad/"))
+            .map(|c| vec![c.name.clone(), format!("{:.2e}", c.error), format!("{:.6}", c.cosine)])
+            .collect();
+        out_part!("{}", table(&["gradient by parameter", "error", "cosine"], &gradients));
         for c in all.iter().filter(|c| !c.ok) {
             failed = true;
-            out!("FAIL  {}: error {:.3e}, {:.1e} is allowed", c.name, c.error, a.tolerance);
+            match rule {
+                Rule::Tolerance(most) => out!("FAIL  {}: error {:.3e}, {most:.1e} is allowed", c.name, c.error),
+                Rule::Cosine(least) => out!("FAIL  {}: cosine {:.6} (at least {least}), error {:.3e}", c.name, c.cosine, c.error),
+            }
         }
         out!("{} passed, {} failed", all.iter().filter(|c| c.ok).count(), all.iter().filter(|c| !c.ok).count());
     }
