@@ -1,7 +1,7 @@
 //! Every pass against itself switched off; receipts, modes, and the errors of bad settings.
 
 use engine::passes::{Mode, Target, all_applied};
-use engine::{Cpu, DType, Device, Error, Init, PASSES, Recorder, Switches, check};
+use engine::{Cpu, DType, Device, Error, Init, PASSES, Recorder, Switches, Var, check};
 
 #[test]
 fn every_pass_off_and_on() {
@@ -39,6 +39,81 @@ fn require_turns_a_declined_site_into_an_error() {
     let flash = Switches::default().with("flash-attention", "require").unwrap();
     let c = engine::Compiled::new(graph(), &flash, Target::Cpu).unwrap();
     assert!(matches!(all_applied(std::iter::once(&c.receipts[..])), Err(Error::NoSites(p)) if p == "flash-attention"));
+}
+
+/// What a pass did, and the ops that are left.
+fn compiled(pass: &str, switches: Switches, record: impl Fn(&Recorder)) -> (usize, Vec<String>, Vec<String>) {
+    let r = Recorder::new();
+    record(&r);
+    let c = engine::Compiled::new(r.finish(), &switches, Target::Cpu).unwrap();
+    let receipt = c.receipts.iter().find(|r| r.pass == pass).unwrap();
+    let op = |i: usize| format!("{} {:?}", c.graph.nodes[i].name(), c.graph.inputs(i));
+    let ops = (0..c.graph.nodes.len()).filter(|&i| c.graph.nodes[i].name().contains("norm")).map(op).collect();
+    (receipt.applied, receipt.declined.iter().map(|d| d.0.clone()).collect(), ops)
+}
+
+#[test]
+fn a_norm_adds_only_where_that_saves_something() {
+    let run = |record: fn(Var, Var, Var, Var)| {
+        let (applied, declined, _) = compiled("fuse-norm", Switches::default(), |r| {
+            let state = |name: &str, shape: &[usize]| r.state(name, shape, DType::F32, Init::Full(1.0));
+            record(state("a", &[6, 8]), state("b", &[6, 8]), state("row", &[8]), state("w", &[8]));
+        });
+        (applied, declined.join(", "))
+    };
+    assert_eq!(run(|a, b, _, w| a.recorder().output("y", (a + b).rms_norm(w, 1e-6))), (1, String::new()));
+    assert_eq!(run(|a, _, row, w| a.recorder().output("y", (row + a).rms_norm(w, 1e-6))), (1, String::new()));
+    assert_eq!(
+        run(|a, b, _, w| {
+            let s = a + b;
+            a.recorder().output("y", s.rms_norm(w, 1e-6));
+            a.recorder().output("s", s);
+        }),
+        (1, String::new())
+    );
+    let refused = |record: fn(Var, Var, Var, Var), why: &str| {
+        let (applied, declined) = run(record);
+        assert!(applied == 0 && declined.contains(why), "{applied} {declined}");
+    };
+    refused(
+        |a, _, row, w| {
+            let s = a + row;
+            a.recorder().output("y", s.rms_norm(w, 1e-6) * s);
+        },
+        "is read elsewhere",
+    );
+    refused(
+        |a, b, _, w| {
+            let s = a + b;
+            let first = s.silu();
+            a.recorder().output("y", s.rms_norm(w, 1e-6) * first);
+        },
+        "before its norm",
+    );
+    refused(|a, b, _, w| a.recorder().output("y", (a + b.silu()).rms_norm(w, 1e-6)), "is arithmetic");
+    refused(|a, b, _, w| a.recorder().output("y", (a + b.slice(1, 0, 1)).rms_norm(w, 1e-6)), "nor is it a row");
+    refused(
+        |a, b, _, w| {
+            let s = a + b;
+            let loss = s.rms_norm(w, 1e-6).square().sum();
+            a.recorder().output("ds", a.recorder().grad(loss, &[s])[0]);
+        },
+        "a gradient by the sum",
+    );
+}
+
+#[test]
+fn fused_norms_keep_rows_weights_and_tables_in_f32() {
+    let half = || Switches::default().with("bf16", "auto").unwrap();
+    let pass = |name: &str| *PASSES.iter().find(|p| p.name() == name).unwrap();
+    let (applied, _, ops) = compiled("fuse-norm", half(), |r| pass("fuse-norm").example(r));
+    assert_eq!(applied, 2);
+    assert!(ops.contains(&"add_rms_norm [bf16[70, 24], bf16[70, 24], f32[24]]".into()), "{ops:?}");
+    assert!(ops.contains(&"add_rms_norm [bf16[70, 24], f32[1, 24], f32[24]]".into()), "{ops:?}");
+    let (applied, _, ops) = compiled("fuse-qk-norm", half(), |r| pass("fuse-qk-norm").example(r));
+    assert_eq!(applied, 3);
+    assert!(ops.contains(&"norm_rope [bf16[2, 17, 3, 8], f32[17, 4], f32[17, 4], f32[1]]".into()), "{ops:?}");
+    assert!(!ops.iter().any(|o| o.starts_with("rms_norm")), "{ops:?}");
 }
 
 #[test]

@@ -20,7 +20,15 @@ fn hydra_with_every_pass_setting() {
         &[],
         &[("recompute", "require,what=blocks")],
         &[("recompute", "require,what=memory-bound"), ("linear-ce", "require,chunk=7")],
-        &[("flash-attention", "off"), ("linear-ce", "off"), ("dead-code", "off"), ("fuse-pointwise", "off"), ("in-place", "off")],
+        &[
+            ("flash-attention", "off"),
+            ("linear-ce", "off"),
+            ("fuse-norm", "off"),
+            ("fuse-qk-norm", "off"),
+            ("dead-code", "off"),
+            ("fuse-pointwise", "off"),
+            ("in-place", "off"),
+        ],
     ];
     let golden = file();
     for setting in settings {

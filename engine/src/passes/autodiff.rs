@@ -60,7 +60,7 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         let node = recorder.with_graph(|g| g.nodes[i].clone());
         let Kind::Op(op) = &node.kind else { continue };
         let outputs = node.outputs.len();
-        let flows: Vec<Vec<Var>> = (0..outputs).map(|out| adjoint.remove(&Value { node: i, out }).unwrap_or_default()).collect();
+        let flows: Vec<Vec<Var>> = (0..outputs).map(|out| adjoint.get(&Value { node: i, out }).cloned().unwrap_or_default()).collect();
         if flows.iter().all(|f| f.is_empty()) {
             continue;
         }

@@ -7,10 +7,12 @@ use crate::meta::DType;
 use crate::ops::adamw::{AdamW, GlobalNorm};
 use crate::ops::cross_entropy::CrossEntropy;
 use crate::ops::linear_ce::ChunkedLinearCrossEntropy;
+use crate::ops::norm::add::AddRmsNorm;
 use crate::ops::norm::{LayerNorm, RmsNorm};
 use crate::ops::pointwise::Pointwise;
 use crate::ops::reduce::Reduce;
 use crate::ops::rope::Rope;
+use crate::ops::rope::norm::NormRope;
 use crate::ops::rows::{GatherRows, ScatterRows};
 use crate::record::{Recorder, Var};
 use std::collections::HashMap;
@@ -143,8 +145,18 @@ fn rewritten<'g>(
         return Some(vec![if y.dtype() == DType::F32 && y.dim(0) > 1 { y.cast(DType::BF16) } else { y }]);
     } else if node.op::<ScatterRows>().is_some() {
         x[2] = x[2].cast(x[0].dtype());
-    } else if node.op::<RmsNorm>().is_some() || node.op::<LayerNorm>().is_some() || node.op::<Rope>().is_some() {
+    } else if node.op::<RmsNorm>().is_some()
+        || node.op::<LayerNorm>().is_some()
+        || node.op::<Rope>().is_some()
+        || node.op::<NormRope>().is_some()
+    {
         x[0] = half(x[0]); // weights and tables stay as they are
+        receipt.applied += 1;
+    } else if node.op::<AddRmsNorm>().is_some() {
+        x[0] = half(x[0]);
+        if x[1].shape() == x[0].shape() {
+            x[1] = half(x[1]); // a row stays as it is
+        }
         receipt.applied += 1;
     } else if node.op::<ChunkedLinearCrossEntropy>().is_some() {
         (x[0], x[1]) = (half(x[0]), half(x[1]));

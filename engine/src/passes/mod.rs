@@ -8,7 +8,9 @@ mod epilogue;
 pub use dead_code::sweep;
 pub mod expand;
 mod flash_attention;
+mod fuse_norm;
 mod fuse_pointwise;
+mod fuse_qk_norm;
 mod group_casts;
 mod hoist;
 mod in_place;
@@ -30,6 +32,8 @@ use std::collections::BTreeMap;
 pub const PASSES: &[&dyn Pass] = &[
     &flash_attention::FlashAttentionPass,
     &linear_ce::LinearCe,
+    &fuse_norm::FuseNorm,
+    &fuse_qk_norm::FuseQkNorm,
     &share::Share,
     &bf16::Bf16,
     &merge_products::MergeProducts,

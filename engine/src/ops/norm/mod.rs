@@ -1,14 +1,16 @@
 //! RMS norm (with or without a weight) and layer norm (without; a weight is arithmetic that fuses behind it), over the last
-//! dimension. Both keep one number a row for the way back.
+//! dimension. Both keep one number a row for the way back. `add` norms a sum that is never written.
+
+pub mod add;
+pub(crate) mod gpu;
 
 use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
-use crate::kernel::{At, Code, Io, Step};
-use crate::meta::{DType, Meta};
+use crate::kernel::{Code, Io};
+use crate::meta::Meta;
 use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
-use crate::ops::reduce::packs::Rows;
-use crate::ops::reduce::sum_rows;
 use crate::record::Var;
+use gpu::Inputs;
 use rayon::prelude::*;
 
 /// Rows of one task, and of one partial sum of a weight's gradient: the order of additions is fixed by this alone.
@@ -50,51 +52,6 @@ fn two_outputs<'a>(y: &'a mut [ViewMut]) -> (&'a mut [f32], &'a mut [f32]) {
     (a[0].f32(), b[0].f32())
 }
 
-/// Inputs x and perhaps a weight; outputs y, rstd.
-fn forward(io: &Io, eps: f32, layer: bool) -> Code {
-    let d = io.x[0].dim(0);
-    let types: Vec<DType> = io.x.iter().map(|m| m.dtype).collect();
-    let rows = Rows::new(d, &types);
-    rows.launch(include_str!("norm.cu"), "normalise", d)
-        .define_type("T", types[0])
-        .define_type("W", *types.get(1).unwrap_or(&types[0]))
-        .define("ROWS", io.x[0].rows())
-        .define("WEIGHT", (types.len() > 1) as u8)
-        .define("LAYER", layer as u8)
-        .define_f32("EPS", eps)
-        .grid(io.x[0].rows().div_ceil(rows.groups), 1, 1)
-        .all(io)
-        .code()
-}
-
-/// Inputs x (of a layer norm, its output), rstd, dy and perhaps a weight; outputs dx and the weight's gradient, whose partial sums
-/// are added by a second launch. Their number depends on shapes alone, and so does the order of additions.
-fn backward(io: &Io, layer: bool) -> Code {
-    let (d, n) = (io.x[0].dim(0), io.x[0].rows());
-    let weight = io.x.get(3).map(|m| m.dtype);
-    let types = [io.x[0].dtype, io.x[2].dtype, weight.unwrap_or(io.x[0].dtype)];
-    let rows = Rows::new(d, &types);
-    let launch = rows
-        .launch(include_str!("grad.cu"), "norm_grad", d)
-        .define_type("T", types[0])
-        .define_type("G", types[1])
-        .define_type("W", types[2])
-        .define("ROWS", n)
-        .define("WEIGHT", weight.is_some() as u8)
-        .define("LAYER", layer as u8);
-    let blocks = n.div_ceil(rows.groups);
-    let Some(dtype) = weight else {
-        return launch.grid(blocks, 1, 1).all(io).code();
-    };
-    let blocks = blocks.min(((1 << 22) / d).clamp(128, 1024));
-    let args = [At::X(0), At::X(1), At::X(2), At::X(3), At::Y(0), At::Work].map(Into::into);
-    let steps = vec![
-        Step::Launch(launch.grid(blocks, 1, 1).args(&args)),
-        Step::Launch(sum_rows(blocks, d, At::Work.into(), (At::Y(1).into(), dtype))),
-    ];
-    Code { steps, workspace: 4 * blocks * d }
-}
-
 impl Op for RmsNorm {
     fn name(&self) -> &'static str {
         "rms_norm"
@@ -127,7 +84,8 @@ impl Op for RmsNorm {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        forward(io, self.eps, false)
+        let weight = (io.x.len() > 1).then_some(1);
+        gpu::forward(io, Inputs { weight, ..Inputs::default() }, self.eps, false)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -174,15 +132,7 @@ impl Op for RmsNormGrad {
                     for (r, dx) in dx.chunks_mut(d).enumerate() {
                         let row = task * ROWS + r;
                         let (x, dy, s) = (&data[row * d..][..d], &dy[row * d..][..d], rstd[row]);
-                        match weight {
-                            Some(w) => {
-                                dx.iter_mut().zip(dy).zip(w).for_each(|((o, &g), &w)| *o = g * w);
-                                dw.iter_mut().zip(x).zip(dy).for_each(|((o, &x), &g)| *o += g * (x * s));
-                            }
-                            None => dx.copy_from_slice(dy),
-                        }
-                        let mean = dot(dx, x) * s * s / d as f32;
-                        dx.iter_mut().zip(x).for_each(|(o, &x)| *o = (*o - x * mean) * s);
+                        rms_row(x, s, dy, weight, dx, dw);
                     }
                 },
             )
@@ -193,7 +143,8 @@ impl Op for RmsNormGrad {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        backward(io, false)
+        let weight = (io.x.len() > 3).then_some(3);
+        gpu::backward(io, Inputs { rstd: 1, dy: 2, weight, ..Inputs::default() }, false)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -209,8 +160,22 @@ impl Op for RmsNormGrad {
     }
 }
 
+/// dx of one row, and its part of the weight's gradient.
+#[inline(always)]
+pub(crate) fn rms_row(x: &[f32], rstd: f32, dy: &[f32], weight: Option<&[f32]>, dx: &mut [f32], dw: &mut [f32]) {
+    match weight {
+        Some(w) => {
+            dx.iter_mut().zip(dy).zip(w).for_each(|((o, &g), &w)| *o = g * w);
+            dw.iter_mut().zip(x).zip(dy).for_each(|((o, &x), &g)| *o += g * (x * rstd));
+        }
+        None => dx.copy_from_slice(dy),
+    }
+    let mean = dot(dx, x) * rstd * rstd / x.len() as f32;
+    dx.iter_mut().zip(x).for_each(|(o, &x)| *o = (*o - x * mean) * rstd);
+}
+
 /// Adds rows of partial sums, in order.
-fn add_pieces(pieces: &[f32], out: &mut [f32]) {
+pub(crate) fn add_pieces(pieces: &[f32], out: &mut [f32]) {
     out.fill(0.0);
     for piece in pieces.chunks(out.len()) {
         out.iter_mut().zip(piece).for_each(|(o, &p)| *o += p);
@@ -246,7 +211,7 @@ impl Op for LayerNorm {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        forward(io, self.eps, true)
+        gpu::forward(io, Inputs::default(), self.eps, true)
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -292,7 +257,7 @@ impl Op for LayerNormGrad {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        backward(io, true)
+        gpu::backward(io, Inputs { rstd: 1, dy: 2, ..Inputs::default() }, true)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -332,7 +297,30 @@ impl<'g> Var<'g> {
 pub const CASES: &[Case] = &[
     Case::new("rms", &[In(&[2, 67, 33], Fill::Normal), In(&[33], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]),
     Case::new("rms small heads", &[In(&[3, 7, 16], Fill::Normal)], |x| vec![x[0].rms_norm_plain(1e-6)]),
+    Case::new("rms long rows", &[In(&[5, 1100], Fill::Normal), In(&[1100], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]),
     Case::new("layer", &[In(&[67, 21], Fill::Normal)], |x| vec![x[0].layer_norm(1e-5)]),
+    Case::new("a row added", &[In(&[2, 67, 33], Fill::Normal), In(&[33], Fill::Normal), In(&[33], Fill::Normal)], |x| {
+        vec![add::norm_sum(x, false)[0]]
+    }),
+    Case::new("a row added to long rows", &[In(&[7, 1100], Fill::Normal), In(&[1, 1100], Fill::Normal), In(&[1100], Fill::Normal)], |x| {
+        vec![add::norm_sum(x, false)[0]]
+    }),
+    Case::new("rows added", &[In(&[70, 24], Fill::Normal), In(&[70, 24], Fill::Normal), In(&[24], Fill::Normal)], |x| {
+        vec![add::norm_sum(x, false)[0]]
+    }),
+    Case::new("rows added and kept", &[In(&[3, 23, 40], Fill::Normal), In(&[3, 23, 40], Fill::Normal), In(&[40], Fill::Normal)], |x| {
+        let y = add::norm_sum(x, true);
+        vec![y[0], y[2]]
+    }),
     Case::new("rms stream", &[In(&[65536, 768], Fill::Normal), In(&[768], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]).bench(),
     Case::new("layer stream", &[In(&[65536, 768], Fill::Normal)], |x| vec![x[0].layer_norm(1e-5)]).bench(),
+    Case::new("a row added, stream", &[In(&[16384, 768], Fill::Normal), In(&[1, 768], Fill::Normal), In(&[768], Fill::Normal)], |x| {
+        vec![add::norm_sum(x, false)[0]]
+    })
+    .bench(),
+    Case::new("rows added, stream", &[In(&[8192, 1024], Fill::Normal), In(&[8192, 1024], Fill::Normal), In(&[1024], Fill::Normal)], |x| {
+        let y = add::norm_sum(x, true);
+        vec![y[0], y[2]]
+    })
+    .bench(),
 ];

@@ -1,29 +1,34 @@
-// Rows [ROWS, D]. LAYER: y = (x - mean) / sqrt(variance + EPS); otherwise y = x / sqrt(mean(x^2) + EPS), with WEIGHT times w [D].
-template <bool PACKED> __device__ __forceinline__ void norm_rows(const T *x, const W *w, T *y, float *rstd) {
+// Rows [ROWS, D] of x (sum.cuh). LAYER: y = (x - mean) / sqrt(variance + EPS); otherwise y = x / sqrt(mean(x^2) + EPS), with WEIGHT
+// times w [D]. With SUM x itself is an output.
+template <bool PACKED> __device__ __forceinline__ void norm_rows(const T *x, const B *b, const W *w, T *y, float *rstd, T *sum) {
     u64 row = (u64)blockIdx.x * GROUPS + row_group();
     bool real = row < (u64)ROWS;
     if (!real) row = ROWS - 1; // its sums are needed by nobody, but its threads by the shuffles
-    Row<PACKED, T> v(x + row * D, D);
+    Summed<PACKED> from(x, b, row);
 
-    float mean = 0.0f;
-    if (LAYER) {
-        #pragma unroll UNROLL
-        for (int p = 0; p < PACKS; p++) {
-            if (row_start(p) >= D) continue;
-            Pack<T> a = v[p];
-            for (int i = 0; i < VEC; i++) mean += to_float(a.at[i]);
-        }
-        mean = row_sum(mean) / D;
-    }
-    float square = 0.0f;
+    float kept[KEEP ? PACKS : 1][VEC], mean = 0.0f, square = 0.0f;
     #pragma unroll UNROLL
     for (int p = 0; p < PACKS; p++) {
         if (row_start(p) >= D) continue;
-        Pack<T> a = v[p];
+        float *v = kept[KEEP ? p : 0];
+        from.get(p, v);
         for (int i = 0; i < VEC; i++) {
-            float c = to_float(a.at[i]) - mean;
-            square += c * c;
+            mean += v[i];
+            square += v[i] * v[i];
         }
+    }
+    if (LAYER) {
+        mean = row_sum(mean) / D;
+        square = 0.0f;
+        #pragma unroll UNROLL
+        for (int p = 0; p < PACKS; p++) {
+            if (row_start(p) >= D) continue;
+            float *v = kept[KEEP ? p : 0];
+            if (!KEEP) from.get(p, v);
+            for (int i = 0; i < VEC; i++) square += (v[i] - mean) * (v[i] - mean);
+        }
+    } else {
+        mean = 0.0f;
     }
     float r = 1.0f / sqrtf(row_sum(square) / D + EPS);
 
@@ -32,23 +37,25 @@ template <bool PACKED> __device__ __forceinline__ void norm_rows(const T *x, con
     #pragma unroll UNROLL
     for (int p = 0; p < PACKS; p++) {
         if (row_start(p) >= D) continue;
-        Pack<T> a = v[p];
+        u64 at = row * D + row_start(p);
+        float *v = kept[KEEP ? p : 0];
+        if (!KEEP) from.get(p, v);
+        Pack<T> out;
+        if (SUM) {
+            for (int i = 0; i < VEC; i++) from_float(v[i], out.at[i]);
+            write(sum + at, out);
+        }
         Pack<W> scale;
         if (WEIGHT) scale = read<PACKED>(w + row_start(p));
         for (int i = 0; i < VEC; i++) {
-            float c = (to_float(a.at[i]) - mean) * r;
-            from_float(WEIGHT ? c * to_float(scale.at[i]) : c, a.at[i]);
+            float c = (v[i] - mean) * r;
+            from_float(WEIGHT ? c * to_float(scale.at[i]) : c, out.at[i]);
         }
-        write(y + row * D + row_start(p), a);
+        write(y + at, out);
     }
 }
 
-#if WEIGHT
-extern "C" __global__ void __launch_bounds__(LANES * GROUPS) normalise(const T *x, const W *w, T *y, float *rstd) {
-#else
-extern "C" __global__ void __launch_bounds__(LANES * GROUPS) normalise(const T *x, T *y, float *rstd) {
-    const W *w = x;
-#endif
-    if (packed(x) && packed(w)) norm_rows<true>(x, w, y, rstd);
-    else norm_rows<false>(x, w, y, rstd);
+extern "C" __global__ void __launch_bounds__(LANES * GROUPS) normalise(const T *x, const B *b, const W *w, T *y, float *rstd, T *sum) {
+    if (packed(x) && packed(b) && packed(w)) norm_rows<true>(x, b, w, y, rstd, sum);
+    else norm_rows<false>(x, b, w, y, rstd, sum);
 }

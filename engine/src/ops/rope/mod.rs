@@ -1,10 +1,13 @@
 //! Rotary position embedding: pairs of a head's elements are turned by an angle that grows with the position.
 
+pub mod norm;
+
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::Meta;
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::record::{Recorder, Var};
+use norm::NormRope;
 use rayon::prelude::*;
 
 /// Which elements of a head of d form a pair.
@@ -24,6 +27,28 @@ pub struct Rope {
     pub inverse: bool,
 }
 
+/// Turns a head at `place` by the angles that the tables [places or time, d / 2] have for it.
+#[inline(always)]
+fn turn(pairs: Pairs, sign: f32, row: &mut [f32], place: usize, cos: &[f32], sin: &[f32]) {
+    let half = row.len() / 2;
+    let at = place * half % cos.len();
+    let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
+    let turned = |a: f32, b: f32, i: usize| (a * cos[i] - b * (sign * sin[i]), a * (sign * sin[i]) + b * cos[i]);
+    match pairs {
+        Pairs::Halves => {
+            let (a, b) = row.split_at_mut(half);
+            for i in 0..half {
+                (a[i], b[i]) = turned(a[i], b[i], i);
+            }
+        }
+        Pairs::Adjacent => {
+            for i in 0..half {
+                (row[2 * i], row[2 * i + 1]) = turned(row[2 * i], row[2 * i + 1], i);
+            }
+        }
+    }
+}
+
 impl Op for Rope {
     fn name(&self) -> &'static str {
         "rope"
@@ -38,7 +63,6 @@ impl Op for Rope {
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         let (heads, d) = (x[0].dim(1), x[0].dim(0));
-        let half = d / 2;
         let (data, cos, sin) = (x[0].f32(), x[1].f32(), x[2].f32());
         let sign = if self.inverse { -1.0 } else { 1.0 };
         const PLACES: usize = 32;
@@ -46,30 +70,9 @@ impl Op for Rope {
             simd(
                 #[inline(always)]
                 || {
-                    for (p, out) in out.chunks_mut(heads * d).enumerate() {
-                        let place = task * PLACES + p;
-                        let at = place * half % cos.len();
-                        let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
-                        let rows = out.chunks_mut(d).zip(data[place * heads * d..][..heads * d].chunks(d));
-                        for (out, x) in rows {
-                            match self.pairs {
-                                Pairs::Halves => {
-                                    let ((xa, xb), (ya, yb)) = (x.split_at(half), out.split_at_mut(half));
-                                    for i in 0..half {
-                                        let s = sign * sin[i];
-                                        ya[i] = xa[i] * cos[i] - xb[i] * s;
-                                        yb[i] = xa[i] * s + xb[i] * cos[i];
-                                    }
-                                }
-                                Pairs::Adjacent => {
-                                    for i in 0..half {
-                                        let s = sign * sin[i];
-                                        out[2 * i] = x[2 * i] * cos[i] - x[2 * i + 1] * s;
-                                        out[2 * i + 1] = x[2 * i] * s + x[2 * i + 1] * cos[i];
-                                    }
-                                }
-                            }
-                        }
+                    out.copy_from_slice(&data[task * PLACES * heads * d..][..out.len()]);
+                    for (r, row) in out.chunks_mut(d).enumerate() {
+                        turn(self.pairs, sign, row, task * PLACES + r / heads, cos, sin);
                     }
                 },
             )
@@ -127,8 +130,23 @@ pub const CASES: &[Case] = &[
         let (c, s) = x[0].recorder().rope_tables(6, 4, 100.0);
         vec![x[0].rope(Pairs::Halves, (c.reshape(&[2, 3, 2]), s.reshape(&[2, 3, 2])))]
     }),
+    Case::new("normed", &[In(&[2, 5, 3, 16], Fill::Normal)], |x| normed(x, Pairs::Halves)),
+    Case::new("normed, a weight", &[In(&[2, 5, 3, 12], Fill::Normal), In(&[12], Fill::Normal)], |x| normed(x, Pairs::Halves)),
+    Case::new("normed, one number", &[In(&[2, 7, 5, 8], Fill::Normal), In(&[1], Fill::Normal)], |x| normed(x, Pairs::Halves)),
+    Case::new("normed, adjacent", &[In(&[3, 5, 2, 6], Fill::Normal), In(&[6], Fill::Normal)], |x| normed(x, Pairs::Adjacent)),
     Case::new("queries", &[In(&[64, 1024, 12, 16], Fill::Normal)], |x| {
         vec![x[0].rope(Pairs::Halves, x[0].recorder().rope_tables(1024, 16, 10000.0))]
     })
     .bench(),
+    Case::new("normed queries", &[In(&[16, 1024, 12, 16], Fill::Normal)], |x| normed(x, Pairs::Halves)).bench(),
+    Case::new("normed keys", &[In(&[16, 1024, 3, 16], Fill::Normal), In(&[1], Fill::Normal)], |x| normed(x, Pairs::Halves)).bench(),
+    Case::new("normed heads of 128", &[In(&[4, 512, 16, 128], Fill::Normal), In(&[128], Fill::Normal)], |x| normed(x, Pairs::Halves))
+        .bench(),
 ];
+
+/// For the cases: inputs x and perhaps a weight.
+fn normed<'g>(x: &[Var<'g>], pairs: Pairs) -> Vec<Var<'g>> {
+    let (cos, sin) = x[0].recorder().rope_tables(x[0].shape()[1], x[0].dim(0), 10000.0);
+    let inputs = [&[x[0], cos, sin], &x[1..]].concat();
+    x[0].recorder().op(NormRope { eps: 1e-6, pairs }, &inputs)[..1].to_vec()
+}

@@ -1,0 +1,201 @@
+//! The RMS norm of a sum. The sum itself is written only where something else reads it.
+
+use super::gpu::{self, Inputs};
+use super::{ROWS, RmsNorm, RmsNormGrad, add_pieces, each_row, norm_metas, rms_row};
+use crate::cpu::math::sum;
+use crate::cpu::{View, ViewMut, simd};
+use crate::kernel::{Code, Io};
+use crate::meta::Meta;
+use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::record::Var;
+use rayon::prelude::*;
+
+/// y = rms_norm(a + b) * weight. Inputs: a [.., d]; b, of the same shape or one row; weight [d].
+/// Outputs: y, rstd [rows], and with `sum` (b of a's shape) a + b.
+#[derive(Debug)]
+pub struct AddRmsNorm {
+    pub eps: f32,
+    pub sum: bool,
+}
+
+/// Whether `shape` is one row of `d`, which broadcasts over all others.
+pub fn is_row(shape: &[usize], d: usize) -> bool {
+    shape.last() == Some(&d) && shape.iter().product::<usize>() == d
+}
+
+/// a + b row by row, where b has rows of its own or one for all.
+struct Terms<'a> {
+    a: &'a [f32],
+    b: &'a [f32],
+    d: usize,
+}
+
+impl Terms<'_> {
+    #[inline(always)]
+    fn write(&self, row: usize, to: &mut [f32]) {
+        let d = self.d;
+        let b = if self.b.len() == d { self.b } else { &self.b[row * d..][..d] };
+        to.iter_mut().zip(&self.a[row * d..][..d]).zip(b).for_each(|((o, &a), &b)| *o = a + b);
+    }
+}
+
+impl Op for AddRmsNorm {
+    fn name(&self) -> &'static str {
+        "add_rms_norm"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let fits = x[1].shape == x[0].shape || (!self.sum && is_row(&x[1].shape, x[0].dim(0)));
+        assert!(x.len() == 3 && fits, "add_rms_norm of {x:?}");
+        let mut y = norm_metas(&[x[0].clone(), x[2].clone()], "add_rms_norm");
+        if self.sum {
+            y.push(x[0].clone());
+        }
+        y
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let d = x[0].dim(0);
+        let terms = Terms { a: x[0].f32(), b: x[1].f32(), d };
+        let weight = x[2].f32();
+        let [y, rstd, kept @ ..] = y else { unreachable!("infer gives two outputs or three") };
+        if let [kept] = kept {
+            kept.f32().par_chunks_mut(d).enumerate().for_each(|(row, s)| terms.write(row, s));
+        }
+        each_row(
+            d,
+            y.f32(),
+            rstd.f32(),
+            #[inline(always)]
+            |row, y, rstd| {
+                terms.write(row, y);
+                let r = 1.0 / (sum(y, |v| v * v) / d as f32 + self.eps).sqrt();
+                *rstd = r;
+                y.iter_mut().zip(weight).for_each(|(y, &w)| *y = *y * r * w);
+            },
+        );
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        gpu::forward(io, Inputs { term: Some(1), weight: Some(2), ..Inputs::default() }, self.eps, false)
+    }
+
+    /// Where the sum was written, it is read again rather than the two terms.
+    fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let ds = dy.get(2).copied().flatten();
+        let (ds, rest) = match (dy[0], ds) {
+            (None, ds) => (ds, [None, None]),
+            (Some(d), ds) => {
+                let r = d.recorder();
+                let all = match (self.sum, ds) {
+                    (false, _) => r.op(AddRmsNormGrad { sum: false }, &[x[0], x[1], y[1], d, x[2]]),
+                    (true, None) => r.op(RmsNormGrad, &[y[2], y[1], d, x[2]]),
+                    (true, Some(ds)) => r.op(AddRmsNormGrad { sum: true }, &[y[2], ds, y[1], d, x[2]]),
+                };
+                (Some(all[0]), [Some(all[1]), all.get(2).copied()])
+            }
+        };
+        let of_b = match x[1].shape() == x[0].shape() {
+            true => ds.map(|d| d.cast(x[1].dtype())),
+            false => rest[1],
+        };
+        vec![ds, of_b, rest[0]]
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        let outputs = if self.sum { 2 } else { 1 };
+        Cost { flops: 5 * x[0].elements() as u64, ..Cost::memory((1 + outputs) * x[0].bytes() + x[1].bytes()) }
+    }
+
+    fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
+        let s = x[0] + x[1];
+        let mut y = s.recorder().op(RmsNorm { eps: self.eps }, &[s, x[2]]);
+        y.extend(self.sum.then_some(s));
+        Some(y)
+    }
+}
+
+/// Inputs: a, b, rstd, dy, weight; or, with `sum`, a + b and the gradient that it has from elsewhere instead of a and b.
+/// Outputs: the gradient of a + b, the weight's, and, where b is one row, b's.
+#[derive(Debug)]
+pub struct AddRmsNormGrad {
+    pub sum: bool,
+}
+
+impl AddRmsNormGrad {
+    fn row(&self, x: &[Meta]) -> bool {
+        x[1].shape != x[0].shape
+    }
+}
+
+impl Op for AddRmsNormGrad {
+    fn name(&self) -> &'static str {
+        "add_rms_norm_grad"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let row = if self.row(x) { &x[1..2] } else { &[] };
+        [&x[..1], &x[4..], row].concat()
+    }
+
+    /// For each task: the sums of the weight's gradient and of b's; then a row.
+    fn workspace(&self, x: &[Meta]) -> usize {
+        3 * x[0].rows().div_ceil(ROWS) * x[0].dim(0)
+    }
+
+    fn cpu(&self, x: &[View], out: &mut [ViewMut], workspace: &mut [f32]) {
+        let d = x[0].dim(0);
+        let terms = Terms { a: x[0].f32(), b: x[1].f32(), d };
+        let (rstd, dy, weight) = (x[2].f32(), x[3].f32(), x[4].f32());
+        let (sums, scratch) = workspace.split_at_mut(workspace.len() / 3 * 2);
+        let (dw, db) = sums.split_at_mut(sums.len() / 2);
+        let pieces = dw.par_chunks_mut(d).zip(db.par_chunks_mut(d)).zip(scratch.par_chunks_mut(d));
+        out[0].f32().par_chunks_mut(ROWS * d).zip(pieces).enumerate().for_each(|(task, (dx, ((dw, db), s)))| {
+            simd(
+                #[inline(always)]
+                || {
+                    dw.fill(0.0);
+                    db.fill(0.0);
+                    for (r, dx) in dx.chunks_mut(d).enumerate() {
+                        let row = task * ROWS + r;
+                        match self.sum {
+                            true => s.copy_from_slice(&terms.a[row * d..][..d]),
+                            false => terms.write(row, s),
+                        }
+                        rms_row(s, rstd[row], &dy[row * d..][..d], Some(weight), dx, dw);
+                        match self.sum {
+                            true => dx.iter_mut().zip(&terms.b[row * d..]).for_each(|(o, &more)| *o += more),
+                            false => db.iter_mut().zip(&*dx).for_each(|(o, &g)| *o += g),
+                        }
+                    }
+                },
+            )
+        });
+        add_pieces(dw, out[1].f32());
+        if let Some(row) = out.get_mut(2) {
+            add_pieces(db, row.f32());
+        }
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (term, more) = if self.sum { (None, Some(1)) } else { (Some(1), None) };
+        gpu::backward(io, Inputs { term, more, rstd: 2, dy: 3, weight: Some(4) }, false)
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost { flops: 10 * x[0].elements() as u64, ..Cost::memory(3 * x[0].bytes() + x[1].bytes()) }
+    }
+}
+
+/// For the cases: inputs a, b and a weight.
+pub(super) fn norm_sum<'g>(x: &[Var<'g>], sum: bool) -> Vec<Var<'g>> {
+    x[0].recorder().op(AddRmsNorm { eps: 1e-6, sum }, x)
+}

@@ -1,0 +1,128 @@
+//! A sum that is normed is never written, or written by the norm.
+
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Value};
+use crate::meta::DType;
+use crate::ops::norm::RmsNorm;
+use crate::ops::norm::add::{AddRmsNorm, is_row};
+use crate::ops::pointwise::{Bin, Ins, Pointwise};
+use crate::record::Recorder;
+use std::sync::Arc;
+
+pub struct FuseNorm;
+
+impl Pass for FuseNorm {
+    fn name(&self) -> &'static str {
+        "fuse-norm"
+    }
+
+    fn about(&self) -> &'static str {
+        "Adds inside an RMS norm what was added before it: the sum is not written unless something else reads it."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        for i in 0..g.nodes.len() {
+            let Some((p, terms)) = added(g, i) else { continue };
+            match sum_is_read(g, p, i, terms) {
+                Ok(sum) => {
+                    join(g, i, terms, sum);
+                    receipt.applied += 1;
+                }
+                Err(reason) => receipt.decline(reason, &g.nodes[i].scope),
+            }
+        }
+        if receipt.applied > 0 {
+            super::dead_code::sweep(g);
+        }
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let norm = |name: &str| r.param(name, &[24], Init::Normal { std: 1.0 });
+        let row = r.param("row", &[2, 24], Init::Normal { std: 1.0 });
+        let w = r.param("w", &[24, 24], Init::Normal { std: 0.3 });
+        let x = r.feed("x", &[70, 24], DType::F32);
+        let h = x + x.matmul(w);
+        let y = (h.rms_norm(norm("a"), 1e-6) + row.slice(0, 1, 2)).rms_norm(norm("b"), 1e-6);
+        let loss = (y * h).mean();
+        r.output("loss", loss);
+        let grads = r.grad(loss, &[row, w, norm("a"), norm("b")]);
+        grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
+    }
+}
+
+/// The addition that node `i` norms, with a weight: its node, and its terms.
+fn added(g: &Graph, i: usize) -> Option<(usize, [Value; 2])> {
+    g.nodes[i].op::<RmsNorm>().filter(|_| g.nodes[i].inputs.len() == 2)?;
+    let p = g.nodes[i].inputs[0].node;
+    let terms = binary(g, p, Bin::Add)?;
+    Some((p, terms))
+}
+
+/// The two inputs of arithmetic that is one operation of floats.
+pub fn binary(g: &Graph, node: usize, op: Bin) -> Option<[Value; 2]> {
+    let e = &g.nodes[node].op::<Pointwise>()?.expr;
+    let (&[Ins::In(_), Ins::In(_), Ins::Bin(found, x, y)], &[2]) = (&e.ins[..], &e.outs[..]) else { return None };
+    let input = |r: usize| match e.ins[r] {
+        Ins::In(k) => g.nodes[node].inputs[k],
+        _ => unreachable!("the first two are inputs"),
+    };
+    let both = [input(x), input(y)];
+    (found == op && x != y && both.iter().all(|&v| g.meta(v).dtype.is_float())).then_some(both)
+}
+
+/// Whether the sum of node `p` is read by others than the norm `i`; or why the norm cannot add.
+fn sum_is_read(g: &Graph, p: usize, i: usize, terms: [Value; 2]) -> Result<bool, &'static str> {
+    let sum = &g.nodes[p].outputs[0];
+    let full = terms.map(|v| g.meta(v) == sum);
+    let row = terms.map(|v| is_row(&g.meta(v).shape, sum.dim(0)));
+    let readers = g.readers();
+    let read = readers[p].len() > 1 || g.roots().any(|v| v.node == p);
+    if full == [true; 2] {
+        // A term that is arithmetic of its own would have to be written, to be read once.
+        let fuses = |v: Value| g.nodes[v.node].op::<Pointwise>().is_some() && readers[v.node] == [p];
+        if readers[p][0] < i {
+            Err("the sum is read before its norm")
+        } else if readers[p].iter().any(|&n| matches!(g.nodes[n].kind, Kind::Grad)) {
+            Err("a gradient by the sum is asked for")
+        } else if g.nodes[p].block != g.nodes[i].block {
+            Err("the sum enters a block, and alone should")
+        } else if terms.into_iter().any(fuses) {
+            Err("a term is arithmetic, which fuses with the addition")
+        } else {
+            Ok(read)
+        }
+    } else if (full[0] && row[1]) || (full[1] && row[0]) {
+        if read { Err("the sum with a row is read elsewhere") } else { Ok(false) }
+    } else {
+        Err("a term has neither the sum's shape and type, nor is it a row")
+    }
+}
+
+/// Makes the norm add; who read the sum reads it there.
+fn join(g: &mut Graph, i: usize, [a, b]: [Value; 2], sum: bool) {
+    let old = g.nodes[i].inputs[0];
+    let meta = g.meta(old).clone();
+    let (a, b) = if g.meta(a).shape == meta.shape { (a, b) } else { (b, a) };
+    let node = &mut g.nodes[i];
+    let eps = node.op::<RmsNorm>().expect("a norm").eps;
+    node.inputs = vec![a, b, node.inputs[1]];
+    node.kind = Kind::Op(Arc::new(AddRmsNorm { eps, sum }));
+    if !sum {
+        return;
+    }
+    node.outputs.push(meta);
+    let moved = |v: &mut Value| {
+        if *v == old {
+            *v = Value { node: i, out: 2 };
+        }
+    };
+    g.nodes[i + 1..].iter_mut().for_each(|n| n.inputs.iter_mut().for_each(moved));
+    g.outputs.iter_mut().for_each(|o| moved(&mut o.1));
+    g.updates.iter_mut().for_each(|u| moved(&mut u.1));
+}

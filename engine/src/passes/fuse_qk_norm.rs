@@ -1,0 +1,107 @@
+//! Queries and keys are normed and turned in one go.
+
+use super::fuse_norm::binary;
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Value};
+use crate::meta::DType;
+use crate::ops::norm::RmsNorm;
+use crate::ops::pointwise::Bin;
+use crate::ops::rope::norm::{LONGEST, NormRope};
+use crate::ops::rope::{Pairs, Rope};
+use crate::record::Recorder;
+
+pub struct FuseQkNorm;
+
+impl Pass for FuseQkNorm {
+    fn name(&self) -> &'static str {
+        "fuse-qk-norm"
+    }
+
+    fn about(&self) -> &'static str {
+        "Joins an RMS norm of queries or keys, a temperature behind it and the rotary embedding: heads are read and written once."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let old = g.clone();
+        let readers = g.readers();
+        let mut values: Vec<Vec<Value>> = vec![];
+        g.rewrite(|recorder, i, node, inputs| {
+            let new = match site(&old, &readers, i) {
+                Some(Ok(found)) => {
+                    receipt.applied += 1;
+                    let at = |v: Value| recorder.var(values[v.node][v.out]);
+                    let mut all = vec![at(found.x), inputs[1], inputs[2]];
+                    all.extend(found.weight.map(at));
+                    vec![recorder.op(NormRope { eps: found.eps, pairs: found.pairs }, &all)[0].value()]
+                }
+                Some(Err(reason)) => {
+                    receipt.decline(reason, &node.scope);
+                    recorder.keep(node, inputs.iter().map(|v| v.value()).collect())
+                }
+                None => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
+            };
+            values.push(new.clone());
+            Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
+        })?;
+        if receipt.applied > 0 {
+            super::dead_code::sweep(g);
+        }
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let temperature = r.param("temperature", &[1], Init::Full(1.5));
+        let norm = r.param("norm", &[8], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[2, 17, 3, 8], DType::F32);
+        let w = r.param("w", &[8, 8], Init::Normal { std: 0.3 });
+        let tables = r.rope_tables(17, 8, 100.0);
+        let h = x.matmul(w);
+        let plain = h.rms_norm_plain(1e-6).rope(Pairs::Halves, tables);
+        let scaled = (x.rms_norm_plain(1e-6) * temperature).rope(Pairs::Halves, tables);
+        let weighted = h.rms_norm(norm, 1e-6).rope(Pairs::Adjacent, tables);
+        let loss = (plain * scaled * weighted).mean();
+        r.output("loss", loss);
+        let grads = r.grad(loss, &[temperature, norm, w]);
+        grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
+    }
+}
+
+struct Site {
+    x: Value,
+    weight: Option<Value>,
+    eps: f32,
+    pairs: Pairs,
+}
+
+/// A rotary embedding of a norm, or of a norm times one number; or why the two stay apart.
+fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<Site, &'static str>> {
+    let rope = g.nodes[i].op::<Rope>().filter(|r| !r.inverse)?;
+    let v = g.nodes[i].inputs[0];
+    let norm = |v: Value| g.nodes[v.node].op::<RmsNorm>().filter(|_| v.out == 0);
+    let alone = |v: Value| !g.roots().any(|r| r.node == v.node) && readers[v.node].len() == 1;
+    let (normed, number) = match (norm(v), binary(g, v.node, Bin::Mul)) {
+        (Some(_), _) => (v, None),
+        (_, Some([a, b])) if norm(a).is_some() && g.meta(b).shape == [1] => (a, Some(b)),
+        (_, Some([a, b])) if norm(b).is_some() && g.meta(a).shape == [1] => (b, Some(a)),
+        _ => return None,
+    };
+    let eps = norm(normed)?.eps;
+    let inputs = &g.nodes[normed.node].inputs;
+    let reason = if !alone(normed) || !alone(v) {
+        "the normed heads are read elsewhere"
+    } else if number.is_some() && inputs.len() > 1 {
+        "a norm with a weight, times a number"
+    } else if g.meta(normed).dim(0) > LONGEST {
+        "the heads are too long"
+    } else if g.meta(normed).dtype != g.meta(v).dtype {
+        "the number makes another type"
+    } else {
+        return Some(Ok(Site { x: inputs[0], weight: number.or(inputs.get(1).copied()), eps, pairs: rope.pairs }));
+    };
+    Some(Err(reason))
+}
