@@ -65,6 +65,14 @@ fn normals(seed: u64, count: usize) -> Vec<f32> {
     v
 }
 
+/// 0..count in random order.
+fn shuffled(seed: u64, count: usize) -> Vec<usize> {
+    let keys: Vec<u32> = words(seed, count).collect();
+    let mut order: Vec<usize> = (0..count).collect();
+    order.sort_by_key(|&i| keys[i]);
+    order
+}
+
 /// The numbers of a case's input: always the same for the same name.
 pub fn fill(kind: Fill, seed: u64, count: usize) -> Numbers {
     let mut normal = normals(seed, count);
@@ -75,13 +83,9 @@ pub fn fill(kind: Fill, seed: u64, count: usize) -> Numbers {
             Numbers::F32(normal)
         }
         Fill::Positive => Numbers::F32(normal.iter().map(|v| 0.5 + 1.5 / (1.0 + (-v).exp())).collect()),
-        Fill::Distinct | Fill::Spread => {
-            let mut order: Vec<usize> = (0..count).collect();
-            let keys: Vec<u32> = words(seed, count).collect();
-            order.sort_by_key(|&i| keys[i]);
-            Numbers::F32(order.iter().map(|&i| i as f32).collect())
-        }
+        Fill::Distinct | Fill::Spread => Numbers::F32(shuffled(seed, count).iter().map(|&i| i as f32).collect()),
         Fill::Index(n) => Numbers::I32(words(seed, count).map(|w| (w as usize % n) as i32).collect()),
+        Fill::Rows(n) => Numbers::I32(shuffled(seed, n)[..count].iter().map(|&i| i as i32).collect()),
         Fill::Target(n) => Numbers::I32(words(seed, count).map(|w| if w % 8 == 0 { -1 } else { (w as usize / 8 % n) as i32 }).collect()),
         Fill::Rng => Numbers::I32(vec![3, 1, 4, 1]),
         Fill::Mask => Numbers::U8(words(seed, count).map(|w| (w & 1) as u8).collect()),

@@ -135,6 +135,8 @@ pub enum Layout {
     Contiguous,
     /// One of the last two dimensions has stride 1, the others any: what matrix products read without a copy.
     Matrix,
+    /// The dimensions from this one on lie without gaps, and such blocks lie evenly apart: slices of something wider.
+    Blocks(usize),
     Any,
 }
 
@@ -144,6 +146,7 @@ impl Layout {
         match self {
             Layout::Any => true,
             Layout::Contiguous => is_contiguous(shape, strides),
+            Layout::Blocks(axis) => block_stride(shape, strides, axis).is_some(),
             Layout::Matrix => {
                 let unit = |i: usize| strides[i] == 1 || shape[i] == 1;
                 // A stride of 0 inside the matrix would be a broadcast row, which no product reads.
@@ -152,6 +155,14 @@ impl Layout {
             }
         }
     }
+}
+
+/// Elements from one block of the dimensions `axis..` to the next, where they lie as `Layout::Blocks` wants it.
+pub fn block_stride(shape: &[usize], strides: &[usize], axis: usize) -> Option<usize> {
+    let outer: Vec<usize> = (0..axis).filter(|&d| shape[d] != 1).collect();
+    let even = outer.windows(2).all(|w| strides[w[0]] == strides[w[1]] * shape[w[1]]);
+    let one = shape[axis..].iter().product();
+    (even && is_contiguous(&shape[axis..], &strides[axis..])).then(|| outer.last().map_or(one, |&d| strides[d]))
 }
 
 /// The shape that all of `shapes` broadcast to, as numpy does it; None where they do not fit.
@@ -191,5 +202,10 @@ mod tests {
         assert_eq!(broadcast_strides(&[3, 1], &[1, 1], &[2, 3, 4]), [0, 1, 0]);
         assert!(Layout::Matrix.accepts(&[2, 3, 4], &[0, 1, 3]));
         assert!(!Layout::Matrix.accepts(&[3, 4], &[8, 2]));
+        assert_eq!(block_stride(&[2, 3, 4], &[30, 10, 1], 2), Some(10));
+        assert_eq!(block_stride(&[2, 1, 3, 4], &[30, 99, 4, 1], 2), Some(30));
+        assert_eq!(block_stride(&[3, 4], &[9, 9], 0), None);
+        assert!(!Layout::Blocks(2).accepts(&[2, 3, 4], &[40, 10, 1]));
+        assert!(!Layout::Blocks(1).accepts(&[2, 3, 4], &[30, 10, 1]));
     }
 }

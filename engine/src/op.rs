@@ -124,6 +124,8 @@ pub enum Fill {
     Frozen,
     /// i32 in 0..n.
     Index(usize),
+    /// i32 in 0..n, none twice.
+    Rows(usize),
     /// As `Index`, one in eight being -1.
     Target(usize),
     /// i32: seed, seed, step, micro-batch, for ops that draw random numbers.

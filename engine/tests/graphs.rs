@@ -1,7 +1,9 @@
 //! Graphs that are easy to get wrong: memory shared between values, states and views; casts; gradients that do not exist.
 
+use engine::ops::concat::concat;
 use engine::ops::pointwise::{Bin, pointwise};
-use engine::{Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches};
+use engine::passes::Target;
+use engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches};
 
 fn device() -> Device {
     Device::cpu(Cpu::new(2))
@@ -33,6 +35,17 @@ fn slices_of_narrow_tensors_stay_inside_the_workspace() {
     let (y, _) = run(record, DEFAULT, &[]).unwrap();
     assert!(y[0].len() == 20000 && y[0].iter().all(|&v| v == 3.0));
     assert!(y[1].len() == 24 && y[1].iter().all(|&v| v == 32.0));
+}
+
+#[test]
+fn slices_are_padded_and_joined_where_they_lie() {
+    let r = Recorder::new();
+    let x = r.feed("x", &[2, 6, 8], DType::F32);
+    let before = x.slice(1, 0, 5).pad(1, 1, 0);
+    r.output("y", concat(&[x.slice(2, 0, 4), before, before.slice(2, 3, 5)], 2));
+    let c = Compiled::new(r.finish(), &Switches::default(), Target::Cpu).unwrap();
+    let ran: Vec<&str> = c.graph.nodes.iter().filter(|n| !n.is_source() && !n.is_view()).map(|n| n.name()).collect();
+    assert_eq!(ran, ["pad", "concat"]);
 }
 
 #[test]

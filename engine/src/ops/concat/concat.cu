@@ -1,12 +1,16 @@
-// part [OUTER, WIDTH] into columns AT.. of y [OUTER, ROW]; one thread a pack.
-template <bool PACKED> __device__ __forceinline__ void copy(const T *part, T *y) {
+// Columns AT.. of y [OUTER, ROW]: WIDTHS columns of each of PARTS inputs, whose rows lie STRIDES apart; one thread a pack.
+extern "C" __global__ void concat(INPUTS, T *y) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (u64)OUTER * (WIDTH / VEC)) return;
     u64 row = i / (WIDTH / VEC), column = i % (WIDTH / VEC) * VEC;
-    write(y + row * ROW + AT + column, read<PACKED>(part + i * VEC));
-}
-
-extern "C" __global__ void concat(const T *part, T *y) {
-    if (packed(part)) copy<true>(part, y);
-    else copy<false>(part, y);
+    const T *const starts[] = {STARTS};
+    const u64 widths[] = {WIDTHS}, strides[] = {STRIDES};
+    const T *from;
+    u64 first = 0;
+    #pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        if (column >= first) from = starts[p] + row * strides[p] + (column - first);
+        first += widths[p];
+    }
+    write(y + row * ROW + AT + column, read<true>(from));
 }

@@ -1,11 +1,26 @@
 //! Side by side along an axis; and zeros on both sides of one.
 
 use crate::cpu::{View, ViewMut};
-use crate::kernel::{At, Code, Io, Launch, Step};
-use crate::meta::Meta;
+use crate::kernel::{At, Code, Io, Launch, Place, Step};
+use crate::meta::{Layout, Meta, block_stride};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
+
+/// Parts of one launch: each is an argument, and a choice that every thread makes.
+const PARTS: usize = 16;
+
+/// Elements of a block of the dimensions `axis..`: what an input gives to each row of the output.
+fn width(shape: &[usize], axis: usize) -> usize {
+    shape[axis..].iter().product()
+}
+
+/// The inputs' blocks, as `layout` promises them.
+fn blocks<'a>(v: &View<'a>, axis: usize) -> impl Iterator<Item = &'a [f32]> {
+    let (data, width) = (v.f32(), width(v.shape, axis));
+    let stride = block_stride(v.shape, v.strides, axis).expect("blocks evenly apart");
+    (0..v.shape[..axis].iter().product()).map(move |i| &data[i * stride..][..width])
+}
 
 #[derive(Debug)]
 pub struct Concat {
@@ -29,13 +44,12 @@ impl Op for Concat {
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
-        let width = |shape: &[usize]| shape[self.axis..].iter().product::<usize>();
-        let row = width(y[0].shape);
+        let row = width(y[0].shape, self.axis);
         let mut at = 0;
         for part in x {
-            let w = width(part.shape);
-            for (out, part) in y[0].f32().chunks_mut(row).zip(part.f32().chunks(w)) {
-                out[at..at + w].copy_from_slice(part);
+            let w = width(part.shape, self.axis);
+            for (out, block) in y[0].f32().chunks_mut(row).zip(blocks(part, self.axis)) {
+                out[at..at + w].copy_from_slice(block);
             }
             at += w;
         }
@@ -44,25 +58,37 @@ impl Op for Concat {
     fn cuda(&self, io: &Io) -> Code {
         let dtype = io.y[0].dtype;
         let outer: usize = io.y[0].shape[..self.axis].iter().product();
-        let width = |shape: &[usize]| shape[self.axis..].iter().product::<usize>();
-        let row = width(&io.y[0].shape);
+        let row = width(&io.y[0].shape, self.axis);
+        let widths: Vec<usize> = io.x.iter().map(|m| width(&m.shape, self.axis)).collect();
+        let list = |numbers: &[usize]| numbers.iter().map(|n| n.to_string()).collect::<Vec<_>>().join(", ");
+        let names = |parts: usize, before: &str| (0..parts).map(|i| format!("{before}x{i}")).collect::<Vec<_>>().join(", ");
         let mut at = 0;
-        let part = |(i, part): (usize, &Meta)| {
-            let w = width(&part.shape);
-            let vec = pack(&[dtype], &[row, at, w]);
+        let several = |first: usize| {
+            let parts = first..(first + PARTS).min(io.x.len());
+            let widths = &widths[parts.clone()];
+            let stride = |i: usize| block_stride(&io.x[i].shape, &io.strides[i], self.axis).expect("blocks evenly apart");
+            let strides: Vec<usize> = parts.clone().map(stride).collect();
+            let vec = pack(&[dtype], &[&[row, at], widths, &strides, &io.offsets[parts.clone()]].concat());
+            let all: usize = widths.iter().sum();
+            let args: Vec<Place> = parts.map(At::X).chain([At::Y(0)]).map(Place::from).collect();
             let launch = Launch::new(&[PACKS, include_str!("concat.cu")].concat(), "concat")
                 .define_type("T", dtype)
                 .define("VEC", vec)
                 .define("OUTER", outer)
-                .define("WIDTH", w)
+                .define("WIDTH", all)
                 .define("ROW", row)
                 .define("AT", at)
-                .grid((outer * w / vec).div_ceil(256), 1, 1)
-                .args(&[At::X(i).into(), At::Y(0).into()]);
-            at += w;
+                .define("PARTS", widths.len())
+                .define("WIDTHS", list(widths))
+                .define("STRIDES", list(&strides))
+                .define("INPUTS", names(widths.len(), "const T *"))
+                .define("STARTS", names(widths.len(), ""))
+                .grid((outer * all / vec).div_ceil(256), 1, 1)
+                .args(&args);
+            at += all;
             Step::Launch(launch)
         };
-        Code { steps: io.x.iter().enumerate().map(part).collect(), workspace: 0 }
+        Code { steps: (0..io.x.len()).step_by(PARTS).map(several).collect(), workspace: 0 }
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -77,6 +103,10 @@ impl Op for Concat {
 
     fn cost(&self, x: &[Meta]) -> Cost {
         Cost::memory(2 * x.iter().map(|m| m.bytes()).sum::<usize>())
+    }
+
+    fn layout(&self, _: usize) -> Layout {
+        Layout::Blocks(self.axis)
     }
 }
 
@@ -100,26 +130,28 @@ impl Op for Pad {
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
-        let inner: usize = x[0].shape[self.axis + 1..].iter().product();
-        let (from, to) = (x[0].shape[self.axis] * inner, y[0].shape[self.axis] * inner);
-        for (out, part) in y[0].f32().chunks_mut(to).zip(x[0].f32().chunks(from)) {
-            out[..self.before * inner].fill(0.0);
-            out[self.before * inner..self.before * inner + from].copy_from_slice(part);
-            out[self.before * inner + from..].fill(0.0);
+        let before = self.before * width(x[0].shape, self.axis + 1);
+        let row = width(y[0].shape, self.axis);
+        for (out, block) in y[0].f32().chunks_mut(row).zip(blocks(&x[0], self.axis)) {
+            out[..before].fill(0.0);
+            out[before..before + block.len()].copy_from_slice(block);
+            out[before + block.len()..].fill(0.0);
         }
     }
 
     fn cuda(&self, io: &Io) -> Code {
         let dtype = io.y[0].dtype;
         let outer: usize = io.y[0].shape[..self.axis].iter().product();
-        let inner: usize = io.y[0].shape[self.axis + 1..].iter().product();
-        let (width, row, at) = (io.x[0].shape[self.axis] * inner, io.y[0].shape[self.axis] * inner, self.before * inner);
-        let vec = pack(&[dtype], &[width, row, at]);
+        let stride = block_stride(&io.x[0].shape, &io.strides[0], self.axis).expect("blocks evenly apart");
+        let at = self.before * width(&io.x[0].shape, self.axis + 1);
+        let (own, row) = (width(&io.x[0].shape, self.axis), width(&io.y[0].shape, self.axis));
+        let vec = pack(&[dtype], &[own, row, at, stride, io.offsets[0]]);
         Launch::new(&[PACKS, include_str!("pad.cu")].concat(), "pad")
             .define_type("T", dtype)
             .define("VEC", vec)
             .define("OUTER", outer)
-            .define("WIDTH", width)
+            .define("WIDTH", own)
+            .define("STRIDE", stride)
             .define("ROW", row)
             .define("AT", at)
             .grid((outer * row / vec).div_ceil(256), 1, 1)
@@ -133,6 +165,10 @@ impl Op for Pad {
 
     fn cost(&self, x: &[Meta]) -> Cost {
         Cost::memory(x[0].bytes() + self.infer(x)[0].bytes())
+    }
+
+    fn layout(&self, _: usize) -> Layout {
+        Layout::Blocks(self.axis)
     }
 }
 
@@ -155,5 +191,15 @@ pub fn concat<'g>(parts: &[Var<'g>], axis: usize) -> Var<'g> {
 pub const CASES: &[Case] = &[
     Case::new("middle axis", &[In(&[2, 3, 4], Fill::Normal), In(&[2, 1, 4], Fill::Normal)], |x| vec![concat(&[x[0], x[1], x[0]], 1)]),
     Case::new("last axis", &[In(&[5, 3], Fill::Normal), In(&[5, 4], Fill::Normal)], |x| vec![concat(x, 1)]),
+    Case::new("slices", &[In(&[3, 5, 20], Fill::Normal), In(&[3, 5, 8], Fill::Normal)], |x| {
+        let wide = x[0];
+        vec![concat(&[wide.slice(2, 0, 8), x[1], wide.slice(2, 12, 20)], 2), concat(&[wide.slice(1, 1, 3), wide.slice(1, 0, 4)], 1)]
+    }),
+    Case::new("more than fit one launch", &[In(&[3, 8], Fill::Normal), In(&[3, 5], Fill::Normal)], |x| {
+        vec![concat(&[[x[0]; 17], [x[1]; 17]].concat(), 1)]
+    }),
+    Case::new("slice, then pad", &[In(&[3, 7, 8], Fill::Normal)], |x| {
+        vec![x[0].slice(1, 0, 6).pad(1, 1, 0), x[0].slice(2, 1, 6).pad(2, 0, 3), x[0].slice(0, 1, 3).slice(2, 0, 4).pad(0, 1, 1)]
+    }),
     Case::new("pad", &[In(&[2, 3, 4], Fill::Normal)], |x| vec![x[0].pad(1, 1, 2).pad(2, 0, 1)]),
 ];

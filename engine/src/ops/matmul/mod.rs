@@ -1,5 +1,7 @@
 //! Matrix products: x [.., m, k] times w [.., k, n]. Transposes are views; leading dimensions broadcast.
 
+mod thin;
+
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Act, At, Code, Gemm, Io, Matrix, Step};
@@ -92,6 +94,9 @@ impl Op for Matmul {
     }
 
     fn cuda(&self, io: &Io) -> Code {
+        if let Some(code) = thin::code(io).filter(|_| self.add.is_none() && !self.bias && self.act.is_none()) {
+            return code;
+        }
         let (a, b, y) = (&io.x[0], &io.x[1], &io.y[0]);
         let (m, k, n) = (a.dim(1), a.dim(0), b.dim(0));
         let lead = &y.shape[..y.rank() - 2];
@@ -143,10 +148,12 @@ impl Op for Matmul {
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return vec![None; x.len()] };
         let narrow = d.cast(x[0].dtype());
-        let by_a = narrow.matmul(x[1].t()).sum_to(&x[0].shape());
+        // An outer product is arithmetic: it joins what reads it.
+        let product = |a: Var<'g>, b: Var<'g>| if a.dim(0) == 1 { a * b } else { a.matmul(b) };
+        let by_a = product(narrow, x[1].t()).sum_to(&x[0].shape());
         // A weight that is read transposed gets its gradient as it lies itself.
         let turned = x[1].recorder().with_graph(|g| g.nodes[x[1].value().node].op::<Permute>().is_some());
-        let by_b = if turned { narrow.t().matmul(x[0]).t() } else { x[0].t().matmul(narrow) };
+        let by_b = if turned { product(narrow.t(), x[0]).t() } else { product(x[0].t(), narrow) };
         let mut grads = vec![Some(by_a), Some(by_b.sum_to(&x[1].shape()))];
         grads.extend(self.add.map(|_| Some(d)));
         grads
@@ -214,5 +221,19 @@ pub const CASES: &[Case] = &[
     Case::new("relu of a sum", &[In(&[8, 16], Fill::Frozen), In(&[16, 24], Fill::Frozen), In(&[8, 24], Fill::Frozen)], |x| {
         vec![x[0].recorder().op1(Matmul { add: Some(Add::Apart), act: Some(Act::Relu), ..Matmul::default() }, x)]
     }),
+    Case::new("one column", &[In(&[515, 64], Fill::Normal), In(&[64, 1], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
+    Case::new("two columns", &[In(&[513, 96], Fill::Normal), In(&[2, 96], Fill::Normal)], |x| vec![x[0].linear(x[1])]),
+    Case::new("three columns, odd", &[In(&[530, 77], Fill::Normal), In(&[77, 3], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
+    Case::new("eight columns of a wider", &[In(&[2, 300, 100], Fill::Normal), In(&[72, 9], Fill::Normal)], |x| {
+        vec![x[0].reshape(&[600, 100]).slice(1, 4, 76).matmul(x[1].slice(1, 1, 9))]
+    }),
+    Case::new("few rows", &[In(&[6, 70], Fill::Normal), In(&[521, 70], Fill::Normal)], |x| vec![x[0].matmul(x[1].t())]),
+    Case::new("f32 of two columns", &[In(&[513, 96], Fill::Normal), In(&[2, 96], Fill::Normal)], |x| {
+        vec![x[0].recorder().op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, &[x[0], x[1].t()])]
+    }),
+    Case::new("outer", &[In(&[7, 1], Fill::Normal), In(&[1, 5], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
+    Case::new("router", &[In(&[65536, 768], Fill::Normal), In(&[2, 768], Fill::Normal)], |x| vec![x[0].linear(x[1])]).bench(),
+    Case::new("router gradient", &[In(&[65536, 768], Fill::Normal), In(&[65536, 2], Fill::Normal)], |x| vec![x[1].t().matmul(x[0])])
+        .bench(),
     Case::new("mlp up", &[In(&[8192, 768], Fill::Normal), In(&[3072, 768], Fill::Normal)], |x| vec![x[0].linear(x[1])]).bench(),
 ];

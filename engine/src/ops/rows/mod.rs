@@ -12,7 +12,10 @@ use rayon::prelude::*;
 
 /// y[i] = table[index[i]]. Inputs: table [rows, d], index i32 [..]. Output [.., d].
 #[derive(Debug)]
-pub struct GatherRows;
+pub struct GatherRows {
+    /// No row is named twice: the gradient need not look for those that are.
+    pub once: bool,
+}
 
 impl Op for GatherRows {
     fn name(&self) -> &'static str {
@@ -47,7 +50,8 @@ impl Op for GatherRows {
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
-        let back = |d: Var<'g>| d.recorder().full_like(x[0]).scatter_add_rows(x[1], d);
+        let write = if self.once { Write::AddOnce } else { Write::Add };
+        let back = |d: Var<'g>| d.recorder().op1(ScatterRows { write }, &[d.recorder().full_like(x[0]), x[1], d]);
         vec![dy[0].map(back), None]
     }
 
@@ -59,6 +63,8 @@ impl Op for GatherRows {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Write {
     Add,
+    /// No row is named twice, the caller promises: nothing has to be sorted.
+    AddOnce,
     /// Where a row is named twice, the later wins.
     Replace,
 }
@@ -91,6 +97,9 @@ impl Op for ScatterRows {
         let d = x[2].dim(0);
         let (index, source) = (x[1].i32(), x[2].f32());
         let rows = y[0].dim(1);
+        if self.write == Write::AddOnce {
+            debug_assert!(distinct(index, rows), "scatter_add_rows_once names a row twice");
+        }
         // Each task owns a range of rows and goes through all numbers in order: nothing races, and the order of additions to
         // a row is that of the index.
         let range = rows.div_ceil(4 * rayon::current_num_threads()).max(1);
@@ -104,7 +113,7 @@ impl Op for ScatterRows {
                         let out = &mut out[(row as usize - first) * d..][..d];
                         let source = &source[i * d..][..d];
                         match self.write {
-                            Write::Add => out.iter_mut().zip(source).for_each(|(o, &s)| *o += s),
+                            Write::Add | Write::AddOnce => out.iter_mut().zip(source).for_each(|(o, &s)| *o += s),
                             Write::Replace => out.copy_from_slice(source),
                         }
                     }
@@ -116,7 +125,6 @@ impl Op for ScatterRows {
     fn cuda(&self, io: &Io) -> Code {
         let (d, rows, n, dtype) = (io.y[0].dim(0), io.y[0].dim(1), io.x[1].elements(), io.y[0].dtype);
         let vec = pack(&[dtype], &[d]);
-        let add = self.write == Write::Add;
         let (index, source, y) = (At::X(1).into(), At::X(2).into(), At::Y(0).into());
         let packs = d / vec;
         let launch = |text: &str, entry: &'static str, items: usize, args: &[Place]| {
@@ -129,6 +137,10 @@ impl Op for ScatterRows {
                 .grid((items * packs).div_ceil(256), 1, 1)
                 .args(args)
         };
+        if self.write == Write::AddOnce {
+            return launch(include_str!("add_once.cu"), "add_once", n, &[index, source, y]).code();
+        }
+        let add = self.write == Write::Add;
         if n <= FEW {
             return launch(include_str!("scatter_few.cu"), "scatter_few", n, &[index, source, y]).define("ADD", add as u8).code();
         }
@@ -171,9 +183,9 @@ impl Op for ScatterRows {
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return vec![None; 3] };
-        let source = d.gather_rows(x[1]);
+        let source = d.recorder().op1(GatherRows { once: self.write == Write::AddOnce }, &[d, x[1]]);
         let base = match self.write {
-            Write::Add => d,
+            Write::Add | Write::AddOnce => d,
             // Exact where no row is named twice; caches, its only users, are never differentiated.
             Write::Replace => d.recorder().op1(ScatterRows { write: Write::Replace }, &[d, x[1], d.recorder().full_like(source)]),
         };
@@ -189,8 +201,15 @@ impl Op for ScatterRows {
             Kind::Op(op) => op.is::<Full>().is_some_and(|f| f.value == 0.0),
             _ => false,
         });
-        (empty && self.write == Write::Add).then(|| into.scatter_add_rows(x[1], x[2]))
+        let write = self.write;
+        (empty && write != Write::Replace).then(|| into.recorder().op1(ScatterRows { write }, &[into, x[1], x[2]]))
     }
+}
+
+/// No row that there is is named twice.
+fn distinct(index: &[i32], rows: usize) -> bool {
+    let mut seen = vec![false; rows];
+    index.iter().filter_map(|&i| seen.get_mut(i as usize).map(|s| std::mem::replace(s, true))).all(|twice| !twice)
 }
 
 impl crate::record::Recorder {
@@ -204,12 +223,24 @@ impl<'g> Var<'g> {
     /// Rows of this table [rows, d]: [.., d]. An index outside of it is the caller's mistake.
     #[track_caller]
     pub fn gather_rows(self, index: Var<'g>) -> Var<'g> {
-        self.recorder().op1(GatherRows, &[self, index])
+        self.recorder().op1(GatherRows { once: false }, &[self, index])
+    }
+
+    /// As `gather_rows`, where no row is named twice: the caller's promise, for the sake of the gradient.
+    #[track_caller]
+    pub fn gather_rows_once(self, index: Var<'g>) -> Var<'g> {
+        self.recorder().op1(GatherRows { once: true }, &[self, index])
     }
 
     #[track_caller]
     pub fn scatter_add_rows(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
         self.recorder().op1(ScatterRows { write: Write::Add }, &[self, index, source])
+    }
+
+    /// As `scatter_add_rows`, where no row is named twice. That is the caller's promise: if one is, some of its sources are lost.
+    #[track_caller]
+    pub fn scatter_add_rows_once(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
+        self.recorder().op1(ScatterRows { write: Write::AddOnce }, &[self, index, source])
     }
 
     /// Where a row is named twice the later wins; its gradient is right only where none is.
@@ -230,9 +261,35 @@ pub const CASES: &[Case] = &[
     Case::new("add to a gather's gradient", &[In(&[9, 4], Fill::Normal), In(&[5], Fill::Index(9))], |x| {
         vec![x[0].scatter_add_rows(x[1], x[0].gather_rows(x[1]).silu())]
     }),
+    Case::new("gather, none twice", &[In(&[9, 8], Fill::Normal), In(&[2, 3], Fill::Rows(9))], |x| vec![x[0].gather_rows_once(x[1])]),
+    Case::new("add, none twice", &[In(&[700, 5], Fill::Normal), In(&[300], Fill::Rows(700)), In(&[300, 5], Fill::Normal)], |x| {
+        vec![x[0].scatter_add_rows_once(x[1], x[2])]
+    }),
+    Case::new("mark", &[In(&[40, 1], Fill::Normal), In(&[33], Fill::Rows(40)), In(&[33, 1], Fill::Normal)], |x| {
+        vec![x[0].scatter_add_rows_once(x[1], x[2])]
+    }),
+    Case::new("add once to a gather's gradient", &[In(&[9, 4], Fill::Normal), In(&[5], Fill::Rows(9))], |x| {
+        vec![x[0].scatter_add_rows_once(x[1], x[0].gather_rows_once(x[1]).silu())]
+    }),
     Case::new("replace", &[In(&[7, 5], Fill::Normal), In(&[1], Fill::Index(7)), In(&[1, 5], Fill::Normal)], |x| {
         vec![x[0].replace_rows(x[1], x[2])]
     }),
     Case::new("embedding", &[In(&[50304, 768], Fill::Normal), In(&[64, 1024], Fill::Index(50304))], |x| vec![x[0].gather_rows(x[1])])
         .bench(),
+    Case::new("routing", &[In(&[65536, 768], Fill::Normal), In(&[32768], Fill::Rows(65536)), In(&[32768, 768], Fill::Normal)], |x| {
+        vec![x[0].scatter_add_rows_once(x[1], x[2])]
+    })
+    .bench(),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::distinct;
+
+    #[test]
+    fn rows_named_twice_are_found() {
+        assert!(distinct(&[3, 0, 2], 4));
+        assert!(!distinct(&[3, 0, 3], 4));
+        assert!(distinct(&[-1, 7, -1, 7], 4)); // outside: skipped
+    }
+}

@@ -316,10 +316,10 @@ impl<'g> Hydra<'_, 'g> {
                 h = h + self.mlp(&at, h, i, capacity.len());
                 continue;
             };
-            let rows = offset(a, row_starts(r, b, t)).reshape(&[b * k]);
-            let chosen = r.zeros(&[b * t, 1]).scatter_add_rows(rows, r.full(&[b * k, 1], 1.0));
+            let rows = offset(a, row_starts(r, b, t)).reshape(&[b * k]); // none twice
+            let chosen = r.zeros(&[b * t, 1]).scatter_add_rows_once(rows, r.full(&[b * k, 1], 1.0));
             router_loss = router_loss + guess.bce_with_logits(chosen).mean();
-            h = h.scatter_add_rows(rows, self.mlp(&at, h.gather_rows(rows), i, capacity.len()));
+            h = h.scatter_add_rows_once(rows, self.mlp(&at, h.gather_rows_once(rows), i, capacity.len()));
         }
         (h.reshape(&[b, t, c.dim]), router_loss)
     }
