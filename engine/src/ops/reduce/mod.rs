@@ -214,6 +214,11 @@ impl Part {
     }
 }
 
+/// y [columns] = the sum over x [rows, columns] f32.
+pub fn sum_rows(rows: usize, columns: usize, x: Place, y: (Place, DType)) -> Launch {
+    Part { how: Reduction::Sum, outer: 1, n: rows, inner: columns, parts: 1 }.launch((x, DType::F32), y)
+}
+
 impl<'g> Var<'g> {
     /// The axis stays, with one element.
     #[track_caller]
