@@ -106,8 +106,8 @@ pub struct Program {
 }
 
 enum Loaded {
-    Cpu(CpuProgram),
-    Cuda(CudaProgram),
+    Cpu(Box<CpuProgram>),
+    Cuda(Box<CudaProgram>),
 }
 
 impl Program {
@@ -125,8 +125,8 @@ impl Program {
         let on = |pass: &str| c.receipts.iter().any(|r| r.pass == pass && r.applied > 0);
         let options = cuda::Options { capture: on("cuda-graph"), tf32: on("tf32"), tune: on("tune-products") };
         let loaded = match device {
-            Device::Cpu(cpu, arena) => Loaded::Cpu(CpuProgram::new(c.graph, c.plan, cpu, arena)),
-            Device::Cuda(cuda, arena) => Loaded::Cuda(CudaProgram::new(c.graph, c.plan, cuda, arena, options)?),
+            Device::Cpu(cpu, arena) => Loaded::Cpu(Box::new(CpuProgram::new(c.graph, c.plan, cpu, arena))),
+            Device::Cuda(cuda, arena) => Loaded::Cuda(Box::new(CudaProgram::new(c.graph, c.plan, cuda, arena, options)?)),
         };
         Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded })
     }

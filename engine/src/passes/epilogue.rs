@@ -219,7 +219,7 @@ impl Folded {
             Work::Bias(_) if behind => Some("the product has an epilogue already"),
             Work::Bias(v) if self.position(*v) >= m => Some("the bias comes after the product"),
             Work::Act(_) if op.act.is_some() => Some("the product has an activation already"),
-            _ if g.nodes[m].outputs[0].dim(0) % 8 != 0 && !matches!(work, Work::Add(_)) => Some("columns are no multiple of 8"),
+            _ if !g.nodes[m].outputs[0].dim(0).is_multiple_of(8) && !matches!(work, Work::Add(_)) => Some("columns are no multiple of 8"),
             _ => None,
         }
     }
