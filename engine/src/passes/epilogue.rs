@@ -6,6 +6,7 @@ use crate::graph::{Graph, Init, Kind, Value};
 use crate::kernel::Act;
 use crate::meta::{DType, Meta};
 use crate::ops::matmul::{Add, Matmul};
+use crate::ops::norm::RmsNormGrad;
 use crate::ops::pointwise::{Expr, Pointwise};
 use crate::ops::view::Reshape;
 use crate::record::Recorder;
@@ -20,7 +21,7 @@ impl Pass for Epilogue {
     }
 
     fn about(&self) -> &'static str {
-        "Lets products write f32, add to a sum (gradients that meet, residuals), add a bias and apply ReLU or GELU: passes over memory saved."
+        "Lets products write f32, add to a sum (gradients that meet, residuals), add a bias and apply ReLU or GELU, and gradients of norms add what they meet: passes over memory saved."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -33,7 +34,7 @@ impl Pass for Epilogue {
         for i in 0..g.nodes.len() {
             folded.visit(g, i, receipt);
         }
-        let Folded { products, stands_for, .. } = folded;
+        let Folded { products, norms, stands_for, .. } = folded;
         let mut new: HashMap<Value, Value> = HashMap::new();
         g.rewrite(|recorder, i, node, inputs| {
             let at = |v: Value, new: &HashMap<Value, Value>| new[&stands_for.get(&v).copied().unwrap_or(v)];
@@ -42,6 +43,9 @@ impl Pass for Epilogue {
                 x.extend(p.add.map(|v| recorder.var(at(v, &new)).reshape(&node.outputs[0].shape)));
                 x.extend(p.bias.map(|v| recorder.var(at(v, &new))));
                 recorder.op_arc(Arc::new(p.op.clone()), &x).iter().map(|v| v.value()).collect()
+            } else if let Some(&v) = norms.get(&i) {
+                let more = recorder.var(at(v, &new)).reshape(&node.outputs[0].shape);
+                recorder.op(RmsNormGrad { add: true }, &[inputs, &[more]].concat()).iter().map(|v| v.value()).collect()
             } else if let Some(&v) = stands_for.get(&Value { node: i, out: 0 }) {
                 // Its product may have another shape: rows instead of batches of rows.
                 vec![recorder.var(new[&v]).reshape(&node.outputs[0].shape).value()]
@@ -64,7 +68,7 @@ impl Pass for Epilogue {
         let (w, b) = (param("w", &[8, 8]), param("b", &[8]));
         let x = r.feed("x", &[2, 5, 8], DType::F32);
         let h = x + x.silu().matmul(w);
-        let h = h + h.silu().matmul(w);
+        let h = h + h.rms_norm(b, 1e-6).matmul(w);
         let loss = h.square().mean();
         r.output("loss", loss);
         r.output("dw", r.grad(loss, &[w])[0]);
@@ -81,6 +85,8 @@ struct Product {
 struct Folded {
     /// Products that do more than before, by node.
     products: HashMap<usize, Product>,
+    /// Gradients of norms that add something to their result, by node.
+    norms: HashMap<usize, Value>,
     /// What a folded node's output is now: the output of a product.
     stands_for: HashMap<Value, Value>,
     reads: HashMap<Value, usize>,
@@ -100,7 +106,7 @@ impl Folded {
         for v in inputs.chain(g.roots()) {
             *reads.entry(v).or_insert(0) += 1;
         }
-        Folded { products: HashMap::new(), stands_for: HashMap::new(), reads }
+        Folded { products: HashMap::new(), norms: HashMap::new(), stands_for: HashMap::new(), reads }
     }
 
     /// Products of a narrow type that everybody reads in f32, perhaps part by part, write f32.
@@ -143,6 +149,18 @@ impl Folded {
         }
     }
 
+    /// The gradient of a norm whose first result this is, read by nobody else, and with nothing added to it yet.
+    fn norm(&self, g: &Graph, v: Value) -> Option<usize> {
+        let node = &g.nodes[v.node];
+        if self.reads[&v] != 1 || self.stands_for.contains_key(&v) {
+            return None;
+        }
+        match node.op::<Reshape>() {
+            Some(_) => self.norm(g, node.inputs[0]),
+            None => (node.op::<RmsNormGrad>().is_some_and(|n| !n.add) && v.out == 0 && !self.norms.contains_key(&v.node)).then_some(v.node),
+        }
+    }
+
     fn made_by(&self, g: &Graph, v: Value) -> Option<usize> {
         let node = &g.nodes[v.node];
         match node.op::<Reshape>() {
@@ -164,6 +182,13 @@ impl Folded {
         let product = |k: usize| self.product(g, node.inputs[k]);
         if is_sum(p) {
             for (k, other) in [(0, node.inputs[1]), (1, node.inputs[0])] {
+                let same = g.meta(node.inputs[k]) == &node.outputs[0] && g.meta(other) == &node.outputs[0];
+                if let Some(n) = self.norm(g, node.inputs[k]).filter(|&n| same && self.position(other) < n) {
+                    self.norms.insert(n, other);
+                    self.stands_for.insert(Value { node: i, out: 0 }, Value { node: n, out: 0 });
+                    receipt.applied += 1;
+                    return;
+                }
                 let Some(m) = product(k) else { continue };
                 let result = self.result(g, m);
                 let (own, meta) = (g.meta(node.inputs[k]), g.meta(other));

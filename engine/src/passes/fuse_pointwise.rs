@@ -5,7 +5,8 @@ use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
 use crate::ops::pointwise::{Expr, Pointwise};
-use crate::record::Recorder;
+use crate::ops::reduce::{Reduce, Reduction};
+use crate::record::{Recorder, Var};
 use std::sync::Arc;
 
 pub struct FusePointwise;
@@ -13,6 +14,8 @@ pub struct FusePointwise;
 /// Past these an expression gains nothing: its chunk buffers (or a GPU's registers) no longer fit.
 const MOST_INPUTS: usize = 12;
 const MOST_INSTRUCTIONS: usize = 64;
+/// Terms of a sum that are read as so many inputs.
+const FEW: usize = 8;
 /// Instructions that are cheaper to repeat than to read the result of.
 const LITTLE: usize = 4;
 
@@ -31,6 +34,7 @@ impl Pass for FusePointwise {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        few_terms(g);
         // Position by position: node i takes in producers of which it is the first reader. Those vanish, their outputs that
         // others read becoming outputs of node i.
         for i in 0..g.nodes.len() {
@@ -71,6 +75,23 @@ impl Pass for FusePointwise {
         r.output("loss", loss);
         r.output("dw", r.grad(loss, &[w])[0]);
     }
+}
+
+/// Sums of a few neighbours become arithmetic on slices, in the same order of additions, so that they fuse too.
+fn few_terms(g: &mut Graph) {
+    let done: Result<(), std::convert::Infallible> = g.rewrite(|_, _, node, inputs| {
+        let Some(r) = node.op::<Reduce>().filter(|r| r.how == Reduction::Sum) else { return Ok(None) };
+        let shape = inputs[0].shape();
+        let inner: usize = shape[r.axis + 1..].iter().product();
+        if !(2..=FEW).contains(&shape[r.axis]) || inner < 8 {
+            return Ok(None);
+        }
+        let terms: Vec<Var> = (0..shape[r.axis]).map(|k| inputs[0].slice(r.axis, k, k + 1)).collect();
+        let expr = Expr::of(terms.len(), |e, x| x[1..].iter().fold(x[0], |sum, &t| e.add(sum, t)));
+        let op = Pointwise { expr, dtypes: vec![node.outputs[0].dtype], in_place: vec![] };
+        Ok(Some(vec![inputs[0].recorder().op1(op, &terms)]))
+    });
+    done.unwrap_or_else(|never| match never {});
 }
 
 /// A pointwise producer that node `i` is the first to read, and why it may not be taken in, if so.

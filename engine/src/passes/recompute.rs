@@ -33,6 +33,8 @@ impl Pass for Recompute {
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let old = g.clone();
+        // Gradients that `hoist` computes during the forward pass read what is there.
+        let forward = old.nodes.iter().rposition(|n| !n.backward && n.block != 0).unwrap_or(0);
         let again = match settings.text("what") {
             "siblings" => siblings(&old),
             "memory-bound" => recomputable(&old, true),
@@ -52,7 +54,7 @@ impl Pass for Recompute {
             if let Kind::Op(op) = &node.kind {
                 total += op.cost(&old.inputs(i)).flops;
             }
-            if node.backward {
+            if node.backward && i > forward {
                 for (v, new) in node.inputs.iter().zip(&mut ready) {
                     if again[v.node] {
                         *new = recorder.var(copy(&old, recorder, v.node, &again, &values, &mut copies, &mut flops)[v.out]);
@@ -117,9 +119,10 @@ fn recomputable(g: &Graph, cheap_only: bool) -> Vec<bool> {
 fn siblings(g: &Graph) -> Vec<bool> {
     let readers = g.readers();
     let roots: Vec<usize> = g.roots().map(|v| v.node).collect();
+    let forward = g.nodes.iter().rposition(|n| !n.backward && n.block != 0).unwrap_or(0);
     let again = |i: usize| {
         let n = &g.nodes[i];
-        let Some(first) = readers[i].iter().copied().filter(|&r| g.nodes[r].backward).min() else { return false };
+        let Some(first) = readers[i].iter().copied().filter(|&r| g.nodes[r].backward && r > forward).min() else { return false };
         if n.backward || n.op::<Pointwise>().is_none() || n.is_cast() || roots.contains(&i) || n.inputs.is_empty() {
             return false;
         }

@@ -91,7 +91,7 @@ impl Op for RmsNorm {
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return no_gradient(x.len()) };
         let inputs = [&[x[0], y[1], d], &x[1..]].concat();
-        d.recorder().op(RmsNormGrad, &inputs).into_iter().map(Some).collect()
+        d.recorder().op(RmsNormGrad { add: false }, &inputs).into_iter().map(Some).collect()
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -99,9 +99,18 @@ impl Op for RmsNorm {
     }
 }
 
-/// Inputs: x, rstd, dy, and the weight if there is one. Outputs: dx, and the weight's gradient.
+/// Inputs: x, rstd, dy, the weight if there is one, and what is added to dx if something is. Outputs: dx, and the weight's gradient.
 #[derive(Debug)]
-pub struct RmsNormGrad;
+pub struct RmsNormGrad {
+    /// The pass `epilogue` adds what meets dx here.
+    pub add: bool,
+}
+
+impl RmsNormGrad {
+    fn weight(&self, inputs: usize) -> bool {
+        inputs > 3 + self.add as usize
+    }
+}
 
 impl Op for RmsNormGrad {
     fn name(&self) -> &'static str {
@@ -109,17 +118,18 @@ impl Op for RmsNormGrad {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        [&[x[0].clone()], &x[3..]].concat()
+        [&[x[0].clone()], &x[3..x.len() - self.add as usize]].concat()
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {
-        if x.len() > 3 { x[0].rows().div_ceil(ROWS) * x[0].dim(0) } else { 0 }
+        if self.weight(x.len()) { x[0].rows().div_ceil(ROWS) * x[0].dim(0) } else { 0 }
     }
 
     fn cpu(&self, x: &[View], out: &mut [ViewMut], partial: &mut [f32]) {
         let d = x[0].dim(0);
         let (data, rstd, dy) = (x[0].f32(), x[1].f32(), x[2].f32());
-        let weight = x.get(3).map(|w| w.f32());
+        let weight = self.weight(x.len()).then(|| x[3].f32());
+        let more = self.add.then(|| x[x.len() - 1].f32());
         // Without a weight there is nothing to sum; the tasks then get empty pieces.
         let piece = if weight.is_some() { d } else { 0 };
         let mut pieces: Vec<&mut [f32]> = if piece > 0 { partial.chunks_mut(d).collect() } else { vec![] };
@@ -133,6 +143,9 @@ impl Op for RmsNormGrad {
                         let row = task * ROWS + r;
                         let (x, dy, s) = (&data[row * d..][..d], &dy[row * d..][..d], rstd[row]);
                         rms_row(x, s, dy, weight, dx, dw);
+                        if let Some(more) = more {
+                            dx.iter_mut().zip(&more[row * d..][..d]).for_each(|(o, &m)| *o += m);
+                        }
                     }
                 },
             )
@@ -143,8 +156,9 @@ impl Op for RmsNormGrad {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        let weight = (io.x.len() > 3).then_some(3);
-        gpu::backward(io, Inputs { rstd: 1, dy: 2, weight, ..Inputs::default() }, false)
+        let weight = self.weight(io.x.len()).then_some(3);
+        let more = self.add.then(|| io.x.len() - 1);
+        gpu::backward(io, Inputs { rstd: 1, dy: 2, weight, more, ..Inputs::default() }, false)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -8,7 +8,7 @@ pub use expr::{Bin, Expr, Ins, Un};
 
 use super::full::Full;
 use crate::cpu::{View, ViewMut};
-use crate::graph::Kind;
+use crate::graph::{Graph, Kind, Value};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Layout, Meta, broadcast};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
@@ -92,6 +92,16 @@ impl Op for Pointwise {
     }
 }
 
+/// The one number that a value holds everywhere, if it was recorded as such.
+fn constant(g: &Graph, v: Value) -> Option<f32> {
+    let node = &g.nodes[v.node];
+    match &node.kind {
+        Kind::Op(op) if op.is_view() => constant(g, node.inputs[0]),
+        Kind::Op(op) => op.is::<Full>().map(|f| f.value),
+        _ => None,
+    }
+}
+
 /// Records an expression. Inputs that are constants become part of it, what is then unused is dropped, and an output that
 /// is just an input is that input.
 #[track_caller]
@@ -105,10 +115,7 @@ pub fn record<'g>(expr: Expr, dtypes: Vec<DType>, inputs: &[Var<'g>]) -> Vec<Var
             if draws {
                 return None;
             }
-            recorder.with_graph(|g| match &g.nodes[v.value().node].kind {
-                Kind::Op(op) => op.is::<Full>().map(|f| f.value),
-                _ => None,
-            })
+            recorder.with_graph(|g| constant(g, v.value()))
         })
         .collect();
     let shapes: Vec<Vec<usize>> = (0..inputs.len()).filter(|&i| !expr.uses_rng(i)).map(|i| inputs[i].shape()).collect();
