@@ -148,7 +148,14 @@ impl Launch {
         for (name, value) in &self.defines {
             text += &format!("#define {name} {value}\n");
         }
-        text + &self.source
+        // Kernels take their turn first (see `in_turn` in the prelude).
+        let mut rest = self.source.as_str();
+        while let Some(at) = rest.find("__global__").and_then(|g| rest[g..].find('{').map(|b| g + b + 1)) {
+            text += &rest[..at];
+            text += " in_turn();";
+            rest = &rest[at..];
+        }
+        text + rest
     }
 
     pub fn code(self) -> Code {

@@ -76,6 +76,8 @@ pub struct Options {
     pub tf32: bool,
     /// Time several algorithms for every new product.
     pub tune: bool,
+    /// Launch a kernel while the one before it ends.
+    pub overlap: bool,
 }
 
 /// One node's share of a run.
@@ -307,8 +309,26 @@ impl CudaProgram {
                 Ready::Launch { kernel, grid, block, shared, args } => {
                     let mut values: Vec<u64> = args.iter().map(at).collect();
                     let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| std::ptr::from_mut(v).cast()).collect();
+                    let mut overlap = sys::CUlaunchAttribute {
+                        id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                        pad: [0; 4],
+                        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+                    };
+                    let config = sys::CUlaunchConfig {
+                        gridDimX: grid[0],
+                        gridDimY: grid[1],
+                        gridDimZ: grid[2],
+                        blockDimX: *block,
+                        blockDimY: 1,
+                        blockDimZ: 1,
+                        sharedMemBytes: *shared,
+                        hStream: stream,
+                        attrs: &mut overlap,
+                        numAttrs: self.options.overlap as u32,
+                    };
                     // SAFETY: a kernel of ours with pointer arguments into buffers that the plan made large enough.
-                    unsafe { result::launch_kernel(kernel.0, (grid[0], grid[1], grid[2]), (*block, 1, 1), *shared, stream, &mut pointers) }
+                    unsafe { sys::cuLaunchKernelEx(&config, kernel.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
+                        .result()
                         .map_err(failed("launching a kernel"))?;
                 }
                 Ready::Gemm { product, places, bias } => {

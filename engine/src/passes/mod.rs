@@ -47,6 +47,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &in_place::InPlace,
     &products::Tf32,
     &products::TuneProducts,
+    &cuda_graph::OverlapLaunches,
     &cuda_graph::CudaGraph,
 ];
 

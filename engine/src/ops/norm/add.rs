@@ -89,7 +89,7 @@ impl Op for AddRmsNorm {
                 let r = d.recorder();
                 let all = match (self.sum, ds) {
                     (false, _) => r.op(AddRmsNormGrad { sum: false }, &[x[0], x[1], y[1], d, x[2]]),
-                    (true, None) => r.op(RmsNormGrad, &[y[2], y[1], d, x[2]]),
+                    (true, None) => r.op(RmsNormGrad { add: false }, &[y[2], y[1], d, x[2]]),
                     (true, Some(ds)) => r.op(AddRmsNormGrad { sum: true }, &[y[2], ds, y[1], d, x[2]]),
                 };
                 (Some(all[0]), [Some(all[1]), all.get(2).copied()])
