@@ -3,6 +3,8 @@
 use crate::graph::{Graph, Kind, Value};
 use crate::meta::{contiguous, is_contiguous};
 use crate::op::Cost;
+use crate::ops::concat::Join;
+use crate::ops::view::Reshape;
 use std::collections::{BTreeMap, HashMap};
 
 /// Offsets are multiples of this, so that every buffer starts on a cache line (and on what vector loads of a GPU want).
@@ -35,6 +37,16 @@ pub struct Spot {
     pub strides: Vec<usize>,
 }
 
+/// An input that an op needs in its output's buffer, and that could not be put there in the first place.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Copy {
+    pub node: usize,
+    pub input: usize,
+    pub out: usize,
+    /// Elements of the output before it.
+    pub at: usize,
+}
+
 /// Bytes, before anything runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Memory {
@@ -58,8 +70,8 @@ pub struct Plan {
     /// For every node, of every output.
     pub spots: Vec<Vec<Spot>>,
     pub buffers: Vec<Buffer>,
-    /// (node, input, output): copied before the node runs, because the op works in a buffer that it may not take over.
-    pub copies: Vec<(usize, usize, usize)>,
+    /// Made before a node runs.
+    pub copies: Vec<Copy>,
     /// (state node, value): copied after the last node.
     pub stores: Vec<(usize, Value)>,
     pub memory: Memory,
@@ -95,6 +107,8 @@ impl Plan {
         let roots = view_roots(g);
         let last_read = last_reads(g, &roots);
         let destined = destinations(g, &roots, &last_read);
+        let joined = joined(g, &last_read, &destined);
+        let mut joints: HashMap<usize, usize> = HashMap::new(); // a Join's node -> its buffer
         let mut plan =
             Plan { spots: vec![], buffers: vec![], copies: vec![], stores: vec![], memory: Memory::default(), cost: Cost::default() };
         for (i, node) in g.nodes.iter().enumerate() {
@@ -107,43 +121,63 @@ impl Plan {
                 }
                 Kind::Op(op) => {
                     let reuse = op.reuse();
-                    let spot = |plan: &mut Plan, out: usize| {
+                    let mut spot = |plan: &mut Plan, out: usize| {
                         let value = Value { node: i, out };
                         let pair = reuse.iter().find(|p| p.1 == out).map(|p| p.0);
                         let shared = pair.and_then(|input| {
                             let v = node.inputs[input];
                             let from = plan.spots[v.node][v.out].clone();
                             let root = roots[v.node].unwrap_or(v);
-                            // The whole buffer, read here for the last time and by this input only.
-                            let whole = from.offset == 0 && g.meta(root).bytes() == g.meta(value).bytes();
+                            // All that the value has of its buffer, read here for the last time and by this input only.
+                            let whole =
+                                from.offset == plan.spots[root.node][root.out].offset && g.meta(root).bytes() == g.meta(value).bytes();
                             let whole = whole && is_contiguous(&g.meta(v).shape, &from.strides);
                             let once = node.inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == root).count() == 1;
                             let free = match plan.buffers[from.buffer].home {
                                 Home::Arena(_) => true,
                                 Home::Source(s) => destined.get(&value) == Some(&s),
                             };
-                            (whole && once && free && last_read[&root] == i).then_some(from.buffer)
+                            let meant = joined.get(&value).is_none_or(|place| joined.get(&root) == Some(place));
+                            (whole && once && free && meant && last_read[&root] == i).then_some((from.buffer, from.offset))
                         });
                         if let (None, Some(input)) = (shared, pair) {
-                            plan.copies.push((i, input, out));
+                            plan.copies.push(Copy { node: i, input, out, at: 0 });
                         }
                         // A state's next value is written straight into the state once nobody reads the old one any more.
                         let direct = || {
                             let s = *destined.get(&value)?;
                             let old = Value { node: s, out: 0 };
                             let is_update = g.updates.contains(&(old, value));
-                            (is_update && last_read.get(&old).is_none_or(|&r| r < i)).then(|| plan.spots[s][0].buffer)
+                            (is_update && last_read.get(&old).is_none_or(|&r| r < i)).then(|| (plan.spots[s][0].buffer, 0))
                         };
-                        let buffer = shared.or_else(direct).unwrap_or_else(|| {
-                            let bytes = g.meta(value).bytes();
+                        let (buffer, offset) = shared.or_else(direct).unwrap_or_else(|| {
+                            // In the buffer of what it will be joined to, or in one of its own.
+                            let (join, at) = joined.get(&value).copied().unwrap_or((i, 0));
+                            if let Some(&buffer) = joints.get(&join) {
+                                return (buffer, at);
+                            }
+                            let bytes = if join == i { g.meta(value).bytes() } else { g.nodes[join].outputs[0].bytes() };
                             plan.buffers.push(Buffer { home: Home::Arena(0), bytes, first: i, last: i });
-                            plan.buffers.len() - 1
+                            if join != i {
+                                joints.insert(join, plan.buffers.len() - 1);
+                            }
+                            (plan.buffers.len() - 1, at)
                         });
                         let last = last_read.get(&value).copied().unwrap_or(i);
                         plan.buffers[buffer].last = plan.buffers[buffer].last.max(last);
-                        Spot { buffer, offset: 0, strides: contiguous(&g.meta(value).shape) }
+                        Spot { buffer, offset, strides: contiguous(&g.meta(value).shape) }
                     };
-                    (0..node.outputs.len()).map(|out| spot(&mut plan, out)).collect()
+                    let spots = (0..node.outputs.len()).map(|out| spot(&mut plan, out)).collect();
+                    if node.op::<Join>().is_some() {
+                        let mut at = 0;
+                        for (input, &v) in node.inputs.iter().enumerate() {
+                            if joined.get(&(roots[v.node].unwrap_or(v))).is_none_or(|place| place.0 != i) {
+                                plan.copies.push(Copy { node: i, input, out: 0, at });
+                            }
+                            at += g.meta(v).elements();
+                        }
+                    }
+                    spots
                 }
                 _ => {
                     let meta = &node.outputs[0];
@@ -277,6 +311,46 @@ fn destinations(g: &Graph, roots: &[Option<Value>], last_read: &HashMap<Value, u
         }
     }
     destined
+}
+
+/// Values that can lie where a Join wants them, with what they are made from in place: value -> (the Join's node, elements before it).
+fn joined(g: &Graph, last_read: &HashMap<Value, usize>, destined: &HashMap<Value, usize>) -> HashMap<Value, (usize, usize)> {
+    // Reshapes change nothing about where a value lies; other views do.
+    fn plain(g: &Graph, v: Value) -> Option<Value> {
+        let node = &g.nodes[v.node];
+        match node.is_view() {
+            true => node.op::<Reshape>().and_then(|_| plain(g, node.inputs[0])),
+            false => (!node.is_source()).then_some(v),
+        }
+    }
+    let mut places: HashMap<Value, (usize, usize)> = HashMap::new();
+    for (join, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.op::<Join>().is_some()) {
+        let mut at = 0;
+        for &input in &node.inputs {
+            let (place, meta) = ((join, at), g.meta(input));
+            at += meta.elements();
+            let Some(mut v) = plain(g, input) else { continue };
+            let free = |v: Value, places: &HashMap<Value, (usize, usize)>| !places.contains_key(&v) && !destined.contains_key(&v);
+            if !(place.1 * meta.dtype.size()).is_multiple_of(ALIGN)
+                || !free(v, &places)
+                || node.inputs.iter().filter(|w| **w == input).count() > 1
+            {
+                continue;
+            }
+            places.insert(v, place);
+            while let Kind::Op(op) = &g.nodes[v.node].kind {
+                let Some(&(k, _)) = op.reuse().iter().find(|p| p.1 == v.out) else { break };
+                let Some(from) = plain(g, g.nodes[v.node].inputs[k]) else { break };
+                let once = g.nodes[v.node].inputs.iter().filter(|w| plain(g, **w) == Some(from)).count() == 1;
+                if last_read.get(&from) != Some(&v.node) || !once || !free(from, &places) || g.meta(from).bytes() != meta.bytes() {
+                    break;
+                }
+                places.insert(from, place);
+                v = from;
+            }
+        }
+    }
+    places
 }
 
 /// Gives every arena buffer an offset: the largest first, each in the lowest gap among those alive at the same time. Returns the

@@ -123,7 +123,8 @@ impl Program {
             memory.feeds *= 3; // two more are on their way
         }
         let on = |pass: &str| c.receipts.iter().any(|r| r.pass == pass && r.applied > 0);
-        let options = cuda::Options { capture: on("cuda-graph"), tf32: on("tf32"), tune: on("tune-products"), overlap: on("overlap-launches") };
+        let options =
+            cuda::Options { capture: on("cuda-graph"), tf32: on("tf32"), tune: on("tune-products"), overlap: on("overlap-launches") };
         let loaded = match device {
             Device::Cpu(cpu, arena) => Loaded::Cpu(Box::new(CpuProgram::new(c.graph, c.plan, cpu, arena))),
             Device::Cuda(cuda, arena) => Loaded::Cuda(Box::new(CudaProgram::new(c.graph, c.plan, cuda, arena, options)?)),

@@ -6,6 +6,7 @@ use super::{Cpu, Data, View, ViewMut};
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Value};
 use crate::meta::{DType, Meta};
+use crate::ops::concat::Join;
 use crate::plan::{Home, Plan, Spot};
 use crate::store::Store;
 use half::{bf16, f16};
@@ -156,11 +157,18 @@ fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
     if op.is_view() {
         return;
     }
-    for &(_, input, out) in plan.copies.iter().filter(|c| c.0 == i) {
-        let (from, to) = (node.inputs[input], Value { node: i, out });
+    for c in plan.copies.iter().filter(|c| c.node == i) {
+        let (from, to) = (node.inputs[c.input], Value { node: i, out: c.out });
         let dtype = g.meta(to).dtype;
-        // SAFETY: the output has a buffer of its own (that is why it is copied), of the same size.
-        unsafe { base.place(g, plan, to).bytes_mut(dtype).copy_from_slice(base.place(g, plan, from).bytes(dtype)) };
+        let first = c.at * dtype.size();
+        // SAFETY: the output has a buffer of its own (that is why it is copied), as large as what is copied, and more.
+        unsafe {
+            let bytes = base.place(g, plan, from).bytes(dtype);
+            base.place(g, plan, to).bytes_mut(dtype)[first..first + bytes.len()].copy_from_slice(bytes);
+        }
+    }
+    if node.op::<Join>().is_some() {
+        return; // everything is where it belongs
     }
     let reuse = op.reuse();
     // SAFETY: the workspace lies behind the activations, inside the arena, and only the running op uses it.

@@ -24,6 +24,13 @@ enum Address {
 }
 
 impl Address {
+    fn plus(self, bytes: usize) -> Address {
+        match self {
+            Address::Arena(o) => Address::Arena(o + bytes),
+            Address::Source(n, o) => Address::Source(n, o + bytes),
+        }
+    }
+
     /// The power of two that divides it: every buffer lies on a multiple of 256.
     fn aligned(self) -> u32 {
         let (Address::Arena(bytes) | Address::Source(_, bytes)) = self;
@@ -161,9 +168,10 @@ impl CudaProgram {
                 }
             };
             let node = &graph.nodes[i];
-            for &(_, input, out) in plan.copies.iter().filter(|c| c.0 == i) {
-                let to = Value { node: i, out };
-                steps.push(Ready::Copy { from: address(node.inputs[input]), to: address(to), bytes: graph.meta(to).bytes() });
+            for c in plan.copies.iter().filter(|c| c.node == i) {
+                let (from, to) = (node.inputs[c.input], Value { node: i, out: c.out });
+                let to = address(to).plus(c.at * graph.meta(to).dtype.size());
+                steps.push(Ready::Copy { from: address(from), to, bytes: graph.meta(from).bytes() });
             }
             let resolve = |p: &Place| {
                 let start = match p.at {
@@ -171,10 +179,7 @@ impl CudaProgram {
                     At::Y(out) => address(Value { node: i, out }),
                     At::Work => Address::Arena(plan.memory.activations),
                 };
-                match start {
-                    Address::Arena(o) => Address::Arena(o + p.bytes),
-                    Address::Source(n, o) => Address::Source(n, o + p.bytes),
-                }
+                start.plus(p.bytes)
             };
             for step in &c.steps {
                 steps.push(match step {

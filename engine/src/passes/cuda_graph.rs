@@ -24,7 +24,9 @@ impl Pass for OverlapLaunches {
     fn apply(&self, _: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         match settings.target {
             Target::Cpu => receipt.notes.push("the program runs on the CPU".into()),
-            Target::Cuda(arch) if arch.sm < 90 => receipt.decline(format!("compute capability {}.{} cannot", arch.sm / 10, arch.sm % 10), ""),
+            Target::Cuda(arch) if arch.sm < 90 => {
+                receipt.decline(format!("compute capability {}.{} cannot", arch.sm / 10, arch.sm % 10), "")
+            }
             Target::Cuda(_) => receipt.applied = 1,
         }
         Ok(())

@@ -14,6 +14,7 @@ mod fuse_qk_norm;
 mod group_casts;
 mod hoist;
 mod in_place;
+mod join_products;
 pub mod layout;
 mod linear_ce;
 mod merge_products;
@@ -42,6 +43,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &hoist::Hoist,
     &recompute::Recompute,
     &epilogue::Epilogue,
+    &join_products::JoinProducts,
     &group_casts::GroupCasts,
     &fuse_pointwise::FusePointwise,
     &in_place::InPlace,

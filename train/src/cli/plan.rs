@@ -108,6 +108,9 @@ fn nodes(c: &Compiled) -> Result<ExitCode> {
                 format!("{meta:?} in {} ({}..{})", spot.buffer, b.first, b.last)
             })
             .collect();
+        for copy in c.plan.copies.iter().filter(|c| c.node == i) {
+            out!("{i} copies input {} to element {} of output {}", copy.input, copy.at, copy.out);
+        }
         let direction = if node.backward { "'" } else { "" };
         let what = match &node.kind {
             engine::graph::Kind::State(s) => format!("state {}", s.name),

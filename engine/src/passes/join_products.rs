@@ -1,0 +1,105 @@
+//! A sum of products is one product of what is put end to end.
+
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Value};
+use crate::meta::DType;
+use crate::ops::concat::Join;
+use crate::ops::matmul::Matmul;
+use crate::ops::view::Permute;
+use crate::record::Recorder;
+use std::collections::HashMap;
+
+pub struct JoinProducts;
+
+impl Pass for JoinProducts {
+    fn name(&self) -> &'static str {
+        "join-products"
+    }
+
+    fn about(&self) -> &'static str {
+        "Makes one product of a sum of products over rows (the gradient of a weight that is used again and again): the rows are written end to end in the first place."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let chains = chains(g, receipt);
+        receipt.applied = chains.values().map(|c| c.len()).sum();
+        let old = g.clone();
+        let mut values: Vec<Vec<Value>> = vec![];
+        let mut joins: HashMap<Vec<Value>, Value> = HashMap::new();
+        g.rewrite(|recorder, i, node, inputs| {
+            let made = match chains.get(&i) {
+                Some(chain) => {
+                    let mut join = |parts: Vec<Value>| {
+                        let parts: Vec<_> = parts.iter().map(|v| values[v.node][v.out]).collect();
+                        let v = *joins.entry(parts.clone()).or_insert_with(|| {
+                            let parts: Vec<_> = parts.iter().map(|&v| recorder.var(v)).collect();
+                            recorder.op1(Join, &parts).value()
+                        });
+                        recorder.var(v)
+                    };
+                    let left = join(chain.iter().map(|&m| old.nodes[old.nodes[m].inputs[0].node].inputs[0]).collect());
+                    let right = join(chain.iter().map(|&m| old.nodes[m].inputs[1]).collect());
+                    let first = &old.nodes[chain[0]];
+                    let mut x = vec![left.t(), right];
+                    x.extend(first.inputs.get(2).map(|v| recorder.var(values[v.node][v.out])));
+                    vec![recorder.op1(first.op::<Matmul>().expect("a product").clone(), &x).value()]
+                }
+                None => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
+            };
+            values.push(made.clone());
+            Ok::<_, Error>(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
+        })?;
+        super::dead_code::sweep(g);
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[16, 16], Init::Normal { std: 0.3 });
+        let mut h = r.feed("x", &[64, 16], DType::F32);
+        for _ in 0..3 {
+            h = h.silu().linear(w).silu();
+        }
+        let loss = h.square().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+/// For the last product of a sum, all of them in order.
+fn chains(g: &Graph, receipt: &mut Receipt) -> HashMap<usize, Vec<usize>> {
+    let mut reads: HashMap<Value, usize> = HashMap::new();
+    for v in g.nodes.iter().flat_map(|n| n.inputs.iter().copied()).chain(g.roots()) {
+        *reads.entry(v).or_insert(0) += 1;
+    }
+    let product = |i: usize| g.nodes[i].op::<Matmul>().filter(|m| !m.bias && m.act.is_none() && g.nodes[i].outputs[0].rank() == 2);
+    // What this product adds to, if that is a product which nobody else reads.
+    let before = |i: usize| {
+        let v = *product(i).and_then(|_| g.nodes[i].inputs.get(2))?;
+        (reads[&v] == 1 && product(v.node).is_some()).then_some(v.node)
+    };
+    let inner: Vec<usize> = (0..g.nodes.len()).filter_map(before).collect();
+    let mut chains = HashMap::new();
+    for i in (0..g.nodes.len()).filter(|&i| before(i).is_some() && !inner.contains(&i)) {
+        let mut chain = vec![i];
+        while let Some(next) = before(chain[chain.len() - 1]) {
+            chain.push(next);
+        }
+        chain.reverse();
+        // Products over rows: both sides are [rows, ..], the first read transposed.
+        let by_rows = |&m: &usize| {
+            let left = &g.nodes[g.nodes[m].inputs[0].node];
+            left.op::<Permute>().is_some() && !g.nodes[left.inputs[0].node].is_view() && !g.nodes[g.nodes[m].inputs[1].node].is_view()
+        };
+        if chain.iter().all(by_rows) {
+            chains.insert(i, chain);
+        } else {
+            receipt.decline("the sides of a product do not lie row by row", &g.nodes[i].scope);
+        }
+    }
+    chains
+}
