@@ -253,16 +253,24 @@ fn small_tile(d: usize) -> usize {
     16 * d * (2 + 2 + 4) + 16 * (8 + 4) + 16
 }
 
-/// Heads of 16 of which shared memory holds all queries: up to 1648 on compute capability 9.0.
+/// Into how many blocks the queries of a head must be split to fit into shared memory.
+fn small_split(s: &Sizes, arch: Arch) -> usize {
+    s.time.div_ceil(16).div_ceil(shared_limit(arch) / small_tile(s.d))
+}
+
+/// Heads of 16 of up to twice the queries that shared memory holds: up to 3296 on compute capability 9.0.
 fn is_small_backward(s: &Sizes, arch: Arch) -> bool {
-    s.d == 16 && s.time.div_ceil(16) * small_tile(s.d) <= shared_limit(arch)
+    s.d == 16 && small_split(s, arch) <= 2
 }
 
 fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
+    // A block takes a multiprocessor; a head may have up to four.
+    let idle = io.arch.multiprocessors as usize / (s.batch * s.heads);
+    let split = idle.min(4).min(s.time / 32).max(small_split(&s, io.arch));
+    // 16 warps take 128 registers a thread, all there are. Two rounds or more, so that many queries go with few.
     let tiles = s.keys.div_ceil(16 * SMALL_ROWS);
-    // 16 warps take 128 registers a thread, all there are. Rounds over the keys are equally full.
-    let warps = tiles.div_ceil(tiles.div_ceil(16));
+    let warps = tiles.div_ceil(tiles.div_ceil(16).max(2));
     let source = [&SMALL[..], &[include_str!("small_backward.cu")]].concat().concat();
     let launch = |entry| {
         s.define(Launch::new(&source, entry), causal)
@@ -271,22 +279,24 @@ fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {
             .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
             .define("M_K", SMALL_ROWS)
             .define("WARPS", warps)
+            .define("SPLIT", split)
     };
-    let shared_keys = s.heads > s.kv;
-    let part = 4 * s.batch * s.heads * s.keys * s.d; // bytes of dk of every head
     let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
     let (dq, dk, dv) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into());
-    let (to_k, to_v) = if shared_keys { (At::Work.into(), At::Work.plus(part)) } else { (dk, dv) };
+    // Where several blocks have parts of dk and dv, these are added up afterwards.
+    let blocks = s.batch * s.heads * split;
+    let parts = if blocks > s.batch * s.kv { 4 * blocks * s.keys * s.d } else { 0 };
+    let (to_k, to_v) = if parts > 0 { (At::Work.into(), At::Work.plus(parts)) } else { (dk, dv) };
     let mut steps = vec![
         launch("attention_backward")
-            .grid(s.batch * s.heads, 1, 1)
+            .grid(blocks, 1, 1)
             .block(32 * warps)
-            .shared(s.time.div_ceil(16) * small_tile(s.d))
+            .shared(s.time.div_ceil(16).div_ceil(split) * small_tile(s.d))
             .args(&[q, k, v, y, lse, dy, dq, to_k, to_v]),
     ];
-    if shared_keys {
-        let outputs = 2 * s.batch * s.kv * s.keys * (s.d / 8);
-        steps.push(launch("attention_groups").grid(outputs.div_ceil(256), 1, 1).args(&[to_k, dk, dv]));
+    if parts > 0 {
+        let chunks = 2 * s.batch * s.kv * s.keys * s.d / 8;
+        steps.push(launch("attention_parts").grid(chunks.div_ceil(256), 1, 1).args(&[to_k, to_v, dk, dv]));
     }
-    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: if shared_keys { 2 * part } else { 0 } }
+    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 2 * parts }
 }

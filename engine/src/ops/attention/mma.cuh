@@ -14,6 +14,9 @@ __device__ __forceinline__ void copy16(void *to, const void *from, bool live) {
 __device__ __forceinline__ void copy8(void *to, const void *from, bool live) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from), "r"(live ? 8 : 0) : "memory");
 }
+__device__ __forceinline__ void copy4(void *to, const void *from, bool live) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(live ? 4 : 0) : "memory");
+}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 

@@ -2,10 +2,12 @@
 // p = exp(SCALE q k^T - lse); dv = p^T dy; ds = p (dy v^T - along); dq = SCALE ds k; dk = SCALE ds^T q; along = row sum of dy y.
 // SCALE_2 = SCALE log2(e).
 //
-// A block owns one (batch, query head): q, dy and the sums of dq of all queries lie in shared memory. A warp owns 16 M_K keys, with
-// the sums of their dk and dv in registers, and walks over tiles of 16 queries; what it finds for dq it adds to the tile's sum
-// when its turn there comes. So the order of additions is fixed, and nobody waits for more than the neighbour's last tile.
-#define QUERY_TILES ((TIME + 15) / 16)
+// A block owns every SPLIT-th tile of 16 queries of one (batch, query head): their q, dy and sums of dq lie in shared memory. A warp
+// owns a tile of 16 M_K keys, with the sums of their dk and dv in registers, and walks over the queries; what it finds for dq it
+// adds to the tile's sum when its turn there comes. So the order of additions is fixed, and nobody waits for more than the
+// neighbour's last tile.
+#define QUERY_TILES (((TIME + 15) / 16 + SPLIT - 1) / SPLIT) // of a block
+#define PARTS (GROUP * SPLIT)                                // of dk and dv
 #define WARP_KEYS (16 * M_K)
 #define KEY_TILES ((KEYS + WARP_KEYS - 1) / WARP_KEYS)
 
@@ -22,7 +24,7 @@ struct __align__(16) Tile {
     int turn;      // how many warps have added to dq
 };
 
-// 16 M_K rows of sums of one head, [KEYS, D] in f32.
+// 16 M_K rows of sums, from row `first` on, to [KEYS, D].
 __device__ __forceinline__ void store_part(float *to, int first, float sum[M_K][D / 8][4], float factor, int lane) {
 #pragma unroll
     for (int m = 0; m < M_K; m++)
@@ -36,35 +38,44 @@ __device__ __forceinline__ void store_part(float *to, int first, float sum[M_K][
         }
 }
 
-// dk and dv are parts [batch, heads, keys, D] in f32 where GROUP > 1.
+// dk and dv are [batch, kv, PARTS, keys, D] in f32 where there is more than one part.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 attention_backward(const T *q, const T *k, const T *v, const T *y, const float *lse, const T *dy, T *dq, void *dk, void *dv) {
     extern __shared__ __align__(16) float shared[];
     Tile *tiles = (Tile *)shared;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u64 bh = blockIdx.x, b = bh / HEADS, h = bh % HEADS;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = blockIdx.x % SPLIT;
+    u64 bh = blockIdx.x / SPLIT, b = bh / HEADS, h = bh % HEADS;
     const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
     u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
 
+    // y waits where its thread then clears the sums.
+    const int chunks = 2 * QUERY_TILES * D;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < 2 * QUERY_TILES * D; i += 32 * WARPS) { // whole warps
-        int row = i / (D / 8), chunk = i % (D / 8), r = row % 16;
-        bool live = row < TIME;
-        u64 at = q_at + (live ? row : 0) * q_step + chunk * 8;
-        Eight a = *(const Eight *)(q + at), g = *(const Eight *)(dy + at), out = *(const Eight *)(y + at);
-        float row_lse = live ? lse[bh * TIME + row] : 0.0f, along = 0.0f;
-        if (!live) a = g = Eight{};
-        const float log2_e = 1.44269504f;
+    for (int i = threadIdx.x; i < chunks; i += 32 * WARPS) {
+        int chunk = i % (D / 8), r = i / (D / 8) % 16, t = (i / (2 * D) * SPLIT + part) * 16 + r;
+        bool live = t < TIME;
+        u64 row = live ? t : 0, at = q_at + row * q_step + chunk * 8;
+        Tile &tile = tiles[i / (2 * D)];
+        copy16(tile.q + place(r, chunk), q + at, live);
+        copy16(tile.dy + place(r, chunk), dy + at, live);
+        copy16(&tile.dq[chunk][r], y + at, live);
+        if (chunk == 0) copy4(&tile.lse[r / 2].of[r % 2], lse + bh * TIME + row, live);
+    }
+    copies_commit();
+    copies_wait<0>();
+    for (int i = threadIdx.x; i < chunks; i += 32 * WARPS) { // whole warps
+        int chunk = i % (D / 8), r = i / (D / 8) % 16;
+        Tile &tile = tiles[i / (2 * D)];
+        Eight out = *(const Eight *)&tile.dq[chunk][r], g = *(const Eight *)(tile.dy + place(r, chunk));
+        float along = 0.0f;
 #pragma unroll
         for (int j = 0; j < 8; j++) along -= to_float(out.of[j]) * to_float(g.of[j]);
         for (int j = D / 16; j > 0; j >>= 1) along += __shfl_xor_sync(0xffffffffu, along, j);
-        Tile &tile = tiles[row / 16];
-        *(Eight *)(tile.q + place(r, chunk)) = a;
-        *(Eight *)(tile.dy + place(r, chunk)) = g;
         tile.dq[chunk][r] = tile.dq[chunk][r + 16] = Four{};
         if (chunk == 0) {
+            const float log2_e = 1.44269504f;
             tile.along[r / 2].of[r % 2] = tile.along[r / 2].of[r % 2 + 2] = along;
-            tile.lse[r / 2].of[r % 2] = row_lse * log2_e;
+            tile.lse[r / 2].of[r % 2] *= log2_e;
             if (r == 0) tile.turn = 0;
         }
     }
@@ -82,7 +93,7 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
     // Causal: the first keys are seen by the most queries, so a warp with much to do in one round has little in the next.
     for (int round = 0; round * WARPS < KEY_TILES; round++) {
         int mine = round * WARPS + (round % 2 ? WARPS - 1 - warp : warp), k0 = mine * WARP_KEYS;
-        if (mine >= KEY_TILES) continue;
+        if (k0 >= KEYS) continue;
         u32 ka[M_K][STEPS][4], kb[M_K][STEPS][4], va[M_K][STEPS][4];
 #pragma unroll
         for (int m = 0; m < M_K; m++)
@@ -99,9 +110,10 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
         int last = round % 2 ? 0 : (round + 1) * WARPS < KEY_TILES ? (round + 1) * WARPS : KEY_TILES;
         int before = round % 2 ? mine : round * WARPS - 1 - mine;
         kept(k0), kept(last), kept(before);
-        int t0 = CAUSAL && k0 > OFFSET ? (k0 - OFFSET) / 16 * 16 : 0;
+        int first = CAUSAL && k0 > OFFSET ? ((k0 - OFFSET) / 16 + SPLIT - 1 - part) / SPLIT : 0;
+        Tile *tile = tiles + first;
 #pragma unroll 1
-        for (Tile *tile = tiles + t0 / 16; t0 < TIME; t0 += 16, tile++) {
+        for (int t0 = (first * SPLIT + part) * 16; t0 < TIME; t0 += 16 * SPLIT, tile++) {
             // Scores are [keys, queries].
             float s[M_K][2][4] = {}, dp[M_K][2][4];
             Four along[2] = {tile->along[lane % 4], tile->along[lane % 4 + 4]};
@@ -168,7 +180,8 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
                         mma<T>(sum_v[m][2 * i + n], w[m], g[2 * n], g[2 * n + 1]);
                     }
             }
-            int reach = CAUSAL ? (u32)(t0 + 15 + OFFSET) / WARP_KEYS + 1 : last, turn = before + (reach < last ? reach : last);
+            int reach = CAUSAL ? (u32)(t0 + 15 + OFFSET) / WARP_KEYS + 1 : last;
+            int turn = before + (reach < last ? reach : last);
             wait_turn(&tile->turn, turn);
 #pragma unroll
             for (int n = 0; n < D / 8; n++) {
@@ -179,12 +192,12 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
             }
             pass_turn(&tile->turn, turn, lane);
         }
-        if (GROUP == 1) {
+        if (PARTS == 1) {
             store<M_K>((T *)dk + k_at, k_step, k0, KEYS, sum_k, SCALE, lane);
             store<M_K>((T *)dv + k_at, k_step, k0, KEYS, sum_v, 1.0f, lane);
         } else {
-            store_part((float *)dk + bh * KEYS * D, k0, sum_k, SCALE, lane);
-            store_part((float *)dv + bh * KEYS * D, k0, sum_v, 1.0f, lane);
+            store_part((float *)dk + (u64)blockIdx.x * KEYS * D, k0, sum_k, SCALE, lane);
+            store_part((float *)dv + (u64)blockIdx.x * KEYS * D, k0, sum_v, 1.0f, lane);
         }
     }
     __syncthreads();
@@ -192,31 +205,31 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
         Four sum = tiles[i / (D / 8)].dq[i % (D / 8)][lane];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int t = i / (D / 8) * 16 + 8 * half + lane / 4;
+            int t = (i / (D / 8) * SPLIT + part) * 16 + 8 * half + lane / 4;
             T *to = dq + q_at + t * q_step + i % (D / 8) * 8 + lane % 4 * 2;
             if (t < TIME) *(u32 *)to = pack<T>(SCALE * sum.of[2 * half], SCALE * sum.of[2 * half + 1]);
         }
     }
 }
 
-// dk, dv [batch, keys, kv, D]: the sums over the heads that share them; 8 elements a thread.
-extern "C" __global__ void __launch_bounds__(256) attention_groups(const float *parts, T *dk, T *dv) {
-    const u64 outputs = (u64)BATCH * KV * KEYS * (D / 8), all = (u64)BATCH * HEADS * KEYS * D;
+// dk, dv [batch, keys, kv, D]: the sums of their parts; 8 elements a thread.
+extern "C" __global__ void __launch_bounds__(256) attention_parts(const float *k_parts, const float *v_parts, T *dk, T *dv) {
+    const u64 chunks = (u64)BATCH * KV * KEYS * (D / 8);
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
-    if (i >= 2 * outputs) return;
-    const float *from = i < outputs ? parts : parts + all;
-    T *to = i < outputs ? dk : dv;
-    i = i < outputs ? i : i - outputs;
+    if (i >= 2 * chunks) return;
+    const float *parts = i < chunks ? k_parts : v_parts;
+    T *to = i < chunks ? dk : dv;
+    i = i < chunks ? i : i - chunks;
     u64 chunk = i % (D / 8), key = i / (D / 8) % KEYS, kv = i / (D / 8) / KEYS % KV, b = i / (D / 8) / KEYS / KV;
-    from += ((b * HEADS + kv * GROUP) * KEYS + key) * D + chunk * 8;
+    parts += ((b * KV + kv) * PARTS * KEYS + key) * D + chunk * 8;
     float sum[8] = {};
 #pragma unroll
-    for (int h = 0; h < GROUP; h++)
+    for (int part = 0; part < PARTS; part++)
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            Four part = *(const Four *)(from + (u64)h * KEYS * D + 4 * c);
+            Four x = *(const Four *)(parts + (u64)part * KEYS * D + 4 * c);
 #pragma unroll
-            for (int j = 0; j < 4; j++) sum[4 * c + j] += part.of[j];
+            for (int j = 0; j < 4; j++) sum[4 * c + j] += x.of[j];
         }
     Eight out;
 #pragma unroll
