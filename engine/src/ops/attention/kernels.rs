@@ -27,6 +27,15 @@ pub fn kernel_for(dtype: DType, d: usize, arch: Arch) -> (Kind, &'static str) {
 /// Dynamic shared memory that every GPU since compute capability 8.0 gives to one block.
 const SHARED: usize = 99 * 1024;
 
+/// Dynamic shared memory that this GPU gives to one block.
+fn shared_limit(arch: Arch) -> usize {
+    match arch.sm {
+        80 | 87 => 163 * 1024,
+        90..120 => 227 * 1024,
+        _ => SHARED,
+    }
+}
+
 struct Sizes {
     batch: usize,
     time: usize,
@@ -73,6 +82,7 @@ fn kind(io: &Io, floats: &[usize]) -> Kind {
 /// Inputs q, k, v; outputs y, lse.
 pub fn forward(io: &Io, causal: bool, scale: f32) -> Code {
     match kind(io, &[0, 1, 2]) {
+        Kind::TensorCore if is_small_forward(&Sizes::new(io)) => small_forward(io, causal, scale),
         Kind::TensorCore => tensor_forward(io, causal, scale),
         Kind::Plain => plain_forward(io, causal, scale),
     }
@@ -81,6 +91,7 @@ pub fn forward(io: &Io, causal: bool, scale: f32) -> Code {
 /// Inputs q, k, v, y, lse, dy; outputs dq, dk, dv.
 pub fn backward(io: &Io, causal: bool, scale: f32) -> Code {
     match kind(io, &[0, 1, 2, 3, 5]) {
+        Kind::TensorCore if is_small_backward(&Sizes::new(io), io.arch) => small_backward(io, causal, scale),
         Kind::TensorCore => tensor_backward(io, causal, scale),
         Kind::Plain => plain_backward(io, causal, scale),
     }
@@ -196,4 +207,96 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
             .args(&[q, k, v, dy, stats, dk, dv]),
     ];
     Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 8 * s.rows() }
+}
+
+const SMALL: [&str; 3] = [include_str!("mma.cuh"), include_str!("tensor.cuh"), include_str!("small.cuh")];
+
+/// A warp has 32 queries or keys.
+const SMALL_ROWS: usize = 2;
+
+/// Bytes of k and v of one head in shared memory.
+fn small_keys(s: &Sizes) -> usize {
+    4 * s.d * s.keys.next_multiple_of(32)
+}
+
+/// Heads of 16 whose keys fit into shared memory, on compute capability 9.0 twice: up to 1584.
+fn is_small_forward(s: &Sizes) -> bool {
+    s.d == 16 && small_keys(s) <= SHARED
+}
+
+fn small_forward(io: &Io, causal: bool, scale: f32) -> Code {
+    let s = Sizes::new(io);
+    let tiles = s.time.div_ceil(16 * SMALL_ROWS);
+    // Two tiles or more for each warp, so that a long one goes with a short one. The keys want some warps to fetch them.
+    let warps = tiles.div_ceil(2).clamp(4, 8);
+    let blocks = 2 * io.arch.multiprocessors as usize; // those that run at once
+    let parts = (blocks / (s.batch * s.heads)).min(tiles / (2 * warps)).max(1);
+    let source = [&SMALL[..], &[include_str!("small_forward.cu")]].concat().concat();
+    // A masked score is minus infinity, and 0 times that is no number.
+    let positive = scale.abs().max(f32::MIN_POSITIVE);
+    s.define(Launch::new(&source, "attention_forward"), causal)
+        .define_type("T", io.x[0].dtype)
+        .define_f32("SCALE_2", positive * std::f32::consts::LOG2_E)
+        .define("NEGATIVE", (scale < 0.0) as u8)
+        .define("M_Q", SMALL_ROWS)
+        .define("WARPS", warps)
+        .define("PARTS", parts)
+        .grid(s.batch * s.heads * parts, 1, 1)
+        .block(32 * warps)
+        .shared(small_keys(&s))
+        .all(io)
+        .code()
+}
+
+/// Bytes of 16 queries in shared memory: q and dy in 16 bits, dq and two statistics in f32, and the turn.
+fn small_tile(d: usize) -> usize {
+    16 * d * (2 + 2 + 4) + 16 * (8 + 4) + 16
+}
+
+/// Into how many blocks the queries of a head must be split to fit into shared memory.
+fn small_split(s: &Sizes, arch: Arch) -> usize {
+    s.time.div_ceil(16).div_ceil(shared_limit(arch) / small_tile(s.d))
+}
+
+/// Heads of 16 of up to twice the queries that shared memory holds: up to 3296 on compute capability 9.0.
+fn is_small_backward(s: &Sizes, arch: Arch) -> bool {
+    s.d == 16 && small_split(s, arch) <= 2
+}
+
+fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {
+    let s = Sizes::new(io);
+    // A block takes a multiprocessor; a head may have up to four.
+    let idle = io.arch.multiprocessors as usize / (s.batch * s.heads);
+    let split = idle.min(4).min(s.time / 32).max(small_split(&s, io.arch));
+    // 16 warps take 128 registers a thread, all there are. Two rounds or more, so that many queries go with few.
+    let tiles = s.keys.div_ceil(16 * SMALL_ROWS);
+    let warps = tiles.div_ceil(tiles.div_ceil(16).max(2));
+    let source = [&SMALL[..], &[include_str!("small_backward.cu")]].concat().concat();
+    let launch = |entry| {
+        s.define(Launch::new(&source, entry), causal)
+            .define_type("T", io.x[0].dtype)
+            .define_f32("SCALE", scale)
+            .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
+            .define("M_K", SMALL_ROWS)
+            .define("WARPS", warps)
+            .define("SPLIT", split)
+    };
+    let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
+    let (dq, dk, dv) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into());
+    // Where several blocks have parts of dk and dv, these are added up afterwards.
+    let blocks = s.batch * s.heads * split;
+    let parts = if blocks > s.batch * s.kv { 4 * blocks * s.keys * s.d } else { 0 };
+    let (to_k, to_v) = if parts > 0 { (At::Work.into(), At::Work.plus(parts)) } else { (dk, dv) };
+    let mut steps = vec![
+        launch("attention_backward")
+            .grid(blocks, 1, 1)
+            .block(32 * warps)
+            .shared(s.time.div_ceil(16).div_ceil(split) * small_tile(s.d))
+            .args(&[q, k, v, y, lse, dy, dq, to_k, to_v]),
+    ];
+    if parts > 0 {
+        let chunks = 2 * s.batch * s.kv * s.keys * s.d / 8;
+        steps.push(launch("attention_parts").grid(chunks.div_ceil(256), 1, 1).args(&[to_k, to_v, dk, dv]));
+    }
+    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 2 * parts }
 }

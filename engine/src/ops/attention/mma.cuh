@@ -14,6 +14,9 @@ __device__ __forceinline__ void copy16(void *to, const void *from, bool live) {
 __device__ __forceinline__ void copy8(void *to, const void *from, bool live) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from), "r"(live ? 8 : 0) : "memory");
 }
+__device__ __forceinline__ void copy4(void *to, const void *from, bool live) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(live ? 4 : 0) : "memory");
+}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
@@ -27,6 +30,28 @@ __device__ __forceinline__ void matrices_t(u32 r[4], const void *row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
+// An 8 x 8 matrix, of which a thread holds (group, 2 pair..), transposed.
+__device__ __forceinline__ u32 transposed(u32 a) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(a));
+    return r;
+}
+
+// Computed here and held in a register, where the compiler would compute it anew in every turn of a loop.
+__device__ __forceinline__ void kept(int &x) { asm volatile("" : "+r"(x)); }
+
+// Warps that work on the same shared memory one after the other: what one wrote before it passed its turn, the next one sees.
+__device__ __forceinline__ void wait_turn(const int *turns, int turn) {
+    int now;
+    do asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(now) : "r"(shared_address(turns)) : "memory");
+    while (now != turn);
+    __syncwarp();
+}
+__device__ __forceinline__ void pass_turn(int *turns, int turn, int lane) {
+    __syncwarp();
+    if (lane == 0) asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(shared_address(turns)), "r"(turn + 1) : "memory");
+}
+
 // c += a b.
 template <class E> __device__ void mma(float c[4], const u32 a[4], u32 b0, u32 b1);
 template <> __device__ __forceinline__ void mma<bf16>(float c[4], const u32 a[4], u32 b0, u32 b1) {
@@ -36,6 +61,19 @@ template <> __device__ __forceinline__ void mma<bf16>(float c[4], const u32 a[4]
 template <> __device__ __forceinline__ void mma<f16>(float c[4], const u32 a[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d = c + a b.
+template <class E> __device__ void mma_onto(float d[4], const float c[4], const u32 a[4], u32 b0, u32 b1);
+template <> __device__ __forceinline__ void mma_onto<bf16>(float d[4], const float c[4], const u32 a[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+template <> __device__ __forceinline__ void mma_onto<f16>(float d[4], const float c[4], const u32 a[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
 // Two numbers in one register, `low` in the lower half.

@@ -103,6 +103,8 @@ pub const CASES: &[Case] = &[
     Case::new("flash causal groups", qkv!(2, 71, 4, 71, 2, 8), |x| flash(x, true)),
     Case::new("flash more keys", qkv!(1, 9, 3, 70, 1, 5), |x| flash(x, true)),
     Case::new("flash heads of 16", qkv!(2, 71, 4, 71, 2, 16), |x| flash(x, true)),
+    Case::new("flash heads of 16, full", qkv!(2, 77, 6, 90, 2, 16), |x| flash(x, false)),
+    Case::new("flash heads of 16, more keys", qkv!(1, 20, 2, 600, 2, 16), |x| flash(x, true)),
     Case::new("flash heads of 64", qkv!(1, 130, 2, 140, 1, 64), |x| flash(x, true)),
     Case::new("flash heads of 32, full", qkv!(1, 65, 2, 67, 1, 32), |x| flash(x, false)),
     Case::new("flash heads of 128", qkv!(1, 70, 1, 70, 1, 128), |x| flash(x, true)),
