@@ -158,7 +158,7 @@ impl Op for CausalConvGradWeight {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        vec![x[0].with(&[x[1].dim(0), x[0].dim(0) / self.groups, self.width])]
+        vec![Meta::f32(&[x[1].dim(0), x[0].dim(0) / self.groups, self.width])] // a sum over everything, in f32 whatever is read
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {

@@ -56,7 +56,7 @@ impl Op for LinearCrossEntropy {
     }
 }
 
-/// The same in chunks. Outputs: the loss; then, where asked for, the gradients of h and of W for a loss gradient of 1.
+/// The same in chunks. Outputs: the loss; then, where asked for, the gradients of h and, in f32, of W for a loss gradient of 1.
 #[derive(Debug)]
 pub struct ChunkedLinearCrossEntropy {
     /// Rows at a time.
@@ -83,7 +83,7 @@ impl Op for ChunkedLinearCrossEntropy {
         check(x);
         let mut y = vec![Meta::f32(&[1])];
         y.extend(self.grad_h.then(|| x[0].clone()));
-        y.extend(self.grad_w.then(|| x[1].clone()));
+        y.extend(self.grad_w.then(|| Meta::f32(&x[1].shape)));
         y
     }
 
@@ -151,13 +151,7 @@ impl Op for ChunkedLinearCrossEntropy {
             w.place = reserve(classes * d, dtype);
             steps.push(Step::Launch(convert(At::X(1).into(), w_dtype, w.place, dtype, classes * d)));
         }
-        // Chunks add up in f32.
-        let dw_out = Place::from(At::Y(1 + self.grad_h as usize));
-        let in_place = w_dtype == DType::F32 || (chunk == rows && w_dtype == dtype);
-        let mut dw = Matrix::rows(dw_out, w_dtype, d);
-        if self.grad_w && !in_place {
-            dw = Matrix::rows(reserve(classes * d, DType::F32), DType::F32, d);
-        }
+        let dw = Matrix::rows(At::Y(1 + self.grad_h as usize), DType::F32, d);
 
         for r0 in (0..rows).step_by(chunk) {
             let n = chunk.min(rows - r0);
@@ -181,9 +175,6 @@ impl Op for ChunkedLinearCrossEntropy {
             if self.grad_w {
                 steps.push(product(classes, d, n, logits.t(), h, dw, if r0 == 0 { 0.0 } else { 1.0 }));
             }
-        }
-        if self.grad_w && !in_place {
-            steps.push(Step::Launch(convert(dw.place, DType::F32, dw_out, w_dtype, classes * d)));
         }
         let sum = Launch::new(include_str!("finish.cu"), "linear_ce_sum").define("ROWS", rows).block(1024);
         steps.push(Step::Launch(sum.args(&[losses, At::Y(0).into()])));
