@@ -240,10 +240,10 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
             true => Some(task.evaluate(&mut s)?),
             false => None,
         };
-        let mut skipped = 0;
+        let (mut skipped, mut seen) = (0, now);
         for (at, report) in reports {
             let own = evaluated.as_ref().filter(|_| at == now);
-            skipped = report.skipped_in_row;
+            (skipped, seen) = (report.skipped_in_row, at);
             if !(at.is_multiple_of(c.log_every) || at == c.steps || own.is_some() || skipped > 0) {
                 continue;
             }
@@ -265,7 +265,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         }
         if skipped >= MOST_SKIPPED {
             metrics.flush()?;
-            return Err(TrainError::NotFinite(skipped, now));
+            return Err(TrainError::NotFinite(skipped, seen));
         }
         // A step that was skipped leaves nothing new to keep, and must not push a good checkpoint out.
         if (due(c.save_every) && skipped == 0) || end || interrupted {

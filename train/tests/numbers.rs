@@ -70,13 +70,16 @@ fn planned(c: &Config) -> (Compiled, usize) {
 #[test]
 fn recompute_saves_memory_and_changes_no_bit() {
     let setting = |what: &str| config("small", &["batch=2", what]);
-    let (off, cheap, blocks) =
-        (setting("passes.recompute=off"), setting("passes.recompute=require,what=memory-bound"), setting("passes.recompute=require"));
+    let (off, cheap, blocks) = (
+        setting("passes.recompute=off"),
+        setting("passes.recompute=require,what=memory-bound"),
+        setting("passes.recompute=require,what=blocks"),
+    );
     let full = |c: &Config| {
         planned(&config("small", &[&format!("passes.recompute={}", c.to_json()["passes"]["recompute"].as_str().unwrap())])).1 as f64
     };
     let (a, b, c) = (full(&off), full(&cheap), full(&blocks));
-    assert!(c <= 0.4 * a && b < 0.7 * a, "activations: {a} without, {b} memory-bound, {c} blocks");
+    assert!(c <= 0.4 * a && b < 0.8 * a, "activations: {a} without, {b} memory-bound, {c} blocks");
     let reference = train(&off, 2, 2);
     assert_eq!(train(&blocks, 2, 2), reference);
     assert_eq!(train(&cheap, 2, 2), reference);
