@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """kiln and PyTorch on the same GPU, alternately, with the ratios.
 
-    python3 peers/compare.py hydra hydra-4 [--modes compile,graphs,autotune] [--rounds 2] [--kiln target/release/kiln] [--json out.json]
+    python3 peers/compare.py hydra hydra-4 [--modes compile,graphs,autotune] [--rounds 1] [--kiln target/release/kiln] [--json out.json]
 
 PyTorch's side is peers/bench.py, its best mode counts; kiln's is `kiln bench`, everything on. Memory: PyTorch's peak allocation against all that
 kiln holds on the device beyond the CUDA context.
@@ -18,7 +18,7 @@ OURS = {
 
 def kiln(binary, name, extra):
     with tempfile.NamedTemporaryFile(suffix=".json") as f:
-        done = subprocess.run([binary, "bench", *OURS[name], "--device", "cuda", "--pass", "bf16=auto", "--json", f.name, *extra], capture_output=True, text=True)
+        done = subprocess.run([binary, "bench", *OURS[name], "--device", "cuda", "--pass", "bf16=auto", "--warmup", "5", "--repeat", "20", "--json", f.name, *extra], capture_output=True, text=True)
         return json.load(open(f.name)) if done.returncode == 0 else dict(error=done.stderr.strip()[-300:])
 
 
@@ -32,7 +32,7 @@ def main():
     p = argparse.ArgumentParser()
     p.add_argument("recipes", nargs="+", choices=list(OURS))
     p.add_argument("--modes", default="compile,graphs,autotune")
-    p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--rounds", type=int, default=1)
     p.add_argument("--kiln", default=os.path.join(HERE, "..", "target", "release", "kiln"))
     p.add_argument("--json")
     a, extra = p.parse_known_args()
@@ -40,9 +40,9 @@ def main():
     for name in a.recipes:
         ours, theirs = [], []
         for r in range(a.rounds):
-            ours.append(kiln(a.kiln, name, extra))
-            print(json.dumps(dict(kiln=name, **{k: ours[-1].get(k) for k in ("ms", "per_s", "peak_bytes", "setup_s", "error")})), flush=True)
             for mode in a.modes.split(","):
+                ours.append(kiln(a.kiln, name, extra))
+                print(json.dumps(dict(kiln=name, **{k: ours[-1].get(k) for k in ("ms", "per_s", "peak_bytes", "setup_s", "error")})), flush=True)
                 theirs.append(peer(name, mode))
                 print(json.dumps(theirs[-1]), flush=True)
         good, best = [o for o in ours if "per_s" in o], [t for t in theirs if "per_s" in t]
@@ -52,6 +52,8 @@ def main():
         speed = statistics.median(o["per_s"] for o in good)
         top = max(best, key=lambda t: t["per_s"])
         gib = good[-1]["peak_bytes"] / 2**30
+        # A CUDA graph's pool is not in PyTorch's figure for that mode: the largest of its modes is what it needs.
+        top = dict(top, peak_gib=max(t["peak_gib"] for t in best))
         results[name] = dict(kiln=speed, pytorch=top["per_s"], mode=top["mode"], speed_ratio=speed / top["per_s"], kiln_gib=gib, pytorch_gib=top["peak_gib"])
         print(f"{name}: kiln {speed:.0f}/s, PyTorch {top['per_s']:.0f}/s ({top['mode']}): {speed / top['per_s']:.2f}x; memory {gib:.2f} GiB against {top['peak_gib']:.2f}: {gib / max(top['peak_gib'], 1e-9):.2f}x")
     if a.json:

@@ -35,9 +35,9 @@ pub enum TrainError {
     )]
     NotFinite(u64, u64),
     #[error(
-        "needs {needs} of memory (state {state}, activations and workspace {arena}), and {free} are free: lower train.batch (and raise train.accumulate), model.seq or the model's sizes, or try --pass recompute=auto,what=blocks"
+        "needs {needs} of memory (state {state}, activations and workspace {arena}), and {free} are free: {fit}; or lower train.batch (and raise train.accumulate), model.seq or the model's sizes"
     )]
-    Memory { needs: String, state: String, arena: String, free: String },
+    Memory { needs: String, state: String, arena: String, free: String, fit: String },
     #[error("{0}")]
     Other(String),
 }

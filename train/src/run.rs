@@ -8,7 +8,7 @@ use crate::recipe::{Pending, Session, Task, TrainError, is_kept};
 use crate::report::{self, Series, human_bytes, human_count, human_time, table};
 use crate::say;
 use engine::passes::Receipt;
-use engine::{Compiled, Device, PASSES};
+use engine::{Compiled, Device, PASSES, Switches};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 use std::fs;
@@ -40,12 +40,8 @@ pub struct Finished {
 /// A task with its programs loaded.
 pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session, TrainError> {
     let switches = config.switches()?;
-    let graphs = task.graphs();
-    let mut compiled = vec![];
-    for (name, graph) in graphs {
-        compiled.push((name, Compiled::new(graph, &switches, device.target())?));
-    }
-    fits(&compiled, device)?;
+    let compiled = compile(task, &switches, device)?;
+    fits(task, &compiled, &switches, device)?;
     let mut s = Session::new(device, &switches, config.seed());
     for (name, c) in compiled {
         s.load_compiled(name, c)?;
@@ -54,20 +50,54 @@ pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session
     Ok(s)
 }
 
-/// Refuses what the machine has no memory for, before taking any.
-fn fits(programs: &[(&'static str, Compiled)], device: &Device) -> Result<(), TrainError> {
+type Programs = Vec<(&'static str, Compiled)>;
+
+fn compile(task: &dyn Task, switches: &Switches, device: &Device) -> Result<Programs, TrainError> {
+    task.graphs().into_iter().map(|(name, graph)| Ok((name, Compiled::new(graph, switches, device.target())?))).collect()
+}
+
+/// Bytes of state, and of everything else.
+fn needs(programs: &Programs, device: &Device) -> (u64, u64) {
     let most = |f: fn(&engine::plan::Memory) -> usize| programs.iter().map(|(_, c)| f(&c.plan.memory)).max().unwrap_or(0) as u64;
-    let (state, arena) = (most(|m| m.state), most(|m| m.activations + m.workspace));
+    (most(|m| m.state), most(|m| m.activations + m.workspace) + device.own_memory() as u64)
+}
+
+/// Refuses what the machine has no memory for, before taking any; and names switches with which it would fit.
+fn fits(task: &dyn Task, programs: &Programs, switches: &Switches, device: &Device) -> Result<(), TrainError> {
+    let (state, arena) = needs(programs, device);
     let Some(free) = available_memory(device) else { return Ok(()) };
-    if state.saturating_add(arena) > free {
-        return Err(TrainError::Memory {
-            needs: human_bytes(state.saturating_add(arena)),
-            state: human_bytes(state),
-            arena: human_bytes(arena),
-            free: human_bytes(free),
-        });
+    if state.saturating_add(arena) <= free {
+        return Ok(());
     }
-    Ok(())
+    let gpu = matches!(device, Device::Cuda(..));
+    let sets: [&[(&str, &str)]; 5] = [
+        &[("bf16", "auto")],
+        &[("recompute", "auto,what=memory-bound")],
+        &[("recompute", "auto,what=blocks")],
+        &[("bf16", "auto"), ("recompute", "auto,what=memory-bound")],
+        &[("bf16", "auto"), ("recompute", "auto,what=blocks")],
+    ];
+    let mut ways = vec![];
+    for set in sets.into_iter().filter(|set| gpu || set.iter().all(|s| s.0 != "bf16")) {
+        let mut with = switches.clone();
+        set.iter().try_for_each(|(pass, value)| with.set(pass, value))?;
+        let (state, arena) = needs(&compile(task, &with, device)?, device);
+        if state.saturating_add(arena) <= free {
+            let flags: Vec<String> = set.iter().map(|(pass, value)| format!("--pass {pass}={value}")).collect();
+            ways.push(format!("{} (needs {})", flags.join(" "), human_bytes(state + arena)));
+        }
+    }
+    let fit = match ways.is_empty() {
+        true => "no switch makes it fit".to_string(),
+        false => format!("it fits with {}", ways.join(", or ")),
+    };
+    Err(TrainError::Memory {
+        needs: human_bytes(state.saturating_add(arena)),
+        state: human_bytes(state),
+        arena: human_bytes(arena),
+        free: human_bytes(free),
+        fit,
+    })
 }
 
 /// What the GPU has free, or what Linux says could be taken without swapping.

@@ -830,3 +830,44 @@ fn a_closed_or_full_output_is_no_panic() {
     }
     assert!(problems.is_empty(), "{}:\n{}", problems.len(), problems.join("\n"));
 }
+
+/// Without a GPU's driver, without NVRTC, and with files of their names that are no libraries: each is said, with the way out.
+#[test]
+fn what_is_missing_for_a_gpu_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str], libraries: &std::path::Path| {
+        let o = std::process::Command::new(env!("CARGO_BIN_EXE_kiln"))
+            .args(args)
+            .env_clear()
+            .env("LD_LIBRARY_PATH", libraries)
+            .env("XDG_CACHE_HOME", dir.path().join("cache"))
+            .output()
+            .unwrap();
+        (o.status.code(), String::from_utf8_lossy(&[o.stdout, o.stderr].concat()).into_owned())
+    };
+    let empty = dir.path().join("empty");
+    std::fs::create_dir(&empty).unwrap();
+    let (code, text) = run(&["doctor"], &empty);
+    assert_eq!(code, Some(0), "{text}");
+    if !text.contains("gpu      none") {
+        return; // a machine with a card has nothing missing
+    }
+    let (code, text) = run(&["train", "--device", "cuda"], &empty);
+    assert!(code == Some(1) && text.contains("libcuda was not found: install NVIDIA's driver"), "{text}");
+    let (code, text) = run(&["check", "kernels", "--sm", "90"], &empty);
+    assert!(code == Some(1) && text.contains("libnvrtc") && text.contains("was not found: install the CUDA 13 toolkit"), "{text}");
+    let bogus = dir.path().join("bogus");
+    std::fs::create_dir(&bogus).unwrap();
+    for name in ["libcuda.so.1", "libnvrtc-builtins.so.13.0", "libnvrtc.so.13"] {
+        std::fs::write(bogus.join(name), "no library").unwrap();
+    }
+    let (code, text) = run(&["train", "--device", "cuda"], &bogus);
+    assert!(code == Some(1) && text.contains("libcuda does not load") && text.contains("libcuda.so.1"), "{text}");
+    let (code, text) = run(&["check", "kernels", "--sm", "90"], &bogus);
+    assert!(code == Some(1) && text.contains("libnvrtc-builtins does not load"), "{text}");
+    let (code, text) = run(&["doctor"], &bogus);
+    assert!(code == Some(0) && text.contains("does not load"), "{text}");
+    // auto means the CPU then, and says so.
+    let (code, text) = run(&["plan", "hydra", "--preset", "tiny"], &bogus);
+    assert_eq!(code, Some(0), "{text}");
+}

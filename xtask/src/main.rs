@@ -1,7 +1,8 @@
 //! Chores of the project: `cargo xtask test`, `cargo xtask kernels`.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
 
 const HELP: &str = "cargo xtask COMMAND
 
@@ -73,8 +74,26 @@ fn kernels() -> Result<(), String> {
         run(&mut pip).map_err(|e| format!("{e}\nkernels need Python with pip once, to fetch NVRTC: {}", WHEELS.join(" ")))?;
     }
     cargo(&["build", "--package", "train"])?;
-    run(Command::new("target/debug/kiln")
-        .args(["check", "kernels"])
-        .env("LD_LIBRARY_PATH", &libraries)
-        .env("XDG_CACHE_HOME", root().join("target/cuda-cache")))
+    let check = |cache: &Path| {
+        let mut c = Command::new("target/debug/kiln");
+        c.args(["check", "kernels"]).env("LD_LIBRARY_PATH", &libraries).env("XDG_CACHE_HOME", cache);
+        c
+    };
+    // Killed in the middle of compiling, it leaves nothing that a later run would take for a kernel.
+    let killed = root().join("target/cuda-cache-killed");
+    let _ = std::fs::remove_dir_all(&killed);
+    let mut child = check(&killed)
+        .args(["--sm", "90"])
+        .current_dir(root())
+        .stdout(Stdio::null())
+        .spawn()
+        .map_err(|e| format!("kiln does not start: {e}"))?;
+    std::thread::sleep(Duration::from_secs(4));
+    child.kill().and_then(|()| child.wait()).map_err(|e| format!("kiln cannot be killed: {e}"))?;
+    if !std::fs::read_dir(killed.join("kiln")).is_ok_and(|mut d| d.next().is_some()) {
+        return Err("nothing was compiled before the kill: the check of an interrupted cache has checked nothing".into());
+    }
+    run(check(&killed).args(["--sm", "90"]))?;
+    let _ = std::fs::remove_dir_all(&killed);
+    run(&mut check(&root().join("target/cuda-cache")))
 }

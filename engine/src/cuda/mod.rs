@@ -92,8 +92,8 @@ impl Cuda {
     /// Opens GPU number `ordinal`. What is missing is said, never panicked about.
     pub fn open(ordinal: usize, folders: &Folders) -> Result<Cuda, Error> {
         let found = find(folders);
-        if let Some(missing) = found.iter().find(|f| f.path.is_none()) {
-            return Err(Error::Cuda(format!("{} was not found: {}", missing.name, missing.help)));
+        if let Some(problem) = found.iter().find_map(|f| f.problem()) {
+            return Err(Error::Cuda(problem));
         }
         result::init().map_err(failed("the driver does not start"))?;
         let count = result::device::get_count().map_err(failed("counting GPUs"))?;
@@ -148,6 +148,23 @@ impl Cuda {
 
     pub fn arch(&self) -> Arch {
         self.0.arch
+    }
+
+    /// `driver for CUDA 13.0, NVRTC 13.0, cuBLASLt 13.1.0`
+    pub fn versions(&self) -> String {
+        let mut driver = 0;
+        // SAFETY: the pointer is to a live integer.
+        let _ = unsafe { sys::cuDriverGetVersion(&mut driver) };
+        let (major, minor) = self.0.compiler.version();
+        let lt = gemm::Handle::version();
+        format!(
+            "driver for CUDA {}.{}, NVRTC {major}.{minor}, cuBLASLt {}.{}.{}",
+            driver / 1000,
+            driver % 1000 / 10,
+            lt / 10000,
+            lt / 100 % 100,
+            lt % 100
+        )
     }
 
     /// Bytes of the card's memory, and of it free now.

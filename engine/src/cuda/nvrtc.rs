@@ -15,6 +15,16 @@ pub fn hash(text: &str) -> u64 {
     xxh3_64(text.as_bytes())
 }
 
+/// Newer compilers make what a 13.0 driver does not load, older ones do not know every architecture.
+fn supported(major: i32, minor: i32) -> Result<(), Error> {
+    match major {
+        13 => Ok(()),
+        _ => Err(Error::Cuda(format!(
+            "NVRTC {major}.{minor} was found, but version 13 is needed: `pip install \"nvidia-cuda-nvrtc==13.0.*\"` and name its folder first in LD_LIBRARY_PATH"
+        ))),
+    }
+}
+
 /// Compiles for one architecture.
 pub struct Compiler {
     arch: Arch,
@@ -29,19 +39,19 @@ impl Compiler {
         // SAFETY: the library was loaded; both pointers are to live integers.
         let status = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };
         status.result().map_err(|e| Error::Cuda(format!("NVRTC does not answer: {e:?}")))?;
-        if major != 13 {
-            return Err(Error::Cuda(format!(
-                "NVRTC {major}.{minor} was found, but version 13 is needed (its kernels must load on this driver)"
-            )));
-        }
+        supported(major, minor)?;
         Ok(Compiler { arch, cache: cache.into(), version: (major, minor) })
+    }
+
+    pub fn version(&self) -> (i32, i32) {
+        self.version
     }
 
     /// Without a GPU: for checking that every kernel compiles. The libraries are looked for first.
     pub fn without_gpu(arch: Arch, folders: &Folders) -> Result<Compiler, Error> {
         let found = find(folders);
-        match found.iter().find(|f| f.name.starts_with("libnvrtc") && f.path.is_none()) {
-            Some(missing) => Err(Error::Cuda(format!("{} was not found: {}", missing.name, missing.help))),
+        match found.iter().filter(|f| f.name.starts_with("libnvrtc")).find_map(|f| f.problem()) {
+            Some(problem) => Err(Error::Cuda(problem)),
             None => Compiler::new(arch, &folders.cache),
         }
     }
@@ -128,6 +138,13 @@ pub(super) fn replace(file: &Path, bytes: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn another_version_is_refused_with_the_way_out() {
+        assert!(supported(13, 0).is_ok());
+        let e = supported(12, 4).unwrap_err().to_string();
+        assert!(e.contains("NVRTC 12.4") && e.contains("pip install"), "{e}");
+    }
 
     #[test]
     fn a_damaged_cache_entry_is_no_entry() {

@@ -24,10 +24,10 @@ pub fn run(a: DoctorArgs) -> Result<ExitCode> {
     if a.json {
         let folders = gpu::folders();
         let libraries: Vec<serde_json::Value> =
-            find(&folders).iter().map(|f| serde_json::json!({ "name": f.name, "path": f.path, "help": f.help })).collect();
+            find(&folders).iter().map(|f| serde_json::json!({ "name": f.name, "path": f.path, "problem": f.problem() })).collect();
         let card = match Cuda::open(0, &folders) {
             Ok(c) => {
-                serde_json::json!({ "name": c.name(), "sm": c.arch().sm, "multiprocessors": c.arch().multiprocessors, "memory": c.memory().0 })
+                serde_json::json!({ "name": c.name(), "sm": c.arch().sm, "multiprocessors": c.arch().multiprocessors, "memory": c.memory().0, "versions": c.versions() })
             }
             Err(e) => serde_json::json!({ "missing": e.to_string() }),
         };
@@ -44,9 +44,10 @@ pub fn run(a: DoctorArgs) -> Result<ExitCode> {
     out!("memory   {}", memory.map_or("unknown".into(), human_bytes));
     let folders = gpu::folders();
     for f in find(&folders) {
-        match f.path {
-            Some(path) => out!("{:<20} {}", f.name, path.display()),
-            None => out!("{:<20} not found: {}", f.name, f.help),
+        match (&f.path, f.broken.first()) {
+            (Some(path), _) => out!("{:<20} {}", f.name, path.display()),
+            (None, Some(broken)) => out!("{:<20} does not load: {broken}; {}", f.name, f.help),
+            (None, None) => out!("{:<20} not found: {}", f.name, f.help),
         }
     }
     match Cuda::open(0, &folders) {
@@ -60,6 +61,7 @@ pub fn run(a: DoctorArgs) -> Result<ExitCode> {
                 cuda.arch().multiprocessors
             );
             out!("memory   {} on the gpu, {} free", human_bytes(all as u64), human_bytes(free as u64));
+            out!("versions {}", cuda.versions());
         }
         Err(e) => out!("gpu      none: {e}"),
     }

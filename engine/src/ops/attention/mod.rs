@@ -111,4 +111,5 @@ pub const CASES: &[Case] = &[
     Case::new("flash full", qkv!(1, 66, 2, 130, 2, 4), |x| flash(x, false)),
     Case::new("flash hydra", qkv!(16, 1024, 12, 1024, 3, 16), |x| flash(x, true)).bench(),
     Case::new("flash 64", qkv!(8, 1024, 12, 1024, 12, 64), |x| flash(x, true)).bench(),
+    Case::new("flash 128", qkv!(8, 1024, 16, 1024, 8, 128), |x| flash(x, true)).bench(),
 ];
