@@ -1,4 +1,5 @@
 use super::{ConfigArgs, DeviceArgs, write_json};
+use ::train::config::Config;
 use ::train::recipe;
 use ::train::report::{human_bytes, human_count, table};
 use ::train::run;
@@ -6,7 +7,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use engine::check::time_case;
 use engine::op::{Case, Fill, In};
-use engine::{DType, OPS};
+use engine::{DType, OPS, PASSES};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -15,6 +16,7 @@ use std::time::Instant;
 #[command(after_help = "Examples:
   kiln bench hydra --preset small
   kiln bench hydra --preset small --set batch=4 --repeat 20 --json small.json
+  kiln bench hydra --preset small --ledger
   kiln bench ops --device cuda")]
 pub struct BenchArgs {
     /// A recipe, or `ops` for the table of operations
@@ -31,6 +33,9 @@ pub struct BenchArgs {
     /// Times one more step node by node and prints where it goes (on a GPU)
     #[arg(long)]
     profile: bool,
+    /// Times the step again with each pass switched off: what it gains, what memory it saves, what it changes in the loss and the gradient's norm
+    #[arg(long)]
+    ledger: bool,
     /// Writes the figures to a file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -79,6 +84,21 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
         (loaded - opened).as_secs_f64(),
         (setup - loaded).as_secs_f64()
     );
+    let ledger = match a.ledger {
+        true => {
+            let base = Line { ms, peak: planned, report: task.report(&s)?.finish()?.values };
+            let applied: Vec<(&'static str, usize)> = PASSES
+                .iter()
+                .filter(|p| !p.always_on())
+                .map(|p| (p.name(), s.programs.values().flat_map(|q| &q.receipts).filter(|r| r.pass == p.name()).map(|r| r.applied).sum()))
+                .collect();
+            drop(s);
+            let lines = ledger(&a, &config, &device, &base, &applied)?;
+            s = run::load(&*task, &config, &device)?;
+            lines
+        }
+        false => vec![],
+    };
     let mut nodes = vec![];
     if a.profile {
         s.profile = Some(vec![]);
@@ -94,13 +114,70 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
             })
         };
         let value = serde_json::json!({
-            "nodes": nodes.iter().map(node).collect::<Vec<_>>(),
+            "ledger": ledger, "nodes": nodes.iter().map(node).collect::<Vec<_>>(),
             "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,
             "per_s": work / ms * 1e3, "peak_bytes": planned, "resident_bytes": resident, "setup_s": setup.as_secs_f64(), "repeat": a.repeat,
         });
         write_json(Some(path), &value)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A step as it was measured.
+struct Line {
+    ms: f64,
+    peak: u64,
+    /// Loss, gradient norm and what else the last step reports.
+    report: Vec<(&'static str, f64)>,
+}
+
+fn measure(a: &BenchArgs, config: &Config, device: &engine::Device) -> Result<Line> {
+    let mut task = recipe::find(config.text("recipe"))?.task(config)?;
+    let mut s = run::load(&*task, config, device)?;
+    let mut times = vec![];
+    for i in 0..a.warmup + a.repeat {
+        let start = Instant::now();
+        task.bench_step(&mut s, i as u64)?;
+        device.synchronize()?;
+        if i >= a.warmup {
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(Line { ms: times[times.len() / 2], peak: run::peak(&s).total() as u64, report: task.report(&s)?.finish()?.values })
+}
+
+/// One line a pass: the same steps without it.
+fn ledger(
+    a: &BenchArgs,
+    config: &Config,
+    device: &engine::Device,
+    base: &Line,
+    applied: &[(&'static str, usize)],
+) -> Result<Vec<serde_json::Value>> {
+    let (mut rows, mut json) = (vec![], vec![]);
+    for &(pass, sites) in applied {
+        if sites == 0 {
+            rows.push(vec![pass.into(), "0".into(), "-".into(), "-".into(), "-".into()]);
+            continue;
+        }
+        let mut without = config.clone();
+        without.set_pass_argument(&format!("{pass}=off"))?;
+        let off = measure(a, &without, device)?;
+        let differ = |((_, x), (_, y)): (&(&str, f64), &(&str, f64))| (x - y).abs() / y.abs().max(1e-30);
+        let worst = off.report.iter().zip(&base.report).map(differ).fold(0.0, f64::max);
+        rows.push(vec![
+            pass.into(),
+            sites.to_string(),
+            format!("{:+.1}%", 100.0 * (off.ms / base.ms - 1.0)),
+            format!("{}{}", if off.peak < base.peak { "-" } else { "+" }, human_bytes(off.peak.abs_diff(base.peak))),
+            format!("{worst:.1e}"),
+        ]);
+        json.push(serde_json::json!({ "pass": pass, "sites": sites, "ms": base.ms, "ms_off": off.ms, "peak": base.peak, "peak_off": off.peak, "numbers_differ_by": worst }));
+    }
+    out!("each pass switched off, after {} steps:", a.warmup + a.repeat);
+    out_part!("{}", table(&["pass", "sites", "slower by", "memory", "numbers differ by"], &rows));
+    Ok(json)
 }
 
 /// By op and direction, the longest first; then the single nodes that take longest.
