@@ -48,6 +48,43 @@ fn slices_are_padded_and_joined_where_they_lie() {
     assert_eq!(ran, ["pad", "concat"]);
 }
 
+/// A weight used three times on fewer and fewer rows: its gradient is one product, of rows that were written end to end.
+#[test]
+fn a_shared_weight_has_one_product_for_its_gradient() {
+    let r = Recorder::new();
+    let w = r.param("w", &[64, 64], Init::Normal { std: 0.2 });
+    let x = r.feed("x", &[128, 64], DType::F32);
+    let mut h = x.silu();
+    let mut rows = 128;
+    for _ in 0..3 {
+        let index = r.constant(&[rows], (0..rows).map(|i| i as f32).collect()).cast(DType::I32);
+        h = h.scatter_add_rows_once(index, h.gather_rows_once(index).linear(w).silu());
+        rows /= 2;
+    }
+    let loss = h.square().mean();
+    r.output("loss", loss);
+    r.output("dw", r.grad(loss, &[w])[0]);
+    let graph = r.finish();
+    let compiled =
+        |value: &str| Compiled::new(graph.clone(), &Switches::default().with("join-products", value).unwrap(), Target::Cpu).unwrap();
+    let (on, off) = (compiled("require"), compiled("off"));
+    on.plan.verify().unwrap();
+    let joins: Vec<usize> = (0..on.graph.nodes.len()).filter(|&i| on.graph.nodes[i].name() == "join").collect();
+    assert_eq!(joins.len(), 2);
+    assert!(on.plan.copies.iter().all(|c| !joins.contains(&c.node)), "{:?}", on.plan.copies);
+    let products = |c: &Compiled| c.graph.nodes.iter().filter(|n| n.name() == "matmul").count();
+    assert_eq!(products(&on) + 2, products(&off));
+    let numbers: Vec<f32> = (0..128 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+    let result = |c: Compiled| {
+        let mut store = Store::new(3);
+        let mut p = Program::from_compiled(c, &device(), &mut store).unwrap();
+        p.run(&mut store, &[("x", Data::F32(&numbers))]).unwrap();
+        p.read("dw", &store).unwrap()
+    };
+    let (a, b) = (result(on), result(off));
+    assert!(engine::check::relative(&a, &b) < 1e-5);
+}
+
 #[test]
 fn a_value_on_the_way_to_a_state_is_not_overwritten() {
     let index = [1, 2];
