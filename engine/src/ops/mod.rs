@@ -37,7 +37,7 @@ pub const OPS: &[Entry] = ops! {
     softmax: "softmax of rows, causal or not",
     norm: "RMS norm and layer norm; the RMS norm of a sum",
     rope: "rotary position embedding, both layouts; the same behind an RMS norm",
-    rows: "gather, add to and replace rows of a table: embedding, routing, caches",
+    rows: "gather, add to (scaled or not) and replace rows of a table: embedding, routing, caches",
     top_k: "positions of the k largest, ties to the earlier",
     conv: "causal convolution in groups",
     attention: "attention with grouped heads; flash attention",

@@ -9,6 +9,9 @@ use crate::ops::full::Full;
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use rayon::prelude::*;
+use scaled::ScatterScaled;
+
+pub mod scaled;
 
 /// y[i] = table[index[i]]. Inputs: table [rows, d], index i32 [..]. Output [.., d].
 #[derive(Debug)]
@@ -96,30 +99,22 @@ impl Op for ScatterRows {
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         let d = x[2].dim(0);
         let (index, source) = (x[1].i32(), x[2].f32());
-        let rows = y[0].dim(1);
         if self.write == Write::AddOnce {
-            debug_assert!(distinct(index, rows), "scatter_add_rows_once names a row twice");
+            debug_assert!(distinct(index, y[0].dim(1)), "scatter_add_rows_once names a row twice");
         }
-        // Each task owns a range of rows and goes through all numbers in order: nothing races, and the order of additions to
-        // a row is that of the index.
-        let range = rows.div_ceil(4 * rayon::current_num_threads()).max(1);
-        y[0].f32().par_chunks_mut(range * d).enumerate().for_each(|(task, out)| {
-            simd(
-                #[inline(always)]
-                || {
-                    let first = task * range;
-                    let own = first..first + out.len() / d;
-                    for (i, &row) in index.iter().enumerate().filter(|(_, r)| own.contains(&(**r as usize))) {
-                        let out = &mut out[(row as usize - first) * d..][..d];
-                        let source = &source[i * d..][..d];
-                        match self.write {
-                            Write::Add | Write::AddOnce => out.iter_mut().zip(source).for_each(|(o, &s)| *o += s),
-                            Write::Replace => out.copy_from_slice(source),
-                        }
-                    }
-                },
-            )
-        });
+        by_row(
+            y[0].f32(),
+            d,
+            index,
+            #[inline(always)]
+            |i, row| {
+                let source = &source[i * d..][..d];
+                match self.write {
+                    Write::Add | Write::AddOnce => row.iter_mut().zip(source).for_each(|(o, &s)| *o += s),
+                    Write::Replace => row.copy_from_slice(source),
+                }
+            },
+        );
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -206,6 +201,24 @@ impl Op for ScatterRows {
     }
 }
 
+/// `f` with every i and the row of y [rows, d] that index[i] names, if there is one. Each task owns a range of rows and goes through
+/// all numbers in order: nothing races, and the order of additions to a row is that of the index.
+fn by_row(y: &mut [f32], d: usize, index: &[i32], f: impl Fn(usize, &mut [f32]) + Sync) {
+    let range = (y.len() / d).div_ceil(4 * rayon::current_num_threads()).max(1);
+    y.par_chunks_mut(range * d).enumerate().for_each(|(task, out)| {
+        simd(
+            #[inline(always)]
+            || {
+                let first = task * range;
+                let own = first..first + out.len() / d;
+                for (i, &row) in index.iter().enumerate().filter(|(_, r)| own.contains(&(**r as usize))) {
+                    f(i, &mut out[(row as usize - first) * d..][..d]);
+                }
+            },
+        )
+    });
+}
+
 /// No row that there is is named twice.
 fn distinct(index: &[i32], rows: usize) -> bool {
     let mut seen = vec![false; rows];
@@ -250,6 +263,10 @@ impl<'g> Var<'g> {
     }
 }
 
+fn scaled<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
+    x[0].recorder().op(ScatterScaled, x)
+}
+
 pub const CASES: &[Case] = &[
     Case::new("gather, some twice", &[In(&[7, 5], Fill::Normal), In(&[3, 4], Fill::Index(7))], |x| vec![x[0].gather_rows(x[1])]),
     Case::new("add, some twice", &[In(&[7, 5], Fill::Normal), In(&[12], Fill::Index(7)), In(&[12, 5], Fill::Normal)], |x| {
@@ -274,11 +291,47 @@ pub const CASES: &[Case] = &[
     Case::new("replace", &[In(&[7, 5], Fill::Normal), In(&[1], Fill::Index(7)), In(&[1, 5], Fill::Normal)], |x| {
         vec![x[0].replace_rows(x[1], x[2])]
     }),
+    Case::new(
+        "scaled, odd",
+        &[In(&[61, 13], Fill::Normal), In(&[29], Fill::Rows(61)), In(&[29, 13], Fill::Normal), In(&[29, 1], Fill::Normal)],
+        scaled,
+    ),
+    Case::new(
+        "scaled, one column",
+        &[In(&[700, 1], Fill::Normal), In(&[5, 60], Fill::Rows(700)), In(&[5, 60, 1], Fill::Normal), In(&[5, 60, 1], Fill::Normal)],
+        scaled,
+    ),
+    Case::new(
+        "scaled, one row",
+        &[In(&[3, 8], Fill::Normal), In(&[1], Fill::Rows(3)), In(&[1, 8], Fill::Normal), In(&[1, 1], Fill::Normal)],
+        scaled,
+    ),
+    Case::new(
+        "scaled, dim 768",
+        &[In(&[40, 768], Fill::Normal), In(&[19], Fill::Rows(40)), In(&[19, 768], Fill::Normal), In(&[19, 1], Fill::Normal)],
+        scaled,
+    ),
+    Case::new(
+        "scaled, long rows, scales in f32",
+        &[In(&[9, 1100], Fill::Normal), In(&[5], Fill::Rows(9)), In(&[5, 1100], Fill::Normal), In(&[5, 1], Fill::Normal)],
+        |x| scaled(&[x[0], x[1], x[2], x[3].cast(DType::F32)]),
+    ),
+    Case::new(
+        "scaled, its source and base read elsewhere",
+        &[In(&[9, 24], Fill::Normal), In(&[5], Fill::Rows(9)), In(&[5, 24], Fill::Normal), In(&[5, 1], Fill::Normal)],
+        |x| vec![scaled(x)[0] * x[0], x[2].square()],
+    ),
     Case::new("embedding", &[In(&[50304, 768], Fill::Normal), In(&[64, 1024], Fill::Index(50304))], |x| vec![x[0].gather_rows(x[1])])
         .bench(),
     Case::new("routing", &[In(&[65536, 768], Fill::Normal), In(&[32768], Fill::Rows(65536)), In(&[32768, 768], Fill::Normal)], |x| {
         vec![x[0].scatter_add_rows_once(x[1], x[2])]
     })
+    .bench(),
+    Case::new(
+        "routing, scaled",
+        &[In(&[65536, 768], Fill::Normal), In(&[32768], Fill::Rows(65536)), In(&[32768, 768], Fill::Normal), In(&[32768, 1], Fill::Normal)],
+        scaled,
+    )
     .bench(),
 ];
 
