@@ -117,6 +117,50 @@ fn fused_norms_keep_rows_weights_and_tables_in_f32() {
 }
 
 #[test]
+fn rows_are_scaled_where_they_are_added_unless_their_product_is_wanted() {
+    fn add<'g>(rows: Var<'g>, v: Var<'g>) {
+        let y = rows.recorder().full(&[6, 8], 1.0).scatter_add_rows_once(rows, v);
+        rows.recorder().output("y", y);
+    }
+    let run = |record: fn(Var, Var, Var)| {
+        let (applied, declined, _) = compiled("fuse-routing", Switches::default(), |r| {
+            let state = |name: &str, shape: &[usize]| r.state(name, shape, DType::F32, Init::Full(1.0));
+            record(state("source", &[3, 8]), state("scale", &[3, 1]), r.feed("rows", &[3], DType::I32));
+        });
+        (applied, declined.join(", "))
+    };
+    assert_eq!(run(|source, scale, rows| add(rows, source * scale)), (1, String::new()));
+    assert_eq!(run(|source, scale, rows| add(rows, scale * source)), (1, String::new()));
+    assert_eq!(run(|source, _, rows| add(rows, source * source.row(0).reshape(&[1, 8]))), (0, String::new()));
+    let (applied, declined) = run(|source, scale, rows| {
+        let product = source * scale;
+        add(rows, product);
+        rows.recorder().output("product", product);
+    });
+    assert!(applied == 0 && declined.contains("read elsewhere"), "{applied} {declined}");
+    // Rows that may be named twice are added in order, by another kernel.
+    let twice = run(|source, scale, rows| {
+        let y = rows.recorder().full(&[6, 8], 1.0).scatter_add_rows(rows, source * scale);
+        rows.recorder().output("y", y);
+    });
+    assert_eq!(twice, (0, String::new()));
+}
+
+#[test]
+fn a_scaled_update_has_the_type_of_what_it_is_added_to() {
+    let r = Recorder::new();
+    PASSES.iter().find(|p| p.name() == "fuse-routing").unwrap().example(&r);
+    let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "auto").unwrap(), Target::Cpu).unwrap();
+    let types = |name: &str| {
+        let i = c.graph.nodes.iter().position(|n| n.name() == name).unwrap();
+        c.graph.inputs(i).iter().map(|m| m.dtype).collect::<Vec<_>>()
+    };
+    let half = DType::BF16;
+    assert_eq!(types("scatter_scaled"), [half, DType::I32, half, half]);
+    assert_eq!(types("scatter_scaled_grad"), [half, DType::I32, half, half]);
+}
+
+#[test]
 fn an_unreached_parameter_is_an_error_by_name() {
     let r = Recorder::new();
     let (a, b) = (r.param("used", &[2], Init::Full(1.0)), r.param("forgotten", &[2], Init::Full(1.0)));

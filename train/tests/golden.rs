@@ -25,6 +25,7 @@ fn hydra_with_every_pass_setting() {
             ("linear-ce", "off"),
             ("fuse-norm", "off"),
             ("fuse-qk-norm", "off"),
+            ("fuse-routing", "off"),
             ("dead-code", "off"),
             ("fuse-pointwise", "off"),
             ("in-place", "off"),

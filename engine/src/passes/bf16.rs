@@ -13,6 +13,7 @@ use crate::ops::pointwise::Pointwise;
 use crate::ops::reduce::Reduce;
 use crate::ops::rope::Rope;
 use crate::ops::rope::norm::NormRope;
+use crate::ops::rows::scaled::ScatterScaled;
 use crate::ops::rows::{GatherRows, ScatterRows};
 use crate::record::{Recorder, Var};
 use std::collections::HashMap;
@@ -143,8 +144,9 @@ fn rewritten<'g>(
         let y = recorder.op_arc(op.clone(), &x)[0];
         receipt.applied += 1;
         return Some(vec![if y.dtype() == DType::F32 && y.dim(0) > 1 { y.cast(DType::BF16) } else { y }]);
-    } else if node.op::<ScatterRows>().is_some() {
-        x[2] = x[2].cast(x[0].dtype());
+    } else if node.op::<ScatterRows>().is_some() || node.op::<ScatterScaled>().is_some() {
+        let dtype = x[0].dtype(); // what is added to decides
+        x[2..].iter_mut().for_each(|v| *v = v.cast(dtype));
     } else if node.op::<RmsNorm>().is_some()
         || node.op::<LayerNorm>().is_some()
         || node.op::<Rope>().is_some()

@@ -11,6 +11,7 @@ mod flash_attention;
 mod fuse_norm;
 mod fuse_pointwise;
 mod fuse_qk_norm;
+mod fuse_routing;
 mod group_casts;
 mod hoist;
 mod in_place;
@@ -35,6 +36,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &linear_ce::LinearCe,
     &fuse_norm::FuseNorm,
     &fuse_qk_norm::FuseQkNorm,
+    &fuse_routing::FuseRouting,
     &share::Share,
     &bf16::Bf16,
     &merge_products::MergeProducts,
