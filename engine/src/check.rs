@@ -89,6 +89,7 @@ pub fn fill(kind: Fill, seed: u64, count: usize) -> Numbers {
         Fill::Target(n) => Numbers::I32(words(seed, count).map(|w| if w % 8 == 0 { -1 } else { (w as usize / 8 % n) as i32 }).collect()),
         Fill::Rng => Numbers::I32(vec![3, 1, 4, 1]),
         Fill::Mask => Numbers::U8(words(seed, count).map(|w| (w & 1) as u8).collect()),
+        Fill::Byte => Numbers::U8(words(seed, count).map(|w| w as u8).collect()),
     }
 }
 

@@ -132,6 +132,8 @@ pub enum Fill {
     Rng,
     /// u8: 0 or 1.
     Mask,
+    /// u8: 0 to 255.
+    Byte,
 }
 
 pub struct In(pub &'static [usize], pub Fill);

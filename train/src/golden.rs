@@ -1,7 +1,9 @@
 //! Golden files: a recipe's numbers as plain PyTorch computes them, and how ours are compared with them.
 
 use crate::checkpoint::{CheckpointError, Loaded, load_safetensors};
-use crate::recipe::Computed;
+use crate::config::TrainConfig;
+use crate::recipe::{Computed, Session, TrainError};
+use engine::{Data, Device, Recorder, Switches, Var};
 use std::path::Path;
 
 pub struct Golden {
@@ -81,6 +83,77 @@ impl Golden {
         }
         bytes.chunks_exact(8).map(read).collect()
     }
+}
+
+/// A recording of named values.
+pub type Record<'a> = &'a dyn for<'g> Fn(&'g Recorder) -> Vec<(&'static str, Var<'g>)>;
+
+/// Everything that the golden file of a differentiated recipe holds: `losses` (the first is differentiated, the others are metrics) and
+/// `outputs`, over the file's steps with its optimizer.
+pub fn differentiated(
+    file: &Golden,
+    switches: &Switches,
+    device: &Device,
+    losses: Record,
+    outputs: Record,
+    feeds: &[(&str, Data)],
+) -> Result<Computed, TrainError> {
+    let bad = |m: String| TrainError::Other(format!("this golden file {m}"));
+    let o = &file.optimizer;
+    let train =
+        TrainConfig { beta1: o.beta1, beta2: o.beta2, eps: o.eps, weight_decay: o.weight_decay, clip: o.clip, ..TrainConfig::default() };
+    let mut s = Session::new(device, switches, 0);
+    let r = Recorder::new();
+    let values = losses(&r);
+    let params = r.params();
+    let grads = r.grad(values[0].1, &params.iter().map(|p| p.1).collect::<Vec<_>>());
+    let step = crate::optim::adamw(&r, &params, &grads, values[0].1, &train);
+    params.iter().zip(&grads).for_each(|((name, _), g)| r.output(&format!("grad/{name}"), *g));
+    values.iter().for_each(|(name, v)| r.output(name, *v));
+    r.output("grad_norm", step.norm);
+    let metrics: Vec<&'static str> = values[1..].iter().map(|v| v.0).chain(["grad_norm"]).collect();
+    let (loss, names): (&str, Vec<String>) = (values[0].0, params.iter().map(|p| p.0.clone()).collect());
+    s.load("train", r.finish())?;
+
+    let r = Recorder::new();
+    let answers: Vec<&'static str> = outputs(&r).into_iter().map(|(name, v)| {
+        r.output(name, v);
+        name
+    }).collect();
+    s.load("outputs", r.finish())?;
+
+    for name in &names {
+        let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(format!("has no param/{name}")))?;
+        let meta = s.store.get(name).expect("just loaded").meta.clone();
+        if numbers.len() != meta.elements() {
+            return Err(bad(format!("has param/{name} with {} numbers, but its config says {}", numbers.len(), meta.elements())));
+        }
+        s.store.set(name, &meta, bytemuck::cast_slice(&numbers))?;
+    }
+    let rate = [o.lr as f32];
+    let feeds = [feeds, &[("rate", Data::F32(&rate))]].concat();
+    let mut out = Computed::new();
+    s.run("outputs", &feeds)?;
+    for name in answers {
+        out.insert(format!("output/{name}"), s.read("outputs", name)?);
+    }
+    for i in 0..file.steps {
+        s.run("train", &feeds)?;
+        let mut push = |name: String, v: f64| out.entry(name).or_default().push(v as f32);
+        push("loss".into(), s.scalar("train", loss)?);
+        for name in &metrics {
+            push(format!("metric/{name}"), s.scalar("train", name)?);
+        }
+        if i == 0 {
+            for name in &names {
+                out.insert(format!("grad/{name}"), s.read("train", &format!("grad/{name}"))?);
+            }
+        }
+    }
+    for name in &names {
+        out.insert(format!("after/{name}"), s.store.get(name).expect("loaded").f32()?);
+    }
+    Ok(out)
 }
 
 /// What counts as the same.

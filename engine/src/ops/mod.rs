@@ -10,6 +10,7 @@ pub mod full;
 pub mod linear_ce;
 pub mod matmul;
 pub mod norm;
+pub mod pictures;
 pub mod pointwise;
 pub mod reduce;
 pub mod rope;
@@ -38,6 +39,7 @@ pub const OPS: &[Entry] = ops! {
     norm: "RMS norm and layer norm; the RMS norm of a sum",
     rope: "rotary position embedding, both layouts; the same behind an RMS norm",
     rows: "gather, add to (scaled or not) and replace rows of a table: embedding, routing, caches",
+    pictures: "pictures out of a set of bytes, cut, resized and mirrored at random",
     top_k: "positions of the k largest, ties to the earlier",
     conv: "causal convolution in groups",
     attention: "attention with grouped heads; flash attention",

@@ -7,7 +7,7 @@ pub use model::{Cache, Hydra, HydraConfig};
 
 use crate::config::{Config, ConfigError, DataConfig, TrainConfig};
 use crate::data::{Dataset, Generated, ShardSet, Source, Split, TokenWindows, Tokenizer};
-use crate::golden::Golden;
+use crate::golden::{Golden, differentiated};
 use crate::recipe::{Computed, Feeds, Generator, Model, Recipe, Session, Supervised, Task, TrainError};
 use crate::sample::{Sampling, continue_tokens};
 use engine::{Data, Device, Recorder, Switches, Var};
@@ -165,64 +165,12 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
     if counted == 0 {
         return Err(TrainError::AllMasked(0));
     }
-    let o = &file.optimizer;
-    let train =
-        TrainConfig { beta1: o.beta1, beta2: o.beta2, eps: o.eps, weight_decay: o.weight_decay, clip: o.clip, ..TrainConfig::default() };
     let model = HydraModel { c: c.clone(), data: DataConfig { path: String::new(), ignore_tokens: vec![] }, seed: 0, accumulate: 1 };
-
-    let mut s = Session::new(device, switches, 0);
-    let r = Recorder::new();
-    let losses = model.loss(&r, batch);
-    let params = r.params();
-    let grads = r.grad(losses[0].1, &params.iter().map(|p| p.1).collect::<Vec<_>>());
-    let step = crate::optim::adamw(&r, &params, &grads, losses[0].1, &train);
-    params.iter().zip(&grads).for_each(|((name, _), g)| r.output(&format!("grad/{name}"), *g));
-    losses.iter().for_each(|(name, v)| r.output(name, *v));
-    r.output("grad_norm", step.norm);
-    let names: Vec<String> = params.iter().map(|p| p.0.clone()).collect();
-    s.load("train", r.finish())?;
-
-    let r = Recorder::new();
-    let h = Hydra { c: &c, r: &r };
-    let f = Feeds::new(&r, batch, seq);
-    r.output("hidden", h.hidden(f.ids).0);
-    r.output("causal_loss", h.loss(h.causal_hidden(f.ids), f.targets, f.weight));
-    s.load("outputs", r.finish())?;
-
-    for name in &names {
-        let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(&format!("has no param/{name}")))?;
-        let meta = s.store.get(name).expect("just loaded").meta.clone();
-        s.store.set(name, &meta, bytemuck::cast_slice(&numbers))?;
-    }
-    let mut out = Computed::new();
     let weight = [1.0 / counted as f32];
-    let rate = [o.lr as f32];
-    let feeds = [
-        ("ids", Data::I32(&ids)),
-        ("targets", Data::I32(&targets)),
-        ("weight", Data::F32(&weight)),
-        ("rng", Data::I32(&[0; 4])),
-        ("rate", Data::F32(&rate)),
-    ];
-    s.run("outputs", &feeds)?;
-    out.insert("output/hidden".into(), s.read("outputs", "hidden")?);
-    out.insert("output/causal_loss".into(), s.read("outputs", "causal_loss")?);
-    let mut push = |name: &str, v: f64| out.entry(name.into()).or_default().push(v as f32);
-    let mut first = vec![];
-    for i in 0..file.steps {
-        s.run("train", &feeds)?;
-        push("loss", s.scalar("train", "loss")?);
-        push("metric/ce", s.scalar("train", "ce")?);
-        push("metric/grad_norm", s.scalar("train", "grad_norm")?);
-        if i == 0 {
-            for name in &names {
-                first.push((format!("grad/{name}"), s.read("train", &format!("grad/{name}"))?));
-            }
-        }
+    let feeds = [("ids", Data::I32(&ids)), ("targets", Data::I32(&targets)), ("weight", Data::F32(&weight)), ("rng", Data::I32(&[0; 4]))];
+    fn outputs<'g>(c: &HydraConfig, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        let (h, f) = (Hydra { c, r }, Feeds::new(r, batch, c.seq));
+        vec![("hidden", h.hidden(f.ids).0), ("causal_loss", h.loss(h.causal_hidden(f.ids), f.targets, f.weight))]
     }
-    out.extend(first);
-    for name in &names {
-        out.insert(format!("after/{name}"), s.store.get(name).expect("loaded").f32()?);
-    }
-    Ok(out)
+    differentiated(file, switches, device, &|r| model.loss(r, batch), &|r| outputs(&c, r, batch), &feeds)
 }

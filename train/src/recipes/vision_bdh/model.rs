@@ -1,0 +1,157 @@
+//! Vision-BDH: an image classifier whose one layer is applied several times over. What the numbers are is said by
+//! reference/vision_bdh.py; names of parameters are the same there.
+
+use crate::config::ConfigError;
+use engine::ops::concat::concat;
+use engine::ops::pointwise::{Bin, pointwise};
+use engine::ops::rope::Pairs;
+use engine::{DType, Init, Recorder, Var};
+use serde::{Deserialize, Serialize};
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct VisionConfig {
+    /// Pixels of a picture's side.
+    pub image: usize,
+    /// Pixels of a patch's side.
+    pub patch: usize,
+    pub classes: usize,
+    pub dim: usize,
+    pub heads: usize,
+    /// Neurons of a head = dim * multiplier / heads.
+    pub multiplier: usize,
+    /// How often the layer is applied.
+    pub loops: usize,
+    pub dropout: f64,
+    pub rope_theta: f64,
+    pub norm_eps: f64,
+}
+
+impl VisionConfig {
+    pub fn neurons(&self) -> usize {
+        self.dim * self.multiplier / self.heads
+    }
+
+    pub fn tokens(&self) -> usize {
+        (self.image / self.patch).pow(2) + 1
+    }
+
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let bad = |m: String| Err(ConfigError::Invalid(m));
+        let sizes = [
+            ("image", self.image, 1 << 12),
+            ("patch", self.patch, 1 << 12),
+            ("classes", self.classes, 1 << 16),
+            ("dim", self.dim, 1 << 16),
+            ("heads", self.heads, 1 << 12),
+            ("multiplier", self.multiplier, 1 << 12),
+            ("loops", self.loops, 1 << 10),
+        ];
+        if let Some((name, v, most)) = sizes.iter().find(|(_, v, most)| *v == 0 || v > most) {
+            return bad(format!("model.{name} = {v}: from 1 to {most}"));
+        }
+        if !self.image.is_multiple_of(self.patch) {
+            return bad(format!("model.image = {} does not divide by model.patch = {}", self.image, self.patch));
+        }
+        if !(self.dim * self.multiplier).is_multiple_of(self.heads) || !self.neurons().is_multiple_of(2) {
+            return bad(format!(
+                "model: dim x multiplier / heads = {} x {} / {} must be a whole, even number of neurons (they are rotated in pairs)",
+                self.dim, self.multiplier, self.heads
+            ));
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return bad(format!("model.dropout = {} is not in [0, 1)", self.dropout));
+        }
+        for (name, v) in [("rope_theta", self.rope_theta), ("norm_eps", self.norm_eps)] {
+            if !(v.is_finite() && v > 0.0) {
+                return bad(format!("model.{name} = {v} must be above 0"));
+            }
+        }
+        Ok(())
+    }
+}
+
+pub struct VisionBdh<'a, 'g> {
+    pub c: &'a VisionConfig,
+    pub r: &'g Recorder,
+    /// Where dropout draws from; none when nothing is dropped.
+    pub rng: Option<Var<'g>>,
+}
+
+impl<'g> VisionBdh<'_, 'g> {
+    fn uniform(&self, name: &str, shape: &[usize], bound: f64) -> Var<'g> {
+        self.r.param(name, shape, Init::Uniform { bound: bound as f32 })
+    }
+
+    fn zeros(&self, name: &str, shape: &[usize]) -> Var<'g> {
+        self.r.param(name, shape, Init::Full(0.0))
+    }
+
+    /// Turns by t * f, the fraction of a turn taken in f64: [time, neurons / 2].
+    fn tables(&self) -> (Var<'g>, Var<'g>) {
+        let (time, n) = (self.c.tokens(), self.c.neurons());
+        let phase = |t: usize, pair: usize| {
+            let turn = t as f64 * (self.c.rope_theta.powf(-2.0 * pair as f64 / n as f64) / std::f64::consts::TAU);
+            (std::f64::consts::TAU * (turn - turn.floor())) as f32
+        };
+        let table = |f: fn(f32) -> f32| (0..time * n / 2).map(|k| f(phase(k / (n / 2), k % (n / 2)))).collect();
+        (self.r.constant(&[time, n / 2], table(f32::cos)), self.r.constant(&[time, n / 2], table(f32::sin)))
+    }
+
+    /// Pictures [batch, 3, image, image], normalised, as a class token and patches: [batch, tokens, dim].
+    fn embed(&self, images: Var<'g>) -> Var<'g> {
+        let c = self.c;
+        let (b, side, p, d) = (images.shape()[0], c.image / c.patch, c.patch, c.dim);
+        let fan = 1.0 / ((3 * p * p) as f64).sqrt();
+        let (weight, bias) = (self.uniform("patch.weight", &[d, 3, p, p], fan), self.uniform("patch.bias", &[d], fan));
+        let patches = images.reshape(&[b, 3, side, p, side, p]).permute(&[0, 2, 4, 1, 3, 5]).reshape(&[b * side * side, 3 * p * p]);
+        let x = patches.linear(weight.reshape(&[d, 3 * p * p])) + bias;
+        let cls = self.zeros("cls", &[1, 1, d]).expand(&[b, 1, d]);
+        let position = self.r.param("position", &[1, c.tokens(), d], Init::Normal { std: 0.02 });
+        concat(&[cls, x.reshape(&[b, side * side, d])], 1) + position
+    }
+
+    /// One application of the layer to x [batch, tokens, dim].
+    fn layer(&self, x: Var<'g>, tables: (Var<'g>, Var<'g>)) -> Var<'g> {
+        let c = self.c;
+        let (b, t, d, h, n) = (x.shape()[0], c.tokens(), c.dim, c.heads, c.neurons());
+        let eps = c.norm_eps as f32;
+        let bound = (6.0 / ((d * n + h * n) as f64)).sqrt();
+        let encoder = self.uniform("encoder", &[h, d, n], bound);
+        let encoder_v = self.uniform("encoder_v", &[h, d, n], bound);
+        let decoder = self.uniform("decoder", &[h * n, d], (6.0 / ((h * n + d) as f64)).sqrt());
+        let xn = x.layer_norm(eps);
+        // All heads in one product: [batch, tokens, heads, neurons].
+        let wide = encoder.permute(&[1, 0, 2]).reshape(&[d, h * n]);
+        let xs = xn.matmul(wide).relu().reshape(&[b, t, h, n]);
+        // Keys are the queries; the value is the layer's own input, shared by all heads.
+        let q = xs.rope(Pairs::Adjacent, tables).permute(&[0, 2, 1, 3]);
+        let y = q.matmul(q.t()).matmul(xn.reshape(&[b, 1, t, d])).layer_norm(eps); // [batch, heads, tokens, dim]
+        let ys = y.permute(&[1, 0, 2, 3]).reshape(&[h, b * t, d]).matmul(encoder_v).relu();
+        let ys = ys.reshape(&[h, b, t, n]).permute(&[1, 2, 0, 3]);
+        let o = xs * ys;
+        let o = self.rng.map_or(o, |rng| o.dropout(c.dropout as f32, rng));
+        let o = o.reshape(&[b, t, h * n]).matmul(decoder);
+        (x + o.layer_norm(eps)).layer_norm(eps)
+    }
+
+    /// Logits [batch, classes].
+    pub fn logits(&self, images: Var<'g>) -> Var<'g> {
+        let c = self.c;
+        let mut x = self.embed(images);
+        let tables = self.tables();
+        for i in 0..c.loops {
+            x = self.r.block(&format!("loops.{i}"), || self.layer(x, tables));
+        }
+        let first = x.slice(1, 0, 1).reshape(&[x.shape()[0], c.dim]).layer_norm(c.norm_eps as f32);
+        let weight = self.uniform("head.weight", &[c.classes, c.dim], (6.0 / ((c.dim + c.classes) as f64)).sqrt());
+        first.linear(weight) + self.zeros("head.bias", &[c.classes])
+    }
+}
+
+/// 1 where the largest logit is the target's: [batch].
+pub fn correct<'g>(logits: Var<'g>, targets: Var<'g>) -> Var<'g> {
+    let b = logits.shape()[0];
+    let guess = logits.stop_gradient().top_k(1).reshape(&[b]);
+    pointwise(&[guess.cast(DType::F32), targets.cast(DType::F32)], |e, x| e.bin(Bin::Eq, x[0], x[1]))
+}
