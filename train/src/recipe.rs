@@ -175,6 +175,10 @@ pub trait Task {
     fn train_config(&self) -> &TrainConfig;
     /// The programs of training and evaluation.
     fn graphs(&self) -> Vec<(&'static str, Graph)>;
+    /// Fills states that programs read and nobody trains: a data set that is kept on the device.
+    fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
+        Ok(())
+    }
     /// Called once, before the first step, with the number of steps already done.
     fn begin(&mut self, done: u64) -> Result<(), TrainError>;
     /// Starts a step; on a GPU it may still run when this returns.
@@ -222,6 +226,14 @@ pub trait Model {
     /// The same for evaluation.
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         self.loss(r, batch)
+    }
+    /// See `Task::prepare`.
+    fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
+        Ok(())
+    }
+    /// What `seq` counts.
+    fn unit(&self) -> &'static str {
+        "tok"
     }
     fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError>;
     /// Classes of the random targets of `bench`.
@@ -365,6 +377,10 @@ impl<M: Model> Task for Supervised<M> {
         all
     }
 
+    fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
+        self.model.prepare(s)
+    }
+
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {
         let source = self.model.source(true)?;
         let order = crate::data::Order { seed: self.seed, len: source.len() };
@@ -424,7 +440,7 @@ impl<M: Model> Task for Supervised<M> {
     }
 
     fn work(&self) -> (&'static str, f64) {
-        ("tok", (self.config.batch * self.config.accumulate * self.model.seq()) as f64)
+        (self.model.unit(), (self.config.batch * self.config.accumulate * self.model.seq()) as f64)
     }
 
     fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError> {

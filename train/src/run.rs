@@ -47,6 +47,7 @@ pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session
         s.load_compiled(name, c)?;
     }
     engine::passes::all_applied(s.programs.values().map(|p| &p.receipts[..]))?;
+    task.prepare(&mut s)?;
     Ok(s)
 }
 

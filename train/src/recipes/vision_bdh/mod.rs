@@ -4,7 +4,185 @@ mod model;
 
 pub use model::{VisionBdh, VisionConfig, correct};
 
-use crate::config::Config;
+use crate::config::{Config, ConfigError, TrainConfig};
+use crate::data::images::{self, GENERATED, ImageSet, generate};
+use crate::data::{DataError, Item, Source, Split};
 use crate::golden::{Golden, differentiated};
-use crate::recipe::{Computed, Recipe, Task, TrainError};
-use engine::{DType, Data, Device, Recorder, Switches, Var};
+use crate::recipe::{Computed, Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
+use engine::{DType, Data, Device, Init, Meta, Recorder, Switches, Var};
+use serde::Deserialize;
+use std::path::Path;
+use std::sync::Arc;
+
+pub struct VisionRecipe;
+
+/// Where pictures come from.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PictureConfig {
+    /// A folder in the format of CIFAR-10 or CIFAR-100, or one of pictures by class; empty: drawn pictures.
+    path: String,
+    /// Of the area of a picture, what a random cut leaves at least.
+    least_area: f32,
+}
+
+impl Recipe for VisionRecipe {
+    fn name(&self) -> &'static str {
+        "vision_bdh"
+    }
+
+    fn about(&self) -> &'static str {
+        "an image classifier: one Dragon-Hatchling layer, applied over and over"
+    }
+
+    fn presets(&self) -> &'static [(&'static str, &'static str)] {
+        &[
+            ("tiny", include_str!("../../../configs/vision_bdh-tiny.toml")),
+            ("cifar10", include_str!("../../../configs/vision_bdh-cifar10.toml")),
+        ]
+    }
+
+    fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let c: VisionConfig = config.section("model")?;
+        c.check()?;
+        let data: PictureConfig = config.section("data")?;
+        if !(data.least_area > 0.0 && data.least_area <= 1.0) {
+            return Err(ConfigError::Invalid(format!("data.least_area = {} is not above 0 and at most 1", data.least_area)).into());
+        }
+        let train: TrainConfig = config.section("train")?;
+        train.check()?;
+        let seed = config.seed();
+        let (learn, validate) = match data.path.as_str() {
+            "" if c.image != images::SIZE => {
+                return Err(ConfigError::Invalid(format!("model.image = {}: drawn pictures have {} pixels a side", c.image, images::SIZE)).into());
+            }
+            "" => (generate(seed, Split::Train, GENERATED[0]), generate(seed, Split::Val, GENERATED[1])),
+            path => images::open(Path::new(path), None, c.image)?,
+        };
+        if learn.classes.len() > c.classes {
+            return Err(ConfigError::Invalid(format!("the pictures have {} classes, but model.classes = {}", learn.classes.len(), c.classes)).into());
+        }
+        let sets = [Arc::new(learn), Arc::new(validate)];
+        Ok(Box::new(Supervised::new(VisionModel { c, least_area: data.least_area, sets }, train, seed)))
+    }
+
+    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+        golden(file, switches, device)
+    }
+}
+
+struct VisionModel {
+    c: VisionConfig,
+    least_area: f32,
+    /// To learn from, and to validate with.
+    sets: [Arc<ImageSet>; 2],
+}
+
+/// Names of the sets on the device: they mean nothing to a checkpoint.
+const SETS: [&str; 2] = ["scratch/pictures/train", "scratch/pictures/val"];
+
+/// Loss and accuracy of logits, weighted: what a step reports.
+fn losses<'g>(logits: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Vec<(&'static str, Var<'g>)> {
+    vec![("loss", (logits.cross_entropy(targets) * weight).sum()), ("accuracy", (correct(logits, targets) * weight).sum())]
+}
+
+impl VisionModel {
+    fn meta(&self, set: usize) -> Meta {
+        Meta::new(&[self.sets[set].len(), images::CHANNELS, self.c.image, self.c.image], DType::U8)
+    }
+
+    /// The set on the device, the numbers and labels of a batch.
+    fn feeds<'g>(&self, r: &'g Recorder, batch: usize, set: usize) -> (Var<'g>, Var<'g>, Feeds<'g>) {
+        let f = Feeds::new(r, batch, 1);
+        let pictures = r.state(SETS[set], &self.meta(set).shape, DType::U8, Init::Full(0.0));
+        (pictures, f.ids.reshape(&[batch]), f)
+    }
+}
+
+impl Model for VisionModel {
+    fn seq(&self) -> usize {
+        1
+    }
+
+    fn unit(&self) -> &'static str {
+        "img"
+    }
+
+    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        let (set, index, f) = self.feeds(r, batch, 0);
+        let images = set.augmented_pictures(index, f.rng, self.least_area);
+        let logits = VisionBdh { c: &self.c, r, rng: Some(f.rng) }.logits(images);
+        losses(logits, f.targets.reshape(&[batch]), f.weight)
+    }
+
+    fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        let (set, index, f) = self.feeds(r, batch, 1);
+        let logits = VisionBdh { c: &self.c, r, rng: None }.logits(set.pictures(index));
+        losses(logits, f.targets.reshape(&[batch]), f.weight)
+    }
+
+    fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
+        for (i, name) in SETS.iter().enumerate() {
+            if s.store.get(name).is_some() {
+                s.store.set(name, &self.meta(i), &self.sets[i].pixels)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
+        Ok(Arc::new(Labels(self.sets[!train as usize].clone())))
+    }
+
+    fn vocab(&self) -> usize {
+        self.c.classes.min(self.sets[0].len())
+    }
+
+    fn identity(&self) -> serde_json::Value {
+        serde_json::json!({ "data": format!("{:016x}", self.sets[0].fingerprint()), "classes": self.sets[0].classes })
+    }
+}
+
+/// Item i is its own number and its label: the pictures are on the device.
+struct Labels(Arc<ImageSet>);
+
+impl Source for Labels {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn item(&self, i: u64) -> Result<Item, DataError> {
+        let label = *self.0.labels.get(i as usize).ok_or(DataError::OutOfRange { item: i, len: self.len() })?;
+        Ok(Item { ids: vec![i as i32], targets: vec![label as i32] })
+    }
+
+    fn entropy_floor(&self) -> Option<f64> {
+        None
+    }
+}
+
+fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+    let bad = |m: &str| TrainError::Other(format!("this golden file {m}"));
+    let c: VisionConfig =
+        serde_json::from_value(file.config.clone()).map_err(|e| bad(&format!("has a config that vision_bdh does not know: {e}")))?;
+    c.check()?;
+    let shape = file.shape("input/images").filter(|s| s.len() == 4 && s[1..] == [3, c.image, c.image]);
+    let shape = shape.ok_or_else(|| bad("has no input/images [batch, 3, image, image] of its config"))?;
+    let (Some(images), Some(labels)) = (file.f32("input/images"), file.i32("input/labels")) else {
+        return Err(bad("has no numbers as input/images and input/labels"));
+    };
+    if labels.len() != shape[0] || !labels.iter().all(|l| (0..c.classes as i32).contains(l)) {
+        return Err(bad("has labels that do not fit its config"));
+    }
+    // Golden files are made without dropout.
+    let c = VisionConfig { dropout: 0.0, ..c };
+    fn logits<'g>(c: &VisionConfig, r: &'g Recorder, shape: &[usize]) -> Var<'g> {
+        VisionBdh { c, r, rng: None }.logits(r.feed("images", shape, DType::F32))
+    }
+    let record = |r| -> Vec<(&'static str, Var)> {
+        let weight = Recorder::full(r, &[1], 1.0 / shape[0] as f32);
+        losses(logits(&c, r, &shape), r.feed("labels", &shape[..1], DType::I32), weight)
+    };
+    let feeds = [("images", Data::F32(&images)), ("labels", Data::I32(&labels))];
+    differentiated(file, switches, device, &record, &|r| vec![("logits", logits(&c, r, &shape))], &feeds)
+}
