@@ -137,7 +137,12 @@ impl Plan {
                                 Home::Arena(_) => true,
                                 Home::Source(s) => destined.get(&value) == Some(&s),
                             };
-                            let meant = joined.get(&value).is_none_or(|place| joined.get(&root) == Some(place));
+                            // A part of something joined is overwritten only by what takes its place there.
+                            let part = |v: Value| joined.contains_key(&v) || g.nodes[v.node].op::<Join>().is_some();
+                            let meant = match joined.get(&value) {
+                                Some(place) => joined.get(&root) == Some(place),
+                                None => !part(root),
+                            };
                             (whole && once && free && meant && last_read[&root] == i).then_some((from.buffer, from.offset))
                         });
                         if let (None, Some(input)) = (shared, pair) {

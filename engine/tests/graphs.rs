@@ -85,6 +85,79 @@ fn a_shared_weight_has_one_product_for_its_gradient() {
     assert!(engine::check::relative(&a, &b) < 1e-5);
 }
 
+/// Two gradients by the same weights share what is joined for the first: nothing may be written there before the second has read it.
+#[test]
+fn what_is_joined_is_not_overwritten_before_its_last_reader() {
+    let record = |r: &Recorder| {
+        let param = |name: &str| r.param(name, &[64, 64], Init::Normal { std: 0.3 });
+        let (w0, wa, gain) = (param("w0"), param("wa"), r.param("gain", &[64], Init::Full(1.0)));
+        let x = r.feed("x", &[64, 64], DType::F32);
+        let mut h = x.matmul(w0);
+        for _ in 0..3 {
+            let n = h.rms_norm_plain(1e-5);
+            h = h + n.matmul(wa).rms_norm(gain, 1e-5).softmax() + n.silu().softmax();
+        }
+        let (l1, l2) = (h.square().mean(), (h.silu() * x).mean());
+        r.output("a", r.grad(l1, &[wa])[0]);
+        for (name, g) in ["b", "c"].iter().zip(r.grad(l2, &[wa, w0])) {
+            r.output(name, g);
+        }
+    };
+    let numbers: Vec<f32> = (0..64 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+    let feeds = [("x", Data::F32(&numbers))];
+    let (on, off) = (run(record, DEFAULT, &feeds).unwrap().0, run(record, ("join-products", "off"), &feeds).unwrap().0);
+    for (a, b) in on.iter().zip(&off) {
+        assert!(engine::check::relative(a, b) < 1e-5, "{}", engine::check::relative(a, b));
+    }
+}
+
+/// Equal values are one, except where a gradient by one of them is asked for.
+#[test]
+fn a_gradient_by_a_value_is_not_that_of_its_equal() {
+    let record = |r: &Recorder| {
+        let x = r.feed("x", &[8], DType::F32);
+        let (a, b) = (x.silu(), x.silu());
+        let loss = (a * 3.0 + b.square()).sum();
+        r.output("da", r.grad(loss, &[a])[0]);
+    };
+    let x = [1.0, -2.0, 0.5, 3.0, 0.1, -0.7, 2.0, 4.0];
+    let (y, _) = run(record, DEFAULT, &[("x", Data::F32(&x))]).unwrap();
+    assert_eq!(y[0], [3.0; 8]);
+}
+
+/// In a graph that is trained, what does not lead to the loss keeps the types that it was recorded with.
+#[test]
+fn bf16_leaves_side_outputs_alone() {
+    let record = |r: &Recorder| {
+        let w = r.param("w", &[8, 8], Init::Normal { std: 0.3 });
+        let x = r.feed("x", &[4, 8], DType::F32);
+        let h = x.matmul(w).silu();
+        let loss = h.square().mean();
+        r.output("dw", r.grad(loss, &[w])[0]);
+        r.output("logits", h.matmul(w));
+    };
+    let x: Vec<f32> = (0..32).map(|i| (i as f32).cos()).collect();
+    let feeds = [("x", Data::F32(&x))];
+    let (narrow, wide) = (run(record, ("bf16", "auto"), &feeds).unwrap().0, run(record, DEFAULT, &feeds).unwrap().0);
+    assert!(narrow.iter().zip(&wide).all(|(a, b)| engine::check::relative(a, b) < 0.02));
+}
+
+/// A bias that is a product itself, seen as a row.
+#[test]
+fn a_product_may_be_a_bias() {
+    let record = |r: &Recorder| {
+        let w = r.param("w", &[16, 16], Init::Normal { std: 0.3 });
+        let x = r.feed("x", &[4, 16], DType::F32);
+        let c = r.constant(&[16], vec![0.5; 16]);
+        let bias = x.slice(0, 0, 1).matmul(w).reshape(&[16]) + c;
+        r.output("y", x.silu().matmul(w) + bias);
+    };
+    let x: Vec<f32> = (0..64).map(|i| (i as f32).sin()).collect();
+    let feeds = [("x", Data::F32(&x))];
+    let (on, off) = (run(record, DEFAULT, &feeds).unwrap().0, run(record, ("epilogue", "off"), &feeds).unwrap().0);
+    assert!(engine::check::relative(&on[0], &off[0]) < 1e-6);
+}
+
 #[test]
 fn a_value_on_the_way_to_a_state_is_not_overwritten() {
     let index = [1, 2];

@@ -37,7 +37,13 @@ pub fn open(name: &str, threads: Option<usize>) -> Result<Device, String> {
     let gpu = |ordinal: usize| Cuda::open(ordinal, &folders()).and_then(Device::cuda).map_err(|e| e.to_string());
     match name {
         "cpu" => Ok(cpu()),
-        "auto" => Ok(gpu(0).unwrap_or_else(|_| cpu())),
+        "auto" => Ok(gpu(0).unwrap_or_else(|why| {
+            // Without a driver there is no GPU to speak of; with one, something is missing.
+            if !why.contains("libcuda was not found") {
+                eprintln!("on the CPU, because the GPU cannot be used: {why}");
+            }
+            cpu()
+        })),
         "cuda" => gpu(0).map_err(|e| format!("--device cuda: {e} (`kiln doctor` says what was found; --device cpu always works)")),
         other => match other.strip_prefix("cuda:").map(str::parse) {
             Some(Ok(ordinal)) => {

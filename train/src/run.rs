@@ -207,9 +207,11 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     // Everything that can be wrong is found before anything is written.
     let found = if options.resume { newest(&checkpoints)? } else { None };
     if let (Device::Cuda(cuda, _), Some(found)) = (device, &found) {
-        cuda.prefer(
-            &found.meta["choices"].as_array().into_iter().flatten().filter_map(|c| c.as_str().map(str::to_string)).collect::<Vec<_>>(),
-        );
+        let kept: Vec<String> =
+            found.meta["choices"].as_array().into_iter().flatten().filter_map(|c| c.as_str().map(str::to_string)).collect();
+        if !kept.is_empty() && !cuda.prefer(&kept) {
+            say!("the run chose its products on another card or library: numbers may differ in the last bits from here on");
+        }
     }
     let mut s = load(task, config, device)?;
     let start = match &found {

@@ -9,6 +9,8 @@ pub struct Choices {
     /// What this process asked for.
     used: BTreeMap<String, Algorithm>,
     file: PathBuf,
+    /// What they are good for.
+    home: String,
 }
 
 impl Choices {
@@ -17,7 +19,7 @@ impl Choices {
         let card: String = card.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let file = folder.join(format!("products-{card}-{library}.txt"));
         let known = std::fs::read_to_string(&file).map_or_else(|_| BTreeMap::new(), |text| text.lines().filter_map(parse).collect());
-        Choices { known, used: BTreeMap::new(), file }
+        Choices { known, used: BTreeMap::new(), file, home: format!("{card} {library}") }
     }
 
     pub fn get(&mut self, key: &str) -> Option<Algorithm> {
@@ -39,23 +41,34 @@ impl Choices {
         super::nvrtc::replace(&self.file, text.as_bytes());
     }
 
+    /// For which card and library, then one line a choice.
     pub fn used(&self) -> Vec<String> {
-        self.used.iter().map(|(key, a)| line(key, a)).collect()
+        std::iter::once(self.home.clone()).chain(self.used.iter().map(|(key, a)| line(key, a))).collect()
     }
 
-    /// From now on these, whatever the disk says.
-    pub fn prefer(&mut self, lines: &[String]) {
-        self.known.extend(lines.iter().filter_map(|l| parse(l)));
+    /// From now on these, whatever the disk says. False where they are for another card or library, and mean nothing here.
+    pub fn prefer(&mut self, lines: &[String]) -> bool {
+        let ours = lines.first() == Some(&self.home);
+        if ours {
+            self.known.extend(lines.iter().filter_map(|l| parse(l)));
+        }
+        ours
     }
 }
 
 fn line(key: &str, a: &Algorithm) -> String {
     let words: Vec<String> = a.iter().map(|w| format!("{w:016x}")).collect();
-    format!("{key} = {}", words.join(" "))
+    let text = format!("{key} = {}", words.join(" "));
+    format!("{text} # {:016x}", super::nvrtc::hash(&text))
 }
 
+/// None where the line was cut or changed.
 fn parse(line: &str) -> Option<(String, Algorithm)> {
-    let (key, words) = line.split_once(" = ")?;
+    let (text, sum) = line.split_once(" # ")?;
+    if sum != format!("{:016x}", super::nvrtc::hash(text)) {
+        return None;
+    }
+    let (key, words) = text.split_once(" = ")?;
     let word = |w: &str| (w.len() == 16).then(|| u64::from_str_radix(w, 16).ok()).flatten();
     let words: Vec<u64> = words.split(' ').map(word).collect::<Option<_>>()?;
     Some((key.into(), words.try_into().ok()?))
@@ -75,7 +88,7 @@ mod tests {
         let mut b = Choices::open(&folder, "Card 1", 7);
         assert_eq!(b.get("x"), Some([1; 8]));
         b.add([("x".to_string(), [2; 8]), ("y".to_string(), [3; 8])]);
-        b.prefer(&kept);
+        assert!(b.prefer(&kept));
         assert_eq!((b.get("x"), b.get("y")), (Some([1; 8]), Some([3; 8])));
         // Cut short, as by a full disk: what is whole still counts.
         let file = folder.join("products-Card-1-7.txt");
@@ -83,7 +96,9 @@ mod tests {
         std::fs::write(&file, &text[..text.len() - 5]).unwrap();
         let mut c = Choices::open(&folder, "Card 1", 7);
         assert_eq!((c.get("x"), c.get("y")), (Some([2; 8]), None));
-        assert_eq!(Choices::open(&folder, "Card 1", 8).get("x"), None, "another version of the library");
+        let mut other = Choices::open(&folder, "Card 1", 8);
+        assert!(!other.prefer(&kept), "chosen with another version of the library");
+        assert_eq!(other.get("x"), None);
         std::fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -36,12 +36,55 @@ impl Found {
 
 const WHEELS: &str = "install the CUDA 13 toolkit, or `pip install \"nvidia-cuda-nvrtc==13.0.*\" \"nvidia-cublas==13.0.*\"` and name the folder in LD_LIBRARY_PATH";
 
-/// (name, file names in order of preference, what to do if missing). The builtins must come before NVRTC.
-const LIBRARIES: &[(&str, &[&str], &str)] = &[
-    ("libcuda", &["libcuda.so.1"], "install NVIDIA's driver (nvidia-smi must work)"),
-    ("libnvrtc-builtins", &["libnvrtc-builtins.so.13.0", "libnvrtc-builtins.so"], WHEELS),
-    ("libnvrtc", &["libnvrtc.so.13", "libnvrtc.so"], WHEELS),
-    ("libcublasLt", &["libcublasLt.so.13", "libcublasLt.so"], WHEELS),
+struct Wanted {
+    name: &'static str,
+    /// In order of preference.
+    files: &'static [&'static str],
+    /// Functions that only a whole library of the right age has: the bindings panic where one is missing.
+    has: &'static [&'static str],
+    help: &'static str,
+}
+
+/// The builtins must come before NVRTC.
+const LIBRARIES: &[Wanted] = &[
+    Wanted {
+        name: "libcuda",
+        files: &["libcuda.so.1"],
+        has: &[
+            "cuInit",
+            "cuGetErrorString",
+            "cuGetErrorName",
+            "cuDriverGetVersion",
+            "cuLaunchKernelEx",
+            "cuGraphInstantiateWithFlags",
+            "cuMemHostAlloc",
+        ],
+        help: "install NVIDIA's driver, version 580 or later (nvidia-smi must work)",
+    },
+    Wanted {
+        name: "libnvrtc-builtins",
+        files: &[
+            "libnvrtc-builtins.so.13.0",
+            "libnvrtc-builtins.so.13.1",
+            "libnvrtc-builtins.so.13.2",
+            "libnvrtc-builtins.so.13.3",
+            "libnvrtc-builtins.so",
+        ],
+        has: &[],
+        help: WHEELS,
+    },
+    Wanted {
+        name: "libnvrtc",
+        files: &["libnvrtc.so.13", "libnvrtc.so"],
+        has: &["nvrtcVersion", "nvrtcCompileProgram", "nvrtcGetCUBIN", "nvrtcGetProgramLog"],
+        help: WHEELS,
+    },
+    Wanted {
+        name: "libcublasLt",
+        files: &["libcublasLt.so.13", "libcublasLt.so"],
+        has: &["cublasLtCreate", "cublasLtGetVersion", "cublasLtMatmul", "cublasLtMatmulAlgoGetHeuristic"],
+        help: WHEELS,
+    },
 ];
 
 /// Loads the libraries once and says where each was found.
@@ -49,9 +92,9 @@ pub fn find(folders: &Folders) -> Vec<Found> {
     static FOUND: OnceLock<Vec<Found>> = OnceLock::new();
     FOUND
         .get_or_init(|| {
-            let one = |(name, files, help): &(&'static str, &[&str], &'static str)| {
-                let (path, broken) = load(files, &folders.libraries);
-                Found { name, path, broken, help }
+            let one = |w: &Wanted| {
+                let (path, broken) = load(w, &folders.libraries);
+                Found { name: w.name, path, broken, help: w.help }
             };
             LIBRARIES.iter().map(one).collect()
         })
@@ -59,24 +102,29 @@ pub fn find(folders: &Folders) -> Vec<Found> {
 }
 
 /// The first file that loads, and what happened to those before it.
-fn load(files: &[&str], folders: &[PathBuf]) -> (Option<PathBuf>, Vec<String>) {
+fn load(w: &Wanted, folders: &[PathBuf]) -> (Option<PathBuf>, Vec<String>) {
     let mut broken = vec![];
-    for path in folders.iter().flat_map(|f| files.iter().map(move |name| f.join(name))).filter(|p| p.exists()) {
-        match keep(&path) {
+    for path in folders.iter().flat_map(|f| w.files.iter().map(move |name| f.join(name))).filter(|p| p.exists()) {
+        match keep(&path, w.has) {
             Ok(()) => return (Some(path), broken),
             Err(why) => broken.push(why),
         }
     }
     // By name the system looks itself; not to be found there is no news.
-    (files.iter().map(PathBuf::from).find(|path| keep(path).is_ok()), broken)
+    (w.files.iter().map(PathBuf::from).find(|path| keep(path, w.has).is_ok()), broken)
 }
 
 /// Loads a library for the life of the process.
-fn keep(path: &Path) -> Result<(), String> {
+fn keep(path: &Path, has: &[&str]) -> Result<(), String> {
     use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
     // SAFETY: these are NVIDIA's libraries, whose initialisers have no conditions; the handle is never closed.
     match unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) } {
         Ok(library) => {
+            // SAFETY: only whether the name is there is asked.
+            let lacks = has.iter().find(|name| unsafe { library.get::<*const ()>(name.as_bytes()) }.is_err());
+            if let Some(name) = lacks {
+                return Err(format!("{} lacks {name}: too old, or no such library", path.display()));
+            }
             std::mem::forget(library);
             Ok(())
         }

@@ -96,8 +96,21 @@ impl Cuda {
             return Err(Error::Cuda(problem));
         }
         result::init().map_err(failed("the driver does not start"))?;
+        let mut version = 0;
+        // SAFETY: the pointer is to a live integer.
+        let _ = unsafe { sys::cuDriverGetVersion(&mut version) };
+        if version < 13000 {
+            return Err(Error::Cuda(format!(
+                "the driver is for CUDA {}.{}, and 13.0 or later is needed: install driver 580 or later",
+                version / 1000,
+                version % 1000 / 10
+            )));
+        }
+        if gemm::Handle::version() < 130000 {
+            return Err(Error::Cuda(format!("cuBLASLt {} was found, and version 13 is needed", gemm::Handle::version())));
+        }
         let count = result::device::get_count().map_err(failed("counting GPUs"))?;
-        if ordinal as i32 >= count {
+        if ordinal >= count as usize {
             return Err(Error::Cuda(format!("there is no GPU number {ordinal}: the driver has {count}")));
         }
         let device = result::device::get(ordinal as i32).map_err(failed("opening the GPU"))?;
@@ -241,8 +254,8 @@ impl Cuda {
         self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).used()
     }
 
-    /// Uses these algorithms where they fit, instead of what was timed on this machine.
-    pub fn prefer(&self, choices: &[String]) {
+    /// Uses these algorithms where they fit, instead of what was timed on this machine. False where they are for another card or library.
+    pub fn prefer(&self, choices: &[String]) -> bool {
         self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).prefer(choices)
     }
 

@@ -203,8 +203,16 @@ impl CudaProgram {
         }
         for &(state, value) in &plan.stores {
             let spot = &plan.spots[value.node][value.out];
-            let Home::Arena(o) = plan.buffers[spot.buffer].home else { unreachable!("the layout step copied what is a source") };
-            steps.push(Ready::Copy { from: Address::Arena(o), to: Address::Source(state, 0), bytes: graph.meta(value).bytes() });
+            let from = match plan.buffers[spot.buffer].home {
+                Home::Arena(o) => Address::Arena(o),
+                Home::Source(n) => Address::Source(n, 0), // another state that takes the same value
+            };
+            let meta = graph.meta(value);
+            steps.push(Ready::Copy {
+                from: from.plus(spot.offset * meta.dtype.size()),
+                to: Address::Source(state, 0),
+                bytes: meta.bytes(),
+            });
         }
         products.remember();
         Ok(CudaProgram { graph, plan, cuda: cuda.clone(), steps, nodes, arena: arena.clone(), own, feeds, options, captured: None })
@@ -212,7 +220,11 @@ impl CudaProgram {
 
     /// The arena's address, then every source's.
     fn bases(&self, store: &Store) -> Result<Vec<u64>, Error> {
-        let mut bases = vec![self.arena.lock().unwrap_or_else(PoisonError::into_inner).start()];
+        let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        if arena.bytes() < self.plan.arena() {
+            return Err(Error::Cuda("the GPU's memory was given up when another program did not fit: load this one again".into()));
+        }
+        let mut bases = vec![arena.start()];
         for (i, node) in self.graph.nodes.iter().enumerate() {
             bases.push(match &node.kind {
                 Kind::State(s) => store.device(&s.name, &node.outputs[0])?.start(),
@@ -242,13 +254,17 @@ impl CudaProgram {
             let exec = unsafe {
                 result::stream::begin_capture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed("capturing"))?;
                 let launched = self.launch(&bases);
-                let graph = result::stream::end_capture(stream).map_err(failed("capturing"))?;
-                launched?;
+                let graph = result::stream::end_capture(stream).map_err(failed("capturing"));
+                launched?; // the reason, where capturing failed too
+                let graph = graph?;
                 let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map_err(failed("capturing"));
                 let _ = result::graph::destroy(graph);
                 exec?
             };
-            self.captured = Some(Captured { exec, bases });
+            if let Some(old) = self.captured.replace(Captured { exec, bases }) {
+                // SAFETY: instantiated by us, destroyed once; what was launched of it goes on.
+                let _ = unsafe { result::graph::exec_destroy(old.exec) };
+            }
         }
         let exec = self.captured.as_ref().expect("just made").exec;
         // SAFETY: the graph was instantiated from this stream's work; its addresses are those of this run.

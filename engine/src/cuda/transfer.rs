@@ -149,7 +149,8 @@ impl Feeds {
 /// Numbers on their way from the GPU.
 pub struct Incoming {
     cuda: Cuda,
-    to: Landing,
+    /// None only while dropping.
+    to: Option<Landing>,
     bytes: usize,
 }
 
@@ -173,13 +174,23 @@ impl Incoming {
         unsafe { result::memcpy_dtoh_async(&mut to.host.bytes_mut()[..bytes], from.start() + offset as u64, cuda.0.stream) }
             .map_err(failed("copying from the GPU"))?;
         to.there.record(cuda.0.stream)?;
-        Ok(Incoming { cuda: cuda.clone(), to, bytes })
+        Ok(Incoming { cuda: cuda.clone(), to: Some(to), bytes })
     }
 
     pub fn finish(mut self) -> Result<Vec<u8>, Error> {
-        self.to.there.wait()?;
-        let bytes = self.to.host.bytes_mut()[..self.bytes].to_vec();
-        self.cuda.0.landings.lock().unwrap_or_else(PoisonError::into_inner).push(self.to);
-        Ok(bytes)
+        let to = self.to.as_mut().expect("there until dropped");
+        to.there.wait()?;
+        Ok(to.host.bytes_mut()[..self.bytes].to_vec())
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        self.cuda.current();
+        if let Some(to) = self.to.take() {
+            // The GPU may still be writing there.
+            let _ = to.there.wait();
+            self.cuda.0.landings.lock().unwrap_or_else(PoisonError::into_inner).push(to);
+        }
     }
 }

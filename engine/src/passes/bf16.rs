@@ -43,13 +43,19 @@ impl Pass for Bf16 {
         let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
         let inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
         let old_updates: Vec<Value> = g.updates.iter().map(|u| u.1).collect();
+        let types: Vec<Vec<DType>> = (0..g.nodes.len()).map(|i| g.inputs(i).iter().map(|m| m.dtype).collect()).collect();
         let mut casts: HashMap<Value, Value> = HashMap::new();
         let mut restored: HashMap<Value, Value> = HashMap::new();
         g.rewrite(|recorder, i, node, inputs| {
             let new = match &node.kind {
                 Kind::Op(op) if inside[i] && !op.is_view() => rewritten(recorder, node, inputs, &mut casts, receipt),
-                // A view takes the type of what it views.
-                Kind::Op(op) => Some(recorder.op_arc(op.clone(), inputs)),
+                // A view takes the type of what it views; what does not lead to the loss works on the types that it was recorded with.
+                Kind::Op(op) if op.is_view() => Some(recorder.op_arc(op.clone(), inputs)),
+                Kind::Op(op) => {
+                    let back = |(v, &d): (&Var<'_>, &DType)| if d.is_float() && v.dtype() != d { v.cast(d).value() } else { v.value() };
+                    let x: Vec<Value> = inputs.iter().zip(&types[i]).map(back).collect();
+                    Some(recorder.op_arc(op.clone(), &x.into_iter().map(|v| recorder.var(v)).collect::<Vec<_>>()))
+                }
                 Kind::Grad => {
                     // The loss itself is f32.
                     let loss = inputs[0].cast(DType::F32);

@@ -41,7 +41,7 @@ impl Pass for Epilogue {
             let made = if let Some(p) = products.get(&i) {
                 let mut x = inputs.to_vec();
                 x.extend(p.add.map(|v| recorder.var(at(v, &new)).reshape(&node.outputs[0].shape)));
-                x.extend(p.bias.map(|v| recorder.var(at(v, &new))));
+                x.extend(p.bias.map(|v| recorder.var(at(v, &new)).reshape(&[node.outputs[0].dim(0)])));
                 recorder.op_arc(Arc::new(p.op.clone()), &x).iter().map(|v| v.value()).collect()
             } else if let Some(&v) = norms.get(&i) {
                 let more = recorder.var(at(v, &new)).reshape(&node.outputs[0].shape);

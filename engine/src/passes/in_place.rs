@@ -4,6 +4,7 @@ use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
+use crate::ops::concat::Join;
 use crate::ops::matmul::{Add, Matmul};
 use crate::ops::pointwise::Pointwise;
 use crate::plan::{last_reads, view_roots};
@@ -28,6 +29,8 @@ impl Pass for InPlace {
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let roots = view_roots(g);
         let last = last_reads(g, &roots);
+        // What is joined lies in another's buffer, which lives on.
+        let joined: Vec<Value> = g.nodes.iter().filter(|n| n.op::<Join>().is_some()).flat_map(|n| n.inputs.clone()).collect();
         for i in 0..g.nodes.len() {
             if let Some(m) = g.nodes[i].op::<Matmul>().filter(|m| m.add.is_some()) {
                 // A sum may grow where it lies, if this is its last reader and the product reads nothing else of it.
@@ -51,7 +54,14 @@ impl Pass for InPlace {
                     let owned = !node.is_source() || g.updates.contains(&(v, Value { node: i, out }));
                     let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == v).count() == 1;
                     let unused = pairs.iter().all(|&(used, _)| used != k);
-                    g.meta(v) == meta && meta.dtype.is_float() && !node.is_view() && owned && last[&v] == i && alone && unused
+                    g.meta(v) == meta
+                        && meta.dtype.is_float()
+                        && !node.is_view()
+                        && owned
+                        && last[&v] == i
+                        && alone
+                        && unused
+                        && !joined.contains(&v)
                 };
                 if let Some((k, _)) = g.nodes[i].inputs.iter().enumerate().find(free) {
                     pairs.push((k, out));

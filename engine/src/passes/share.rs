@@ -23,8 +23,14 @@ impl Pass for Share {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        // A value that a gradient is asked for is itself: what flows through its equals is not its own.
+        let asked: Vec<usize> =
+            g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).flat_map(|n| n.inputs[1..].iter().map(|v| v.node)).collect();
         let mut seen: HashMap<(String, Vec<Value>), Vec<Value>> = HashMap::new();
-        g.rewrite(|recorder, _, node, inputs| {
+        g.rewrite(|recorder, i, node, inputs| {
+            if asked.contains(&i) {
+                return Ok(None);
+            }
             // An op prints everything that it is; draws of random numbers differ by their site.
             let what = match &node.kind {
                 Kind::Op(op) => format!("{op:?}"),

@@ -49,6 +49,9 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     let device = a.device.open()?;
     let opened = started.elapsed();
     if a.config.recipe.as_deref() == Some("ops") {
+        if a.ledger || a.profile {
+            bail!("bench ops has neither --ledger nor --profile: they are about a recipe's step");
+        }
         return ops(&a, &device);
     }
     let config = a.config.resolve(None)?;

@@ -47,7 +47,7 @@ enum What {
   kiln check kernels --sm 90")]
     Kernels {
         /// Compute capabilities, as in 90 for 9.0
-        #[arg(long, default_values_t = [80, 89, 90, 100, 120])]
+        #[arg(long, default_values_t = [80, 89, 90, 100, 120], value_parser = clap::value_parser!(u32).range(80..=130))]
         sm: Vec<u32>,
     },
     /// Everything: ops, passes, the golden files that kiln carries (in f32, and in bf16 by direction); one table at the end
@@ -226,6 +226,9 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
     }
     if !(a.tolerance.is_finite() && a.tolerance >= 0.0) {
         bail!("--tolerance {} is not a number from 0 on", a.tolerance);
+    }
+    if !(-1.0..=1.0).contains(&a.cosine) {
+        bail!("--cosine {} is not between -1 and 1", a.cosine);
     }
     let device = a.device.open()?;
     let mut switches = Switches::default();
