@@ -128,8 +128,9 @@ pub fn differentiated(
     for name in &names {
         let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(format!("has no param/{name}")))?;
         let meta = s.store.get(name).expect("just loaded").meta.clone();
-        if numbers.len() != meta.elements() {
-            return Err(bad(format!("has param/{name} with {} numbers, but its config says {}", numbers.len(), meta.elements())));
+        let shape = file.shape(&format!("param/{name}")).unwrap_or_default();
+        if shape != meta.shape {
+            return Err(bad(format!("has param/{name} {shape:?}, but its config makes it {:?}", meta.shape)));
         }
         s.store.set(name, &meta, bytemuck::cast_slice(&numbers))?;
     }

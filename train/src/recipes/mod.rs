@@ -1,7 +1,8 @@
 //! The recipes: one line each.
 
 pub mod hydra;
+pub mod vision_bdh;
 
 use crate::recipe::Recipe;
 
-pub const RECIPES: &[&dyn Recipe] = &[&hydra::HydraRecipe];
+pub const RECIPES: &[&dyn Recipe] = &[&hydra::HydraRecipe, &vision_bdh::VisionRecipe];

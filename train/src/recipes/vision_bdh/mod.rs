@@ -179,10 +179,9 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
     fn logits<'g>(c: &VisionConfig, r: &'g Recorder, shape: &[usize]) -> Var<'g> {
         VisionBdh { c, r, rng: None }.logits(r.feed("images", shape, DType::F32))
     }
-    let record = |r| -> Vec<(&'static str, Var)> {
-        let weight = Recorder::full(r, &[1], 1.0 / shape[0] as f32);
-        losses(logits(&c, r, &shape), r.feed("labels", &shape[..1], DType::I32), weight)
-    };
+    fn values<'g>(c: &VisionConfig, r: &'g Recorder, shape: &[usize]) -> Vec<(&'static str, Var<'g>)> {
+        losses(logits(c, r, shape), r.feed("labels", &shape[..1], DType::I32), r.full(&[1], 1.0 / shape[0] as f32))
+    }
     let feeds = [("images", Data::F32(&images)), ("labels", Data::I32(&labels))];
-    differentiated(file, switches, device, &record, &|r| vec![("logits", logits(&c, r, &shape))], &feeds)
+    differentiated(file, switches, device, &|r| values(&c, r, &shape), &|r| vec![("logits", logits(&c, r, &shape))], &feeds)
 }
