@@ -116,10 +116,13 @@ pub fn differentiated(
     s.load("train", r.finish())?;
 
     let r = Recorder::new();
-    let answers: Vec<&'static str> = outputs(&r).into_iter().map(|(name, v)| {
-        r.output(name, v);
-        name
-    }).collect();
+    let answers: Vec<&'static str> = outputs(&r)
+        .into_iter()
+        .map(|(name, v)| {
+            r.output(name, v);
+            name
+        })
+        .collect();
     s.load("outputs", r.finish())?;
 
     for name in &names {

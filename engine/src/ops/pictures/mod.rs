@@ -46,7 +46,8 @@ impl Op for Pictures {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        let fits = x[0].rank() == 4 && x[0].dtype == DType::U8 && x[0].shape[2] == x[0].shape[3] && x[1].rank() == 1 && x[1].dtype == DType::I32;
+        let fits =
+            x[0].rank() == 4 && x[0].dtype == DType::U8 && x[0].shape[2] == x[0].shape[3] && x[1].rank() == 1 && x[1].dtype == DType::I32;
         assert!(fits && x.len() == 2 + self.augment.is_some() as usize, "pictures of {x:?}");
         vec![Meta::f32(&[&x[1].shape[..], &x[0].shape[1..]].concat())]
     }

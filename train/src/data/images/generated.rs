@@ -29,13 +29,20 @@ fn class_of(i: u64) -> usize {
 
 type Colour = [f32; CHANNELS];
 
+// Ranges, in pixels and levels of brightness. Validation accuracy that they were chosen by, chance being 10%: the nearest mean
+// picture 16%, ridge regression on the pixels 19%, a residual network of 0.7 million weights 95.9% after nine epochs (flips
+// and shifts), its errors spread over all classes. Noise up to 28, a contrast of 48 and radii from 6 were easier (94.5% after
+// five epochs). Were figures not the lighter ones on average, a linear classifier would stay at chance.
 const RADIUS: [f32; 2] = [5.0, 12.0];
 const CENTRE: [f32; 2] = [11.0, 21.0];
 const PERIOD: [f32; 2] = [3.5, 6.0];
-const CONTRAST: f32 = 40.0;
 const GROUND: [f32; 2] = [20.0, 150.0];
 const FIGURE: [f32; 2] = [90.0, 235.0];
+/// The least distance between the two colours.
+const CONTRAST: f32 = 40.0;
+/// The most of them.
 const STROKES: u32 = 4;
+/// Standard deviation.
 const NOISE: [f32; 2] = [8.0, 36.0];
 
 /// Picture `i` into `out`, [3, 32, 32].
