@@ -1,14 +1,17 @@
 use super::write_json;
-use ::train::data::{Input, PrepareOptions, inspect, prepare};
+use ::train::data::images::{self, Format};
+use ::train::data::{Dataset, Input, PrepareOptions, Split, inspect, prepare};
+use ::train::run::write_bytes;
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln data prepare book.txt --out data/book
-  kiln data inspect data/book")]
+  kiln data inspect data/book
+  kiln data preview --data data/cifar-10-batches-bin --out sheet.png")]
 pub struct DataArgs {
     #[command(subcommand)]
     command: DataCommand,
@@ -52,12 +55,39 @@ enum DataCommand {
     /// What a data set's folder or a shard holds, and whether it is whole
     #[command(after_help = "Examples:
   kiln data inspect data/book
-  kiln data inspect data/book/train-00000.tokens --json")]
+  kiln data inspect data/book/train-00000.tokens --json
+  kiln data inspect data/cifar-10-batches-bin")]
     Inspect {
         path: PathBuf,
         /// Prints JSON
         #[arg(long)]
         json: bool,
+    },
+    /// Draws a sheet of a set's pictures, a row for each class
+    #[command(after_help = "Examples:
+  kiln data preview --out sheet.png
+  kiln data preview --data data/cifar-10-batches-bin --split val --count 100 --out sheet.png")]
+    Preview {
+        /// A folder: CIFAR-10 or CIFAR-100 (binary version), or pictures in a folder for each class; or generated
+        #[arg(long, default_value = "generated")]
+        data: PathBuf,
+        /// The PNG file to write
+        #[arg(long)]
+        out: PathBuf,
+        /// The most pictures to show
+        #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1000))]
+        count: u32,
+        #[arg(long, default_value = "train", value_parser = Split::ALL.map(Split::name))]
+        split: String,
+        /// Decides which pictures are shown, and how generated ones are drawn
+        #[arg(long, default_value_t = 0)]
+        seed: u64,
+        /// cifar-10, cifar-100 or folder; found out if not given
+        #[arg(long)]
+        format: Option<Format>,
+        /// Pixels a side that a folder of pictures is resized to
+        #[arg(long, default_value_t = images::SIZE)]
+        size: usize,
     },
 }
 
@@ -84,6 +114,10 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
             out!("train on it with: kiln train hydra --data {} --set model.vocab={}", s.out.display(), d.vocab);
         }
         DataCommand::Inspect { path, json } => {
+            if let Some(format) = Format::detect(&path).filter(|_| !path.join(Dataset::FILE).exists()) {
+                inspect_images(&path, format, json)?;
+                return Ok(ExitCode::SUCCESS);
+            }
             let found = inspect(&path)?;
             let value = serde_json::to_value(&found)?;
             if json {
@@ -114,6 +148,41 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
                 bail!("{} has corrupted shards", path.display());
             }
         }
+        DataCommand::Preview { data, out, count, split, seed, format, size } => {
+            let val = split == Split::Val.name();
+            let set = if data == Path::new("generated") {
+                if format.is_some() || size != images::SIZE {
+                    bail!("--format and --size are for folders; generated pictures have {0}x{0} pixels", images::SIZE);
+                }
+                let split = Split::ALL[usize::from(val)];
+                images::generate(seed, split, images::GENERATED[split as usize])
+            } else {
+                let (train_set, val_set) = images::open(&data, format, size)?;
+                if val { val_set } else { train_set }
+            };
+            let (pictures, columns) = images::by_class(&set, count as usize, seed);
+            let sheet = images::sheet(&pictures, set.size, columns);
+            let mut png = std::io::Cursor::new(vec![]);
+            sheet.write_to(&mut png, image::ImageFormat::Png)?;
+            write_bytes(&out, png.get_ref())?;
+            out!("{}: from {} pictures of the {split} split, in the order {}", out.display(), set.len(), set.classes.join(", "));
+        }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn inspect_images(path: &Path, format: Format, json: bool) -> Result<()> {
+    let found = images::inspect(path, format)?;
+    if json {
+        return write_json(None, &serde_json::to_value(&found)?);
+    }
+    let (train, val) = (&found.train, &found.val);
+    out!("{}: {}, {} classes, read as {}x{} pixels", path.display(), found.format, found.classes.len(), found.size, found.size);
+    out!("train {} pictures (fingerprint {:016x})", train.pictures, train.fingerprint);
+    out!("validation {} pictures (fingerprint {:016x})", val.pictures, val.fingerprint);
+    let width = found.classes.iter().map(|c| c.name.chars().count()).max().unwrap_or(0);
+    for c in &found.classes {
+        out!("  {:width$}  train {:>6}  validation {:>6}", c.name, c.train, c.val);
+    }
+    Ok(())
 }

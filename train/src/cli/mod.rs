@@ -68,7 +68,7 @@ enum Command {
     Passes(passes::PassesArgs),
     /// What this machine has, and what kiln makes of it
     Doctor(doctor::DoctorArgs),
-    /// Prepares and inspects token shards
+    /// Prepares and inspects data sets
     Data(data::DataArgs),
     /// Times the step of a preset, or every op
     Bench(bench::BenchArgs),

@@ -44,6 +44,14 @@ pub enum DataError {
     OutOfRange { item: u64, len: u64 },
     #[error("the data source panicked at item {item}: {message} (a bug in the source; the item number reproduces it)")]
     Panicked { item: u64, message: String },
+    #[error("{path}: {reason}")]
+    Images { path: PathBuf, reason: String },
+    #[error("{path}: {bytes} bytes are no whole number of records of {record}: it is cut short, or of another format (download it again)")]
+    Records { path: PathBuf, bytes: usize, record: usize },
+    #[error("{path}: record {record} has the label {label}, which must be below {values} (download it again)")]
+    Label { path: PathBuf, record: usize, label: u8, values: u8 },
+    #[error("{path}: not a readable picture: {reason} (replace or remove it)")]
+    Picture { path: PathBuf, reason: String },
     #[error("the loader stopped after an earlier error (make a new Loader from the item where it stopped)")]
     Stopped,
 }

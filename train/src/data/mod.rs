@@ -1,8 +1,9 @@
-//! Text files -> token shards -> windows -> batches. Item i of every source is a pure function of the seed and i.
+//! Text files -> token shards -> windows -> batches; and pictures. Item i of every source is a pure function of the seed and i.
 
 mod dataset;
 mod error;
 mod grammar;
+pub mod images;
 mod inspect;
 mod loader;
 mod prepare;

@@ -1,0 +1,116 @@
+//! Pictures sorted into folders: FOLDER/train/CLASS/*.png and FOLDER/val/CLASS/*.png, or FOLDER/CLASS/*.png, which is split.
+
+use std::path::{Path, PathBuf};
+
+use image::imageops::{FilterType, crop_imm, resize};
+use image::{ImageReader, RgbImage};
+use rayon::prelude::*;
+
+use super::{CHANNELS, ImageSet, Split};
+use crate::data::DataError;
+
+pub fn is_begun(folder: &Path) -> bool {
+    list(folder).is_ok_and(|paths| paths.iter().any(|path| path.is_dir()))
+}
+
+pub fn open(folder: &Path, size: usize) -> Result<(ImageSet, ImageSet), DataError> {
+    if !(1..=512).contains(&size) {
+        return Err(DataError::Setting { what: "size", value: size.to_string(), need: "pictures have 1 to 512 pixels a side".into() });
+    }
+    let [train, val] = Split::ALL.map(|split| folder.join(split.name()));
+    match (train.is_dir(), val.is_dir()) {
+        (false, false) => read(folder, size)?.split(folder),
+        (true, false) => read(&train, size)?.split(&train),
+        (false, true) => {
+            Err(problem(&train, "missing, but there is a val folder (add the training pictures as train/CLASS/, or rename val)"))
+        }
+        (true, true) => {
+            let (train_set, val_set) = (read(&train, size)?, read(&val, size)?);
+            for (here, classes, there, others) in
+                [(&train, &train_set.classes, &val, &val_set), (&val, &val_set.classes, &train, &train_set)]
+            {
+                if let Some(class) = classes.iter().find(|class| !others.classes.contains(class)) {
+                    let reason = format!("missing, but {} is there (both splits need the same classes)", here.join(class).display());
+                    return Err(problem(&there.join(class), reason));
+                }
+            }
+            Ok((train_set, val_set))
+        }
+    }
+}
+
+fn problem(path: &Path, reason: impl Into<String>) -> DataError {
+    DataError::Images { path: path.into(), reason: reason.into() }
+}
+
+/// What a folder holds, without hidden files, sorted by name: the order of the system's own listing is another on every machine.
+fn list(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(DataError::io("list", folder))? {
+        let entry = entry.map_err(DataError::io("list", folder))?;
+        if !entry.file_name().as_encoded_bytes().starts_with(b".") {
+            paths.push(entry.path());
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+/// A folder of classes.
+fn read(folder: &Path, size: usize) -> Result<ImageSet, DataError> {
+    let mut folders = list(folder)?;
+    folders.retain(|path| path.is_dir());
+    if !(2..=1 << 16).contains(&folders.len()) {
+        let reason = format!("holds {} folders; pictures are sorted into one for each class, at least two", folders.len());
+        return Err(problem(folder, reason));
+    }
+    let (mut classes, mut files, mut labels) = (Vec::new(), Vec::new(), Vec::new());
+    for path in folders {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let name = name.ok_or_else(|| problem(&path, "the class name is not UTF-8 (rename the folder)"))?;
+        let pictures = list(&path)?;
+        if pictures.is_empty() {
+            return Err(problem(&path, "this class has no pictures (add .png or .jpg files, or remove the folder)"));
+        }
+        // At most 2^16 classes.
+        labels.resize(labels.len() + pictures.len(), classes.len() as u16);
+        classes.push(name.to_owned());
+        files.extend(pictures);
+    }
+    let bytes = CHANNELS * size * size;
+    let mut pixels = Vec::new();
+    // A size that is too large for the number of pictures is an error, not the end of the process.
+    if pixels.try_reserve_exact(files.len() * bytes).is_err() {
+        return Err(problem(folder, format!("{} pictures of {size} pixels a side do not fit in memory (use a smaller size)", files.len())));
+    }
+    pixels.resize(files.len() * bytes, 0);
+    pixels.par_chunks_mut(bytes).zip(&files).try_for_each(|(out, path)| picture(path, size, out))?;
+    Ok(ImageSet { size, pixels, labels, classes })
+}
+
+/// The middle of a picture file as `out`, [3, size, size].
+fn picture(path: &Path, size: usize, out: &mut [u8]) -> Result<(), DataError> {
+    let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
+    if !["png", "jpg", "jpeg"].contains(&extension.as_str()) {
+        return Err(problem(path, "neither .png nor .jpg (convert it, or remove it)"));
+    }
+    let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
+    let unreadable = |reason: String| DataError::Picture { path: path.into(), reason };
+    let reader = ImageReader::new(std::io::Cursor::new(&bytes)).with_guessed_format().map_err(DataError::io("read", path))?;
+    let rgb: RgbImage = reader.decode().map_err(|e| unreadable(e.to_string()))?.into_rgb8();
+    // The decoder makes up what a JPEG that is cut short lacks: the end's marker must follow the last scan's.
+    let last = |marker: u8| bytes.windows(2).rposition(|pair| pair == [0xff, marker]);
+    if bytes.starts_with(&[0xff, 0xd8]) && last(0xd9) < last(0xda) {
+        return Err(unreadable("it is cut short".into()));
+    }
+    let (width, height) = rgb.dimensions();
+    let side = width.min(height);
+    let middle = crop_imm(&rgb, (width - side) / 2, (height - side) / 2, side, side);
+    let small = resize(&*middle, size as u32, size as u32, FilterType::Triangle);
+    for (p, pixel) in small.pixels().enumerate() {
+        for (channel, value) in pixel.0.into_iter().enumerate() {
+            out[channel * size * size + p] = value;
+        }
+    }
+    Ok(())
+}

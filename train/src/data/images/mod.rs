@@ -1,0 +1,188 @@
+//! Labelled square pictures for classifiers: one file a format, each of which opens a folder as (training, validation).
+
+mod cifar;
+mod folder;
+mod generated;
+mod sheet;
+
+use std::path::Path;
+use std::str::FromStr;
+
+use serde::Serialize;
+
+use super::{DataError, Split, hash};
+
+pub use generated::{GENERATED, generate};
+pub use sheet::{by_class, sheet};
+
+pub const CHANNELS: usize = 3;
+
+/// What a folder of pictures is resized to where nothing else is asked for, and the size of all other sets.
+pub const SIZE: usize = 32;
+
+/// One split of a set. Its items keep their order: item i is the same everywhere.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ImageSet {
+    /// Pictures are square, of this many pixels a side.
+    pub size: usize,
+    /// [n, 3, size, size]
+    pub pixels: Vec<u8>,
+    /// [n], numbers of `classes`
+    pub labels: Vec<u16>,
+    pub classes: Vec<String>,
+}
+
+impl ImageSet {
+    pub fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.labels.is_empty()
+    }
+
+    /// Picture [3, size, size] and label.
+    pub fn item(&self, i: usize) -> (&[u8], u16) {
+        let bytes = CHANNELS * self.size * self.size;
+        (&self.pixels[i * bytes..(i + 1) * bytes], self.labels[i])
+    }
+
+    /// Pictures of each class.
+    pub fn counts(&self) -> Vec<usize> {
+        let mut counts = vec![0; self.classes.len()];
+        for &label in &self.labels {
+            counts[label as usize] += 1;
+        }
+        counts
+    }
+
+    /// A number that changes with anything in the set.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hash = xxhash_rust::xxh3::Xxh3::new();
+        for n in [self.size, self.len(), self.classes.len()] {
+            hash.update(&(n as u64).to_le_bytes());
+        }
+        for class in &self.classes {
+            hash.update(&(class.len() as u64).to_le_bytes());
+            hash.update(class.as_bytes());
+        }
+        for label in &self.labels {
+            hash.update(&label.to_le_bytes());
+        }
+        hash.update(&self.pixels);
+        hash.digest()
+    }
+
+    /// For a set without a validation split: about a tenth, chosen by the items' numbers alone.
+    fn split(self, folder: &Path) -> Result<(ImageSet, ImageSet), DataError> {
+        const SEED: u64 = 0x7661_6c69; // Another seed would be another split: never changed.
+        let (val, train): (Vec<usize>, Vec<usize>) = (0..self.len()).partition(|&i| hash(&[SEED, i as u64]).is_multiple_of(10));
+        if val.is_empty() || train.is_empty() {
+            let reason = format!(
+                "a tenth of {} pictures is no validation set (add pictures, or sort them into train/CLASS/ and val/CLASS/)",
+                self.len()
+            );
+            return Err(DataError::Images { path: folder.into(), reason });
+        }
+        let pick = |items: &[usize]| ImageSet {
+            size: self.size,
+            pixels: items.iter().flat_map(|&i| self.item(i).0).copied().collect(),
+            labels: items.iter().map(|&i| self.labels[i]).collect(),
+            classes: self.classes.clone(),
+        };
+        Ok((pick(&train), pick(&val)))
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    Cifar10,
+    Cifar100,
+    Folder,
+}
+
+impl Format {
+    pub const ALL: [Format; 3] = [Format::Cifar10, Format::Cifar100, Format::Folder];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::Cifar10 => "cifar-10",
+            Format::Cifar100 => "cifar-100",
+            Format::Folder => "folder",
+        }
+    }
+
+    /// From the names in a folder. A part of a set is enough: `open` then says what is missing.
+    pub fn detect(folder: &Path) -> Option<Format> {
+        Format::ALL.into_iter().find(|format| match format {
+            Format::Cifar10 => cifar::CIFAR_10.is_begun(folder),
+            Format::Cifar100 => cifar::CIFAR_100.is_begun(folder),
+            Format::Folder => folder::is_begun(folder),
+        })
+    }
+}
+
+impl FromStr for Format {
+    type Err = DataError;
+
+    fn from_str(name: &str) -> Result<Format, DataError> {
+        Format::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| DataError::Setting {
+            what: "format",
+            value: name.into(),
+            need: format!("one of {}", Format::ALL.map(Format::name).join(", ")),
+        })
+    }
+}
+
+/// The training and the validation split of a folder, whose format is detected where none is named. `size` is what a folder
+/// of pictures is resized to; CIFAR is 32 pixels wide.
+pub fn open(folder: &Path, format: Option<Format>, size: usize) -> Result<(ImageSet, ImageSet), DataError> {
+    std::fs::read_dir(folder).map_err(DataError::io("list", folder))?;
+    match format.or_else(|| Format::detect(folder)) {
+        Some(Format::Cifar10) => cifar::CIFAR_10.open(folder, size),
+        Some(Format::Cifar100) => cifar::CIFAR_100.open(folder, size),
+        Some(Format::Folder) => folder::open(folder, size),
+        None => Err(DataError::Images {
+            path: folder.into(),
+            reason: "holds no pictures: neither the .bin files of CIFAR-10 or CIFAR-100 nor a folder for each class (name the \
+                     folder that holds them itself)"
+                .into(),
+        }),
+    }
+}
+
+/// What `kiln data inspect` tells of a folder of pictures.
+#[derive(Debug, Clone, Serialize)]
+pub struct ImageInspection {
+    pub format: &'static str,
+    pub size: usize,
+    pub classes: Vec<ClassInfo>,
+    pub train: ImageSplitInfo,
+    pub val: ImageSplitInfo,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct ClassInfo {
+    pub name: String,
+    pub train: usize,
+    pub val: usize,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct ImageSplitInfo {
+    pub pictures: usize,
+    pub fingerprint: u64,
+}
+
+pub fn inspect(folder: &Path, format: Format) -> Result<ImageInspection, DataError> {
+    let (train, val) = open(folder, Some(format), SIZE)?;
+    let counts = train.counts().into_iter().zip(val.counts());
+    let info = |set: &ImageSet| ImageSplitInfo { pictures: set.len(), fingerprint: set.fingerprint() };
+    Ok(ImageInspection {
+        format: format.name(),
+        size: train.size,
+        train: info(&train),
+        val: info(&val),
+        classes: train.classes.into_iter().zip(counts).map(|(name, (train, val))| ClassInfo { name, train, val }).collect(),
+    })
+}
