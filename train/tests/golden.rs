@@ -59,3 +59,19 @@ fn one_percent_in_one_tensor_fails_by_its_name() {
     broken.get_mut("loss").unwrap()[1] = f32::NAN;
     assert!(compare(&golden, &broken, Rule::Tolerance(1e-4)).iter().any(|c| c.name == "loss" && !c.ok));
 }
+
+#[test]
+fn vision_bdh_with_passes_on_and_off() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../reference/golden/vision_bdh.safetensors");
+    let golden = Golden::open(std::path::Path::new(path)).unwrap();
+    for setting in [("recompute", "auto"), ("recompute", "auto,what=blocks"), ("epilogue", "off"), ("bf16", "auto")] {
+        let switches = Switches::default().with(setting.0, setting.1).unwrap();
+        let device = Device::cpu(Cpu::new(2));
+        let computed = train::recipe::find("vision_bdh").unwrap().golden(&golden, &switches, &device).unwrap();
+        let rule = if setting.0 == "bf16" { Rule::Cosine(0.99) } else { Rule::Tolerance(1e-5) };
+        let all = compare(&golden, &computed, rule);
+        assert_eq!(all.len(), 2 * 9 + 4);
+        let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();
+        assert!(bad.is_empty(), "{setting:?}: {bad:?}");
+    }
+}

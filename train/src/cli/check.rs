@@ -108,7 +108,10 @@ fn op_outcomes<'a>(op: &'a engine::op::Entry, device: &'a Device) -> impl Iterat
 }
 
 /// The golden files of the recipes that are built in.
-const GOLDEN: &[(&str, &[u8])] = &[("hydra", include_bytes!("../../../reference/golden/hydra.safetensors"))];
+const GOLDEN: &[(&str, &[u8])] = &[
+    ("hydra", include_bytes!("../../../reference/golden/hydra.safetensors")),
+    ("vision_bdh", include_bytes!("../../../reference/golden/vision_bdh.safetensors")),
+];
 
 fn everything(device: &Device) -> Result<ExitCode> {
     let mut rows = vec![];

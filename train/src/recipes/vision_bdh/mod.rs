@@ -54,13 +54,20 @@ impl Recipe for VisionRecipe {
         let seed = config.seed();
         let (learn, validate) = match data.path.as_str() {
             "" if c.image != images::SIZE => {
-                return Err(ConfigError::Invalid(format!("model.image = {}: drawn pictures have {} pixels a side", c.image, images::SIZE)).into());
+                return Err(
+                    ConfigError::Invalid(format!("model.image = {}: drawn pictures have {} pixels a side", c.image, images::SIZE)).into()
+                );
             }
             "" => (generate(seed, Split::Train, GENERATED[0]), generate(seed, Split::Val, GENERATED[1])),
             path => images::open(Path::new(path), None, c.image)?,
         };
         if learn.classes.len() > c.classes {
-            return Err(ConfigError::Invalid(format!("the pictures have {} classes, but model.classes = {}", learn.classes.len(), c.classes)).into());
+            return Err(ConfigError::Invalid(format!(
+                "the pictures have {} classes, but model.classes = {}",
+                learn.classes.len(),
+                c.classes
+            ))
+            .into());
         }
         let sets = [Arc::new(learn), Arc::new(validate)];
         Ok(Box::new(Supervised::new(VisionModel { c, least_area: data.least_area, sets }, train, seed)))
