@@ -1,6 +1,6 @@
 use super::{ConfigArgs, DeviceArgs, write_json};
 use ::train::config::Config;
-use ::train::recipe;
+use ::train::recipe::{self, Session, Task};
 use ::train::report::{human_bytes, human_count, table};
 use ::train::run;
 use anyhow::{Result, bail};
@@ -10,7 +10,7 @@ use engine::op::{Case, Fill, In};
 use engine::{DType, OPS, PASSES};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 #[derive(Args)]
 #[command(after_help = "Examples:
@@ -58,20 +58,8 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
     let mut s = run::load(&*task, &config, &device)?;
     let loaded = started.elapsed();
-    let mut setup = loaded;
-    let mut times = vec![];
-    for i in 0..a.warmup + a.repeat {
-        let start = Instant::now();
-        task.bench_step(&mut s, i as u64)?;
-        device.synchronize()?;
-        if i == 0 {
-            setup = started.elapsed();
-        }
-        if i >= a.warmup {
-            times.push(start.elapsed().as_secs_f64() * 1e3);
-        }
-    }
-    times.sort_by(f64::total_cmp);
+    let (times, first) = timed(&a, &mut *task, &mut s, &device)?;
+    let setup = loaded + first;
     let ms = times[times.len() / 2];
     let (unit, work) = task.work();
     let planned = run::peak(&s).total() as u64;
@@ -134,19 +122,28 @@ struct Line {
     report: Vec<(&'static str, f64)>,
 }
 
-fn measure(a: &BenchArgs, config: &Config, device: &engine::Device) -> Result<Line> {
-    let mut task = recipe::find(config.text("recipe"))?.task(config)?;
-    let mut s = run::load(&*task, config, device)?;
-    let mut times = vec![];
+/// Milliseconds of the steps that count, sorted; and how long the very first took.
+fn timed(a: &BenchArgs, task: &mut dyn Task, s: &mut Session, device: &engine::Device) -> Result<(Vec<f64>, Duration)> {
+    let (mut times, mut first) = (vec![], Duration::ZERO);
     for i in 0..a.warmup + a.repeat {
         let start = Instant::now();
-        task.bench_step(&mut s, i as u64)?;
+        task.bench_step(s, i as u64)?;
         device.synchronize()?;
+        if i == 0 {
+            first = start.elapsed();
+        }
         if i >= a.warmup {
             times.push(start.elapsed().as_secs_f64() * 1e3);
         }
     }
     times.sort_by(f64::total_cmp);
+    Ok((times, first))
+}
+
+fn measure(a: &BenchArgs, config: &Config, device: &engine::Device) -> Result<Line> {
+    let mut task = recipe::find(config.text("recipe"))?.task(config)?;
+    let mut s = run::load(&*task, config, device)?;
+    let (times, _) = timed(a, &mut *task, &mut s, device)?;
     Ok(Line { ms: times[times.len() / 2], peak: run::peak(&s).total() as u64, report: task.report(&s)?.finish()?.values })
 }
 
