@@ -43,6 +43,18 @@ fn hydra_with_every_pass_setting() {
 }
 
 #[test]
+fn hydra_in_bf16_points_the_same_way() {
+    let golden = file();
+    for residual in ["bf16", "f32"] {
+        let switches = Switches::default().with("bf16", &format!("require,residual={residual}")).unwrap();
+        let all = compare(&golden, &computed(&golden, &switches), Rule::Cosine(0.99));
+        let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} cosine {:.4}", c.name, c.cosine)).collect();
+        assert!(bad.is_empty(), "{residual}: {bad:?}");
+    }
+    assert!(Switches::default().with("bf16", "auto,residul=f32").is_err());
+}
+
+#[test]
 fn one_percent_in_one_tensor_fails_by_its_name() {
     let golden = file();
     let right = computed(&golden, &Switches::default());
@@ -64,7 +76,9 @@ fn one_percent_in_one_tensor_fails_by_its_name() {
 fn vision_bdh_with_passes_on_and_off() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../reference/golden/vision_bdh.safetensors");
     let golden = Golden::open(std::path::Path::new(path)).unwrap();
-    for setting in [("recompute", "auto"), ("recompute", "auto,what=blocks"), ("epilogue", "off"), ("bf16", "auto")] {
+    let settings =
+        [("recompute", "auto"), ("recompute", "auto,what=blocks"), ("epilogue", "off"), ("bf16", "auto"), ("bf16", "auto,residual=f32")];
+    for setting in settings {
         let switches = Switches::default().with(setting.0, setting.1).unwrap();
         let device = Device::cpu(Cpu::new(2));
         let computed = train::recipe::find("vision_bdh").unwrap().golden(&golden, &switches, &device).unwrap();

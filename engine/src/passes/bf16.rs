@@ -1,6 +1,6 @@
 //! Activations and products in bf16, parameters and their moments in f32.
 
-use super::{Mode, Numerics, Pass, Receipt, Settings, Target};
+use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
@@ -38,7 +38,20 @@ impl Pass for Bf16 {
         Numerics::LowPrecision
     }
 
-    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+    fn settings(&self) -> &'static [Setting] {
+        &[Setting {
+            name: "residual",
+            default: "bf16",
+            about: "bf16: a sum of activations is rounded like any other; f32: what begins as rows of a parameter, and what is added to it, stays f32",
+        }]
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let wide = match settings.text("residual") {
+            "bf16" => false,
+            "f32" => true,
+            other => return Err(Error::PassSetting { pass: "bf16".into(), problem: format!("residual={other} is neither bf16 nor f32") }),
+        };
         // Where gradients are asked for, what leads to their loss; elsewhere everything.
         let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
         let inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
@@ -48,7 +61,7 @@ impl Pass for Bf16 {
         let mut restored: HashMap<Value, Value> = HashMap::new();
         g.rewrite(|recorder, i, node, inputs| {
             let new = match &node.kind {
-                Kind::Op(op) if inside[i] && !op.is_view() => rewritten(recorder, node, inputs, &mut casts, receipt),
+                Kind::Op(op) if inside[i] && !op.is_view() => rewritten(recorder, node, inputs, wide, &mut casts, receipt),
                 // A view takes the type of what it views; what does not lead to the loss works on the types that it was recorded with.
                 Kind::Op(op) if op.is_view() => Some(recorder.op_arc(op.clone(), inputs)),
                 Kind::Op(op) => {
@@ -128,6 +141,7 @@ fn rewritten<'g>(
     recorder: &'g Recorder,
     node: &crate::graph::Node,
     inputs: &[Var<'g>],
+    wide: bool,
     casts: &mut HashMap<Value, Value>,
     receipt: &mut Receipt,
 ) -> Option<Vec<Var<'g>>> {
@@ -139,7 +153,8 @@ fn rewritten<'g>(
     } else if let Some(p) = node.op::<Pointwise>() {
         // Arithmetic on an activation stays one; its other inputs may be of any type.
         let elements = node.outputs[0].elements();
-        let active = x.iter().any(|v| v.dtype() == DType::BF16 && v.meta().elements() == elements);
+        let full = |d: DType| x.iter().any(|v| v.dtype() == d && v.meta().elements() == elements);
+        let active = full(DType::BF16) && !(wide && full(DType::F32));
         let dtypes = p.dtypes.iter().map(|&d| if active && d == DType::F32 { DType::BF16 } else { d }).collect();
         receipt.applied += active as usize;
         return Some(recorder.op_arc(Arc::new(Pointwise { dtypes, ..p.clone() }), &x));
@@ -149,7 +164,7 @@ fn rewritten<'g>(
         // Rows of a parameter are cast after they are gathered, so that its gradient is added up in f32.
         let y = recorder.op_arc(op.clone(), &x)[0];
         receipt.applied += 1;
-        return Some(vec![if y.dtype() == DType::F32 && y.dim(0) > 1 { y.cast(DType::BF16) } else { y }]);
+        return Some(vec![if y.dtype() == DType::F32 && y.dim(0) > 1 && !wide { y.cast(DType::BF16) } else { y }]);
     } else if node.op::<ScatterRows>().is_some() || node.op::<ScatterScaled>().is_some() {
         let dtype = x[0].dtype(); // what is added to decides
         x[2..].iter_mut().for_each(|v| *v = v.cast(dtype));
