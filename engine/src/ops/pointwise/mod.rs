@@ -30,6 +30,11 @@ impl Pointwise {
         self.expr.outs == [0] && self.expr.ins == [Ins::In(0)]
     }
 
+    /// max(x, 0)
+    pub fn is_relu(&self) -> bool {
+        self.expr.outs == [2] && self.expr.ins == [Ins::In(0), Ins::Const(0.0), Ins::Bin(Bin::Max, 0, 1)]
+    }
+
     fn shape(&self, x: &[Meta]) -> Vec<usize> {
         let shapes: Vec<&[usize]> = (0..x.len()).filter(|&i| !self.expr.uses_rng(i)).map(|i| &x[i].shape[..]).collect();
         broadcast(&shapes).unwrap_or_else(|| panic!("shapes {shapes:?} do not broadcast"))
@@ -54,9 +59,10 @@ impl Op for Pointwise {
         print::code(self, io)
     }
 
-    fn vjp<'g>(&self, x: &[Var<'g>], _y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+    fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let wanted: Vec<usize> = (0..x.len()).filter(|&i| x[i].dtype().is_float() && !self.expr.uses_rng(i)).collect();
-        let mut inputs = x.to_vec();
+        // ReLU has the same slope at its result: its input need not be kept, and may never be written.
+        let mut inputs = if self.is_relu() { y.to_vec() } else { x.to_vec() };
         let places: Vec<Option<usize>> = dy
             .iter()
             .map(|d| {
