@@ -107,7 +107,8 @@ fn fused_norms_keep_rows_weights_and_tables_in_f32() {
     let half = || Switches::default().with("bf16", "auto").unwrap();
     let pass = |name: &str| *PASSES.iter().find(|p| p.name() == name).unwrap();
     let (applied, _, ops) = compiled("fuse-norm", half(), |r| pass("fuse-norm").example(r));
-    assert_eq!(applied, 2);
+    assert_eq!(applied, 3);
+    assert!(ops.contains(&"residual_norm [bf16[70, 24], bf16[70, 24]]".into()), "{ops:?}");
     assert!(ops.contains(&"add_rms_norm [bf16[70, 24], bf16[70, 24], f32[24]]".into()), "{ops:?}");
     assert!(ops.contains(&"add_rms_norm [bf16[70, 24], f32[1, 24], f32[24]]".into()), "{ops:?}");
     let (applied, _, ops) = compiled("fuse-qk-norm", half(), |r| pass("fuse-qk-norm").example(r));

@@ -1,11 +1,12 @@
-//! A sum that is normed is never written, or written by the norm.
+//! A sum that is normed is never written, or written by the norm; layer norms around a residual are one.
 
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
-use crate::ops::norm::RmsNorm;
 use crate::ops::norm::add::{AddRmsNorm, is_row};
+use crate::ops::norm::residual::ResidualNorm;
+use crate::ops::norm::{LayerNorm, RmsNorm};
 use crate::ops::pointwise::{Bin, Ins, Pointwise};
 use crate::record::Recorder;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ impl Pass for FuseNorm {
     }
 
     fn about(&self) -> &'static str {
-        "Adds inside an RMS norm what was added before it: the sum is not written unless something else reads it."
+        "Adds inside an RMS norm what was added before it: the sum is not written unless something else reads it. Layer norms of a branch, of the sum with it and of that again go over the rows once."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -36,6 +37,16 @@ impl Pass for FuseNorm {
                 Err(reason) => receipt.decline(reason, &g.nodes[i].scope),
             }
         }
+        for i in 0..g.nodes.len() {
+            let Some(m) = meeting(g, i) else { continue };
+            match m.refused(g, i) {
+                None => {
+                    m.join(g, i);
+                    receipt.applied += 1;
+                }
+                Some(reason) => receipt.decline(reason, &g.nodes[i].scope),
+            }
+        }
         if receipt.applied > 0 {
             super::dead_code::sweep(g);
         }
@@ -49,7 +60,8 @@ impl Pass for FuseNorm {
         let x = r.feed("x", &[70, 24], DType::F32);
         let h = x + x.matmul(w);
         let y = (h.rms_norm(norm("a"), 1e-6) + row.slice(0, 1, 2)).rms_norm(norm("b"), 1e-6);
-        let loss = (y * h).mean();
+        let s = (x.matmul(w) + y.matmul(w).layer_norm(1e-5)).layer_norm(1e-5);
+        let loss = (y * h).mean() + (s * s.layer_norm(1e-5)).sum();
         r.output("loss", loss);
         let grads = r.grad(loss, &[row, w, norm("a"), norm("b")]);
         grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
@@ -122,7 +134,68 @@ fn join(g: &mut Graph, i: usize, [a, b]: [Value; 2], sum: bool) {
             *v = Value { node: i, out: 2 };
         }
     };
-    g.nodes[i + 1..].iter_mut().for_each(|n| n.inputs.iter_mut().for_each(moved));
+    redirect(g, moved);
+}
+
+fn redirect(g: &mut Graph, moved: impl Fn(&mut Value)) {
+    g.nodes.iter_mut().for_each(|n| n.inputs.iter_mut().for_each(&moved));
     g.outputs.iter_mut().for_each(|o| moved(&mut o.1));
     g.updates.iter_mut().for_each(|u| moved(&mut u.1));
+}
+
+/// norm(s), s = norm(x + norm(o)): the nodes of the second norm, of the sum and of the branch's norm.
+struct Meeting {
+    second: usize,
+    sum: usize,
+    branch: usize,
+    x: Value,
+    eps: f32,
+}
+
+fn meeting(g: &Graph, i: usize) -> Option<Meeting> {
+    let norm = |v: Value| g.nodes[v.node].op::<LayerNorm>().filter(|_| v.out == 0).map(|n| (v.node, n.eps));
+    let (_, eps) = norm(Value { node: i, out: 0 })?;
+    let (second, e2) = norm(g.nodes[i].inputs[0])?;
+    let sum = g.nodes[second].inputs[0].node;
+    let [a, b] = binary(g, sum, Bin::Add)?;
+    // The branch is what was normed last.
+    let (x, (branch, e1)) = match (norm(a), norm(b)) {
+        (Some(n), Some(m)) if n.0 > m.0 => (b, n),
+        (_, Some(m)) => (a, m),
+        (Some(n), None) => (b, n),
+        (None, None) => return None,
+    };
+    (e1 == eps && e2 == eps).then_some(Meeting { second, sum, branch, x, eps })
+}
+
+impl Meeting {
+    fn refused(&self, g: &Graph, i: usize) -> Option<&'static str> {
+        let readers = g.readers();
+        let alone = |node: usize, by: usize| readers[node] == [by] && !g.roots().any(|v| v.node == node);
+        if !alone(self.branch, self.sum) || !alone(self.sum, self.second) {
+            Some("the branch's norm or the sum is read elsewhere")
+        } else if g.nodes[self.second].block != g.nodes[i].block {
+            Some("the next norm is in another block")
+        } else if g.meta(self.x) != &g.nodes[self.sum].outputs[0] || g.nodes[self.branch].outputs[0] != g.nodes[self.sum].outputs[0] {
+            Some("the terms have not the sum's shape and type")
+        } else {
+            None
+        }
+    }
+
+    fn join(&self, g: &mut Graph, i: usize) {
+        let o = g.nodes[self.branch].inputs[0];
+        let op = ResidualNorm { eps: self.eps };
+        let metas = crate::op::Op::infer(&op, &[g.meta(self.x).clone(), g.meta(o).clone()]);
+        let second = self.second;
+        let node = &mut g.nodes[second];
+        (node.inputs, node.outputs, node.kind) = (vec![self.x, o], metas, Kind::Op(Arc::new(op)));
+        redirect(g, |v: &mut Value| {
+            if *v == (Value { node: second, out: 0 }) {
+                v.out = 1;
+            } else if *v == (Value { node: i, out: 0 }) {
+                *v = Value { node: second, out: 2 };
+            }
+        });
+    }
 }

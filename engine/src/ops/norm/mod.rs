@@ -3,6 +3,7 @@
 
 pub mod add;
 pub(crate) mod gpu;
+pub mod residual;
 
 use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
@@ -326,6 +327,21 @@ pub const CASES: &[Case] = &[
         let y = add::norm_sum(x, true);
         vec![y[0], y[2]]
     }),
+    Case::new("where layers meet", &[In(&[3, 23, 40], Fill::Normal), In(&[3, 23, 40], Fill::Normal)], |x| {
+        let y = x[0].recorder().op(residual::ResidualNorm { eps: 1e-5 }, x);
+        vec![y[1], y[2]]
+    }),
+    Case::new("where the last layer ends, odd", &[In(&[67, 21], Fill::Normal), In(&[67, 21], Fill::Normal)], |x| {
+        vec![x[0].recorder().op(residual::ResidualNorm { eps: 1e-5 }, x)[2]]
+    }),
+    Case::new("where long layers meet", &[In(&[5, 1100], Fill::Normal), In(&[5, 1100], Fill::Normal)], |x| {
+        vec![x[0].recorder().op(residual::ResidualNorm { eps: 1e-5 }, x)[1]]
+    }),
+    Case::new("where layers meet, stream", &[In(&[8320, 192], Fill::Normal), In(&[8320, 192], Fill::Normal)], |x| {
+        let y = x[0].recorder().op(residual::ResidualNorm { eps: 1e-5 }, x);
+        vec![y[1], y[2]]
+    })
+    .bench(),
     Case::new("rms stream", &[In(&[65536, 768], Fill::Normal), In(&[768], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]).bench(),
     Case::new("layer stream", &[In(&[65536, 768], Fill::Normal)], |x| vec![x[0].layer_norm(1e-5)]).bench(),
     Case::new("a row added, stream", &[In(&[16384, 768], Fill::Normal), In(&[1, 768], Fill::Normal), In(&[768], Fill::Normal)], |x| {

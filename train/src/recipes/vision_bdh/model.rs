@@ -111,8 +111,8 @@ impl<'g> VisionBdh<'_, 'g> {
         concat(&[cls, x.reshape(&[b, side * side, d])], 1) + position
     }
 
-    /// One application of the layer to x [batch, tokens, dim].
-    fn layer(&self, x: Var<'g>, tables: (Var<'g>, Var<'g>)) -> Var<'g> {
+    /// One application of the layer to x [batch, tokens, dim] and its norm; returns what becomes of both.
+    fn layer(&self, (x, xn): (Var<'g>, Var<'g>), tables: (Var<'g>, Var<'g>)) -> (Var<'g>, Var<'g>) {
         let c = self.c;
         let (b, t, d, h, n) = (x.shape()[0], c.tokens(), c.dim, c.heads, c.neurons());
         let eps = c.norm_eps as f32;
@@ -120,7 +120,6 @@ impl<'g> VisionBdh<'_, 'g> {
         let encoder = self.uniform("encoder", &[h, d, n], bound);
         let encoder_v = self.uniform("encoder_v", &[h, d, n], bound);
         let decoder = self.uniform("decoder", &[h * n, d], (6.0 / ((h * n + d) as f64)).sqrt());
-        let xn = x.layer_norm(eps);
         // All heads in one product: [batch, tokens, heads, neurons].
         let wide = encoder.permute(&[1, 0, 2]).reshape(&[d, h * n]);
         let xs = xn.matmul(wide).relu().reshape(&[b, t, h, n]);
@@ -132,18 +131,20 @@ impl<'g> VisionBdh<'_, 'g> {
         let o = xs * ys;
         let o = self.rng.map_or(o, |rng| o.dropout(c.dropout as f32, rng));
         let o = o.reshape(&[b, t, h * n]).matmul(decoder);
-        (x + o.layer_norm(eps)).layer_norm(eps)
+        let x = (x + o.layer_norm(eps)).layer_norm(eps);
+        (x, x.layer_norm(eps))
     }
 
     /// Logits [batch, classes].
     pub fn logits(&self, images: Var<'g>) -> Var<'g> {
         let c = self.c;
-        let mut x = self.embed(images);
+        let x = self.embed(images);
         let tables = self.tables();
+        let mut both = (x, x.layer_norm(c.norm_eps as f32));
         for i in 0..c.loops {
-            x = self.r.block(&format!("loops.{i}"), || self.layer(x, tables));
+            both = self.r.block(&format!("loops.{i}"), || self.layer(both, tables));
         }
-        let first = x.slice(1, 0, 1).reshape(&[x.shape()[0], c.dim]).layer_norm(c.norm_eps as f32);
+        let first = both.1.slice(1, 0, 1).reshape(&[x.shape()[0], c.dim]);
         let weight = self.uniform("head.weight", &[c.classes, c.dim], (6.0 / ((c.dim + c.classes) as f64)).sqrt());
         first.linear(weight) + self.zeros("head.bias", &[c.classes])
     }
