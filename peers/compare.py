@@ -13,6 +13,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 OURS = {
     "hydra": ["hydra", "--preset", "100m", "--set", "batch=64"],
     "hydra-4": ["hydra", "--preset", "100m", "--set", "batch=4"],
+    "vision_bdh": ["vision_bdh", "--preset", "cifar10"],
 }
 
 
