@@ -1,4 +1,9 @@
-//! What a run shows to people: the loss curve as an SVG, numbers with units, aligned tables.
+//! What a run shows to people: the loss curve as an SVG, confusion matrices, numbers with units, aligned tables.
+
+mod confusion;
+pub mod lettering;
+
+pub use confusion::Confusion;
 
 /// Prints a line; a reader that has gone away (a closed pipe, a full disk) is no reason to stop training.
 #[macro_export]
