@@ -10,6 +10,7 @@ use std::path::Path;
 use tempfile::tempdir;
 use train::data::Split;
 use train::data::images::{self, Format, GENERATED, ImageSet, SIZE, generate};
+use train::report::lettering::length;
 
 const PICTURE: usize = 3 * 32 * 32;
 
@@ -238,6 +239,8 @@ fn bad_arguments_are_refused() {
         (format!("--data {other} --size 99999999999"), &["size = 99999999999", "1 to 512"]),
         (format!("--data {good} --split test"), &["test", "train", "val"]),
         (format!("--data {good} --count 0"), &["--count", "0"]),
+        ("--least-area 0".into(), &["--least-area 0"]),
+        ("--least-area nan".into(), &["--least-area NaN"]),
         ("--size 64".into(), &["--size", "32x32"]),
         ("--out /nowhere/at/all.png".into(), &["/nowhere/at/all.png"]),
     ];
@@ -260,20 +263,62 @@ fn a_preview_shows_a_row_for_each_class() {
     };
     let (said, sheet) = preview(&format!("--data {} --count 7 --split val", data.display()));
     assert!(said.contains("4 pictures of the val split, in the order cold, warm"), "{said}");
-    // Three times as large, 4 pixels apart; a class has two pictures, so the third column is blank.
-    assert_eq!(sheet.dimensions(), (4 + 3 * 100, 4 + 2 * 100));
+    // Three times as large, 100 pixels apart and 112 below each other, under a heading of 24; a class has two pictures, so the third
+    // column is blank.
+    assert_eq!(sheet.dimensions(), (4 + 3 * 100 + 8, 24 + 2 * 112 + 4));
+    let red = |sheet: &RgbImage, row: u32, column: u32| sheet.get_pixel(4 + column * 100 + 50, 24 + row * 112 + 50).0[0];
     for (row, level) in [(0, 40u8), (1, 200)] {
-        for (column, red) in [(0, level), (1, level), (2, 255)] {
-            let seen = sheet.get_pixel(4 + column * 100 + 50, 4 + row * 100 + 50).0[0];
-            assert!(seen.abs_diff(red) <= 3, "row {row}, column {column}: {seen}");
+        for (column, expected) in [(0, level), (1, level), (2, 255)] {
+            let seen = red(&sheet, row, column);
+            assert!(seen.abs_diff(expected) <= 3, "row {row}, column {column}: {seen}");
         }
+        let caption = (0..96).flat_map(|x| (98..106).map(move |y| (4 + x, 24 + row * 112 + y)));
+        assert!(caption.filter(|&(x, y)| sheet.get_pixel(x, y).0[0] < 100).count() > 20, "row {row} has a label");
     }
 
+    // Of the training split the same pictures follow, cut and mirrored.
+    let (_, sheet) = preview(&format!("--data {} --count 4 --least-area 0.5", data.display()));
+    let second = 2 * 100 + 8;
+    let right = image::imageops::crop_imm(&sheet, second, 0, sheet.width() - second, sheet.height()).to_image();
+    let widest = [length("as they are", 2), length("as training sees them", 2)].map(|l| l.max(200) + 8);
+    assert_eq!(sheet.width(), widest[0] + widest[1] + 4);
+    for (row, level) in [(0, 40u8), (1, 200)] {
+        assert!((0..2).all(|column| red(&right, row, column).abs_diff(level) <= 3), "row {row}");
+    }
+    assert_ne!(preview(&format!("--data {} --count 4 --least-area 1.0", data.display())).1, sheet);
+
     let (_, first) = preview("--count 20");
-    assert_eq!(first.dimensions(), (204, 1004));
+    assert_eq!(first.height(), 24 + 10 * 112 + 4);
     assert_eq!(preview("--count 20").1, first);
     assert_ne!(preview("--count 20 --seed 1").1, first);
-    assert_eq!(preview("--count 4").1.dimensions(), (204, 204), "fewer than the classes: one of each");
+    let (_, few) = preview("--count 4 --split val");
+    assert_eq!(few.dimensions(), (4 + 200 + 8, 24 + 2 * 112 + 4), "fewer than the classes: one of each");
+}
+
+/// Every preview of training pictures shows what the op of training makes of them.
+#[test]
+fn a_preview_augments_as_training_does() {
+    let dir = tempdir().unwrap();
+    let out = dir.path().join("sheet.png");
+    kiln(["data", "preview", "--count", "10", "--out", &text(&out)]).ok();
+    let sheet = image::open(&out).unwrap().into_rgb8();
+    let second = length("as they are", 2) + 8;
+    // The middle of each enlarged pixel of the picture at these pixels of the sheet.
+    let pixels = |left: u32, row: u32| -> Vec<u8> {
+        let at = |c: usize, y: u32, x: u32| sheet.get_pixel(4 + left + 3 * x + 1, 24 + row * 112 + 3 * y + 1).0[c];
+        (0..3).flat_map(|c| (0..32).flat_map(move |y| (0..32).map(move |x| (c, y, x)))).map(|(c, y, x)| at(c, y, x)).collect()
+    };
+    let set = generate(0, Split::Train, GENERATED[0]);
+    for class in 0..10 {
+        let original = pixels(0, class);
+        assert!((0..set.len()).any(|i| set.item(i).1 == class as u16 && set.item(i).0 == original), "class {class}");
+        let seen = pixels(second, class);
+        let mirrored: Vec<u8> = seen.chunks(32).flat_map(|row| row.iter().rev().copied()).collect();
+        assert_ne!(seen, original, "class {class}");
+        // A cut of at least 80% moves no pixel far: the picture, or its mirror image, is still much like the original.
+        let apart = |a: &[u8]| a.iter().zip(&original).map(|(a, b)| f64::from(a.abs_diff(*b))).sum::<f64>() / 3072.0;
+        assert!(apart(&seen).min(apart(&mirrored)) < 45.0, "class {class}: {} {}", apart(&seen), apart(&mirrored));
+    }
 }
 
 #[test]

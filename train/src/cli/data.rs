@@ -1,9 +1,12 @@
 use super::write_json;
-use ::train::data::images::{self, Format};
+use ::train::data::images::{self, Block, Format};
 use ::train::data::{Dataset, Input, PrepareOptions, Split, inspect, prepare};
+use ::train::recipe::Session;
 use ::train::run::write_bytes;
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
+use engine::philox::rng_feed;
+use engine::{Cpu, DType, Data, Device, Recorder, Switches};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -63,9 +66,10 @@ enum DataCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Draws a sheet of a set's pictures, a row for each class
+    /// Draws a sheet of a set's pictures, a row for each class: as they are, and as training sees them (cut and mirrored by chance)
     #[command(after_help = "Examples:
   kiln data preview --out sheet.png
+  kiln data preview --data photos --least-area 0.3 --out sheet.png
   kiln data preview --data data/cifar-10-batches-bin --split val --count 100 --out sheet.png")]
     Preview {
         /// A folder: CIFAR-10 or CIFAR-100 (binary version), or pictures in a folder for each class; or generated
@@ -77,9 +81,13 @@ enum DataCommand {
         /// The most pictures to show
         #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1000))]
         count: u32,
+        /// The val split is never augmented
         #[arg(long, default_value = "train", value_parser = Split::ALL.map(Split::name))]
         split: String,
-        /// Decides which pictures are shown, and how generated ones are drawn
+        /// Of a picture's area, what a random cut leaves at least: a preset's data.least_area
+        #[arg(long, default_value_t = 0.8)]
+        least_area: f32,
+        /// Decides which pictures are shown, how they are augmented, and how generated ones are drawn
         #[arg(long, default_value_t = 0)]
         seed: u64,
         /// cifar-10, cifar-100 or folder; found out if not given
@@ -148,7 +156,10 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
                 bail!("{} has corrupted shards", path.display());
             }
         }
-        DataCommand::Preview { data, out, count, split, seed, format, size } => {
+        DataCommand::Preview { data, out, count, split, least_area, seed, format, size } => {
+            if !(least_area > 0.0 && least_area <= 1.0) {
+                bail!("--least-area {least_area} is not above 0 and at most 1");
+            }
             let val = split == Split::Val.name();
             let set = if data == Path::new("generated") {
                 if format.is_some() || size != images::SIZE {
@@ -160,8 +171,21 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
                 let (train_set, val_set) = images::open(&data, format, size)?;
                 if val { val_set } else { train_set }
             };
-            let (pictures, columns) = images::by_class(&set, count as usize, seed);
-            let sheet = images::sheet(&pictures, set.size, columns);
+            let (chosen, columns) = images::by_class(&set, count as usize, seed);
+            let pixels: Vec<&[u8]> = chosen.iter().flatten().map(|i| set.item(*i).0).collect();
+            let block = |heading, pixels: &[u8]| {
+                let mut each = pixels.chunks(images::CHANNELS * set.size * set.size);
+                let one = |i: &Option<usize>| {
+                    let (item, picture) = ((*i)?, each.next()?);
+                    Some((picture.to_vec(), set.classes[set.labels[item] as usize].as_str()))
+                };
+                Block { heading, pictures: chosen.iter().map(one).collect(), columns }
+            };
+            let mut blocks = vec![block("as they are", &pixels.concat())];
+            if !val {
+                blocks.push(block("as training sees them", &augmented(&pixels.concat(), set.size, least_area, seed)?));
+            }
+            let sheet = images::sheet(&blocks, set.size);
             let mut png = std::io::Cursor::new(vec![]);
             sheet.write_to(&mut png, image::ImageFormat::Png)?;
             write_bytes(&out, png.get_ref())?;
@@ -169,6 +193,20 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Pictures [n, 3, size, size] as a step of training would draw them.
+fn augmented(pictures: &[u8], size: usize, least_area: f32, seed: u64) -> Result<Vec<u8>> {
+    let n = pictures.len() / (images::CHANNELS * size * size);
+    let r = Recorder::new();
+    let set = r.feed("pictures", &[n, images::CHANNELS, size, size], DType::U8);
+    let (index, rng) = (r.feed("index", &[n], DType::I32), r.feed("rng", &[4], DType::I32));
+    r.output("seen", set.augmented_pictures(index, rng, least_area));
+    let mut s = Session::new(&Device::cpu(Cpu::all_cores()), &Switches::default(), seed);
+    s.load("augment", r.finish())?;
+    let index: Vec<i32> = (0..n as i32).collect();
+    s.run("augment", &[("pictures", Data::U8(pictures)), ("index", Data::I32(&index)), ("rng", Data::I32(&rng_feed(seed, 0, 0)))])?;
+    Ok(s.read("augment", "seen")?.into_iter().map(|v| ((v + 1.0) * 127.5).round() as u8).collect())
 }
 
 fn inspect_images(path: &Path, format: Format, json: bool) -> Result<()> {
@@ -184,5 +222,6 @@ fn inspect_images(path: &Path, format: Format, json: bool) -> Result<()> {
     for c in &found.classes {
         out!("  {:width$}  train {:>6}  validation {:>6}", c.name, c.train, c.val);
     }
+    out!("train on it with: kiln train vision_bdh --data {} --set model.classes={}", path.display(), found.classes.len());
     Ok(())
 }

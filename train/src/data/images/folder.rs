@@ -2,11 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use image::imageops::{FilterType, crop_imm, resize};
-use image::{ImageReader, RgbImage};
 use rayon::prelude::*;
 
-use super::{CHANNELS, ImageSet, Split};
+use super::{CHANNELS, ImageSet, Split, picture};
 use crate::data::DataError;
 
 pub fn is_begun(folder: &Path) -> bool {
@@ -84,33 +82,12 @@ fn read(folder: &Path, size: usize) -> Result<ImageSet, DataError> {
         return Err(problem(folder, format!("{} pictures of {size} pixels a side do not fit in memory (use a smaller size)", files.len())));
     }
     pixels.resize(files.len() * bytes, 0);
-    pixels.par_chunks_mut(bytes).zip(&files).try_for_each(|(out, path)| picture(path, size, out))?;
-    Ok(ImageSet { size, pixels, labels, classes })
-}
-
-/// The middle of a picture file as `out`, [3, size, size].
-fn picture(path: &Path, size: usize, out: &mut [u8]) -> Result<(), DataError> {
-    let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
-    if !["png", "jpg", "jpeg"].contains(&extension.as_str()) {
-        return Err(problem(path, "neither .png nor .jpg (convert it, or remove it)"));
-    }
-    let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
-    let unreadable = |reason: String| DataError::Picture { path: path.into(), reason };
-    let reader = ImageReader::new(std::io::Cursor::new(&bytes)).with_guessed_format().map_err(DataError::io("read", path))?;
-    let rgb: RgbImage = reader.decode().map_err(|e| unreadable(e.to_string()))?.into_rgb8();
-    // The decoder makes up what a JPEG that is cut short lacks: the end's marker must follow the last scan's.
-    let last = |marker: u8| bytes.windows(2).rposition(|pair| pair == [0xff, marker]);
-    if bytes.starts_with(&[0xff, 0xd8]) && last(0xd9) < last(0xda) {
-        return Err(unreadable("it is cut short".into()));
-    }
-    let (width, height) = rgb.dimensions();
-    let side = width.min(height);
-    let middle = crop_imm(&rgb, (width - side) / 2, (height - side) / 2, side, side);
-    let small = resize(&*middle, size as u32, size as u32, FilterType::Triangle);
-    for (p, pixel) in small.pixels().enumerate() {
-        for (channel, value) in pixel.0.into_iter().enumerate() {
-            out[channel * size * size + p] = value;
+    pixels.par_chunks_mut(bytes).zip(&files).try_for_each(|(out, path)| {
+        let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
+        if !["png", "jpg", "jpeg"].contains(&extension.as_str()) {
+            return Err(problem(path, "neither .png nor .jpg (convert it, or remove it)"));
         }
-    }
-    Ok(())
+        picture::read(path, size, out)
+    })?;
+    Ok(ImageSet { size, pixels, labels, classes })
 }

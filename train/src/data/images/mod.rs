@@ -3,6 +3,7 @@
 mod cifar;
 mod folder;
 mod generated;
+mod picture;
 mod sheet;
 
 use std::path::Path;
@@ -13,7 +14,8 @@ use serde::Serialize;
 use super::{DataError, Split, hash};
 
 pub use generated::{GENERATED, generate};
-pub use sheet::{by_class, sheet};
+pub use picture::read as read_picture;
+pub use sheet::{Block, by_class, sheet};
 
 pub const CHANNELS: usize = 3;
 

@@ -4,47 +4,63 @@ use image::{Rgb, RgbImage};
 
 use super::{CHANNELS, ImageSet};
 use crate::data::Order;
+use crate::report::lettering::{HEIGHT, INK, WIDTH, Way, length, shortened, write};
 
-const GAP: usize = 4;
-const GROUND: u8 = 255;
+const GAP: u32 = 4;
+const PAPER: Rgb<u8> = Rgb([255; CHANNELS]);
 /// Smaller pictures are enlarged by whole numbers up to about this many pixels.
 const SHOWN: usize = 96;
+const HEADING: u32 = 3 * HEIGHT;
 
-/// Pictures [n, 3, size, size], `columns` in a row.
-pub fn sheet(pictures: &[u8], size: usize, columns: usize) -> RgbImage {
+/// Pictures under a heading, row by row; none is a place left blank.
+pub struct Block<'a> {
+    pub heading: &'a str,
+    /// [3, size, size], and what is written below it.
+    pub pictures: Vec<Option<(Vec<u8>, &'a str)>>,
+    pub columns: usize,
+}
+
+/// Blocks beside each other, of pictures of `size` pixels a side.
+pub fn sheet(blocks: &[Block], size: usize) -> RgbImage {
     let scale = (SHOWN / size).max(1);
-    let cell = size * scale + GAP;
-    let pictures: Vec<&[u8]> = pictures.chunks_exact(CHANNELS * size * size).collect();
-    let rows = pictures.len().div_ceil(columns);
-    let mut sheet = RgbImage::from_pixel((columns * cell + GAP) as u32, (rows * cell + GAP) as u32, Rgb([GROUND; CHANNELS]));
-    for (i, picture) in pictures.into_iter().enumerate() {
-        let (left, top) = (GAP + i % columns * cell, GAP + i / columns * cell);
-        for (x, y) in (0..size * scale).flat_map(|y| (0..size * scale).map(move |x| (x, y))) {
-            let pixel = std::array::from_fn(|c| picture[(c * size + y / scale) * size + x / scale]);
-            sheet.put_pixel((left + x) as u32, (top + y) as u32, Rgb(pixel));
+    let side = (size * scale) as u32;
+    let (across, down) = (side + GAP, side + HEIGHT + 2 * GAP);
+    let widths = || blocks.iter().map(|b| (b.columns as u32 * across).max(length(b.heading, 2)) + 2 * GAP);
+    let rows = blocks.iter().map(|b| b.pictures.len().div_ceil(b.columns)).max().unwrap_or(0) as u32;
+    let mut sheet = RgbImage::from_pixel(widths().sum::<u32>() + GAP, HEADING + rows * down + GAP, PAPER);
+    let mut left = GAP;
+    for (block, width) in blocks.iter().zip(widths()) {
+        write(&mut sheet, (left, GAP), block.heading, 2, INK, Way::Right);
+        for (i, (picture, caption)) in block.pictures.iter().enumerate().filter_map(|(i, p)| Some((i, p.as_ref()?))) {
+            let (column, row) = ((i % block.columns) as u32, (i / block.columns) as u32);
+            let (x, y) = (left + column * across, HEADING + row * down);
+            for (a, b) in (0..side).flat_map(|a| (0..side).map(move |b| (a, b))) {
+                let at = |channel: usize| (channel * size + b as usize / scale) * size + a as usize / scale;
+                sheet.put_pixel(x + a, y + b, Rgb(std::array::from_fn(|channel| picture[at(channel)])));
+            }
+            let caption = shortened(caption, (side / WIDTH) as usize);
+            write(&mut sheet, (x, y + side + GAP / 2), &caption, 1, INK, Way::Right);
         }
+        left += width;
     }
     sheet
 }
 
-/// At most `count` pictures of a set, chosen by the seed: (pixels, columns) for `sheet`, whose rows are then the classes. More
-/// classes than `count` are shown by one picture each, as far as they go.
-pub fn by_class(set: &ImageSet, count: usize, seed: u64) -> (Vec<u8>, usize) {
+/// Numbers of at most `count` pictures of a set, chosen by the seed, and columns: rows are then the classes, with blanks where one has
+/// too few. More classes than `count` are shown by one picture each, as far as they go.
+pub fn by_class(set: &ImageSet, count: usize, seed: u64) -> (Vec<Option<usize>>, usize) {
     let each = count / set.classes.len();
     let mut chosen = vec![vec![]; set.classes.len()];
     let order = Order { seed, len: set.len() as u64 };
-    for (picture, label) in (0..order.len).map(|i| set.item(order.at(i) as usize)) {
-        if chosen[label as usize].len() < each.max(1) {
-            chosen[label as usize].push(picture);
+    for item in (0..order.len).map(|i| order.at(i) as usize) {
+        let row = &mut chosen[set.labels[item] as usize];
+        if row.len() < each.max(1) {
+            row.push(Some(item));
         }
     }
-    let blank = vec![GROUND; CHANNELS * set.size * set.size];
     if each == 0 {
-        let pictures = chosen.iter().flatten().take(count).copied().collect::<Vec<_>>().concat();
-        return (pictures, count.isqrt());
+        return (chosen.concat().into_iter().take(count).collect(), count.isqrt());
     }
-    for row in &mut chosen {
-        row.resize(each, &blank);
-    }
-    (chosen.concat().concat(), each)
+    chosen.iter_mut().for_each(|row| row.resize(each, None));
+    (chosen.concat(), each)
 }

@@ -1,0 +1,31 @@
+//! One picture file.
+
+use std::path::Path;
+
+use image::imageops::{FilterType, crop_imm, resize};
+use image::{ImageReader, RgbImage};
+
+use crate::data::DataError;
+
+/// The middle of a picture file as `out`, [3, size, size].
+pub fn read(path: &Path, size: usize, out: &mut [u8]) -> Result<(), DataError> {
+    let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
+    let unreadable = |reason: String| DataError::Picture { path: path.into(), reason };
+    let reader = ImageReader::new(std::io::Cursor::new(&bytes)).with_guessed_format().map_err(DataError::io("read", path))?;
+    let rgb: RgbImage = reader.decode().map_err(|e| unreadable(e.to_string()))?.into_rgb8();
+    // The decoder makes up what a JPEG that is cut short lacks: the end's marker must follow the last scan's.
+    let last = |marker: u8| bytes.windows(2).rposition(|pair| pair == [0xff, marker]);
+    if bytes.starts_with(&[0xff, 0xd8]) && last(0xd9) < last(0xda) {
+        return Err(unreadable("it is cut short".into()));
+    }
+    let (width, height) = rgb.dimensions();
+    let side = width.min(height);
+    let middle = crop_imm(&rgb, (width - side) / 2, (height - side) / 2, side, side);
+    let small = resize(&*middle, size as u32, size as u32, FilterType::Triangle);
+    for (p, pixel) in small.pixels().enumerate() {
+        for (channel, value) in pixel.0.into_iter().enumerate() {
+            out[channel * size * size + p] = value;
+        }
+    }
+    Ok(())
+}
