@@ -54,7 +54,9 @@ pub struct TrainConfig {
     pub weight_decay: f32,
     pub clip: f32,
     pub log_every: u64,
+    /// Steps; 0: once an epoch, in recipes that count epochs.
     pub eval_every: u64,
+    /// 0: all of the validation data.
     pub eval_batches: u64,
     pub save_every: u64,
     pub keep: usize,
@@ -114,8 +116,8 @@ impl TrainConfig {
         if !(self.weight_decay.is_finite() && self.weight_decay >= 0.0) {
             return bad(format!("train.weight_decay = {} is negative", self.weight_decay));
         }
-        if self.log_every == 0 || self.eval_every == 0 || self.save_every == 0 || self.eval_batches == 0 {
-            return bad("train.log_every, eval_every, eval_batches and save_every must be at least 1".into());
+        if self.log_every == 0 || self.save_every == 0 {
+            return bad("train.log_every and save_every must be at least 1".into());
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 pub mod checkpoint;
 pub mod config;
 pub mod data;
+pub mod epochs;
 pub mod golden;
 pub mod gpu;
 pub mod metrics;

@@ -5,6 +5,7 @@ use crate::config::{Config, ConfigError, TrainConfig, nearest};
 use crate::data::{DataError, Loader, Source, Tokenizer};
 use crate::golden::Golden;
 use crate::optim;
+use crate::report::Confusion;
 use engine::ops::concat::concat;
 use engine::philox::rng_feed;
 use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Store, Switches, Var};
@@ -50,6 +51,10 @@ pub trait Recipe: Sync {
     fn presets(&self) -> &'static [(&'static str, &'static str)];
     /// Checks the configuration and makes what trains.
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
+    /// For recipes whose models tell pictures apart: one as a checkpoint's config and identity describe it, without its data.
+    fn classifier(&self, _config: &Config, _identity: &serde_json::Value) -> Result<Option<Box<dyn Classifier>>, TrainError> {
+        Ok(None)
+    }
     /// Everything that a golden file holds, computed here, by the file's own names.
     fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError>;
 }
@@ -170,6 +175,14 @@ pub struct Step {
     pub skipped_in_row: u64,
 }
 
+/// What the validation data show.
+pub struct Evaluation {
+    /// Means over what counts; the first is the loss.
+    pub values: Vec<(&'static str, f64)>,
+    /// For classifiers.
+    pub confusion: Option<Confusion>,
+}
+
 /// A configured recipe, as the training loop sees it.
 pub trait Task {
     fn train_config(&self) -> &TrainConfig;
@@ -185,7 +198,11 @@ pub trait Task {
     fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError>;
     /// Asks for what the last step reports; `Pending::finish` waits for it, and the next step may be started first.
     fn report(&self, s: &Session) -> Result<Pending, TrainError>;
-    fn evaluate(&mut self, s: &mut Session) -> Result<Vec<(&'static str, f64)>, TrainError>;
+    fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError>;
+    /// Items of an epoch, for tasks that are counted in epochs.
+    fn epoch(&self) -> Option<u64> {
+        None
+    }
     /// What a step works through: ("tok", how many).
     fn work(&self) -> (&'static str, f64);
     /// A step's feeds filled with made-up numbers, for `kiln bench`.
@@ -217,13 +234,24 @@ pub trait Generator {
     fn feed(&mut self, s: &mut Session, tokens: &[u32]) -> Result<Vec<f32>, TrainError>;
 }
 
+/// Tells which class a picture is of.
+pub trait Classifier {
+    fn classes(&self) -> &[String];
+    /// Pixels of a picture's side.
+    fn size(&self) -> usize;
+    /// Loads what it needs for `batch` pictures at a time.
+    fn begin(&mut self, s: &mut Session, batch: usize) -> Result<(), TrainError>;
+    /// Pictures [n, 3, size, size] -> logits [n, classes].
+    fn logits(&mut self, s: &mut Session, pictures: &[u8]) -> Result<Vec<f32>, TrainError>;
+}
+
 /// A model whose loss is differentiated: everything else about its training is the same for all. Feeds that it may use: `ids` and
 /// `targets` i32 [batch, seq], `weight` f32 [1] (1 / targets that count in the whole step), `rng` i32 [4].
 pub trait Model {
     fn seq(&self) -> usize;
     /// Records the loss of one micro-batch, then what else is worth reporting; all [1]. Over a step's micro-batches each is summed.
     fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)>;
-    /// The same for evaluation.
+    /// The same for evaluation. A classifier also outputs `logits` [batch, classes].
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         self.loss(r, batch)
     }
@@ -236,6 +264,14 @@ pub trait Model {
         "tok"
     }
     fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError>;
+    /// See `Task::epoch`.
+    fn epoch(&self) -> Option<u64> {
+        None
+    }
+    /// For classifiers: what a class is called.
+    fn classes(&self) -> &[String] {
+        &[]
+    }
     /// Classes of the random targets of `bench`.
     fn vocab(&self) -> usize;
     fn floor(&self) -> Option<(&'static str, f64)> {
@@ -386,9 +422,7 @@ impl<M: Model> Task for Supervised<M> {
         let order = crate::data::Order { seed: self.seed, len: source.len() };
         let items = self.config.batch as u64 * self.config.accumulate as u64;
         self.loader = Some(Loader::new(source, Some(order), self.config.batch, done * items, 2 * self.config.accumulate)?);
-        let validation = self.model.source(false)?;
-        enough(&*validation, self.config.batch)?;
-        self.validation = Some(validation);
+        self.validation = Some(self.model.source(false)?);
         let r = Recorder::new();
         self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
         Ok(())
@@ -408,35 +442,50 @@ impl<M: Model> Task for Supervised<M> {
         Ok(Pending::new(names, s.programs[program].start_read("report", &s.store)?))
     }
 
-    fn evaluate(&mut self, s: &mut Session) -> Result<Vec<(&'static str, f64)>, TrainError> {
+    fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
         let source = match &self.validation {
             Some(v) => v.clone(),
             None => self.model.source(false)?,
         };
-        let batch = self.config.batch as u64;
-        // Whole batches only, each item once.
-        enough(&*source, self.config.batch)?;
-        let batches = self.config.eval_batches.min(source.len() / batch);
+        let (items, batch) = (source.len(), self.config.batch as u64);
+        let batches = match self.config.eval_batches {
+            0 => items.div_ceil(batch),
+            some => some.min(items.div_ceil(batch)),
+        };
         let mut loader = Loader::new(source, None, self.config.batch, 0, 2)?;
         let r = Recorder::new();
         let names: Vec<&'static str> = self.model.evaluate(&r, 1).iter().map(|l| l.0).collect();
         let (mut sums, mut total) = (vec![0.0; names.len()], 0.0);
+        let mut confusion = Some(self.model.classes()).filter(|c| !c.is_empty()).map(Confusion::new);
         for i in 0..batches {
-            let b = loader.next()?;
-            if b.counted == 0 {
+            let mut b = loader.next()?;
+            // Each item once: those that fill up the last batch do not count.
+            let own = (items - i * batch).min(batch) as usize;
+            b.targets[own * self.model.seq()..].fill(-1);
+            let counted = b.targets.iter().filter(|t| **t >= 0).count();
+            if counted == 0 {
                 continue;
             }
-            let share = b.counted as f64;
-            self.micro(s, "eval", i, 0, (&b.ids, &b.targets, 1.0 / b.counted as f32), 0.0)?;
+            let share = counted as f64;
+            self.micro(s, "eval", i, 0, (&b.ids, &b.targets, 1.0 / counted as f32), 0.0)?;
             for (sum, name) in sums.iter_mut().zip(&names) {
                 *sum += s.scalar("eval", name)? * share;
             }
             total += share;
+            if let Some(confusion) = &mut confusion {
+                let logits = s.read("eval", "logits")?;
+                let rows = logits.chunks(self.model.classes().len()).zip(&b.targets);
+                rows.filter(|(_, target)| **target >= 0).for_each(|(row, target)| confusion.add(*target as usize, largest(row)));
+            }
         }
         if total == 0.0 {
             return Err(TrainError::Other("the validation targets are all masked (data.ignore_tokens?)".into()));
         }
-        Ok(names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect())
+        Ok(Evaluation { values: names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect(), confusion })
+    }
+
+    fn epoch(&self) -> Option<u64> {
+        self.model.epoch()
     }
 
     fn work(&self) -> (&'static str, f64) {
@@ -473,14 +522,9 @@ impl<M: Model> Task for Supervised<M> {
     }
 }
 
-/// A validation set must fill one batch.
-fn enough(validation: &dyn Source, batch: usize) -> Result<(), TrainError> {
-    match validation.len() {
-        n if n < batch as u64 => Err(TrainError::Other(format!(
-            "the validation set has {n} windows, fewer than one batch of {batch}: lower train.batch or model.seq"
-        ))),
-        _ => Ok(()),
-    }
+/// The place of the largest number; of equal ones the first, as in `top_k`.
+pub fn largest(numbers: &[f32]) -> usize {
+    (1..numbers.len()).fold(0, |best, i| if numbers[i] > numbers[best] { i } else { best })
 }
 
 /// The recipe of this name, or an error that names the nearest.

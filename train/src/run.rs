@@ -2,10 +2,11 @@
 
 use crate::checkpoint::{self, Checkpoint, Tensor};
 use crate::config::{Config, TrainConfig};
+use crate::epochs::Epochs;
 use crate::metrics::{self, Metrics};
 use crate::optim::schedule::rate;
-use crate::recipe::{Pending, Session, Task, TrainError, is_kept};
-use crate::report::{self, Series, human_bytes, human_count, human_time, table};
+use crate::recipe::{Evaluation, Pending, Session, Task, TrainError, is_kept};
+use crate::report::{self, Confusion, Series, human_bytes, human_count, human_time, table};
 use crate::say;
 use engine::passes::Receipt;
 use engine::{Compiled, Device, PASSES, Switches};
@@ -200,6 +201,12 @@ pub fn write_bytes(path: &Path, text: &[u8]) -> Result<(), TrainError> {
 pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Options) -> Result<Finished, TrainError> {
     let name = format!("{} {}", config.text("recipe"), config.text("preset"));
     let c = task.train_config().clone();
+    let mut epochs = task.epoch().map(|items| Epochs::new(items, (c.batch * c.accumulate) as u64, c.log_every));
+    if c.eval_every == 0 && epochs.is_none() {
+        return Err(TrainError::Other(format!(
+            "train.eval_every = 0 is once an epoch, but {name} counts no epochs: name a number of steps"
+        )));
+    }
     let out = &options.out;
     let checkpoints = out.join("checkpoints");
     let started = Instant::now();
@@ -223,7 +230,10 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         init_from(&mut s, Path::new(from))?;
     }
     if start > 0 && out.join("metrics.jsonl").exists() {
-        metrics::read(&out.join("metrics.jsonl"))?;
+        let records = metrics::read(&out.join("metrics.jsonl"))?;
+        if let Some(e) = &mut epochs {
+            e.recall(&records, start);
+        }
     }
     say!("{name} on {}: {} parameters", device.describe(), human_count(s.parameters() as f64));
     let named: Vec<(&str, &[Receipt])> = s.programs.iter().map(|(n, p)| (n.as_str(), &p.receipts[..])).collect();
@@ -245,7 +255,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     let bar = progress(c.steps, start);
     let (unit, work) = task.work();
     let floor = task.floor();
-    let mut evaluated: Option<Vec<(&'static str, f64)>> = None;
+    let mut evaluated: Option<Evaluation> = None;
     let (mut last, mut last_step) = (Instant::now(), start);
     let mut interrupted = false;
     let mut done = start;
@@ -257,19 +267,22 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         done = now;
         let end = now == c.steps;
         let due = |every: u64| now.is_multiple_of(every) || end;
+        let evaluates = due(c.eval_every) || c.eval_every == 0 && epochs.as_ref().is_some_and(|e| e.ends(now));
         interrupted = options.stop.load(Ordering::Relaxed);
         let mut reports = vec![];
         if let Some((at, pending)) = open.take() {
             reports.push((at, pending.finish()?));
         }
         bar.set_position(now);
-        let stops = due(c.eval_every) || due(c.save_every) || interrupted;
+        let stops = evaluates || due(c.save_every) || interrupted;
         if stops {
             reports.push((now, task.report(&s)?.finish()?));
         } else if due(c.log_every) {
             open = Some((now, task.report(&s)?));
         }
-        evaluated = match due(c.eval_every) {
+        // Steps alone are timed, up to the newest report.
+        let per_second = reports.last().map(|(at, _)| work * (at - last_step) as f64 / last.elapsed().as_secs_f64().max(1e-9));
+        evaluated = match evaluates {
             true => Some(task.evaluate(&mut s)?),
             false => None,
         };
@@ -280,10 +293,17 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
             if !(at.is_multiple_of(c.log_every) || at == c.steps || own.is_some() || skipped > 0) {
                 continue;
             }
-            let per_second = work * (at - last_step) as f64 / last.elapsed().as_secs_f64().max(1e-9);
+            let per_second = per_second.unwrap_or_default();
             let mut values: Vec<(String, f64)> = report.values.iter().map(|(n, v)| (n.to_string(), *v)).collect();
+            if let Some(e) = &mut epochs {
+                e.add(at, values.clone());
+                values.push(("epoch".into(), e.after(at)));
+            }
             values.extend([("learning_rate".into(), rate(&c, at - 1)), ("per_second".into(), per_second)]);
-            values.extend(own.into_iter().flatten().map(|(n, v)| (format!("val_{n}"), *v)));
+            for (name, value) in own.into_iter().flat_map(|e| &e.values) {
+                values.extend(epochs.as_ref().and_then(|e| e.mean(name)).map(|mean| (format!("epoch_{name}"), mean)));
+                values.push((format!("val_{name}"), *value));
+            }
             metrics.record(at, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?;
             let line = format!("loss {:.4}  {} {unit}/s", report.values[0].1, human_count(per_second));
             let shown = at.is_multiple_of((c.steps / 20).max(c.log_every)) || at == c.steps;
@@ -293,8 +313,12 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
             bar.set_message(line);
             (last, last_step) = (Instant::now(), at);
         }
-        if let Some(values) = &evaluated {
-            bar.suspend(|| say!("step {now}: {}", evaluation_line(values, floor)));
+        if let Some(Evaluation { values, .. }) = &evaluated {
+            let found = evaluation_line(values, floor);
+            bar.suspend(|| match &epochs {
+                Some(e) => say!("epoch {} (step {now}): training {}; validation {found}", e.shown(now), epoch_line(e, values)),
+                None => say!("step {now}: {found}"),
+            });
         }
         if skipped >= MOST_SKIPPED {
             metrics.flush()?;
@@ -320,8 +344,15 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         Ok(None) => {}
         Err(e) => say!("no sample: {e}"),
     }
-    if let Some(values) = evaluated {
+    if let Some(Evaluation { values, confusion }) = evaluated {
         say!("validation {}", evaluation_line(&values, floor));
+        if let Some(confusion) = confusion {
+            let path = out.join("confusion.png");
+            match draw_confusion(&confusion, &name, done, &path)? {
+                true => say!("confusion matrix {}", path.display()),
+                false => say!("no confusion matrix: too many classes to draw"),
+            }
+        }
     }
     say!("loss curve {}", out.join("loss.svg").display());
     say!("checkpoint {}", checkpoints.join(format!("step-{done:08}")).display());
@@ -345,9 +376,24 @@ fn indent(text: &str) -> String {
     text.lines().map(|l| format!("  | {}", l.chars().map(plain).collect::<String>())).collect::<Vec<_>>().join("\n")
 }
 
-/// `loss 1.2345, top_k_loss 1.2000 (entropy of the data 1.1000)`
+/// A confusion matrix as a picture; false where there are too many classes.
+pub fn draw_confusion(confusion: &Confusion, name: &str, step: u64, path: &Path) -> Result<bool, TrainError> {
+    let (right, total) = (confusion.right(), confusion.total());
+    let title = format!("{name}, step {step}: {right} of {total} right ({:.2}%)", 100.0 * right as f64 / total as f64);
+    let png = confusion.draw(&title, path)?;
+    png.map_or(Ok(false), |png| write_bytes(path, &png).map(|()| true))
+}
+
+/// Means over an epoch's steps of what is evaluated too.
+fn epoch_line(epochs: &Epochs, values: &[(&'static str, f64)]) -> String {
+    let means: Vec<_> = values.iter().filter_map(|(name, _)| Some((*name, epochs.mean(name)?))).collect();
+    evaluation_line(&means, None)
+}
+
+/// `loss 1.2345, accuracy 87.65% (entropy of the data 1.1000)`
 pub fn evaluation_line(values: &[(&'static str, f64)], floor: Option<(&'static str, f64)>) -> String {
-    let all: Vec<String> = values.iter().map(|(n, v)| format!("{n} {v:.4}")).collect();
+    let one = |(n, v): &(&str, f64)| if *n == "accuracy" { format!("{n} {:.2}%", 100.0 * v) } else { format!("{n} {v:.4}") };
+    let all: Vec<String> = values.iter().map(one).collect();
     let floor = floor.map_or(String::new(), |(n, v)| format!(" ({n}: {v:.4})"));
     format!("{}{floor}", all.join(", "))
 }
@@ -446,6 +492,18 @@ pub fn same_tokenizer(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainEr
     if theirs != ours {
         return Err(TrainError::Other(format!(
             "checkpoint {} was trained with another tokenizer: its fingerprint is {theirs}, the data's {ours} (prepare the data with the same one)",
+            found.path.display()
+        )));
+    }
+    Ok(())
+}
+
+/// A checkpoint's classes must be the data's.
+pub fn same_classes(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
+    let (theirs, ours) = (&found.meta["identity"]["classes"], &task.identity()["classes"]);
+    if theirs != ours {
+        return Err(TrainError::Other(format!(
+            "checkpoint {} tells the classes {theirs} apart, but the data has {ours}",
             found.path.display()
         )));
     }

@@ -1,7 +1,9 @@
 use super::{DeviceArgs, write_json};
+use ::train::checkpoint::Checkpoint;
 use ::train::config::Config;
-use ::train::{recipe, run};
-use anyhow::Result;
+use ::train::recipe::{self, Evaluation};
+use ::train::run;
+use anyhow::{Result, bail};
 use clap::Args;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,18 +11,24 @@ use std::process::ExitCode;
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln eval runs/hydra-tiny
-  kiln eval runs/a/checkpoints/step-00000400 --batches 64 --json")]
+  kiln eval runs/a/checkpoints/step-00000400 --batches 64 --json
+  kiln eval runs/vision_bdh-tiny
+  kiln eval runs/cifar --data data/other-pictures --picture other.png")]
 pub struct EvalArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint)
     checkpoint: PathBuf,
     #[command(flatten)]
     device: DeviceArgs,
-    /// Another data set of the same tokenizer
+    /// Another data set of the same tokenizer, or of the same classes
     #[arg(long)]
     data: Option<PathBuf>,
-    /// Batches of validation data
+    /// At most this many batches of the validation data
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 53))]
     batches: Option<u64>,
+    /// Where to write a classifier's confusion matrix; if not given, confusion-step-N.png in the run's folder (with --data or
+    /// --batches: nowhere)
+    #[arg(long, value_name = "FILE.png")]
+    picture: Option<PathBuf>,
     /// Prints JSON
     #[arg(long)]
     json: bool,
@@ -38,18 +46,50 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
     }
     let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
     run::same_tokenizer(&found, &*task)?;
+    run::same_classes(&found, &*task)?;
+    if a.data.is_none() && found.meta["identity"]["data"] != task.identity()["data"] {
+        eprintln!(
+            "the data has changed since {} was trained on it: what validates it now may be what it learnt from",
+            found.path.display()
+        );
+    }
     let mut s = run::load(&*task, &config, &device)?;
     s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
-    let values = task.evaluate(&mut s)?;
+    let Evaluation { values, confusion } = task.evaluate(&mut s)?;
+    if a.picture.is_some() && confusion.is_none() {
+        bail!("--picture is for classifiers: {} has no confusion matrix", config.text("recipe"));
+    }
+    let picture = a.picture.clone().or_else(|| beside(&found).filter(|_| a.data.is_none() && a.batches.is_none()));
     if a.json {
         let mut object = serde_json::json!({ "checkpoint": found.path, "step": found.step });
         values.iter().for_each(|(n, v)| object[*n] = (*v).into());
         if let Some((_, floor)) = task.floor() {
             object["floor"] = floor.into();
         }
+        if let Some(confusion) = &confusion {
+            object["confusion"] = confusion.to_json();
+        }
         write_json(None, &object)?;
     } else {
+        if let Some(confusion) = &confusion {
+            out_part!("{}", confusion.table());
+        }
         out!("{} (step {}): {}", found.path.display(), found.step, run::evaluation_line(&values, task.floor()));
     }
+    if let (Some(confusion), Some(path)) = (&confusion, picture) {
+        let name = format!("{} {}", config.text("recipe"), config.text("preset"));
+        match run::draw_confusion(confusion, &name, found.step, &path)? {
+            true if a.json => {}
+            true => out!("confusion matrix {}", path.display()),
+            false => eprintln!("no confusion matrix: too many classes to draw"),
+        }
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// In the folder of the run that a checkpoint is of; none where it stands alone.
+fn beside(found: &Checkpoint) -> Option<PathBuf> {
+    let path = std::path::absolute(&found.path).ok()?;
+    let checkpoints = path.parent().filter(|p| p.ends_with("checkpoints"))?;
+    Some(checkpoints.parent()?.join(format!("confusion-step-{:08}.png", found.step)))
 }
