@@ -53,9 +53,13 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     let device = a.device.open()?;
     let found = run::find_checkpoint(&a.checkpoint)?;
     let config = Config::from_json(&found.meta["config"])?;
-    let task = recipe::find(config.text("recipe"))?.task(&config)?;
+    let (name, recipe) = (config.text("recipe"), recipe::find(config.text("recipe"))?);
+    if recipe.classifier(&config, &found.meta["identity"])?.is_some() {
+        bail!("{} is a checkpoint of {name}, which does not write text (to classify pictures: kiln predict)", found.path.display());
+    }
+    let task = recipe.task(&config)?;
     run::same_tokenizer(&found, &*task)?;
-    let Some(mut generator) = task.generator() else { bail!("{} does not write text", config.text("recipe")) };
+    let Some(mut generator) = task.generator() else { bail!("{name} does not write text") };
     let tokenizer = generator.tokenizer()?;
     let mut stop = a.stop_id.clone();
     if let Some(id) = stop.iter().find(|id| **id as usize >= tokenizer.vocab()) {

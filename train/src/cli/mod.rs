@@ -24,6 +24,7 @@ mod eval;
 mod generate;
 mod passes;
 mod plan;
+mod predict;
 mod train;
 
 use ::train::config::{Config, named_in, read_file};
@@ -44,6 +45,8 @@ use std::process::ExitCode;
   kiln train hydra --preset small --out runs/a --set batch=4
   kiln train --out runs/a --resume            go on where runs/a stopped
   kiln generate runs/a --prompt 'the '        let it write
+  kiln train vision_bdh --out runs/v          an image classifier, on drawn pictures
+  kiln predict runs/v picture.png             what it sees in a picture
   kiln plan hydra --preset 100m               memory and arithmetic, without running
   kiln check golden reference/golden/hydra.safetensors"
 )]
@@ -56,10 +59,12 @@ struct Kiln {
 enum Command {
     /// Trains a recipe (hydra if none is named)
     Train(train::TrainArgs),
-    /// Validation losses of a checkpoint
+    /// Validation losses of a checkpoint; of a classifier also the classes and a confusion matrix
     Eval(eval::EvalArgs),
     /// Continues a prompt with a checkpoint
     Generate(generate::GenerateArgs),
+    /// Tells the class of pictures with a checkpoint
+    Predict(predict::PredictArgs),
     /// Memory, arithmetic and what every pass would do, without running
     Plan(plan::PlanArgs),
     /// Checks ops, passes, or golden files
@@ -79,6 +84,7 @@ pub fn run() -> Result<ExitCode> {
         Command::Train(a) => train::run(a),
         Command::Eval(a) => eval::run(a),
         Command::Generate(a) => generate::run(a),
+        Command::Predict(a) => predict::run(a),
         Command::Plan(a) => plan::run(a),
         Command::Check(a) => check::run(a),
         Command::Passes(a) => passes::run(a),
@@ -122,7 +128,7 @@ pub struct ConfigArgs {
     /// Sets one key; the section may be left out where it is clear (repeatable)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// A folder made by `kiln data prepare`
+    /// A folder made by `kiln data prepare`, or of pictures
     #[arg(long)]
     data: Option<PathBuf>,
     /// Steps to train in all

@@ -1,5 +1,6 @@
 //! vision_bdh: an image classifier, one Dragon-Hatchling layer applied over and over.
 
+mod classify;
 mod model;
 
 pub use model::{VisionBdh, VisionConfig, correct};
@@ -8,7 +9,7 @@ use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::images::{self, GENERATED, ImageSet, generate};
 use crate::data::{DataError, Item, Source, Split};
 use crate::golden::{Golden, differentiated};
-use crate::recipe::{Computed, Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
+use crate::recipe::{Classifier, Computed, Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
 use engine::{DType, Data, Device, Init, Meta, Recorder, Switches, Var};
 use serde::Deserialize;
 use std::path::Path;
@@ -61,16 +62,19 @@ impl Recipe for VisionRecipe {
             "" => (generate(seed, Split::Train, GENERATED[0]), generate(seed, Split::Val, GENERATED[1])),
             path => images::open(Path::new(path), None, c.image)?,
         };
-        if learn.classes.len() > c.classes {
+        if learn.classes.len() != c.classes {
+            let (n, has) = (learn.classes.len(), c.classes);
             return Err(ConfigError::Invalid(format!(
-                "the pictures have {} classes, but model.classes = {}",
-                learn.classes.len(),
-                c.classes
+                "the pictures have {n} classes, but model.classes = {has} (train with --set model.classes={n})"
             ))
             .into());
         }
         let sets = [Arc::new(learn), Arc::new(validate)];
         Ok(Box::new(Supervised::new(VisionModel { c, least_area: data.least_area, sets }, train, seed)))
+    }
+
+    fn classifier(&self, config: &Config, identity: &serde_json::Value) -> Result<Option<Box<dyn Classifier>>, TrainError> {
+        Ok(Some(Box::new(classify::VisionClassifier::new(config, identity)?)))
     }
 
     fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
@@ -125,6 +129,7 @@ impl Model for VisionModel {
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         let (set, index, f) = self.feeds(r, batch, 1);
         let logits = VisionBdh { c: &self.c, r, rng: None }.logits(set.pictures(index));
+        r.output("logits", logits);
         losses(logits, f.targets.reshape(&[batch]), f.weight)
     }
 
@@ -139,6 +144,14 @@ impl Model for VisionModel {
 
     fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
         Ok(Arc::new(Labels(self.sets[!train as usize].clone())))
+    }
+
+    fn epoch(&self) -> Option<u64> {
+        Some(self.sets[0].len() as u64)
+    }
+
+    fn classes(&self) -> &[String] {
+        &self.sets[0].classes
     }
 
     fn vocab(&self) -> usize {
