@@ -188,6 +188,8 @@ pub trait Task {
     fn train_config(&self) -> &TrainConfig;
     /// The programs of training and evaluation.
     fn graphs(&self) -> Vec<(&'static str, Graph)>;
+    /// Told before `graphs` how many bytes the device has free, where that is known: what is kept there may depend on it.
+    fn settle(&self, _free: Option<u64>) {}
     /// Fills states that programs read and nobody trains: a data set that is kept on the device.
     fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
         Ok(())
@@ -254,6 +256,13 @@ pub trait Model {
     /// The same for evaluation. A classifier also outputs `logits` [batch, classes].
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         self.loss(r, batch)
+    }
+    /// See `Task::settle`.
+    fn settle(&self, _free: Option<u64>) {}
+    /// A micro-batch's feed beside those that all have, where items are more than `ids` can say: its name and bytes. May number the
+    /// ids anew.
+    fn more(&self, _train: bool, _ids: &mut [i32]) -> Option<(&'static str, Vec<u8>)> {
+        None
     }
     /// See `Task::prepare`.
     fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
@@ -373,13 +382,16 @@ impl<M: Model> Supervised<M> {
         rate: f64,
     ) -> Result<(), TrainError> {
         let rng = rng_feed(self.seed, step, micro as u32);
-        let feeds = [
-            ("ids", Data::I32(batch.0)),
+        let (mut ids, weight, rate) = (batch.0.to_vec(), [batch.2], [rate as f32]);
+        let more = self.model.more(program != "eval", &mut ids);
+        let mut feeds = vec![
+            ("ids", Data::I32(&ids)),
             ("targets", Data::I32(batch.1)),
-            ("weight", Data::F32(&[batch.2])),
+            ("weight", Data::F32(&weight)),
             ("rng", Data::I32(&rng)),
-            ("rate", Data::F32(&[rate as f32])),
+            ("rate", Data::F32(&rate)),
         ];
+        feeds.extend(more.iter().map(|(name, bytes)| (*name, Data::U8(bytes))));
         s.run(program, &feeds)
     }
 
@@ -411,6 +423,10 @@ impl<M: Model> Task for Supervised<M> {
         }
         all.push(("eval", r.finish()));
         all
+    }
+
+    fn settle(&self, free: Option<u64>) {
+        self.model.settle(free)
     }
 
     fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {

@@ -55,6 +55,7 @@ pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session
 type Programs = Vec<(&'static str, Compiled)>;
 
 fn compile(task: &dyn Task, switches: &Switches, device: &Device) -> Result<Programs, TrainError> {
+    task.settle(available_memory(device));
     task.graphs().into_iter().map(|(name, graph)| Ok((name, Compiled::new(graph, switches, device.target())?))).collect()
 }
 

@@ -91,6 +91,10 @@ fn two_runs_and_a_resumed_one_have_the_same_bits() {
     resume(&parts, "--steps 24").ok();
     same_bytes(&checkpoint(&first, 24), &checkpoint(&second, 24));
     same_bytes(&checkpoint(&first, 24), &checkpoint(&parts, 24));
+    // Pictures that stay on the host and are fed are the same pictures.
+    let host = dir.path().join("host");
+    vision(&data, &host, "--steps 24 --set data.keep=host").ok();
+    same_bytes(&checkpoint(&first, 24), &checkpoint(&host, 24));
     let (whole, mut stopped) = (by_step(&first), by_step(&parts));
     assert_eq!(whole, by_step(&second));
     // Where it stopped, it evaluated too.

@@ -12,6 +12,7 @@ use crate::golden::{Golden, differentiated};
 use crate::recipe::{Classifier, Computed, Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
 use engine::{DType, Data, Device, Init, Meta, Recorder, Switches, Var};
 use serde::Deserialize;
+use std::cell::OnceCell;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -23,8 +24,18 @@ pub struct VisionRecipe;
 struct PictureConfig {
     /// A folder in the format of CIFAR-10 or CIFAR-100, or one of pictures by class; empty: drawn pictures.
     path: String,
+    /// Where the set is kept while training: device, host, or auto: on the device where it takes at most half of the free memory.
+    keep: Keep,
     /// Of the area of a picture, what a random cut leaves at least.
     least_area: f32,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Keep {
+    Auto,
+    Device,
+    Host,
 }
 
 impl Recipe for VisionRecipe {
@@ -70,7 +81,7 @@ impl Recipe for VisionRecipe {
             .into());
         }
         let sets = [Arc::new(learn), Arc::new(validate)];
-        Ok(Box::new(Supervised::new(VisionModel { c, least_area: data.least_area, sets }, train, seed)))
+        Ok(Box::new(Supervised::new(VisionModel { c, least_area: data.least_area, keep: data.keep, resident: OnceCell::new(), sets }, train, seed)))
     }
 
     fn classifier(&self, config: &Config, identity: &serde_json::Value) -> Result<Option<Box<dyn Classifier>>, TrainError> {
@@ -85,12 +96,17 @@ impl Recipe for VisionRecipe {
 struct VisionModel {
     c: VisionConfig,
     least_area: f32,
+    keep: Keep,
+    /// Whether the sets are on the device; decided once, before the first graph.
+    resident: OnceCell<bool>,
     /// To learn from, and to validate with.
     sets: [Arc<ImageSet>; 2],
 }
 
 /// Names of the sets on the device: they mean nothing to a checkpoint.
 const SETS: [&str; 2] = ["scratch/pictures/train", "scratch/pictures/val"];
+/// The pictures of a batch, where the sets stay on the host.
+const FED: &str = "pictures";
 
 /// Loss and accuracy of logits, weighted: what a step reports.
 fn losses<'g>(logits: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Vec<(&'static str, Var<'g>)> {
@@ -102,10 +118,20 @@ impl VisionModel {
         Meta::new(&[self.sets[set].len(), images::CHANNELS, self.c.image, self.c.image], DType::U8)
     }
 
-    /// The set on the device, the numbers and labels of a batch.
+    fn resident(&self) -> bool {
+        *self.resident.get_or_init(|| !matches!(self.keep, Keep::Host))
+    }
+
+    /// The set on the device or what of it a batch needs, the places and labels of the batch.
     fn feeds<'g>(&self, r: &'g Recorder, batch: usize, set: usize) -> (Var<'g>, Var<'g>, Feeds<'g>) {
         let f = Feeds::new(r, batch, 1);
-        let pictures = r.state(SETS[set], &self.meta(set).shape, DType::U8, Init::Full(0.0));
+        let mut shape = self.meta(set).shape;
+        let pictures = if self.resident() {
+            r.state(SETS[set], &shape, DType::U8, Init::Full(0.0))
+        } else {
+            shape[0] = batch;
+            r.feed(FED, &shape, DType::U8)
+        };
         (pictures, f.ids.reshape(&[batch]), f)
     }
 }
@@ -131,6 +157,25 @@ impl Model for VisionModel {
         let logits = VisionBdh { c: &self.c, r, rng: None }.logits(set.pictures(index));
         r.output("logits", logits);
         losses(logits, f.targets.reshape(&[batch]), f.weight)
+    }
+
+    fn settle(&self, free: Option<u64>) {
+        let bytes: usize = self.sets.iter().map(|s| s.pixels.len()).sum();
+        self.resident.get_or_init(|| match self.keep {
+            Keep::Auto => free.is_none_or(|free| bytes as u64 <= free / 2),
+            Keep::Device => true,
+            Keep::Host => false,
+        });
+    }
+
+    fn more(&self, train: bool, ids: &mut [i32]) -> Option<(&'static str, Vec<u8>)> {
+        if self.resident() {
+            return None;
+        }
+        let set = &self.sets[!train as usize];
+        let pictures = ids.iter().flat_map(|&i| set.item(i as usize).0).copied().collect();
+        ids.iter_mut().enumerate().for_each(|(place, id)| *id = place as i32);
+        Some((FED, pictures))
     }
 
     fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
