@@ -1,5 +1,7 @@
 //! Every pass against itself switched off; receipts, modes, and the errors of bad settings.
 
+use engine::ops::linear_attention::LinearAttentionGrad;
+use engine::ops::rope::Pairs;
 use engine::passes::{Mode, Target, all_applied};
 use engine::{Cpu, DType, Device, Error, Init, PASSES, Recorder, Switches, Var, check};
 
@@ -177,4 +179,44 @@ fn shapes_that_do_not_fit_panic_where_they_are_recorded() {
     let r = Recorder::new();
     let x = r.feed("x", &[2, 3], DType::F32);
     x.matmul(r.feed("y", &[4, 5], DType::F32));
+}
+
+#[test]
+fn attention_without_softmax_becomes_one_op_where_it_fits() {
+    const HEADS: &[usize] = &[0, 2, 1, 3];
+    let run = |pairs: Pairs, values: &[usize], more: fn(&Recorder, Var, Var)| {
+        let (applied, declined, _) = compiled("linear-attention", Switches::default(), |r| {
+            let state = |name: &str, shape: &[usize]| r.state(name, shape, DType::F32, Init::Full(1.0));
+            let q = state("xs", &[2, 5, 3, 8]).rope(pairs, r.rope_tables(5, 8, 100.0)).permute(HEADS);
+            let s = q.matmul(q.t());
+            let y = s.matmul(state("v", values));
+            more(r, s, y);
+        });
+        (applied, declined.join(", "))
+    };
+    let plain: fn(&Recorder, Var, Var) = |r, _, y| r.output("y", y);
+    assert_eq!(run(Pairs::Adjacent, &[2, 1, 5, 4], plain), (1, String::new()));
+    assert_eq!(run(Pairs::Adjacent, &[2, 1, 5, 4], |r, _, y| r.output("y", y.layer_norm(1e-5))), (1, String::new()));
+    let refused = |(applied, declined): (usize, String), why: &str| assert!(applied == 0 && declined.contains(why), "{applied} {declined}");
+    refused(run(Pairs::Halves, &[2, 1, 5, 4], plain), "neighbours");
+    refused(run(Pairs::Adjacent, &[2, 3, 5, 4], plain), "values of its own");
+    refused(
+        run(Pairs::Adjacent, &[2, 1, 5, 4], |r, s, y| {
+            r.output("s", s);
+            r.output("y", y);
+        }),
+        "read elsewhere",
+    );
+}
+
+#[test]
+fn linear_attention_takes_in_what_its_gradient_meets() {
+    let r = Recorder::new();
+    PASSES.iter().find(|p| p.name() == "linear-attention").unwrap().example(&r);
+    let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "auto").unwrap(), Target::Cpu).unwrap();
+    let grad = c.graph.nodes.iter().find_map(|n| n.op::<LinearAttentionGrad>()).unwrap();
+    assert!(grad.norm && grad.add && grad.relu, "{grad:?}");
+    let i = c.graph.nodes.iter().position(|n| n.name() == "linear_attention").unwrap();
+    let types: Vec<DType> = c.graph.inputs(i).iter().map(|m| m.dtype).collect();
+    assert_eq!(types, [DType::BF16, DType::F32, DType::F32, DType::BF16]);
 }

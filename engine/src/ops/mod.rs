@@ -7,6 +7,7 @@ pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
 pub mod full;
+pub mod linear_attention;
 pub mod linear_ce;
 pub mod matmul;
 pub mod norm;
@@ -43,6 +44,7 @@ pub const OPS: &[Entry] = ops! {
     top_k: "positions of the k largest, ties to the earlier",
     conv: "causal convolution in groups",
     attention: "attention with grouped heads; flash attention",
+    linear_attention: "attention of heads with themselves, without softmax: rope, two products and a layer norm at once",
     cross_entropy: "cross-entropy of logits",
     linear_ce: "the loss head: linear layer and cross-entropy, whole or in chunks",
     adamw: "AdamW over all parameters; the norm of all gradients",

@@ -6,6 +6,7 @@ use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
 use crate::ops::adamw::{AdamW, GlobalNorm};
 use crate::ops::cross_entropy::CrossEntropy;
+use crate::ops::linear_attention::LinearAttention;
 use crate::ops::linear_ce::ChunkedLinearCrossEntropy;
 use crate::ops::norm::add::AddRmsNorm;
 use crate::ops::norm::{LayerNorm, RmsNorm};
@@ -180,6 +181,9 @@ fn rewritten<'g>(
         if x[1].shape() == x[0].shape() {
             x[1] = half(x[1]); // a row stays as it is
         }
+        receipt.applied += 1;
+    } else if node.op::<LinearAttention>().is_some() {
+        (x[0], x[3]) = (half(x[0]), half(x[3])); // tables stay as they are
         receipt.applied += 1;
     } else if node.op::<ChunkedLinearCrossEntropy>().is_some() {
         (x[0], x[1]) = (half(x[0]), half(x[1]));

@@ -5,6 +5,8 @@ use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::kernel::Act;
 use crate::meta::{DType, Meta};
+use crate::op::Op;
+use crate::ops::linear_attention::LinearAttentionGrad;
 use crate::ops::matmul::{Add, Matmul};
 use crate::ops::norm::RmsNormGrad;
 use crate::ops::pointwise::{Expr, Pointwise};
@@ -21,7 +23,7 @@ impl Pass for Epilogue {
     }
 
     fn about(&self) -> &'static str {
-        "Lets products write f32, add to a sum (gradients that meet, residuals), add a bias and apply ReLU or GELU, and gradients of norms add what they meet: passes over memory saved."
+        "Lets products write f32, add to a sum (gradients that meet, residuals), add a bias and apply ReLU or GELU, and gradients of norms and of linear attention add what they meet and apply that of ReLU: passes over memory saved."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -34,7 +36,7 @@ impl Pass for Epilogue {
         for i in 0..g.nodes.len() {
             folded.visit(g, i, receipt);
         }
-        let Folded { products, norms, stands_for, .. } = folded;
+        let Folded { products, gradients, stands_for, .. } = folded;
         let mut new: HashMap<Value, Value> = HashMap::new();
         g.rewrite(|recorder, i, node, inputs| {
             let at = |v: Value, new: &HashMap<Value, Value>| new[&stands_for.get(&v).copied().unwrap_or(v)];
@@ -43,9 +45,14 @@ impl Pass for Epilogue {
                 x.extend(p.add.map(|v| recorder.var(at(v, &new)).reshape(&node.outputs[0].shape)));
                 x.extend(p.bias.map(|v| recorder.var(at(v, &new)).reshape(&[node.outputs[0].dim(0)])));
                 recorder.op_arc(Arc::new(p.op.clone()), &x).iter().map(|v| v.value()).collect()
-            } else if let Some(&v) = norms.get(&i) {
-                let more = recorder.var(at(v, &new)).reshape(&node.outputs[0].shape);
-                recorder.op(RmsNormGrad { add: true }, &[inputs, &[more]].concat()).iter().map(|v| v.value()).collect()
+            } else if let Some(more) = gradients.get(&i) {
+                let mut x = inputs.to_vec();
+                x.extend(more.add.map(|v| recorder.var(at(v, &new)).reshape(&node.outputs[0].shape)));
+                let made = match node.op::<LinearAttentionGrad>() {
+                    Some(&op) => recorder.op(LinearAttentionGrad { add: more.add.is_some(), relu: more.relu, ..op }, &x),
+                    None => recorder.op(RmsNormGrad { add: true }, &x),
+                };
+                made.iter().map(|v| v.value()).collect()
             } else if let Some(&v) = stands_for.get(&Value { node: i, out: 0 }) {
                 // Its product may have another shape: rows instead of batches of rows.
                 vec![recorder.var(new[&v]).reshape(&node.outputs[0].shape).value()]
@@ -82,11 +89,18 @@ struct Product {
     bias: Option<Value>,
 }
 
+/// What the gradient of an op does to its first result.
+#[derive(Default)]
+struct More {
+    add: Option<Value>,
+    relu: bool,
+}
+
 struct Folded {
     /// Products that do more than before, by node.
     products: HashMap<usize, Product>,
-    /// Gradients of norms that add something to their result, by node.
-    norms: HashMap<usize, Value>,
+    /// Gradients of norms and of linear attention that do, by node.
+    gradients: HashMap<usize, More>,
     /// What a folded node's output is now: the output of a product.
     stands_for: HashMap<Value, Value>,
     reads: HashMap<Value, usize>,
@@ -106,7 +120,7 @@ impl Folded {
         for v in inputs.chain(g.roots()) {
             *reads.entry(v).or_insert(0) += 1;
         }
-        Folded { products: HashMap::new(), norms: HashMap::new(), stands_for: HashMap::new(), reads }
+        Folded { products: HashMap::new(), gradients: HashMap::new(), stands_for: HashMap::new(), reads }
     }
 
     /// Products of a narrow type that everybody reads in f32, perhaps part by part, write f32.
@@ -149,16 +163,44 @@ impl Folded {
         }
     }
 
-    /// The gradient of a norm whose first result this is, read by nobody else, and with nothing added to it yet.
-    fn norm(&self, g: &Graph, v: Value) -> Option<usize> {
+    /// The gradient whose first result this is, through reshapes and what was folded already, if nobody else reads it on the way.
+    fn gradient(&self, g: &Graph, v: Value) -> Option<usize> {
         let node = &g.nodes[v.node];
-        if self.reads[&v] != 1 || self.stands_for.contains_key(&v) {
-            return None;
+        let known = node.op::<RmsNormGrad>().is_some_and(|n| !n.add) || node.op::<LinearAttentionGrad>().is_some();
+        match (self.reads[&v], self.stands_for.get(&v)) {
+            (1, Some(w)) => self.gradients.contains_key(&w.node).then_some(w.node),
+            (1, None) if node.op::<Reshape>().is_some() => self.gradient(g, node.inputs[0]),
+            (1, None) if known && v.out == 0 => Some(v.node),
+            _ => None,
         }
-        match node.op::<Reshape>() {
-            Some(_) => self.norm(g, node.inputs[0]),
-            None => (node.op::<RmsNormGrad>().is_some_and(|n| !n.add) && v.out == 0 && !self.norms.contains_key(&v.node)).then_some(v.node),
-        }
+    }
+
+    /// Folds a sum, or the gradient of the ReLU whose result linear attention reads, into what made the other term.
+    fn fold_gradient(&mut self, g: &Graph, i: usize) -> bool {
+        let node = &g.nodes[i];
+        let p = node.op::<Pointwise>().expect("arithmetic");
+        let same = |v: Value| g.meta(v) == &node.outputs[0];
+        let more = |n: usize| self.gradients.get(&n);
+        let found = if is_sum(p) {
+            let ways = [(node.inputs[0], node.inputs[1]), (node.inputs[1], node.inputs[0])];
+            ways.into_iter().find_map(|(own, other)| {
+                let n = self.gradient(g, own).filter(|&n| same(own) && same(other) && more(n).is_none() && self.position(other) < n)?;
+                Some((n, More { add: Some(other), relu: false }))
+            })
+        } else if is_relu_gradient(p) {
+            let n = self.gradient(g, node.inputs[1]).filter(|&n| same(node.inputs[1]) && more(n).is_none_or(|m| !m.relu));
+            let reads_xs = |&n: &usize| {
+                let attention = g.nodes[n].op::<LinearAttentionGrad>().is_some();
+                attention && unshaped(g, g.nodes[n].inputs[0]) == unshaped(g, node.inputs[0])
+            };
+            n.filter(reads_xs).map(|n| (n, More { add: more(n).and_then(|m| m.add), relu: true }))
+        } else {
+            None
+        };
+        let Some((n, more)) = found else { return false };
+        self.gradients.insert(n, more);
+        self.stands_for.insert(Value { node: i, out: 0 }, Value { node: n, out: 0 });
+        true
     }
 
     fn made_by(&self, g: &Graph, v: Value) -> Option<usize> {
@@ -177,18 +219,15 @@ impl Folded {
     fn visit(&mut self, g: &Graph, i: usize, receipt: &mut Receipt) {
         let node = &g.nodes[i];
         let Some(p) = node.op::<Pointwise>().filter(|p| p.dtypes.len() == 1) else { return };
+        if self.fold_gradient(g, i) {
+            receipt.applied += 1;
+            return;
+        }
         // Every way to see this node as something that a product may do, the latest product first.
         let mut ways: Vec<(usize, Work)> = vec![];
         let product = |k: usize| self.product(g, node.inputs[k]);
         if is_sum(p) {
             for (k, other) in [(0, node.inputs[1]), (1, node.inputs[0])] {
-                let same = g.meta(node.inputs[k]) == &node.outputs[0] && g.meta(other) == &node.outputs[0];
-                if let Some(n) = self.norm(g, node.inputs[k]).filter(|&n| same && self.position(other) < n) {
-                    self.norms.insert(n, other);
-                    self.stands_for.insert(Value { node: i, out: 0 }, Value { node: n, out: 0 });
-                    receipt.applied += 1;
-                    return;
-                }
                 let Some(m) = product(k) else { continue };
                 let result = self.result(g, m);
                 let (own, meta) = (g.meta(node.inputs[k]), g.meta(other));
@@ -263,6 +302,24 @@ impl Folded {
 /// x0 + x1.
 fn is_sum(p: &Pointwise) -> bool {
     p.expr == Expr::of(2, |e, x| e.add(x[0], x[1])) || p.expr == Expr::of(2, |e, x| e.add(x[1], x[0]))
+}
+
+/// The gradient of ReLU: inputs its result and what flows back.
+fn is_relu_gradient(p: &Pointwise) -> bool {
+    let r = Recorder::new();
+    let [x, d] = ["x", "d"].map(|name| r.feed(name, &[1], DType::F32));
+    let y = x.relu();
+    let relu = r.with_graph(|g| g.nodes[y.value().node].op::<Pointwise>().cloned()).expect("arithmetic");
+    let gradient = relu.vjp(&[x], &[y], &[Some(d)])[0].expect("ReLU has one").value();
+    r.with_graph(|g| g.nodes[gradient.node].op::<Pointwise>().is_some_and(|q| q.expr == p.expr))
+}
+
+/// What is seen through reshapes.
+fn unshaped(g: &Graph, v: Value) -> Value {
+    match g.nodes[v.node].op::<Reshape>() {
+        Some(_) => unshaped(g, g.nodes[v.node].inputs[0]),
+        None => v,
+    }
 }
 
 fn activation(p: &Pointwise) -> Option<Act> {

@@ -17,6 +17,7 @@ mod hoist;
 mod in_place;
 mod join_products;
 pub mod layout;
+mod linear_attention;
 mod linear_ce;
 mod merge_products;
 mod products;
@@ -33,6 +34,7 @@ use std::collections::BTreeMap;
 /// In running order.
 pub const PASSES: &[&dyn Pass] = &[
     &flash_attention::FlashAttentionPass,
+    &linear_attention::LinearAttentionPass,
     &linear_ce::LinearCe,
     &fuse_norm::FuseNorm,
     &fuse_qk_norm::FuseQkNorm,

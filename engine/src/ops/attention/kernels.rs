@@ -28,7 +28,7 @@ pub fn kernel_for(dtype: DType, d: usize, arch: Arch) -> (Kind, &'static str) {
 const SHARED: usize = 99 * 1024;
 
 /// Dynamic shared memory that this GPU gives to one block.
-fn shared_limit(arch: Arch) -> usize {
+pub(crate) fn shared_limit(arch: Arch) -> usize {
     match arch.sm {
         80 | 87 => 163 * 1024,
         90..120 => 227 * 1024,

@@ -5,7 +5,7 @@
 //! h / (heads / kv_heads). Causal: query i sees keys up to i + keys - time.
 
 mod flash;
-mod kernels;
+pub(crate) mod kernels;
 
 pub use flash::{FlashAttention, FlashAttentionGrad};
 pub use kernels::{Kind, kernel_for};

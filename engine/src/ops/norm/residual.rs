@@ -18,7 +18,7 @@ pub struct ResidualNorm {
 
 /// out = norm(row); returns 1 / sqrt(..).
 #[inline(always)]
-fn norm_row(out: &mut [f32], eps: f32) -> f32 {
+pub(crate) fn norm_row(out: &mut [f32], eps: f32) -> f32 {
     let d = out.len() as f32;
     let mean = sum(out, |v| v) / d;
     let r = 1.0 / (sum(out, |v| (v - mean) * (v - mean)) / d + eps).sqrt();
@@ -28,7 +28,7 @@ fn norm_row(out: &mut [f32], eps: f32) -> f32 {
 
 /// g becomes the gradient of the row that was normed to y.
 #[inline(always)]
-fn grad_row(g: &mut [f32], y: &[f32], rstd: f32) {
+pub(crate) fn grad_row(g: &mut [f32], y: &[f32], rstd: f32) {
     let d = g.len() as f32;
     let (mean, along) = (sum(g, |v| v) / d, dot(g, y) / d);
     g.iter_mut().zip(y).for_each(|(g, &y)| *g = rstd * (*g - mean - y * along));

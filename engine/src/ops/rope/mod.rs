@@ -29,7 +29,7 @@ pub struct Rope {
 
 /// Turns a head at `place` by the angles that the tables [places or time, d / 2] have for it.
 #[inline(always)]
-fn turn(pairs: Pairs, sign: f32, row: &mut [f32], place: usize, cos: &[f32], sin: &[f32]) {
+pub(crate) fn turn(pairs: Pairs, sign: f32, row: &mut [f32], place: usize, cos: &[f32], sin: &[f32]) {
     let half = row.len() / 2;
     let at = place * half % cos.len();
     let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);

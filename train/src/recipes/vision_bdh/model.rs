@@ -125,8 +125,9 @@ impl<'g> VisionBdh<'_, 'g> {
         let xs = xn.matmul(wide).relu().reshape(&[b, t, h, n]);
         // Keys are the queries; the value is the layer's own input, shared by all heads.
         let q = xs.rope(Pairs::Adjacent, tables).permute(&[0, 2, 1, 3]);
-        let y = q.matmul(q.t()).matmul(xn.reshape(&[b, 1, t, d])).layer_norm(eps); // [batch, heads, tokens, dim]
-        let ys = y.permute(&[1, 0, 2, 3]).reshape(&[h, b * t, d]).matmul(encoder_v).relu();
+        let attended = q.matmul(q.t()).matmul(xn.reshape(&[b, 1, t, d])); // [batch, heads, tokens, dim]
+        let y = attended.permute(&[1, 0, 2, 3]).layer_norm(eps); // [heads, batch, tokens, dim]
+        let ys = y.reshape(&[h, b * t, d]).matmul(encoder_v).relu();
         let ys = ys.reshape(&[h, b, t, n]).permute(&[1, 2, 0, 3]);
         let o = xs * ys;
         let o = self.rng.map_or(o, |rng| o.dropout(c.dropout as f32, rng));

@@ -1,0 +1,52 @@
+// xs [batch, TIME, HEADS, N], 64 columns at a time, of the HELD heads that a block works on. A thread copies, turns and writes the same
+// groups of 8 elements of every head, so that the tables are read once for all.
+#define CHUNK 64
+#define CHUNKS ((N + CHUNK - 1) / CHUNK)
+#define HEAD (TIME * CHUNK) // elements of one head's chunk
+#define GROUPS (TIME * CHUNK / 8)
+#define ROUNDS ((GROUPS + THREADS - 1) / THREADS)
+
+struct Angles { Four cos, sin; };
+
+// This thread's group of round k: its row, and its number in the row.
+__device__ __forceinline__ bool group(int k, int &row, int &eight) {
+    int i = threadIdx.x + k * THREADS;
+    row = i / 8, eight = i % 8;
+    return GROUPS % THREADS == 0 || i < GROUPS;
+}
+
+// Starts to copy chunk c; `from` is the first row of the first head.
+__device__ __forceinline__ void fetch(T *chunk, const T *from, int c) {
+#pragma unroll
+    for (int k = 0; k < ROUNDS; k++) {
+        int row, eight;
+        if (!group(k, row, eight)) continue;
+        int column = c * CHUNK + eight * 8;
+        bool live = N % CHUNK == 0 || column < N;
+        const T *at = from + (u64)row * (HEADS * (u64)N) + (live ? column : 0);
+#pragma unroll
+        for (int h = 0; h < HELD; h++) copy16(chunk + h * HEAD + place(row, eight, CHUNK), at + h * (u64)N, live);
+    }
+}
+
+__device__ __forceinline__ void angles(Angles to[ROUNDS], const float *cos, const float *sin, int c) {
+#pragma unroll
+    for (int k = 0; k < ROUNDS; k++) {
+        int row, eight;
+        if (!group(k, row, eight)) continue;
+        int column = c * CHUNK + eight * 8;
+        int at = row * (N / 2) + (N % CHUNK == 0 || column < N ? column / 2 : 0);
+        to[k].cos = *(const Four *)(cos + at), to[k].sin = *(const Four *)(sin + at);
+    }
+}
+
+// Pairs of neighbours turned.
+__device__ __forceinline__ Eight turned(Eight x, const Angles &by) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float a, b;
+        halves(x.of[j], a, b);
+        x.of[j] = pack<T>(a * by.cos.of[j] - b * by.sin.of[j], a * by.sin.of[j] + b * by.cos.of[j]);
+    }
+    return x;
+}

@@ -1,0 +1,138 @@
+//! Attention without softmax, from the rotary embedding to the norm, in one go.
+
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Value};
+use crate::meta::DType;
+use crate::ops::linear_attention::LinearAttention;
+use crate::ops::matmul::Matmul;
+use crate::ops::norm::LayerNorm;
+use crate::ops::rope::{Pairs, Rope};
+use crate::ops::view::Permute;
+use crate::record::Recorder;
+use std::collections::HashMap;
+
+pub struct LinearAttentionPass;
+
+impl Pass for LinearAttentionPass {
+    fn name(&self) -> &'static str {
+        "linear-attention"
+    }
+
+    fn about(&self) -> &'static str {
+        "Turns heads, multiplies them with themselves and with one value for all, and norms the result in one go: heads are read once, in either direction."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let old = g.clone();
+        let readers = g.readers();
+        let mut values: Vec<Vec<Value>> = vec![];
+        let mut normed: HashMap<usize, Vec<Value>> = HashMap::new();
+        g.rewrite(|recorder, i, node, inputs| {
+            let at = |v: Value| recorder.var(values[v.node][v.out]);
+            let found = site(&old, &readers, i);
+            if let Some(Err(reason)) = &found {
+                receipt.decline(*reason, &node.scope);
+            }
+            let new = match (found, node.op::<Permute>(), normed.remove(&i)) {
+                (Some(Ok(site)), ..) => {
+                    receipt.applied += 1;
+                    let r = &node.outputs[0].shape;
+                    let v = at(site.v).reshape(&[r[0], r[2], r[3]]);
+                    let eps = site.norm.as_ref().map(|n| n.eps);
+                    let y = recorder.op(LinearAttention { eps }, &[at(site.xs), at(site.cos), at(site.sin), v]);
+                    let heads_inside = y[0].permute(&HEADS);
+                    if let Some(n) = site.norm {
+                        normed.insert(n.node, vec![if n.heads_outside { y[0] } else { heads_inside }.value(), y[1].value()]);
+                    }
+                    vec![heads_inside.value()]
+                }
+                (_, Some(p), _) => vec![inputs[0].permute(&p.0).value()], // which may undo the one above
+                (_, _, Some(made)) => made,
+                _ => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
+            };
+            values.push(new.clone());
+            Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
+        })?;
+        if receipt.applied > 0 {
+            super::dead_code::sweep(g);
+        }
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[8, 3 * 8], Init::Normal { std: 0.5 });
+        let x = r.feed("x", &[2, 17, 8], DType::F32);
+        let xs = x.matmul(w).relu().reshape(&[2, 17, 3, 8]);
+        let q = xs.rope(Pairs::Adjacent, r.rope_tables(17, 8, 100.0)).permute(&[0, 2, 1, 3]);
+        let attended = q.matmul(q.t()).matmul(x.reshape(&[2, 1, 17, 8]));
+        let y = attended.permute(&HEADS).layer_norm(1e-3);
+        let loss = (y.permute(&[1, 2, 0, 3]) * xs).square().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+/// [batch, heads, ..] and [heads, batch, ..].
+const HEADS: [usize; 4] = [1, 0, 2, 3];
+
+struct Site {
+    xs: Value,
+    cos: Value,
+    sin: Value,
+    v: Value,
+    norm: Option<Norm>,
+}
+
+struct Norm {
+    node: usize,
+    eps: f32,
+    /// It norms [heads, batch, ..].
+    heads_outside: bool,
+}
+
+/// Node `i` as the product with the values; or why it stays one.
+fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<Site, &'static str>> {
+    let product = |node: usize| g.nodes[node].op::<Matmul>().filter(|&m| *m == Matmul::default()).map(|_| &g.nodes[node].inputs);
+    let permuted =
+        |v: Value, order: [usize; 4]| g.nodes[v.node].op::<Permute>().filter(|p| p.0 == order).map(|_| g.nodes[v.node].inputs[0]);
+    let &[s, v] = &product(i)?[..] else { return None };
+    let &[q, transposed] = &product(s.node)?[..] else { return None };
+    let turned = permuted(q, [0, 2, 1, 3]).filter(|_| permuted(transposed, [0, 1, 3, 2]) == Some(q))?;
+    let rope = g.nodes[turned.node].op::<Rope>().filter(|r| !r.inverse)?;
+    let &[xs, cos, sin] = &g.nodes[turned.node].inputs[..] else { return None };
+    // Whether a value is read by these alone.
+    let only = |v: Value, by: &[usize]| !g.roots().any(|r| r.node == v.node) && readers[v.node].iter().all(|r| by.contains(r));
+    let reason = if rope.pairs != Pairs::Adjacent {
+        "pairs are not neighbours"
+    } else if g.meta(cos).rank() != 2 || g.meta(cos).rows() != g.meta(xs).shape[1] {
+        "each batch element has a table of its own"
+    } else if g.meta(v).rank() != 4 || g.meta(v).shape[1] != 1 {
+        "each head has values of its own"
+    } else if g.meta(v).shape[0] != g.meta(xs).shape[0] {
+        "all batch elements have the same values"
+    } else if g.meta(xs).dtype != g.meta(v).dtype {
+        "heads and values have different types"
+    } else if !only(turned, &[q.node]) || !only(q, &[transposed.node, s.node]) || !only(transposed, &[s.node]) || !only(s, &[i]) {
+        "the turned heads or their products are read elsewhere"
+    } else {
+        return Some(Ok(Site { xs, cos, sin, v, norm: norm(g, readers, i) }));
+    };
+    Some(Err(reason))
+}
+
+/// The norm of node `i`, seen with its heads inside or outside, if nobody else reads it.
+fn norm(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Norm> {
+    let reader = |i: usize| match readers[i][..] {
+        [r] if !g.roots().any(|v| v.node == i) => Some(r),
+        _ => None,
+    };
+    let next = reader(i)?;
+    let heads_outside = g.nodes[next].op::<Permute>().is_some_and(|p| p.0 == HEADS);
+    let node = if heads_outside { reader(next)? } else { next };
+    g.nodes[node].op::<LayerNorm>().map(|n| Norm { node, eps: n.eps, heads_outside })
+}
