@@ -307,3 +307,12 @@ fn what_does_not_fit_is_refused() {
     resume(&out, "--steps 61").fails(&["the data is not what checkpoint"]);
     assert!(half_written(dir.path()).is_empty());
 }
+
+/// The beginning of what LOG.md shows to the end; chance is 10%, with a standard deviation of 0.7%.
+#[test]
+fn tiny_begins_to_learn_drawn_pictures() {
+    let dir = tempdir().unwrap();
+    kiln(["train", "vision_bdh", "--steps", "200", "--out", &text(dir.path())]).ok();
+    let last = by_step(dir.path()).into_values().next_back().unwrap();
+    assert!(last["val_accuracy"].as_f64().unwrap() > 0.25, "{last}");
+}
