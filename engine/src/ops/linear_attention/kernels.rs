@@ -106,8 +106,8 @@ pub fn backward(io: &Io, op: &LinearAttentionGrad) -> Option<Code> {
         .args(&[At::X(3), y, rstd, At::X(at_s), At::X(at_dy), At::Work, At::Y(1)].map(Place::from));
 
     let bytes = |(held, stages): (usize, usize)| stages * s.chunk_bytes(held) * if op.add { 2 } else { 1 };
-    let choices = [(2, 3), (2, 2), (1, 3), (1, 2)].into_iter().filter(|c| s.heads.is_multiple_of(c.0));
-    let (held, stages) = choices.clone().find(|&c| twice(bytes(c), io.arch)).or(choices.last())?;
+    let fit = |&c: &(usize, usize)| s.heads.is_multiple_of(c.0) && twice(bytes(c), io.arch);
+    let (held, stages) = [(2, 3), (2, 2), (1, 3), (1, 2)].into_iter().find(fit).unwrap_or((1, 2));
     let blocks = s.batch * s.heads / held;
     // Into as many parts as fill the last round of blocks best.
     let rounds = |parts: usize| (blocks * parts).div_ceil(2 * io.arch.multiprocessors as usize) * (8 / parts);
