@@ -164,6 +164,22 @@ fn a_scaled_update_has_the_type_of_what_it_is_added_to() {
 }
 
 #[test]
+fn what_is_typed_keeps_its_types_under_bf16() {
+    let r = Recorder::new();
+    let w = r.param("w", &[8, 8], Init::Normal { std: 1.0 });
+    let x = r.feed("x", &[6, 8], DType::F32);
+    let (h, exact) = (x.matmul(w), r.typed(|| x.matmul(w).softmax()));
+    let (narrow, wide) = (h.silu(), r.typed(|| h.softmax().matmul(w)));
+    [("narrow", narrow), ("wide", wide), ("exact", exact)].into_iter().for_each(|(name, v)| r.output(name, v));
+    let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "require").unwrap(), Target::Cpu).unwrap();
+    let types: Vec<(&str, DType)> = c.graph.outputs.iter().map(|(name, v)| (name.as_str(), c.graph.meta(*v).dtype)).collect();
+    assert_eq!(types, [("narrow", DType::BF16), ("wide", DType::F32), ("exact", DType::F32)]);
+    let products = (0..c.graph.nodes.len()).filter(|&i| c.graph.nodes[i].name() == "matmul");
+    let inputs: Vec<DType> = products.map(|i| c.graph.inputs(i)[0].dtype).collect();
+    assert_eq!(inputs, [DType::BF16, DType::F32, DType::F32]);
+}
+
+#[test]
 fn an_unreached_parameter_is_an_error_by_name() {
     let r = Recorder::new();
     let (a, b) = (r.param("used", &[2], Init::Full(1.0)), r.param("forgotten", &[2], Init::Full(1.0)));
