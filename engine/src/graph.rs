@@ -61,6 +61,8 @@ pub struct Node {
     pub backward: bool,
     /// The repeated unit of the model that it belongs to; 0 outside of all. What crosses from one to the next is kept by `recompute`.
     pub block: u32,
+    /// Keeps the types that it was recorded with (see `Recorder::typed`).
+    pub typed: bool,
 }
 
 impl Node {

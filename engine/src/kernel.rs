@@ -30,6 +30,18 @@ pub struct Arch {
 }
 
 impl Arch {
+    /// Bytes of dynamic shared memory that every GPU since compute capability 8.0 gives to one block.
+    pub const LEAST_SHARED: usize = 99 * 1024;
+
+    /// Bytes of dynamic shared memory that this GPU gives to one block.
+    pub fn shared_limit(&self) -> usize {
+        match self.sm {
+            80 | 87 => 163 * 1024,
+            90..120 => 227 * 1024,
+            _ => Arch::LEAST_SHARED,
+        }
+    }
+
     /// What NVRTC is told: `sm_90a` where features of that one architecture are used.
     pub fn name(&self) -> String {
         match self.sm {

@@ -13,6 +13,7 @@ pub struct Recorder {
     backward: Cell<bool>,
     block: Cell<u32>,
     blocks: Cell<u32>,
+    typed: Cell<bool>,
     sites: Cell<u32>,
 }
 
@@ -43,6 +44,7 @@ impl Recorder {
             backward: Cell::new(false),
             block: Cell::new(0),
             blocks: Cell::new(0),
+            typed: Cell::new(false),
             sites: Cell::new(0),
         }
     }
@@ -147,6 +149,14 @@ impl Recorder {
         result
     }
 
+    /// What `f` records keeps the types that it is recorded with: `bf16` goes around it, and hands it what it reads in those types.
+    pub fn typed<R>(&self, f: impl FnOnce() -> R) -> R {
+        let outer = self.typed.replace(true);
+        let result = f();
+        self.typed.set(outer);
+        result
+    }
+
     /// A number for a place that draws random numbers: the same whatever passes do later.
     pub fn new_site(&self) -> u32 {
         self.sites.set(self.sites.get() + 1);
@@ -175,12 +185,14 @@ impl Recorder {
         *self.scope.borrow_mut() = node.scope.clone();
         self.backward.set(node.backward);
         self.block.set(node.block);
+        self.typed.set(node.typed);
     }
 
     pub(crate) fn set_backward(&self, scope: &Arc<str>) {
         *self.scope.borrow_mut() = scope.clone();
         self.backward.set(true);
         self.block.set(0);
+        self.typed.set(false);
     }
 
     pub(crate) fn keep(&self, node: &Node, inputs: Vec<Value>) -> Vec<Value> {
@@ -198,7 +210,7 @@ impl Recorder {
         let mut g = self.graph.borrow_mut();
         let (node, count) = (g.nodes.len(), outputs.len());
         let (scope, backward, block) = (self.scope.borrow().clone(), self.backward.get(), self.block.get());
-        g.nodes.push(Node { kind, inputs, outputs, scope, backward, block });
+        g.nodes.push(Node { kind, inputs, outputs, scope, backward, block, typed: self.typed.get() });
         (0..count).map(|out| self.var(Value { node, out })).collect()
     }
 }

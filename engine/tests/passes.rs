@@ -1,9 +1,12 @@
 //! Every pass against itself switched off; receipts, modes, and the errors of bad settings.
 
+use engine::graph::Graph;
+use engine::kernel::Arch;
+use engine::op::Fill;
 use engine::ops::linear_attention::LinearAttentionGrad;
 use engine::ops::rope::Pairs;
-use engine::passes::{Mode, Target, all_applied};
-use engine::{Cpu, DType, Device, Error, Init, PASSES, Recorder, Switches, Var, check};
+use engine::passes::{Mode, Receipt, Target, all_applied};
+use engine::{Cpu, DType, Data, Device, Error, Init, PASSES, Program, Recorder, Store, Switches, Var, check};
 
 #[test]
 fn every_pass_off_and_on() {
@@ -161,6 +164,122 @@ fn a_scaled_update_has_the_type_of_what_it_is_added_to() {
     let half = DType::BF16;
     assert_eq!(types("scatter_scaled"), [half, DType::I32, half, half]);
     assert_eq!(types("scatter_scaled_grad"), [half, DType::I32, half, half]);
+}
+
+#[test]
+fn what_is_typed_keeps_its_types_under_bf16() {
+    let r = Recorder::new();
+    let w = r.param("w", &[8, 8], Init::Normal { std: 1.0 });
+    let x = r.feed("x", &[6, 8], DType::F32);
+    let (h, exact) = (x.matmul(w), r.typed(|| x.matmul(w).softmax()));
+    let (narrow, wide) = (h.silu(), r.typed(|| h.softmax().matmul(w)));
+    [("narrow", narrow), ("wide", wide), ("exact", exact)].into_iter().for_each(|(name, v)| r.output(name, v));
+    let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "require").unwrap(), Target::Cpu).unwrap();
+    let types: Vec<(&str, DType)> = c.graph.outputs.iter().map(|(name, v)| (name.as_str(), c.graph.meta(*v).dtype)).collect();
+    assert_eq!(types, [("narrow", DType::BF16), ("wide", DType::F32), ("exact", DType::F32)]);
+    let products = (0..c.graph.nodes.len()).filter(|&i| c.graph.nodes[i].name() == "matmul");
+    let inputs: Vec<DType> = products.map(|i| c.graph.inputs(i)[0].dtype).collect();
+    assert_eq!(inputs, [DType::BF16, DType::F32, DType::F32]);
+}
+
+/// A gate with dropout behind it, as Vision-BDH has it, its loss and its gradients.
+fn gated(r: &Recorder) {
+    let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.5 });
+    let params = [param("encoder", &[16, 72]), param("gate", &[3, 16, 24]), param("decoder", &[72, 16])];
+    let (x, y) = (r.feed("x", &[2, 5, 16], DType::F32), r.feed("y", &[3, 10, 16], DType::F32));
+    let out = r.block("layer", || {
+        let open = x.matmul(params[0]).relu().reshape(&[2, 5, 3, 24]);
+        let gate = y.matmul(params[1]).reshape(&[3, 2, 5, 24]).permute(&[1, 2, 0, 3]);
+        open.gated(gate, Some((0.2, r.feed("rng", &[4], DType::I32)))).reshape(&[2, 5, 72]).matmul(params[2])
+    });
+    let loss = out.square().mean();
+    r.output("loss", loss);
+    for (i, g) in r.grad(loss, &params).into_iter().enumerate() {
+        r.output(&format!("g{i}"), g);
+    }
+}
+
+/// The graph as a GPU gets it, and what a pass did.
+fn for_gpu(pass: &str, switches: &Switches, record: impl Fn(&Recorder)) -> (Graph, Receipt) {
+    let r = Recorder::new();
+    record(&r);
+    let arch = Arch { sm: 90, multiprocessors: 132 };
+    let c = engine::Compiled::new(r.finish(), switches, Target::Cuda(arch)).unwrap();
+    let receipt = c.receipts.iter().find(|r| r.pass == pass).unwrap().clone();
+    (c.graph, receipt)
+}
+
+/// Its outputs, on the CPU.
+fn outputs(graph: Graph) -> Vec<Vec<f32>> {
+    let feeds: Vec<(String, check::Numbers)> = graph
+        .feeds()
+        .map(|(name, meta)| {
+            let kind = if name == "rng" { Fill::Rng } else { Fill::Normal };
+            (name.to_string(), check::fill(kind, name.len() as u64, meta.elements()))
+        })
+        .collect();
+    let names: Vec<String> = graph.outputs.iter().map(|o| o.0.clone()).collect();
+    let mut store = Store::new(3);
+    let mut p = Program::load(graph, &Switches::default(), &Device::cpu(Cpu::new(2)), &mut store).unwrap();
+    let given: Vec<(&str, Data)> = feeds.iter().map(|(n, d)| (n.as_str(), d.data())).collect();
+    p.run(&mut store, &given).unwrap();
+    names.iter().map(|n| p.read(n, &store).unwrap()).collect()
+}
+
+#[test]
+fn products_take_in_the_arithmetic_behind_them() {
+    let half = Switches::default().with("bf16", "auto").unwrap();
+    fn example(r: &Recorder) {
+        PASSES.iter().find(|p| p.name() == "fuse-products").unwrap().example(r);
+    }
+    for (record, switches, sites, dtype) in
+        [(gated as fn(&Recorder), &half, 2, DType::BF16), (example, &Switches::default(), 1, DType::F32)]
+    {
+        let (on, receipt) = for_gpu("fuse-products", switches, record);
+        assert_eq!((receipt.applied, on.nodes.iter().filter(|n| n.name() == "matmul_pointwise").count()), (sites, sites));
+        let (off, _) = for_gpu("fuse-products", &switches.clone().with("fuse-products", "off").unwrap(), record);
+        for (a, b) in outputs(on).iter().zip(outputs(off)) {
+            let error = check::relative(a, &b);
+            assert!(error < check::tolerance(dtype, 16), "{error}");
+        }
+    }
+    // Nothing of the gate is kept but its result: the gradient reads that and what was gated.
+    let (on, _) = for_gpu("fuse-products", &half, gated);
+    let backward = on.nodes.iter().find(|n| n.backward && n.name() == "matmul_pointwise").unwrap();
+    assert_eq!((backward.inputs.len(), backward.outputs.len()), (4, 2));
+}
+
+#[test]
+fn products_keep_to_themselves_where_that_is_better() {
+    let refused = |record: fn(Var, Var, Var), why: &str| {
+        let (graph, receipt) = for_gpu("fuse-products", &Switches::default(), |r| {
+            let half = |name: &str, shape: &[usize]| r.state(name, shape, DType::BF16, Init::Full(1.0));
+            record(half("a", &[2, 24, 16]), half("b", &[2, 16, 24]), half("c", &[2, 24, 24]));
+        });
+        assert!(graph.nodes.iter().all(|n| n.name() != "matmul_pointwise"));
+        let reasons: Vec<&str> = receipt.declined.iter().map(|d| d.0.as_str()).collect();
+        assert!(if why.is_empty() { reasons.is_empty() } else { reasons.iter().any(|r| r.contains(why)) }, "{reasons:?}");
+    };
+    refused(|a, b, c| a.recorder().output("y", a.matmul(b).tanh() * c.slice(1, 0, 1)), "is broadcast or has gaps");
+    refused(|a, b, c| a.recorder().output("y", a.matmul(b).t().tanh() * c), "broadcast, cut or turned");
+    refused(|a, b, _| a.recorder().output("y", a.t().matmul(b.t()).tanh()), "row by row");
+    refused(|a, b, c| a.recorder().output("y", a.slice(2, 1, 9).matmul(b.slice(1, 0, 8)).tanh() * c), "multiples of 16 bytes");
+    refused(|a, b, c| a.recorder().output("y", a.slice(2, 0, 7).matmul(b.slice(1, 0, 7)).tanh() * c), "multiples of 8");
+    refused(
+        |a, b, _| {
+            let product = a.matmul(b);
+            a.recorder().output("y", product.tanh());
+            a.recorder().output("product", product);
+        },
+        "",
+    );
+    refused(
+        |a, _, c| {
+            let long = a.reshape(&[768]).expand(&[24, 768]);
+            a.recorder().output("y", long.matmul(long.t()).tanh() * c.slice(0, 0, 1).reshape(&[24, 24]));
+        },
+        "K = 768",
+    );
 }
 
 #[test]

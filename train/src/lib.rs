@@ -14,3 +14,4 @@ pub mod recipes;
 pub mod report;
 pub mod run;
 pub mod sample;
+pub mod text;

@@ -150,14 +150,14 @@ pub fn is_kept(name: &str) -> bool {
 
 /// A step's report on its way.
 pub struct Pending {
-    names: Vec<&'static str>,
+    names: Vec<String>,
     numbers: Reading,
 }
 
 impl Pending {
     /// `numbers` has a value for each name; the last is how many steps in a row were skipped.
-    pub fn new(names: Vec<&'static str>, numbers: Reading) -> Pending {
-        Pending { names, numbers }
+    pub fn new(names: impl IntoIterator<Item = impl Into<String>>, numbers: Reading) -> Pending {
+        Pending { names: names.into_iter().map(Into::into).collect(), numbers }
     }
 
     pub fn finish(self) -> Result<Step, TrainError> {
@@ -168,10 +168,10 @@ impl Pending {
     }
 }
 
-/// What one optimizer step reports.
+/// What one step reports.
 pub struct Step {
-    /// The first is the loss.
-    pub values: Vec<(&'static str, f64)>,
+    /// The first is what the step is about: the loss, where there is one.
+    pub values: Vec<(String, f64)>,
     pub skipped_in_row: u64,
 }
 
@@ -181,6 +181,14 @@ pub struct Evaluation {
     pub values: Vec<(&'static str, f64)>,
     /// For classifiers.
     pub confusion: Option<Confusion>,
+}
+
+/// A picture of a run's metrics, in its folder.
+pub struct Picture {
+    pub what: &'static str,
+    pub file: &'static str,
+    /// One below the other: what the numbers are, and of each line its label and the key of its numbers. Those without any are left out.
+    pub panels: Vec<(&'static str, Vec<(String, String)>)>,
 }
 
 /// A configured recipe, as the training loop sees it.
@@ -207,11 +215,20 @@ pub trait Task {
     }
     /// What a step works through: ("tok", how many).
     fn work(&self) -> (&'static str, f64);
+    /// What a step is called.
+    fn step_name(&self) -> &'static str {
+        "step"
+    }
     /// A step's feeds filled with made-up numbers, for `kiln bench`.
     fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError>;
     /// The loss that no model can go below, if it is known, and its name.
     fn floor(&self) -> Option<(&'static str, f64)> {
         None
+    }
+    /// What is drawn of the run's metrics when it ends.
+    fn pictures(&self) -> Vec<Picture> {
+        let lines = [("training", "loss"), ("validation", "val_loss")].map(|(label, key)| (label.to_string(), key.to_string()));
+        vec![Picture { what: "loss curve", file: "loss.svg", panels: vec![("loss", lines.into())] }]
     }
     /// Something to look at when training ends.
     fn show(&mut self, _: &mut Session) -> Result<Option<String>, TrainError> {
@@ -361,7 +378,8 @@ impl<M: Model> Supervised<M> {
         let own: Vec<(String, Var)> = metas.iter().map(|(n, s)| (n.clone(), u.param(n, s, Init::Full(0.0)))).collect();
         let sums: Vec<Var> = metas.iter().map(|(n, s)| zeroed(format!("scratch/grad/{n}"), s)).collect();
         let losses: Vec<(&'static str, Var)> = losses.iter().map(|(n, _)| (*n, zeroed(format!("scratch/sum/{n}"), &[1]))).collect();
-        self.finish(&u, &own, &sums, &losses);
+        // No loss is differentiated here that bf16 could go by: what is summed up is f32.
+        u.typed(|| self.finish(&u, &own, &sums, &losses));
         vec![("micro", r.finish()), ("update", u.finish())]
     }
 
@@ -454,7 +472,7 @@ impl<M: Model> Task for Supervised<M> {
 
     fn report(&self, s: &Session) -> Result<Pending, TrainError> {
         let program = if self.config.accumulate == 1 { "train" } else { "update" };
-        let names = self.names.iter().copied().chain(["grad_norm", "clipped_norm", "skipped"]).collect();
+        let names = self.names.iter().copied().chain(["grad_norm", "clipped_norm", "skipped"]);
         Ok(Pending::new(names, s.programs[program].start_read("report", &s.store)?))
     }
 

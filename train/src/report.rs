@@ -1,4 +1,4 @@
-//! What a run shows to people: the loss curve as an SVG, confusion matrices, numbers with units, aligned tables.
+//! What a run shows to people: curves as an SVG, confusion matrices, numbers with units, aligned tables.
 
 mod confusion;
 pub mod lettering;
@@ -37,6 +37,16 @@ pub struct Series<'a> {
     pub points: &'a [(f64, f64)],
 }
 
+/// Lines over one axis. `floor` is a level to compare with, drawn dashed.
+#[derive(Debug, Clone, Copy)]
+pub struct Panel<'a> {
+    /// What the numbers are.
+    pub what: &'a str,
+    pub series: &'a [Series<'a>],
+    pub floor: Option<(&'a str, f64)>,
+}
+
+/// Of one panel.
 const SIZE: (u32, u32) = (960, 540);
 /// Okabe and Ito: told apart also by the colour-blind.
 const COLORS: [RGBColor; 6] = [
@@ -47,30 +57,44 @@ const COLORS: [RGBColor; 6] = [
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
 ];
+/// Lines that have room in the legend.
+const LABELS: usize = 2 * COLORS.len();
 const INK: RGBColor = RGBColor(60, 60, 60);
 /// A series is thinned to the extremes of this many stretches; the chart is about as many pixels wide.
 const STRETCHES: usize = 1000;
 
-/// Draws an SVG. `floor` is a level to compare with, drawn dashed. Points that are not finite are left out, those far
-/// outside the rest of their series are drawn at the edge; the chart says how many of each.
-pub fn loss_curve(path: &Path, title: &str, series: &[Series], floor: Option<(&str, f64)>) -> Result<(), ReportError> {
+/// Draws an SVG, one panel below the other. Points that are not finite are left out, those far outside the rest of their series are drawn
+/// at the edge; a panel says how many of each.
+pub fn curves(path: &Path, title: &str, panels: &[Panel]) -> Result<(), ReportError> {
     let empty = |what: String| ReportError::Empty { path: path.to_path_buf(), what };
-    if series.is_empty() {
+    if panels.is_empty() || panels.iter().any(|p| p.series.is_empty()) {
         return Err(empty("no series".into()));
     }
-    let mut finite = Vec::new();
-    for s in series {
-        let points = s.points.iter().copied();
-        let kept: Vec<_> = points.filter(|(x, y)| plottable(*x) && plottable(*y)).collect();
-        if kept.is_empty() {
-            return Err(empty(format!("series {:?} has no finite point", s.label)));
+    let mut kept = Vec::new();
+    for p in panels {
+        let mut finite = Vec::new();
+        for s in p.series {
+            let points = s.points.iter().copied();
+            let own: Vec<_> = points.filter(|(x, y)| plottable(*x) && plottable(*y)).collect();
+            if own.is_empty() {
+                return Err(empty(format!("series {:?} has no finite point", s.label)));
+            }
+            finite.push((s.label, own));
         }
-        finite.push((s.label, kept));
+        kept.push(finite);
     }
-    let not_finite = series.iter().map(|s| s.points.len()).sum::<usize>() - finite.iter().map(|(_, p)| p.len()).sum::<usize>();
-    let floor = floor.filter(|(_, level)| plottable(*level));
-
-    let svg = draw(title, &finite, floor, not_finite).map_err(|e| ReportError::Draw { path: path.to_path_buf(), reason: e.to_string() })?;
+    let draw = || -> Result<String, Box<dyn std::error::Error>> {
+        let mut svg = String::new();
+        let area = SVGBackend::with_string(&mut svg, (SIZE.0, SIZE.1 * panels.len() as u32)).into_drawing_area();
+        area.fill(&WHITE)?;
+        for (i, (part, (panel, finite))) in area.split_evenly((panels.len(), 1)).iter().zip(panels.iter().zip(&kept)).enumerate() {
+            draw(part, if i == 0 { title } else { "" }, panel, finite)?;
+        }
+        area.present()?;
+        drop(area);
+        Ok(svg)
+    };
+    let svg = draw().map_err(|e| ReportError::Draw { path: path.to_path_buf(), reason: e.to_string() })?;
     write_renamed(path, &svg).map_err(|cause| ReportError::Io { path: path.to_path_buf(), cause })
 }
 
@@ -87,23 +111,20 @@ fn write_renamed(path: &Path, text: &str) -> std::io::Result<()> {
     })
 }
 
-fn draw(
-    title: &str,
-    series: &[(&str, Vec<(f64, f64)>)],
-    floor: Option<(&str, f64)>,
-    not_finite: usize,
-) -> Result<String, Box<dyn std::error::Error>> {
+type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+
+/// One panel; `series` are its lines without points that are not finite.
+fn draw(area: &Area, title: &str, panel: &Panel, series: &[(&str, Vec<(f64, f64)>)]) -> Result<(), Box<dyn std::error::Error>> {
     let points = || series.iter().flat_map(|(_, p)| p);
+    let not_finite = panel.series.iter().map(|s| s.points.len()).sum::<usize>() - points().count();
+    let floor = panel.floor.filter(|(_, level)| plottable(*level));
     let (left, right) = padded(span(points().map(|p| p.0)), 0.0);
     let ranges = series.iter().flat_map(|(_, p)| <[f64; 2]>::from(robust_range(p)));
     let (bottom, top) = padded(span(ranges.chain(floor.map(|f| f.1))), 0.04);
     let outside = points().filter(|p| p.1 < bottom || p.1 > top).count();
 
-    let mut svg = String::new();
-    let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-    area.fill(&WHITE)?;
     let text = |size: u32| ("sans-serif", size).into_font().color(&INK);
-    let mut chart = ChartBuilder::on(&area)
+    let mut chart = ChartBuilder::on(area)
         .caption(title, text(22))
         .margin(16)
         .margin_right(28)
@@ -128,7 +149,7 @@ fn draw(
         .x_label_formatter(&|x| trimmed(&human_count(*x)))
         .y_label_formatter(&|y| tick(*y, top - bottom))
         .x_desc(x_title)
-        .y_desc("loss")
+        .y_desc(panel.what)
         .draw()?;
 
     for (i, (label, points)) in series.iter().enumerate() {
@@ -137,10 +158,17 @@ fn draw(
         let shown = thinned(points).into_iter().map(|(x, y)| (x, y.clamp(bottom, top)));
         // A few points, or a single one, would hardly show as a line.
         let dots = if points.len() <= 50 { 3 } else { 0 };
-        chart
-            .draw_series(LineSeries::new(shown, color.filled().stroke_width(width)).point_size(dots))?
-            .label(*label)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], color.stroke_width(2)));
+        let style = color.filled().stroke_width(width);
+        // Where the colours begin anew, lines are dashed.
+        let drawn = match i < COLORS.len() {
+            true => chart.draw_series(LineSeries::new(shown, style).point_size(dots))?,
+            false => chart.draw_series(DashedLineSeries::new(shown, 8, 4, style))?,
+        };
+        if i < LABELS {
+            let dash = if i < COLORS.len() { (22, 0) } else { (6, 4) };
+            let line = move |(x, y)| DashedPathElement::new([(x, y), (x + 22, y)], dash.0, dash.1, color.stroke_width(2));
+            drawn.label(*label).legend(move |at| line(at).into_dyn());
+        }
     }
     if let Some((label, level)) = floor {
         let style = INK.stroke_width(2);
@@ -152,17 +180,14 @@ fn draw(
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
+        .position(if series.len() > 3 { SeriesLabelPosition::UpperLeft } else { SeriesLabelPosition::UpperRight }) // courses fan out to the right
         .background_style(WHITE.mix(0.85))
         .border_style(BLACK.mix(0.2))
         .label_font(text(15))
         .legend_area_size(28)
         .margin(12)
         .draw()?;
-    area.present()?;
-    drop(chart);
-    drop(area);
-    Ok(svg)
+    Ok(())
 }
 
 fn span(values: impl Iterator<Item = f64>) -> (f64, f64) {
@@ -346,12 +371,16 @@ mod tests {
         let path = dir.path().join("loss.svg");
         let (train, eval) = (falling(100_000), [(50.0, 3.0), (100.0, f64::NAN)]);
         let series = [Series { label: "train <a&b>", points: &train }, Series { label: "eval", points: &eval }];
-        loss_curve(&path, "tiny", &series, Some(("entropy", 1.5))).unwrap();
+        let panel = Panel { what: "loss", series: &series, floor: Some(("entropy", 1.5)) };
+        curves(&path, "tiny", &[panel]).unwrap();
         let svg = fs::read_to_string(&path).unwrap();
         assert!(svg.len() < 60_000, "{} bytes", svg.len());
         for text in ["tiny", "train &lt;a&amp;b&gt;", "eval", "entropy (1.5)", "(points: 1 not finite)"] {
             assert!(svg.contains(text), "{text}");
         }
+        curves(&path, "tiny", &[panel, Panel { what: "speed", floor: None, ..panel }]).unwrap();
+        let both = fs::read_to_string(&path).unwrap();
+        assert!(both.contains("speed") && both.len() > svg.len());
         let left: Vec<_> = fs::read_dir(dir.path()).unwrap().collect();
         assert_eq!(left.len(), 1);
     }
@@ -360,16 +389,18 @@ mod tests {
     fn one_point_is_enough_and_none_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("loss.svg");
-        let curve = |points: &[(f64, f64)]| loss_curve(&path, "", &[Series { label: "train", points }], None).map_err(|e| e.to_string());
+        let one =
+            |path: &Path, series: &[Series]| curves(path, "", &[Panel { what: "loss", series, floor: None }]).map_err(|e| e.to_string());
+        let curve = |points: &[(f64, f64)]| one(&path, &[Series { label: "train", points }]);
         for y in [0.0, -4.0, 1e-300, -1e38, 1e38] {
             curve(&[(7.0, y)]).unwrap();
         }
         assert!(curve(&[]).unwrap_err().contains("\"train\" has no finite point"));
         assert!(curve(&[(1.0, f64::NAN)]).is_err());
-        assert!(loss_curve(&path, "", &[], None).is_err());
+        assert!(one(&path, &[]).is_err() && curves(&path, "", &[]).is_err());
         let absent = dir.path().join("absent/loss.svg");
-        let e = loss_curve(&absent, "", &[Series { label: "a", points: &[(0.0, 0.0)] }], None);
-        assert!(e.unwrap_err().to_string().contains("absent/loss.svg"));
+        let e = one(&absent, &[Series { label: "a", points: &[(0.0, 0.0)] }]);
+        assert!(e.unwrap_err().contains("absent/loss.svg"));
     }
 
     #[test]

@@ -5,8 +5,8 @@ use crate::config::{Config, TrainConfig};
 use crate::epochs::Epochs;
 use crate::metrics::{self, Metrics};
 use crate::optim::schedule::rate;
-use crate::recipe::{Evaluation, Pending, Session, Task, TrainError, is_kept};
-use crate::report::{self, Confusion, Series, human_bytes, human_count, human_time, table};
+use crate::recipe::{Evaluation, Pending, Picture, Session, Task, TrainError, is_kept};
+use crate::report::{self, Confusion, Panel, Series, human_bytes, human_count, human_time, table};
 use crate::say;
 use engine::passes::Receipt;
 use engine::{Compiled, Device, PASSES, Switches};
@@ -306,7 +306,8 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
                 values.push((format!("val_{name}"), *value));
             }
             metrics.record(at, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?;
-            let line = format!("loss {:.4}  {} {unit}/s", report.values[0].1, human_count(per_second));
+            let (name, value) = &report.values[0];
+            let line = format!("{name} {value:.4}  {} {unit}/s", human_count(per_second));
             let shown = at.is_multiple_of((c.steps / 20).max(c.log_every)) || at == c.steps;
             if bar.is_hidden() && shown {
                 say!("step {at}/{}  {line}", c.steps);
@@ -335,7 +336,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         }
     }
     bar.finish_and_clear();
-    curve(out, &name, floor)?;
+    let drawn = draw(task, out, &name, floor)?;
     if interrupted && done < c.steps {
         say!("stopped after step {done}, saved; go on with: kiln train --out {} --resume", out.display());
         return Ok(Finished { step: done, interrupted });
@@ -355,7 +356,9 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
             }
         }
     }
-    say!("loss curve {}", out.join("loss.svg").display());
+    for p in drawn {
+        say!("{} {}", p.what, out.join(p.file).display());
+    }
     say!("checkpoint {}", checkpoints.join(format!("step-{done:08}")).display());
     say!("done in {}", human_time(started.elapsed()));
     Ok(Finished { step: done, interrupted: false })
@@ -549,15 +552,25 @@ pub fn init_from(s: &mut Session, from: &Path) -> Result<(), TrainError> {
     Ok(())
 }
 
-fn curve(out: &Path, title: &str, floor: Option<(&'static str, f64)>) -> Result<(), TrainError> {
+/// The task's pictures, as far as there is anything to draw.
+fn draw(task: &dyn Task, out: &Path, title: &str, floor: Option<(&'static str, f64)>) -> Result<Vec<Picture>, TrainError> {
     let records = metrics::read(&out.join("metrics.jsonl"))?;
     let points =
         |key: &str| -> Vec<(f64, f64)> { records.iter().filter_map(|r| Some((r.get("step")?.as_f64()?, r.get(key)?.as_f64()?))).collect() };
-    let (train, eval) = (points("loss"), points("val_loss"));
-    let series = [Series { label: "training", points: &train }, Series { label: "validation", points: &eval }];
-    let drawn: Vec<Series> = series.into_iter().filter(|s| !s.points.is_empty()).collect();
-    if !drawn.is_empty() {
-        report::loss_curve(&out.join("loss.svg"), title, &drawn, floor)?;
+    let mut drawn = vec![];
+    for picture in task.pictures() {
+        let lines = |lines: &[(String, String)]| -> Vec<(String, Vec<(f64, f64)>)> {
+            lines.iter().map(|(label, key)| (label.clone(), points(key))).filter(|l| !l.1.is_empty()).collect()
+        };
+        let panels: Vec<_> = picture.panels.iter().map(|(what, own)| (*what, lines(own))).filter(|p| !p.1.is_empty()).collect();
+        if panels.is_empty() {
+            continue;
+        }
+        let series: Vec<(&str, Vec<Series>)> =
+            panels.iter().map(|(what, own)| (*what, own.iter().map(|(label, points)| Series { label, points }).collect())).collect();
+        let panels: Vec<Panel> = series.iter().map(|(what, series)| Panel { what, series, floor }).collect();
+        report::curves(&out.join(picture.file), title, &panels)?;
+        drawn.push(picture);
     }
-    Ok(())
+    Ok(drawn)
 }

@@ -76,8 +76,15 @@ fn one_percent_in_one_tensor_fails_by_its_name() {
 fn vision_bdh_with_passes_on_and_off() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../reference/golden/vision_bdh.safetensors");
     let golden = Golden::open(std::path::Path::new(path)).unwrap();
-    let settings =
-        [("recompute", "auto"), ("recompute", "auto,what=blocks"), ("epilogue", "off"), ("bf16", "auto"), ("bf16", "auto,residual=f32")];
+    let settings = [
+        ("linear-attention", "require"),
+        ("linear-attention", "off"),
+        ("recompute", "auto"),
+        ("recompute", "auto,what=blocks"),
+        ("epilogue", "off"),
+        ("bf16", "auto"),
+        ("bf16", "auto,residual=f32"),
+    ];
     for setting in settings {
         let switches = Switches::default().with(setting.0, setting.1).unwrap();
         let device = Device::cpu(Cpu::new(2));

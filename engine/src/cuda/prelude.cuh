@@ -25,7 +25,14 @@ __device__ __forceinline__ void from_float(float v, f16 &out) { asm("cvt.rn.f16.
 __device__ __forceinline__ void from_float(float v, int &out) { out = (int)v; }
 __device__ __forceinline__ void from_float(float v, unsigned char &out) { out = (unsigned char)v; }
 
+// Two neighbours at once.
+template <typename E> __device__ __forceinline__ void from_floats(float a, float b, E *out) { from_float(a, out[0]), from_float(b, out[1]); }
+template <> __device__ __forceinline__ void from_floats(float a, float b, bf16 *out) { asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(*(u32 *)out) : "f"(b), "f"(a)); }
+template <> __device__ __forceinline__ void from_floats(float a, float b, f16 *out) { asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(*(u32 *)out) : "f"(b), "f"(a)); }
+
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+__device__ __forceinline__ float inverse(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 
 // A NaN wins, as on the CPU.
 __device__ __forceinline__ float larger(float a, float b) { return (b > a || b != b) ? b : a; }
@@ -58,9 +65,8 @@ __device__ __forceinline__ float block_max(float v) {
     return warp_max(lane < warps ? parts[lane] : -infinity());
 }
 
-// Philox4x32-10: word `index % 4` of block `index / 4` of a site, as the CPU draws it.
-__device__ __forceinline__ float random_uniform(const int *rng, u32 site, u64 index) {
-    u64 block = index / 4;
+// Philox4x32-10: the four words of a block of a site, as the CPU draws them.
+__device__ __forceinline__ void random_words(const int *rng, u32 site, u64 block, u32 word[4]) {
     u32 c0 = (u32)block, c1 = site, c2 = (u32)rng[2], c3 = (u32)rng[3] ^ ((u32)(block >> 32) << 16);
     u32 k0 = (u32)rng[0], k1 = (u32)rng[1];
     for (int round = 0; round < 10; round++) {
@@ -69,7 +75,24 @@ __device__ __forceinline__ float random_uniform(const int *rng, u32 site, u64 in
         c0 = b1 ^ c1 ^ k0; c1 = b0; c2 = a1 ^ c3 ^ k1; c3 = a0;
         k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
     }
-    u32 lane = (u32)(index & 3);
-    u32 word = lane == 0 ? c0 : lane == 1 ? c1 : lane == 2 ? c2 : c3;
-    return (float)(word >> 8) * (1.0f / 16777216.0f);
+    word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+}
+// In [0, 1).
+__device__ __forceinline__ float uniform(u32 word) { return (float)(word >> 8) * (1.0f / 16777216.0f); }
+// Draws of 16 bits number index to index + COUNT (a power of two up to 8 that divides index): eight to a block.
+template <int COUNT> __device__ __forceinline__ void random_halves(const int *rng, u32 site, u64 index, u32 half[COUNT]) {
+    u32 w[4], first = (u32)index % 8;
+    random_words(rng, site, index / 8, w);
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        u32 at = COUNT == 8 ? j : first + j;
+        u32 word = at < 2 ? w[0] : at < 4 ? w[1] : at < 6 ? w[2] : w[3];
+        half[j] = at % 2 ? word >> 16 : word & 0xffffu;
+    }
+}
+// Draw number `index` of a site: word `index % 4` of block `index / 4`.
+__device__ __forceinline__ float random_uniform(const int *rng, u32 site, u64 index) {
+    u32 w[4], lane = (u32)(index & 3);
+    random_words(rng, site, index / 4, w);
+    return uniform(lane == 0 ? w[0] : lane == 1 ? w[1] : lane == 2 ? w[2] : w[3]);
 }

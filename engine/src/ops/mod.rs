@@ -6,14 +6,18 @@ pub mod cast_all;
 pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
+pub mod evolve;
 pub mod full;
 pub mod linear_attention;
 pub mod linear_ce;
 pub mod matmul;
+pub mod matmul_pointwise;
 pub mod norm;
 pub mod pictures;
 pub mod pointwise;
 pub mod reduce;
+pub mod retrieve;
+pub mod ring;
 pub mod rope;
 pub mod rows;
 pub mod softmax;
@@ -36,6 +40,7 @@ pub const OPS: &[Entry] = ops! {
     concat: "side by side along an axis; zeros around",
     reduce: "sums and maxima along an axis",
     matmul: "matrix products, transposed or not, batched, broadcast",
+    matmul_pointwise: "matrix products with arithmetic behind them, in one kernel",
     softmax: "softmax of rows, causal or not",
     norm: "RMS norm and layer norm; the RMS norm of a sum",
     rope: "rotary position embedding, both layouts; the same behind an RMS norm",
@@ -47,5 +52,8 @@ pub const OPS: &[Entry] = ops! {
     linear_attention: "attention of heads with themselves, without softmax: rope, two products and a layer norm at once",
     cross_entropy: "cross-entropy of logits",
     linear_ce: "the loss head: linear layer and cross-entropy, whole or in chunks",
+    evolve: "steps of a complex field, and its size at each",
+    retrieve: "what queries find among candidates, under a metric in a rotated frame",
+    ring: "rows written around and around a table; counters",
     adamw: "AdamW over all parameters; the norm of all gradients",
 };

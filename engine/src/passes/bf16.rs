@@ -53,12 +53,14 @@ impl Pass for Bf16 {
             "f32" => true,
             other => return Err(Error::PassSetting { pass: "bf16".into(), problem: format!("residual={other} is neither bf16 nor f32") }),
         };
-        // Where gradients are asked for, what leads to their loss; elsewhere everything.
+        // Where gradients are asked for, what leads to their loss; elsewhere everything. Never what is to keep its types.
         let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
-        let inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
+        let mut inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
+        inside.iter_mut().zip(&g.nodes).for_each(|(inside, node)| *inside &= !node.typed);
         let old_updates: Vec<Value> = g.updates.iter().map(|u| u.1).collect();
         let types: Vec<Vec<DType>> = (0..g.nodes.len()).map(|i| g.inputs(i).iter().map(|m| m.dtype).collect()).collect();
         let mut casts: HashMap<Value, Value> = HashMap::new();
+        let mut widened: HashMap<Value, Value> = HashMap::new();
         let mut restored: HashMap<Value, Value> = HashMap::new();
         g.rewrite(|recorder, i, node, inputs| {
             let new = match &node.kind {
@@ -66,8 +68,11 @@ impl Pass for Bf16 {
                 // A view takes the type of what it views; what does not lead to the loss works on the types that it was recorded with.
                 Kind::Op(op) if op.is_view() => Some(recorder.op_arc(op.clone(), inputs)),
                 Kind::Op(op) => {
-                    let back = |(v, &d): (&Var<'_>, &DType)| if d.is_float() && v.dtype() != d { v.cast(d).value() } else { v.value() };
-                    let x: Vec<Value> = inputs.iter().zip(&types[i]).map(back).collect();
+                    let mut back = |(v, &d): (&Var<'_>, &DType)| match d.is_float() && v.dtype() != d {
+                        true => *widened.entry(v.value()).or_insert_with(|| v.cast(d).value()),
+                        false => v.value(),
+                    };
+                    let x: Vec<Value> = inputs.iter().zip(&types[i]).map(&mut back).collect();
                     Some(recorder.op_arc(op.clone(), &x.into_iter().map(|v| recorder.var(v)).collect::<Vec<_>>()))
                 }
                 Kind::Grad => {
@@ -152,8 +157,8 @@ fn rewritten<'g>(
     if node.op::<AdamW>().is_some() || node.op::<GlobalNorm>().is_some() || node.op::<CrossEntropy>().is_some() {
         // The optimizer is f32 by nature; cross-entropy gives f32 losses of whatever it reads.
     } else if let Some(p) = node.op::<Pointwise>() {
-        // Arithmetic on an activation stays one; its other inputs may be of any type.
-        let elements = node.outputs[0].elements();
+        // Arithmetic on an activation stays one, also where it is repeated; its other inputs may be of any type.
+        let elements = x.iter().map(|v| v.meta().elements()).max().unwrap_or(1);
         let full = |d: DType| x.iter().any(|v| v.dtype() == d && v.meta().elements() == elements);
         let active = full(DType::BF16) && !(wide && full(DType::F32));
         let dtypes = p.dtypes.iter().map(|&d| if active && d == DType::F32 { DType::BF16 } else { d }).collect();

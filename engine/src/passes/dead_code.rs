@@ -83,7 +83,7 @@ fn drop_outputs(g: &mut Graph) -> usize {
             let mut expr = p.expr.clone();
             expr.outs = stay.iter().map(|&o| p.expr.outs[o]).collect();
             let (expr, inputs) = expr.pruned();
-            let op = Pointwise { expr, dtypes: stay.iter().map(|&o| p.dtypes[o]).collect(), in_place: vec![] };
+            let op = Pointwise::new(expr, stay.iter().map(|&o| p.dtypes[o]).collect());
             let inputs: Vec<_> = inputs.iter().map(|&k| g.nodes[i].inputs[k]).collect();
             let metas: Vec<_> = inputs.iter().map(|&v| g.meta(v).clone()).collect();
             let node = &mut g.nodes[i];

@@ -88,7 +88,7 @@ fn few_terms(g: &mut Graph) {
         }
         let terms: Vec<Var> = (0..shape[r.axis]).map(|k| inputs[0].slice(r.axis, k, k + 1)).collect();
         let expr = Expr::of(terms.len(), |e, x| x[1..].iter().fold(x[0], |sum, &t| e.add(sum, t)));
-        let op = Pointwise { expr, dtypes: vec![node.outputs[0].dtype], in_place: vec![] };
+        let op = Pointwise::new(expr, vec![node.outputs[0].dtype]);
         Ok(Some(vec![inputs[0].recorder().op1(op, &terms)]))
     });
     done.unwrap_or_else(|never| match never {});
@@ -178,7 +178,7 @@ fn join_sibling(g: &mut Graph, p: usize, q: usize) {
     let node = &mut g.nodes[p];
     node.outputs.extend(metas);
     node.inputs = inputs;
-    node.kind = Kind::Op(Arc::new(Pointwise { expr, dtypes: [a.dtypes, b.dtypes].concat(), in_place: vec![] }));
+    node.kind = Kind::Op(Arc::new(Pointwise::new(expr, [a.dtypes, b.dtypes].concat())));
     let moved = |v: &mut Value| {
         if v.node == q {
             *v = Value { node: p, out: first + v.out };
@@ -224,7 +224,7 @@ fn join(g: &mut Graph, p: usize, i: usize) {
     let node = &mut g.nodes[i];
     node.outputs.extend(metas);
     node.inputs = inputs;
-    node.kind = Kind::Op(Arc::new(Pointwise { expr, dtypes, in_place: vec![] }));
+    node.kind = Kind::Op(Arc::new(Pointwise::new(expr, dtypes)));
     let moved = |v: &mut Value| {
         if v.node == p {
             *v = Value { node: i, out: first + keep.iter().position(|&o| o == v.out).expect("kept because it is read") };

@@ -6,7 +6,9 @@ use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
 use crate::ops::concat::Join;
 use crate::ops::matmul::{Add, Matmul};
+use crate::ops::matmul_pointwise::MatmulPointwise;
 use crate::ops::pointwise::Pointwise;
+use crate::ops::view::Reshape;
 use crate::plan::{last_reads, view_roots};
 use crate::record::Recorder;
 use std::sync::Arc;
@@ -45,23 +47,31 @@ impl Pass for InPlace {
                     receipt.decline("what is added is read again later", &g.nodes[i].scope);
                 }
             }
-            let Some(p) = g.nodes[i].op::<Pointwise>() else { continue };
+            let (arithmetic, product) = (g.nodes[i].op::<Pointwise>().cloned(), g.nodes[i].op::<MatmulPointwise>().cloned());
+            if arithmetic.is_none() && product.is_none() {
+                continue;
+            }
             let mut pairs = vec![];
             for (out, meta) in g.nodes[i].outputs.iter().enumerate() {
                 let free = |&(k, &v): &(usize, &Value)| {
-                    let node = &g.nodes[v.node];
+                    // A product's own inputs are read by many; the others have its shape, but were made in one of their own.
+                    if product.is_some() && k < 2 {
+                        return false;
+                    }
+                    let whole = if product.is_some() { reshaped(g, v) } else { v };
+                    let node = &g.nodes[whole.node];
                     // A state may be overwritten by its own next value.
-                    let owned = !node.is_source() || g.updates.contains(&(v, Value { node: i, out }));
-                    let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == v).count() == 1;
+                    let owned = !node.is_source() || g.updates.contains(&(whole, Value { node: i, out }));
+                    let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == whole).count() == 1;
                     let unused = pairs.iter().all(|&(used, _)| used != k);
                     g.meta(v) == meta
                         && meta.dtype.is_float()
                         && !node.is_view()
                         && owned
-                        && last[&v] == i
+                        && last[&whole] == i
                         && alone
                         && unused
-                        && !joined.contains(&v)
+                        && !joined.contains(&whole)
                 };
                 if let Some((k, _)) = g.nodes[i].inputs.iter().enumerate().find(free) {
                     pairs.push((k, out));
@@ -72,8 +82,11 @@ impl Pass for InPlace {
                 continue;
             }
             receipt.applied += 1;
-            let op = Pointwise { in_place: pairs, ..p.clone() };
-            g.nodes[i].kind = Kind::Op(Arc::new(op));
+            g.nodes[i].kind = Kind::Op(match (arithmetic, product) {
+                (Some(p), _) => Arc::new(Pointwise { in_place: pairs, ..p }),
+                (_, Some(p)) => Arc::new(MatmulPointwise { in_place: pairs, ..p }),
+                _ => unreachable!("one of the two"),
+            });
         }
         Ok(())
     }
@@ -83,4 +96,9 @@ impl Pass for InPlace {
         let x = r.feed("x", &[5, 4], DType::F32);
         r.output("y", x.matmul(w).silu().matmul(w));
     }
+}
+
+/// What a value is a reshape of, or itself.
+fn reshaped(g: &Graph, v: Value) -> Value {
+    if g.nodes[v.node].op::<Reshape>().is_some() { reshaped(g, g.nodes[v.node].inputs[0]) } else { v }
 }

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 /// A pointwise op that does nothing: its output lies without gaps.
 fn copy<'g>(v: Var<'g>) -> Var<'g> {
-    let op = Pointwise { expr: Expr::of(1, |_, x| x[0]), dtypes: vec![v.dtype()], in_place: vec![] };
+    let op = Pointwise::new(Expr::of(1, |_, x| x[0]), vec![v.dtype()]);
     v.recorder().op1(op, &[v])
 }
 

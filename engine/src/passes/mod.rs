@@ -8,9 +8,12 @@ mod epilogue;
 pub use dead_code::sweep;
 pub mod expand;
 mod flash_attention;
+mod fuse_evolution;
 mod fuse_norm;
 mod fuse_pointwise;
+mod fuse_products;
 mod fuse_qk_norm;
+mod fuse_retrieval;
 mod fuse_routing;
 mod group_casts;
 mod hoist;
@@ -35,6 +38,8 @@ use std::collections::BTreeMap;
 pub const PASSES: &[&dyn Pass] = &[
     &flash_attention::FlashAttentionPass,
     &linear_attention::LinearAttentionPass,
+    &fuse_evolution::FuseEvolution,
+    &fuse_retrieval::FuseRetrieval,
     &linear_ce::LinearCe,
     &fuse_norm::FuseNorm,
     &fuse_qk_norm::FuseQkNorm,
@@ -50,6 +55,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &join_products::JoinProducts,
     &group_casts::GroupCasts,
     &fuse_pointwise::FusePointwise,
+    &fuse_products::FuseProducts,
     &in_place::InPlace,
     &products::Tf32,
     &products::TuneProducts,

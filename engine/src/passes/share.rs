@@ -31,9 +31,9 @@ impl Pass for Share {
             if asked.contains(&i) {
                 return Ok(None);
             }
-            // An op prints everything that it is; draws of random numbers differ by their site.
+            // An op prints everything that it is; draws of random numbers differ by their site. What keeps its types is no equal of what may not.
             let what = match &node.kind {
-                Kind::Op(op) => format!("{op:?}"),
+                Kind::Op(op) => format!("{op:?} {}", node.typed),
                 Kind::Const(numbers) => {
                     let bytes = bytemuck::cast_slice(numbers);
                     format!("const {:?} {:032x}", node.outputs[0], xxhash_rust::xxh3::xxh3_128(bytes))

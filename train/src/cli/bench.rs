@@ -65,7 +65,8 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     let planned = run::peak(&s).total() as u64;
     let resident = peak_resident();
     out!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
-    out!("{ms:.1} ms a step (from {:.1} to {:.1}), {} {unit}/s", times[0], times[times.len() - 1], human_count(work / ms * 1e3));
+    let (name, last) = (task.step_name(), times[times.len() - 1]);
+    out!("{ms:.1} ms a {name} (from {:.1} to {last:.1}), {} {unit}/s", times[0], human_count(work / ms * 1e3));
     out!(
         "planned peak {}, measured {} resident; {:.2} s from the start to the end of the first step: device {:.2}, programs {:.2}, step {:.2}",
         human_bytes(planned),
@@ -119,7 +120,7 @@ struct Line {
     ms: f64,
     peak: u64,
     /// Loss, gradient norm and what else the last step reports.
-    report: Vec<(&'static str, f64)>,
+    report: Vec<(String, f64)>,
 }
 
 /// Milliseconds of the steps that count, sorted; and how long the very first took.
@@ -164,7 +165,7 @@ fn ledger(
         let mut without = config.clone();
         without.set_pass_argument(&format!("{pass}=off"))?;
         let off = measure(a, &without, device)?;
-        let differ = |((_, x), (_, y)): (&(&str, f64), &(&str, f64))| (x - y).abs() / y.abs().max(1e-30);
+        let differ = |((_, x), (_, y)): (&(String, f64), &(String, f64))| (x - y).abs() / y.abs().max(1e-30);
         let worst = off.report.iter().zip(&base.report).map(differ).fold(0.0, f64::max);
         rows.push(vec![
             pass.into(),

@@ -111,6 +111,7 @@ fn op_outcomes<'a>(op: &'a engine::op::Entry, device: &'a Device) -> impl Iterat
 const GOLDEN: &[(&str, &[u8])] = &[
     ("hydra", include_bytes!("../../../reference/golden/hydra.safetensors")),
     ("vision_bdh", include_bytes!("../../../reference/golden/vision_bdh.safetensors")),
+    ("lior", include_bytes!("../../../reference/golden/lior.safetensors")),
 ];
 
 fn everything(device: &Device) -> Result<ExitCode> {
@@ -278,7 +279,9 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
             .filter(|c| c.name.starts_with("grad/"))
             .map(|c| vec![c.name.clone(), format!("{:.2e}", c.error), format!("{:.6}", c.cosine)])
             .collect();
-        out_part!("{}", table(&["gradient by parameter", "error", "cosine"], &gradients));
+        if !gradients.is_empty() {
+            out_part!("{}", table(&["gradient by parameter", "error", "cosine"], &gradients));
+        }
         for c in all.iter().filter(|c| !c.ok) {
             failed = true;
             match rule {

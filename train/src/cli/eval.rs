@@ -54,7 +54,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
         );
     }
     let mut s = run::load(&*task, &config, &device)?;
-    s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
+    run::restore(&mut s, &found)?;
     let Evaluation { values, confusion } = task.evaluate(&mut s)?;
     if a.picture.is_some() && confusion.is_none() {
         bail!("--picture is for classifiers: {} has no confusion matrix", config.text("recipe"));

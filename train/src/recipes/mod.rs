@@ -1,8 +1,9 @@
 //! The recipes: one line each.
 
 pub mod hydra;
+pub mod lior;
 pub mod vision_bdh;
 
 use crate::recipe::Recipe;
 
-pub const RECIPES: &[&dyn Recipe] = &[&hydra::HydraRecipe, &vision_bdh::VisionRecipe];
+pub const RECIPES: &[&dyn Recipe] = &[&hydra::HydraRecipe, &vision_bdh::VisionRecipe, &lior::LiorRecipe];

@@ -87,7 +87,7 @@ impl Confusion {
         // Cells with numbers and large letters; cells as high as small letters; squares alone.
         let (cell, scale) = match n {
             ..=25 => (56, 2),
-            ..=150 => (HEIGHT + 2, 1),
+            26..=150 => (HEIGHT + 2, 1),
             _ => (4, 0),
         };
         let names: Vec<String> = self.classes.iter().map(|c| shortened(c, 24)).collect();

@@ -5,7 +5,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::math::{dot, exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
-use crate::meta::Meta;
+use crate::meta::{Layout, Meta, block_stride};
 use crate::op::{Cost, Grads, Op, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
@@ -28,11 +28,15 @@ struct Sizes {
     kv: usize,
     d: usize,
     causal: bool,
+    /// Elements from one [heads, d] of q, k and v to the next.
+    rows: [usize; 3],
 }
 
 impl Sizes {
-    fn new(q: &View, k: &View, causal: bool) -> Sizes {
-        Sizes { time: q.shape[1], keys: k.shape[1], heads: q.shape[2], kv: k.shape[2], d: q.shape[3], causal }
+    fn new(x: &[View], causal: bool) -> Sizes {
+        let (q, k) = (&x[0], &x[1]);
+        let rows = [0, 1, 2].map(|i| block_stride(x[i].shape, x[i].strides, 2).expect("blocks evenly apart"));
+        Sizes { time: q.shape[1], keys: k.shape[1], heads: q.shape[2], kv: k.shape[2], d: q.shape[3], causal, rows }
     }
 
     fn group(&self) -> usize {
@@ -44,17 +48,21 @@ impl Sizes {
         if self.causal { t + 1 + self.keys - self.time } else { self.keys }
     }
 
-    /// Head h of batch b of a tensor [batch, length, heads, d], as a matrix [length, d].
-    fn head<'a>(&self, x: &'a [f32], b: usize, length: usize, heads: usize, h: usize) -> Mat<'a> {
-        Mat { data: x, offset: (b * length * heads + h) * self.d, row: heads * self.d, column: 1 }
+    /// Head h of batch b of a tensor [batch, length, heads, d] from time t on, as a matrix [length, d].
+    fn head<'a>(&self, x: &'a [f32], b: usize, length: usize, row: usize, h: usize, t: usize) -> Mat<'a> {
+        Mat { data: x, offset: (b * length + t) * row + h * self.d, row, column: 1 }
     }
 
     fn query<'a>(&self, x: &'a [f32], b: usize, h: usize, t: usize) -> Mat<'a> {
-        self.head(x, b, self.time, self.heads, h).at(t * self.heads * self.d)
+        self.head(x, b, self.time, self.rows[0], h, t)
     }
 
     fn key<'a>(&self, x: &'a [f32], b: usize, h: usize, t: usize) -> Mat<'a> {
-        self.head(x, b, self.keys, self.kv, h).at(t * self.kv * self.d)
+        self.head(x, b, self.keys, self.rows[1], h, t)
+    }
+
+    fn value<'a>(&self, x: &'a [f32], b: usize, h: usize, t: usize) -> Mat<'a> {
+        self.head(x, b, self.keys, self.rows[2], h, t)
     }
 }
 
@@ -73,7 +81,7 @@ impl Op for FlashAttention {
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], by_head: &mut [f32]) {
-        let s = Sizes::new(&x[0], &x[1], self.causal);
+        let s = Sizes::new(x, self.causal);
         let (q, k, v) = (x[0].f32(), x[1].f32(), x[2].f32());
         let (y, lse) = y.split_at_mut(1);
         let tasks = by_head.par_chunks_mut(s.time * s.d).zip(lse[0].f32().par_chunks_mut(s.time));
@@ -87,6 +95,11 @@ impl Op for FlashAttention {
             let (h, t, b) = (i % s.heads, i / s.heads % s.time, i / s.heads / s.time);
             out.copy_from_slice(&by_head[((b * s.heads + h) * s.time + t) * s.d..][..s.d]);
         });
+    }
+
+    /// q, k and v may be columns of one product.
+    fn layout(&self, _: usize) -> Layout {
+        Layout::Blocks(2)
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -150,7 +163,7 @@ fn forward_block(
             },
         );
         let weights = Mat { data: &scores, offset: 0, row: BLOCK, column: 1 };
-        gemm(out, s.d, Into::Add, n, m, s.d, weights, s.key(v, b, kv, k0), 1.0, false);
+        gemm(out, s.d, Into::Add, n, m, s.d, weights, s.value(v, b, kv, k0), 1.0, false);
     }
     for r in 0..n {
         let inverse = 1.0 / total[r];
@@ -180,7 +193,7 @@ impl Op for FlashAttentionGrad {
     }
 
     fn cpu(&self, x: &[View], out: &mut [ViewMut], work: &mut [f32]) {
-        let s = Sizes::new(&x[0], &x[1], self.causal);
+        let s = Sizes::new(x, self.causal);
         let (q, k, v) = (x[0].f32(), x[1].f32(), x[2].f32());
         let (y, lse, dy) = (x[3].f32(), x[4].f32(), x[5].f32());
         let (dq, rest) = work.split_at_mut(q.len());
@@ -256,7 +269,7 @@ fn backward_block(
     for k0 in (0..last).step_by(BLOCK) {
         let m = BLOCK.min(last - k0);
         gemm(&mut p, BLOCK, Into::Replace, n, s.d, m, s.query(q, b, h, t0), s.key(k, b, kv, k0).t(), scale, false);
-        gemm(&mut ds, BLOCK, Into::Replace, n, s.d, m, s.query(dy, b, h, t0), s.key(v, b, kv, k0).t(), 1.0, false);
+        gemm(&mut ds, BLOCK, Into::Replace, n, s.d, m, s.query(dy, b, h, t0), s.value(v, b, kv, k0).t(), 1.0, false);
         simd(
             #[inline(always)]
             || {

@@ -1,7 +1,7 @@
 //! Flash attention on a GPU: which kernel runs, and how it is launched.
 
 use crate::kernel::{Arch, At, Code, Io, Launch, Step};
-use crate::meta::DType;
+use crate::meta::{DType, block_stride};
 
 /// The kernels that compute attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,18 +24,6 @@ pub fn kernel_for(dtype: DType, d: usize, arch: Arch) -> (Kind, &'static str) {
     }
 }
 
-/// Dynamic shared memory that every GPU since compute capability 8.0 gives to one block.
-const SHARED: usize = 99 * 1024;
-
-/// Dynamic shared memory that this GPU gives to one block.
-pub(crate) fn shared_limit(arch: Arch) -> usize {
-    match arch.sm {
-        80 | 87 => 163 * 1024,
-        90..120 => 227 * 1024,
-        _ => SHARED,
-    }
-}
-
 struct Sizes {
     batch: usize,
     time: usize,
@@ -43,12 +31,18 @@ struct Sizes {
     heads: usize,
     kv: usize,
     d: usize,
+    /// Elements from one [heads, d] of q, k and v to the next.
+    rows: [usize; 3],
+    /// Rows of 16-bit elements begin at a multiple of 16 bytes.
+    packed: bool,
 }
 
 impl Sizes {
     fn new(io: &Io) -> Sizes {
         let (q, k) = (&io.x[0].shape, &io.x[1].shape);
-        Sizes { batch: q[0], time: q[1], keys: k[1], heads: q[2], kv: k[2], d: q[3] }
+        let rows = [0, 1, 2].map(|i| block_stride(&io.x[i].shape, &io.strides[i], 2).expect("blocks evenly apart"));
+        let packed = (0..3).all(|i| rows[i].is_multiple_of(8) && io.offsets[i].is_multiple_of(8));
+        Sizes { batch: q[0], time: q[1], keys: k[1], heads: q[2], kv: k[2], d: q[3], rows, packed }
     }
 
     fn define(&self, launch: Launch, causal: bool) -> Launch {
@@ -60,10 +54,14 @@ impl Sizes {
             .define("KV", self.kv)
             .define("D", self.d)
             .define("CAUSAL", causal as u8)
+            .define("Q_ROW", self.rows[0])
+            .define("K_ROW", self.rows[1])
+            .define("V_ROW", self.rows[2])
+            .define("PACKED", self.packed as u8)
     }
 
     /// Rows [d] of q.
-    fn rows(&self) -> usize {
+    fn queries(&self) -> usize {
         self.batch * self.time * self.heads
     }
 
@@ -101,7 +99,7 @@ pub fn backward(io: &Io, causal: bool, scale: f32) -> Code {
 /// `squares` tiles of scores fit into shared memory.
 fn plain_tile(d: usize, heads: usize, squares: usize) -> (usize, usize) {
     let bytes = |r: usize| 4 * 16 * r * (heads * (d.next_multiple_of(16) + 1) + squares * (16 * r + 1));
-    let fits = [4, 2, 1].into_iter().find(|&r| bytes(r) <= SHARED && r * d.div_ceil(16) <= 32);
+    let fits = [4, 2, 1].into_iter().find(|&r| bytes(r) <= Arch::LEAST_SHARED && r * d.div_ceil(16) <= 32);
     let r = fits.unwrap_or_else(|| panic!("attention has no kernel for heads of {d}; the plain one takes up to 384"));
     (r, bytes(r))
 }
@@ -138,14 +136,14 @@ fn plain_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
     let (dq, dk, dv, along) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into(), At::Work.into());
     let steps = vec![
-        launch("attention_along").grid(s.rows().div_ceil(8), 1, 1).args(&[y, dy, along]),
+        launch("attention_along").grid(s.queries().div_ceil(8), 1, 1).args(&[y, dy, along]),
         launch("attention_dq").grid(s.batch * s.heads * s.time.div_ceil(16 * r), 1, 1).shared(shared).args(&[q, k, v, lse, dy, along, dq]),
         launch("attention_dkdv")
             .grid(s.batch * s.kv * s.keys.div_ceil(16 * r), 1, 1)
             .shared(shared)
             .args(&[q, k, v, lse, dy, along, dk, dv]),
     ];
-    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 4 * s.rows() }
+    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 4 * s.queries() }
 }
 
 /// 64 rows of a tile for each unit: as many as leave no register in memory, for sm_80 and sm_90a: 234 of 255 for the forward
@@ -194,7 +192,7 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
     let (dq, dk, dv, stats) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into(), At::Work.into());
     let steps = vec![
-        launch("attention_stats").grid(s.rows().div_ceil(256 / (s.d / 8)), 1, 1).args(&[y, lse, dy, stats]),
+        launch("attention_stats").grid(s.queries().div_ceil(256 / (s.d / 8)), 1, 1).args(&[y, lse, dy, stats]),
         launch("attention_dq")
             .grid(s.batch * s.heads * s.time.div_ceil(64 * rows), 1, 1)
             .block(128)
@@ -206,7 +204,7 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
             .shared(s.tile(2 * 64 * rows + 4 * stage) + 2 * stage * 8)
             .args(&[q, k, v, dy, stats, dk, dv]),
     ];
-    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 8 * s.rows() }
+    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 8 * s.queries() }
 }
 
 const SMALL: [&str; 3] = [include_str!("mma.cuh"), include_str!("tensor.cuh"), include_str!("small.cuh")];
@@ -219,9 +217,9 @@ fn small_keys(s: &Sizes) -> usize {
     4 * s.d * s.keys.next_multiple_of(32)
 }
 
-/// Heads of 16 whose keys fit into shared memory, on compute capability 9.0 twice: up to 1584.
+/// Heads of 16 in whole packs whose keys fit into shared memory, on compute capability 9.0 twice: up to 1584.
 fn is_small_forward(s: &Sizes) -> bool {
-    s.d == 16 && small_keys(s) <= SHARED
+    s.d == 16 && s.packed && small_keys(s) <= Arch::LEAST_SHARED
 }
 
 fn small_forward(io: &Io, causal: bool, scale: f32) -> Code {
@@ -255,7 +253,7 @@ fn small_tile(d: usize) -> usize {
 
 /// Into how many blocks the queries of a head must be split to fit into shared memory.
 fn small_split(s: &Sizes, arch: Arch) -> usize {
-    s.time.div_ceil(16).div_ceil(shared_limit(arch) / small_tile(s.d))
+    s.time.div_ceil(16).div_ceil(arch.shared_limit() / small_tile(s.d))
 }
 
 /// Heads of 16 of up to twice the queries that shared memory holds: up to 3296 on compute capability 9.0.

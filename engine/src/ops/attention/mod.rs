@@ -97,7 +97,17 @@ fn flash<'g>(x: &[Var<'g>], causal: bool) -> Vec<Var<'g>> {
     vec![y[0]]
 }
 
+/// q, k and v of two heads of `d`: columns of x [batch, time, ..] from `at` on, each `apart` from the one before.
+fn columns<'g>(x: Var<'g>, d: usize, at: usize, apart: usize) -> Vec<Var<'g>> {
+    let (b, t) = (x.shape()[0], x.shape()[1]);
+    let part = |i: usize| x.slice(2, at + i * apart, at + i * apart + 2 * d).reshape(&[b, t, 2, d]);
+    flash(&[part(0), part(1), part(2)], true)
+}
+
 pub const CASES: &[Case] = &[
+    Case::new("flash columns of one product", &[In(&[2, 70, 384], Fill::Normal)], |x| columns(x[0], 64, 0, 128)),
+    Case::new("flash columns, heads of 16", &[In(&[2, 70, 96], Fill::Normal)], |x| columns(x[0], 16, 0, 32)),
+    Case::new("flash columns at odd places", &[In(&[1, 67, 203], Fill::Normal)], |x| columns(x[0], 32, 1, 67)),
     Case::new("unfused causal", qkv!(2, 5, 4, 5, 2, 3), |x| vec![attention(x[0], x[1], x[2], true, 0.5)]),
     Case::new("unfused full", qkv!(1, 3, 2, 5, 2, 4), |x| vec![attention(x[0], x[1], x[2], false, 0.5)]),
     Case::new("flash causal groups", qkv!(2, 71, 4, 71, 2, 8), |x| flash(x, true)),

@@ -6,21 +6,22 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward(const TQ *q,
     // Causal: the last tile has the most to do, so it starts first.
     int t0 = (QUERY_TILES - 1 - (int)(blockIdx.x % QUERY_TILES)) * TILE;
     u64 bh = blockIdx.x / QUERY_TILES, b = bh / HEADS, h = bh % HEADS;
-    const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
-    u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
+    const u64 q_step = Q_ROW, k_step = K_ROW, v_step = V_ROW;
+    q += b * TIME * q_step + h * D, k += b * KEYS * k_step + h / GROUP * D, v += b * KEYS * v_step + h / GROUP * D;
+    y += (b * TIME * HEADS + h) * D;
 
     float out[R][WIDE] = {}, top[R], total[R];
     for (int a = 0; a < R; a++) top[a] = -infinity(), total[a] = 0.0f;
-    load(queries, q + q_at, q_step, t0, TIME);
+    load(queries, q, q_step, t0, TIME);
     int last = seen(t0 + TILE - 1);
     for (int k0 = 0; k0 < last; k0 += TILE) {
         __syncthreads();
-        load(others, k + k_at, k_step, k0, KEYS);
+        load(others, k, k_step, k0, KEYS);
         __syncthreads();
         float s[R][R];
         dots(s, queries, others, ty, tx);
         __syncthreads();
-        load(others, v + k_at, k_step, k0, KEYS);
+        load(others, v, v_step, k0, KEYS);
 #pragma unroll
         for (int a = 0; a < R; a++) {
             int live = seen(t0 + ty + 16 * a) - k0;
@@ -57,5 +58,5 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward(const TQ *q,
         for (int c = 0; c < WIDE; c++) out[a][c] *= inverse;
         if (tx == 0 && t < TIME) lse[bh * TIME + t] = top[a] + logf(total[a]);
     }
-    store(y + q_at, q_step, t0, TIME, out, 1.0f, ty, tx);
+    store(y, (u64)HEADS * D, t0, TIME, out, 1.0f, ty, tx);
 }

@@ -10,15 +10,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_forward(const
     T *keys = (T *)shared, *values = keys + KEY_ROWS * D;
     int lane = threadIdx.x % 32;
     u64 bh = blockIdx.x / PARTS, b = bh / HEADS, h = bh % HEADS;
-    const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
-    u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
+    const u64 q_step = Q_ROW, k_step = K_ROW, v_step = V_ROW;
+    q += b * TIME * q_step + h * D, k += b * KEYS * k_step + h / GROUP * D, v += b * KEYS * v_step + h / GROUP * D;
+    y += (b * TIME * HEADS + h) * D;
 
 #pragma unroll 4
     for (int i = threadIdx.x; i < KEY_ROWS * (D / 8); i += 32 * WARPS) {
         int row = i / (D / 8), chunk = i % (D / 8);
-        u64 from = k_at + (row < KEYS ? row : 0) * k_step + chunk * 8;
-        copy16(keys + place(row, chunk), k + from, row < KEYS);
-        copy16(values + place(row, chunk), v + from, row < KEYS);
+        int from = row < KEYS ? row : 0;
+        copy16(keys + place(row, chunk), k + from * k_step + chunk * 8, row < KEYS);
+        copy16(values + place(row, chunk), v + from * v_step + chunk * 8, row < KEYS);
     }
     copies_commit();
     copies_wait<0>();
@@ -42,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_forward(const
         for (int m = 0; m < M_Q; m++)
 #pragma unroll
             for (int i = 0; i < STEPS; i++) {
-                fetch_a(a[m][i], q + q_at, q_step, t0 + 16 * m, TIME, i, lane);
+                fetch_a(a[m][i], q, q_step, t0 + 16 * m, TIME, i, lane);
 #pragma unroll
                 for (int j = 0; j < 4; j++) a[m][i][j] ^= NEGATIVE ? 0x80008000u : 0u;
             }
@@ -139,6 +140,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_forward(const
                 const float ln_2 = 0.693147181f;
                 if (lane % 4 == 0 && t < TIME) lse[bh * TIME + t] = base[m][half] * ln_2 + logf(sum);
             }
-        store<M_Q>(y + q_at, q_step, t0, TIME, out, 1.0f, lane);
+        store<M_Q>(y, (u64)HEADS * D, t0, TIME, out, 1.0f, lane);
     }
 }

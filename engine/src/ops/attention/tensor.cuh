@@ -10,7 +10,9 @@ template <int ROWS> __device__ __forceinline__ void load(T *tile, const T *from,
     for (int i = threadIdx.x; i < ROWS * (D / 8); i += 128) {
         int r = i / (D / 8), c = i % (D / 8) * 8;
         bool live = first + r < rows;
-        copy16(tile + r * PITCH + c, from + (live ? first + r : 0) * step + c, live);
+        const T *row = from + (live ? first + r : 0) * step + c;
+        if (PACKED) copy16(tile + r * PITCH + c, row, live);
+        for (int j = 0; !PACKED && j < 8; j++) tile[r * PITCH + c + j] = live ? row[j] : T{};
     }
 }
 

@@ -9,14 +9,15 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
     // Causal: the last tile has the most to do, so it starts first.
     int t0 = (QUERY_TILES - 1 - (int)(blockIdx.x % QUERY_TILES)) * BM, t_warp = t0 + warp * 16 * M_Q;
     u64 bh = blockIdx.x / QUERY_TILES, b = bh / HEADS, h = bh % HEADS;
-    const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
-    u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
+    const u64 q_step = Q_ROW, k_step = K_ROW, v_step = V_ROW;
+    q += b * TIME * q_step + h * D, k += b * KEYS * k_step + h / GROUP * D, v += b * KEYS * v_step + h / GROUP * D;
+    y += (b * TIME * HEADS + h) * D;
     int last = CAUSAL && t0 + BM + OFFSET < KEYS ? t0 + BM + OFFSET : KEYS;
 
-    load<BM>(tiles + 128 * PITCH, q + q_at, q_step, t0, TIME);
+    load<BM>(tiles + 128 * PITCH, q, q_step, t0, TIME);
     copies_commit();
-    load<64>(tiles, k + k_at, k_step, 0, KEYS);
-    load<64>(tiles + 64 * PITCH, v + k_at, k_step, 0, KEYS);
+    load<64>(tiles, k, k_step, 0, KEYS);
+    load<64>(tiles + 64 * PITCH, v, v_step, 0, KEYS);
     copies_commit();
     copies_wait<1>();
     __syncthreads();
@@ -39,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
         __syncthreads(); // this stage is there, and nobody reads the other
         if (k0 + 64 < last) {
             T *next = tiles + (stage ^ 1) * 128 * PITCH;
-            load<64>(next, k + k_at, k_step, k0 + 64, KEYS);
-            load<64>(next + 64 * PITCH, v + k_at, k_step, k0 + 64, KEYS);
+            load<64>(next, k, k_step, k0 + 64, KEYS);
+            load<64>(next + 64 * PITCH, v, v_step, k0 + 64, KEYS);
             copies_commit();
         }
         if (CAUSAL && k0 > t_warp + 16 * M_Q - 1 + OFFSET) continue;
@@ -96,5 +97,5 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
             const float ln_2 = 0.693147181f;
             if (lane % 4 == 0 && t < TIME) lse[bh * TIME + t] = top[m][half] * SCALE_2 * ln_2 + logf(sum);
         }
-    store<M_Q>(y + q_at, q_step, t_warp, TIME, out, 1.0f, lane);
+    store<M_Q>(y, (u64)HEADS * D, t_warp, TIME, out, 1.0f, lane);
 }

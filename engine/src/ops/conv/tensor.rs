@@ -1,20 +1,11 @@
 //! The three products on tensor cores, straight from x and dy: bf16 or f16, groups of a multiple of 16.
 
 use super::gpu::{Sizes, TAPS, sum_slices};
-use crate::kernel::{At, Code, Io, Launch, Step};
+use crate::kernel::{Arch, At, Code, Io, Launch, Step};
 use crate::meta::DType;
 
 /// Blocks of the weight's gradient: the multiprocessors of an H200. Sums must not depend on the card, so neither does this.
 const BLOCKS: usize = 132;
-
-/// Dynamic shared memory that a block may ask for: 99 KiB on every card.
-fn shared_limit(sm: u32) -> usize {
-    1024 * match sm {
-        80 | 87 => 163,
-        90 | 100 | 103 => 227,
-        _ => 99,
-    }
-}
 
 /// Both inputs can be read 16 bytes at a time into products of 16 by 16. A width of 1 in one group is a plain matrix product.
 fn applies(s: &Sizes, io: &Io) -> bool {
@@ -74,13 +65,13 @@ pub(super) fn conv(s: &Sizes, io: &Io) -> Option<Launch> {
     }
     let processors = io.arch.multiprocessors as usize;
     // The largest tile of which there are enough to keep the card busy.
-    let tiles = Tile::all(s, shared_limit(io.arch.sm));
+    let tiles = Tile::all(s, io.arch.shared_limit());
     let pieces = |t: &Tile| t.pieces(s).0 * t.pieces(s).1;
     let busy = tiles.iter().find(|t| 4 * pieces(t) >= 3 * processors);
     let tile = busy.or_else(|| tiles.iter().max_by_key(|t| pieces(t)))?;
 
     let (slices, count) = tile.pieces(s);
-    let resident = (shared_limit(io.arch.sm) / (tile.shared(s, 2) + 1024)).clamp(1, pieces(tile).div_ceil(processors));
+    let resident = (io.arch.shared_limit() / (tile.shared(s, 2) + 1024)).clamp(1, pieces(tile).div_ceil(processors));
     // Outputs of a warp: the more, the fewer reads for each product; but every quarter of a multiprocessor wants a warp, better two.
     let units = |across: usize| tile.area() / (32 * across);
     let fits = [16, 32, 48, 64].into_iter().filter(|n| tile.outputs.is_multiple_of(*n));
@@ -133,8 +124,8 @@ pub(super) fn weight(s: &Sizes, io: &Io) -> Option<Code> {
     let groups = if whole { divisor(s.groups, 1..=12 / (across * down)) } else { 1 };
     let units = groups * across * down;
     let stage = |time: usize| 2 * (time * (groups * outputs + 8) + (time + s.width - 1) * (groups * channels + 8));
-    let time = [64, 32].into_iter().find(|&time| 2 * stage(time) <= shared_limit(0))?;
-    let stages = (shared_limit(io.arch.sm) / stage(time)).min(256 / time);
+    let time = [64, 32].into_iter().find(|&time| 2 * stage(time) <= Arch::LEAST_SHARED)?;
+    let stages = (io.arch.shared_limit() / stage(time)).min(256 / time);
     let split = (8 / units).clamp(1, time / 16); // 1, 2 or 4
 
     let tiles = s.time.div_ceil(time);

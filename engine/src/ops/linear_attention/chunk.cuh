@@ -50,3 +50,18 @@ __device__ __forceinline__ Eight turned(Eight x, const Angles &by) {
     }
     return x;
 }
+
+// For `matrices`: this thread's rows of a chunk from `chunk` on, `step` times 16 columns on. Whole tiles lie evenly apart: a constant leads
+// from one to the next.
+struct Rows {
+    int whole, last;
+
+    __device__ __forceinline__ Rows(int chunk, int step, int lane) {
+        int eight = lane / 16 ^ 2 * step;
+        whole = chunk + place(lane % 16, eight, CHUNK), last = chunk + place(row_of(TILES - 1, lane), eight, CHUNK);
+        kept(whole), kept(last);
+    }
+    __device__ __forceinline__ const T *of(const T *memory, int tile) const {
+        return 16 * tile + 16 <= TIME ? memory + whole + 16 * tile * CHUNK : memory + last;
+    }
+};

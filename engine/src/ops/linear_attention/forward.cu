@@ -13,15 +13,16 @@ __device__ __forceinline__ int columns(int part) {
     return D_TILES % WARPS == 0 || tiles >= PER ? 16 * PER : tiles > 0 ? 16 * tiles : 0;
 }
 
-// Adds what a chunk of q, whose rows are given by tile, gives to the tiles of warp PART of a head.
-template <int PART> __device__ __forceinline__ void multiply(float sum[OWN][2][4], const T *memory, const int rows[TILES]) {
+// Adds what a head's chunk of q, from `chunk` on, gives to the tiles of warp PART.
+template <int PART> __device__ __forceinline__ void multiply(float sum[OWN][2][4], const T *memory, int chunk, int lane) {
     const int first = PART * OWN, end = first + OWN < TRIANGLE ? first + OWN : TRIANGLE;
 #pragma unroll
     for (int k = 0; k < CHUNK / 16; k++) {
         u32 a[TILES][4];
+        Rows rows(chunk, k, lane);
 #pragma unroll
         for (int i = 0; i < TILES; i++)
-            if (i <= column_of(end - 1)) matrices(a[i], memory + (rows[i] ^ 16 * k)); // 16 columns on, bits 4 and 5 of a place change
+            if (i <= column_of(end - 1)) matrices(a[i], rows.of(memory, i));
         // Rows as a are also, two and two, columns of b.
 #pragma unroll
         for (int i = first; i < end; i++) {
@@ -88,11 +89,9 @@ linear_attention(const T *xs, const float *cos, const float *sin, const T *v, T 
         if (c + STAGES - 1 < CHUNKS) fetch(memory + (stage == 0 ? STAGES - 1 : stage - 1) * HELD * HEAD, from, c + STAGES - 1);
         copies_commit();
         if (c + 1 < CHUNKS) angles(by, cos, sin, c + 1);
-        int rows[TILES];
-#pragma unroll
-        for (int i = 0; i < TILES; i++) rows[i] = (stage * HELD + warp / SHARE) * HEAD + place(row_of(i, lane), lane / 16, CHUNK);
-        if (warp % SHARE == 0) multiply<0>(sum, memory, rows);
-        else multiply<SHARE - 1>(sum, memory, rows);
+        int own = (stage * HELD + warp / SHARE) * HEAD;
+        if (warp % SHARE == 0) multiply<0>(sum, memory, own, lane);
+        else multiply<SHARE - 1>(sum, memory, own, lane);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     copies_wait<0>();
@@ -172,7 +171,7 @@ linear_attention(const T *xs, const float *cos, const float *sin, const T *v, T 
                             square += of.square + columns(w) * (of.mean - mean) * (of.mean - mean);
                         }
                         scale = rsqrtf(square * (1.0f / D) + EPS);
-                        if (threadIdx.x % 4 == 0 && warp == 0) rstd[line] = scale;
+                        if (warp == 0 && lane % 4 == 0) rstd[line] = scale;
                     }
 #pragma unroll
                     for (int i = 0; i < PER; i++)

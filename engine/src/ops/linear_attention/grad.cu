@@ -26,7 +26,8 @@ linear_attention_grad(const T *xs, const float *cos, const float *sin, const Eig
     int stage = 0;
 #pragma unroll 1
     for (int c = part; c < CHUNKS; c += PARTS) {
-        T *chunk = memory + stage * STAGE, *own = chunk + held * HEAD;
+        T *chunk = memory + stage * STAGE;
+        int own = stage * STAGE + held * HEAD;
         Angles by[ROUNDS];
         angles(by, cos, sin, c);
         u32 positive[ROUNDS] = {}; // a bit for each element of xs
@@ -48,23 +49,32 @@ linear_attention_grad(const T *xs, const float *cos, const float *sin, const Eig
             }
         }
         __syncthreads();
-        float sum[CHUNK / 8][4] = {};
+        u32 dq[CHUNK / 8][2];
 #pragma unroll
-        for (int k = 0; k < TILES; k++)
+        for (int i = 0; i < CHUNK / 8; i += 2) {
+            float sum[2][4] = {};
+            Rows rows(own, i / 2, lane);
 #pragma unroll
-            for (int i = 0; i < CHUNK / 16; i++) {
+            for (int k = 0; k < TILES; k++) {
                 u32 right[4];
-                matrices_t(right, own + (place(row_of(k, lane), lane / 16, CHUNK) ^ 16 * i)); // 16 columns on, bits 4 and 5 of a place change
-                mma<T>(sum[2 * i], left[k].of, right[0], right[1]), mma<T>(sum[2 * i + 1], left[k].of, right[2], right[3]);
+                matrices_t(right, rows.of(memory, k));
+                mma<T>(sum[0], left[k].of, right[0], right[1]), mma<T>(sum[1], left[k].of, right[2], right[3]);
             }
+#pragma unroll
+            for (int n = 0; n < 2; n++) dq[i + n][0] = pack<T>(sum[n][0], sum[n][1]), dq[i + n][1] = pack<T>(sum[n][2], sum[n][3]);
+        }
         __syncthreads();
+        int at[CHUNK / 8];
+#pragma unroll
+        for (int i = 0; i < CHUNK / 8; i++) {
+            at[i] = own + 16 * tile * CHUNK + place(lane / 4, i, CHUNK) + lane % 4 * 2;
+            kept(at[i]);
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int row = 16 * tile + 8 * half + lane / 4;
-            if (row >= TIME) continue;
+            if (16 * tile + 8 * half + lane / 4 >= TIME) continue;
 #pragma unroll
-            for (int i = 0; i < CHUNK / 8; i++)
-                *(u32 *)(own + place(row, i, CHUNK) + lane % 4 * 2) = pack<T>(sum[i][2 * half], sum[i][2 * half + 1]);
+            for (int i = 0; i < CHUNK / 8; i++) *(u32 *)(memory + at[i] + 8 * half * CHUNK) = dq[i][half];
         }
         __syncthreads();
 #pragma unroll
@@ -80,7 +90,7 @@ linear_attention_grad(const T *xs, const float *cos, const float *sin, const Eig
                 for (int j = 0; j < 4; j++) {
                     float p, q, x, z, low, high;
                     halves(g.of[j], p, q), halves(extra.of[j], x, z);
-                    low = p * by[k].cos.of[j] + q * by[k].sin.of[j] + x, high = q * by[k].cos.of[j] - p * by[k].sin.of[j] + z;
+                    low = x + p * by[k].cos.of[j] + q * by[k].sin.of[j], high = z - p * by[k].sin.of[j] + q * by[k].cos.of[j];
                     u32 live = positive[k] >> 8 * h + 2 * j;
                     g.of[j] = pack<T>(!RELU || live & 1 ? low : 0.0f, !RELU || live & 2 ? high : 0.0f);
                 }

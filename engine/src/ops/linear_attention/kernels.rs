@@ -2,7 +2,6 @@
 
 use super::{DType, LinearAttentionGrad, Meta, Sizes};
 use crate::kernel::{Arch, At, Code, Io, Launch, Place, Step};
-use crate::ops::attention::kernels::shared_limit;
 
 const TILES: [&str; 2] = [include_str!("../attention/mma.cuh"), include_str!("tiles.cuh")];
 const CHUNKS: [&str; 3] = [TILES[0], TILES[1], include_str!("chunk.cuh")];
@@ -53,12 +52,12 @@ fn fits(io: &Io, wide: &[usize]) -> bool {
     let types = matches!(dtype, DType::BF16 | DType::F16) && io.x.iter().enumerate().all(typed);
     let aligned = io.x.iter().zip(&io.offsets).all(|(m, &o)| (o * m.dtype.size()).is_multiple_of(16));
     let shape = s.time <= LONGEST && s.n.is_multiple_of(8) && s.d.is_multiple_of(16) && s.d <= 256;
-    io.arch.sm >= 80 && types && aligned && shape && s.scores_bytes(1) <= shared_limit(io.arch)
+    io.arch.sm >= 80 && types && aligned && shape && s.scores_bytes(1) <= io.arch.shared_limit()
 }
 
 /// Whether a multiprocessor holds two such blocks.
 fn twice(bytes: usize, arch: Arch) -> bool {
-    2 * (bytes + 1024) <= shared_limit(arch) + 1024 // of each block 1024 are the system's
+    2 * (bytes + 1024) <= arch.shared_limit() + 1024 // of each block 1024 are the system's
 }
 
 const FORWARD_STAGES: usize = 3;
@@ -94,7 +93,7 @@ pub fn backward(io: &Io, op: &LinearAttentionGrad) -> Option<Code> {
     let (s, dtype) = (Sizes::of(&io.x), io.x[0].dtype);
     let (y, rstd) = if op.norm { (At::X(4), At::X(5)) } else { (At::X(0), At::X(0)) };
     let more = At::X(if op.add { at_more } else { 0 });
-    let stages = if s.scores_bytes(2) <= shared_limit(io.arch) { 2 } else { 1 };
+    let stages = if s.scores_bytes(2) <= io.arch.shared_limit() { 2 } else { 1 };
     let scores = s
         .launch(&[&TILES[..], &[include_str!("scores.cu")]].concat(), "linear_attention_scores", dtype)
         .define("WARPS", 4 * s.tiles())
@@ -106,8 +105,8 @@ pub fn backward(io: &Io, op: &LinearAttentionGrad) -> Option<Code> {
         .args(&[At::X(3), y, rstd, At::X(at_s), At::X(at_dy), At::Work, At::Y(1)].map(Place::from));
 
     let bytes = |(held, stages): (usize, usize)| stages * s.chunk_bytes(held) * if op.add { 2 } else { 1 };
-    let choices = [(2, 3), (2, 2), (1, 3), (1, 2)].into_iter().filter(|c| s.heads.is_multiple_of(c.0));
-    let (held, stages) = choices.clone().find(|&c| twice(bytes(c), io.arch)).or(choices.last())?;
+    let fit = |&c: &(usize, usize)| s.heads.is_multiple_of(c.0) && twice(bytes(c), io.arch);
+    let (held, stages) = [(2, 3), (2, 2), (1, 3), (1, 2)].into_iter().find(fit).unwrap_or((1, 2));
     let blocks = s.batch * s.heads / held;
     // Into as many parts as fill the last round of blocks best.
     let rounds = |parts: usize| (blocks * parts).div_ceil(2 * io.arch.multiprocessors as usize) * (8 / parts);

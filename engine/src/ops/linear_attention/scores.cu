@@ -81,7 +81,7 @@ linear_attention_scores(const T *v, const T *y, const float *rstd, const T *s, c
         __syncthreads();
         if (part < 0) {
             float square[PAIRED][2][4] = {};
-#pragma unroll 1
+#pragma unroll 2
             for (int k = 0; k < D_TILES; k++) {
                 u32 a[PAIRED][4], w[PAIRED][4];
 #pragma unroll

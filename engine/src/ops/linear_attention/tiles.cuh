@@ -21,7 +21,7 @@ __device__ __forceinline__ int place(int row, int eight, int width) { return row
 // multiplied by 0.
 __device__ __forceinline__ int row_of(int tile, int lane) {
     int row = 16 * tile + lane % 16;
-    return TIME % 16 == 0 || row < TIME ? row : TIME - 1;
+    return row < TIME ? row : TIME - 1;
 }
 
 // Squares are symmetric: of tiles (row, column) only those with row <= column are computed, counted column by column.

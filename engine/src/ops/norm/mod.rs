@@ -2,6 +2,7 @@
 //! dimension. Both keep one number a row for the way back. `add` norms a sum that is never written.
 
 pub mod add;
+pub mod columns;
 pub(crate) mod gpu;
 pub mod residual;
 
@@ -314,6 +315,8 @@ pub const CASES: &[Case] = &[
     Case::new("rms small heads", &[In(&[3, 7, 16], Fill::Normal)], |x| vec![x[0].rms_norm_plain(1e-6)]),
     Case::new("rms long rows", &[In(&[5, 1100], Fill::Normal), In(&[1100], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]),
     Case::new("layer", &[In(&[67, 21], Fill::Normal)], |x| vec![x[0].layer_norm(1e-5)]),
+    Case::new("layer, some columns", &[In(&[3, 67, 40], Fill::Frozen)], |x| vec![x[0].layer_norm_columns(1e-5, 7)]),
+    Case::new("layer, all columns of long rows", &[In(&[5, 1101], Fill::Frozen)], |x| vec![x[0].layer_norm_columns(1e-5, 1101)]),
     Case::new("a row added", &[In(&[2, 67, 33], Fill::Normal), In(&[33], Fill::Normal), In(&[33], Fill::Normal)], |x| {
         vec![add::norm_sum(x, false)[0]]
     }),
@@ -343,6 +346,7 @@ pub const CASES: &[Case] = &[
     })
     .bench(),
     Case::new("rms stream", &[In(&[65536, 768], Fill::Normal), In(&[768], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]).bench(),
+    Case::new("layer stream, 8 columns", &[In(&[65536, 512], Fill::Frozen)], |x| vec![x[0].layer_norm_columns(1e-5, 8)]).bench(),
     Case::new("layer stream", &[In(&[65536, 768], Fill::Normal)], |x| vec![x[0].layer_norm(1e-5)]).bench(),
     Case::new("a row added, stream", &[In(&[16384, 768], Fill::Normal), In(&[1, 768], Fill::Normal), In(&[768], Fill::Normal)], |x| {
         vec![add::norm_sum(x, false)[0]]

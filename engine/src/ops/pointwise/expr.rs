@@ -15,6 +15,8 @@ pub enum Un {
     Ln1p,
     Sqrt,
     Rsqrt,
+    /// 1 / x, on a GPU to two units in the last place; infinite below 1e-38.
+    Inverse,
     Sigmoid,
     Tanh,
     Sin,
@@ -47,7 +49,7 @@ pub enum Ins {
     Bin(Bin, Reg, Reg),
     /// a where c is not 0, else b.
     Select(Reg, Reg, Reg),
-    /// Uniform in [0, 1): this element's draw at `site`, from the counters that input `rng` holds.
+    /// Uniform in [0, 1), a multiple of 2^-16: this element's draw at `site`, from the counters that input `rng` holds.
     Random {
         site: u32,
         rng: usize,
@@ -180,6 +182,13 @@ impl Expr {
         self.mul(a, c)
     }
 
+    /// 0 with chance `p`, else a / (1 - p).
+    pub fn dropout(&mut self, a: Reg, p: f32, site: u32, rng: usize) -> Reg {
+        let (u, chance, zero) = (self.push(Ins::Random { site, rng }), self.c(p), self.c(0.0));
+        let (gone, kept) = (self.bin(Bin::Lt, u, chance), self.scale(a, 1.0 / (1.0 - p)));
+        self.select(gone, zero, kept)
+    }
+
     pub fn one_minus(&mut self, a: Reg) -> Reg {
         let one = self.c(1.0);
         self.sub(one, a)
@@ -307,6 +316,10 @@ fn slopes(e: &mut Expr, ins: &Ins, y: Reg, g: Reg) -> Vec<(Reg, Reg)> {
                     let y2 = e.square(y);
                     let y3 = e.mul(y2, y);
                     e.scale(y3, -0.5)
+                }
+                Un::Inverse => {
+                    let y2 = e.square(y);
+                    e.un(Un::Neg, y2)
                 }
                 Un::Sigmoid => {
                     let n = e.one_minus(y);

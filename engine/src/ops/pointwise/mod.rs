@@ -1,7 +1,7 @@
 //! Arithmetic, element by element, with broadcasting: one op for all of it.
 
 pub mod expr;
-mod print;
+pub(crate) mod print;
 pub mod run;
 
 pub use expr::{Bin, Expr, Ins, Un};
@@ -22,6 +22,9 @@ pub struct Pointwise {
     pub dtypes: Vec<DType>,
     /// (input, output) pairs in one buffer, set by the pass `in-place`.
     pub in_place: Vec<(usize, usize)>,
+    /// The gradients of the inputs that have one, where they are better made from the results than from all inputs. Its inputs: those of
+    /// `expr`, the result, and the result's gradient.
+    pub back: Option<Expr>,
 }
 
 impl Pointwise {
@@ -30,9 +33,8 @@ impl Pointwise {
         self.expr.outs == [0] && self.expr.ins == [Ins::In(0)]
     }
 
-    /// max(x, 0)
-    pub fn is_relu(&self) -> bool {
-        self.expr.outs == [2] && self.expr.ins == [Ins::In(0), Ins::Const(0.0), Ins::Bin(Bin::Max, 0, 1)]
+    pub fn new(expr: Expr, dtypes: Vec<DType>) -> Pointwise {
+        Pointwise { expr, dtypes, in_place: vec![], back: None }
     }
 
     fn shape(&self, x: &[Meta]) -> Vec<usize> {
@@ -61,8 +63,7 @@ impl Op for Pointwise {
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let wanted: Vec<usize> = (0..x.len()).filter(|&i| x[i].dtype().is_float() && !self.expr.uses_rng(i)).collect();
-        // ReLU has the same slope at its result: its input need not be kept, and may never be written.
-        let mut inputs = if self.is_relu() { y.to_vec() } else { x.to_vec() };
+        let mut inputs = x.to_vec();
         let places: Vec<Option<usize>> = dy
             .iter()
             .map(|d| {
@@ -72,7 +73,14 @@ impl Op for Pointwise {
                 })
             })
             .collect();
-        let expr = self.expr.gradient(&wanted, &places);
+        let (expr, inputs) = match (&self.back, dy[0]) {
+            (Some(back), Some(d)) => {
+                let all = [x, y, &[d]].concat();
+                let (expr, used) = back.pruned();
+                (expr, used.into_iter().map(|i| all[i]).collect())
+            }
+            _ => (self.expr.gradient(&wanted, &places), inputs),
+        };
         let dtypes = wanted.iter().map(|&i| x[i].dtype()).collect();
         let grads = record(expr, dtypes, &inputs);
         let mut result = vec![None; x.len()];
@@ -151,7 +159,7 @@ pub fn record<'g>(expr: Expr, dtypes: Vec<DType>, inputs: &[Var<'g>]) -> Vec<Var
         folded.outs = left.iter().map(|&k| outs[k]).collect();
         let (pruned, kept) = folded.pruned();
         let kept: Vec<Var> = kept.iter().map(|&i| inputs[i]).collect();
-        let op = Pointwise { expr: pruned, dtypes: left.iter().map(|&k| dtypes[k]).collect(), in_place: vec![] };
+        let op = Pointwise::new(pruned, left.iter().map(|&k| dtypes[k]).collect());
         let vars = recorder.op(op, &kept);
         for (&k, v) in left.iter().zip(vars) {
             // Constants that were folded may have carried the larger shape.
@@ -241,11 +249,47 @@ impl<'g> Var<'g> {
         pointwise(&[self], |e, x| e.square(x[0]))
     }
 
+    /// Its gradient reads the result: what goes in need not be kept, and may never be written.
     pub fn relu(self) -> Var<'g> {
-        pointwise(&[self], |e, x| {
+        let expr = Expr::of(1, |e, x| {
             let zero = e.c(0.0);
             e.bin(Bin::Max, x[0], zero)
-        })
+        });
+        let back = Expr::of(3, |e, x| {
+            let zero = e.c(0.0);
+            let open = e.bin(Bin::Lt, zero, x[1]);
+            e.select(open, x[2], zero)
+        });
+        self.recorder().op1(Pointwise { back: Some(back), ..Pointwise::new(expr, vec![self.dtype()]) }, &[self])
+    }
+
+    /// self * dropout(relu(gate)), for a `self` that is a ReLU's result: where it is 0, so is the gradient behind it, and none is given.
+    /// The gradients are made from `self` and the result, so the gate is never kept. `dropout` is its chance and the feed `rng`.
+    #[track_caller]
+    pub fn gated(self, gate: Var<'g>, dropout: Option<(f32, Var<'g>)>) -> Var<'g> {
+        // Below this an inverse overflows; as an activation it is nothing.
+        const NOTHING: f32 = 1e-30;
+        let dropout = dropout.filter(|d| d.0 > 0.0);
+        let scale = dropout.map_or(1.0, |(p, _)| 1.0 / (1.0 - p));
+        let expr = Expr::of(2, |e, x| {
+            let zero = e.c(0.0);
+            let open = e.bin(Bin::Max, x[1], zero);
+            let kept = match dropout {
+                Some((p, _)) => e.dropout(open, p, self.recorder().new_site(), 2),
+                None => open,
+            };
+            e.mul(x[0], kept)
+        });
+        let inputs: Vec<Var> = [self, gate].into_iter().chain(dropout.map(|d| d.1)).collect();
+        let (y, d) = (inputs.len(), inputs.len() + 1);
+        let mut back = Expr::default();
+        let (x, y, d, zero, nothing) = (back.input(0), back.input(y), back.input(d), back.c(0.0), back.c(NOTHING));
+        let (some, inverse, along) = (back.bin(Bin::Lt, nothing, x), back.un(Un::Inverse, x), back.mul(d, y));
+        let by_x = back.mul(along, inverse);
+        let (open, scaled) = (back.bin(Bin::Lt, zero, y), back.scale(d, scale));
+        let by_gate = back.mul(scaled, x);
+        back.outs = vec![back.select(some, by_x, zero), back.select(open, by_gate, zero)];
+        self.recorder().op1(Pointwise { back: Some(back), ..Pointwise::new(expr, vec![self.dtype()]) }, &inputs)
     }
 
     /// x * sigmoid(x)
@@ -337,13 +381,7 @@ impl<'g> Var<'g> {
             return self;
         }
         let site = self.recorder().new_site();
-        let expr = Expr::of(1, |e, x| {
-            let u = e.push(Ins::Random { site, rng: 1 });
-            let c = e.c(p);
-            let gone = e.bin(Bin::Lt, u, c);
-            let (zero, kept) = (e.c(0.0), e.scale(x[0], 1.0 / (1.0 - p)));
-            e.select(gone, zero, kept)
-        });
+        let expr = Expr::of(1, |e, x| e.dropout(x[0], p, site, 1));
         record(expr, vec![self.dtype()], &[self, rng])[0]
     }
 
@@ -378,5 +416,12 @@ pub const CASES: &[Case] = &[
     Case::new("choose", &[In(&[4, 6], Fill::Mask), In(&[4, 6], Fill::Normal), In(&[6], Fill::Normal)], |x| vec![x[0].choose(x[1], x[2])]),
     Case::new("bce", &[In(&[2, 19], Fill::AwayFromZero), In(&[2, 19], Fill::Positive)], |x| vec![x[0].bce_with_logits(x[1] * 0.4)]),
     Case::new("dropout", &[In(&[5, 131], Fill::Normal), In(&[4], Fill::Rng)], |x| vec![x[0].dropout(0.3, x[1])]),
+    // Large enough that a thread has several neighbours.
+    Case::new("dropout by fours", &[In(&[512, 520], Fill::Normal), In(&[4], Fill::Rng)], |x| vec![x[0].dropout(0.3, x[1])]),
+    // Large enough that a thread has several neighbours.
+    Case::new("dropout of neighbours", &[In(&[512, 520], Fill::Normal), In(&[4], Fill::Rng)], |x| vec![x[0].dropout(0.3, x[1])]),
+    Case::new("gated", &[In(&[5, 24], Fill::Positive), In(&[5, 24], Fill::AwayFromZero), In(&[4], Fill::Rng)], |x| {
+        vec![x[0].gated(x[1], Some((0.3, x[2]))), x[0].gated(x[1], None)]
+    }),
     Case::new("transposed input", &[In(&[5, 7], Fill::Normal), In(&[7, 5], Fill::Normal)], |x| vec![x[0].t() * x[1]]),
 ];

@@ -1,9 +1,10 @@
 //! An expression as CUDA source: the only code that is generated.
 
 use super::Pointwise;
-use super::expr::{Bin, Ins, Un};
+use super::expr::{Bin, Expr, Ins, Un};
 use super::run::Walk;
 use crate::kernel::{At, Code, Io, Launch, c_type};
+use crate::meta::DType;
 
 const THREADS: usize = 256;
 
@@ -25,43 +26,72 @@ pub fn code(op: &Pointwise, io: &Io) -> Code {
             _ => String::new(),
         };
     }
-    let mut body = String::new();
-    for (r, ins) in op.expr.ins.iter().enumerate() {
-        let value = match *ins {
-            Ins::In(n) => match read(&walk, n) {
-                Read::Packed if width > 1 => format!("to_float(p{n}.at[j])"),
-                Read::Same => format!("to_float(s{n})"),
-                // The innermost stride takes lane j along.
-                _ => format!("to_float(x{n}[{} + j * {}])", place(&walk, n), walk.strides[n].last().unwrap()),
-            },
-            Ins::Const(c) => format!("__int_as_float(0x{:08x})", c.to_bits()),
-            Ins::Un(u, a) => unary(u, a),
-            Ins::Bin(b, x, y) => binary(b, x, y),
-            Ins::Select(c, a, b) => format!("v{c} != 0.0f ? v{a} : v{b}"),
-            Ins::Random { site, rng } => format!("random_uniform(x{rng}, {site}u, i + j)"),
-        };
-        body += &format!("        float v{r} = {value};\n");
-    }
-    let mut declare = String::new();
-    let mut store = String::new();
-    for (k, o) in op.expr.outs.iter().enumerate() {
-        let c = c_type(io.y[k].dtype);
-        declare += &format!("    Pack<{c}> q{k};\n");
-        body += &format!("        from_float(v{o}, q{k}.at[j]);\n");
-        store += &format!("    *(Pack<{c}> *)(y{k} + i) = q{k};\n");
-    }
+    let types: Vec<DType> = io.y.iter().map(|m| m.dtype).collect();
+    let elements = elements(&op.expr, &types, width, "", |n| match read(&walk, n) {
+        Read::Packed if width > 1 => format!("p{n}.at[j]"),
+        Read::Same => format!("s{n}"),
+        // The innermost stride takes lane j along.
+        _ => format!("x{n}[{} + j * {}]", place(&walk, n), walk.strides[n].last().unwrap()),
+    });
     let inputs = io.x.iter().enumerate().map(|(i, m)| format!("const {} *x{i}", c_type(m.dtype)));
     let outputs = io.y.iter().enumerate().map(|(k, m)| format!("{} *y{k}", c_type(m.dtype)));
     let parameters: Vec<String> = inputs.chain(outputs).collect();
     let source = format!(
-        "template <class E> struct __align__(sizeof(E) * {width} < 16 ? sizeof(E) * {width} : 16) Pack {{ E at[{width}]; }};\n\
-         extern \"C\" __global__ void pointwise({}) {{\n\
+        "{}extern \"C\" __global__ void pointwise({}) {{\n\
          \x20   {index} i = (({index})blockIdx.x * {THREADS} + threadIdx.x) * {width};\n\
-         \x20   if (i >= {total}) return;\n{load}{declare}    #pragma unroll\n    for (int j = 0; j < {width}; j++) {{\n{body}    }}\n{store}}}\n",
+         \x20   if (i >= {total}) return;\n{load}{elements}}}\n",
+        packs(width),
         parameters.join(", ")
     );
     let args: Vec<_> = (0..io.x.len()).map(|i| At::X(i).into()).chain((0..io.y.len()).map(|k| At::Y(k).into())).collect();
     Launch::new(&source, "pointwise").grid((total / width).div_ceil(THREADS), 1, 1).block(THREADS).args(&args).code()
+}
+
+/// Neighbouring elements, read and written together.
+pub(crate) fn packs(width: usize) -> String {
+    format!("template <class E> struct __align__(sizeof(E) * {width} < 16 ? sizeof(E) * {width} : 16) Pack {{ E at[{width}]; }};\n")
+}
+
+/// Computes and writes elements i .. i + width of the outputs, `input` being how element i + j of an input is read. The counters
+/// of random numbers are called x{input} and the outputs y{output}, with `at` before their names.
+pub(crate) fn elements(expr: &Expr, types: &[DType], width: usize, at: &str, input: impl Fn(usize) -> String) -> String {
+    let (mut before, mut body, mut store) = (String::new(), String::new(), String::new());
+    for (r, ins) in expr.ins.iter().enumerate() {
+        let value = match *ins {
+            Ins::In(n) => format!("to_float({})", input(n)),
+            Ins::Const(c) => format!("__int_as_float(0x{:08x})", c.to_bits()),
+            Ins::Un(u, a) => unary(u, a),
+            Ins::Bin(Bin::Lt, a, b) => match (expr.ins[a], expr.ins[b]) {
+                // The 16 bits themselves may be compared.
+                (Ins::Random { .. }, Ins::Const(c)) if c < 1.0 => {
+                    format!("w{a}[j] < {}u ? 1.0f : 0.0f", (c as f64 * 65_536.0).ceil() as u32)
+                }
+                _ => binary(Bin::Lt, a, b),
+            },
+            Ins::Bin(b, x, y) => binary(b, x, y),
+            Ins::Select(c, a, b) => format!("v{c} != 0.0f ? v{a} : v{b}"),
+            Ins::Random { site, rng } => {
+                before += &format!("    u32 w{r}[{width}];\n    random_halves<{width}>({at}x{rng}, {site}u, i, w{r});\n");
+                format!("(float)w{r}[j] * (1.0f / 65536.0f)")
+            }
+        };
+        body += &format!("        float v{r} = {value};\n");
+    }
+    for (k, (o, &dtype)) in expr.outs.iter().zip(types).enumerate() {
+        let c = c_type(dtype);
+        before += &format!("    Pack<{c}> q{k};\n");
+        // Narrow floats are rounded two at a time.
+        if width > 1 && matches!(dtype, DType::BF16 | DType::F16) {
+            before += &format!("    float f{k}[{width}];\n");
+            body += &format!("        f{k}[j] = v{o};\n");
+            store +=
+                &format!("    #pragma unroll\n    for (int j = 0; j < {width}; j += 2) from_floats(f{k}[j], f{k}[j + 1], q{k}.at + j);\n");
+        } else {
+            body += &format!("        from_float(v{o}, q{k}.at[j]);\n");
+        }
+        store += &format!("    *(Pack<{c}> *)({at}y{k} + i) = q{k};\n");
+    }
+    format!("{before}    #pragma unroll\n    for (int j = 0; j < {width}; j++) {{\n{body}    }}\n{store}")
 }
 
 /// How a thread reads its neighbouring elements of an input.
@@ -126,6 +156,7 @@ fn unary(u: Un, a: usize) -> String {
         Un::Ln1p => format!("log1pf(v{a})"),
         Un::Sqrt => format!("sqrtf(v{a})"),
         Un::Rsqrt => format!("1.0f / sqrtf(v{a})"),
+        Un::Inverse => format!("inverse(v{a})"),
         Un::Sigmoid => format!("1.0f / (1.0f + expf(-v{a}))"),
         Un::Tanh => format!("tanhf(v{a})"),
         Un::Sin => format!("sinf(v{a})"),

@@ -4,7 +4,7 @@ use super::expr::{Bin, Expr, Ins, Un};
 use crate::cpu::math::{exp, sigmoid, tanh};
 use crate::cpu::{Data, DataMut, View, ViewMut, simd};
 use crate::meta::{broadcast_strides, contiguous};
-use crate::philox::fill_uniform;
+use crate::philox::fill_halves;
 use rayon::prelude::*;
 
 /// Elements of one chunk: with some ten live registers they fill 20 KiB of a 32 KiB first-level cache.
@@ -22,6 +22,7 @@ pub fn unary(op: Un, a: f32) -> f32 {
         Un::Ln1p => a.ln_1p(),
         Un::Sqrt => a.sqrt(),
         Un::Rsqrt => 1.0 / a.sqrt(),
+        Un::Inverse => 1.0 / a,
         Un::Sigmoid => sigmoid(a),
         Un::Tanh => tanh(a),
         Un::Sin => a.sin(),
@@ -229,7 +230,7 @@ pub fn run(e: &Expr, in_place: &[(usize, usize)], x: &[View], y: &mut [ViewMut])
                                 }
                                 None => load(&walk, *input, &x[*input], start + at, &mut r[..n]),
                             },
-                            Ins::Random { site, rng } => fill_uniform(x[*rng].i32(), *site, start + at, &mut r[..n]),
+                            Ins::Random { site, rng } => fill_halves(x[*rng].i32(), *site, start + at, &mut r[..n]),
                             _ => instruction(ins, &code.slots, &regs, &mut r[..n]),
                         }
                         regs[code.slots[i]] = r;
@@ -265,7 +266,7 @@ fn instruction(ins: &Ins, slots: &[usize], regs: &[Vec<f32>], r: &mut [f32]) {
     match *ins {
         Ins::Const(c) => r.fill(c),
         Ins::Un(op, a) => {
-            each_unary!(op, &regs[slots[a]][..n], Neg Abs Exp Ln Ln1p Sqrt Rsqrt Sigmoid Tanh Sin Cos Floor Step)
+            each_unary!(op, &regs[slots[a]][..n], Neg Abs Exp Ln Ln1p Sqrt Rsqrt Inverse Sigmoid Tanh Sin Cos Floor Step)
         }
         Ins::Bin(op, a, b) => {
             each_binary!(op, &regs[slots[a]][..n], &regs[slots[b]][..n], Add Sub Mul Div Max Min Lt Eq Atan2)

@@ -5,13 +5,13 @@ mod model;
 
 pub use model::{Cache, Hydra, HydraConfig};
 
-use crate::config::{Config, ConfigError, DataConfig, TrainConfig};
-use crate::data::{Dataset, Generated, ShardSet, Source, Split, TokenWindows, Tokenizer};
+use crate::config::{Config, DataConfig, TrainConfig};
+use crate::data::{Source, Tokenizer};
 use crate::golden::{Golden, differentiated};
 use crate::recipe::{Computed, Feeds, Generator, Model, Recipe, Session, Supervised, Task, TrainError};
 use crate::sample::{Sampling, continue_tokens};
+use crate::text::Text;
 use engine::{Data, Device, Recorder, Switches, Var};
-use std::path::Path;
 use std::sync::Arc;
 
 pub struct HydraRecipe;
@@ -40,8 +40,9 @@ impl Recipe for HydraRecipe {
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         model.check_batch(train.batch)?;
-        let model = HydraModel { accumulate: train.accumulate, c: model, data, seed: config.seed() };
-        model.tokenizer()?;
+        let text = Text { data, vocab: model.vocab, seq: model.seq, seed: config.seed() };
+        text.tokenizer()?;
+        let model = HydraModel { accumulate: train.accumulate, c: model, text };
         Ok(Box::new(Supervised::new(model, train, config.seed())))
     }
 
@@ -52,28 +53,13 @@ impl Recipe for HydraRecipe {
 
 struct HydraModel {
     c: HydraConfig,
-    data: DataConfig,
-    seed: u64,
+    text: Text,
     accumulate: usize,
 }
 
 impl HydraModel {
-    /// The data set's tokenizer; its vocabulary must fit the model's.
     fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
-        let tokenizer = match self.data.path.as_str() {
-            "" => Tokenizer::Byte,
-            path => Dataset::open(Path::new(path))?.load_tokenizer(Path::new(path))?,
-        };
-        if tokenizer.vocab() > self.c.vocab {
-            return Err(ConfigError::Invalid(format!(
-                "tokenizer {} has {} tokens, but model.vocab = {}: set model.vocab to at least that",
-                tokenizer.name(),
-                tokenizer.vocab(),
-                self.c.vocab
-            ))
-            .into());
-        }
-        Ok(tokenizer)
+        self.text.tokenizer()
     }
 }
 
@@ -101,15 +87,7 @@ impl Model for HydraModel {
     }
 
     fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
-        let split = if train { Split::Train } else { Split::Val };
-        self.tokenizer()?;
-        Ok(match self.data.path.as_str() {
-            "" => {
-                let windows = if train { Generated::ENDLESS } else { 4096 };
-                Arc::new(Generated::new(self.seed, split, self.c.seq, windows, self.data.ignore_tokens.clone())?)
-            }
-            path => Arc::new(TokenWindows::new(ShardSet::open(Path::new(path), split)?, self.c.seq, self.data.ignore_tokens.clone())?),
-        })
+        self.text.source(train)
     }
 
     fn vocab(&self) -> usize {
@@ -122,12 +100,7 @@ impl Model for HydraModel {
     }
 
     fn identity(&self) -> serde_json::Value {
-        let tokenizer = self.tokenizer().ok().map(|t| format!("{:016x}", t.fingerprint()));
-        let data = match self.data.path.as_str() {
-            "" => None,
-            path => Dataset::open(Path::new(path)).and_then(|d| d.checksum(Path::new(path))).ok().map(|c| format!("{c:016x}")),
-        };
-        serde_json::json!({ "tokenizer": tokenizer, "data": data })
+        self.text.identity()
     }
 
     fn show(&self, s: &mut Session) -> Result<Option<String>, TrainError> {
@@ -136,13 +109,13 @@ impl Model for HydraModel {
         let begin = self.source(false)?.item(0)?.ids;
         let prompt: Vec<u32> = begin.iter().take(8).map(|&t| t as u32).collect();
         let mut text = self.tokenizer()?.decode(&prompt);
-        let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: self.seed, max_tokens: 240, stop: vec![] };
+        let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: self.text.seed, max_tokens: 240, stop: vec![] };
         continue_tokens(&mut *g, s, &prompt, &sampling, &mut |piece| text.push_str(piece))?;
         Ok(Some(text))
     }
 
     fn generator(&self) -> Option<Box<dyn Generator>> {
-        let model = HydraModel { c: self.c.clone(), data: self.data.clone(), ..*self };
+        let model = HydraModel { c: self.c.clone(), text: self.text.clone(), accumulate: self.accumulate };
         Some(Box::new(generate::HydraGenerator::new(model)))
     }
 }
@@ -165,7 +138,8 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
     if counted == 0 {
         return Err(TrainError::AllMasked(0));
     }
-    let model = HydraModel { c: c.clone(), data: DataConfig { path: String::new(), ignore_tokens: vec![] }, seed: 0, accumulate: 1 };
+    let data = DataConfig { path: String::new(), ignore_tokens: vec![] };
+    let model = HydraModel { c: c.clone(), text: Text { data, vocab: c.vocab, seq, seed: 0 }, accumulate: 1 };
     let weight = [1.0 / counted as f32];
     let feeds = [("ids", Data::I32(&ids)), ("targets", Data::I32(&targets)), ("weight", Data::F32(&weight)), ("rng", Data::I32(&[0; 4]))];
     fn outputs<'g>(c: &HydraConfig, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {

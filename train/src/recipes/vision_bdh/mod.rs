@@ -81,7 +81,11 @@ impl Recipe for VisionRecipe {
             .into());
         }
         let sets = [Arc::new(learn), Arc::new(validate)];
-        Ok(Box::new(Supervised::new(VisionModel { c, least_area: data.least_area, keep: data.keep, resident: OnceCell::new(), sets }, train, seed)))
+        Ok(Box::new(Supervised::new(
+            VisionModel { c, least_area: data.least_area, keep: data.keep, resident: OnceCell::new(), sets },
+            train,
+            seed,
+        )))
     }
 
     fn classifier(&self, config: &Config, identity: &serde_json::Value) -> Result<Option<Box<dyn Classifier>>, TrainError> {

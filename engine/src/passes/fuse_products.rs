@@ -1,0 +1,200 @@
+//! A product's result goes straight into the arithmetic that alone reads it.
+
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Value};
+use crate::kernel::{Arch, Io};
+use crate::meta::{DType, Layout, contiguous, is_contiguous};
+use crate::op::Op;
+use crate::ops::matmul::Matmul;
+use crate::ops::matmul_pointwise::MatmulPointwise;
+use crate::ops::pointwise::{Expr, Pointwise};
+use crate::record::Recorder;
+use std::collections::HashMap;
+
+pub struct FuseProducts;
+
+/// The longer the rows, the more time goes into the product, which cuBLASLt makes faster, and the less into its result.
+const MOST_K: usize = 512;
+
+impl Pass for FuseProducts {
+    fn name(&self) -> &'static str {
+        "fuse-products"
+    }
+
+    fn about(&self) -> &'static str {
+        "Does the arithmetic that alone reads a bf16 or f16 product of few terms where that is made: its result never reaches memory. Nothing to do on the CPU."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered // and what is narrow is rounded once less
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let Target::Cuda(arch) = settings.target else {
+            receipt.notes.push("the program runs on the CPU".into());
+            return Ok(());
+        };
+        let reads = reads(g);
+        let mut sites: HashMap<usize, Site> = HashMap::new();
+        for i in 0..g.nodes.len() {
+            let found = products(g, i, &reads).into_iter().map(|(k, m)| Site::new(g, i, k, m, arch));
+            let mut reason = None;
+            for site in found {
+                match site {
+                    Ok(site) => {
+                        sites.insert(i, site);
+                        reason = None;
+                        receipt.applied += 1;
+                        break;
+                    }
+                    Err(why) => reason = Some(why),
+                }
+            }
+            if let Some(why) = reason {
+                receipt.decline(why, &g.nodes[i].scope);
+            }
+        }
+        let mut new: HashMap<Value, Value> = HashMap::new();
+        g.rewrite(|recorder, i, node, inputs| {
+            let made = match sites.get(&i) {
+                None => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
+                Some(site) => {
+                    let x: Vec<_> = site.inputs.iter().map(|(v, shape)| recorder.var(new[v]).reshape(shape)).collect();
+                    let y = recorder.op(site.op.clone(), &x);
+                    y.iter().map(|y| y.reshape(&node.outputs[0].shape).value()).collect()
+                }
+            };
+            for (out, &v) in made.iter().enumerate() {
+                new.insert(Value { node: i, out }, v);
+            }
+            Ok::<_, Error>(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
+        })?;
+        super::dead_code::sweep(g);
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let (w, x) = (r.param("w", &[3, 16, 24], Init::Normal { std: 1.0 }), r.feed("x", &[3, 10, 16], DType::F32));
+        let (other, rng) = (r.feed("other", &[2, 5, 3, 24], DType::F32), r.feed("rng", &[4], DType::I32));
+        let product = x.cast(DType::BF16).matmul(w.cast(DType::BF16)).cast(DType::F32);
+        let gate = product.reshape(&[3, 2, 5, 24]).permute(&[1, 2, 0, 3]).relu();
+        let y = (other * gate).dropout(0.2, rng);
+        r.output("gate", gate);
+        r.output("y", y);
+    }
+
+    fn needs_gpu(&self) -> bool {
+        true
+    }
+}
+
+/// How often each value is read.
+fn reads(g: &Graph) -> HashMap<Value, usize> {
+    let mut reads = HashMap::new();
+    for v in g.nodes.iter().flat_map(|n| n.inputs.iter().copied()).chain(g.roots()) {
+        *reads.entry(v).or_insert(0) += 1;
+    }
+    reads
+}
+
+/// Inputs of arithmetic that are products, through views, read by nobody else: (input, the product's node).
+fn products(g: &Graph, i: usize, reads: &HashMap<Value, usize>) -> Vec<(usize, usize)> {
+    let Some(p) = g.nodes[i].op::<Pointwise>() else { return vec![] };
+    let made_by = |k: usize| {
+        let mut v = g.nodes[i].inputs[k];
+        while reads[&v] == 1 && g.nodes[v.node].is_view() {
+            v = g.nodes[v.node].inputs[0];
+        }
+        let plain = |m: &Matmul| m.add.is_none() && !m.bias && m.act.is_none();
+        (reads[&v] == 1 && g.nodes[v.node].op::<Matmul>().is_some_and(plain)).then_some((k, v.node))
+    };
+    (0..g.nodes[i].inputs.len()).filter(|&k| !p.expr.uses_rng(k)).filter_map(made_by).collect()
+}
+
+struct Site {
+    op: MatmulPointwise,
+    /// With the shapes that the op wants.
+    inputs: Vec<(Value, Vec<usize>)>,
+}
+
+impl Site {
+    /// Arithmetic `i` with product `m` as its input `k`, or why not.
+    fn new(g: &Graph, i: usize, k: usize, m: usize, arch: Arch) -> Result<Site, String> {
+        let (node, product) = (&g.nodes[i], &g.nodes[m].outputs[0]);
+        let p = node.op::<Pointwise>().expect("a candidate");
+        let terms = g.meta(g.nodes[m].inputs[0]).dim(0);
+        if terms > MOST_K {
+            return Err(format!("K = {terms}: above {MOST_K} the product's own speed counts for more"));
+        }
+        // Input 0 is the product, the others keep their order.
+        let others: Vec<usize> = (0..node.inputs.len()).filter(|&n| n != k).collect();
+        let number = |n: usize| others.iter().position(|&o| o == n).map_or(0, |at| at + 1);
+        let mut expr = Expr::default();
+        let map = expr.append(&p.expr, |e, n| e.input(number(n)), number);
+        expr.outs = p.expr.outs.iter().map(|&o| map[o]).collect();
+
+        // How the arithmetic walks over the product.
+        let shape = &node.outputs[0].shape;
+        let (offset, strides) = lies(g, node.inputs[k]);
+        let walk = (g.meta(node.inputs[k]).shape == *shape && offset == 0).then(|| merged(shape, &strides));
+        let of = |heads_inside: bool| MatmulPointwise { expr: expr.clone(), dtypes: p.dtypes.clone(), heads_inside, in_place: vec![] };
+        let op = [false, true].map(of).into_iter().find(|op| {
+            let (shape, strides) = op.shape(product);
+            walk.as_ref() == Some(&merged(&shape, &strides))
+        });
+        let op = op.ok_or("the product is broadcast, cut or turned")?;
+
+        let own = op.shape(product).0;
+        let mut inputs: Vec<(Value, Vec<usize>)> = g.nodes[m].inputs.iter().map(|&v| (v, g.meta(v).shape.clone())).collect();
+        let mut io = Io::plain(&[], &[], arch);
+        for &(v, _) in &inputs {
+            let (offset, strides) =
+                Some(lies(g, v)).filter(|l| Layout::Matrix.accepts(&g.meta(v).shape, &l.1)).unwrap_or_else(|| copied(g, v));
+            io.x.push(g.meta(v).clone());
+            io.strides.push(strides);
+            io.offsets.push(offset);
+        }
+        for &n in &others {
+            let (v, rng) = (node.inputs[n], p.expr.uses_rng(n));
+            let (offset, strides) = lies(g, v);
+            if !rng && (g.meta(v).shape != *shape || !is_contiguous(shape, &strides)) {
+                return Err("the arithmetic reads something that is broadcast or has gaps".into());
+            }
+            inputs.push((v, if rng { g.meta(v).shape.clone() } else { own.clone() }));
+            io.x.push(g.meta(v).with(&inputs[inputs.len() - 1].1));
+            io.strides.push(contiguous(&io.x[io.x.len() - 1].shape));
+            io.offsets.push(offset);
+        }
+        io.y = op.infer(&io.x);
+        op.fused(&io).map(|_| Site { op, inputs })
+    }
+}
+
+/// Where a value begins in its buffer, and its strides.
+fn lies(g: &Graph, v: Value) -> (usize, Vec<usize>) {
+    let node = &g.nodes[v.node];
+    let Kind::Op(op) = &node.kind else { return copied(g, v) };
+    if !op.is_view() {
+        return copied(g, v);
+    }
+    let (offset, strides) = lies(g, node.inputs[0]);
+    op.alias(g.meta(node.inputs[0]), &strides).map_or_else(|| copied(g, v), |(more, strides)| (offset + more, strides))
+}
+
+/// In a buffer of its own.
+fn copied(g: &Graph, v: Value) -> (usize, Vec<usize>) {
+    (0, contiguous(&g.meta(v).shape))
+}
+
+/// (size, stride) of the dimensions, those that are stepped through as one being one.
+fn merged(shape: &[usize], strides: &[usize]) -> Vec<(usize, usize)> {
+    let mut all: Vec<(usize, usize)> = vec![];
+    for (&n, &step) in shape.iter().zip(strides).filter(|d| *d.0 != 1) {
+        match all.last_mut() {
+            Some(last) if last.1 == step * n => *last = (last.0 * n, step),
+            _ => all.push((n, step)),
+        }
+    }
+    all
+}

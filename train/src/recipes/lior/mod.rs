@@ -1,0 +1,217 @@
+//! lior: learning without back-propagation. Three programs over one Store; nothing asks for a gradient.
+
+mod golden;
+mod model;
+
+pub use model::{Lior, LiorConfig};
+
+use crate::config::{Config, ConfigError, TrainConfig};
+use crate::data::{Loader, Order, Source};
+use crate::golden::Golden;
+use crate::recipe::{Computed, Evaluation, Pending, Picture, Recipe, Session, Task, TrainError};
+use crate::text::Text;
+use engine::{Data, Device, Graph, Recorder, Switches};
+use std::sync::Arc;
+
+pub struct LiorRecipe;
+
+impl Recipe for LiorRecipe {
+    fn name(&self) -> &'static str {
+        "lior"
+    }
+
+    fn about(&self) -> &'static str {
+        "a metric and a rotor that learn without back-propagation, over a frozen encoder"
+    }
+
+    fn presets(&self) -> &'static [(&'static str, &'static str)] {
+        &[
+            ("development", include_str!("../../../configs/lior-development.toml")),
+            ("production", include_str!("../../../configs/lior-production.toml")),
+            ("profiling", include_str!("../../../configs/lior-profiling.toml")),
+        ]
+    }
+
+    fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let c: LiorConfig = config.section("model")?;
+        c.check()?;
+        let k = c.dt.abs() / (2.0 * c.mass);
+        if k > 0.25 {
+            return Err(ConfigError::Invalid(format!(
+                "model.dt / (2 model.mass) = {k}: above 0.25 the field grows without bound (lower model.dt)"
+            ))
+            .into());
+        }
+        let train: TrainConfig = config.section("train")?;
+        train.check()?;
+        c.check_batch(train.batch, train.steps)?;
+        let text = Text { data: config.section("data")?, vocab: c.vocab, seq: c.seq + c.after, seed: config.seed() };
+        text.tokenizer()?;
+        Ok(Box::new(LiorTask { c, train, text, loader: None, validation: None, bench: None }))
+    }
+
+    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+        golden::windows(file, switches, device)
+    }
+}
+
+/// What a window is fed: ids [batch, seq], after [batch, after], mask [batch, seq].
+struct Window {
+    ids: Vec<i32>,
+    after: Vec<i32>,
+    mask: Vec<u8>,
+}
+
+impl Window {
+    /// From rows [batch, seq + after].
+    fn new(rows: &[i32], c: &LiorConfig, ignore: &[u32]) -> Window {
+        let part = |from: usize, to: usize| rows.chunks(c.seq + c.after).flat_map(|r| r[from..to].to_vec()).collect::<Vec<i32>>();
+        let ids = part(0, c.seq);
+        let mask = ids.iter().map(|&t| !ignore.contains(&(t as u32)) as u8).collect();
+        Window { ids, after: part(c.seq, c.seq + c.after), mask }
+    }
+
+    fn feeds(&self) -> [(&'static str, Data<'_>); 3] {
+        [("ids", Data::I32(&self.ids)), ("after", Data::I32(&self.after)), ("mask", Data::U8(&self.mask))]
+    }
+
+    /// All of it without waiting for any of it.
+    fn run(&self, s: &mut Session, rate: f64) -> Result<(), TrainError> {
+        s.run("free", &self.feeds())?;
+        s.run("nudged", &self.feeds())?;
+        s.run("update", &[("rate", Data::F32(&[rate as f32]))])
+    }
+}
+
+/// The three programs of a window.
+fn programs(c: &LiorConfig, batch: usize) -> Vec<(&'static str, Graph)> {
+    let one = |name: &'static str, record: fn(&Lior)| {
+        let r = Recorder::new();
+        record(&Lior { c, r: &r, batch });
+        (name, r.finish())
+    };
+    vec![one("free", |l| l.free()), one("nudged", |l| l.nudged()), one("update", |l| l.update())]
+}
+
+/// What `update` reports.
+fn reported(c: &LiorConfig) -> Vec<String> {
+    let numbered = |name: &'static str, count: usize| (0..count).map(move |i| format!("{name}.{i}"));
+    let first = ["lior", "curvature", "speed", "delta"].map(String::from);
+    first.into_iter().chain(numbered("metric", c.n)).chain(numbered("rotor", c.planes())).collect()
+}
+
+struct LiorTask {
+    c: LiorConfig,
+    train: TrainConfig,
+    text: Text,
+    loader: Option<Loader>,
+    validation: Option<Arc<dyn Source>>,
+    /// What `bench_step` feeds, made once.
+    bench: Option<Window>,
+}
+
+impl LiorTask {
+    fn window(&self, rows: &[i32], place: u64) -> Result<Window, TrainError> {
+        let w = Window::new(rows, &self.c, &self.text.data.ignore_tokens);
+        match w.mask.chunks(self.c.seq).position(|row| row.iter().all(|&m| m == 0)) {
+            Some(row) => Err(TrainError::Other(format!(
+                "the window at place {} of the data's order holds nothing but data.ignore_tokens: it has no place of its own",
+                place + row as u64
+            ))),
+            None => Ok(w),
+        }
+    }
+}
+
+impl Task for LiorTask {
+    fn train_config(&self) -> &TrainConfig {
+        &self.train
+    }
+
+    fn graphs(&self) -> Vec<(&'static str, Graph)> {
+        programs(&self.c, self.train.batch)
+    }
+
+    fn begin(&mut self, done: u64) -> Result<(), TrainError> {
+        let source = self.text.source(true)?;
+        let order = Order { seed: self.text.seed, len: source.len() };
+        self.loader = Some(Loader::new(source, Some(order), self.train.batch, done * self.train.batch as u64, 2)?);
+        self.validation = Some(self.text.source(false)?);
+        Ok(())
+    }
+
+    fn step(&mut self, s: &mut Session, _: u64, rate: f64) -> Result<(), TrainError> {
+        let batch = self.loader.as_mut().expect("begin comes first").next()?;
+        self.window(&batch.ids, batch.first_item)?.run(s, rate)
+    }
+
+    fn report(&self, s: &Session) -> Result<Pending, TrainError> {
+        Ok(Pending::new(reported(&self.c), s.programs["update"].start_read("report", &s.store)?))
+    }
+
+    /// The free phase alone, on windows that are not learned from.
+    fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
+        let source = match &self.validation {
+            Some(v) => v.clone(),
+            None => self.text.source(false)?,
+        };
+        let (items, batch) = (source.len(), self.train.batch as u64);
+        let batches = match self.train.eval_batches {
+            0 => items.div_ceil(batch),
+            some => some.min(items.div_ceil(batch)),
+        };
+        let mut loader = Loader::new(source, None, self.train.batch, 0, 2)?;
+        let mut sums = [("lior", 0.0), ("speed", 0.0)];
+        for i in 0..batches {
+            let b = loader.next()?;
+            s.run("free", &self.window(&b.ids, b.first_item)?.feeds())?;
+            // Each item once: those that fill up the last batch do not count.
+            let own = (items - i * batch).min(batch) as usize;
+            for (name, sum) in &mut sums {
+                let rows = s.store.get(&format!("scratch/free.{name}")).expect("the free phase leaves it").f32()?;
+                *sum += rows[..own].iter().map(|&v| v as f64).sum::<f64>();
+            }
+        }
+        let count = items.min(batches * batch) as f64;
+        Ok(Evaluation { values: sums.map(|(name, sum)| (name, sum / count)).into(), confusion: None })
+    }
+
+    fn work(&self) -> (&'static str, f64) {
+        ("windows", 1.0)
+    }
+
+    fn step_name(&self) -> &'static str {
+        "window"
+    }
+
+    fn bench_step(&mut self, s: &mut Session, _: u64) -> Result<(), TrainError> {
+        let rows = self.train.batch * (self.c.seq + self.c.after);
+        let draw = |i: usize| (engine::philox::philox([i as u32, 0, 0, 0], [1, 2])[0] as usize % self.c.vocab) as i32;
+        let window = self.bench.get_or_insert_with(|| Window::new(&(0..rows).map(draw).collect::<Vec<_>>(), &self.c, &[]));
+        window.run(s, self.train.learning_rate)
+    }
+
+    fn pictures(&self) -> Vec<Picture> {
+        let lines = |name: &str, count: usize| (0..count).map(|i| (format!("{name} {i}"), format!("{name}.{i}"))).collect();
+        let named = |keys: &[(&str, &str)]| keys.iter().map(|(label, key)| (label.to_string(), key.to_string())).collect();
+        vec![
+            Picture {
+                what: "LIoR and its difference",
+                file: "lior.svg",
+                panels: vec![
+                    ("lior", named(&[("free phase", "lior"), ("validation", "val_lior")])),
+                    ("nudged - free", named(&[("delta", "delta")])),
+                ],
+            },
+            Picture {
+                what: "metric and rotor",
+                file: "geometry.svg",
+                panels: vec![("metric", lines("metric", self.c.n)), ("rotor (radians)", lines("rotor", self.c.planes()))],
+            },
+        ]
+    }
+
+    fn identity(&self) -> serde_json::Value {
+        self.text.identity()
+    }
+}

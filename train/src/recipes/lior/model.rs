@@ -1,0 +1,390 @@
+//! LIoR: a frozen encoder, a complex field, a metric and a rotor that learn from the difference between a free and a nudged phase, a ring
+//! memory. What the numbers are is said by reference/lior.py; names of parameters and states are the same there.
+//!
+//! A phase runs the encoder at every step, with the field's mean size as its gain. The field never reads what the encoder makes of it, so a
+//! phase is: the field through all its steps, which gives every step's gain; the encoder over all steps as one batch, or over some of them at a
+//! time; then the retrieval over all steps. Nothing is left out, and the numbers are those of the steps one by one.
+
+use crate::config::ConfigError;
+use engine::ops::attention::attention;
+use engine::ops::concat::concat;
+use engine::ops::evolve::evolution;
+use engine::ops::pointwise::{Bin, Un, pointwise};
+use engine::ops::retrieve::{PLANES, retrieval};
+use engine::{DType, Init, Recorder, Var};
+use serde::{Deserialize, Serialize};
+use std::f32::consts::PI;
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct LiorConfig {
+    pub vocab: usize,
+    pub dim: usize,
+    pub layers: usize,
+    pub heads: usize,
+    /// Tokens of a window.
+    pub seq: usize,
+    /// Tokens behind the window that say where the nudge leads.
+    pub after: usize,
+    /// Coordinates.
+    pub n: usize,
+    pub rotor_layers: usize,
+    /// Slots of the ring of (coordinate, state).
+    pub memory: usize,
+    pub field: [usize; 4],
+    /// Steps of a phase.
+    pub steps: usize,
+    /// Rows (tokens of all sequences, at one or more steps) that the encoder takes at a time: as many as keep a card busy, and no more
+    /// memory than that.
+    pub rows: usize,
+    /// Sharpness of the retrieval.
+    pub beta: f64,
+    pub nudge: f64,
+    /// The contrastive estimate is (nudged - free) / nudge_beta.
+    pub nudge_beta: f64,
+    /// The rotor's rate, as a share of the metric's.
+    pub rotor_rate: f64,
+    pub dt: f64,
+    pub mass: f64,
+    pub memory_alpha: f64,
+    pub memory_lambda: f64,
+    /// Windows after which the drag grows no more.
+    pub history: usize,
+    pub eps: f64,
+    pub norm_eps: f64,
+}
+
+impl LiorConfig {
+    /// Planes of the rotor, over all its layers.
+    pub fn planes(&self) -> usize {
+        self.rotor_layers * (self.n / 2)
+    }
+
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let bad = |m: String| Err(ConfigError::Invalid(m));
+        let [a, b, height, width] = self.field;
+        let sizes = [
+            ("vocab", self.vocab, 1 << 24),
+            ("dim", self.dim, 1 << 14),
+            ("layers", self.layers, 1 << 10),
+            ("heads", self.heads, 1 << 10),
+            ("seq", self.seq, 1 << 16),
+            ("after", self.after, 1 << 16),
+            ("n", self.n, 256),
+            ("rotor_layers", self.rotor_layers, 256),
+            ("memory", self.memory, 1 << 24),
+            ("field's first axis", a, 1 << 12),
+            ("field's second axis", b, 1 << 12),
+            ("field's height", height, 1 << 12),
+            ("field's width", width, 1 << 12),
+            ("steps", self.steps, 1 << 14),
+            ("rows", self.rows, 1 << 24),
+        ];
+        if let Some((name, v, most)) = sizes.iter().find(|(_, v, most)| *v == 0 || v > most) {
+            return bad(format!("model.{name} = {v}: from 1 to {most}"));
+        }
+        if self.history > 1 << 20 {
+            return bad(format!("model.history = {}: at most {}", self.history, 1 << 20));
+        }
+        if !self.dim.is_multiple_of(self.heads) {
+            return bad(format!("model.dim = {} does not divide by model.heads = {}", self.dim, self.heads));
+        }
+        if self.n < 2 || self.n > self.dim {
+            return bad(format!("model.n = {}: from 2 (a plane has two axes) to model.dim = {}", self.n, self.dim));
+        }
+        if self.planes() > PLANES {
+            return bad(format!("model.rotor_layers x (n / 2) = {} planes: at most {PLANES}", self.planes()));
+        }
+        if self.after > self.seq {
+            return bad(format!("model.after = {} is more than model.seq = {}: there is no position for the rest", self.after, self.seq));
+        }
+        let numbers = [
+            ("beta", self.beta),
+            ("nudge", self.nudge),
+            ("nudge_beta", self.nudge_beta),
+            ("rotor_rate", self.rotor_rate),
+            ("dt", self.dt),
+            ("mass", self.mass),
+            ("memory_alpha", self.memory_alpha),
+            ("memory_lambda", self.memory_lambda),
+            ("eps", self.eps),
+            ("norm_eps", self.norm_eps),
+        ];
+        if let Some((name, v)) = numbers.iter().find(|(_, v)| !v.is_finite()) {
+            return bad(format!("model.{name} = {v} is no number"));
+        }
+        if let Some((name, v)) = numbers.iter().find(|(n, v)| ["nudge_beta", "mass", "eps", "norm_eps"].contains(n) && *v <= 0.0) {
+            return bad(format!("model.{name} = {v} is not above 0"));
+        }
+        Ok(())
+    }
+
+    /// What a step of the field is multiplied with after so many windows: the drag grows with them.
+    fn k(&self, windows: usize) -> f32 {
+        let drag = self.memory_alpha * (windows as f64).ln_1p() * self.memory_lambda;
+        (self.dt * (1.0 - drag.min(1.0)) / (2.0 * self.mass)) as f32
+    }
+
+    /// Steps that the encoder takes at a time.
+    fn chunk(&self, batch: usize) -> usize {
+        let most = (self.rows / (batch * self.seq)).clamp(1, self.steps);
+        self.steps.div_ceil(self.steps.div_ceil(most)) // in parts of one size, as far as that goes
+    }
+
+    pub fn check_batch(&self, batch: usize, windows: u64) -> Result<(), ConfigError> {
+        if batch > self.memory {
+            return Err(ConfigError::Invalid(format!(
+                "train.batch = {batch} is more than model.memory = {}: a window writes a slot for each sequence",
+                self.memory
+            )));
+        }
+        if windows.saturating_mul(batch as u64) > i32::MAX as u64 {
+            return Err(ConfigError::Invalid(format!(
+                "train.steps = {windows} windows of train.batch = {batch} write more slots than a counter of 32 bits counts"
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// How many windows in a row, up to now, had a LIoR that is not finite: of the reference's state there is no such number.
+pub(super) const BROKEN: &str = "not_finite_in_row";
+
+/// Records a window's programs on states of these names.
+pub struct Lior<'a, 'g> {
+    pub c: &'a LiorConfig,
+    pub r: &'g Recorder,
+    pub batch: usize,
+}
+
+/// What a phase gives: means over its steps, and what is left at its end.
+struct Phase<'g> {
+    /// [batch]
+    lior: Var<'g>,
+    speed: Var<'g>,
+    /// [batch, n]
+    velocity: Var<'g>,
+    slope: Var<'g>,
+    /// Of every step: [steps].
+    gain: Var<'g>,
+    re: Var<'g>,
+    im: Var<'g>,
+    /// Of the last step: [batch, n].
+    query: Var<'g>,
+    /// The encoder's last rows, not normed: [batch, seq, dim].
+    hidden: Var<'g>,
+    /// What each token counts in its row: [batch, seq].
+    weight: Var<'g>,
+}
+
+/// Learned, and kept from window to window.
+struct Geometry<'g> {
+    metric: Var<'g>,
+    rotor: Var<'g>,
+    coordinates: Var<'g>,
+    states: Var<'g>,
+    filled: Var<'g>,
+    windows: Var<'g>,
+    re: Var<'g>,
+    im: Var<'g>,
+}
+
+impl<'g> Lior<'_, 'g> {
+    fn geometry(&self) -> Geometry<'g> {
+        let (c, r) = (self.c, self.r);
+        let field = |name: &str| r.state(name, &c.field, DType::F32, Init::Normal { std: 0.5f32.sqrt() });
+        let count = |name: &str| r.state(name, &[1], DType::I32, Init::Full(0.0));
+        Geometry {
+            metric: r.param("g", &[c.n], Init::Full(1.0)),
+            rotor: r.param("theta", &[c.planes()], Init::Full(0.0)),
+            coordinates: r.state("memory_coord", &[c.memory, c.n], DType::F32, Init::Full(0.0)),
+            states: r.state("memory_state", &[c.memory, c.dim], DType::F32, Init::Full(0.0)),
+            filled: count("filled"),
+            windows: count("windows"),
+            re: field("field.re"),
+            im: field("field.im"),
+        }
+    }
+
+    /// What one program leaves for the next.
+    fn between(&self, name: &str, shape: &[usize]) -> Var<'g> {
+        self.r.state(&format!("scratch/{name}"), shape, DType::F32, Init::Full(0.0))
+    }
+
+    fn leave(&self, name: &str, v: Var<'g>) {
+        self.r.update(self.between(name, &v.shape()), v);
+    }
+
+    /// ids [batch, time] under each gain [steps] -> rows that are not normed yet [steps, batch, time, dim].
+    fn encode(&self, ids: Var<'g>, gain: Var<'g>) -> Var<'g> {
+        let (c, r) = (self.c, self.r);
+        let (b, t, d, s) = (ids.shape()[0], ids.shape()[1], c.dim, gain.dim(0));
+        let rows = s * b * t;
+        let param = |name: &str, shape: &[usize], std: f64| r.param(&format!("encoder.{name}"), shape, Init::Normal { std: std as f32 });
+        let wide = |n: usize| 1.0 / (n as f64).sqrt();
+        let table = param("embedding", &[c.vocab, d], 0.02);
+        let position = param("position", &[c.seq, d], 0.02);
+        let qkv = param("qkv", &[c.layers, 3 * d, d], wide(d));
+        let out = param("out", &[c.layers, d, d], wide(d));
+        let up = param("up", &[c.layers, 4 * d, d], wide(d));
+        let down = param("down", &[c.layers, d, 4 * d], wide(4 * d));
+        let eps = c.norm_eps as f32;
+        // The gain comes behind this: `share` makes it once for all steps.
+        let embedded = table.gather_rows(ids) + position.slice(0, 0, t);
+        let mut x = (embedded.reshape(&[1, b, t, d]) * gain.reshape(&[s, 1, 1, 1])).reshape(&[rows, d]);
+        for l in 0..c.layers {
+            x = r.scope(&format!("layers.{l}"), || {
+                let all = x.layer_norm(eps).linear(qkv.row(l));
+                let part = |i: usize| all.slice(1, i * d, (i + 1) * d).reshape(&[s * b, t, c.heads, d / c.heads]);
+                let a = attention(part(0), part(1), part(2), true, wide(d / c.heads) as f32);
+                let x = x + a.reshape(&[rows, d]).linear(out.row(l));
+                x + x.layer_norm(eps).linear(up.row(l)).gelu().linear(down.row(l))
+            });
+        }
+        x.reshape(&[s, b, t, d])
+    }
+
+    /// nudge [batch, n]. Both phases record the same, so that a nudge of zero makes no difference, to the last bit.
+    fn phase(&self, nudge: Var<'g>) -> Phase<'g> {
+        let (c, r, b) = (self.c, self.r, self.batch);
+        let g = self.geometry();
+        let ids = r.feed("ids", &[b, c.seq], DType::I32);
+        let counts = r.feed("mask", &[b, c.seq], DType::U8);
+        let (re, im, gain) = r.scope("field", || {
+            r.typed(|| {
+                // One of a few numbers: an error in the last bit of k would turn the field a little further at every step.
+                let table = r.constant(&[c.history + 1, 1], (0..=c.history).map(|seen| c.k(seen)).collect());
+                let seen = g.windows.cast(DType::F32).min(r.full(&[1], c.history as f32));
+                let k = table.gather_rows(seen.cast(DType::I32)).reshape(&[1]);
+                // Coordinate i of the mean nudge drives slice i (mod n) of the first axis.
+                let drives: Vec<usize> = (0..c.field[0]).map(|i| i % c.n).collect();
+                let source = self.chosen(nudge.mean_axis(0).reshape(&[c.n]), &drives) * c.dt as f32;
+                evolution(g.re, g.im, k, Some(source), c.steps)
+            })
+        });
+        let (own, hidden) = r.scope("encoder", || {
+            let (mut parts, mut last) = (vec![], None);
+            let chunk = c.chunk(b);
+            for first in (0..c.steps).step_by(chunk) {
+                let x = self.encode(ids, gain.slice(0, first, (first + chunk).min(c.steps)));
+                parts.push(x.layer_norm_columns(c.norm_eps as f32, c.n));
+                last = Some(x);
+            }
+            let last = last.expect("a phase has steps");
+            let end = last.shape()[0];
+            let own = if parts.len() == 1 { parts[0] } else { r.typed(|| concat(&parts, 0)) };
+            (own, last.slice(0, end - 1, end).reshape(&[b, c.seq, c.dim]))
+        });
+        r.scope("retrieval", || {
+            r.typed(|| {
+                let real = counts.cast(DType::F32);
+                let weight = real / real.sum_axis(1);
+                let query = (own * weight.reshape(&[1, b, c.seq, 1])).sum_axis(2).reshape(&[c.steps, b, c.n]) + nudge;
+                let values = g.states.slice(1, 0, c.n); // of what is found only the coordinates are used
+                let inputs = [query, own, counts, g.coordinates, values, g.filled, g.rotor, g.metric, gain];
+                let [lior, speed, velocity, slope] = retrieval(&inputs, c.beta as f32, c.eps as f32)[..] else {
+                    unreachable!("four outputs")
+                };
+                Phase { lior, speed, velocity, slope, gain, re, im, query: query.row(c.steps - 1), hidden, weight }
+            })
+        })
+    }
+
+    /// v [n] at these places.
+    fn chosen(&self, v: Var<'g>, places: &[usize]) -> Var<'g> {
+        let index = self.r.constant(&[places.len()], places.iter().map(|&p| p as f32).collect()).cast(DType::I32);
+        v.reshape(&[v.dim(0), 1]).gather_rows(index).reshape(&[places.len()])
+    }
+
+    /// The phase on its own, what of it the memory will hold, and the nudge towards where the tokens behind the window lie.
+    pub fn free(&self) {
+        let (c, r, b) = (self.c, self.r, self.batch);
+        let p = self.phase(self.between("no_nudge", &[b, c.n]));
+        let state = r.scope("state", || {
+            let normed = p.hidden.layer_norm_columns(c.norm_eps as f32, c.dim);
+            r.typed(|| (normed * p.weight.reshape(&[b, c.seq, 1])).sum_axis(1).reshape(&[b, c.dim]))
+        });
+        let nudge = r.scope("target", || {
+            let after = self.encode(r.feed("after", &[b, c.after], DType::I32), p.gain.slice(0, 0, 1));
+            let places = after.layer_norm_columns(c.norm_eps as f32, c.n);
+            r.typed(|| (places.reshape(&[b, c.after, c.n]).mean_axis(1).reshape(&[b, c.n]) - p.query) * c.nudge as f32)
+        });
+        let curvature = r.typed(|| p.gain.mean());
+        let left = [
+            ("free.lior", p.lior),
+            ("free.speed", p.speed),
+            ("free.slope", p.slope),
+            ("free.curvature", curvature),
+            ("free.coordinate", p.query),
+            ("free.state", state),
+            ("free.re", p.re),
+            ("free.im", p.im),
+            ("nudge", nudge),
+        ];
+        left.into_iter().for_each(|(name, v)| self.leave(name, v));
+    }
+
+    /// The same phase from the same start, nudged.
+    pub fn nudged(&self) {
+        let p = self.phase(self.between("nudge", &[self.batch, self.c.n]));
+        [("nudged.lior", p.lior), ("nudged.slope", p.slope), ("nudged.velocity", p.velocity)]
+            .into_iter()
+            .for_each(|(name, v)| self.leave(name, v));
+    }
+
+    /// What the difference teaches the metric and the rotor; the memory's next slots, the field and the counters. Answers with `report`.
+    pub fn update(&self) {
+        self.r.typed(|| self.learn());
+    }
+
+    fn learn(&self) {
+        let (c, r, b) = (self.c, self.r, self.batch);
+        let g = self.geometry();
+        let rows = |name: &str| self.between(name, &[b]);
+        let wide = |name: &str| self.between(name, &[b, c.n]);
+        let mean = |v: Var<'g>| v.mean_axis(0).reshape(&[c.n]);
+        let rate = r.feed("rate", &[1], DType::F32) * (1.0 / c.nudge_beta) as f32;
+
+        // The metric: what the nudge makes longer becomes cheaper, coordinate by coordinate.
+        let metric = g.metric - rate * mean(wide("nudged.slope") - wide("free.slope"));
+        let metric = metric.max(r.full(&[c.n], 0.01)).min(r.full(&[c.n], 100.0));
+        r.update(g.metric, metric);
+
+        // The rotor: each plane turns by its mean angle times its size, against the sign of the difference.
+        let delta = (rows("nudged.lior") - rows("free.lior")).mean();
+        let v = mean(wide("nudged.velocity"));
+        let axis = |next: usize| -> Vec<usize> {
+            let planes = (0..c.rotor_layers).flat_map(|l| (0..c.n / 2).map(move |j| (j, l)));
+            planes.map(|(j, l)| (2 * j + l + next) % c.n).collect()
+        };
+        let (a, b_) = (self.chosen(v, &axis(0)), self.chosen(v, &axis(1)));
+        let angle = pointwise(&[b_, a], |e, x| e.bin(Bin::Atan2, x[0], x[1]));
+        let turn = -rate * c.rotor_rate as f32 * delta * angle * (a.square() + b_.square()).sqrt();
+        let turned = g.rotor + turn;
+        // Back into [-pi, pi): what is there already stays as it is, to the last bit.
+        let around = pointwise(&[turned], |e, x| {
+            let (pi, twice) = (e.c(PI), e.c(2.0 * PI));
+            let from = e.add(x[0], pi);
+            let rounds = e.div(from, twice);
+            let rounds = e.un(Un::Floor, rounds);
+            let back = e.mul(rounds, twice);
+            e.sub(x[0], back)
+        });
+        r.update(g.rotor, around);
+
+        r.update(g.coordinates, g.coordinates.ring_write(g.filled, wide("free.coordinate")));
+        r.update(g.states, g.states.ring_write(g.filled, self.between("free.state", &[b, c.dim])));
+        r.update(g.filled, g.filled.count(b));
+        r.update(g.windows, g.windows.count(1));
+        r.update(g.re, self.between("free.re", &c.field));
+        r.update(g.im, self.between("free.im", &c.field));
+
+        let lior = rows("free.lior").mean();
+        let in_row = r.state(BROKEN, &[1], DType::F32, Init::Full(0.0));
+        let broken = -(lior.is_finite() * delta.is_finite()) + 1.0;
+        let in_row_next = (in_row + 1.0) * broken;
+        r.update(in_row, in_row_next);
+        let curvature = self.between("free.curvature", &[1]);
+        r.output("report", concat(&[lior, curvature, rows("free.speed").mean(), delta, metric, around, in_row_next], 0));
+    }
+}

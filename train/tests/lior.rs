@@ -1,0 +1,284 @@
+//! lior against PyTorch's numbers, against itself with every pass switched off, and against what its nudge is meant to do.
+
+use engine::passes::Target;
+use engine::{Compiled, Cpu, Data, Device, Meta, PASSES, Switches};
+use std::path::{Path, PathBuf};
+use train::config::Config;
+use train::golden::{Golden, Rule, compare};
+use train::recipe::{self, Session, Task};
+use train::recipes::lior::LiorConfig;
+use train::run;
+
+fn golden(name: &str) -> Golden {
+    Golden::open(&PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
+}
+
+fn device() -> Device {
+    Device::cpu(Cpu::new(2))
+}
+
+fn off() -> Vec<(&'static str, &'static str)> {
+    PASSES.iter().map(|p| (p.name(), "off")).collect()
+}
+
+fn check(file: &Golden, setting: &[(&str, &str)], rule: Rule) {
+    let mut switches = Switches::default();
+    setting.iter().for_each(|(name, value)| switches.set(name, value).unwrap());
+    let computed = recipe::find("lior").unwrap().golden(file, &switches, &device()).unwrap();
+    let all = compare(file, &computed, rule);
+    assert_eq!(all.len(), 12, "four metrics, the loss, and the whole state");
+    let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();
+    assert!(bad.is_empty(), "{setting:?}: {bad:?}");
+}
+
+#[test]
+fn golden_with_passes_on_and_off() {
+    let file = golden("../reference/golden/lior.safetensors");
+    for setting in [&[][..], &off(), &[("fuse-evolution", "require"), ("fuse-retrieval", "require"), ("flash-attention", "require")]] {
+        check(&file, setting, Rule::Tolerance(1e-5));
+    }
+}
+
+#[test]
+fn the_encoder_in_bf16_leaves_the_geometry_in_f32() {
+    let file = golden("../reference/golden/lior.safetensors");
+    check(&file, &[("bf16", "require")], Rule::Cosine(0.999));
+    check(&file, &[("bf16", "require"), ("fuse-evolution", "off"), ("fuse-retrieval", "off")], Rule::Cosine(0.999));
+    // Nothing but the encoder's rows is narrow, whether the geometry is fused or written out.
+    let c = config(&[]);
+    for fused in ["auto", "off"] {
+        let mut switches = Switches::default().with("bf16", "require").unwrap();
+        ["fuse-evolution", "fuse-retrieval"].iter().for_each(|p| switches.set(p, fused).unwrap());
+        for (name, graph) in task(&c).graphs().into_iter().take(2) {
+            let g = Compiled::new(graph, &switches, Target::Cpu).unwrap().graph;
+            let narrow: Vec<&str> = g.nodes.iter().filter(|n| n.outputs.iter().any(|m| m.dtype.size() == 2)).map(|n| &*n.scope).collect();
+            assert!(!narrow.is_empty() && narrow.iter().all(|s| s.starts_with("encoder") || s.starts_with("target")), "{name}: {narrow:?}");
+        }
+    }
+}
+
+/// A model whose window takes a few milliseconds.
+const LITTLE: &[&str] = &[
+    "dim=32",
+    "heads=2",
+    "seq=24",
+    "after=4",
+    "memory=20",
+    "field=[3, 2, 6, 5]",
+    "model.steps=6",
+    "rows=300",
+    "n=5",
+    "rotor_layers=3",
+    "batch=3",
+    "eval_batches=1",
+];
+
+fn config(sets: &[&str]) -> Config {
+    let mut c = recipe::preset(recipe::find("lior").unwrap(), None).unwrap();
+    LITTLE.iter().chain(sets).for_each(|s| c.set(s).unwrap());
+    c
+}
+
+fn task(c: &Config) -> Box<dyn Task> {
+    recipe::find("lior").unwrap().task(c).unwrap()
+}
+
+/// Every window's report, and the session behind the last.
+fn windows(c: &Config, count: u64) -> (Vec<Vec<(String, f64)>>, Session) {
+    let mut t = task(c);
+    let mut s = run::load(&*t, c, &device()).unwrap();
+    t.begin(0).unwrap();
+    let one = |i: u64| {
+        t.step(&mut s, i, 1e-2).unwrap();
+        t.report(&s).unwrap().finish().unwrap().values
+    };
+    let all = (0..count).map(one).collect();
+    (all, s)
+}
+
+fn state(s: &Session, name: &str) -> Vec<f32> {
+    s.store.get(name).unwrap().f32().unwrap()
+}
+
+fn everything(s: &Session) -> Vec<(String, Vec<u8>)> {
+    s.store.iter().map(|(n, t)| (n.to_string(), t.bytes().unwrap().to_vec())).collect()
+}
+
+#[test]
+fn two_hundred_windows_with_every_pass_on_and_off() {
+    let switched: Vec<String> = off().iter().map(|(name, value)| format!("passes.{name}={value}")).collect();
+    let switched: Vec<&str> = switched.iter().map(String::as_str).collect();
+    let ((on, s), (plain, p)) = (windows(&config(&[]), 200), windows(&config(&switched), 200));
+    for (i, (a, b)) in on.iter().zip(&plain).enumerate() {
+        for ((name, x), (_, y)) in a.iter().zip(b) {
+            let allowed = if name.starts_with("rotor") { 1e-3 } else { 1e-4 };
+            assert!((x - y).abs() <= allowed, "{name} of window {i}: {x} and {y}");
+        }
+    }
+    assert_eq!((state(&s, "filled"), state(&s, "windows")), (vec![600.0], vec![200.0]));
+    assert_eq!(state(&s, "filled"), state(&p, "filled"));
+    // It learned something: neither metric nor rotor is where it began.
+    assert!(state(&s, "g").iter().all(|&g| g != 1.0) && state(&s, "theta").iter().all(|&t| t != 0.0));
+}
+
+#[test]
+fn the_same_run_twice_is_the_same_bits() {
+    let c = config(&[]);
+    let ((a, s), (b, p)) = (windows(&c, 5), windows(&c, 5));
+    assert_eq!(a, b);
+    assert_eq!(everything(&s), everything(&p));
+    assert_ne!(windows(&config(&["seed=1"]), 5).0, a);
+}
+
+#[test]
+fn a_window_is_the_same_however_many_rows_go_at_a_time() {
+    let whole = windows(&config(&["rows=10000"]), 3).0;
+    for rows in ["rows=1", "rows=150", "rows=300"] {
+        for (a, b) in whole.iter().flatten().zip(windows(&config(&[rows]), 3).0.iter().flatten()) {
+            assert!((a.1 - b.1).abs() < 1e-5, "{rows}: {a:?} {b:?}");
+        }
+    }
+}
+
+#[test]
+fn without_a_nudge_nothing_is_learned_exactly() {
+    for passes in [&[][..], &["passes.fuse-retrieval=off", "passes.fuse-evolution=off", "passes.share=off"], &["passes.bf16=auto"]] {
+        let (reports, s) = windows(&config(&[&["nudge=0.0"], passes].concat()), 4);
+        for report in reports {
+            let value = |name: &str| report.iter().find(|v| v.0 == name).unwrap().1;
+            assert_eq!(value("delta"), 0.0);
+            assert!(value("lior") > 0.0 && value("curvature") > 0.0);
+        }
+        assert_eq!((state(&s, "g"), state(&s, "theta")), (vec![1.0; 5], vec![0.0; 6]));
+        // What does not learn goes on all the same.
+        assert_eq!(state(&s, "filled"), [12.0]);
+        assert!(state(&s, "memory_coord")[..60].iter().all(|&v| v != 0.0));
+    }
+    // A rotor that is not at zero stays where it is, too: going around the circle costs no bit.
+    let c = config(&["nudge=0.0"]);
+    let mut t = task(&c);
+    let mut s = run::load(&*t, &c, &device()).unwrap();
+    t.begin(0).unwrap();
+    let angles = [0.05f32, -3.1, 3.0, -0.7, 1.5, 1e-6];
+    s.store.set("theta", &Meta::f32(&[6]), bytemuck::cast_slice(&angles)).unwrap();
+    t.step(&mut s, 0, 1e-2).unwrap();
+    assert_eq!(state(&s, "theta"), angles);
+}
+
+/// One window whose tokens all lie at one place and whose following tokens lie `by` further along one coordinate: (nudge of the first row,
+/// change of the metric). Layers that add nothing leave of the encoder its embedding and its norm.
+fn learned(axis: usize, by: f32) -> (Vec<f32>, Vec<f32>) {
+    let c = config(&["nudge=0.1"]);
+    let model: LiorConfig = c.section("model").unwrap();
+    let t = task(&c);
+    let mut s = run::load(&*t, &c, &device()).unwrap();
+    let set = |s: &mut Session, name: &str, f: &dyn Fn(usize) -> f32| {
+        let meta = s.store.get(name).unwrap().meta.clone();
+        let numbers: Vec<f32> = (0..meta.elements()).map(f).collect();
+        s.store.set(name, &meta, bytemuck::cast_slice(&numbers)).unwrap();
+    };
+    for name in ["encoder.position", "encoder.out", "encoder.down"] {
+        set(&mut s, name, &|_| 0.0);
+    }
+    // Token 0 has 0.3 in every coordinate, token 1 has `by` more along the axis; the last columns keep mean and size as they are.
+    set(&mut s, "encoder.embedding", &|i| {
+        let (token, column) = (i / model.dim, i % model.dim);
+        let moved = if token == 1 { by } else { 0.0 };
+        match column {
+            k if k < model.n => 0.3 + if k == axis { moved } else { 0.0 },
+            k if k == model.dim - 1 => -0.3 * model.n as f32 - moved,
+            k if (k - model.n).is_multiple_of(2) => 1.0,
+            _ => -1.0,
+        }
+    });
+    let batch = t.train_config().batch;
+    let (ids, after, mask) = (vec![0; batch * model.seq], vec![1; batch * model.after], vec![1; batch * model.seq]);
+    let feeds = [("ids", Data::I32(&ids)), ("after", Data::I32(&after)), ("mask", Data::U8(&mask))];
+    s.run("free", &feeds).unwrap();
+    s.run("nudged", &feeds).unwrap();
+    s.run("update", &[("rate", Data::F32(&[1e-2]))]).unwrap();
+    let nudge = state(&s, "scratch/nudge")[..model.n].to_vec();
+    (nudge, state(&s, "g").iter().map(|g| g - 1.0).collect())
+}
+
+#[test]
+fn what_the_nudge_lengthens_becomes_cheaper() {
+    for axis in 0..5 {
+        let others = |v: &[f32], f: fn(f32) -> f32| (0..5).filter(|&i| i != axis).map(|i| f(v[i])).fold(f32::MIN, f32::max);
+        let (nudge, change) = learned(axis, 2.0);
+        assert!(nudge[axis] > 0.1 && others(&nudge, f32::abs) < 0.2 * nudge[axis], "axis {axis}: the nudge is {nudge:?}");
+        assert!(change[axis] < 0.0 && others(&change, |v| -v) < -0.3 * change[axis], "axis {axis}: the metric changed by {change:?}");
+        // What the nudge shortens becomes dearer.
+        let (nudge, change) = learned(axis, -0.6);
+        assert!(nudge[axis] < 0.0 && change[axis] > 0.0 && others(&change, |v| v) < change[axis], "axis {axis}: {nudge:?} {change:?}");
+    }
+}
+
+fn kiln(args: &[&str]) -> (bool, String) {
+    let run = std::process::Command::new(env!("CARGO_BIN_EXE_kiln")).env("CUDA_VISIBLE_DEVICES", "").args(args).output().unwrap();
+    (run.status.success(), String::from_utf8_lossy(&[&run.stdout[..], &run.stderr].concat()).to_string())
+}
+
+fn train(out: &Path, more: &[&str]) -> String {
+    let sets: Vec<&str> = LITTLE.iter().flat_map(|s| ["--set", s]).collect();
+    let all = [&["train", "lior", "--threads", "1", "--out", out.to_str().unwrap()][..], &sets, more].concat();
+    let (ok, text) = kiln(&all);
+    assert!(ok, "{text}");
+    text
+}
+
+#[test]
+fn stopped_and_resumed_is_never_having_stopped_and_the_pictures_are_drawn() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, halves) = (dir.path().join("whole"), dir.path().join("halves"));
+    let text = train(&whole, &["--steps", "30"]);
+    assert!(text.contains("lior") && text.contains("windows/s") && text.contains("geometry.svg"), "{text}");
+    train(&halves, &["--steps", "11", "--set", "horizon=30"]);
+    let (ok, text) = kiln(&["train", "--out", halves.to_str().unwrap(), "--resume", "--steps", "30", "--threads", "1"]);
+    assert!(ok, "{text}");
+    for file in ["model.safetensors", "state.safetensors"] {
+        let read = |run: &Path| std::fs::read(run.join("checkpoints/step-00000030").join(file)).unwrap();
+        assert!(read(&whole) == read(&halves), "{file} differs");
+    }
+    for file in ["lior.svg", "geometry.svg"] {
+        assert!(std::fs::read_to_string(whole.join(file)).unwrap().contains("<svg"), "{file}");
+    }
+    let metrics = std::fs::read_to_string(whole.join("metrics.jsonl")).unwrap();
+    let last = metrics.lines().last().unwrap();
+    for key in ["\"lior\"", "\"curvature\"", "\"speed\"", "\"delta\"", "\"metric.4\"", "\"rotor.5\"", "\"val_lior\""] {
+        assert!(last.contains(key), "{key} in {last}");
+    }
+    // Evaluation reads the field and the memory of the checkpoint.
+    let (ok, text) = kiln(&["eval", whole.to_str().unwrap(), "--json", "--threads", "1"]);
+    assert!(ok, "{text}");
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let recorded: serde_json::Value = serde_json::from_str(last).unwrap();
+    assert_eq!(value["lior"], recorded["val_lior"]);
+}
+
+#[test]
+fn what_does_not_fit_is_said() {
+    let cases: [(&str, &str); 9] = [
+        ("batch=21", "more than model.memory = 20"),
+        ("n=1", "a plane has two axes"),
+        ("n=40", "to model.dim = 32"),
+        ("heads=3", "does not divide"),
+        ("after=25", "no position for the rest"),
+        ("dt=0.6", "grows without bound"),
+        ("nudge_beta=0.0", "is not above 0"),
+        ("train.steps=2000000000", "counter of 32 bits"),
+        ("field=[3, 0, 6, 5]", "field's second axis = 0"),
+    ];
+    for (set, part) in cases {
+        let error = recipe::find("lior").unwrap().task(&config(&[set])).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains(part), "{set}: {error}");
+    }
+    let masked = config(&["ignore_tokens=[32]"]);
+    windows(&masked, 2);
+    let all: Vec<String> = (0..256).map(|t| t.to_string()).collect();
+    let c = config(&[&format!("ignore_tokens=[{}]", all.join(", "))]);
+    let mut t = task(&c);
+    let mut s = run::load(&*t, &c, &device()).unwrap();
+    t.begin(0).unwrap();
+    assert!(t.step(&mut s, 0, 1e-2).unwrap_err().to_string().contains("nothing but data.ignore_tokens"));
+}
