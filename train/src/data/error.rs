@@ -33,7 +33,7 @@ pub enum DataError {
     #[error("{path}: invalid UTF-8 at byte {offset} (convert the file to UTF-8, for example with iconv)")]
     Utf8 { path: PathBuf, offset: u64 },
     #[error("{path}, line {line}: {problem}")]
-    Jsonl { path: PathBuf, line: u64, problem: String },
+    Line { path: PathBuf, line: u64, problem: String },
     #[error("cannot write the data set to {path}: {reason}")]
     OutDir { path: PathBuf, reason: String },
     #[error("{what} = {value}: {need}")]

@@ -1,4 +1,4 @@
-//! Text files -> token shards -> windows -> batches; and pictures. Item i of every source is a pure function of the seed and i.
+//! Text files -> token shards -> windows -> batches; pictures; puzzles. Item i of every source is a pure function of the seed and i.
 
 mod dataset;
 mod error;
@@ -7,6 +7,7 @@ pub mod images;
 mod inspect;
 mod loader;
 mod prepare;
+pub mod puzzles;
 mod shards;
 mod source;
 mod tokenizer;

@@ -339,7 +339,7 @@ fn read_jsonl(path: &Path, field: &str, sink: &mut Sink, bar: &ProgressBar) -> R
         offset += read;
         bar.inc(read);
         if !text.trim().is_empty() {
-            let document = jsonl_field(text, field).map_err(|problem| DataError::Jsonl { path: path.to_owned(), line, problem })?;
+            let document = jsonl_field(text, field).map_err(|problem| DataError::Line { path: path.to_owned(), line, problem })?;
             sink.document(&document)?;
         }
     }
