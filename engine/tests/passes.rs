@@ -3,6 +3,7 @@
 use engine::graph::Graph;
 use engine::kernel::Arch;
 use engine::op::Fill;
+use engine::ops::experts::mixture;
 use engine::ops::linear_attention::LinearAttentionGrad;
 use engine::ops::rope::Pairs;
 use engine::passes::{Mode, Receipt, Target, all_applied};
@@ -164,6 +165,48 @@ fn a_scaled_update_has_the_type_of_what_it_is_added_to() {
     let half = DType::BF16;
     assert_eq!(types("scatter_scaled"), [half, DType::I32, half, half]);
     assert_eq!(types("scatter_scaled_grad"), [half, DType::I32, half, half]);
+}
+
+/// A mixture of experts in bf16 with gradients, compiled for a GPU: `grouped-products`' receipt, and the ops with their inputs' types.
+fn experts(sm: u32, hidden: usize, bf16: &str, gradients: bool) -> (Receipt, Vec<(String, Vec<DType>, usize)>) {
+    let r = Recorder::new();
+    let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
+    let (gate_up, down) = (param("gate_up", &[4, 2 * hidden, 16]), param("down", &[4, 16, hidden]));
+    let (y, balance) = mixture(r.feed("x", &[40, 16], DType::F32), Some(param("router", &[4, 16])), gate_up, down, 2);
+    let loss = y.square().mean() + balance.unwrap() * 0.01;
+    r.output("loss", loss);
+    if gradients {
+        r.output("dw", r.grad(loss, &[gate_up])[0]);
+    }
+    let target = Target::Cuda(Arch { sm, multiprocessors: 132 });
+    let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", bf16).unwrap(), target).unwrap();
+    let types = |i: usize| c.graph.inputs(i).iter().map(|m| m.dtype).collect();
+    let ops = c.graph.nodes.iter().enumerate().map(|(i, n)| (n.name().to_string(), types(i), n.outputs.len())).collect();
+    (c.receipts.iter().find(|r| r.pass == "grouped-products").unwrap().clone(), ops)
+}
+
+#[test]
+fn experts_run_on_tensor_cores_or_there_is_a_reason() {
+    let declined = |sm, hidden, bf16| {
+        let (receipt, _) = experts(sm, hidden, bf16, true);
+        (receipt.applied, receipt.declined.first().map_or(String::new(), |d| d.0.clone()))
+    };
+    assert_eq!(declined(90, 24, "auto"), (4, String::new()));
+    assert_eq!(declined(80, 24, "auto"), (4, String::new()));
+    let refused = |(applied, reason): (usize, String), why: &str| assert!(applied == 0 && reason.contains(why), "{applied} {reason}");
+    refused(declined(90, 24, "off"), "tensor cores multiply bf16 and f16");
+    refused(declined(75, 24, "auto"), "compute capability 8.0");
+    refused(declined(90, 23, "auto"), "a row of 23 elements");
+}
+
+#[test]
+fn routing_stays_f32_and_experts_keep_only_what_a_gradient_reads() {
+    let find = |gradients, name: &str| experts(90, 24, "auto", gradients).1.into_iter().find(|op| op.0 == name).unwrap();
+    assert_eq!(find(true, "route").1, [DType::F32]);
+    let (half, int) = (DType::BF16, DType::I32);
+    assert_eq!(find(true, "grouped_swiglu").1, [half, half, int, int, int, DType::F32]);
+    assert_eq!((find(true, "grouped_swiglu").2, find(false, "grouped_swiglu").2), (2, 1));
+    assert_eq!(find(true, "grouped_outer").1, [half, half, int, int]);
 }
 
 #[test]

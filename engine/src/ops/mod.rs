@@ -7,6 +7,7 @@ pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
 pub mod evolve;
+pub mod experts;
 pub mod full;
 pub mod linear_attention;
 pub mod linear_ce;
@@ -50,6 +51,7 @@ pub const OPS: &[Entry] = ops! {
     conv: "causal convolution in groups",
     attention: "attention with grouped heads; flash attention",
     linear_attention: "attention of heads with themselves, without softmax: rope, two products and a layer norm at once",
+    experts: "mixtures of experts: routing, products of rows with the matrices of their experts, the balance loss",
     cross_entropy: "cross-entropy of logits",
     linear_ce: "the loss head: linear layer and cross-entropy, whole or in chunks",
     evolve: "steps of a complex field, and its size at each",

@@ -6,6 +6,7 @@ use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
 use crate::ops::adamw::{AdamW, GlobalNorm};
 use crate::ops::cross_entropy::CrossEntropy;
+use crate::ops::experts::{GroupedSwiglu, Route};
 use crate::ops::linear_attention::LinearAttention;
 use crate::ops::linear_ce::ChunkedLinearCrossEntropy;
 use crate::ops::norm::add::AddRmsNorm;
@@ -154,8 +155,12 @@ fn rewritten<'g>(
     let Kind::Op(op) = &node.kind else { return None };
     let mut x = inputs.to_vec();
     let mut half = |v: Var<'g>| cast(v, DType::BF16, casts);
-    if node.op::<AdamW>().is_some() || node.op::<GlobalNorm>().is_some() || node.op::<CrossEntropy>().is_some() {
-        // The optimizer is f32 by nature; cross-entropy gives f32 losses of whatever it reads.
+    if node.op::<AdamW>().is_some()
+        || node.op::<GlobalNorm>().is_some()
+        || node.op::<CrossEntropy>().is_some()
+        || node.op::<Route>().is_some()
+    {
+        // The optimizer is f32 by nature; cross-entropy and routing give f32 of whatever they read.
     } else if let Some(p) = node.op::<Pointwise>() {
         // Arithmetic on an activation stays one, also where it is repeated; its other inputs may be of any type.
         let elements = x.iter().map(|v| v.meta().elements()).max().unwrap_or(1);
@@ -190,7 +195,7 @@ fn rewritten<'g>(
     } else if node.op::<LinearAttention>().is_some() {
         (x[0], x[3]) = (half(x[0]), half(x[3])); // tables stay as they are
         receipt.applied += 1;
-    } else if node.op::<ChunkedLinearCrossEntropy>().is_some() {
+    } else if node.op::<ChunkedLinearCrossEntropy>().is_some() || node.op::<GroupedSwiglu>().is_some() {
         (x[0], x[1]) = (half(x[0]), half(x[1]));
         receipt.applied += 1;
     } else {

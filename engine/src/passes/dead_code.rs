@@ -5,6 +5,7 @@ use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node};
 use crate::meta::DType;
 use crate::op::Op;
+use crate::ops::experts::GroupedSwiglu;
 use crate::ops::pointwise::Pointwise;
 use crate::record::Recorder;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ impl Pass for DeadCode {
     }
 
     fn about(&self) -> &'static str {
-        "Drops operations, and outputs of fused arithmetic, that nothing needs: gradients of what is not trained, above all."
+        "Drops operations, and outputs of fused arithmetic and of experts, that nothing needs: gradients of what is not trained, above all."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -30,7 +31,7 @@ impl Pass for DeadCode {
         sweep(g);
         receipt.applied = before - g.nodes.len() + outputs;
         if outputs > 0 {
-            receipt.notes.push(format!("{outputs} outputs of arithmetic"));
+            receipt.notes.push(format!("{outputs} outputs of arithmetic and of experts"));
         }
         Ok(())
     }
@@ -62,7 +63,7 @@ pub fn sweep(g: &mut Graph) {
     }
 }
 
-/// Drops outputs of pointwise nodes that nobody reads; returns how many.
+/// Drops outputs of pointwise nodes, and what experts keep for a gradient, that nobody reads; returns how many.
 fn drop_outputs(g: &mut Graph) -> usize {
     // From the end, so that an output read only by a dropped one goes too.
     let mut dropped = 0;
@@ -76,6 +77,12 @@ fn drop_outputs(g: &mut Graph) -> usize {
         let alive = read[i].iter().any(|&r| r);
         if !alive && !g.nodes[i].is_source() {
             continue;
+        }
+        if let Some(op) = g.nodes[i].op::<GroupedSwiglu>().filter(|op| op.keep && !read[i][1]) {
+            let op = GroupedSwiglu { keep: false, ..op.clone() };
+            g.nodes[i].outputs.pop();
+            g.nodes[i].kind = Kind::Op(Arc::new(op));
+            dropped += 1;
         }
         if let Some(p) = g.nodes[i].op::<Pointwise>().filter(|_| read[i].iter().any(|&r| !r)) {
             let stay: Vec<usize> = (0..read[i].len()).filter(|&o| read[i][o]).collect();

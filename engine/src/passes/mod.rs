@@ -16,6 +16,7 @@ mod fuse_qk_norm;
 mod fuse_retrieval;
 mod fuse_routing;
 mod group_casts;
+mod grouped_products;
 mod hoist;
 mod in_place;
 mod join_products;
@@ -57,6 +58,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &fuse_pointwise::FusePointwise,
     &fuse_products::FuseProducts,
     &in_place::InPlace,
+    &grouped_products::GroupedProducts,
     &products::Tf32,
     &products::TuneProducts,
     &cuda_graph::OverlapLaunches,

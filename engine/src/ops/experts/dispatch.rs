@@ -1,0 +1,74 @@
+//! Slots of tokens, sorted by expert.
+
+use crate::cpu::{View, ViewMut};
+use crate::kernel::{At, Code, Io, Launch, Step};
+use crate::meta::{DType, Meta};
+use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::record::Var;
+
+/// Of expert numbers i32 [tokens, k], whose places are the slots 0..tokens k: slots by expert, then by number, i32 [slots]; where each
+/// slot is among these, i32 [slots]; and where each expert's begin, i32 [experts + 1], the last being their number.
+#[derive(Debug)]
+pub struct Dispatch {
+    pub experts: usize,
+}
+
+impl Op for Dispatch {
+    fn name(&self) -> &'static str {
+        "dispatch"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        assert!(x[0].dtype == DType::I32 && x[0].elements() < 1 << 31 && (1..=1024).contains(&self.experts), "{self:?} of {:?}", x[0]);
+        let slots = Meta::new(&[x[0].elements()], DType::I32);
+        vec![slots.clone(), slots, Meta::new(&[self.experts + 1], DType::I32)]
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let chosen = x[0].i32();
+        let [order, position, offsets] = y else { unreachable!("infer gives three outputs") };
+        let (order, position, offsets) = (order.i32(), position.i32(), offsets.i32());
+        offsets.fill(0);
+        chosen.iter().for_each(|&e| offsets[e as usize + 1] += 1);
+        for e in 0..self.experts {
+            offsets[e + 1] += offsets[e];
+        }
+        let mut next = offsets.to_vec();
+        for (slot, &e) in chosen.iter().enumerate() {
+            let at = &mut next[e as usize];
+            order[*at as usize] = slot as i32;
+            position[slot] = *at;
+            *at += 1;
+        }
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        const THREADS: usize = 256;
+        const BLOCKS: usize = 128;
+        let slots = io.x[0].elements();
+        let chunk = slots.div_ceil(BLOCKS).next_multiple_of(THREADS);
+        let blocks = slots.div_ceil(chunk);
+        let launch = |entry| {
+            Launch::new(include_str!("dispatch.cu"), entry)
+                .define("SLOTS", slots)
+                .define("EXPERTS", self.experts)
+                .define("CHUNK", chunk)
+                .define("BLOCKS", blocks)
+                .grid(blocks, 1, 1)
+                .block(THREADS)
+        };
+        let (chosen, counts) = (At::X(0).into(), At::Work.into());
+        let count = launch("dispatch_count").args(&[chosen, counts]);
+        let place = launch("dispatch_place").args(&[chosen, counts, At::Y(0).into(), At::Y(1).into(), At::Y(2).into()]);
+        Code { steps: vec![Step::Launch(count), Step::Launch(place)], workspace: 4 * blocks * self.experts }
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len()) // all integers
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        // As with `route`: what is decided once is kept.
+        Cost { memory_bound: false, ..Cost::memory(4 * x[0].bytes()) }
+    }
+}

@@ -1,0 +1,93 @@
+//! How grouped products run on a GPU: which kernel, and how it is cut and launched.
+
+use crate::kernel::{Arch, Launch};
+use crate::meta::DType;
+
+/// The kernels that make grouped products.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kernel {
+    /// Any types and sizes; sums in f32.
+    #[default]
+    Plain,
+    /// bf16 or f16 on tensor cores, by instructions that a warp waits for.
+    Mma,
+    /// The same, by instructions of four warps that read shared memory themselves while these go on.
+    Wgmma,
+}
+
+/// The fastest kernel for rows of this type and these lengths, or why it is the plain one.
+pub fn kernel_for(dtype: DType, lengths: &[usize], arch: Arch) -> Result<Kernel, String> {
+    if !matches!(dtype, DType::BF16 | DType::F16) {
+        return Err(format!("{dtype}: tensor cores multiply bf16 and f16"));
+    }
+    if arch.sm < 80 {
+        return Err("no bf16 tensor cores before compute capability 8.0".into());
+    }
+    match lengths.iter().find(|n| !n.is_multiple_of(8)) {
+        Some(n) => Err(format!("a row of {n} elements is no multiple of 16 bytes")),
+        None => Ok(if arch.sm == 90 { Kernel::Wgmma } else { Kernel::Mma }),
+    }
+}
+
+/// A block's part of a product, on tensor cores.
+pub(super) struct Tile {
+    wgmma: bool,
+    dtype: DType,
+    /// It has 128 rows.
+    columns: usize,
+    stages: usize,
+    /// Whether the left and the right side lie in memory with what is summed over as their rows.
+    turned: [bool; 2],
+}
+
+pub(super) const TILE_ROWS: usize = 128;
+
+impl Tile {
+    /// None where the plain kernel was chosen, or an input begins where it cannot be read 16 bytes at a time.
+    pub(super) fn new(kernel: Kernel, arch: Arch, dtype: DType, offsets: &[usize], columns: usize, turned: [bool; 2]) -> Option<Tile> {
+        if kernel == Kernel::Plain || offsets.iter().any(|o| !o.is_multiple_of(8)) {
+            return None;
+        }
+        let tile = Tile { wgmma: kernel == Kernel::Wgmma, dtype, columns, stages: 0, turned };
+        Some(Tile { stages: ((arch.shared_limit() - tile.slack()) / tile.stage()).min(4), ..tile })
+    }
+
+    fn stage(&self) -> usize {
+        (TILE_ROWS + self.columns) * 128
+    }
+
+    /// wgmma wants the stages to begin on a multiple of 1024 bytes.
+    fn slack(&self) -> usize {
+        if self.wgmma { 1024 } else { 0 }
+    }
+
+    pub(super) fn launch(&self, source: &str, entry: &'static str) -> Launch {
+        let wgmma = if self.wgmma { self.wgmma() } else { String::new() };
+        let source = [include_str!("../attention/mma.cuh"), &wgmma, include_str!("tile.cuh"), source].concat();
+        Launch::new(&source, entry)
+            .define_type("T", self.dtype)
+            .define("TN", self.columns)
+            .define("STAGES", self.stages)
+            .define("WGMMA", self.wgmma as u8)
+            .define("A_TURNED", self.turned[0] as u8)
+            .define("B_TURNED", self.turned[1] as u8)
+            .block(256)
+            .shared(self.stages * self.stage() + self.slack())
+    }
+
+    /// The instruction of four warps: c [64, columns] += a [64, 16] b [16, columns], a and b being described.
+    fn wgmma(&self) -> String {
+        let (n, [a, b]) = (self.columns, self.turned.map(|t| t as u8));
+        let dtype = if self.dtype == DType::BF16 { "bf16" } else { "f16" };
+        let list = |f: &dyn Fn(usize) -> String| (0..n / 2).map(f).collect::<Vec<_>>().join(", ");
+        let (registers, sums) = (list(&|i| format!("%{i}")), list(&|i| format!("\"+f\"(c[0][{}][{}])", i / 4, i % 4)));
+        format!(
+            "__device__ __forceinline__ void wgmma(float (&c)[1][{}][4], u64 a, u64 b) {{\n    \
+             asm volatile(\"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {{{registers}}}, %{}, %{}, 1, 1, 1, {a}, {b};\"\n        \
+             : {sums} : \"l\"(a), \"l\"(b));\n}}\n",
+            n / 8,
+            n / 2,
+            n / 2 + 1
+        )
+    }
+}

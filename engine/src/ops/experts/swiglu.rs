@@ -1,0 +1,191 @@
+//! The first half of an expert: gates and what they let through, in one product.
+
+use super::grouped::{By, GroupedMatmul, Product, gather, products, routed};
+use super::kernels::Kernel;
+use super::outer::GroupedOuter;
+use crate::cpu::math::sigmoid;
+use crate::cpu::{View, ViewMut, simd};
+use crate::kernel::{At, Code, Io, Place};
+use crate::meta::Meta;
+use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::ops::reduce::packs::Rows;
+use crate::record::Var;
+use rayon::prelude::*;
+
+/// Inputs: x [tokens, d], w [experts, 2 hidden, d] (gates, then the others), `dispatch`'s order, position and offsets, weights f32
+/// [tokens, top]. With (gate, up) = x w^T for a row's token and expert: y [rows, hidden] = weight silu(gate) up, so that the sum of a token's
+/// rows, after another product, is weighted already; and h [rows, 2 hidden] = gate and up, which the gradient is computed from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupedSwiglu {
+    pub top: usize,
+    /// h is an output: `dead-code` drops it where there is no gradient.
+    pub keep: bool,
+    /// Set by the pass `grouped-products`.
+    pub kernel: Kernel,
+}
+
+impl Op for GroupedSwiglu {
+    fn name(&self) -> &'static str {
+        "grouped_swiglu"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let shaped = x.len() == 6 && x[0].rank() == 2 && x[1].rank() == 3 && x[0].dtype == x[1].dtype && x[0].dtype.is_float();
+        assert!(shaped, "{self:?} of {x:?}");
+        let ([experts, both, d], rows) = ([x[1].dim(2), x[1].dim(1), x[1].dim(0)], x[2].elements());
+        let tokens = rows / self.top;
+        let fits = routed(&x[2..5], self.top, experts) && x[0].shape == [tokens, d] && both.is_multiple_of(2);
+        assert!(fits && x[5] == Meta::f32(&[tokens, self.top]), "{self:?} of {x:?}");
+        let mut y = vec![x[0].with(&[rows, both / 2])];
+        y.extend(self.keep.then(|| x[0].with(&[rows, both])));
+        y
+    }
+
+    fn workspace(&self, x: &[Meta]) -> usize {
+        let rows = x[2].elements();
+        rows * x[0].dim(0) + if self.keep { 0 } else { rows * x[1].dim(1) }
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], work: &mut [f32]) {
+        let (d, both) = (x[1].dim(0), x[1].dim(1));
+        let (order, offsets, weights) = (x[2].i32(), x[4].i32(), x[5].f32());
+        let (gathered, work) = work.split_at_mut(order.len() * d);
+        let rows = gather(x[0].f32(), order, self.top, d, gathered);
+        let (y, kept) = y.split_at_mut(1);
+        let h = if self.keep { kept[0].f32() } else { work };
+        products(rows, x[1].f32(), offsets, d, both, true, h);
+        let rows = y[0].f32().par_chunks_mut(both / 2).zip(h.par_chunks(both)).zip(order);
+        rows.with_min_len(16).for_each(|((out, h), &slot)| {
+            simd(
+                #[inline(always)]
+                || {
+                    let (gate, up) = h.split_at(both / 2);
+                    for (i, out) in out.iter_mut().enumerate() {
+                        *out = weights[slot as usize] * (gate[i] * sigmoid(gate[i]) * up[i]);
+                    }
+                },
+            )
+        });
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let p = Product {
+            experts: io.x[1].dim(2),
+            rows: io.x[2].elements(),
+            k: io.x[1].dim(0),
+            out: io.x[1].dim(1) / 2,
+            top: self.top,
+            from: By::Token,
+            transposed: true,
+            swiglu: true,
+            kept: self.keep,
+        };
+        let mut args: Vec<Place> = [At::X(0), At::X(1), At::X(4), At::X(2), At::X(5)].map(Place::from).into();
+        args.extend((0..io.y.len()).map(|i| Place::from(At::Y(i))));
+        p.launch(self.kernel, io, &args).code()
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let Some(d) = dy[0].map(|d| d.cast(x[0].dtype())) else { return no_gradient(6) };
+        let both = d.recorder().op(GroupedSwigluGrad { top: self.top }, &[y[1], d, x[2], x[5]]);
+        let back = GroupedMatmul { top: self.top, from: By::Row, to: By::Token, transposed: false, kernel: self.kernel };
+        let by_x = d.recorder().op1(back, &[both[0], x[1], x[2], x[3], x[4]]);
+        let by_w = GroupedOuter::record([(both[0], By::Row), (x[0], By::Token)], self.top, x[2], x[4]);
+        vec![Some(by_x), Some(by_w), None, None, None, Some(both[1])]
+    }
+
+    /// Without h there is nothing to compute a gradient from.
+    fn differentiable(&self) -> bool {
+        self.keep
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        let bytes = x.iter().chain(&self.infer(x)).map(|m| m.bytes()).sum();
+        Cost::compute(2 * x[2].elements() * x[1].dim(0) * x[1].dim(1), bytes)
+    }
+
+    fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
+        let r = x[0].recorder();
+        let product = GroupedMatmul { top: self.top, from: By::Token, to: By::Row, transposed: true, kernel: Kernel::Plain };
+        let h = r.op1(product, &x[..5]);
+        let (hidden, slots) = (h.dim(0) / 2, x[2].meta().elements());
+        let weight = x[5].reshape(&[slots, 1]).gather_rows_once(x[2]);
+        let y = (h.slice(1, 0, hidden).swiglu(h.slice(1, hidden, 2 * hidden)) * weight).cast(x[0].dtype());
+        Some(if self.keep { vec![y, h] } else { vec![y] })
+    }
+}
+
+/// Inputs: h [rows, 2 hidden], dy [rows, hidden], order, weights. Outputs: the gradients of h and of the weights, f32 [tokens, top].
+#[derive(Debug)]
+pub struct GroupedSwigluGrad {
+    pub top: usize,
+}
+
+impl Op for GroupedSwigluGrad {
+    fn name(&self) -> &'static str {
+        "grouped_swiglu_grad"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let rows = x[2].elements();
+        let fits = x[0].shape == [rows, 2 * x[1].dim(0)] && x[1].shape == [rows, x[1].dim(0)] && x[0].dtype == x[1].dtype;
+        assert!(fits && x[3] == Meta::f32(&[rows / self.top, self.top]), "{self:?} of {x:?}");
+        vec![x[0].clone(), x[3].clone()]
+    }
+
+    /// A row's part of the weights' gradient is known with the row; its slot's place comes after.
+    fn workspace(&self, x: &[Meta]) -> usize {
+        x[2].elements()
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], by_row: &mut [f32]) {
+        let hidden = x[1].dim(0);
+        let (h, dy, order, weights) = (x[0].f32(), x[1].f32(), x[2].i32(), x[3].f32());
+        let [dh, dw] = y else { unreachable!("infer gives two outputs") };
+        let rows = dh.f32().par_chunks_mut(2 * hidden).zip(by_row.par_iter_mut()).zip(order).enumerate();
+        rows.with_min_len(16).for_each(|(row, ((dh, dw), &slot))| {
+            simd(
+                #[inline(always)]
+                || {
+                    let ((gate, up), dy) = (h[row * 2 * hidden..][..2 * hidden].split_at(hidden), &dy[row * hidden..][..hidden]);
+                    let (dgate, dup) = dh.split_at_mut(hidden);
+                    let mut sum = 0.0;
+                    for i in 0..hidden {
+                        let s = sigmoid(gate[i]);
+                        let (silu, d) = (gate[i] * s, weights[slot as usize] * dy[i]);
+                        sum += dy[i] * silu * up[i];
+                        dgate[i] = d * up[i] * (s + silu * (1.0 - s));
+                        dup[i] = d * silu;
+                    }
+                    *dw = sum;
+                },
+            )
+        });
+        let dw = dw.f32();
+        order.iter().zip(by_row).for_each(|(&slot, &mut d)| dw[slot as usize] = d);
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (hidden, dtype) = (io.x[1].dim(0), io.x[0].dtype);
+        let rows = Rows::new(hidden, &[dtype]);
+        rows.launch(include_str!("swiglu_grad.cu"), "grouped_swiglu_grad", hidden)
+            .define_type("T", dtype)
+            .define("N", io.x[2].elements())
+            .grid(io.x[2].elements().div_ceil(rows.groups), 1, 1)
+            .all(io)
+            .code()
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        let bytes = x.iter().map(|m| m.bytes()).sum::<usize>() + x[0].bytes() + x[3].bytes();
+        Cost { flops: 16 * x[1].elements() as u64, ..Cost::memory(bytes) }
+    }
+}

@@ -1,0 +1,162 @@
+// A tile [TM, TN] of a product on tensor cores, STEP of what is summed over at a time.
+// In shared memory both sides are rows of 64 elements, 128 bytes. A side's rows are its own, with 64 of the sum each; or, where it is read
+// TURNED, they are rows of the sum: 64 of these for its first 64 columns, 64 for the next. Piece c (16 bytes) of row r lies at c ^ r % 8, so
+// that eight rows' pieces are in different banks. wgmma calls this a swizzle of 128 bytes.
+#define THREADS 256
+#define TM 128
+#define STEP 64
+#define A_BYTES (TM * 128)
+#define STAGE ((TM + TN) * 128)
+// After how many steps a stage may be overwritten: wgmma reads on while its threads go ahead.
+#define LAG (WGMMA ? 2 : 1)
+// A warp has 16 * DOWN rows and 8 * ACROSS columns of a tile.
+#define DOWN (WGMMA ? 1 : 4)
+#define ACROSS (WGMMA ? TN / 8 : TN / 32)
+
+typedef float Sums[DOWN][ACROSS][4];
+
+__device__ __forceinline__ u32 warp_row() { return WGMMA ? threadIdx.x / 32 * 16 : threadIdx.x / 128 * 64; }
+__device__ __forceinline__ u32 warp_column() { return WGMMA ? 0 : threadIdx.x / 32 % 4 * (TN / 4); }
+
+// A thread copies piece threadIdx.x % 8 of rows threadIdx.x / 8 + 32 i of a side.
+__device__ __forceinline__ u32 own_piece() { return threadIdx.x % 8 * 8; } // in elements
+__device__ __forceinline__ u32 own_row(int i) { return threadIdx.x / 8 + 32 * i; }
+__device__ __forceinline__ char *own_place(char *side, int i) {
+    u32 r = threadIdx.x / 8;
+    return side + r * 128 + ((threadIdx.x % 8 ^ r % 8) << 4) + i * 4096;
+}
+
+__device__ __forceinline__ char *stages() {
+    extern __shared__ __align__(1024) float shared[];
+#if WGMMA
+    return (char *)shared + (-shared_address(shared) & 1023); // the swizzle is one of addresses
+#else
+    return (char *)shared;
+#endif
+}
+
+#if WGMMA
+// Where rows of 128 bytes begin: 8 of them make a unit of 1024 bytes, 64 one of 8192, which counts for a side that is turned.
+__device__ __forceinline__ u64 rows_at(const char *p) { return (u64)(shared_address(p) >> 4 & 0x3fff) | 512ull << 16 | 64ull << 32 | 1ull << 62; }
+
+// The copies of a thread, now seen by wgmma.
+__device__ __forceinline__ void copies_shown() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void multiply(Sums &c, const char *stage) {
+    u64 a = rows_at(stage + threadIdx.x / 128 * 8192), b = rows_at(stage + A_BYTES);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < 4; k++) wgmma(c, a + k * (A_TURNED ? 128 : 2), b + k * (B_TURNED ? 128 : 2));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// All steps but the last have been multiplied.
+__device__ __forceinline__ void multiplied_before() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+__device__ __forceinline__ void multiplied(Sums &c) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[0][j][i])::"memory"); // not read before
+}
+#else
+__device__ __forceinline__ void copies_shown() {}
+
+__device__ __forceinline__ void multiply(Sums &c, const char *stage) {
+    u32 lane = threadIdx.x % 32, low = lane % 8, high = lane / 16, middle = lane / 8 % 2;
+    // The row and the piece of it that this lane names to ldmatrix.
+    u32 a_row = A_TURNED ? warp_row() + high * 8 + low : warp_row() + lane % 16;
+    u32 a_piece = A_TURNED ? middle : high;
+    u32 column = warp_column() / 8; // in pieces
+    u32 b_row = B_TURNED ? column / 8 * 64 + middle * 8 + low : warp_column() + high * 8 + low;
+    u32 b_piece = B_TURNED ? column % 8 + high : middle;
+    const char *a = stage + a_row * 128, *b = stage + A_BYTES + b_row * 128;
+    a_piece = (a_piece ^ low) << 4;
+    b_piece = (b_piece ^ low) << 4;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 x[DOWN][4], y[ACROSS / 2][4];
+#pragma unroll
+        for (int i = 0; i < DOWN; i++) {
+            if (A_TURNED) matrices_t(x[i], a + k * 2048 + (a_piece ^ i << 5));
+            else matrices(x[i], a + i * 2048 + (a_piece ^ k << 5));
+        }
+#pragma unroll
+        for (int j = 0; j < ACROSS / 2; j++) {
+            if (B_TURNED) matrices_t(y[j], b + k * 2048 + (b_piece ^ j << 5));
+            else matrices(y[j], b + j * 2048 + (b_piece ^ k << 5));
+        }
+#pragma unroll
+        for (int i = 0; i < DOWN; i++)
+#pragma unroll
+            for (int j = 0; j < ACROSS; j++) mma<T>(c[i][j], x[i], y[j / 2][j % 2 * 2], y[j / 2][j % 2 * 2 + 1]);
+    }
+}
+__device__ __forceinline__ void multiplied_before() {}
+__device__ __forceinline__ void multiplied(Sums &) {}
+#endif
+
+// Stages in a ring: `source.copy(stage)` begins to fetch the next step of the block's work, or does nothing behind the last.
+template <class Source> struct Ring {
+    Source &source;
+    char *memory;
+    u32 now;
+
+    __device__ __forceinline__ Ring(Source &s) : source(s), memory(stages()), now(0) {
+#pragma unroll
+        for (int i = 0; i < STAGES - LAG; i++) {
+            source.copy(memory + i * STAGE);
+            copies_commit();
+        }
+    }
+    __device__ __forceinline__ void fetch() {
+        u32 next = now + STAGES - LAG;
+        source.copy(memory + (next < STAGES ? next : next - STAGES) * STAGE);
+        copies_commit();
+    }
+    __device__ __forceinline__ void add(Sums &c, u32 steps) {
+        for (u32 s = 0; s < steps; s++) {
+            copies_wait<STAGES - LAG - 1>();
+            copies_shown();
+            __syncthreads(); // this step is there, and nobody reads the stage that comes next
+            // Whatever takes its time goes first: the copies, or wgmma.
+            if (!WGMMA) fetch();
+            multiply(c, memory + now * STAGE);
+            if (WGMMA) fetch();
+            multiplied_before();
+            now = now + 1 < STAGES ? now + 1 : 0;
+        }
+    }
+};
+
+// Adds up a number of each lane of a warp: `upto` and including its own, and all of them, which is returned.
+__device__ __forceinline__ u32 count_up(u32 own, u32 &upto) {
+    upto = own;
+#pragma unroll
+    for (int i = 1; i < 32; i <<= 1) {
+        u32 other = __shfl_up_sync(0xffffffffu, upto, i);
+        if (threadIdx.x % 32 >= i) upto += other;
+    }
+    return __shfl_sync(0xffffffffu, upto, 31);
+}
+
+// An expert's rows, and a number counted from its first.
+struct Found {
+    u32 expert, first, end, number;
+};
+
+// Experts come in order and have `units(rows)` each: whose the unit of this number is. Every warp finds it for itself.
+template <class Units> __device__ __forceinline__ bool find(const int *offsets, u32 number, Units units, Found &f) {
+    for (u32 some = 0; some < EXPERTS; some += 32) {
+        u32 e = some + threadIdx.x % 32, upto;
+        u32 first = e < EXPERTS ? offsets[e] : 0, end = e < EXPERTS ? offsets[e + 1] : 0, own = units(end - first);
+        u32 all = count_up(own, upto);
+        if (number < all) {
+            int who = __ffs(__ballot_sync(0xffffffffu, number < upto)) - 1;
+            f = {some + who, __shfl_sync(0xffffffffu, first, who), __shfl_sync(0xffffffffu, end, who),
+                 number - __shfl_sync(0xffffffffu, upto - own, who)};
+            return true;
+        }
+        number -= all;
+    }
+    return false;
+}

@@ -1,0 +1,86 @@
+//! Products of rows with the matrices of their experts, on tensor cores.
+
+use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind};
+use crate::meta::DType;
+use crate::op::Op;
+use crate::ops::experts::{GroupedMatmul, GroupedOuter, GroupedSwiglu, Kernel, kernel_for, mixture};
+use crate::record::Recorder;
+use std::sync::Arc;
+
+pub struct GroupedProducts;
+
+impl Pass for GroupedProducts {
+    fn name(&self) -> &'static str {
+        "grouped-products"
+    }
+
+    fn about(&self) -> &'static str {
+        "Makes the products of experts on tensor cores, in blocks that stay and share the work evenly, whatever the experts' loads. Nothing to do on the CPU."
+    }
+
+    /// The same sums in another order; but what is summed and what comes of it is bf16 or f16.
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::LowPrecision
+    }
+
+    fn settings(&self) -> &'static [Setting] {
+        &[Setting {
+            name: "with",
+            default: "wgmma",
+            about: "wgmma: the instructions of compute capability 9.0, and mma where there are none; mma: those since 8.0",
+        }]
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let most = match settings.text("with") {
+            "wgmma" => Kernel::Wgmma,
+            "mma" => Kernel::Mma,
+            other => {
+                return Err(Error::PassSetting {
+                    pass: "grouped-products".into(),
+                    problem: format!("with={other} is neither wgmma nor mma"),
+                });
+            }
+        };
+        let Target::Cuda(arch) = settings.target else {
+            receipt.notes.push("the program runs on the CPU".into());
+            return Ok(());
+        };
+        for i in 0..g.nodes.len() {
+            let inputs = g.inputs(i);
+            let choose = |lengths: &[usize]| kernel_for(inputs[0].dtype, lengths, arch).map(|k| if k == Kernel::Wgmma { most } else { k });
+            let node = &g.nodes[i];
+            let new: Result<Arc<dyn Op>, String> = if let Some(op) = node.op::<GroupedMatmul>() {
+                choose(&inputs[1].shape[1..]).map(|kernel| Arc::new(GroupedMatmul { kernel, ..op.clone() }) as _)
+            } else if let Some(op) = node.op::<GroupedSwiglu>() {
+                choose(&[inputs[1].dim(0), inputs[1].dim(1) / 2]).map(|kernel| Arc::new(GroupedSwiglu { kernel, ..op.clone() }) as _)
+            } else if let Some(op) = node.op::<GroupedOuter>() {
+                choose(&[inputs[0].dim(0), inputs[1].dim(0)]).map(|kernel| Arc::new(GroupedOuter { kernel, ..op.clone() }) as _)
+            } else {
+                continue;
+            };
+            match new {
+                Ok(op) => {
+                    g.nodes[i].kind = Kind::Op(op);
+                    receipt.applied += 1;
+                }
+                Err(reason) => receipt.decline(reason, &node.scope.clone()),
+            }
+        }
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 }).cast(DType::BF16);
+        let (gate_up, down) = (param("gate_up", &[4, 48, 16]), param("down", &[4, 16, 24]));
+        let x = r.feed("x", &[40, 16], DType::F32).cast(DType::BF16);
+        let (y, _) = mixture(x, Some(param("router", &[4, 16])), gate_up, down, 2);
+        r.output("y", y.cast(DType::F32));
+    }
+
+    fn needs_gpu(&self) -> bool {
+        true
+    }
+}
