@@ -39,16 +39,17 @@ impl MatmulPointwise {
 
     /// The one kernel, or why it does not apply.
     pub fn fused(&self, io: &Io) -> Result<Code, String> {
-        let tiles = Tiles::new(io)?;
         let sides: Vec<usize> = (2..io.x.len()).filter(|&i| !self.expr.uses_rng(i - 1)).collect();
+        let sizes: Vec<usize> = sides.iter().map(|&i| io.x[i].dtype.size()).collect();
+        let tiles = Tiles::new(io, &sizes)?;
         if sides.iter().any(|&i| !(io.offsets[i] * io.x[i].dtype.size()).is_multiple_of(16)) {
             return Err("an input does not begin on a multiple of 16 bytes".into());
         }
-        // What is read before the product begins waits in registers.
+        // What is read before the product has ended waits in registers.
         let words: usize = sides.iter().map(|&i| 2 * io.x[i].dtype.size()).sum();
         let early = if tiles.wide { (64 / words.max(1)).min(8) } else { (32 / words.max(1)).min(4) };
         let index = if io.y[0].elements() < 1 << 31 { "u32" } else { "u64" };
-        let source = [include_str!("../attention/mma.cuh"), &self.text(io, index), tiles.source()].concat();
+        let source = [include_str!("../attention/mma.cuh"), &self.text(io, index, tiles.wide), tiles.source()].concat();
         let x = (2..io.x.len()).map(|i| (format!("x{}", i - 1), format!("const {} *", c_type(io.x[i].dtype)), self.expr.uses_rng(i - 1)));
         let y = (0..io.y.len()).map(|k| (format!("y{k}"), format!("{} *", c_type(io.y[k].dtype)), false));
         let pointers: Vec<(String, String, bool)> = x.chain(y).collect();
@@ -67,8 +68,9 @@ impl MatmulPointwise {
     }
 
     /// How the arithmetic of 8 neighbouring elements is read, computed and written.
-    fn text(&self, io: &Io, index: &str) -> String {
-        let (mut pointers, mut sides, mut fetch) = (String::new(), String::new(), String::new());
+    fn text(&self, io: &Io, index: &str, wide: bool) -> String {
+        let [mut pointers, mut sides, mut fetch, mut ask, mut take] = [const { String::new() }; 5];
+        let mut at = 0; // bytes of the sides before, of an element
         for i in 2..io.x.len() {
             let (n, c) = (i - 1, c_type(io.x[i].dtype));
             if self.expr.uses_rng(n) {
@@ -78,6 +80,14 @@ impl MatmulPointwise {
             pointers += &format!("    const {c} *x{n};\n");
             sides += &format!("    Pack<{c}> p{n};\n");
             fetch += &format!("    s.p{n} = *(const Pack<{c}> *)(at.x{n} + i);\n");
+            // In shared memory tile by tile, of 64 x 128 elements.
+            let size = io.x[i].dtype.size();
+            let near = format!("(char *)near + {} + pack * {}", 8192 * at, 8 * size);
+            for k in (0..8).step_by(16 / size) {
+                ask += &format!("    copy16({near} + {}, at.x{n} + i + {k}, live);\n", k * size);
+            }
+            take += &format!("    s.p{n} = *(const Pack<{c}> *)({near});\n");
+            at += size;
         }
         for (k, m) in io.y.iter().enumerate() {
             pointers += &format!("    {} *y{k};\n", c_type(m.dtype));
@@ -85,9 +95,15 @@ impl MatmulPointwise {
         let read = |n: usize| if n == 0 { "product[j]".into() } else { format!("s.p{n}.at[j]") };
         let elements = print::elements(&self.expr, &self.dtypes, 8, "at.", read);
         let function = "__device__ __forceinline__ void";
+        let read = match wide {
+            true => format!(
+                "{function} ask(const Pointers &at, {index} i, void *near, u32 pack, bool live) {{\n{ask}}}\n\
+                 {function} take(Sides &s, const void *near, u32 pack) {{\n{take}}}\n"
+            ),
+            false => format!("{function} fetch(const Pointers &at, {index} i, Sides &s) {{\n{fetch}}}\n"),
+        };
         format!(
-            "{}struct Pointers {{\n{pointers}}};\nstruct Sides {{\n{sides}}};\n\
-             {function} fetch(const Pointers &at, {index} i, Sides &s) {{\n{fetch}}}\n\
+            "{}struct Pointers {{\n{pointers}}};\nstruct Sides {{\n{sides}}};\n{read}\
              {function} finish(const Pointers &at, {index} i, const Sides &s, const float product[8]) {{\n{elements}}}\n",
             print::packs(8)
         )
@@ -154,16 +170,18 @@ struct Tiles {
     b: [usize; 3],
     /// Columns of a tile; it has 8192 / columns rows.
     columns: usize,
-    /// Tiles of rows of a in shared memory.
+    /// Tiles of rows of a in shared memory, if it is not wide.
     buffers: usize,
-    /// Blocks that share the rows of a.
-    walkers: usize,
+    /// How many blocks there are.
+    blocks: usize,
     /// By Hopper's products of four warps, tiles of 64 x 128.
     wide: bool,
+    /// Bytes that the arithmetic reads beside an element of the product.
+    sides: usize,
 }
 
 impl Tiles {
-    fn new(io: &Io) -> Result<Tiles, String> {
+    fn new(io: &Io, sides: &[usize]) -> Result<Tiles, String> {
         let (a, b) = (&io.x[0], &io.x[1]);
         let (m, k, n) = (a.dim(1), a.dim(0), b.dim(0));
         if !matches!(a.dtype, DType::BF16 | DType::F16) || io.arch.sm < 80 {
@@ -192,9 +210,10 @@ impl Tiles {
             return Err("rows do not begin on multiples of 16 bytes".into());
         }
         let columns = [32, 64, 128].into_iter().find(|&c| n <= c).unwrap_or(128);
-        let wide = io.arch.sm == 90 && columns == 128;
-        let tiles = Tiles { heads: lead.iter().product(), m, n, k, a, b, columns, buffers: 0, walkers: 0, wide };
-        tiles.sized(io).ok_or_else(|| format!("K = {k}: a tile does not fit into shared memory"))
+        let wide = io.arch.sm == 90 && columns == 128 && sides.iter().all(|&size| size >= 2); // copies of whole 16 bytes
+        let tiles = Tiles { heads: lead.iter().product(), m, n, k, a, b, columns, buffers: 0, blocks: 0, wide, sides: sides.iter().sum() };
+        let narrow = Tiles { wide: false, ..tiles };
+        tiles.sized(io).or_else(|| narrow.sized(io)).ok_or_else(|| format!("K = {k}: a tile does not fit into shared memory"))
     }
 
     fn rows(&self) -> usize {
@@ -206,36 +225,40 @@ impl Tiles {
     }
 
     fn threads(&self) -> usize {
-        if self.wide { 128 } else { 256 }
+        if self.wide { 512 } else { 256 }
     }
 
     /// Bytes of shared memory.
     fn shared(&self) -> usize {
         if self.wide {
-            return 2 * (self.columns + self.rows()) * self.k.next_multiple_of(64);
+            let k = 2 * self.k.next_multiple_of(64);
+            return self.columns * k + 3 * (self.rows() * k + 8192 * self.sides);
         }
         2 * (self.columns + self.buffers * self.rows()) * (self.k.next_multiple_of(16) + 8)
     }
 
     fn sized(self, io: &Io) -> Option<Tiles> {
-        let limit = io.arch.shared_limit();
+        let (limit, multiprocessors) = (io.arch.shared_limit(), io.arch.multiprocessors as usize);
+        let (tiles, parts) = (self.m.div_ceil(self.rows()), self.parts());
+        if self.wide {
+            let fits = self.shared() + 1024 <= limit;
+            return fits.then_some(Tiles { blocks: multiprocessors.min(tiles * parts), ..self });
+        }
         let resident = |t: &Tiles| t.resident(limit);
-        let ways: &[usize] = if self.wide { &[1] } else { &[1, 2] };
-        let best = ways.iter().map(|&buffers| Tiles { buffers, ..self }).max_by_key(resident)?;
-        let slots = resident(&best) * io.arch.multiprocessors as usize;
+        let best = [1, 2].into_iter().map(|buffers| Tiles { buffers, ..self }).max_by_key(resident)?;
+        let slots = resident(&best) * multiprocessors;
         if slots == 0 {
             return None;
         }
-        // The time of all blocks in tiles, the columns of b counting as one.
-        let (tiles, parts) = (best.m.div_ceil(best.rows()), best.parts());
+        // The time of all blocks in tiles, the columns of b counting as one. So many blocks share the rows of a.
         let time = |walkers: usize| (parts * walkers).div_ceil(slots) * (tiles.div_ceil(walkers) + 1);
         let walkers = (1..=tiles.min(8 * slots)).min_by_key(|&w| time(w))?;
-        Some(Tiles { walkers, ..best })
+        Some(Tiles { blocks: parts * walkers, ..best })
     }
 
     /// Blocks on a multiprocessor, so that one calculates while another waits; registers do not last for more.
     fn resident(&self, limit: usize) -> usize {
-        ((limit + 1024) / (self.shared() + 1024)).min(if self.wide { 3 } else { 2 })
+        ((limit + 1024) / (self.shared() + 1024)).min(2)
     }
 
     /// Blocks with other columns or heads.
@@ -258,9 +281,10 @@ impl Tiles {
             .define("TYPE", if io.x[0].dtype == DType::BF16 { "\"bf16\"" } else { "\"f16\"" })
             .define("COLUMNS", self.columns)
             .define("BUFFERS", self.buffers)
+            .define("SIDES", self.sides)
+            .define("WALKERS", self.blocks / self.parts())
             .define("RESIDENT", self.resident(io.arch.shared_limit()))
-            .define("WALKERS", self.walkers)
-            .grid(self.parts() * self.walkers, 1, 1)
+            .grid(self.blocks, 1, 1)
             .block(self.threads())
             .shared(self.shared())
             .all(io)

@@ -1,13 +1,18 @@
 // a [HEADS, M, K] times b [HEADS, K, N] by Hopper's products of four warps, which read both from shared memory, and arithmetic on the result
-// while it is in registers. A block keeps BN columns of b and walks over tiles of BM rows of a. What the arithmetic reads beside the
-// product is asked for before the product begins, so that memory is busy meanwhile.
-#define THREADS 128
+// while it is in registers. The tiles of all columns are one line, of which a block takes an even part: it keeps BN columns of b as long
+// as its tiles have the same, and GROUPS times four warps take its tiles in turn. Four more warps copy what a group's next tile needs, rows
+// of a and what the arithmetic reads beside the product, while the group finishes the tile before.
+#define GROUPS 3
+#define THREADS (128 * GROUPS)
 #define BM 64
 #define BN 128
 #define TILES ((M + BM - 1) / BM)
 #define ACROSS ((N + BN - 1) / BN)
+#define ALL (HEADS * ACROSS * TILES)
+#define INDEX_OF(m, head, n) ((HEADS_INSIDE ? (INDEX)(m) * HEADS + (head) : (INDEX)(head) * M + (m)) * N + (n))
 #define KC ((K + 63) / 64) // chunks of 64 of K: 128 bytes a row
 #define PACKS (BN / 32)
+#define STAGE (BM * (KC * 64 + BN * SIDES / 2)) // elements: rows of a, then the sides' tiles
 
 // Where element k of row r lies among `rows` rows: chunk by chunk, and within a chunk the eights of a row in another order for each of
 // eight rows, as the products expect them (128-byte swizzle).
@@ -16,17 +21,18 @@ __device__ __forceinline__ u32 spot(u32 rows, u32 r, u32 k) { return (k / 64 * r
 // Of 32 columns, a thread gets 8 neighbours: columns 8 p + 2 j and the next are columns 2 p and the next of the j-th eight.
 __device__ __forceinline__ u32 place(u32 n) { return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2; }
 
-// COUNT vectors of K elements, `step` apart, of which those from `left` on are zeros. Vector v goes to row v of `to`, or to its place.
-template <int COUNT, bool PLACED> __device__ __forceinline__ void load(T *to, const T *from, u64 step, u32 left) {
-    u32 v = threadIdx.x / 8, k = threadIdx.x % 8 * 8;
+// COUNT vectors of K elements, `step` apart, of which those from `left` on are zeros, copied by BY threads. Vector v goes to row v of
+// `to`, or to its place.
+template <int COUNT, int BY, bool PLACED> __device__ __forceinline__ void load(T *to, const T *from, u64 step, u32 left, u32 thread) {
+    u32 k = thread % 8 * 8;
 #pragma unroll 4
-    for (u32 i = 0; i < COUNT; i += THREADS / 8) {
-        bool live = v + i < left;
-        const T *vector = from + (live ? v + i : 0) * step;
+    for (u32 v = thread / 8; v < COUNT; v += BY / 8) {
+        bool live = v < left;
+        const T *vector = from + (live ? v : 0) * step;
 #pragma unroll
         for (u32 j = 0; j < KC * 64; j += 64) {
             bool inside = K % 64 == 0 || k + j < K;
-            copy16(to + spot(COUNT, PLACED ? place(v + i) : v + i, k + j), vector + (inside ? k + j : 0), live && inside);
+            copy16(to + spot(COUNT, PLACED ? place(v) : v, k + j), vector + (inside ? k + j : 0), live && inside);
         }
     }
 }
@@ -45,16 +51,45 @@ __device__ __forceinline__ void turn_columns(T *to, const T *b, u32 left) {
     }
 }
 
-__device__ __forceinline__ void load_rows(T *to, const T *a, u32 tile) {
-    load<BM, false>(to, a + (u64)tile * BM * A_ROW, A_ROW, M - tile * BM);
-    copies_commit();
-}
+// Copies that have arrived, whoever made them, become visible to products.
+__device__ __forceinline__ void show() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// This thread's copies are there, and products see them.
-__device__ __forceinline__ void copies_arrive() {
-    copies_wait<0>();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+// Barriers in shared memory, whose phases alternate.
+__device__ __forceinline__ void expect(u64 *barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
+__device__ __forceinline__ void arrive(u64 *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Arrives when all copies of this thread have.
+__device__ __forceinline__ void arrive_with_copies(u64 *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void await(u64 *barrier, u32 phase) {
+    u32 over;
+    do
+        asm volatile("{ .reg .pred over; mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
+                     : "=r"(over) : "r"(shared_address(barrier)), "r"(phase % 2) : "memory");
+    while (!over);
+}
+// Where 8 columns from 8 `eight` on of row r lie in a tile of a side: two rows, of which 64 bytes each are read at once, in different banks.
+__device__ __forceinline__ u32 pack_of(u32 r, u32 eight) { return r * (BN / 8) + (eight ^ r % 2 * 4); }
+
+// The tiles of a block, `count` from `begin` on. They change their columns at `part`'s end; among those with the same columns, they are
+// taken in such an order that blocks which have other columns are at about the same rows, and memory is written in long runs.
+struct Part {
+    u32 head, n0, low, rows, end; // rows of tiles, from `low` on; the first tile of the next part
+
+    __device__ __forceinline__ Part(u32 begin, u32 count, u32 i) {
+        u32 part = (begin + i) / TILES, from = max(begin, part * TILES);
+        head = part / ACROSS, n0 = part % ACROSS * BN, low = from - part * TILES;
+        end = min(count, (part + 1) * TILES - begin), rows = begin + end - from;
+    }
+    __device__ __forceinline__ u32 first_row(u32 i) const { return (low + (i + 2 * rows - end % rows - low % rows) % rows) * BM; }
+};
+
+// All but the copying warps.
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 // What a product is told about a matrix in shared memory: its address, 1024 bytes from eight rows to the next, 128-byte swizzle.
 __device__ __forceinline__ u64 described(const T *p) { return (u64)(shared_address(p) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
@@ -78,51 +113,78 @@ __device__ __forceinline__ void multiply(float c[64], u64 a, u64 b, bool first) 
                  : "l"(a), "l"(b), "r"((int)first));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_pointwise(const T *a, const T *b, PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS + 128) matmul_pointwise(const T *a, const T *b, PARAMETERS) {
     extern __shared__ __align__(1024) float shared[];
-    T *columns = (T *)shared, *rows = columns + BN * (KC * 64);
+    __shared__ u64 full[GROUPS], empty[GROUPS];
+    T *columns = (T *)shared, *stages = columns + BN * (KC * 64);
     const Pointers at = {POINTERS};
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // Blocks of one head that run at the same time are at the same rows, which are then read from memory once.
-    u32 part = blockIdx.x % (HEADS * ACROSS), head = part / ACROSS, n0 = part % ACROSS * BN;
-    u32 tile = blockIdx.x / (HEADS * ACROSS), n = n0 + lane % 4 * 8;
-    a += (u64)head * A_HEAD;
-    b += (u64)head * B_HEAD + (u64)n0 * B_COLUMN;
-    if (B_ROW == 1) load<BN, true>(columns, b, B_COLUMN, N - n0);
-    else turn_columns(columns, b, N - n0);
-    load_rows(rows, a, tile);
-    copies_arrive();
+    u32 begin = (u64)ALL * blockIdx.x / gridDim.x, count = (u64)ALL * (blockIdx.x + 1) / gridDim.x - begin;
+    u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    if (threadIdx.x < GROUPS) expect(full + threadIdx.x, 128), expect(empty + threadIdx.x, 128);
+    __syncthreads();
 
-    for (; tile < TILES; tile += WALKERS) {
-        // A thread's two rows of a tile, in each of which it has 8 columns of every 32.
-        INDEX first = (INDEX)tile * BM + warp * 16 + lane / 4;
-        const auto live = [&](int i) { return first + 8 * (i % 2) < M && n + 32 * (i / 2) < N; };
-        const auto index = [&](int i) {
-            INDEX m = first + 8 * (i % 2);
-            return (HEADS_INSIDE ? m * HEADS + head : (INDEX)head * M + m) * N + (n + 32 * (i / 2));
-        };
-        Sides sides[2 * PACKS];
+    if (threadIdx.x >= THREADS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;"); // the others need them
+        for (u32 i = 0; i < count; i++) {
+            const Part part(begin, count, i);
+            u32 head = part.head, first = part.first_row(i);
+            T *stage = stages + i % GROUPS * STAGE;
+            if (i >= GROUPS) await(empty + i % GROUPS, i / GROUPS - 1);
+            u32 thread = threadIdx.x - THREADS, eight = thread % (BN / 8), n = part.n0 + 8 * eight;
+#pragma unroll 4
+            for (u32 r = thread / (BN / 8); r < BM; r += 128 / (BN / 8)) {
+                bool live = first + r < M && n < N;
+                ask(at, live ? INDEX_OF(first + r, head, n) : 0, stage + BM * KC * 64, pack_of(r, eight), live);
+            }
+            load<BM, 128, false>(stage, a + (u64)head * A_HEAD + (u64)first * A_ROW, A_ROW, M - first, thread);
+            arrive_with_copies(full + i % GROUPS);
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    const u32 group = threadIdx.x / 128, row = warp * 16 + lane / 4;
+    const T *stage = stages + group * STAGE;
+    u32 i = group;
+    for (u32 at_columns = 0; at_columns < count;) {
+        const Part part(begin, count, at_columns);
+        u32 head = part.head, n0 = part.n0, n = n0 + lane % 4 * 8;
+        const T *from = b + (u64)head * B_HEAD + (u64)n0 * B_COLUMN;
+        meet(); // nobody reads the columns before these any more
+        if (B_ROW == 1) load<BN, THREADS, true>(columns, from, B_COLUMN, N - n0, threadIdx.x);
+        else turn_columns(columns, from, N - n0);
+        copies_commit();
+        copies_wait<0>();
+        show();
+        meet();
+        at_columns = part.end;
+        for (; i < part.end; i += GROUPS) {
+            // A thread's two rows of a tile, in each of which it has 8 columns of every 32.
+            INDEX first = part.first_row(i) + row;
+            Sides sides[2 * PACKS];
+            const auto take_side = [&](int p) { take(sides[p], stage + BM * KC * 64, pack_of(row + 8 * (p % 2), lane % 4 + 4 * (p / 2))); };
+            await(full + group, i / GROUPS);
+            show();
+            float c[64];
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int i = 0; i < EARLY; i++)
-            if (live(i)) fetch(at, index(i), sides[i]);
-        __syncthreads(); // this tile is there
-        float c[64];
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            for (int k = 0; k < KC * 64; k += 16)
+                multiply(c, described(stage + k / 64 * (BM * 64) + k % 64), described(columns + k / 64 * (BN * 64) + k % 64), k == 0);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < KC * 64; k += 16)
-            multiply(c, described(rows + k / 64 * (BM * 64) + k % 64), described(columns + k / 64 * (BN * 64) + k % 64), k == 0);
-        asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        __syncthreads(); // nobody reads this tile any more
-        if (tile + WALKERS < TILES) load_rows(rows, a, tile + WALKERS);
+            for (int p = 0; p < EARLY; p++) take_side(p);
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            if (EARLY == 2 * PACKS) arrive(empty + group);
 #pragma unroll
-        for (int i = 0; i < 2 * PACKS; i++) {
-            if (i == PACKS) copies_arrive(); // waits for what this thread wrote, too: not with all of a tile's results on their way
-            if (!live(i)) continue;
-            if (i >= EARLY) fetch(at, index(i), sides[i]);
-            float product[8];
+            for (int p = 0; p < 2 * PACKS; p++) {
+                if (p >= EARLY) take_side(p);
+                if (first + 8 * (p % 2) >= M || n + 32 * (p / 2) >= N) continue;
+                float product[8];
 #pragma unroll
-            for (int j = 0; j < 8; j++) product[j] = c[(i / 2 * 4 + j / 2) * 4 + i % 2 * 2 + j % 2];
-            finish(at, index(i), sides[i], product);
+                for (int j = 0; j < 8; j++) product[j] = c[(p / 2 * 4 + j / 2) * 4 + p % 2 * 2 + j % 2];
+                finish(at, INDEX_OF(first + 8 * (p % 2), head, n + 32 * (p / 2)), sides[p], product);
+            }
+            if (EARLY < 2 * PACKS) arrive(empty + group);
         }
     }
 }
