@@ -26,23 +26,16 @@ pub fn graph(c: &HrmConfig, batch: usize) -> Graph {
 
 /// What a batch answers after a segment.
 pub struct Said {
-    /// [batch, seq]
+    /// [batch, cells]
     pub answers: Vec<u8>,
     /// [batch]
     pub halts: Vec<f32>,
 }
 
-pub fn segment(s: &mut Session, ids: &[i32], first: bool) -> Result<Said, TrainError> {
+pub fn segment(s: &mut Session, puzzles: &Puzzles, ids: &[i32], first: bool) -> Result<Said, TrainError> {
     s.run("act", &[("ids", Data::I32(ids)), ("fresh", Data::F32(&[first as u8 as f32]))])?;
-    let answers = s.read("act", "answer")?.into_iter().map(|token| token as u8).collect();
-    Ok(Said { answers, halts: s.read("act", "halt")? })
-}
-
-/// Puzzles [n, cells], n at most `batch`, as ids; the batch is filled up with blanks that nobody looks at.
-pub fn ids(puzzles: &[u8], batch: usize, cells: usize) -> Vec<i32> {
-    let mut ids: Vec<i32> = puzzles.iter().map(|&token| token.into()).collect();
-    ids.resize(batch * cells, 0);
-    ids
+    let answers: Vec<u8> = s.read("act", "answer")?.into_iter().map(|token| token as u8).collect();
+    Ok(Said { answers: puzzles.cells(&answers), halts: s.read("act", "halt")? })
 }
 
 /// What a set of answers is worth.
@@ -62,13 +55,13 @@ pub struct Score {
 
 impl Score {
     /// Puzzles and solutions [n, cells], through all segments.
-    pub fn add(&mut self, s: &mut Session, c: &HrmConfig, task: Task, batch: usize, set: (&[u8], &[u8])) -> Result<(), TrainError> {
-        let cells = task.cells();
+    pub fn add(&mut self, s: &mut Session, c: &HrmConfig, puzzles: &Puzzles, batch: usize, set: (&[u8], &[u8])) -> Result<(), TrainError> {
+        let (cells, blank) = (puzzles.task.cells(), puzzles.task.blank());
         let count = set.0.len() / cells;
-        let ids = ids(set.0, batch, cells);
+        let ids = puzzles.ids(set.0, batch);
         let mut thinking = vec![true; count];
         for segment in 1..=c.max_segments {
-            let said = self::segment(s, &ids, segment == 1)?;
+            let said = self::segment(s, puzzles, &ids, segment == 1)?;
             let last = segment == c.max_segments;
             let answers = said.answers.chunks(cells).zip(set.1.chunks(cells)).zip(set.0.chunks(cells));
             for (i, ((answer, solution), puzzle)) in answers.enumerate() {
@@ -81,9 +74,9 @@ impl Score {
                 }
                 if last {
                     self.exact += right as usize;
-                    let blank = (0..cells).filter(|&cell| puzzle[cell] == task.blank());
-                    self.filled += blank.clone().filter(|&cell| answer[cell] == solution[cell]).count();
-                    self.blank += blank.count();
+                    let open = (0..cells).filter(|&cell| puzzle[cell] == blank);
+                    self.filled += open.clone().filter(|&cell| answer[cell] == solution[cell]).count();
+                    self.blank += open.count();
                 }
             }
         }
@@ -132,14 +125,14 @@ impl Solver for HrmSolver {
     }
 
     fn solve(&mut self, s: &mut Session, puzzles: &[u8], to_limit: bool) -> Result<Vec<Vec<Attempt>>, TrainError> {
-        let cells = self.c.seq;
+        let cells = self.puzzles.task.cells();
         let mut all = vec![];
         for part in puzzles.chunks(self.batch * cells) {
-            let ids = ids(part, self.batch, cells);
+            let ids = self.puzzles.ids(part, self.batch);
             let mut own: Vec<Vec<Attempt>> = vec![vec![]; part.len() / cells];
             let ended = |attempts: &Vec<Attempt>| !to_limit && attempts.last().is_some_and(|a| a.halt > 0.0);
             for segment in 0..self.c.max_segments {
-                let said = self::segment(s, &ids, segment == 0)?;
+                let said = self::segment(s, &self.puzzles, &ids, segment == 0)?;
                 let said = said.answers.chunks(cells).zip(said.halts);
                 for (attempts, (answer, halt)) in own.iter_mut().zip(said).filter(|(a, _)| !ended(a)) {
                     attempts.push(Attempt { answer: answer.to_vec(), halt });

@@ -159,15 +159,15 @@ impl Task for HrmTask {
     /// Every puzzle that was never learned from, through all segments.
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
         let set = self.puzzles.set(Split::Val)?;
-        let (task, batch) = (self.puzzles.task, self.train.batch);
+        let batch = self.train.batch;
         let batches = match self.train.eval_batches {
             0 => usize::MAX,
             some => some as usize,
         };
-        let cells = batch * task.cells();
+        let cells = batch * self.puzzles.task.cells();
         let mut score = act::Score::default();
         for (puzzles, solutions) in set.inputs.chunks(cells).zip(set.targets.chunks(cells)).take(batches) {
-            score.add(s, &self.c, task, batch, (puzzles, solutions))?;
+            score.add(s, &self.c, &self.puzzles, batch, (puzzles, solutions))?;
         }
         Ok(Evaluation { values: score.values(), confusion: None })
     }
@@ -217,10 +217,10 @@ impl Task for HrmTask {
         let task = self.puzzles.task;
         let first = self.puzzles.unseen(1)?;
         let (puzzle, solution) = first.item(0);
-        let ids = act::ids(puzzle, self.train.batch, task.cells());
+        let ids = self.puzzles.ids(puzzle, self.train.batch);
         let mut answer = vec![];
         for segment in 0..self.c.max_segments {
-            answer = act::segment(s, &ids, segment == 0)?.answers;
+            answer = act::segment(s, &self.puzzles, &ids, segment == 0)?.answers;
         }
         let answer = task.marked(&answer[..task.cells()], solution);
         Ok(Some(format!("{}\n{answer}", task.marked(puzzle, puzzle))))

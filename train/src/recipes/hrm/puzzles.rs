@@ -19,6 +19,9 @@ struct PuzzleConfig {
     side: usize,
     /// A CSV file of `puzzle,solution`, which is split by class; or a folder with such files, train.csv and test.csv. Empty: generated puzzles.
     path: String,
+    /// Tokens of filling before the cells. They are the same in every puzzle: from its distance to them a cell knows its place, which
+    /// rotations alone do not tell, and the halting head has a state of its own.
+    prefix: usize,
     /// How many; of a file at most so many, 0 being all.
     train_puzzles: usize,
     test_puzzles: usize,
@@ -26,6 +29,8 @@ struct PuzzleConfig {
     hardness: u32,
     /// Whether a puzzle is learned in another symmetric form each time.
     augment: bool,
+    /// Of the blank cells of a puzzle that is learned from, some are filled in: each with a chance that is drawn from 0 to this.
+    reveal: f64,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -37,6 +42,13 @@ enum Kind {
 
 /// So many are more than any memory holds.
 const MOST: usize = 1 << 26;
+
+/// The token that is in no puzzle.
+const FILLING: i32 = 0;
+
+fn prefixed(tokens: &[u8], prefix: usize, with: i32) -> Vec<i32> {
+    std::iter::repeat_n(with, prefix).chain(tokens.iter().map(|&token| token.into())).collect()
+}
 
 pub struct Puzzles {
     pub task: Task,
@@ -58,9 +70,14 @@ impl Puzzles {
             (Kind::Maze, _) if (4..=128).contains(&data.side) => Task::Maze(data.side),
             (Kind::Maze, _) => return bad(format!("data.side = {}: a maze has 4 to 128 cells a side", data.side)),
         };
-        let (cells, vocabulary) = (task.cells(), task.vocabulary());
-        if c.seq != cells {
-            return bad(format!("model.seq = {}: {} has {cells} cells (use --set model.seq={cells})", c.seq, task.name()));
+        let (seq, vocabulary) = (task.cells().saturating_add(data.prefix), task.vocabulary());
+        if c.seq != seq {
+            let (cells, prefix) = (task.cells(), data.prefix);
+            return bad(format!(
+                "model.seq = {}: {} has {cells} cells, and data.prefix = {prefix} (use --set model.seq={seq})",
+                c.seq,
+                task.name()
+            ));
         }
         if !(vocabulary..=256).contains(&c.vocab) {
             return bad(format!("model.vocab = {}: {} has {vocabulary} tokens, and a token is a byte", c.vocab, task.name()));
@@ -69,6 +86,9 @@ impl Puzzles {
             if count > MOST || count == 0 && data.path.is_empty() {
                 return bad(format!("data.{name} = {count}: from 1 to {MOST} (0: all, of a file)"));
             }
+        }
+        if !(0.0..=1.0).contains(&data.reveal) {
+            return bad(format!("data.reveal = {} is not between 0 and 1", data.reveal));
         }
         if matches!(data.task, Kind::Maze) && !data.path.is_empty() {
             return bad(format!("data.path = {}: files are of Sudokus, mazes are generated", data.path));
@@ -152,7 +172,20 @@ impl Puzzles {
         let [train, test] = [self.set(Split::Train)?, self.set(Split::Val)?];
         let seconds = started.elapsed().as_secs_f64();
         say!("{}: {} puzzles to learn from, {} to validate with ({seconds:.1} s)", self.task.name(), train.len(), test.len());
-        Ok(Arc::new(Shuffled { set: train, seed: self.seed, augment: self.config.augment }))
+        Ok(Arc::new(Shuffled { set: train, seed: self.seed, config: self.config.clone() }))
+    }
+
+    /// Puzzles [n, cells], n at most `batch`, as a batch's ids; it is filled up with what nobody looks at.
+    pub fn ids(&self, puzzles: &[u8], batch: usize) -> Vec<i32> {
+        let mut ids: Vec<i32> = puzzles.chunks(self.task.cells()).flat_map(|p| prefixed(p, self.config.prefix, FILLING)).collect();
+        ids.resize(batch * (self.config.prefix + self.task.cells()), FILLING);
+        ids
+    }
+
+    /// The cells of answers [n, seq].
+    pub fn cells(&self, answers: &[u8]) -> Vec<u8> {
+        let prefix = self.config.prefix;
+        answers.chunks(prefix + self.task.cells()).flat_map(|row| &row[prefix..]).copied().collect()
     }
 
     /// What a checkpoint notes: nothing about generated puzzles, which its config describes.
@@ -166,7 +199,7 @@ impl Puzzles {
 struct Shuffled {
     set: Arc<PuzzleSet>,
     seed: u64,
-    augment: bool,
+    config: PuzzleConfig,
 }
 
 impl Source for Shuffled {
@@ -178,12 +211,15 @@ impl Source for Shuffled {
         let count = self.set.len() as u64;
         let epoch = place / count;
         let i = order(self.seed, epoch, count, place % count) as usize;
-        let (puzzle, solution) = match self.augment {
+        let mut pair = match self.config.augment {
             true => self.set.augmented(i, self.seed, epoch),
             false => (self.set.item(i).0.to_vec(), self.set.item(i).1.to_vec()),
         };
-        let wide = |tokens: Vec<u8>| tokens.into_iter().map(i32::from).collect();
-        Ok(Item { ids: wide(puzzle), targets: wide(solution) })
+        if self.config.reveal > 0.0 {
+            self.set.reveal(i, &mut pair, self.config.reveal, self.seed, epoch);
+        }
+        let prefix = self.config.prefix;
+        Ok(Item { ids: prefixed(&pair.0, prefix, FILLING), targets: prefixed(&pair.1, prefix, -1) })
     }
 
     fn entropy_floor(&self) -> Option<f64> {
