@@ -172,8 +172,8 @@ fn experts(sm: u32, hidden: usize, bf16: &str, gradients: bool) -> (Receipt, Vec
     let r = Recorder::new();
     let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
     let (gate_up, down) = (param("gate_up", &[4, 2 * hidden, 16]), param("down", &[4, 16, hidden]));
-    let (y, balance) = mixture(r.feed("x", &[40, 16], DType::F32), Some(param("router", &[4, 16])), gate_up, down, 2);
-    let loss = y.square().mean() + balance.unwrap() * 0.01;
+    let (y, routing) = mixture(r.feed("x", &[40, 16], DType::F32), Some(param("router", &[4, 16])), gate_up, down, 2);
+    let loss = y.square().mean() + routing.unwrap().balance() * 0.01;
     r.output("loss", loss);
     if gradients {
         r.output("dw", r.grad(loss, &[gate_up])[0]);

@@ -89,7 +89,7 @@ impl Golden {
 pub type Record<'a> = &'a dyn for<'g> Fn(&'g Recorder) -> Vec<(&'static str, Var<'g>)>;
 
 /// Everything that the golden file of a differentiated recipe holds: `losses` (the first is differentiated, the others are metrics) and
-/// `outputs`, over the file's steps with its optimizer.
+/// `outputs`, over the file's steps with its optimizer. Parameters named in `frozen` are not trained.
 pub fn differentiated(
     file: &Golden,
     switches: &Switches,
@@ -97,6 +97,7 @@ pub fn differentiated(
     losses: Record,
     outputs: Record,
     feeds: &[(&str, Data)],
+    frozen: &[&str],
 ) -> Result<Computed, TrainError> {
     let bad = |m: String| TrainError::Other(format!("this golden file {m}"));
     let o = &file.optimizer;
@@ -105,7 +106,7 @@ pub fn differentiated(
     let mut s = Session::new(device, switches, 0);
     let r = Recorder::new();
     let values = losses(&r);
-    let params = r.params();
+    let (fixed, params): (Vec<_>, Vec<_>) = r.params().into_iter().partition(|p| frozen.contains(&p.0.as_str()));
     let grads = r.grad(values[0].1, &params.iter().map(|p| p.1).collect::<Vec<_>>());
     let step = crate::optim::adamw(&r, &params, &grads, values[0].1, &train);
     params.iter().zip(&grads).for_each(|((name, _), g)| r.output(&format!("grad/{name}"), *g));
@@ -113,6 +114,7 @@ pub fn differentiated(
     r.output("grad_norm", step.norm);
     let metrics: Vec<&'static str> = values[1..].iter().map(|v| v.0).chain(["grad_norm"]).collect();
     let (loss, names): (&str, Vec<String>) = (values[0].0, params.iter().map(|p| p.0.clone()).collect());
+    let fixed: Vec<String> = fixed.iter().map(|p| p.0.clone()).collect();
     s.load("train", r.finish())?;
 
     let r = Recorder::new();
@@ -125,7 +127,7 @@ pub fn differentiated(
         .collect();
     s.load("outputs", r.finish())?;
 
-    for name in &names {
+    for name in names.iter().chain(&fixed) {
         let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(format!("has no param/{name}")))?;
         let meta = s.store.get(name).expect("just loaded").meta.clone();
         let shape = file.shape(&format!("param/{name}")).unwrap_or_default();

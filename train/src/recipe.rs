@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{CheckpointError, Loaded};
 use crate::config::{Config, ConfigError, TrainConfig, nearest};
+use crate::data::puzzles::{self, PuzzleSet};
 use crate::data::{DataError, Loader, Source, Tokenizer};
 use crate::golden::Golden;
 use crate::optim;
@@ -53,6 +54,10 @@ pub trait Recipe: Sync {
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
     /// For recipes whose models tell pictures apart: one as a checkpoint's config and identity describe it, without its data.
     fn classifier(&self, _config: &Config, _identity: &serde_json::Value) -> Result<Option<Box<dyn Classifier>>, TrainError> {
+        Ok(None)
+    }
+    /// For recipes whose models solve puzzles.
+    fn solver(&self, _config: &Config) -> Result<Option<Box<dyn Solver>>, TrainError> {
         Ok(None)
     }
     /// Everything that a golden file holds, computed here, by the file's own names.
@@ -262,6 +267,25 @@ pub trait Classifier {
     fn begin(&mut self, s: &mut Session, batch: usize) -> Result<(), TrainError>;
     /// Pictures [n, 3, size, size] -> logits [n, classes].
     fn logits(&mut self, s: &mut Session, pictures: &[u8]) -> Result<Vec<f32>, TrainError>;
+}
+
+/// Solves puzzles, one segment of thinking after another.
+pub trait Solver {
+    fn task(&self) -> puzzles::Task;
+    /// The first puzzles of those that the model never learned from.
+    fn unseen(&self, count: usize) -> Result<PuzzleSet, TrainError>;
+    /// Loads what it needs for `batch` puzzles at a time.
+    fn begin(&mut self, s: &mut Session, batch: usize) -> Result<(), TrainError>;
+    /// Of each of these puzzles [n, cells] the answer after every segment, until the model halts; or until the limit.
+    fn solve(&mut self, s: &mut Session, puzzles: &[u8], to_limit: bool) -> Result<Vec<Vec<Attempt>>, TrainError>;
+}
+
+/// A model's answer after a segment.
+#[derive(Clone)]
+pub struct Attempt {
+    pub answer: Vec<u8>,
+    /// Above 0 the model thinks that it is right.
+    pub halt: f32,
 }
 
 /// A model whose loss is differentiated: everything else about its training is the same for all. Feeds that it may use: `ids` and

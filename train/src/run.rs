@@ -394,9 +394,12 @@ fn epoch_line(epochs: &Epochs, values: &[(&'static str, f64)]) -> String {
     evaluation_line(&means, None)
 }
 
+/// Of what is evaluated, that which is shown in percent.
+const SHARES: [&str; 5] = ["accuracy", "exact", "exact_halted", "cell", "halting_accuracy"];
+
 /// `loss 1.2345, accuracy 87.65% (entropy of the data 1.1000)`
 pub fn evaluation_line(values: &[(&'static str, f64)], floor: Option<(&'static str, f64)>) -> String {
-    let one = |(n, v): &(&str, f64)| if *n == "accuracy" { format!("{n} {:.2}%", 100.0 * v) } else { format!("{n} {v:.4}") };
+    let one = |(n, v): &(&str, f64)| if SHARES.contains(n) { format!("{n} {:.2}%", 100.0 * v) } else { format!("{n} {v:.4}") };
     let all: Vec<String> = values.iter().map(one).collect();
     let floor = floor.map_or(String::new(), |(n, v)| format!(" ({n}: {v:.4})"));
     format!("{}{floor}", all.join(", "))

@@ -25,6 +25,7 @@ mod generate;
 mod passes;
 mod plan;
 mod predict;
+mod solve;
 mod train;
 
 use ::train::config::{Config, named_in, read_file};
@@ -47,6 +48,8 @@ use std::process::ExitCode;
   kiln generate runs/a --prompt 'the '        let it write
   kiln train vision_bdh --out runs/v          an image classifier, on drawn pictures
   kiln predict runs/v picture.png             what it sees in a picture
+  kiln train hrm --out runs/s                 a model that thinks about 4x4 Sudokus until it is sure
+  kiln solve runs/s                           its answers, segment by segment
   kiln plan hydra --preset 100m               memory and arithmetic, without running
   kiln check golden reference/golden/hydra.safetensors"
 )]
@@ -65,6 +68,8 @@ enum Command {
     Generate(generate::GenerateArgs),
     /// Tells the class of pictures with a checkpoint
     Predict(predict::PredictArgs),
+    /// Solves puzzles with a checkpoint, and shows how the answers came about
+    Solve(solve::SolveArgs),
     /// Memory, arithmetic and what every pass would do, without running
     Plan(plan::PlanArgs),
     /// Checks ops, passes, or golden files
@@ -85,6 +90,7 @@ pub fn run() -> Result<ExitCode> {
         Command::Eval(a) => eval::run(a),
         Command::Generate(a) => generate::run(a),
         Command::Predict(a) => predict::run(a),
+        Command::Solve(a) => solve::run(a),
         Command::Plan(a) => plan::run(a),
         Command::Check(a) => check::run(a),
         Command::Passes(a) => passes::run(a),
@@ -128,7 +134,7 @@ pub struct ConfigArgs {
     /// Sets one key; the section may be left out where it is clear (repeatable)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// A folder made by `kiln data prepare`, or of pictures
+    /// A folder made by `kiln data prepare`, or of pictures; or a CSV file of Sudokus
     #[arg(long)]
     data: Option<PathBuf>,
     /// Steps to train in all

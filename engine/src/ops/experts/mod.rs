@@ -92,21 +92,25 @@ impl<'g> Routing<'g> {
         hidden.from_experts(down, r)
     }
 
-    /// How uneven the experts' loads are: their shares times their mean probabilities, summed and scaled so that even loads give 1.
+    /// The share of all slots that each expert has: f32 [experts].
+    pub fn loads(&self) -> Var<'g> {
+        let experts = self.probabilities.dim(0);
+        let offsets = self.rows.offsets.cast(DType::F32);
+        (offsets.slice(0, 1, experts + 1) - offsets.slice(0, 0, experts)) * (1.0 / self.rows.order.meta().elements() as f32)
+    }
+
+    /// How uneven the experts' loads are: these times their mean probabilities, summed and scaled so that even loads give 1.
     /// Its gradient is that of the probabilities.
     pub fn balance(&self) -> Var<'g> {
         let experts = self.probabilities.dim(0);
-        let slots = self.rows.order.meta().elements();
-        let offsets = self.rows.offsets.cast(DType::F32);
-        let loads = offsets.slice(0, 1, experts + 1) - offsets.slice(0, 0, experts);
-        (loads * self.probabilities.mean_axis(0).reshape(&[experts])).sum() * (experts as f32 / slots as f32)
+        (self.loads() * self.probabilities.mean_axis(0).reshape(&[experts])).sum() * experts as f32
     }
 }
 
-/// A mixture layer: `x` [.., d] through the `k` experts that `router` [experts, d] chooses for each token, and how uneven their loads are.
+/// A mixture layer: `x` [.., d] through the `k` experts that `router` [experts, d] chooses for each token, and what it chose.
 /// Without a router there is one expert, which is a dense layer.
 #[track_caller]
-pub fn mixture<'g>(x: Var<'g>, router: Option<Var<'g>>, gate_up: Var<'g>, down: Var<'g>, k: usize) -> (Var<'g>, Option<Var<'g>>) {
+pub fn mixture<'g>(x: Var<'g>, router: Option<Var<'g>>, gate_up: Var<'g>, down: Var<'g>, k: usize) -> (Var<'g>, Option<Routing<'g>>) {
     let meta = x.meta();
     let flat = x.reshape(&[meta.rows(), meta.dim(0)]);
     let Some(router) = router else {
@@ -118,7 +122,7 @@ pub fn mixture<'g>(x: Var<'g>, router: Option<Var<'g>>, gate_up: Var<'g>, down: 
     // The logits are f32 whatever they are made of: they decide.
     let logits = x.recorder().op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, &[flat, router.t()]);
     let routing = logits.route(k);
-    (routing.experts(flat, gate_up, down).reshape(&meta.shape), Some(routing.balance()))
+    (routing.experts(flat, gate_up, down).reshape(&meta.shape), Some(routing))
 }
 
 /// Rows of tokens whose experts are given; a benchmark does not count how they were found.
@@ -191,8 +195,8 @@ pub const CASES: &[Case] = &[
         "mixture with a router",
         &[In(&[2, 2, 13], Fill::Normal), In(&[5, 13], Fill::Normal), In(&[5, 14, 13], Fill::Normal), In(&[5, 13, 7], Fill::Normal)],
         |x| {
-            let (y, balance) = mixture(x[0], Some(x[1]), x[2], x[3], 2);
-            vec![y, balance.expect("there is a router")]
+            let (y, routing) = mixture(x[0], Some(x[1]), x[2], x[3], 2);
+            vec![y, routing.expect("there is a router").balance()]
         },
     ),
     Case::new("one expert", &[In(&[2, 3, 13], Fill::Normal), In(&[1, 14, 13], Fill::Normal), In(&[1, 13, 7], Fill::Normal)], |x| {

@@ -7,10 +7,10 @@ use super::{DataError, Draws, Pair, PuzzleSet, Split, Task, split_of};
 /// What the tokens mean: filling, wall, free, start, goal; and in a solution, what lies between those two.
 pub const GLYPHS: &[u8] = b"_#.SGo";
 const WALL: u8 = 1;
-const FREE: u8 = 2;
+pub const FREE: u8 = 2;
 const START: u8 = 3;
 const GOAL: u8 = 4;
-const PATH: u8 = 5;
+pub const PATH: u8 = 5;
 
 /// The tree grows on from its newest room, which makes long corridors; one time in so many from any, which makes branches.
 const BRANCH: usize = 8;
@@ -150,6 +150,17 @@ impl Routes {
         }
         (input, target)
     }
+}
+
+/// Where one shortest path and no other leads from one start to one goal.
+pub fn solution(side: usize, input: &[u8]) -> Option<Vec<u8>> {
+    let only = |token: u8| {
+        let mut cells = (0..input.len()).filter(|&cell| input[cell] == token);
+        cells.next().filter(|_| cells.next().is_none())
+    };
+    let (start, goal) = (only(START)?, only(GOAL)?);
+    let routes = Routes::new(side, input, start);
+    (routes.ways[goal] == 1).then(|| routes.pair(input.to_vec(), start, goal).1)
 }
 
 /// Of a solution.

@@ -12,6 +12,7 @@ mod symmetry;
 
 use std::collections::HashSet;
 
+use indicatif::ProgressBar;
 use rayon::prelude::*;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
@@ -61,28 +62,85 @@ impl Task {
         }
     }
 
+    /// The token of cells that are to be filled in; in a maze they may also stay as they are.
+    pub fn blank(self) -> u8 {
+        match self {
+            Task::Sudoku(_) => sudoku::BLANK,
+            Task::Maze(_) => maze::FREE,
+        }
+    }
+
+    pub fn glyph(self, token: u8) -> char {
+        char::from(*self.glyphs().get(usize::from(token)).unwrap_or(&b'?'))
+    }
+
     /// A puzzle, a solution or a model's answer as a text of `side` lines; what is no token is "?".
     pub fn show(self, tokens: &[u8]) -> String {
-        let glyph = |token: &u8| char::from(*self.glyphs().get(usize::from(*token)).unwrap_or(&b'?'));
+        self.marked(tokens, tokens).lines().map(|line| format!("{}\n", line.trim_start())).collect()
+    }
+
+    /// The same beside the solution: an "x" stands before a Sudoku's digit that is wrong, for which there is a margin; in a maze it stands
+    /// for the wrong token.
+    pub fn marked(self, tokens: &[u8], solution: &[u8]) -> String {
         let mut text = String::new();
-        for (i, token) in tokens.iter().enumerate() {
-            let column = i % self.side();
-            if let Task::Sudoku(size) = self
-                && column > 0
-            {
-                text.push_str(if column.is_multiple_of(size.box_side()) { "  " } else { " " });
+        for (i, (&token, &right)) in tokens.iter().zip(solution).enumerate() {
+            let (column, wrong) = (i % self.side(), token != right);
+            match self {
+                Task::Sudoku(size) => {
+                    text.push_str(if column > 0 && column.is_multiple_of(size.box_side()) { "  " } else { " " });
+                    // The mark takes a gap's last place.
+                    if wrong {
+                        text.pop();
+                        text.push('x');
+                    }
+                    text.push(self.glyph(token));
+                }
+                Task::Maze(_) => text.push(if wrong { 'x' } else { self.glyph(token) }),
             }
-            text.push(glyph(token));
             if column + 1 == self.side() {
                 text.push('\n');
             }
         }
         text
     }
+
+    /// A puzzle from a text of its cells, row by row; white space counts for nothing, and 0 is a Sudoku's blank too.
+    pub fn parse(self, text: &str) -> Result<Vec<u8>, String> {
+        let mut tokens = vec![];
+        for glyph in text.chars().filter(|c| !c.is_whitespace()) {
+            let glyph = if matches!(self, Task::Sudoku(_)) && glyph == '0' { '.' } else { glyph };
+            let known = self.glyphs().iter().position(|&g| char::from(g) == glyph).filter(|&token| self.is_given(token as u8));
+            let Some(token) = known else {
+                let all: String = (0..self.vocabulary() as u8).filter(|&t| self.is_given(t)).map(|t| self.glyph(t)).collect();
+                return Err(format!("'{glyph}' is no cell of {} (cells are {all})", self.name()));
+            };
+            tokens.push(token as u8);
+        }
+        match tokens.len() == self.cells() {
+            true => Ok(tokens),
+            false => Err(format!("{} cells, but {} has {}", tokens.len(), self.name(), self.cells())),
+        }
+    }
+
+    /// Whether a puzzle may have this token.
+    fn is_given(self, token: u8) -> bool {
+        token != 0 && !(matches!(self, Task::Maze(_)) && token == maze::PATH)
+    }
+
+    /// The solution of a puzzle that has one and no other.
+    pub fn solution(self, puzzle: &[u8]) -> Option<Vec<u8>> {
+        match self {
+            Task::Sudoku(size) => {
+                let solved = solve(size, &sudoku::digits(puzzle));
+                solved.solution.filter(|_| solved.solutions == 1).map(|digits| sudoku::tokens(&digits))
+            }
+            Task::Maze(side) => maze::solution(side, puzzle),
+        }
+    }
 }
 
 /// The tokens of a puzzle and of its solution.
-type Pair = (Vec<u8>, Vec<u8>);
+pub type Pair = (Vec<u8>, Vec<u8>);
 
 /// One split of a task. Its items keep their order: item i is the same everywhere.
 #[derive(Debug, Clone, PartialEq)]
@@ -100,8 +158,16 @@ impl PuzzleSet {
     where
         F: Fn(Draws) -> Result<Pair, DataError> + Sync,
     {
-        let pairs = (0..count as u64).into_par_iter().map(|i| make(Draws::new(&[seed, split as u64, i])));
-        Ok(PuzzleSet::new(task, pairs.collect::<Result<_, _>>()?))
+        // Seen in a terminal, and there only while it goes on.
+        let bar = ProgressBar::new(count as u64);
+        let pairs = (0..count as u64).into_par_iter().map(|i| {
+            let made = make(Draws::new(&[seed, split as u64, i]));
+            bar.inc(1);
+            made
+        });
+        let pairs = pairs.collect::<Result<_, _>>();
+        bar.finish_and_clear();
+        Ok(PuzzleSet::new(task, pairs?))
     }
 
     fn new(task: Task, pairs: Vec<Pair>) -> PuzzleSet {
@@ -115,6 +181,13 @@ impl PuzzleSet {
 
     pub fn is_empty(&self) -> bool {
         self.inputs.is_empty()
+    }
+
+    /// Only these items.
+    pub fn chosen(&self, mut keep: impl FnMut(usize) -> bool) -> PuzzleSet {
+        let kept: Vec<usize> = (0..self.len()).filter(|&i| keep(i)).collect();
+        let of = |tokens: &[u8]| kept.iter().flat_map(|i| &tokens[i * self.task.cells()..][..self.task.cells()]).copied().collect();
+        PuzzleSet { task: self.task, inputs: of(&self.inputs), targets: of(&self.targets) }
     }
 
     /// Puzzle and solution.
@@ -131,6 +204,19 @@ impl PuzzleSet {
         match self.task {
             Task::Sudoku(size) => sudoku::augmented(size, input, target, draws),
             Task::Maze(side) => maze::augmented(side, input, target, draws),
+        }
+    }
+
+    /// Fills in some of the blank cells of such a form, so that it is easier: each with a chance that is drawn from 0 to `most`.
+    pub fn reveal(&self, i: usize, (puzzle, solution): &mut Pair, most: f64, seed: u64, epoch: u64) {
+        const SITE: u64 = 0x7265_766c;
+        let mut draws = Draws::new(&[SITE, seed, epoch, i as u64]);
+        let mut uniform = || draws.below(1 << 24) as f64 / (1 << 24) as f64;
+        let chance = most * uniform();
+        for (cell, right) in puzzle.iter_mut().zip(solution).filter(|(cell, _)| **cell == self.task.blank()) {
+            if uniform() < chance {
+                *cell = *right;
+            }
         }
     }
 

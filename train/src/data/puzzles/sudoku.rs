@@ -122,6 +122,8 @@ fn given(puzzle: &[u8]) -> usize {
     puzzle.iter().filter(|&&digit| digit != 0).count()
 }
 
+pub const BLANK: u8 = 1;
+
 /// Token 1 is a blank cell, 2 and on the digits.
 pub fn tokens(digits: &[u8]) -> Vec<u8> {
     digits.iter().map(|digit| digit + 1).collect()

@@ -146,5 +146,5 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
         let (h, f) = (Hydra { c, r }, Feeds::new(r, batch, c.seq));
         vec![("hidden", h.hidden(f.ids).0), ("causal_loss", h.loss(h.causal_hidden(f.ids), f.targets, f.weight))]
     }
-    differentiated(file, switches, device, &|r| model.loss(r, batch), &|r| outputs(&c, r, batch), &feeds)
+    differentiated(file, switches, device, &|r| model.loss(r, batch), &|r| outputs(&c, r, batch), &feeds, &[])
 }

@@ -252,5 +252,5 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
         losses(logits(c, r, shape), r.feed("labels", &shape[..1], DType::I32), r.full(&[1], 1.0 / shape[0] as f32))
     }
     let feeds = [("images", Data::F32(&images)), ("labels", Data::I32(&labels))];
-    differentiated(file, switches, device, &|r| values(&c, r, &shape), &|r| vec![("logits", logits(&c, r, &shape))], &feeds)
+    differentiated(file, switches, device, &|r| values(&c, r, &shape), &|r| vec![("logits", logits(&c, r, &shape))], &feeds, &[])
 }

@@ -1,0 +1,148 @@
+//! Answers: segment after segment from the start, with states of their own, so that training's examples never notice.
+
+use super::model::{Hrm, HrmConfig, Thought};
+use super::puzzles::Puzzles;
+use crate::config::Config;
+use crate::data::puzzles::{PuzzleSet, Task};
+use crate::recipe::{Attempt, Session, Solver, TrainError};
+use engine::{DType, Data, Graph, Init, Recorder};
+
+/// Feeds: ids i32 [batch, seq], fresh f32 [1] (not 0 at the first segment). Outputs, in f32: answer [batch, seq], halt [batch].
+pub fn graph(c: &HrmConfig, batch: usize) -> Graph {
+    let r = Recorder::new();
+    let m = Hrm { c, r: &r };
+    let [high, low] = ["high", "low"]
+        .map(|name| r.state(&format!("scratch/act.{name}"), &[batch, c.seq, c.dim], DType::F32, Init::Full(0.0)));
+    let fresh = r.feed("fresh", &[1], DType::F32).reshape(&[1, 1, 1]);
+    let start = m.start();
+    let from = Thought { high: fresh.choose(start.high, high), low: fresh.choose(start.low, low) };
+    let s = m.segment(from, r.feed("ids", &[batch, c.seq], DType::I32));
+    r.update(high, s.thought.high);
+    r.update(low, s.thought.low);
+    r.output("answer", s.answer().reshape(&[batch, c.seq]).cast(DType::F32));
+    r.output("halt", s.halt);
+    r.finish()
+}
+
+/// What a batch answers after a segment.
+pub struct Said {
+    /// [batch, cells]
+    pub answers: Vec<u8>,
+    /// [batch]
+    pub halts: Vec<f32>,
+}
+
+pub fn segment(s: &mut Session, puzzles: &Puzzles, ids: &[i32], first: bool) -> Result<Said, TrainError> {
+    s.run("act", &[("ids", Data::I32(ids)), ("fresh", Data::F32(&[first as u8 as f32]))])?;
+    let answers: Vec<u8> = s.read("act", "answer")?.into_iter().map(|token| token as u8).collect();
+    Ok(Said { answers: puzzles.cells(&answers), halts: s.read("act", "halt")? })
+}
+
+/// What a set of answers is worth.
+#[derive(Default)]
+pub struct Score {
+    /// Puzzles, and how many of them are right at the limit, and where the model stopped.
+    puzzles: usize,
+    exact: usize,
+    exact_halted: usize,
+    /// Until each stopped; and the segments after which the head was right about its answer.
+    segments: usize,
+    agreed: usize,
+    /// Cells that were blank, and those of them that are right at the limit.
+    blank: usize,
+    filled: usize,
+}
+
+impl Score {
+    /// Puzzles and solutions [n, cells], through all segments.
+    pub fn add(&mut self, s: &mut Session, c: &HrmConfig, puzzles: &Puzzles, batch: usize, set: (&[u8], &[u8])) -> Result<(), TrainError> {
+        let (cells, blank) = (puzzles.task.cells(), puzzles.task.blank());
+        let count = set.0.len() / cells;
+        let ids = puzzles.ids(set.0, batch);
+        let mut thinking = vec![true; count];
+        for segment in 1..=c.max_segments {
+            let said = self::segment(s, puzzles, &ids, segment == 1)?;
+            let last = segment == c.max_segments;
+            let answers = said.answers.chunks(cells).zip(set.1.chunks(cells)).zip(set.0.chunks(cells));
+            for (i, ((answer, solution), puzzle)) in answers.enumerate() {
+                let (right, sure) = (answer == solution, said.halts[i] > 0.0);
+                if thinking[i] {
+                    self.segments += 1;
+                    self.agreed += (sure == right) as usize;
+                    thinking[i] = !(sure || last);
+                    self.exact_halted += (right && !thinking[i]) as usize;
+                }
+                if last {
+                    self.exact += right as usize;
+                    let open = (0..cells).filter(|&cell| puzzle[cell] == blank);
+                    self.filled += open.clone().filter(|&cell| answer[cell] == solution[cell]).count();
+                    self.blank += open.count();
+                }
+            }
+        }
+        self.puzzles += count;
+        Ok(())
+    }
+
+    pub fn values(&self) -> Vec<(&'static str, f64)> {
+        let share = |part: usize, whole: usize| part as f64 / whole.max(1) as f64;
+        vec![
+            ("exact", share(self.exact, self.puzzles)),
+            ("exact_halted", share(self.exact_halted, self.puzzles)),
+            ("cell", share(self.filled, self.blank)),
+            ("segments", share(self.segments, self.puzzles)),
+            ("halting_accuracy", share(self.agreed, self.segments)),
+        ]
+    }
+}
+
+pub struct HrmSolver {
+    c: HrmConfig,
+    puzzles: Puzzles,
+    batch: usize,
+}
+
+impl HrmSolver {
+    pub fn new(config: &Config) -> Result<HrmSolver, TrainError> {
+        let c: HrmConfig = config.section("model")?;
+        let puzzles = Puzzles::new(config, &c)?;
+        Ok(HrmSolver { c, puzzles, batch: 0 })
+    }
+}
+
+impl Solver for HrmSolver {
+    fn task(&self) -> Task {
+        self.puzzles.task
+    }
+
+    fn unseen(&self, count: usize) -> Result<PuzzleSet, TrainError> {
+        Ok(self.puzzles.unseen(count)?)
+    }
+
+    fn begin(&mut self, s: &mut Session, batch: usize) -> Result<(), TrainError> {
+        self.batch = batch;
+        s.load("act", graph(&self.c, batch))
+    }
+
+    fn solve(&mut self, s: &mut Session, puzzles: &[u8], to_limit: bool) -> Result<Vec<Vec<Attempt>>, TrainError> {
+        let cells = self.puzzles.task.cells();
+        let mut all = vec![];
+        for part in puzzles.chunks(self.batch * cells) {
+            let ids = self.puzzles.ids(part, self.batch);
+            let mut own: Vec<Vec<Attempt>> = vec![vec![]; part.len() / cells];
+            let ended = |attempts: &Vec<Attempt>| !to_limit && attempts.last().is_some_and(|a| a.halt > 0.0);
+            for segment in 0..self.c.max_segments {
+                let said = self::segment(s, &self.puzzles, &ids, segment == 0)?;
+                let said = said.answers.chunks(cells).zip(said.halts);
+                for (attempts, (answer, halt)) in own.iter_mut().zip(said).filter(|(a, _)| !ended(a)) {
+                    attempts.push(Attempt { answer: answer.to_vec(), halt });
+                }
+                if own.iter().all(ended) {
+                    break;
+                }
+            }
+            all.append(&mut own);
+        }
+        Ok(all)
+    }
+}

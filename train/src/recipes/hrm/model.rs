@@ -1,0 +1,238 @@
+//! A hierarchical reasoning model: two recurrent modules, one slow (high) and one fast (low), whose feed-forward layers are mixtures of
+//! experts; and a halting head. What the numbers are is said by reference/hrm.py; names of parameters are the same there.
+
+use crate::config::ConfigError;
+use engine::ops::attention::attention;
+use engine::ops::experts::{Routing, mixture};
+use engine::ops::matmul::Matmul;
+use engine::ops::pointwise::{Bin, pointwise};
+use engine::ops::rope::Pairs;
+use engine::{DType, Init, Recorder, Var};
+use serde::{Deserialize, Serialize};
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct HrmConfig {
+    pub vocab: usize,
+    /// Cells of a puzzle.
+    pub seq: usize,
+    pub dim: usize,
+    pub heads: usize,
+    /// Of each module.
+    pub layers: usize,
+    pub high_cycles: usize,
+    /// Steps of the low module for one of the high.
+    pub low_cycles: usize,
+    /// 0 or 1: dense feed-forward layers.
+    pub experts: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Of one expert's SwiGLU.
+    pub hidden: usize,
+    pub max_segments: usize,
+    /// The chance that an example must think for a drawn minimum of segments.
+    pub explore: f64,
+    pub balance_weight: f64,
+    pub halt_weight: f64,
+    pub rope_theta: f64,
+    pub norm_eps: f64,
+}
+
+impl HrmConfig {
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let bad = |m: String| Err(ConfigError::Invalid(m));
+        let sizes = [
+            ("vocab", self.vocab, 1 << 16),
+            ("seq", self.seq, 1 << 16),
+            ("dim", self.dim, 1 << 16),
+            ("heads", self.heads, 1 << 12),
+            ("layers", self.layers, 1 << 10),
+            ("high_cycles", self.high_cycles, 1 << 8),
+            ("low_cycles", self.low_cycles, 1 << 8),
+            ("hidden", self.hidden, 1 << 20),
+            ("max_segments", self.max_segments, 1 << 12),
+        ];
+        if let Some((name, v, most)) = sizes.iter().find(|(_, v, most)| *v == 0 || v > most) {
+            return bad(format!("model.{name} = {v}: from 1 to {most}"));
+        }
+        if self.experts > 1 << 10 {
+            return bad(format!("model.experts = {}: at most {}", self.experts, 1 << 10));
+        }
+        if self.experts > 1 && !(1..=self.experts).contains(&self.top_k) {
+            return bad(format!("model.top_k = {}: from 1 to model.experts = {}", self.top_k, self.experts));
+        }
+        if !self.dim.is_multiple_of(self.heads) || !(self.dim / self.heads).is_multiple_of(2) {
+            return bad(format!(
+                "model: dim / heads = {} / {} must be a whole, even number (a head's elements are rotated in pairs)",
+                self.dim, self.heads
+            ));
+        }
+        if !(0.0..=1.0).contains(&self.explore) {
+            return bad(format!("model.explore = {} is not between 0 and 1", self.explore));
+        }
+        for (name, v) in [("balance_weight", self.balance_weight), ("halt_weight", self.halt_weight)] {
+            if !(v.is_finite() && v >= 0.0) {
+                return bad(format!("model.{name} = {v} is not a number from 0 on"));
+            }
+        }
+        for (name, v) in [("rope_theta", self.rope_theta), ("norm_eps", self.norm_eps)] {
+            if !(v.is_finite() && v > 0.0) {
+                return bad(format!("model.{name} = {v} must be above 0"));
+            }
+        }
+        Ok(())
+    }
+
+    pub fn is_dense(&self) -> bool {
+        self.experts <= 1
+    }
+}
+
+/// Where examples start: drawn once, never trained.
+pub const STARTS: [&str; 2] = ["high_start", "low_start"];
+
+/// The states of both modules: [batch, seq, dim], or what repeats to that.
+#[derive(Clone, Copy)]
+pub struct Thought<'g> {
+    pub high: Var<'g>,
+    pub low: Var<'g>,
+}
+
+/// What comes of a segment.
+pub struct Segment<'g> {
+    pub thought: Thought<'g>,
+    /// f32 [batch * seq, vocab]
+    pub logits: Var<'g>,
+    /// f32 [batch]: above 0, the answer is thought to be right.
+    pub halt: Var<'g>,
+    /// Of the layers that have a gradient.
+    pub routings: Vec<Routing<'g>>,
+}
+
+impl<'g> Segment<'g> {
+    /// The most likely token of each cell: i32 [batch * seq, 1].
+    pub fn answer(&self) -> Var<'g> {
+        self.logits.stop_gradient().top_k(1)
+    }
+
+    /// The share of tokens that each expert has, over all of these layers: f32 [experts]. None in a dense model.
+    pub fn loads(&self) -> Option<Var<'g>> {
+        let all = self.routings.iter().map(|r| r.loads()).reduce(|a, b| a + b)?;
+        Some(all * (1.0 / self.routings.len() as f32))
+    }
+}
+
+/// A segment's answers beside the solutions.
+pub struct Judged<'g> {
+    /// [1]: what is differentiated, and what it consists of.
+    pub loss: Var<'g>,
+    pub ce: Var<'g>,
+    pub halting: Var<'g>,
+    pub balance: Var<'g>,
+    /// f32 [batch, seq]: 1 where a cell counts and its answer is wrong.
+    pub wrong: Var<'g>,
+    /// f32 [batch]: 1 where none is wrong.
+    pub right: Var<'g>,
+}
+
+pub struct Hrm<'a, 'g> {
+    pub c: &'a HrmConfig,
+    pub r: &'g Recorder,
+}
+
+impl<'g> Hrm<'_, 'g> {
+    fn matrix(&self, name: &str, shape: &[usize]) -> Var<'g> {
+        let std = 1.0 / (shape[shape.len() - 1] as f32).sqrt();
+        self.r.param(name, shape, Init::Truncated { std })
+    }
+
+    /// As every example: [1, 1, dim].
+    pub fn start(&self) -> Thought<'g> {
+        let [high, low] = STARTS.map(|name| {
+            let row = self.r.param(name, &[self.c.dim], Init::Truncated { std: 1.0 });
+            row.reshape(&[1, 1, self.c.dim])
+        });
+        Thought { high, low }
+    }
+
+    /// Attention to all cells, then experts, each behind a norm.
+    fn layer(&self, at: &str, x: Var<'g>, tables: (Var<'g>, Var<'g>)) -> (Var<'g>, Option<Routing<'g>>) {
+        let c = self.c;
+        let (b, t, d) = (x.shape()[0], x.shape()[1], c.dim);
+        let (size, eps) = (d / c.heads, c.norm_eps as f32);
+        let matrix = |name: &str, shape: &[usize]| self.matrix(&format!("{at}.{name}"), shape);
+        let qkv = x.linear(matrix("qkv", &[3 * d, d]));
+        let part = |i: usize| qkv.slice(2, i * d, (i + 1) * d).reshape(&[b, t, c.heads, size]);
+        let [q, k] = [0, 1].map(|i| part(i).rope(Pairs::Halves, tables));
+        let a = attention(q, k, part(2), false, 1.0 / (size as f32).sqrt());
+        let x = (x + a.reshape(&[b, t, d]).linear(matrix("out", &[d, d]))).rms_norm_plain(eps);
+        let experts = c.experts.max(1);
+        let router = (!c.is_dense()).then(|| matrix("experts.router", &[experts, d]));
+        let gate_up = matrix("experts.gate_up", &[experts, 2 * c.hidden, d]);
+        let (y, routing) = mixture(x, router, gate_up, matrix("experts.down", &[experts, d, c.hidden]), c.top_k);
+        ((x + y).rms_norm_plain(eps), routing)
+    }
+
+    /// One step of a module.
+    fn module(&self, name: &str, state: Var<'g>, injection: Var<'g>, tables: (Var<'g>, Var<'g>)) -> (Var<'g>, Vec<Routing<'g>>) {
+        let (mut x, mut routings) = (state + injection, vec![]);
+        for l in 0..self.c.layers {
+            let at = format!("{name}.layers.{l}");
+            let (y, routing) = self.r.block(&at, || self.layer(&at, x, tables));
+            x = y;
+            routings.extend(routing);
+        }
+        (x, routings)
+    }
+
+    /// Thinks about ids i32 [batch, seq]. Only the last step of each module has a gradient.
+    pub fn segment(&self, from: Thought<'g>, ids: Var<'g>) -> Segment<'g> {
+        let (c, r) = (self.c, self.r);
+        let (b, t, d) = (ids.shape()[0], c.seq, c.dim);
+        let x = self.matrix("embedding", &[c.vocab, d]).gather_rows(ids) * (d as f32).sqrt();
+        let tables = r.rope_tables(t, d / c.heads, c.rope_theta as f32);
+        let (mut high, mut low) = (from.high, from.low);
+        for i in 1..c.high_cycles * c.low_cycles {
+            low = self.module("low", low, high + x, tables).0;
+            if i % c.low_cycles == 0 {
+                high = self.module("high", high, low, tables).0;
+            }
+        }
+        let (high, low) = (high.stop_gradient(), low.stop_gradient());
+        let (low, mut routings) = self.module("low", low, high + x, tables);
+        let (high, more) = self.module("high", high, low, tables);
+        routings.extend(more);
+        // What decides is f32: the answer, and whether it is final.
+        let head = self.matrix("head", &[c.vocab, d]);
+        let logits = r.op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, &[high.reshape(&[b * t, d]), head.t()]);
+        let halt = r.typed(|| {
+            let (weight, bias) = (r.param("halt", &[d], Init::Full(0.0)), r.param("halt_bias", &[1], Init::Full(-5.0)));
+            high.slice(1, 0, 1).reshape(&[b, d]).matmul(weight.reshape(&[d, 1])).reshape(&[b]) + bias
+        });
+        Segment { thought: Thought { high, low }, logits, halt, routings }
+    }
+
+    /// Targets i32 [batch, seq]; those of -1 count for nothing, and an example of nothing else is right.
+    pub fn judge(&self, s: &Segment<'g>, targets: Var<'g>) -> Judged<'g> {
+        let (c, r) = (self.c, self.r);
+        let (b, t) = (targets.shape()[0], targets.shape()[1]);
+        r.scope("loss", || {
+            r.typed(|| {
+                let number = targets.cast(DType::F32);
+                let counts = r.full(&[1, 1], -0.5).less(number);
+                let cells = counts.sum_axis(1).max(r.full(&[1, 1], 1.0)); // [batch, 1]
+                let ce = s.logits.cross_entropy(targets.reshape(&[b * t])).reshape(&[b, t]).sum_axis(1) / cells;
+                let answer = s.answer().reshape(&[b, t]).cast(DType::F32);
+                let wrong = pointwise(&[counts, answer, number], |e, x| {
+                    let (hit, zero) = (e.bin(Bin::Eq, x[1], x[2]), e.c(0.0));
+                    e.select(hit, zero, x[0])
+                });
+                let right = wrong.sum_axis(1).less(r.full(&[1, 1], 0.5)).reshape(&[b]);
+                let (ce, halting) = (ce.mean(), s.halt.bce_with_logits(right).mean());
+                let balance = s.routings.iter().map(|r| r.balance()).reduce(|a, b| a + b).unwrap_or_else(|| r.zeros(&[1]));
+                let loss = ce + halting * c.halt_weight as f32 + balance * c.balance_weight as f32;
+                Judged { loss, ce, halting, balance, wrong, right }
+            })
+        })
+    }
+}

@@ -1,0 +1,228 @@
+//! The puzzles that hrm reads: generated from the seed, or Sudokus from a file.
+
+use super::model::HrmConfig;
+use crate::config::{Config, ConfigError};
+use crate::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task, read_csv};
+use crate::data::{DataError, Item, Source, Split, order};
+use crate::recipe::TrainError;
+use crate::say;
+use serde::Deserialize;
+use std::cell::OnceCell;
+use std::path::Path;
+use std::sync::Arc;
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PuzzleConfig {
+    task: Kind,
+    /// Cells a side.
+    side: usize,
+    /// A CSV file of `puzzle,solution`, which is split by class; or a folder with such files, train.csv and test.csv. Empty: generated puzzles.
+    path: String,
+    /// Tokens of filling before the cells. They are the same in every puzzle: from its distance to them a cell knows its place, which
+    /// rotations alone do not tell, and the halting head has a state of its own.
+    prefix: usize,
+    /// How many; of a file at most so many, 0 being all.
+    train_puzzles: usize,
+    test_puzzles: usize,
+    /// Of generated puzzles: the guesses that a Sudoku takes, or the steps of a maze's path, at least.
+    hardness: u32,
+    /// Whether a puzzle is learned in another symmetric form each time.
+    augment: bool,
+    /// Of the blank cells of a puzzle that is learned from, some are filled in: each with a chance that is drawn from 0 to this.
+    reveal: f64,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Kind {
+    Sudoku,
+    Maze,
+}
+
+/// So many are more than any memory holds.
+const MOST: usize = 1 << 26;
+
+/// The token that is in no puzzle.
+const FILLING: i32 = 0;
+
+fn prefixed(tokens: &[u8], prefix: usize, with: i32) -> Vec<i32> {
+    std::iter::repeat_n(with, prefix).chain(tokens.iter().map(|&token| token.into())).collect()
+}
+
+pub struct Puzzles {
+    pub task: Task,
+    config: PuzzleConfig,
+    seed: u64,
+    /// To learn from, and to validate with: made when they are asked for.
+    sets: [OnceCell<Arc<PuzzleSet>>; 2],
+}
+
+impl Puzzles {
+    /// Checks the settings, also against the model's; reads files.
+    pub fn new(config: &Config, c: &HrmConfig) -> Result<Puzzles, TrainError> {
+        c.check()?;
+        let data: PuzzleConfig = config.section("data")?;
+        let bad = |m: String| Err(TrainError::Config(ConfigError::Invalid(m)));
+        let task = match (data.task, Size::ALL.into_iter().find(|size| size.side() == data.side)) {
+            (Kind::Sudoku, Some(size)) => Task::Sudoku(size),
+            (Kind::Sudoku, None) => return bad(format!("data.side = {}: a Sudoku has 4 or 9 cells a side", data.side)),
+            (Kind::Maze, _) if (4..=128).contains(&data.side) => Task::Maze(data.side),
+            (Kind::Maze, _) => return bad(format!("data.side = {}: a maze has 4 to 128 cells a side", data.side)),
+        };
+        let (seq, vocabulary) = (task.cells().saturating_add(data.prefix), task.vocabulary());
+        if c.seq != seq {
+            let (cells, prefix) = (task.cells(), data.prefix);
+            return bad(format!(
+                "model.seq = {}: {} has {cells} cells, and data.prefix = {prefix} (use --set model.seq={seq})",
+                c.seq,
+                task.name()
+            ));
+        }
+        if !(vocabulary..=256).contains(&c.vocab) {
+            return bad(format!("model.vocab = {}: {} has {vocabulary} tokens, and a token is a byte", c.vocab, task.name()));
+        }
+        for (name, count) in [("train_puzzles", data.train_puzzles), ("test_puzzles", data.test_puzzles)] {
+            if count > MOST || count == 0 && data.path.is_empty() {
+                return bad(format!("data.{name} = {count}: from 1 to {MOST} (0: all, of a file)"));
+            }
+        }
+        if !(0.0..=1.0).contains(&data.reveal) {
+            return bad(format!("data.reveal = {} is not between 0 and 1", data.reveal));
+        }
+        if matches!(data.task, Kind::Maze) && !data.path.is_empty() {
+            return bad(format!("data.path = {}: files are of Sudokus, mazes are generated", data.path));
+        }
+        let puzzles = Puzzles { task, config: data, seed: config.seed(), sets: Default::default() };
+        if !puzzles.config.path.is_empty() {
+            puzzles.read(Path::new(&puzzles.config.path))?;
+        }
+        Ok(puzzles)
+    }
+
+    fn read(&self, path: &Path) -> Result<(), TrainError> {
+        let open = |path: &Path| -> Result<PuzzleSet, TrainError> {
+            let set = read_csv(path, true)?;
+            match set.task == self.task {
+                true => Ok(set),
+                false => Err(TrainError::Other(format!(
+                    "{} holds {}, but data.side = {}: this is {}",
+                    path.display(),
+                    set.task.name(),
+                    self.task.side(),
+                    self.task.name()
+                ))),
+            }
+        };
+        let [train, test] = if path.is_dir() {
+            let both = [open(&path.join("train.csv"))?, open(&path.join("test.csv"))?];
+            match both[0].shared(&both[1]) {
+                0 => {}
+                n => eprintln!("{}: {n} puzzles of test.csv have a solution, up to symmetry, that train.csv has too", path.display()),
+            }
+            both
+        } else {
+            let all = open(path)?;
+            Split::ALL.map(|split| all.chosen(|i| all.split(i) == split))
+        };
+        let limits = [self.config.train_puzzles, self.config.test_puzzles];
+        for ((set, limit), cell) in [train, test].into_iter().zip(limits).zip(&self.sets) {
+            let set = if limit == 0 { set } else { set.chosen(|i| i < limit) };
+            if set.is_empty() {
+                return Err(TrainError::Other(format!(
+                    "{}: a puzzle's class decides whether it may be learned or tested, and none of these is for one of the two (add puzzles, or name a folder with train.csv and test.csv)",
+                    path.display()
+                )));
+            }
+            cell.get_or_init(|| Arc::new(set));
+        }
+        Ok(())
+    }
+
+    fn generate(&self, split: Split, count: usize) -> Result<PuzzleSet, DataError> {
+        match self.task {
+            Task::Sudoku(size) => Sudokus { size, clues: None, guesses: self.config.hardness }.generate(self.seed, split, count),
+            Task::Maze(side) => Mazes { side, steps: self.config.hardness }.generate(self.seed, split, count),
+        }
+    }
+
+    pub fn set(&self, split: Split) -> Result<Arc<PuzzleSet>, DataError> {
+        let (cell, count) = match split {
+            Split::Train => (&self.sets[0], self.config.train_puzzles),
+            Split::Val => (&self.sets[1], self.config.test_puzzles),
+        };
+        if let Some(set) = cell.get() {
+            return Ok(set.clone());
+        }
+        let set = Arc::new(self.generate(split, count)?);
+        Ok(cell.get_or_init(|| set).clone())
+    }
+
+    /// The first of those to validate with; no more are made for that.
+    pub fn unseen(&self, count: usize) -> Result<PuzzleSet, DataError> {
+        match self.sets[1].get() {
+            Some(set) => Ok(set.chosen(|i| i < count)),
+            None => self.generate(Split::Val, count.min(self.config.test_puzzles)),
+        }
+    }
+
+    /// What training is fed, without end.
+    pub fn source(&self) -> Result<Arc<dyn Source>, DataError> {
+        let started = std::time::Instant::now();
+        let [train, test] = [self.set(Split::Train)?, self.set(Split::Val)?];
+        let seconds = started.elapsed().as_secs_f64();
+        say!("{}: {} puzzles to learn from, {} to validate with ({seconds:.1} s)", self.task.name(), train.len(), test.len());
+        Ok(Arc::new(Shuffled { set: train, seed: self.seed, config: self.config.clone() }))
+    }
+
+    /// Puzzles [n, cells], n at most `batch`, as a batch's ids; it is filled up with what nobody looks at.
+    pub fn ids(&self, puzzles: &[u8], batch: usize) -> Vec<i32> {
+        let mut ids: Vec<i32> = puzzles.chunks(self.task.cells()).flat_map(|p| prefixed(p, self.config.prefix, FILLING)).collect();
+        ids.resize(batch * (self.config.prefix + self.task.cells()), FILLING);
+        ids
+    }
+
+    /// The cells of answers [n, seq].
+    pub fn cells(&self, answers: &[u8]) -> Vec<u8> {
+        let prefix = self.config.prefix;
+        answers.chunks(prefix + self.task.cells()).flat_map(|row| &row[prefix..]).copied().collect()
+    }
+
+    /// What a checkpoint notes: nothing about generated puzzles, which its config describes.
+    pub fn identity(&self) -> serde_json::Value {
+        let data = (!self.config.path.is_empty()).then(|| self.sets[0].get()).flatten().map(|set| format!("{:016x}", set.fingerprint()));
+        serde_json::json!({ "data": data })
+    }
+}
+
+/// Place p of the order: all puzzles, epoch after epoch, each time in another order and another form.
+struct Shuffled {
+    set: Arc<PuzzleSet>,
+    seed: u64,
+    config: PuzzleConfig,
+}
+
+impl Source for Shuffled {
+    fn len(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn item(&self, place: u64) -> Result<Item, DataError> {
+        let count = self.set.len() as u64;
+        let epoch = place / count;
+        let i = order(self.seed, epoch, count, place % count) as usize;
+        let mut pair = match self.config.augment {
+            true => self.set.augmented(i, self.seed, epoch),
+            false => (self.set.item(i).0.to_vec(), self.set.item(i).1.to_vec()),
+        };
+        if self.config.reveal > 0.0 {
+            self.set.reveal(i, &mut pair, self.config.reveal, self.seed, epoch);
+        }
+        let prefix = self.config.prefix;
+        Ok(Item { ids: prefixed(&pair.0, prefix, FILLING), targets: prefixed(&pair.1, prefix, -1) })
+    }
+
+    fn entropy_floor(&self) -> Option<f64> {
+        None
+    }
+}
