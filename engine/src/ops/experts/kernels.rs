@@ -62,7 +62,7 @@ impl Tile {
     }
 
     pub(super) fn launch(&self, source: &str, entry: &'static str) -> Launch {
-        let wgmma = if self.wgmma { self.wgmma() } else { String::new() };
+        let wgmma = if self.wgmma { [include_str!("../attention/barriers.cuh"), &self.wgmma()].concat() } else { String::new() };
         let source = [include_str!("../attention/mma.cuh"), &wgmma, include_str!("tile.cuh"), source].concat();
         Launch::new(&source, entry)
             .define_type("T", self.dtype)
@@ -71,7 +71,7 @@ impl Tile {
             .define("WGMMA", self.wgmma as u8)
             .define("A_TURNED", self.turned[0] as u8)
             .define("B_TURNED", self.turned[1] as u8)
-            .block(256)
+            .block(if self.wgmma { 384 } else { 256 })
             .shared(self.stages * self.stage() + self.slack())
     }
 

@@ -62,13 +62,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) outer_join(const int *offs
 struct Source {
     const T *left, *right;
     const int *offsets, *order;
-    // What is fetched next, and the slots of this thread's two rows.
+    // What is fetched next, and the slots of this thread's rows.
     u32 number, end;
     Part p;
-    int slots[2];
+    int slots[STEP / PASS];
 
-    __device__ __forceinline__ Source(const T *left, const T *right, const int *offsets, const int *order, u32 number, u32 end)
-        : left(left), right(right), offsets(offsets), order(order), number(number), end(end) {
+    __device__ __forceinline__ void start(const T *of_left, const T *of_right, const int *of_offsets, const int *of_order, u32 from, u32 to) {
+        left = of_left, right = of_right, offsets = of_offsets, order = of_order, number = from, end = to;
         if (number < end) begin();
     }
     __device__ __forceinline__ void begin() {
@@ -78,42 +78,45 @@ struct Source {
     __device__ __forceinline__ void look_up() {
         if (LEFT_BY_TOKEN || RIGHT_BY_TOKEN)
 #pragma unroll
-            for (int i = 0; i < 2; i++) slots[i] = p.first + own_row(i) < p.end ? order[p.first + own_row(i)] : 0;
+            for (int i = 0; i < STEP / PASS; i++) slots[i] = p.first + own_row(i) < p.end ? order[p.first + own_row(i)] : 0;
     }
-    __device__ __forceinline__ void copy(char *stage) {
-        if (number >= end) return;
+    __device__ __forceinline__ bool copy(char *stage) {
+        if (number >= end) return false;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < STEP / PASS; h++) {
             u32 row = p.first + own_row(h), m = p.m + own_piece(), n = p.n + own_piece();
             bool in = row < p.end;
             const T *l = left + (u64)(LEFT_BY_TOKEN ? slots[h] / TOP : row) * M + m, *r = right + (u64)(RIGHT_BY_TOKEN ? slots[h] / TOP : row) * N + n;
 #pragma unroll
-            for (int i = 0; i < TM / 64; i++) copy16(own_place(stage, 2 * i + h), l + i * 64, in && (M % TM == 0 || m + i * 64 < M));
+            for (int i = 0; i < TM / 64; i++) copy16(own_place(stage, STEP / PASS * i + h), l + i * 64, in && (M % TM == 0 || m + i * 64 < M));
 #pragma unroll
-            for (int i = 0; i < TN / 64; i++) copy16(own_place(stage + A_BYTES, 2 * i + h), r + i * 64, in && (N % TN == 0 || n + i * 64 < N));
+            for (int i = 0; i < TN / 64; i++) copy16(own_place(stage + A_BYTES, STEP / PASS * i + h), r + i * 64, in && (N % TN == 0 || n + i * 64 < N));
         }
         number++;
         p.first += STEP;
-        if (number >= end) return;
+        if (number >= end) return true;
         if (++p.step == p.steps) begin();
         else look_up();
+        return true;
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_outer(const T *left, const T *right, const int *offsets, const int *order, float *y, float *parts) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1) grouped_outer(const T *left, const T *right, const int *offsets, const int *order, float *y, float *parts) {
     u32 all = all_steps(offsets), number = 0, end = 0;
     if (blockIdx.x < blocks_for(all)) {
         number = first_step(blockIdx.x, all);
         end = first_step(blockIdx.x + 1, all);
     }
-    Source source(left, right, offsets, order, number, end);
+    Source source;
     Ring<Source> ring(source);
+    if (ring.copying()) source.start(left, right, offsets, order, number, end);
+    if (ring.copied()) return;
     while (number < end) {
         Part p = find_part(offsets, number);
         u32 steps = p.steps - p.step < end - number ? p.steps - p.step : end - number;
         Sums c = {};
         ring.add(c, steps);
-        multiplied(c);
+        ring.finish(c);
         bool whole = steps == p.steps;
         float *to = whole ? y + (u64)p.expert * M * N + (u64)p.m * N + p.n : parts + (u64)(2 * blockIdx.x + (p.step == 0)) * (TM * TN);
         u32 pitch = whole ? N : TN, down = whole ? M - p.m : TM, across = whole ? N - p.n : TN;

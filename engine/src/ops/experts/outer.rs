@@ -90,7 +90,7 @@ impl Op for GroupedOuter {
         let tiles = experts * m.div_ceil(TILE_ROWS) * n.div_ceil(COLUMNS);
         let steps = vec![
             launch("grouped_outer", false).grid(BLOCKS, 1, 1).args(&[left, right, offsets, order, y, parts]),
-            launch("outer_join", true).grid(tiles * (TILE_ROWS / 16), 1, 1).shared(0).args(&[offsets, parts, y]),
+            launch("outer_join", true).grid(tiles * (TILE_ROWS / 16), 1, 1).block(256).shared(0).args(&[offsets, parts, y]),
         ];
         Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 2 * BLOCKS * TILE_ROWS * COLUMNS * 4 }
     }

@@ -20,16 +20,16 @@ struct Source {
     const T *x, *w;
     const int *offsets, *order;
     // The tile that is being fetched, step by step: this thread's rows of x (and which of them there are), and its place in w.
-    const T *a[TM / 32], *b;
+    const T *a[TM / PASS], *b;
     u32 live, column, k;
     // The one after it, whose rows are looked up early.
     Tile next;
     u32 number;
     bool more;
-    int slots[TM / 32];
+    int slots[TM / PASS];
 
-    __device__ __forceinline__ Source(const T *x, const T *w, const int *offsets, const int *order)
-        : x(x), w(w), offsets(offsets), order(order), k(K), number(blockIdx.x) {
+    __device__ __forceinline__ void start(const T *of_x, const T *of_w, const int *of_offsets, const int *of_order) {
+        x = of_x, w = of_w, offsets = of_offsets, order = of_order, k = K, number = blockIdx.x;
         look_ahead();
     }
     __device__ __forceinline__ void look_ahead() {
@@ -37,12 +37,12 @@ struct Source {
         number += gridDim.x;
         if (GATHER && more)
 #pragma unroll
-            for (int i = 0; i < TM / 32; i++) slots[i] = next.first + own_row(i) < next.end ? order[next.first + own_row(i)] : 0;
+            for (int i = 0; i < TM / PASS; i++) slots[i] = next.first + own_row(i) < next.end ? order[next.first + own_row(i)] : 0;
     }
     __device__ __forceinline__ void begin() {
         live = 0;
 #pragma unroll
-        for (int i = 0; i < TM / 32; i++) {
+        for (int i = 0; i < TM / PASS; i++) {
             u32 row = next.first + own_row(i);
             bool in = row < next.end;
             a[i] = x + (u64)(in ? GATHER ? slots[i] / TOP : row : 0) * K + own_piece();
@@ -56,26 +56,27 @@ struct Source {
         k = 0;
         look_ahead();
     }
-    __device__ __forceinline__ void copy(char *stage) {
+    __device__ __forceinline__ bool copy(char *stage) {
         if (k >= K) {
-            if (!more) return;
+            if (!more) return false;
             begin();
         }
         bool inside = K % STEP == 0 || k + own_piece() < K;
 #pragma unroll
-        for (int i = 0; i < TM / 32; i++) copy16(own_place(stage, i), a[i] + k, inside && live >> i & 1);
+        for (int i = 0; i < TM / PASS; i++) copy16(own_place(stage, i), a[i] + k, inside && live >> i & 1);
 #pragma unroll
-        for (int i = 0; i < TN / 32; i++) {
+        for (int i = 0; i < TN / PASS; i++) {
             if (TRANSPOSED) {
-                u32 n = i * (SWIGLU ? 16 : 32);
+                u32 n = i * (SWIGLU ? PASS / 2 : PASS);
                 copy16(own_place(stage + A_BYTES, i), b + (u64)n * K + k, inside && (OUT % WIDTH == 0 || column + n < OUT));
             } else {
-                u32 r = i % 2 * 32, n = i / 2 * 64;
+                u32 r = i % (64 / PASS) * PASS, n = i / (64 / PASS) * 64;
                 bool in = (K % STEP == 0 || k + own_row(0) + r < K) && (OUT % WIDTH == 0 || column + n < OUT);
                 copy16(own_place(stage + A_BYTES, i), b + (u64)(k + r) * OUT + n, in);
             }
         }
         k += STEP;
+        return true;
     }
 };
 
@@ -104,7 +105,7 @@ __device__ __forceinline__ void store(T *to, bool live, const float (&f)[8]) {
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_product(const T *x, const T *w, const int *offsets, const int *order,
+extern "C" __global__ void __launch_bounds__(BLOCK, 1) grouped_product(const T *x, const T *w, const int *offsets, const int *order,
 #if SWIGLU
                                                                          const float *weights,
 #endif
@@ -113,8 +114,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_product(const T
                                                                          , T *h
 #endif
 ) {
-    Source source(x, w, offsets, order);
+    Source source;
     Ring<Source> ring(source);
+    if (ring.copying()) source.start(x, w, offsets, order);
+    if (ring.copied()) return;
     Tile t;
     for (u32 number = blockIdx.x; find_tile(offsets, number, t); number += gridDim.x) {
         // Of a warp's rows a lane has every eighth.
@@ -132,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_product(const T
 #else
         ring.add(c, STEPS);
 #endif
-        multiplied(c);
+        ring.finish(c);
 #pragma unroll
         for (int i = 0; i < 2 * DOWN; i++) {
             u32 row = row_of(i);

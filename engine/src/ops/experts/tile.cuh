@@ -2,13 +2,15 @@
 // In shared memory both sides are rows of 64 elements, 128 bytes. A side's rows are its own, with 64 of the sum each; or, where it is read
 // TURNED, they are rows of the sum: 64 of these for its first 64 columns, 64 for the next. Piece c (16 bytes) of row r lies at c ^ r % 8, so
 // that eight rows' pieces are in different banks. wgmma calls this a swizzle of 128 bytes.
+// With wgmma, four more warps copy: those that calculate then never wait for copies of their own.
 #define THREADS 256
+#define COPIERS (WGMMA ? 128 : THREADS)
+#define BLOCK (WGMMA ? THREADS + COPIERS : THREADS)
 #define TM 128
 #define STEP 64
 #define A_BYTES (TM * 128)
 #define STAGE ((TM + TN) * 128)
-// After how many steps a stage may be overwritten: wgmma reads on while its threads go ahead.
-#define LAG (WGMMA ? 2 : 1)
+#define PASS (COPIERS / 8) // rows that are copied at once
 // A warp has 16 * DOWN rows and 8 * ACROSS columns of a tile.
 #define DOWN (WGMMA ? 1 : 4)
 #define ACROSS (WGMMA ? TN / 8 : TN / 32)
@@ -18,12 +20,13 @@ typedef float Sums[DOWN][ACROSS][4];
 __device__ __forceinline__ u32 warp_row() { return WGMMA ? threadIdx.x / 32 * 16 : threadIdx.x / 128 * 64; }
 __device__ __forceinline__ u32 warp_column() { return WGMMA ? 0 : threadIdx.x / 32 % 4 * (TN / 4); }
 
-// A thread copies piece threadIdx.x % 8 of rows threadIdx.x / 8 + 32 i of a side.
-__device__ __forceinline__ u32 own_piece() { return threadIdx.x % 8 * 8; } // in elements
-__device__ __forceinline__ u32 own_row(int i) { return threadIdx.x / 8 + 32 * i; }
+// A thread copies piece copier() % 8 of rows copier() / 8 + PASS i of a side.
+__device__ __forceinline__ u32 copier() { return WGMMA ? threadIdx.x - THREADS : threadIdx.x; }
+__device__ __forceinline__ u32 own_piece() { return copier() % 8 * 8; } // in elements
+__device__ __forceinline__ u32 own_row(int i) { return copier() / 8 + PASS * i; }
 __device__ __forceinline__ char *own_place(char *side, int i) {
-    u32 r = threadIdx.x / 8;
-    return side + r * 128 + ((threadIdx.x % 8 ^ r % 8) << 4) + i * 4096;
+    u32 r = copier() / 8;
+    return side + r * 128 + ((copier() % 8 ^ r % 8) << 4) + i * (PASS * 128);
 }
 
 __device__ __forceinline__ char *stages() {
@@ -39,9 +42,6 @@ __device__ __forceinline__ char *stages() {
 // Where rows of 128 bytes begin: 8 of them make a unit of 1024 bytes, 64 one of 8192, which counts for a side that is turned.
 __device__ __forceinline__ u64 rows_at(const char *p) { return (u64)(shared_address(p) >> 4 & 0x3fff) | 512ull << 16 | 64ull << 32 | 1ull << 62; }
 
-// The copies of a thread, now seen by wgmma.
-__device__ __forceinline__ void copies_shown() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
     u64 a = rows_at(stage + threadIdx.x / 128 * 8192), b = rows_at(stage + A_BYTES);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -49,18 +49,62 @@ __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
     for (int k = 0; k < 4; k++) wgmma(c, a + k * (A_TURNED ? 128 : 2), b + k * (B_TURNED ? 128 : 2));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// All steps but the last have been multiplied.
-__device__ __forceinline__ void multiplied_before() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
-__device__ __forceinline__ void multiplied(Sums &c) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (int j = 0; j < ACROSS; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[0][j][i])::"memory"); // not read before
-}
-#else
-__device__ __forceinline__ void copies_shown() {}
 
+// Stages in a ring. source.copy(stage) begins to fetch the next step of the block's work, or says that there is none.
+template <class Source> struct Ring {
+    Source &source;
+    char *memory;
+    u64 *full, *empty;
+    u32 now, phase;
+    bool held; // the stage before, by a product that may still read it
+
+    __device__ __forceinline__ Ring(Source &s) : source(s), memory(stages()), now(0), phase(0), held(false) {
+        __shared__ u64 barriers[2][STAGES];
+        full = barriers[0], empty = barriers[1];
+        if (threadIdx.x < STAGES) expect(full + threadIdx.x, COPIERS), expect(empty + threadIdx.x, THREADS / 32);
+        __syncthreads();
+    }
+    __device__ __forceinline__ bool copying() const { return threadIdx.x >= THREADS; }
+    // True for warps that copied all there was.
+    __device__ __forceinline__ bool copied() {
+        if (!copying()) {
+            take_registers<208>();
+            return false;
+        }
+        give_registers<88>();
+        for (bool first = true;;) {
+            if (!first) await(empty + now, phase - 1);
+            if (!source.copy(memory + now * STAGE)) return true;
+            arrive_with_copies(full + now);
+            if (++now == STAGES) now = 0, phase++, first = false;
+        }
+    }
+    __device__ __forceinline__ void release() {
+        if (threadIdx.x % 32 == 0) arrive(empty + (now == 0 ? STAGES - 1 : now - 1));
+    }
+    __device__ __forceinline__ void add(Sums &c, u32 steps) {
+        for (u32 s = 0; s < steps; s++) {
+            await(full + now, phase);
+            show();
+            multiply(c, memory + now * STAGE);
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); // for all steps but this one
+            if (held) release();
+            held = true;
+            if (++now == STAGES) now = 0, phase++;
+        }
+    }
+    // All steps have been added.
+    __device__ __forceinline__ void finish(Sums &c) {
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        release();
+        held = false;
+#pragma unroll
+        for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[0][j][i])::"memory"); // not read before
+    }
+};
+#else
 __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
     u32 lane = threadIdx.x % 32, low = lane % 8, high = lane / 16, middle = lane / 8 % 2;
     // The row and the piece of it that this lane names to ldmatrix.
@@ -91,42 +135,36 @@ __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
             for (int j = 0; j < ACROSS; j++) mma<T>(c[i][j], x[i], y[j / 2][j % 2 * 2], y[j / 2][j % 2 * 2 + 1]);
     }
 }
-__device__ __forceinline__ void multiplied_before() {}
-__device__ __forceinline__ void multiplied(Sums &) {}
-#endif
 
-// Stages in a ring: `source.copy(stage)` begins to fetch the next step of the block's work, or does nothing behind the last.
+// As above, by warps that copy and multiply.
 template <class Source> struct Ring {
     Source &source;
     char *memory;
     u32 now;
 
-    __device__ __forceinline__ Ring(Source &s) : source(s), memory(stages()), now(0) {
+    __device__ __forceinline__ Ring(Source &s) : source(s), memory(stages()), now(0) {}
+    __device__ __forceinline__ bool copying() const { return true; }
+    __device__ __forceinline__ bool copied() {
 #pragma unroll
-        for (int i = 0; i < STAGES - LAG; i++) {
+        for (int i = 0; i < STAGES - 1; i++) {
             source.copy(memory + i * STAGE);
             copies_commit();
         }
-    }
-    __device__ __forceinline__ void fetch() {
-        u32 next = now + STAGES - LAG;
-        source.copy(memory + (next < STAGES ? next : next - STAGES) * STAGE);
-        copies_commit();
+        return false;
     }
     __device__ __forceinline__ void add(Sums &c, u32 steps) {
         for (u32 s = 0; s < steps; s++) {
-            copies_wait<STAGES - LAG - 1>();
-            copies_shown();
+            copies_wait<STAGES - 2>();
             __syncthreads(); // this step is there, and nobody reads the stage that comes next
-            // Whatever takes its time goes first: the copies, or wgmma.
-            if (!WGMMA) fetch();
+            source.copy(memory + (now == 0 ? STAGES - 1 : now - 1) * STAGE);
+            copies_commit();
             multiply(c, memory + now * STAGE);
-            if (WGMMA) fetch();
-            multiplied_before();
             now = now + 1 < STAGES ? now + 1 : 0;
         }
     }
+    __device__ __forceinline__ void finish(Sums &) {}
 };
+#endif
 
 // Adds up a number of each lane of a warp: `upto` and including its own, and all of them, which is returned.
 __device__ __forceinline__ u32 count_up(u32 own, u32 &upto) {

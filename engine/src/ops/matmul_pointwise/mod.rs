@@ -49,7 +49,7 @@ impl MatmulPointwise {
         let words: usize = sides.iter().map(|&i| 2 * io.x[i].dtype.size()).sum();
         let early = if tiles.wide { (64 / words.max(1)).min(8) } else { (32 / words.max(1)).min(4) };
         let index = if io.y[0].elements() < 1 << 31 { "u32" } else { "u64" };
-        let source = [include_str!("../attention/mma.cuh"), &self.text(io, index, tiles.wide), tiles.source()].concat();
+        let source = [tiles.instructions(), &self.text(io, index, tiles.wide), tiles.source()].concat();
         let x = (2..io.x.len()).map(|i| (format!("x{}", i - 1), format!("const {} *", c_type(io.x[i].dtype)), self.expr.uses_rng(i - 1)));
         let y = (0..io.y.len()).map(|k| (format!("y{k}"), format!("{} *", c_type(io.y[k].dtype)), false));
         let pointers: Vec<(String, String, bool)> = x.chain(y).collect();
@@ -222,6 +222,13 @@ impl Tiles {
 
     fn source(&self) -> &'static str {
         if self.wide { include_str!("wide.cu") } else { include_str!("tile.cu") }
+    }
+
+    fn instructions(&self) -> &'static str {
+        match self.wide {
+            true => concat!(include_str!("../attention/mma.cuh"), include_str!("../attention/barriers.cuh")),
+            false => include_str!("../attention/mma.cuh"),
+        }
     }
 
     fn threads(&self) -> usize {

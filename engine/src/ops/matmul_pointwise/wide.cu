@@ -51,27 +51,6 @@ __device__ __forceinline__ void turn_columns(T *to, const T *b, u32 left) {
     }
 }
 
-// Copies that have arrived, whoever made them, become visible to products.
-__device__ __forceinline__ void show() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Barriers in shared memory, whose phases alternate.
-__device__ __forceinline__ void expect(u64 *barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void arrive(u64 *barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-// Arrives when all copies of this thread have.
-__device__ __forceinline__ void arrive_with_copies(u64 *barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void await(u64 *barrier, u32 phase) {
-    u32 over;
-    do
-        asm volatile("{ .reg .pred over; mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
-                     : "=r"(over) : "r"(shared_address(barrier)), "r"(phase % 2) : "memory");
-    while (!over);
-}
 // Where 8 columns from 8 `eight` on of row r lie in a tile of a side: two rows, of which 64 bytes each are read at once, in different banks.
 __device__ __forceinline__ u32 pack_of(u32 r, u32 eight) { return r * (BN / 8) + (eight ^ r % 2 * 4); }
 
@@ -124,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128) matmul_pointwise(con
     __syncthreads();
 
     if (threadIdx.x >= THREADS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;"); // the others need them
+        give_registers<32>();
         for (u32 i = 0; i < count; i++) {
             const Part part(begin, count, i);
             u32 head = part.head, first = part.first_row(i);
@@ -142,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128) matmul_pointwise(con
         return;
     }
 
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    take_registers<160>();
     const u32 group = threadIdx.x / 128, row = warp * 16 + lane / 4;
     const T *stage = stages + group * STAGE;
     u32 i = group;

@@ -4,8 +4,9 @@ pub mod norm;
 
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io, Launch};
-use crate::meta::Meta;
+use crate::meta::{Layout, Meta, block_stride};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::{Recorder, Var};
 use norm::NormRope;
 use rayon::prelude::*;
@@ -65,32 +66,45 @@ impl Op for Rope {
         let (heads, d) = (x[0].dim(1), x[0].dim(0));
         let (data, cos, sin) = (x[0].f32(), x[1].f32(), x[2].f32());
         let sign = if self.inverse { -1.0 } else { 1.0 };
+        let stride = block_stride(x[0].shape, x[0].strides, 2).expect("blocks evenly apart");
         const PLACES: usize = 32;
         y[0].f32().par_chunks_mut(PLACES * heads * d).enumerate().for_each(|(task, out)| {
             simd(
                 #[inline(always)]
                 || {
-                    out.copy_from_slice(&data[task * PLACES * heads * d..][..out.len()]);
-                    for (r, row) in out.chunks_mut(d).enumerate() {
-                        turn(self.pairs, sign, row, task * PLACES + r / heads, cos, sin);
+                    for (p, out) in out.chunks_mut(heads * d).enumerate() {
+                        let place = task * PLACES + p;
+                        out.copy_from_slice(&data[place * stride..][..heads * d]);
+                        out.chunks_mut(d).for_each(|row| turn(self.pairs, sign, row, place, cos, sin));
                     }
                 },
             )
         });
     }
 
+    /// Heads may be columns of something wider.
+    fn layout(&self, input: usize) -> Layout {
+        if input == 0 { Layout::Blocks(2) } else { Layout::Contiguous }
+    }
+
     fn cuda(&self, io: &Io) -> Code {
-        let pairs = io.y[0].elements() / 2;
-        Launch::new(include_str!("rope.cu"), "rope")
-            .define_type("T", io.y[0].dtype)
+        let (x, stride) = (&io.x[0], block_stride(&io.x[0].shape, &io.strides[0], 2).expect("blocks evenly apart"));
+        let vec = pack(&[x.dtype], &[x.dim(0) / 2, stride]);
+        let threads = x.elements() / (2 * vec);
+        Launch::new(&[PACKS, include_str!("rope.cu")].concat(), "rope")
+            .define_type("T", x.dtype)
             .define_type("C", io.x[1].dtype)
-            .define("PAIRS", pairs)
-            .define("HEADS", io.x[0].dim(1))
-            .define("D", io.x[0].dim(0))
+            // Divisions of short numbers are much cheaper.
+            .define("AT", if threads < 1 << 31 { "u32" } else { "u64" })
+            .define("THREADS", threads)
+            .define("VEC", vec)
+            .define("HEADS", x.dim(1))
+            .define("D", x.dim(0))
+            .define("STRIDE", stride)
             .define("TABLE", io.x[1].rows())
             .define("ADJACENT", (self.pairs == Pairs::Adjacent) as u8)
             .define("SIGN", if self.inverse { "-1.0f" } else { "1.0f" })
-            .grid(pairs.div_ceil(256), 1, 1)
+            .grid(threads.div_ceil(256), 1, 1)
             .all(io)
             .code()
     }
@@ -130,12 +144,20 @@ pub const CASES: &[Case] = &[
         let (c, s) = x[0].recorder().rope_tables(6, 4, 100.0);
         vec![x[0].rope(Pairs::Halves, (c.reshape(&[2, 3, 2]), s.reshape(&[2, 3, 2])))]
     }),
+    Case::new("heads among others", &[In(&[2, 5, 9, 16], Fill::Normal)], |x| {
+        let tables = x[0].recorder().rope_tables(5, 16, 100.0);
+        vec![x[0].slice(2, 3, 6).rope(Pairs::Halves, tables), x[0].slice(2, 6, 9).rope(Pairs::Adjacent, tables)]
+    }),
     Case::new("normed", &[In(&[2, 5, 3, 16], Fill::Normal)], |x| normed(x, Pairs::Halves)),
     Case::new("normed, a weight", &[In(&[2, 5, 3, 12], Fill::Normal), In(&[12], Fill::Normal)], |x| normed(x, Pairs::Halves)),
     Case::new("normed, one number", &[In(&[2, 7, 5, 8], Fill::Normal), In(&[1], Fill::Normal)], |x| normed(x, Pairs::Halves)),
     Case::new("normed, adjacent", &[In(&[3, 5, 2, 6], Fill::Normal), In(&[6], Fill::Normal)], |x| normed(x, Pairs::Adjacent)),
     Case::new("queries", &[In(&[64, 1024, 12, 16], Fill::Normal)], |x| {
         vec![x[0].rope(Pairs::Halves, x[0].recorder().rope_tables(1024, 16, 10000.0))]
+    })
+    .bench(),
+    Case::new("hrm's queries", &[In(&[384, 81, 24, 64], Fill::Normal)], |x| {
+        vec![x[0].slice(2, 0, 8).rope(Pairs::Halves, x[0].recorder().rope_tables(81, 64, 10000.0))]
     })
     .bench(),
     Case::new("normed queries", &[In(&[16, 1024, 12, 16], Fill::Normal)], |x| normed(x, Pairs::Halves)).bench(),

@@ -1,14 +1,32 @@
-// x [places, HEADS, D]; cos, sin [TABLE, D / 2]; one thread a pair.
+// x: places that lie STRIDE elements apart, each [HEADS, D]; y [places, HEADS, D]; cos, sin [TABLE, D / 2]. A thread turns VEC pairs.
+#define HALF (D / 2)
+
+template <bool PACKED> __device__ __forceinline__ void turn(const T *x, const C *cos, const C *sin, T *y) {
+    AT i = (AT)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (AT)THREADS) return;
+    int pair = i % (HALF / VEC) * VEC;
+    AT row = i / (HALF / VEC), place = row / HEADS;
+    int first = ADJACENT ? 2 * pair : pair, second = ADJACENT ? first + VEC : first + HALF;
+    x += (u64)place * STRIDE + row % HEADS * D;
+    y += (u64)row * D;
+    cos += (u64)(place % TABLE) * HALF + pair;
+    sin += (u64)(place % TABLE) * HALF + pair;
+    Pack<T> from[2] = {read<PACKED>(x + first), read<PACKED>(x + second)}, to[2];
+    Pack<C> c = read<PACKED>(cos), s = read<PACKED>(sin);
+    #pragma unroll
+    for (int k = 0; k < VEC; k++) {
+        // Where the two of a pair are among these.
+        const int a = ADJACENT ? 2 * k : k, b = ADJACENT ? a + 1 : k + VEC;
+        float xa = to_float(from[a / VEC].at[a % VEC]), xb = to_float(from[b / VEC].at[b % VEC]);
+        float ck = to_float(c.at[k]), sk = SIGN * to_float(s.at[k]);
+        from_float(xa * ck - xb * sk, to[a / VEC].at[a % VEC]);
+        from_float(xa * sk + xb * ck, to[b / VEC].at[b % VEC]);
+    }
+    write(y + first, to[0]);
+    write(y + second, to[1]);
+}
+
 extern "C" __global__ void rope(const T *x, const C *cos, const C *sin, T *y) {
-    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= (u64)PAIRS) return;
-    const int half = D / 2;
-    int j = i % half;
-    u64 row = i / half; // place * HEADS + head
-    u64 table = (row / HEADS) % TABLE * half + j;
-    float c = to_float(cos[table]), s = SIGN * to_float(sin[table]);
-    u64 a = row * D + (ADJACENT ? 2 * j : j), b = a + (ADJACENT ? 1 : half);
-    float xa = to_float(x[a]), xb = to_float(x[b]);
-    from_float(xa * c - xb * s, y[a]);
-    from_float(xa * s + xb * c, y[b]);
+    if (packed(x) && packed(cos) && packed(sin)) turn<true>(x, cos, sin, y);
+    else turn<false>(x, cos, sin, y);
 }

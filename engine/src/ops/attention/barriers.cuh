@@ -1,0 +1,27 @@
+// For blocks in which some warps copy and others calculate, since compute capability 9.0. Barriers lie in shared memory, and their phases
+// alternate.
+__device__ __forceinline__ void expect(u64 *barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(u64 *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Arrives when all copies of this thread have.
+__device__ __forceinline__ void arrive_with_copies(u64 *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void await(u64 *barrier, u32 phase) {
+    u32 over;
+    do
+        asm volatile("{ .reg .pred over; mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
+                     : "=r"(over) : "r"(shared_address(barrier)), "r"(phase % 2) : "memory");
+    while (!over);
+}
+
+// Copies that have arrived, whoever made them, become visible to wgmma. This waits for all that the thread itself has under way, so it
+// is not for threads that copy.
+__device__ __forceinline__ void show() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four warps that copy need few registers, and leave the others theirs.
+template <int LEFT> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT)); }
+template <int ALL> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(ALL)); }
