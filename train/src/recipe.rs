@@ -8,7 +8,7 @@ use crate::optim;
 use crate::report::Confusion;
 use engine::ops::concat::concat;
 use engine::philox::rng_feed;
-use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Store, Switches, Var};
+use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Role, Store, Switches, Var};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -107,7 +107,7 @@ impl Session {
     /// Takes every parameter from a file; names and shapes must agree exactly.
     pub fn load_params(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
         let params: Vec<(String, engine::Meta)> =
-            self.store.iter().filter(|(_, t)| t.param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+            self.store.iter().filter(|(_, t)| t.role == Role::Param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
         if let Some(extra) = file.names().iter().find(|n| !params.iter().any(|p| p.0 == **n)) {
             return Err(TrainError::Other(format!(
                 "{what} holds '{extra}', which this model does not have: it is of another model or config"
@@ -121,8 +121,12 @@ impl Session {
 
     /// Takes every other state that outlives a run.
     pub fn load_state(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
-        let kept: Vec<(String, engine::Meta)> =
-            self.store.iter().filter(|(n, t)| !t.param && is_kept(n)).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+        let kept: Vec<(String, engine::Meta)> = self
+            .store
+            .iter()
+            .filter(|(n, t)| t.role == Role::Carried && is_kept(n))
+            .map(|(n, t)| (n.to_string(), t.meta.clone()))
+            .collect();
         for (name, meta) in kept {
             self.take(file, &name, &meta, what)?;
         }
@@ -138,8 +142,9 @@ impl Session {
         Ok(self.store.set(name, meta, bytes)?)
     }
 
-    pub fn parameters(&self) -> usize {
-        self.store.iter().filter(|(_, t)| t.param).map(|(_, t)| t.meta.elements()).sum()
+    /// Numbers that are trained, or that are loaded and stay as they are.
+    pub fn parameters(&self, role: Role) -> usize {
+        self.store.iter().filter(|(_, t)| t.role == role).map(|(_, t)| t.meta.elements()).sum()
     }
 }
 

@@ -9,7 +9,7 @@ use crate::recipe::{Evaluation, Pending, Picture, Session, Task, TrainError, is_
 use crate::report::{self, Confusion, Panel, Series, human_bytes, human_count, human_time, table};
 use crate::say;
 use engine::passes::Receipt;
-use engine::{Compiled, Device, PASSES, Switches};
+use engine::{Compiled, Device, PASSES, Role, Switches};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 use std::fs;
@@ -236,7 +236,11 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
             e.recall(&records, start);
         }
     }
-    say!("{name} on {}: {} parameters", device.describe(), human_count(s.parameters() as f64));
+    let frozen = match s.parameters(Role::Frozen) {
+        0 => String::new(),
+        n => format!(", {} more that are frozen", human_count(n as f64)),
+    };
+    say!("{name} on {}: {} parameters{frozen}", device.describe(), human_count(s.parameters(Role::Param) as f64));
     let named: Vec<(&str, &[Receipt])> = s.programs.iter().map(|(n, p)| (n.as_str(), &p.receipts[..])).collect();
     say!("{}{}", receipts_table(&named), peak(&s).line());
     if start >= c.steps {
@@ -415,10 +419,10 @@ fn progress(steps: u64, done: u64) -> ProgressBar {
 }
 
 fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, keep: usize) -> Result<PathBuf, TrainError> {
-    let kept = s.store.iter().filter(|(name, _)| is_kept(name));
+    let kept = s.store.iter().filter(|(name, t)| is_kept(name) && t.role != Role::Frozen);
     let numbers = kept.map(|(name, t)| Ok((name, t, t.bytes()?))).collect::<Result<Vec<_>, TrainError>>()?;
-    let tensors = |param: bool| -> Vec<Tensor> {
-        let own = numbers.iter().filter(|(_, t, _)| t.param == param);
+    let tensors = |role: Role| -> Vec<Tensor> {
+        let own = numbers.iter().filter(|(_, t, _)| t.role == role);
         own.map(|(name, t, bytes)| Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes }).collect()
     };
     let c = task.train_config();
@@ -433,7 +437,13 @@ fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, ke
         "choices": choices(&s.device),
     });
     fs::create_dir_all(dir).map_err(io("cannot create the folder of checkpoints", dir))?;
-    Ok(checkpoint::save(dir, step, &[("model.safetensors", tensors(true)), ("state.safetensors", tensors(false))], &meta, keep)?)
+    Ok(checkpoint::save(
+        dir,
+        step,
+        &[("model.safetensors", tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))],
+        &meta,
+        keep,
+    )?)
 }
 
 /// What was chosen by timing: a resumed run takes the same again.
