@@ -10,7 +10,7 @@ use engine::ops::concat::concat;
 use engine::philox::rng_feed;
 use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Role, Store, Switches, Var};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +23,8 @@ pub enum TrainError {
     Data(#[from] DataError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Model(#[from] crate::models::ModelError),
     #[error(transparent)]
     Metrics(#[from] crate::metrics::MetricsError),
     #[error(transparent)]
@@ -207,6 +209,10 @@ pub trait Task {
     fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
         Ok(())
     }
+    /// Takes weights to begin with from a place that only the recipe can read; false where this is none.
+    fn init_from(&self, _: &mut Session, _from: &Path) -> Result<bool, TrainError> {
+        Ok(false)
+    }
     /// Called once, before the first step, with the number of steps already done.
     fn begin(&mut self, done: u64) -> Result<(), TrainError>;
     /// Starts a step; on a GPU it may still run when this returns.
@@ -289,6 +295,10 @@ pub trait Model {
     /// See `Task::prepare`.
     fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
         Ok(())
+    }
+    /// See `Task::init_from`.
+    fn init_from(&self, _: &mut Session, _from: &Path) -> Result<bool, TrainError> {
+        Ok(false)
     }
     /// What `seq` counts.
     fn unit(&self) -> &'static str {
@@ -454,6 +464,10 @@ impl<M: Model> Task for Supervised<M> {
 
     fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
         self.model.prepare(s)
+    }
+
+    fn init_from(&self, s: &mut Session, from: &Path) -> Result<bool, TrainError> {
+        self.model.init_from(s, from)
     }
 
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {

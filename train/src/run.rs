@@ -228,7 +228,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     };
     let from = config.text("init_from");
     if start == 0 && !from.is_empty() {
-        init_from(&mut s, Path::new(from))?;
+        init_from(&mut s, task, Path::new(from))?;
     }
     if start > 0 && out.join("metrics.jsonl").exists() {
         let records = metrics::read(&out.join("metrics.jsonl"))?;
@@ -488,6 +488,7 @@ fn resume(s: &mut Session, task: &dyn Task, config: &Config, found: &Checkpoint)
         }
     }
     same_tokenizer(found, task)?;
+    same_base(found, task)?;
     let (theirs, ours) = (&found.meta["identity"]["data"], &task.identity()["data"]);
     if theirs != ours {
         return Err(TrainError::Other(format!(
@@ -506,6 +507,18 @@ pub fn same_tokenizer(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainEr
     if theirs != ours {
         return Err(TrainError::Other(format!(
             "checkpoint {} was trained with another tokenizer: its fingerprint is {theirs}, the data's {ours} (prepare the data with the same one)",
+            found.path.display()
+        )));
+    }
+    Ok(())
+}
+
+/// The frozen weights that a checkpoint was trained on must be the same.
+pub fn same_base(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
+    let (theirs, ours) = (&found.meta["identity"]["base"], &task.identity()["base"]);
+    if theirs != ours {
+        return Err(TrainError::Other(format!(
+            "checkpoint {} was trained on another base: its fingerprint is {theirs}, the one of model.base is {ours}",
             found.path.display()
         )));
     }
@@ -550,9 +563,13 @@ pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
     })
 }
 
-/// Another run's weights, from a checkpoint, a run's folder or a safetensors file; the optimizer begins anew.
-pub fn init_from(s: &mut Session, from: &Path) -> Result<(), TrainError> {
+/// Another run's weights, from a checkpoint, a run's folder, a safetensors file or what the recipe itself can read; the optimizer begins anew.
+pub fn init_from(s: &mut Session, task: &dyn Task, from: &Path) -> Result<(), TrainError> {
     let what = from.display().to_string();
+    if task.init_from(s, from)? {
+        say!("weights from {what}");
+        return Ok(());
+    }
     let file = match from.extension().is_some_and(|e| e == "safetensors") {
         true => checkpoint::load_safetensors(from)?,
         false => find_checkpoint(from)?.file("model.safetensors")?,

@@ -112,6 +112,7 @@ const GOLDEN: &[(&str, &[u8])] = &[
     ("hydra", include_bytes!("../../../reference/golden/hydra.safetensors")),
     ("vision_bdh", include_bytes!("../../../reference/golden/vision_bdh.safetensors")),
     ("lior", include_bytes!("../../../reference/golden/lior.safetensors")),
+    ("polychromic", include_bytes!("../../../reference/golden/polychromic.safetensors")),
 ];
 
 fn everything(device: &Device) -> Result<ExitCode> {

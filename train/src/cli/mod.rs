@@ -180,7 +180,7 @@ impl ConfigArgs {
         for p in &self.passes {
             config.set_pass_argument(p)?;
         }
-        config.absolute_data()?;
+        config.absolute_paths()?;
         Ok(config)
     }
 }
