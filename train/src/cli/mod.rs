@@ -21,7 +21,9 @@ mod check;
 mod data;
 mod doctor;
 mod eval;
+mod export;
 mod generate;
+mod model;
 mod passes;
 mod plan;
 mod predict;
@@ -65,9 +67,11 @@ enum Command {
     Generate(generate::GenerateArgs),
     /// Tells the class of pictures with a checkpoint
     Predict(predict::PredictArgs),
+    /// Writes a checkpoint's adapters for PEFT, or merged into their base for transformers
+    Export(export::ExportArgs),
     /// Memory, arithmetic and what every pass would do, without running
     Plan(plan::PlanArgs),
-    /// Checks ops, passes, or golden files
+    /// Checks ops, passes, golden files, or a model's folder
     Check(check::CheckArgs),
     /// Lists the passes: what they do, their modes and settings
     Passes(passes::PassesArgs),
@@ -85,6 +89,7 @@ pub fn run() -> Result<ExitCode> {
         Command::Eval(a) => eval::run(a),
         Command::Generate(a) => generate::run(a),
         Command::Predict(a) => predict::run(a),
+        Command::Export(a) => export::run(a),
         Command::Plan(a) => plan::run(a),
         Command::Check(a) => check::run(a),
         Command::Passes(a) => passes::run(a),

@@ -1,9 +1,11 @@
 //! polychromic: adapters on a frozen decoder, trained to answer well and in different ways. Built so far: the decoder, its model folders and
 //! adapters, the objective, and supervised training on text.
 
+mod export;
 mod golden;
 mod model;
 
+pub use export::export;
 pub use model::{Base, Decoder, Places, Replies, Rows, diversity};
 
 use crate::config::{Config, ConfigError, DataConfig, TrainConfig};
