@@ -164,7 +164,7 @@ fn frequencies_are_scaled_as_transformers_scales_them() {
     };
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192});
     let want = [
-        (llama3, [1.0, 4.403_666_3e-1, 3.211_446e-3, 5.248_460_3e-4, 7.784_655_5e-5, 5.677_088e-7], [0, 1, 7, 8, 9, 15]),
+        (llama3, [1.0, 4.403_666_3e-1, 3.211_446e-3, 5.248_46e-4, 7.784_655_5e-5, 5.677_088e-7], [0, 1, 7, 8, 9, 15]),
         (
             json!({"type": "linear", "factor": 4.0}),
             [0.25, 1.405_853_3e-1, 4.445_698_6e-3, 2.5e-3, 1.405_853_3e-3, 4.445_698_5e-5],

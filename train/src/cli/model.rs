@@ -79,13 +79,13 @@ pub fn run(a: ModelArgs) -> Result<ExitCode> {
 
     let vocab = folder.shape.vocab;
     let own = |row: usize| &logits[((row + 1) * time - prompts[row].len()) * vocab..(row + 1) * time * vocab];
-    for row in 0..rows {
-        let likely = nucleus(&own(row)[(prompts[row].len() - 1) * vocab..], 1.0, 1.0);
+    for (row, prompt) in prompts.iter().enumerate() {
+        let likely = nucleus(&own(row)[(prompt.len() - 1) * vocab..], 1.0, 1.0);
         let shown = likely.iter().take(a.top).map(|&(token, p)| {
             let text = tokenizer.as_ref().map_or(String::new(), |t| format!(" {:?}", t.decode(&[token as u32])));
             format!("{token}{text} {:.2}%", 100.0 * p)
         });
-        out!("{row}: after {} tokens: {}", prompts[row].len(), shown.collect::<Vec<_>>().join(", "));
+        out!("{row}: after {} tokens: {}", prompt.len(), shown.collect::<Vec<_>>().join(", "));
     }
     if let Some(path) = &a.write {
         let views = (0..rows).map(|row| {
