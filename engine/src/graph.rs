@@ -30,8 +30,19 @@ pub enum Kind {
 pub struct State {
     pub name: String,
     pub init: Init,
-    /// A parameter: what an optimizer trains and what a model's file holds.
-    pub param: bool,
+    pub role: Role,
+}
+
+/// What a State is to the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// What an optimizer trains and what a model's file holds.
+    Param,
+    /// A weight that is loaded and never trained: it has no gradient and no moments, checkpoints leave it out, and a pass may keep it in
+    /// another type.
+    Frozen,
+    /// Everything else that outlives a run.
+    Carried,
 }
 
 /// How a State begins, drawn from (seed, name).

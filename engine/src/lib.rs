@@ -43,7 +43,7 @@ pub mod store;
 pub use cpu::{Cpu, Data};
 pub use cuda::Cuda;
 pub use error::Error;
-pub use graph::{Graph, Init};
+pub use graph::{Graph, Init, Role};
 pub use meta::{DType, Meta};
 pub use ops::OPS;
 pub use passes::{PASSES, Switches};

@@ -1,6 +1,6 @@
 //! What model code touches: a Recorder, and Vars that read like arithmetic.
 
-use crate::graph::{Graph, Init, Kind, Node, State, Value};
+use crate::graph::{Graph, Init, Kind, Node, Role, State, Value};
 use crate::meta::{DType, Meta};
 use crate::op::Op;
 use std::cell::{Cell, RefCell};
@@ -58,13 +58,19 @@ impl Recorder {
 
     /// A tensor that outlives runs.
     pub fn state(&self, name: &str, shape: &[usize], dtype: DType, init: Init) -> Var<'_> {
-        let state = State { name: name.into(), init, param: false };
+        let state = State { name: name.into(), init, role: Role::Carried };
         self.named(name, Kind::State(state), Meta::new(shape, dtype))
     }
 
     /// A State that belongs to the model: f32, trained or loaded, and saved with it.
     pub fn param(&self, name: &str, shape: &[usize], init: Init) -> Var<'_> {
-        let state = State { name: name.into(), init, param: true };
+        let state = State { name: name.into(), init, role: Role::Param };
+        self.named(name, Kind::State(state), Meta::f32(shape))
+    }
+
+    /// A State that belongs to the model and is loaded, not trained. Recorded as f32, whatever it is kept in.
+    pub fn frozen(&self, name: &str, shape: &[usize], init: Init) -> Var<'_> {
+        let state = State { name: name.into(), init, role: Role::Frozen };
         self.named(name, Kind::State(state), Meta::f32(shape))
     }
 
@@ -166,7 +172,7 @@ impl Recorder {
     pub fn params(&self) -> Vec<(String, Var<'_>)> {
         let g = self.graph.borrow();
         let param = |(node, n): (usize, &Node)| match &n.kind {
-            Kind::State(s) if s.param => Some((s.name.clone(), self.var(Value { node, out: 0 }))),
+            Kind::State(s) if s.role == Role::Param => Some((s.name.clone(), self.var(Value { node, out: 0 }))),
             _ => None,
         };
         g.nodes.iter().enumerate().filter_map(param).collect()
@@ -193,6 +199,11 @@ impl Recorder {
         self.backward.set(true);
         self.block.set(0);
         self.typed.set(false);
+    }
+
+    /// A state as it was recorded, in another type.
+    pub(crate) fn retyped(&self, state: &State, meta: Meta) -> Var<'_> {
+        self.push(Kind::State(state.clone()), vec![], vec![meta])[0]
     }
 
     pub(crate) fn keep(&self, node: &Node, inputs: Vec<Value>) -> Vec<Value> {

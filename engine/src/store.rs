@@ -3,7 +3,7 @@
 use crate::cpu::Buffer;
 use crate::cuda::{self, Cuda};
 use crate::error::Error;
-use crate::graph::{Graph, Init};
+use crate::graph::{Graph, Init, Role};
 use crate::meta::Meta;
 use crate::philox::{fill_normal, hash_name, philox, uniform};
 use std::borrow::Cow;
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 pub struct Tensor {
     pub meta: Meta,
-    pub param: bool,
+    pub role: Role,
     memory: Memory,
 }
 
@@ -65,7 +65,7 @@ impl Store {
                             Memory::Gpu(cuda.clone(), d)
                         }
                     };
-                    self.tensors.insert(state.name.clone(), Tensor { meta: meta.clone(), param: state.param, memory });
+                    self.tensors.insert(state.name.clone(), Tensor { meta: meta.clone(), role: state.role, memory });
                 }
             }
         }
@@ -117,6 +117,20 @@ impl Store {
             Memory::Gpu(cuda, d) => cuda.upload(d, bytes)?,
         }
         Ok(())
+    }
+
+    /// Replaces a state's numbers by those of any float type, rounded where its own is narrower.
+    pub fn set_floats(&mut self, name: &str, from: &Meta, bytes: &[u8]) -> Result<(), Error> {
+        let own = self.tensors.get(name).ok_or_else(|| Error::NoState(name.into()))?.meta.clone();
+        if own.dtype == from.dtype
+            || !own.dtype.is_float()
+            || !from.dtype.is_float()
+            || bytes.len() != from.bytes()
+            || own.shape != from.shape
+        {
+            return self.set(name, from, bytes);
+        }
+        self.set(name, &own, crate::cpu::converted(bytes, from.dtype, own.dtype).bytes())
     }
 
     /// Forgets states, so that they begin anew.

@@ -9,6 +9,7 @@
 //!
 //! A process killed at any point leaves the previous checkpoint or the new one, and `newest` finds it.
 
+use memmap2::Mmap;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
@@ -63,13 +64,30 @@ pub struct Skipped {
 /// The content of one safetensors file.
 #[derive(Debug)]
 pub struct Loaded {
-    bytes: Vec<u8>,
+    bytes: Bytes,
     data_start: usize,
     header: Metadata,
 }
 
 #[derive(Debug)]
-struct Sum {
+enum Bytes {
+    Read(Vec<u8>),
+    Mapped(Mmap),
+}
+
+impl std::ops::Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Bytes::Read(bytes) => bytes,
+            Bytes::Mapped(map) => map,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Sum {
     bytes: u64,
     xxh3: String,
 }
@@ -171,7 +189,17 @@ impl Loaded {
         Some((info.dtype.to_string(), info.shape.clone(), bytes))
     }
 
+    /// A file that is read where it lies. It must stay as it is meanwhile.
+    pub fn map(path: &Path) -> Result<Self, CheckpointError> {
+        let file = File::open(path).map_err(io_error("open", path))?;
+        Self::header(path, Bytes::Mapped(crate::data::map(&file).map_err(io_error("map", path))?))
+    }
+
     pub(crate) fn parse(path: &Path, bytes: Vec<u8>) -> Result<Self, CheckpointError> {
+        Self::header(path, Bytes::Read(bytes))
+    }
+
+    fn header(path: &Path, bytes: Bytes) -> Result<Self, CheckpointError> {
         // read_metadata also checks that the offsets are contiguous and end where the file does.
         let (header_len, header) = SafeTensors::read_metadata(&bytes).map_err(|e| {
             let reason = format!("not a whole safetensors file: {e}");
@@ -324,7 +352,7 @@ fn write_folder(folder: &Path, step: u64, files: &[(&str, Vec<Tensor>)], meta: &
         if sums.contains_key(*name) {
             return Err(file_name_error(name, "it is there twice"));
         }
-        let sum = write_safetensors(&folder.join(name), tensors)?;
+        let sum = write_safetensors(&folder.join(name), tensors, None)?;
         sums.insert(name.to_string(), json!({"bytes": sum.bytes, "xxh3": sum.xxh3}));
     }
     let manifest = json!({"format": FORMAT, "step": step, "files": sums, "meta": meta});
@@ -350,8 +378,9 @@ fn file_name_error(name: &str, reason: &'static str) -> CheckpointError {
     CheckpointError::FileName { name, reason }
 }
 
-fn write_safetensors(path: &Path, tensors: &[Tensor]) -> Result<Sum, CheckpointError> {
-    let (header, sorted) = layout(tensors)?;
+/// `notes` stand in the header, for programs that look for some.
+pub(crate) fn write_safetensors(path: &Path, tensors: &[Tensor], notes: Option<HashMap<String, String>>) -> Result<Sum, CheckpointError> {
+    let (header, sorted) = layout(tensors, notes)?;
     write_synced(path, |file| {
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(header.as_bytes())?;
@@ -360,7 +389,10 @@ fn write_safetensors(path: &Path, tensors: &[Tensor]) -> Result<Sum, CheckpointE
 }
 
 /// The padded header, and the tensors in the order in which their bytes follow it.
-fn layout<'t, 'a>(tensors: &'t [Tensor<'a>]) -> Result<(String, Vec<&'t Tensor<'a>>), CheckpointError> {
+fn layout<'t, 'a>(
+    tensors: &'t [Tensor<'a>],
+    notes: Option<HashMap<String, String>>,
+) -> Result<(String, Vec<&'t Tensor<'a>>), CheckpointError> {
     let mut sorted = Vec::with_capacity(tensors.len());
     let mut names = HashSet::new();
     for tensor in tensors {
@@ -389,7 +421,7 @@ fn layout<'t, 'a>(tensors: &'t [Tensor<'a>]) -> Result<(String, Vec<&'t Tensor<'
         (t.name.to_string(), info)
     });
     let header =
-        Metadata::new(None, infos.collect()).map_err(|e| e.to_string()).and_then(|m| serde_json::to_string(&m).map_err(|e| e.to_string()));
+        Metadata::new(notes, infos.collect()).map_err(|e| e.to_string()).and_then(|m| serde_json::to_string(&m).map_err(|e| e.to_string()));
     let mut header = header.map_err(|reason| CheckpointError::Tensor { name: "(header)".into(), reason })?;
     let padded = header.len().next_multiple_of(8);
     header.push_str(&" ".repeat(padded - header.len()));

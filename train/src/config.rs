@@ -293,12 +293,14 @@ impl Config {
         self.table.insert("seed".into(), Value::Integer(seed as i64));
     }
 
-    /// A run finds its data from any folder.
-    pub fn absolute_data(&mut self) -> Result<(), ConfigError> {
-        let path = self.table.get("data").and_then(|d| d.get("path")).and_then(Value::as_str).unwrap_or_default();
-        if !path.is_empty() {
-            let full = std::path::absolute(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
-            self.set_value("data.path", full.display().to_string().into())?;
+    /// A run finds its data, and the model that it begins with, from any folder.
+    pub fn absolute_paths(&mut self) -> Result<(), ConfigError> {
+        for (section, key) in [("data", "path"), ("model", "base")] {
+            let path = self.table.get(section).and_then(|d| d.get(key)).and_then(Value::as_str).unwrap_or_default();
+            if !path.is_empty() {
+                let full = std::path::absolute(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
+                self.set_value(&format!("{section}.{key}"), full.display().to_string().into())?;
+            }
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use crate::checkpoint::{CheckpointError, Loaded, load_safetensors};
 use crate::config::TrainConfig;
 use crate::recipe::{Computed, Session, TrainError};
-use engine::{Data, Device, Recorder, Switches, Var};
+use engine::{Data, Device, Meta, Recorder, Role, Switches, Var};
 use std::path::Path;
 
 pub struct Golden {
@@ -106,7 +106,7 @@ pub fn differentiated(
     let mut s = Session::new(device, switches, 0);
     let r = Recorder::new();
     let values = losses(&r);
-    let (fixed, params): (Vec<_>, Vec<_>) = r.params().into_iter().partition(|p| frozen.contains(&p.0.as_str()));
+    let params: Vec<_> = r.params().into_iter().filter(|p| !frozen.contains(&p.0.as_str())).collect();
     let grads = r.grad(values[0].1, &params.iter().map(|p| p.1).collect::<Vec<_>>());
     let step = crate::optim::adamw(&r, &params, &grads, values[0].1, &train);
     params.iter().zip(&grads).for_each(|((name, _), g)| r.output(&format!("grad/{name}"), *g));
@@ -114,7 +114,6 @@ pub fn differentiated(
     r.output("grad_norm", step.norm);
     let metrics: Vec<&'static str> = values[1..].iter().map(|v| v.0).chain(["grad_norm"]).collect();
     let (loss, names): (&str, Vec<String>) = (values[0].0, params.iter().map(|p| p.0.clone()).collect());
-    let fixed: Vec<String> = fixed.iter().map(|p| p.0.clone()).collect();
     s.load("train", r.finish())?;
 
     let r = Recorder::new();
@@ -127,14 +126,15 @@ pub fn differentiated(
         .collect();
     s.load("outputs", r.finish())?;
 
-    for name in names.iter().chain(&fixed) {
+    let weights: Vec<(String, Vec<usize>)> =
+        s.store.iter().filter(|(_, t)| t.role != Role::Carried).map(|(n, t)| (n.to_string(), t.meta.shape.clone())).collect();
+    for (name, want) in weights {
         let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(format!("has no param/{name}")))?;
-        let meta = s.store.get(name).expect("just loaded").meta.clone();
         let shape = file.shape(&format!("param/{name}")).unwrap_or_default();
-        if shape != meta.shape {
-            return Err(bad(format!("has param/{name} {shape:?}, but its config makes it {:?}", meta.shape)));
+        if shape != want {
+            return Err(bad(format!("has param/{name} {shape:?}, but its config makes it {want:?}")));
         }
-        s.store.set(name, &meta, bytemuck::cast_slice(&numbers))?;
+        s.store.set_floats(&name, &Meta::f32(&shape), bytemuck::cast_slice(&numbers))?;
     }
     let rate = [o.lr as f32];
     let feeds = [feeds, &[("rate", Data::F32(&rate))]].concat();

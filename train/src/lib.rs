@@ -7,6 +7,7 @@ pub mod epochs;
 pub mod golden;
 pub mod gpu;
 pub mod metrics;
+pub mod models;
 pub mod nn;
 pub mod optim;
 pub mod recipe;

@@ -9,9 +9,9 @@ use crate::optim;
 use crate::report::Confusion;
 use engine::ops::concat::concat;
 use engine::philox::rng_feed;
-use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Store, Switches, Var};
+use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Role, Store, Switches, Var};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +24,8 @@ pub enum TrainError {
     Data(#[from] DataError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Model(#[from] crate::models::ModelError),
     #[error(transparent)]
     Metrics(#[from] crate::metrics::MetricsError),
     #[error(transparent)]
@@ -112,7 +114,7 @@ impl Session {
     /// Takes every parameter from a file; names and shapes must agree exactly.
     pub fn load_params(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
         let params: Vec<(String, engine::Meta)> =
-            self.store.iter().filter(|(_, t)| t.param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+            self.store.iter().filter(|(_, t)| t.role == Role::Param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
         if let Some(extra) = file.names().iter().find(|n| !params.iter().any(|p| p.0 == **n)) {
             return Err(TrainError::Other(format!(
                 "{what} holds '{extra}', which this model does not have: it is of another model or config"
@@ -126,8 +128,12 @@ impl Session {
 
     /// Takes every other state that outlives a run.
     pub fn load_state(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
-        let kept: Vec<(String, engine::Meta)> =
-            self.store.iter().filter(|(n, t)| !t.param && is_kept(n)).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+        let kept: Vec<(String, engine::Meta)> = self
+            .store
+            .iter()
+            .filter(|(n, t)| t.role == Role::Carried && is_kept(n))
+            .map(|(n, t)| (n.to_string(), t.meta.clone()))
+            .collect();
         for (name, meta) in kept {
             self.take(file, &name, &meta, what)?;
         }
@@ -143,8 +149,9 @@ impl Session {
         Ok(self.store.set(name, meta, bytes)?)
     }
 
-    pub fn parameters(&self) -> usize {
-        self.store.iter().filter(|(_, t)| t.param).map(|(_, t)| t.meta.elements()).sum()
+    /// Numbers that are trained, or that are loaded and stay as they are.
+    pub fn parameters(&self, role: Role) -> usize {
+        self.store.iter().filter(|(_, t)| t.role == role).map(|(_, t)| t.meta.elements()).sum()
     }
 }
 
@@ -206,6 +213,10 @@ pub trait Task {
     /// Fills states that programs read and nobody trains: a data set that is kept on the device.
     fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
         Ok(())
+    }
+    /// Takes weights to begin with from a place that only the recipe can read; false where this is none.
+    fn init_from(&self, _: &mut Session, _from: &Path) -> Result<bool, TrainError> {
+        Ok(false)
     }
     /// Called once, before the first step, with the number of steps already done.
     fn begin(&mut self, done: u64) -> Result<(), TrainError>;
@@ -308,6 +319,10 @@ pub trait Model {
     /// See `Task::prepare`.
     fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
         Ok(())
+    }
+    /// See `Task::init_from`.
+    fn init_from(&self, _: &mut Session, _from: &Path) -> Result<bool, TrainError> {
+        Ok(false)
     }
     /// What `seq` counts.
     fn unit(&self) -> &'static str {
@@ -473,6 +488,10 @@ impl<M: Model> Task for Supervised<M> {
 
     fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
         self.model.prepare(s)
+    }
+
+    fn init_from(&self, s: &mut Session, from: &Path) -> Result<bool, TrainError> {
+        self.model.init_from(s, from)
     }
 
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {

@@ -9,7 +9,7 @@ use crate::recipe::{Evaluation, Pending, Picture, Session, Task, TrainError, is_
 use crate::report::{self, Confusion, Panel, Series, human_bytes, human_count, human_time, table};
 use crate::say;
 use engine::passes::Receipt;
-use engine::{Compiled, Device, PASSES, Switches};
+use engine::{Compiled, Device, PASSES, Role, Switches};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 use std::fs;
@@ -228,7 +228,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     };
     let from = config.text("init_from");
     if start == 0 && !from.is_empty() {
-        init_from(&mut s, Path::new(from))?;
+        init_from(&mut s, task, Path::new(from))?;
     }
     if start > 0 && out.join("metrics.jsonl").exists() {
         let records = metrics::read(&out.join("metrics.jsonl"))?;
@@ -236,7 +236,11 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
             e.recall(&records, start);
         }
     }
-    say!("{name} on {}: {} parameters", device.describe(), human_count(s.parameters() as f64));
+    let frozen = match s.parameters(Role::Frozen) {
+        0 => String::new(),
+        n => format!(", {} more that are frozen", human_count(n as f64)),
+    };
+    say!("{name} on {}: {} parameters{frozen}", device.describe(), human_count(s.parameters(Role::Param) as f64));
     let named: Vec<(&str, &[Receipt])> = s.programs.iter().map(|(n, p)| (n.as_str(), &p.receipts[..])).collect();
     say!("{}{}", receipts_table(&named), peak(&s).line());
     if start >= c.steps {
@@ -418,10 +422,10 @@ fn progress(steps: u64, done: u64) -> ProgressBar {
 }
 
 fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, keep: usize) -> Result<PathBuf, TrainError> {
-    let kept = s.store.iter().filter(|(name, _)| is_kept(name));
+    let kept = s.store.iter().filter(|(name, t)| is_kept(name) && t.role != Role::Frozen);
     let numbers = kept.map(|(name, t)| Ok((name, t, t.bytes()?))).collect::<Result<Vec<_>, TrainError>>()?;
-    let tensors = |param: bool| -> Vec<Tensor> {
-        let own = numbers.iter().filter(|(_, t, _)| t.param == param);
+    let tensors = |role: Role| -> Vec<Tensor> {
+        let own = numbers.iter().filter(|(_, t, _)| t.role == role);
         own.map(|(name, t, bytes)| Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes }).collect()
     };
     let c = task.train_config();
@@ -436,7 +440,13 @@ fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, ke
         "choices": choices(&s.device),
     });
     fs::create_dir_all(dir).map_err(io("cannot create the folder of checkpoints", dir))?;
-    Ok(checkpoint::save(dir, step, &[("model.safetensors", tensors(true)), ("state.safetensors", tensors(false))], &meta, keep)?)
+    Ok(checkpoint::save(
+        dir,
+        step,
+        &[("model.safetensors", tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))],
+        &meta,
+        keep,
+    )?)
 }
 
 /// What was chosen by timing: a resumed run takes the same again.
@@ -481,6 +491,7 @@ fn resume(s: &mut Session, task: &dyn Task, config: &Config, found: &Checkpoint)
         }
     }
     same_tokenizer(found, task)?;
+    same_base(found, task)?;
     let (theirs, ours) = (&found.meta["identity"]["data"], &task.identity()["data"]);
     if theirs != ours {
         return Err(TrainError::Other(format!(
@@ -499,6 +510,18 @@ pub fn same_tokenizer(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainEr
     if theirs != ours {
         return Err(TrainError::Other(format!(
             "checkpoint {} was trained with another tokenizer: its fingerprint is {theirs}, the data's {ours} (prepare the data with the same one)",
+            found.path.display()
+        )));
+    }
+    Ok(())
+}
+
+/// The frozen weights that a checkpoint was trained on must be the same.
+pub fn same_base(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
+    let (theirs, ours) = (&found.meta["identity"]["base"], &task.identity()["base"]);
+    if theirs != ours {
+        return Err(TrainError::Other(format!(
+            "checkpoint {} was trained on another base: its fingerprint is {theirs}, the one of model.base is {ours}",
             found.path.display()
         )));
     }
@@ -543,9 +566,13 @@ pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
     })
 }
 
-/// Another run's weights, from a checkpoint, a run's folder or a safetensors file; the optimizer begins anew.
-pub fn init_from(s: &mut Session, from: &Path) -> Result<(), TrainError> {
+/// Another run's weights, from a checkpoint, a run's folder, a safetensors file or what the recipe itself can read; the optimizer begins anew.
+pub fn init_from(s: &mut Session, task: &dyn Task, from: &Path) -> Result<(), TrainError> {
     let what = from.display().to_string();
+    if task.init_from(s, from)? {
+        say!("weights from {what}");
+        return Ok(());
+    }
     let file = match from.extension().is_some_and(|e| e == "safetensors") {
         true => checkpoint::load_safetensors(from)?,
         false => find_checkpoint(from)?.file("model.safetensors")?,

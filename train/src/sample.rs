@@ -15,36 +15,45 @@ pub struct Sampling {
     pub stop: Vec<u32>,
 }
 
-/// The token that draw number `index` takes.
-pub fn choose(logits: &[f32], s: &Sampling, index: u64) -> u32 {
-    let best = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
-    if s.temperature == 0.0 {
-        return (0..logits.len()).min_by(best).unwrap_or(0) as u32;
-    }
+/// The more likely of two tokens first, of equal ones the earlier.
+fn order(logits: &[f32]) -> impl Fn(&usize, &usize) -> std::cmp::Ordering {
+    |a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b))
+}
+
+/// The smallest set of tokens whose probability reaches `top_p`, the most likely first, with each one's probability among all.
+pub fn nucleus(logits: &[f32], temperature: f32, top_p: f32) -> Vec<(usize, f64)> {
     let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut p: Vec<f64> = logits.iter().map(|&l| (((l - top) / s.temperature) as f64).exp()).collect();
+    let mut p: Vec<f64> = logits.iter().map(|&l| (((l - top) / temperature) as f64).exp()).collect();
     let total: f64 = p.iter().sum();
     p.iter_mut().for_each(|v| *v /= total);
-    let mut order: Vec<usize> = (0..p.len()).collect();
-    order.sort_by(best);
+    let mut tokens: Vec<usize> = (0..p.len()).collect();
+    tokens.sort_by(order(logits));
     let mut mass = 0.0;
     // The token that crosses top_p is still in.
-    let kept = order.iter().take_while(|&&i| {
+    let kept = tokens.into_iter().take_while(|&i| {
         let before = mass;
         mass += p[i];
-        before < s.top_p as f64
+        before < top_p as f64
     });
-    let kept: Vec<usize> = kept.copied().collect();
-    let mass: f64 = kept.iter().map(|&i| p[i]).sum();
+    kept.map(|i| (i, p[i])).collect()
+}
+
+/// The token that draw number `index` takes.
+pub fn choose(logits: &[f32], s: &Sampling, index: u64) -> u32 {
+    if s.temperature == 0.0 {
+        return (0..logits.len()).min_by(order(logits)).unwrap_or(0) as u32;
+    }
+    let kept = nucleus(logits, s.temperature, s.top_p);
+    let mass: f64 = kept.iter().map(|k| k.1).sum();
     let word = philox([index as u32, (index >> 32) as u32, 0x5a4d, 0], [s.seed as u32, (s.seed >> 32) as u32])[0];
     let mut left = uniform(word) as f64 * mass;
-    for &i in &kept {
-        left -= p[i];
+    for &(i, p) in &kept {
+        left -= p;
         if left < 0.0 {
             return i as u32;
         }
     }
-    kept.last().copied().unwrap_or(0) as u32
+    kept.last().map_or(0, |k| k.0 as u32)
 }
 
 /// Continues `prompt`, handing out text as soon as it is whole characters. Returns the tokens that were added.

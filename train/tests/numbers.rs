@@ -29,7 +29,7 @@ fn train(c: &Config, threads: usize, steps: u64) -> (Vec<f64>, Vec<(String, Vec<
     let mut s = run::load(&*t, c, &Device::cpu(Cpu::new(threads))).unwrap();
     t.begin(0).unwrap();
     let losses = (0..steps).map(|i| step(&mut *t, &mut s, i).values[0].1).collect();
-    let params = s.store.iter().filter(|(_, x)| x.param).map(|(n, x)| (n.to_string(), x.f32().unwrap())).collect();
+    let params = s.store.iter().filter(|(_, x)| x.role == engine::Role::Param).map(|(n, x)| (n.to_string(), x.f32().unwrap())).collect();
     (losses, params)
 }
 

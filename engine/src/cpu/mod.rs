@@ -7,7 +7,7 @@ mod program;
 mod view;
 
 pub use memory::Buffer;
-pub use program::CpuProgram;
+pub use program::{CpuProgram, converted};
 pub(crate) use program::{narrow, strided, widened};
 pub use view::{Data, DataMut, View, ViewMut};
 

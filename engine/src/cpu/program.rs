@@ -264,6 +264,20 @@ pub fn widened(from: &[u8], dtype: DType) -> Vec<f32> {
     to
 }
 
+/// Numbers of one type in another. Their bytes may lie anywhere: in a file that is mapped, say.
+pub fn converted(from: &[u8], dtype: DType, to: DType) -> Buffer {
+    // A piece at a time, so that a large table is never held in f32 as a whole.
+    const PIECE: usize = 1 << 18;
+    let mut out = Buffer::zeroed(from.len() / dtype.size() * to.size());
+    let mut aligned = Buffer::zeroed(PIECE * dtype.size());
+    for (from, to_bytes) in from.chunks(PIECE * dtype.size()).zip(out.bytes_mut().chunks_mut(PIECE * to.size())) {
+        let own = &mut aligned.bytes_mut()[..from.len()];
+        own.copy_from_slice(from);
+        narrow(&widened(own, dtype), to, to_bytes);
+    }
+    out
+}
+
 /// Rounds to nearest, ties to even.
 pub fn narrow(from: &[f32], dtype: DType, to: &mut [u8]) {
     match dtype {

@@ -2,8 +2,8 @@
 
 use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Value};
-use crate::meta::DType;
+use crate::graph::{Graph, Init, Kind, Role, Value};
+use crate::meta::{DType, Meta};
 use crate::ops::adamw::{AdamW, GlobalNorm};
 use crate::ops::cross_entropy::CrossEntropy;
 use crate::ops::experts::{GroupedSwiglu, Route};
@@ -63,8 +63,14 @@ impl Pass for Bf16 {
         let mut casts: HashMap<Value, Value> = HashMap::new();
         let mut widened: HashMap<Value, Value> = HashMap::new();
         let mut restored: HashMap<Value, Value> = HashMap::new();
+        let mut frozen = 0;
         g.rewrite(|recorder, i, node, inputs| {
             let new = match &node.kind {
+                // Nothing is ever added to them: they are kept as they are read. By their shape alone, so that all programs agree.
+                Kind::State(s) if s.role == Role::Frozen && node.outputs[0].rank() > 1 => {
+                    frozen += 1;
+                    Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, DType::BF16))])
+                }
                 Kind::Op(op) if inside[i] && !op.is_view() => rewritten(recorder, node, inputs, wide, &mut casts, receipt),
                 // A view takes the type of what it views; what does not lead to the loss works on the types that it was recorded with.
                 Kind::Op(op) if op.is_view() => Some(recorder.op_arc(op.clone(), inputs)),
@@ -94,6 +100,9 @@ impl Pass for Bf16 {
             }
             Ok::<_, Error>(new)
         })?;
+        if frozen > 0 {
+            receipt.notes.push(format!("{frozen} frozen weights kept in bf16"));
+        }
         for (update, old) in g.updates.iter_mut().zip(old_updates) {
             if let Some(&v) = restored.get(&old) {
                 update.1 = v;
@@ -104,9 +113,10 @@ impl Pass for Bf16 {
 
     fn example(&self, r: &Recorder) {
         let w = r.param("w", &[32, 32], Init::Normal { std: 0.2 });
+        let frozen = r.frozen("frozen", &[32, 32], Init::Normal { std: 0.2 });
         let norm = r.param("norm", &[32], Init::Full(1.0));
         let x = r.feed("x", &[64, 32], DType::F32);
-        let loss = (x.matmul(w).silu().rms_norm(norm, 1e-6) * x).mean();
+        let loss = (x.matmul(w).silu().rms_norm(norm, 1e-6) * x.linear(frozen)).mean();
         r.output("loss", loss);
         r.output("dw", r.grad(loss, &[w])[0]);
     }
@@ -175,7 +185,12 @@ fn rewritten<'g>(
         // Rows of a parameter are cast after they are gathered, so that its gradient is added up in f32.
         let y = recorder.op_arc(op.clone(), &x)[0];
         receipt.applied += 1;
-        return Some(vec![if y.dtype() == DType::F32 && y.dim(0) > 1 && !wide { y.cast(DType::BF16) } else { y }]);
+        let of_model = recorder.with_graph(|g| of_state(g, x[0].value()));
+        return Some(vec![match y.dtype() {
+            DType::F32 if y.dim(0) > 1 && !wide => y.cast(DType::BF16),
+            DType::BF16 if of_model && wide => y.cast(DType::F32),
+            _ => y,
+        }]);
     } else if node.op::<ScatterRows>().is_some() || node.op::<ScatterScaled>().is_some() {
         let dtype = x[0].dtype(); // what is added to decides
         x[2..].iter_mut().for_each(|v| *v = v.cast(dtype));

@@ -2,7 +2,7 @@
 
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Value};
+use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::meta::DType;
 use crate::ops::concat::concat;
 use crate::ops::matmul::Matmul;
@@ -29,12 +29,17 @@ impl Pass for MergeProducts {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let mut groups: HashMap<(Value, u32), Vec<usize>> = HashMap::new();
+        let mut groups: HashMap<(Value, u32, bool), Vec<usize>> = HashMap::new();
         for (i, node) in g.nodes.iter().enumerate() {
             let plain = node.op::<Matmul>().is_some_and(|m| *m == Matmul::default());
             // Weights that are there before anything runs, so that the first product of a group can wait for nothing.
-            if plain && node.inputs.len() == 2 && node.outputs[0].rank() == 2 && from_source(g, node.inputs[1]) {
-                groups.entry((node.inputs[0], node.block)).or_default().push(i);
+            if plain
+                && node.inputs.len() == 2
+                && node.outputs[0].rank() == 2
+                && let Some(role) = source(g, node.inputs[1])
+            {
+                // What is trained stays apart from what is not, which has no gradient.
+                groups.entry((node.inputs[0], node.block, role == Role::Frozen)).or_default().push(i);
             }
         }
         let mut first_of: HashMap<usize, Vec<usize>> = HashMap::new();
@@ -94,13 +99,13 @@ impl Pass for MergeProducts {
     }
 }
 
-/// A state, seen through views and casts only.
-fn from_source(g: &Graph, v: Value) -> bool {
+/// Of a state, seen through views and casts only.
+fn source(g: &Graph, v: Value) -> Option<Role> {
     let node = &g.nodes[v.node];
     match &node.kind {
-        Kind::State(_) => true,
-        Kind::Op(_) if node.inputs.len() == 1 && (node.is_view() || node.is_cast()) => from_source(g, node.inputs[0]),
-        _ => false,
+        Kind::State(s) => Some(s.role),
+        Kind::Op(_) if node.inputs.len() == 1 && (node.is_view() || node.is_cast()) => source(g, node.inputs[0]),
+        _ => None,
     }
 }
 

@@ -60,6 +60,11 @@ enum What {
   kiln check golden mine.safetensors --tolerance 1e-5 --write ours.safetensors
   kiln check golden reference/golden/hydra.safetensors --pass bf16=auto")]
     Golden(GoldenArgs),
+    /// Opens a model's folder: what it holds, and what the model answers
+    #[command(after_help = "Examples:
+  kiln check model models/qwen3-0.6b --prompt 'The capital of France is'
+  kiln check model models/llama --adapter adapters/mine --ids '1 2 3' --ids '7 8' --write logits.safetensors")]
+    Model(super::model::ModelArgs),
 }
 
 #[derive(Args)]
@@ -100,6 +105,7 @@ pub fn run(a: CheckArgs) -> Result<ExitCode> {
         What::All(d) => everything(&d.open()?),
         What::Kernels { sm } => kernels(&sm),
         What::Golden(g) => golden(g),
+        What::Model(m) => super::model::run(m),
     }
 }
 
@@ -113,6 +119,7 @@ const GOLDEN: &[(&str, &[u8])] = &[
     ("vision_bdh", include_bytes!("../../../reference/golden/vision_bdh.safetensors")),
     ("lior", include_bytes!("../../../reference/golden/lior.safetensors")),
     ("hrm", include_bytes!("../../../reference/golden/hrm.safetensors")),
+    ("polychromic", include_bytes!("../../../reference/golden/polychromic.safetensors")),
 ];
 
 fn everything(device: &Device) -> Result<ExitCode> {

@@ -47,6 +47,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
     let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
     run::same_tokenizer(&found, &*task)?;
     run::same_classes(&found, &*task)?;
+    run::same_base(&found, &*task)?;
     if a.data.is_none() && found.meta["identity"]["data"] != task.identity()["data"] {
         eprintln!(
             "the data has changed since {} was trained on it: what validates it now may be what it learnt from",

@@ -21,7 +21,9 @@ mod check;
 mod data;
 mod doctor;
 mod eval;
+mod export;
 mod generate;
+mod model;
 mod passes;
 mod plan;
 mod predict;
@@ -70,9 +72,11 @@ enum Command {
     Predict(predict::PredictArgs),
     /// Solves puzzles with a checkpoint, and shows how the answers came about
     Solve(solve::SolveArgs),
+    /// Writes a checkpoint's adapters for PEFT, or merged into their base for transformers
+    Export(export::ExportArgs),
     /// Memory, arithmetic and what every pass would do, without running
     Plan(plan::PlanArgs),
-    /// Checks ops, passes, or golden files
+    /// Checks ops, passes, golden files, or a model's folder
     Check(check::CheckArgs),
     /// Lists the passes: what they do, their modes and settings
     Passes(passes::PassesArgs),
@@ -91,6 +95,7 @@ pub fn run() -> Result<ExitCode> {
         Command::Generate(a) => generate::run(a),
         Command::Predict(a) => predict::run(a),
         Command::Solve(a) => solve::run(a),
+        Command::Export(a) => export::run(a),
         Command::Plan(a) => plan::run(a),
         Command::Check(a) => check::run(a),
         Command::Passes(a) => passes::run(a),
@@ -186,7 +191,7 @@ impl ConfigArgs {
         for p in &self.passes {
             config.set_pass_argument(p)?;
         }
-        config.absolute_data()?;
+        config.absolute_paths()?;
         Ok(config)
     }
 }

@@ -18,6 +18,7 @@ pub use grammar::Grammar;
 pub use inspect::{Inspection, ShardInfo, inspect};
 pub use loader::{Batch, Loader};
 pub use prepare::{Input, PrepareOptions, Summary, prepare};
+pub(crate) use shards::map;
 pub use shards::{Shard, ShardWriter};
 pub use source::{Generated, Item, Order, Source, TokenWindows, order};
 pub use tokenizer::{Stream, Tokenizer};

@@ -117,6 +117,16 @@ impl Drop for ShardWriter {
     }
 }
 
+/// A file mapped into memory.
+pub fn map(file: &File) -> std::io::Result<Mmap> {
+    // SAFETY: a mapping is sound while nobody truncates or rewrites the file. What this program writes gets its name by a rename once it is
+    // complete, and is not written to after that; a user's own file is read under the same terms.
+    #[allow(unsafe_code)]
+    unsafe {
+        Mmap::map(file)
+    }
+}
+
 /// One shard, mapped into memory.
 #[derive(Debug)]
 pub struct Shard {
@@ -138,10 +148,7 @@ impl Shard {
         if found < HEADER as u64 {
             return Err(wrong_length(HEADER as u64));
         }
-        // SAFETY: a mapping is sound while nobody truncates or rewrites the file. A shard gets its name by a rename once
-        // it is complete, and nothing in this program writes to it after that.
-        #[allow(unsafe_code)]
-        let map = unsafe { Mmap::map(&file) }.map_err(DataError::io("map", path))?;
+        let map = map(&file).map_err(DataError::io("map", path))?;
 
         let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| map[at + i]));
         let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| map[at + i]));

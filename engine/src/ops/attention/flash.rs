@@ -13,7 +13,7 @@ use rayon::prelude::*;
 /// Queries and keys of a block: the scores (16 KiB) stay in the first-level cache.
 const BLOCK: usize = 64;
 
-/// Outputs: y, and the logarithm of each row's sum of exponentials [batch, heads, time].
+/// Inputs: q, k, v, and perhaps `until`. Outputs: y, and the logarithm of each row's sum of exponentials [batch, heads, time].
 #[derive(Debug)]
 pub struct FlashAttention {
     pub causal: bool,
@@ -21,7 +21,7 @@ pub struct FlashAttention {
 }
 
 #[derive(Clone, Copy)]
-struct Sizes {
+struct Sizes<'a> {
     time: usize,
     keys: usize,
     heads: usize,
@@ -30,13 +30,16 @@ struct Sizes {
     causal: bool,
     /// Elements from one [heads, d] of q, k and v to the next.
     rows: [usize; 3],
+    /// [batch, keys]: the last query that sees each key, where that is not all of them.
+    until: Option<&'a [i32]>,
 }
 
-impl Sizes {
-    fn new(x: &[View], causal: bool) -> Sizes {
+impl<'x> Sizes<'x> {
+    fn new(x: &'x [View], until: Option<&'x View>, causal: bool) -> Sizes<'x> {
         let (q, k) = (&x[0], &x[1]);
         let rows = [0, 1, 2].map(|i| block_stride(x[i].shape, x[i].strides, 2).expect("blocks evenly apart"));
-        Sizes { time: q.shape[1], keys: k.shape[1], heads: q.shape[2], kv: k.shape[2], d: q.shape[3], causal, rows }
+        let until = until.map(|u| u.i32());
+        Sizes { time: q.shape[1], keys: k.shape[1], heads: q.shape[2], kv: k.shape[2], d: q.shape[3], causal, rows, until }
     }
 
     fn group(&self) -> usize {
@@ -46,6 +49,11 @@ impl Sizes {
     /// How many keys query `t` sees.
     fn seen(&self, t: usize) -> usize {
         if self.causal { t + 1 + self.keys - self.time } else { self.keys }
+    }
+
+    /// `until` of `count` keys from k0 on.
+    fn limits(&self, b: usize, k0: usize, count: usize) -> Option<&'x [i32]> {
+        self.until.map(|u| &u[b * self.keys + k0..][..count])
     }
 
     /// Head h of batch b of a tensor [batch, length, heads, d] from time t on, as a matrix [length, d].
@@ -81,7 +89,7 @@ impl Op for FlashAttention {
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], by_head: &mut [f32]) {
-        let s = Sizes::new(x, self.causal);
+        let s = Sizes::new(x, x.get(3), self.causal);
         let (q, k, v) = (x[0].f32(), x[1].f32(), x[2].f32());
         let (y, lse) = y.split_at_mut(1);
         let tasks = by_head.par_chunks_mut(s.time * s.d).zip(lse[0].f32().par_chunks_mut(s.time));
@@ -98,8 +106,8 @@ impl Op for FlashAttention {
     }
 
     /// q, k and v may be columns of one product.
-    fn layout(&self, _: usize) -> Layout {
-        Layout::Blocks(2)
+    fn layout(&self, input: usize) -> Layout {
+        if input < 3 { Layout::Blocks(2) } else { Layout::Contiguous }
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -107,9 +115,10 @@ impl Op for FlashAttention {
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
-        let Some(d) = dy[0] else { return no_gradient(3) };
-        let grads = d.recorder().op(FlashAttentionGrad { causal: self.causal, scale: self.scale }, &[x[0], x[1], x[2], y[0], y[1], d]);
-        grads.into_iter().map(Some).collect()
+        let Some(d) = dy[0] else { return no_gradient(x.len()) };
+        let inputs = [&x[..3], &[y[0], y[1], d], &x[3..]].concat();
+        let grads = d.recorder().op(FlashAttentionGrad { causal: self.causal, scale: self.scale }, &inputs);
+        grads.into_iter().map(Some).chain(no_gradient(x.len() - 3)).collect()
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -140,6 +149,10 @@ fn forward_block(
     let last = s.seen(t0 + n - 1);
     for k0 in (0..last).step_by(BLOCK) {
         let m = BLOCK.min(last - k0);
+        let limits = s.limits(b, k0, m);
+        if none_from(limits, t0) {
+            continue;
+        }
         let kv = h / s.group();
         gemm(&mut scores, BLOCK, Into::Replace, n, s.d, m, s.query(q, b, h, t0), s.key(k, b, kv, k0).t(), scale, false);
         simd(
@@ -150,10 +163,14 @@ fn forward_block(
                     let seen = s.seen(t0 + r).saturating_sub(k0).min(m);
                     let (live, rest) = row.split_at_mut(seen);
                     rest.fill(0.0);
-                    if live.is_empty() {
-                        continue;
+                    if let Some(limits) = limits {
+                        hide(live, limits, t0 + r, f32::NEG_INFINITY);
                     }
                     let high = max(&[top[r], max(live)]);
+                    if high == f32::NEG_INFINITY {
+                        live.fill(0.0); // nothing seen yet
+                        continue;
+                    }
                     let shrink = exp(top[r] - high);
                     top[r] = high;
                     live.iter_mut().for_each(|x| *x = exp(*x - high));
@@ -166,13 +183,24 @@ fn forward_block(
         gemm(out, s.d, Into::Add, n, m, s.d, weights, s.value(v, b, kv, k0), 1.0, false);
     }
     for r in 0..n {
-        let inverse = 1.0 / total[r];
+        let inverse = if total[r] > 0.0 { 1.0 / total[r] } else { 0.0 };
         out[r * s.d..][..s.d].iter_mut().for_each(|x| *x *= inverse);
         lse[r] = top[r] + total[r].ln();
     }
 }
 
-/// Inputs: q, k, v, y, lse, dy. Outputs: dq, dk, dv.
+/// Whether no query from t0 on sees any of these keys.
+fn none_from(limits: Option<&[i32]>, t0: usize) -> bool {
+    limits.is_some_and(|l| l.iter().all(|&until| until < t0 as i32))
+}
+
+/// Puts `number` where a key is hidden from query t.
+#[inline(always)]
+fn hide(row: &mut [f32], limits: &[i32], t: usize, number: f32) {
+    row.iter_mut().zip(limits).for_each(|(x, &until)| *x = if until < t as i32 { number } else { *x });
+}
+
+/// Inputs: q, k, v, y, lse, dy, and `until` where keys have it. Outputs: dq, dk, dv.
 #[derive(Debug)]
 pub struct FlashAttentionGrad {
     pub causal: bool,
@@ -193,7 +221,7 @@ impl Op for FlashAttentionGrad {
     }
 
     fn cpu(&self, x: &[View], out: &mut [ViewMut], work: &mut [f32]) {
-        let s = Sizes::new(x, self.causal);
+        let s = Sizes::new(x, x.get(6), self.causal);
         let (q, k, v) = (x[0].f32(), x[1].f32(), x[2].f32());
         let (y, lse, dy) = (x[3].f32(), x[4].f32(), x[5].f32());
         let (dq, rest) = work.split_at_mut(q.len());
@@ -268,6 +296,10 @@ fn backward_block(
     let last = s.seen(t0 + n - 1);
     for k0 in (0..last).step_by(BLOCK) {
         let m = BLOCK.min(last - k0);
+        let limits = s.limits(b, k0, m);
+        if none_from(limits, t0) {
+            continue;
+        }
         gemm(&mut p, BLOCK, Into::Replace, n, s.d, m, s.query(q, b, h, t0), s.key(k, b, kv, k0).t(), scale, false);
         gemm(&mut ds, BLOCK, Into::Replace, n, s.d, m, s.query(dy, b, h, t0), s.value(v, b, kv, k0).t(), 1.0, false);
         simd(
@@ -279,6 +311,10 @@ fn backward_block(
                     for i in 0..seen {
                         p[i] = exp(p[i] - lse[r]);
                         ds[i] = p[i] * (ds[i] - along[r]);
+                    }
+                    if let Some(limits) = limits {
+                        hide(p, limits, t0 + r, 0.0);
+                        hide(ds, limits, t0 + r, 0.0);
                     }
                     p[seen..].fill(0.0);
                     ds[seen..].fill(0.0);

@@ -1,6 +1,6 @@
 //! Flash attention on a GPU: which kernel runs, and how it is launched.
 
-use crate::kernel::{Arch, At, Code, Io, Launch, Step};
+use crate::kernel::{Arch, At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, block_stride};
 
 /// The kernels that compute attention.
@@ -24,6 +24,8 @@ pub fn kernel_for(dtype: DType, d: usize, arch: Arch) -> (Kind, &'static str) {
     }
 }
 
+const UNTIL: &str = include_str!("until.cuh");
+
 struct Sizes {
     batch: usize,
     time: usize,
@@ -35,6 +37,8 @@ struct Sizes {
     rows: [usize; 3],
     /// Rows of 16-bit elements begin at a multiple of 16 bytes.
     packed: bool,
+    /// The last input says until which query each key is seen.
+    masked: bool,
 }
 
 impl Sizes {
@@ -42,7 +46,8 @@ impl Sizes {
         let (q, k) = (&io.x[0].shape, &io.x[1].shape);
         let rows = [0, 1, 2].map(|i| block_stride(&io.x[i].shape, &io.strides[i], 2).expect("blocks evenly apart"));
         let packed = (0..3).all(|i| rows[i].is_multiple_of(8) && io.offsets[i].is_multiple_of(8));
-        Sizes { batch: q[0], time: q[1], keys: k[1], heads: q[2], kv: k[2], d: q[3], rows, packed }
+        let masked = io.x.last().is_some_and(|m| m.dtype == DType::I32);
+        Sizes { batch: q[0], time: q[1], keys: k[1], heads: q[2], kv: k[2], d: q[3], rows, packed, masked }
     }
 
     fn define(&self, launch: Launch, causal: bool) -> Launch {
@@ -58,6 +63,12 @@ impl Sizes {
             .define("K_ROW", self.rows[1])
             .define("V_ROW", self.rows[2])
             .define("PACKED", self.packed as u8)
+            .define("MASKED", self.masked as u8)
+    }
+
+    /// Where the gradient's `until` lies, if there is one.
+    fn until(&self) -> &'static [Place] {
+        if self.masked { &[Place { at: At::X(6), bytes: 0 }] } else { &[] }
     }
 
     /// Rows [d] of q.
@@ -77,7 +88,7 @@ fn kind(io: &Io, floats: &[usize]) -> Kind {
     kernel_for(common, io.x[0].dim(0), io.arch).0
 }
 
-/// Inputs q, k, v; outputs y, lse.
+/// Inputs q, k, v, and perhaps `until`; outputs y, lse.
 pub fn forward(io: &Io, causal: bool, scale: f32) -> Code {
     match kind(io, &[0, 1, 2]) {
         Kind::TensorCore if is_small_forward(&Sizes::new(io)) => small_forward(io, causal, scale),
@@ -86,7 +97,7 @@ pub fn forward(io: &Io, causal: bool, scale: f32) -> Code {
     }
 }
 
-/// Inputs q, k, v, y, lse, dy; outputs dq, dk, dv.
+/// Inputs q, k, v, y, lse, dy, and perhaps `until`; outputs dq, dk, dv.
 pub fn backward(io: &Io, causal: bool, scale: f32) -> Code {
     match kind(io, &[0, 1, 2, 3, 5]) {
         Kind::TensorCore if is_small_backward(&Sizes::new(io), io.arch) => small_backward(io, causal, scale),
@@ -107,7 +118,7 @@ fn plain_tile(d: usize, heads: usize, squares: usize) -> (usize, usize) {
 fn plain_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let (r, shared) = plain_tile(s.d, 2, 1);
-    let source = [include_str!("plain.cuh"), include_str!("plain_forward.cu")].concat();
+    let source = [UNTIL, include_str!("plain.cuh"), include_str!("plain_forward.cu")].concat();
     s.define(Launch::new(&source, "attention_forward"), causal)
         .define_f32("SCALE", scale)
         .define_type("TQ", io.x[0].dtype)
@@ -122,7 +133,7 @@ fn plain_forward(io: &Io, causal: bool, scale: f32) -> Code {
 fn plain_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let (r, shared) = plain_tile(s.d, 4, 2);
-    let source = [include_str!("plain.cuh"), include_str!("plain_backward.cu")].concat();
+    let source = [UNTIL, include_str!("plain.cuh"), include_str!("plain_backward.cu")].concat();
     // The same text for all three: one entry in the cache of compiled kernels.
     let launch = |entry| {
         s.define(Launch::new(&source, entry), causal)
@@ -135,13 +146,17 @@ fn plain_backward(io: &Io, causal: bool, scale: f32) -> Code {
     };
     let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
     let (dq, dk, dv, along) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into(), At::Work.into());
+    let given = [&[q, k, v, lse, dy], s.until()].concat();
     let steps = vec![
         launch("attention_along").grid(s.queries().div_ceil(8), 1, 1).args(&[y, dy, along]),
-        launch("attention_dq").grid(s.batch * s.heads * s.time.div_ceil(16 * r), 1, 1).shared(shared).args(&[q, k, v, lse, dy, along, dq]),
+        launch("attention_dq")
+            .grid(s.batch * s.heads * s.time.div_ceil(16 * r), 1, 1)
+            .shared(shared)
+            .args(&[&given[..], &[along, dq]].concat()),
         launch("attention_dkdv")
             .grid(s.batch * s.kv * s.keys.div_ceil(16 * r), 1, 1)
             .shared(shared)
-            .args(&[q, k, v, lse, dy, along, dk, dv]),
+            .args(&[&given[..], &[along, dk, dv]].concat()),
     ];
     Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 4 * s.queries() }
 }
@@ -159,7 +174,7 @@ fn backward_rows(d: usize) -> usize {
 fn tensor_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let rows = forward_rows(s.d);
-    let source = [include_str!("mma.cuh"), include_str!("tensor.cuh"), include_str!("tensor_forward.cu")].concat();
+    let source = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh"), include_str!("tensor_forward.cu")].concat();
     // A masked score is minus infinity, and 0 times that is no number.
     let positive = scale.abs().max(f32::MIN_POSITIVE);
     s.define(Launch::new(&source, "attention_forward"), causal)
@@ -178,7 +193,7 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let rows = backward_rows(s.d);
     let stage = if s.d <= 64 { 64 } else { 32 }; // queries of a stage, so that two blocks fit a multiprocessor
-    let source = [include_str!("mma.cuh"), include_str!("tensor.cuh"), include_str!("tensor_backward.cu")].concat();
+    let source = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh"), include_str!("tensor_backward.cu")].concat();
     // The same text for all three: one entry in the cache of compiled kernels.
     let launch = |entry| {
         s.define(Launch::new(&source, entry), causal)
@@ -191,23 +206,24 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
     };
     let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
     let (dq, dk, dv, stats) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into(), At::Work.into());
+    let given = [&[q, k, v, dy], s.until()].concat();
     let steps = vec![
         launch("attention_stats").grid(s.queries().div_ceil(256 / (s.d / 8)), 1, 1).args(&[y, lse, dy, stats]),
         launch("attention_dq")
             .grid(s.batch * s.heads * s.time.div_ceil(64 * rows), 1, 1)
             .block(128)
             .shared(s.tile(4 * 64))
-            .args(&[q, k, v, dy, stats, dq]),
+            .args(&[&given[..], &[stats, dq]].concat()),
         launch("attention_dkdv")
             .grid(s.batch * s.kv * s.keys.div_ceil(64 * rows), 1, 1)
             .block(128)
             .shared(s.tile(2 * 64 * rows + 4 * stage) + 2 * stage * 8)
-            .args(&[q, k, v, dy, stats, dk, dv]),
+            .args(&[&given[..], &[stats, dk, dv]].concat()),
     ];
     Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 8 * s.queries() }
 }
 
-const SMALL: [&str; 3] = [include_str!("mma.cuh"), include_str!("tensor.cuh"), include_str!("small.cuh")];
+const SMALL: [&str; 4] = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh"), include_str!("small.cuh")];
 
 /// A warp has 32 queries or keys.
 const SMALL_ROWS: usize = 2;
@@ -217,9 +233,9 @@ fn small_keys(s: &Sizes) -> usize {
     4 * s.d * s.keys.next_multiple_of(32)
 }
 
-/// Heads of 16 in whole packs whose keys fit into shared memory, on compute capability 9.0 twice: up to 1584.
+/// Heads of 16 in whole packs whose keys fit into shared memory, on compute capability 9.0 twice: up to 1584. It knows no masks.
 fn is_small_forward(s: &Sizes) -> bool {
-    s.d == 16 && s.packed && small_keys(s) <= Arch::LEAST_SHARED
+    s.d == 16 && s.packed && !s.masked && small_keys(s) <= Arch::LEAST_SHARED
 }
 
 fn small_forward(io: &Io, causal: bool, scale: f32) -> Code {
@@ -258,7 +274,7 @@ fn small_split(s: &Sizes, arch: Arch) -> usize {
 
 /// Heads of 16 of up to twice the queries that shared memory holds: up to 3296 on compute capability 9.0.
 fn is_small_backward(s: &Sizes, arch: Arch) -> bool {
-    s.d == 16 && small_split(s, arch) <= 2
+    s.d == 16 && !s.masked && small_split(s, arch) <= 2
 }
 
 fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {

@@ -3,6 +3,10 @@
 //!
 //! q [batch, time, heads, d]; k, v [batch, keys, kv_heads, d]; the result [batch, time, heads, d]. Query head h reads key head
 //! h / (heads / kv_heads). Causal: query i sees keys up to i + keys - time.
+//!
+//! With `until`, i32 [batch, keys], query i sees key j only where i <= until[j]. That one number says what masks of training are made of:
+//! padding is seen by nobody else (until[j] = j; -1 where attention is not causal), an example in a row of several ends with it (until[j] = its
+//! last token), everything else is seen to the end. A query that sees nothing gives zeros.
 
 mod flash;
 pub(crate) mod kernels;
@@ -12,8 +16,9 @@ pub use kernels::{Kind, kernel_for};
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
-use crate::meta::Meta;
+use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::ops::full::Full;
 use crate::record::Var;
 
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +30,8 @@ pub struct Attention {
 pub(super) fn check(x: &[Meta], causal: bool) {
     let (q, k) = (&x[0], &x[1]);
     let fits = q.rank() == 4 && k == &x[2] && k.rank() == 4 && q.shape[0] == k.shape[0] && q.dim(0) == k.dim(0);
-    assert!(fits && q.dim(1) % k.dim(1) == 0 && (!causal || k.shape[1] >= q.shape[1]), "attention of {x:?}");
+    let masked = x.get(3).is_none_or(|until| *until == Meta::new(&k.shape[..2], DType::I32));
+    assert!(fits && masked && q.dim(1) % k.dim(1) == 0 && (!causal || k.shape[1] >= q.shape[1]), "attention of {x:?}");
 }
 
 /// Multiplications and additions of one product of scores.
@@ -73,9 +79,16 @@ impl Op for Attention {
         let (keys, kv) = (k.shape()[1], k.shape()[2]);
         let q = q.reshape(&[b, t, kv, h / kv, d]).permute(&[0, 2, 3, 1, 4]); // [b, kv, group, t, d]
         let heads = |x: Var<'g>| x.permute(&[0, 2, 1, 3]).reshape(&[b, kv, 1, keys, d]);
-        let scores = q.matmul(heads(k).t()) * self.scale;
+        let r = q.recorder();
+        // Where a key is hidden from a query.
+        let hidden = x.get(3).map(|until| {
+            let time = r.constant(&[t, 1], (0..t).map(|i| i as f32).collect());
+            until.cast(DType::F32).reshape(&[b, 1, 1, 1, keys]).less(time)
+        });
+        let put = |x: Var<'g>, value: f32| hidden.map_or(x, |h| h.choose(r.op1(Full { shape: vec![1], value, dtype: x.dtype() }, &[]), x));
+        let scores = put(q.matmul(heads(k).t()) * self.scale, -1e30);
         let p = if self.causal { scores.causal_softmax() } else { scores.softmax() };
-        let y = p.matmul(heads(v)); // [b, kv, group, t, d]
+        let y = put(p, 0.0).matmul(heads(v)); // [b, kv, group, t, d]
         Some(vec![y.permute(&[0, 3, 1, 2, 4]).reshape(&[b, t, h, d])])
     }
 }
@@ -86,10 +99,36 @@ pub fn attention<'g>(q: Var<'g>, k: Var<'g>, v: Var<'g>, causal: bool, scale: f3
     q.recorder().op1(Attention { causal, scale }, &[q, k, v])
 }
 
+/// The same where keys are seen by some of the queries only.
+#[track_caller]
+pub fn attention_until<'g>(q: Var<'g>, k: Var<'g>, v: Var<'g>, until: Var<'g>, causal: bool, scale: f32) -> Var<'g> {
+    q.recorder().op1(Attention { causal, scale }, &[q, k, v, until])
+}
+
 macro_rules! qkv {
     ($b:literal, $t:literal, $h:literal, $keys:literal, $kv:literal, $d:literal) => {
         &[In(&[$b, $t, $h, $d], Fill::Normal), In(&[$b, $keys, $kv, $d], Fill::Normal), In(&[$b, $keys, $kv, $d], Fill::Normal)]
     };
+}
+
+macro_rules! masked {
+    ($b:literal, $t:literal, $h:literal, $keys:literal, $kv:literal, $d:literal) => {
+        &[
+            In(&[$b, $t, $h, $d], Fill::Normal),
+            In(&[$b, $keys, $kv, $d], Fill::Normal),
+            In(&[$b, $keys, $kv, $d], Fill::Normal),
+            In(&[$b, $keys], Fill::Target($t)),
+        ]
+    };
+}
+
+/// Keys that are padding, one in eight, and examples of `length` behind one another: from an input of targets.
+fn packed<'g>(x: &[Var<'g>], length: usize) -> Vec<Var<'g>> {
+    let (r, t) = (x[0].recorder(), x[1].shape()[1]);
+    let ends = r.constant(&[t], (0..t).map(|j| ((j / length + 1) * length - 1) as f32).collect());
+    let own = r.constant(&[t], (0..t).map(|j| j as f32).collect());
+    let padding = x[3].cast(DType::F32).less(r.zeros(&[1]));
+    flash(&[x[0] * 0.25, x[1], x[2], padding.choose(own, ends).cast(DType::I32)], true)
 }
 
 fn flash<'g>(x: &[Var<'g>], causal: bool) -> Vec<Var<'g>> {
@@ -119,7 +158,15 @@ pub const CASES: &[Case] = &[
     Case::new("flash heads of 32, full", qkv!(1, 65, 2, 67, 1, 32), |x| flash(x, false)),
     Case::new("flash heads of 128", qkv!(1, 70, 1, 70, 1, 128), |x| flash(x, true)),
     Case::new("flash full", qkv!(1, 66, 2, 130, 2, 4), |x| flash(x, false)),
+    Case::new("unfused until", masked!(2, 5, 4, 7, 2, 3), |x| vec![attention_until(x[0], x[1], x[2], x[3], true, 0.5)]),
+    Case::new("flash until", masked!(2, 71, 4, 75, 2, 8), |x| flash(x, true)),
+    Case::new("flash until, full", masked!(2, 66, 2, 70, 1, 5), |x| flash(x, false)),
+    Case::new("flash until, heads of 16", masked!(2, 140, 2, 140, 1, 16), |x| flash(x, true)),
+    Case::new("flash until, heads of 32, full", masked!(1, 70, 2, 131, 2, 32), |x| flash(x, false)),
+    Case::new("flash packed, heads of 64", masked!(2, 200, 2, 200, 1, 64), |x| packed(x, 37)),
+    Case::new("flash packed, heads of 128", masked!(1, 150, 2, 150, 1, 128), |x| packed(x, 70)),
     Case::new("flash hydra", qkv!(16, 1024, 12, 1024, 3, 16), |x| flash(x, true)).bench(),
     Case::new("flash 64", qkv!(8, 1024, 12, 1024, 12, 64), |x| flash(x, true)).bench(),
     Case::new("flash 128", qkv!(8, 1024, 16, 1024, 8, 128), |x| flash(x, true)).bench(),
+    Case::new("flash 128, packed", masked!(16, 512, 16, 512, 8, 128), |x| packed(x, 128)).bench(),
 ];

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_along(const TY *y, c
 
 // One block for each (batch, head, tile of queries).
 extern "C" __global__ void __launch_bounds__(256)
-attention_dq(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *dy, const float *along, TQ *dq) {
+attention_dq(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *dy, UNTIL const float *along, TQ *dq) {
     extern __shared__ float shared[];
     float *queries = shared, *dys = queries + TILE * PITCH, *keys = dys + TILE * PITCH, *values = keys + TILE * PITCH;
     float *weights = values + TILE * PITCH;
@@ -22,6 +22,7 @@ attention_dq(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *
     u64 bh = blockIdx.x / QUERY_TILES, b = bh / HEADS, h = bh % HEADS;
     const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
     u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
+    const int *limits = MASKED ? until + b * KEYS : until;
 
     float out[R][WIDE] = {}, row_lse[R], row_along[R];
     for (int a = 0; a < R; a++) {
@@ -42,10 +43,11 @@ attention_dq(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *
         dots(dp, dys, values, ty, tx);
 #pragma unroll
         for (int a = 0; a < R; a++) {
-            int live = seen(t0 + ty + 16 * a) - k0;
+            int t = t0 + ty + 16 * a, live = seen(t) - k0;
 #pragma unroll
             for (int c = 0; c < R; c++) {
-                float ds = tx + 16 * c < live ? expf(SCALE * s[a][c] - row_lse[a]) * (dp[a][c] - row_along[a]) : 0.0f;
+                bool shown = tx + 16 * c < live && (!MASKED || t <= limits[k0 + tx + 16 * c]);
+                float ds = shown ? expf(SCALE * s[a][c] - row_lse[a]) * (dp[a][c] - row_along[a]) : 0.0f;
                 weights[(ty + 16 * a) * SQUARE + tx + 16 * c] = ds;
             }
         }
@@ -57,7 +59,7 @@ attention_dq(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *
 
 // One block for each (batch, key head, tile of keys): all query heads that read it, and all tiles of queries that see it.
 extern "C" __global__ void __launch_bounds__(256)
-attention_dkdv(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *dy, const float *along, TK *dk, TK *dv) {
+attention_dkdv(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *dy, UNTIL const float *along, TK *dk, TK *dv) {
     extern __shared__ float shared[];
     float *queries = shared, *dys = queries + TILE * PITCH, *keys = dys + TILE * PITCH, *values = keys + TILE * PITCH;
     float *p_t = values + TILE * PITCH, *ds_t = p_t + TILE * SQUARE; // [keys, queries]
@@ -68,6 +70,9 @@ attention_dkdv(const TQ *q, const TK *k, const TK *v, const float *lse, const TG
     u64 k_at = (b * KEYS * KV + kv) * D;
 
     float sum_k[R][WIDE] = {}, sum_v[R][WIDE] = {};
+    int limit[R]; // the last query that sees a key
+#pragma unroll
+    for (int a = 0; a < R; a++) limit[a] = MASKED && k0 + ty + 16 * a < KEYS ? until[b * KEYS + k0 + ty + 16 * a] : TIME;
     load(keys, k + k_at, k_step, k0, KEYS);
     load(values, v + k_at, k_step, k0, KEYS);
     // The first query that sees key k0.
@@ -89,9 +94,10 @@ attention_dkdv(const TQ *q, const TK *k, const TK *v, const float *lse, const TG
                 float col_lse = t < TIME ? h_lse[t] : 0.0f, col_along = t < TIME ? h_along[t] : 0.0f;
 #pragma unroll
                 for (int a = 0; a < R; a++) {
-                    float p = ty + 16 * a < live ? expf(SCALE * s[a][c] - col_lse) : 0.0f;
+                    bool shown = ty + 16 * a < live && t <= limit[a];
+                    float p = shown ? expf(SCALE * s[a][c] - col_lse) : 0.0f;
                     p_t[(ty + 16 * a) * SQUARE + tx + 16 * c] = p;
-                    ds_t[(ty + 16 * a) * SQUARE + tx + 16 * c] = ty + 16 * a < live ? p * (dp[a][c] - col_along) : 0.0f;
+                    ds_t[(ty + 16 * a) * SQUARE + tx + 16 * c] = shown ? p * (dp[a][c] - col_along) : 0.0f;
                 }
             }
             __syncthreads();

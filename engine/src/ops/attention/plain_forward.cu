@@ -1,5 +1,5 @@
 // One block for each (batch, head, tile of queries); a running maximum and sum for each row.
-extern "C" __global__ void __launch_bounds__(256) attention_forward(const TQ *q, const TK *k, const TK *v, TQ *y, float *lse) {
+extern "C" __global__ void __launch_bounds__(256) attention_forward(const TQ *q, const TK *k, const TK *v, UNTIL TQ *y, float *lse) {
     extern __shared__ float shared[];
     float *queries = shared, *others = queries + TILE * PITCH, *weights = others + TILE * PITCH;
     int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
@@ -9,6 +9,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward(const TQ *q,
     const u64 q_step = Q_ROW, k_step = K_ROW, v_step = V_ROW;
     q += b * TIME * q_step + h * D, k += b * KEYS * k_step + h / GROUP * D, v += b * KEYS * v_step + h / GROUP * D;
     y += (b * TIME * HEADS + h) * D;
+    const int *limits = MASKED ? until + b * KEYS : until;
 
     float out[R][WIDE] = {}, top[R], total[R];
     for (int a = 0; a < R; a++) top[a] = -infinity(), total[a] = 0.0f;
@@ -24,24 +25,25 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward(const TQ *q,
         load(others, v, v_step, k0, KEYS);
 #pragma unroll
         for (int a = 0; a < R; a++) {
-            int live = seen(t0 + ty + 16 * a) - k0;
+            int t = t0 + ty + 16 * a, live = seen(t) - k0;
             float high = top[a];
 #pragma unroll
             for (int c = 0; c < R; c++) {
-                s[a][c] = tx + 16 * c < live ? SCALE * s[a][c] : -infinity();
+                bool shown = tx + 16 * c < live && (!MASKED || t <= limits[k0 + tx + 16 * c]);
+                s[a][c] = shown ? SCALE * s[a][c] : -infinity();
                 high = larger(high, s[a][c]);
             }
             for (int i = 8; i > 0; i >>= 1) high = larger(high, __shfl_xor_sync(0xffffffffu, high, i)); // 16 threads a row
             float sum = 0.0f;
 #pragma unroll
             for (int c = 0; c < R; c++) {
-                float p = tx + 16 * c < live ? expf(s[a][c] - high) : 0.0f;
+                float p = s[a][c] == -infinity() ? 0.0f : expf(s[a][c] - high);
                 weights[(ty + 16 * a) * SQUARE + tx + 16 * c] = p;
                 sum += p;
             }
             for (int i = 8; i > 0; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-            // Every row sees key 0, so `high` is a score from the first tile on.
-            float shrink = expf(top[a] - high);
+            // Without a mask every row sees key 0, so `high` is a score from the first tile on.
+            float shrink = MASKED && high == -infinity() ? 1.0f : expf(top[a] - high);
             top[a] = high;
             total[a] = total[a] * shrink + sum;
 #pragma unroll
@@ -53,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward(const TQ *q,
 #pragma unroll
     for (int a = 0; a < R; a++) {
         int t = t0 + ty + 16 * a;
-        float inverse = 1.0f / total[a];
+        float inverse = MASKED && total[a] == 0.0f ? 0.0f : 1.0f / total[a];
 #pragma unroll
         for (int c = 0; c < WIDE; c++) out[a][c] *= inverse;
         if (tx == 0 && t < TIME) lse[bh * TIME + t] = top[a] + logf(total[a]);

@@ -4,6 +4,34 @@
 #define GROUP (HEADS / KV)
 #define OFFSET (KEYS - TIME) // causal: query t sees key j where j <= t + OFFSET
 
+// The least and the largest `until` of ROWS keys from key `first` on, where there are any: the same for all threads.
+struct Reach { int least, most; };
+template <int ROWS> __device__ __forceinline__ Reach reach(const int *limits, int first, int lane) {
+    Reach r = {TIME, -1};
+#pragma unroll
+    for (int i = 0; i < ROWS; i += 32) {
+        int key = first + i + lane;
+        if (key >= KEYS) continue;
+        int limit = limits[key];
+        r.least = limit < r.least ? limit : r.least, r.most = limit > r.most ? limit : r.most;
+    }
+    return Reach{__reduce_min_sync(0xffffffffu, r.least), __reduce_max_sync(0xffffffffu, r.most)};
+}
+
+// A tile of 64 keys of which some query from t0 on sees one, and the least `until` in it.
+struct Seen { int first, least; };
+
+// The first such tile from key `first` on; none if it is `last` or more.
+__device__ __forceinline__ Seen seen_from(const int *limits, int first, int last, int t0, int lane) {
+    Seen s = {first, TIME};
+    for (; MASKED && s.first < last; s.first += 64) {
+        Reach r = reach<64>(limits, s.first, lane);
+        s.least = r.least;
+        if (r.most >= t0) break;
+    }
+    return s;
+}
+
 // ROWS rows from row `first` on; row t lies at from + t * step. Zeros beyond `rows`.
 template <int ROWS> __device__ __forceinline__ void load(T *tile, const T *from, u64 step, int first, int rows) {
 #pragma unroll

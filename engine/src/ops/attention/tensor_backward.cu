@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_stats(const T *y, co
 
 // One block for each (batch, head, tile of BQ queries); 64 keys at a time, 32 of them in registers.
 extern "C" __global__ void __launch_bounds__(128)
-attention_dq(const T *q, const T *k, const T *v, const T *dy, const Pair *stats, T *dq) {
+attention_dq(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *stats, T *dq) {
     extern __shared__ __align__(16) float shared[];
     T *tiles = (T *)shared; // two stages of 64 keys and 64 values; the queries and dy come first
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -35,7 +35,9 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, const Pair *stats,
     u64 bh = blockIdx.x / QUERY_TILES, b = bh / HEADS, h = bh % HEADS;
     const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
     u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
+    const int *limits = MASKED ? until + b * KEYS : until;
     int last = CAUSAL && t0 + BQ + OFFSET < KEYS ? t0 + BQ + OFFSET : KEYS;
+    Seen now = seen_from(limits, 0, last, t0, lane);
 
     load<BQ>(tiles, q + q_at, q_step, t0, TIME);
     load<BQ>(tiles + BQ * PITCH, dy + q_at, q_step, t0, TIME);
@@ -59,18 +61,20 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, const Pair *stats,
         }
     }
     __syncthreads();
-    load<64>(tiles, k + k_at, k_step, 0, KEYS);
-    load<64>(tiles + 64 * PITCH, v + k_at, k_step, 0, KEYS);
+    load<64>(tiles, k + k_at, k_step, now.first, KEYS);
+    load<64>(tiles + 64 * PITCH, v + k_at, k_step, now.first, KEYS);
     copies_commit();
 
     float out[M_Q][D / 8][4] = {};
-    for (int k0 = 0, stage = 0; k0 < last; k0 += 64, stage ^= 1) {
+    for (int stage = 0; now.first < last; stage ^= 1) {
+        int k0 = now.first, least = now.least;
+        now = seen_from(limits, k0 + 64, last, t0, lane);
         copies_wait<0>();
         __syncthreads(); // this stage is there, and nobody reads the other
-        if (k0 + 64 < last) {
+        if (now.first < last) {
             T *next = tiles + (stage ^ 1) * 128 * PITCH;
-            load<64>(next, k + k_at, k_step, k0 + 64, KEYS);
-            load<64>(next + 64 * PITCH, v + k_at, k_step, k0 + 64, KEYS);
+            load<64>(next, k + k_at, k_step, now.first, KEYS);
+            load<64>(next + 64 * PITCH, v + k_at, k_step, now.first, KEYS);
             copies_commit();
         }
 #pragma unroll 1
@@ -81,7 +85,7 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, const Pair *stats,
             float s[M_Q][4][4] = {}, dp[M_Q][4][4] = {};
             by_rows<M_Q, 4, true>(s, qa, tiles, keys, lane);
             by_rows<M_Q, 4, true>(dp, ga, tiles, values, lane);
-            bool masked = first + 32 > KEYS || (CAUSAL && first + 31 > t_warp + OFFSET);
+            bool masked = first + 32 > KEYS || (CAUSAL && first + 31 > t_warp + OFFSET) || (MASKED && t_warp + 16 * M_Q - 1 > least);
             u32 w[M_Q][2][4];
 #pragma unroll
             for (int m = 0; m < M_Q; m++)
@@ -95,7 +99,7 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, const Pair *stats,
                             Pair r = row[m][half];
                             ds[j] = power_of_two(s[m][n][2 * half + j] * SCALE_2 - r.lse) * (dp[m][n][2 * half + j] - r.along);
                             int key = first + 8 * n + lane % 4 * 2 + j, t = t_warp + 16 * m + 8 * half + lane / 4;
-                            if (masked && (key >= KEYS || (CAUSAL && key > t + OFFSET))) ds[j] = 0.0f;
+                            if (masked && (key >= KEYS || (CAUSAL && key > t + OFFSET) || (MASKED && t > limits[key]))) ds[j] = 0.0f;
                         }
                         w[m][n / 2][n % 2 * 2 + half] = pack<T>(ds[0], ds[1]);
                     }
@@ -108,7 +112,7 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, const Pair *stats,
 // One block for each (batch, key head, tile of BK keys): all query heads that read it, and STAGE queries at a time, 32 of them in
 // registers. Scores are [keys, queries]. Queries beyond TIME are zeros and so add nothing.
 extern "C" __global__ void __launch_bounds__(128)
-attention_dkdv(const T *q, const T *k, const T *v, const T *dy, const Pair *stats, T *dk, T *dv) {
+attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *stats, T *dk, T *dv) {
     extern __shared__ __align__(16) float shared[];
     T *keys = (T *)shared, *values = keys + BK * PITCH, *stages = values + BK * PITCH; // two stages of queries and dy
     Pair *pairs = (Pair *)(stages + 4 * STAGE * PITCH);
@@ -117,9 +121,25 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, const Pair *stat
     u64 b = blockIdx.x / KEY_TILES / KV, kv = blockIdx.x / KEY_TILES % KV;
     const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
     u64 k_at = (b * KEYS * KV + kv) * D;
-    // From the first query that sees key k0.
-    int first = CAUSAL && k0 > OFFSET ? (k0 - OFFSET) / STAGE * STAGE : 0;
-    int per_head = (TIME - first + STAGE - 1) / STAGE;
+    // From the first query that sees key k0 to the last that sees any of the keys.
+    int first = CAUSAL && k0 > OFFSET ? (k0 - OFFSET) / STAGE * STAGE : 0, end = TIME;
+    int limit[M_K][2]; // the last query that sees a key
+    Reach own = {TIME, TIME};
+    if (MASKED) {
+        const int *limits = until + b * KEYS;
+        int most = reach<BK>(limits, k0, lane).most;
+        end = most < first ? first : most < TIME ? most + 1 : TIME;
+        own = Reach{TIME, -1};
+#pragma unroll
+        for (int m = 0; m < M_K; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int key = k_warp + 16 * m + 8 * half + lane / 4, x = limit[m][half] = key < KEYS ? limits[key] : -1;
+                own.least = x < own.least ? x : own.least, own.most = x > own.most ? x : own.most;
+            }
+        own = Reach{__reduce_min_sync(0xffffffffu, own.least), __reduce_max_sync(0xffffffffu, own.most)};
+    }
+    int per_head = (end - first + STAGE - 1) / STAGE;
 
     auto fetch = [&](int i) {
         u64 h = kv * GROUP + i / per_head;
@@ -136,7 +156,7 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, const Pair *stat
     };
     load<BK>(keys, k + k_at, k_step, k0, KEYS);
     load<BK>(values, v + k_at, k_step, k0, KEYS);
-    fetch(0);
+    if (per_head > 0) fetch(0);
 
     const bool kept = D <= 64;
     const T *k_rows = keys + warp * 16 * M_K * PITCH, *v_rows = values + warp * 16 * M_K * PITCH;
@@ -159,13 +179,13 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, const Pair *stat
 #pragma unroll 1
         for (int part = 0; part < STAGE; part += 32) {
             int t_part = t0 + part;
-            if (t_part >= TIME || (CAUSAL && k_warp > t_part + 31 + OFFSET)) continue;
+            if (t_part >= TIME || (CAUSAL && k_warp > t_part + 31 + OFFSET) || (MASKED && t_part > own.most)) continue;
             const T *queries = stages + (i % 2 * 2 * STAGE + part) * PITCH, *dys = queries + STAGE * PITCH;
             const Pair *columns = pairs + i % 2 * STAGE + part + lane % 4 * 2;
             float s[M_K][4][4] = {}, dp[M_K][4][4] = {};
             by_rows<M_K, 4, kept>(s, ka, k_rows, queries, lane);
             by_rows<M_K, 4, kept>(dp, va, v_rows, dys, lane);
-            bool masked = CAUSAL && k_warp + 16 * M_K - 1 > t_part + OFFSET;
+            bool masked = (CAUSAL && k_warp + 16 * M_K - 1 > t_part + OFFSET) || (MASKED && t_part + 31 > own.least);
             u32 w[M_K][2][4], u[M_K][2][4];
 #pragma unroll
             for (int n = 0; n < 4; n++) {
@@ -179,7 +199,7 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, const Pair *stat
                         for (int j = 0; j < 2; j++) {
                             p[j] = power_of_two(s[m][n][2 * half + j] * SCALE_2 - column[j].lse);
                             int t = t_part + 8 * n + lane % 4 * 2 + j, key = k_warp + 16 * m + 8 * half + lane / 4;
-                            if (masked && key > t + OFFSET) p[j] = 0.0f;
+                            if (masked && ((CAUSAL && key > t + OFFSET) || (MASKED && t > limit[m][half]))) p[j] = 0.0f;
                             ds[j] = p[j] * (dp[m][n][2 * half + j] - column[j].along);
                         }
                         w[m][n / 2][n % 2 * 2 + half] = pack<T>(p[0], p[1]);

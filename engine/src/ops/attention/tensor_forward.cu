@@ -2,7 +2,7 @@
 #define BM (64 * M_Q)
 #define QUERY_TILES ((TIME + BM - 1) / BM)
 
-extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, const T *k, const T *v, T *y, float *lse) {
+extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
     extern __shared__ __align__(16) float shared[];
     T *tiles = (T *)shared; // two stages of 64 keys and 64 values; the queries pass through the second
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -12,12 +12,14 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
     const u64 q_step = Q_ROW, k_step = K_ROW, v_step = V_ROW;
     q += b * TIME * q_step + h * D, k += b * KEYS * k_step + h / GROUP * D, v += b * KEYS * v_step + h / GROUP * D;
     y += (b * TIME * HEADS + h) * D;
+    const int *limits = MASKED ? until + b * KEYS : until;
     int last = CAUSAL && t0 + BM + OFFSET < KEYS ? t0 + BM + OFFSET : KEYS;
+    Seen now = seen_from(limits, 0, last, t0, lane);
 
     load<BM>(tiles + 128 * PITCH, q, q_step, t0, TIME);
     copies_commit();
-    load<64>(tiles, k, k_step, 0, KEYS);
-    load<64>(tiles + 64 * PITCH, v, v_step, 0, KEYS);
+    load<64>(tiles, k, k_step, now.first, KEYS);
+    load<64>(tiles + 64 * PITCH, v, v_step, now.first, KEYS);
     copies_commit();
     copies_wait<1>();
     __syncthreads();
@@ -34,20 +36,22 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
     float out[M_Q][D / 8][4] = {}, top[M_Q][2], total[M_Q][2] = {};
 #pragma unroll
     for (int m = 0; m < M_Q; m++) top[m][0] = top[m][1] = -infinity();
-    for (int k0 = 0, stage = 0; k0 < last; k0 += 64, stage ^= 1) {
+    for (int stage = 0; now.first < last; stage ^= 1) {
         const T *keys = tiles + stage * 128 * PITCH, *values = keys + 64 * PITCH;
+        int k0 = now.first, least = now.least;
+        now = seen_from(limits, k0 + 64, last, t0, lane);
         copies_wait<0>();
         __syncthreads(); // this stage is there, and nobody reads the other
-        if (k0 + 64 < last) {
+        if (now.first < last) {
             T *next = tiles + (stage ^ 1) * 128 * PITCH;
-            load<64>(next, k, k_step, k0 + 64, KEYS);
-            load<64>(next + 64 * PITCH, v, v_step, k0 + 64, KEYS);
+            load<64>(next, k, k_step, now.first, KEYS);
+            load<64>(next + 64 * PITCH, v, v_step, now.first, KEYS);
             copies_commit();
         }
         if (CAUSAL && k0 > t_warp + 16 * M_Q - 1 + OFFSET) continue;
         float s[M_Q][8][4] = {};
         by_rows<M_Q, 8, true>(s, a, tiles, keys, lane);
-        if (k0 + 64 > KEYS || (CAUSAL && k0 + 63 > t_warp + OFFSET)) {
+        if (k0 + 64 > KEYS || (CAUSAL && k0 + 63 > t_warp + OFFSET) || (MASKED && t_warp + 16 * M_Q - 1 > least)) {
 #pragma unroll
             for (int m = 0; m < M_Q; m++)
 #pragma unroll
@@ -55,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         int key = k0 + 8 * n + lane % 4 * 2 + j % 2, t = t_warp + 16 * m + j / 2 * 8 + lane / 4;
-                        if (key >= KEYS || (CAUSAL && key > t + OFFSET)) s[m][n][j] = -infinity();
+                        if (key >= KEYS || (CAUSAL && key > t + OFFSET) || (MASKED && t > limits[key])) s[m][n][j] = -infinity();
                     }
         }
         u32 w[M_Q][4][4];
@@ -68,8 +72,9 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
                 for (int n = 0; n < 8; n++) high = fmaxf(high, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
                 high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1)); // four threads a row
                 high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
-                // Every row sees key 0, so `high` is a score from the first tile on.
-                float shrink = power_of_two((top[m][half] - high) * SCALE_2), base = high * SCALE_2, sum = 0.0f;
+                // Without a mask every row sees key 0, so `high` is a score from the first tile on.
+                float score = MASKED && high == -infinity() ? 0.0f : high;
+                float shrink = power_of_two((top[m][half] - score) * SCALE_2), base = score * SCALE_2, sum = 0.0f;
                 top[m][half] = high;
 #pragma unroll
                 for (int n = 0; n < 8; n++) {
@@ -90,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
             float sum = total[m][half];
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            float inverse = 1.0f / sum;
+            float inverse = MASKED && sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
             for (int n = 0; n < D / 8; n++) out[m][n][2 * half] *= inverse, out[m][n][2 * half + 1] *= inverse;
             int t = t_warp + 16 * m + 8 * half + lane / 4;

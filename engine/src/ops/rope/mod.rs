@@ -126,12 +126,22 @@ impl<'g> Var<'g> {
     }
 }
 
+/// theta^(-2 i / d) for each pair of a head of d.
+pub fn rope_frequencies(d: usize, theta: f32) -> Vec<f32> {
+    (0..d / 2).map(|i| theta.powf(-((2 * i) as f32) / d as f32)).collect()
+}
+
 impl Recorder {
     /// Cosines and sines for `time` positions, made once: angle = t * theta^(-2 i / d), all in f32.
     pub fn rope_tables(&self, time: usize, d: usize, theta: f32) -> (Var<'_>, Var<'_>) {
-        let angle = |t: usize, i: usize| t as f32 * theta.powf(-((2 * i) as f32) / d as f32);
-        let table = |f: fn(f32) -> f32| (0..time * d / 2).map(|k| f(angle(k / (d / 2), k % (d / 2)))).collect();
-        (self.constant(&[time, d / 2], table(f32::cos)), self.constant(&[time, d / 2], table(f32::sin)))
+        self.rope_tables_of(time, &rope_frequencies(d, theta))
+    }
+
+    /// The same for frequencies of one's own: angle = t * frequency.
+    pub fn rope_tables_of(&self, time: usize, frequencies: &[f32]) -> (Var<'_>, Var<'_>) {
+        let half = frequencies.len();
+        let table = |f: fn(f32) -> f32| (0..time * half).map(|k| f((k / half) as f32 * frequencies[k % half])).collect();
+        (self.constant(&[time, half], table(f32::cos)), self.constant(&[time, half], table(f32::sin)))
     }
 }
 

@@ -11,8 +11,8 @@ use engine::{DType, Data, Graph, Init, Recorder};
 pub fn graph(c: &HrmConfig, batch: usize) -> Graph {
     let r = Recorder::new();
     let m = Hrm { c, r: &r };
-    let [high, low] = ["high", "low"]
-        .map(|name| r.state(&format!("scratch/act.{name}"), &[batch, c.seq, c.dim], DType::F32, Init::Full(0.0)));
+    let [high, low] =
+        ["high", "low"].map(|name| r.state(&format!("scratch/act.{name}"), &[batch, c.seq, c.dim], DType::F32, Init::Full(0.0)));
     let fresh = r.feed("fresh", &[1], DType::F32).reshape(&[1, 1, 1]);
     let start = m.start();
     let from = Thought { high: fresh.choose(start.high, high), low: fresh.choose(start.low, low) };

@@ -22,7 +22,8 @@ pub struct Carry<'g> {
 impl<'g> Carry<'g> {
     /// What the last step left. Before the first, every slot is done.
     pub fn states(r: &'g Recorder, c: &HrmConfig, batch: usize) -> Carry<'g> {
-        let state = |name: &str, shape: &[usize], dtype: DType, value: f32| r.state(&format!("carry.{name}"), shape, dtype, Init::Full(value));
+        let state =
+            |name: &str, shape: &[usize], dtype: DType, value: f32| r.state(&format!("carry.{name}"), shape, dtype, Init::Full(value));
         let wide = |name: &str| state(name, &[batch, c.seq, c.dim], DType::F32, 0.0);
         let cells = |name: &str| state(name, &[batch, c.seq], DType::I32, 0.0);
         let slots = |name: &str, value: f32| state(name, &[batch], DType::F32, value);

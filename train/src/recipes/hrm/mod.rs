@@ -48,7 +48,10 @@ impl Recipe for HrmRecipe {
         train.check()?;
         if train.accumulate != 1 {
             let n = train.accumulate;
-            return Err(ConfigError::Invalid(format!("train.accumulate = {n}: hrm's examples stay where they are, so a step is one batch")).into());
+            return Err(ConfigError::Invalid(format!(
+                "train.accumulate = {n}: hrm's examples stay where they are, so a step is one batch"
+            ))
+            .into());
         }
         let puzzles = Puzzles::new(config, &c)?;
         Ok(Box::new(HrmTask { c, train, puzzles, seed: config.seed(), loader: None, bench: None }))

@@ -1,0 +1,29 @@
+use ::train::recipes::polychromic;
+use ::train::run;
+use anyhow::Result;
+use clap::Args;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+#[derive(Args)]
+#[command(after_help = "Examples:
+  kiln export runs/p --out adapters/p             adapters that PEFT loads
+  kiln export runs/p --out models/p --merge       a model that transformers loads")]
+pub struct ExportArgs {
+    /// A checkpoint's folder, or a run's (its newest checkpoint)
+    checkpoint: PathBuf,
+    /// The folder to write, which must not be there yet
+    #[arg(long)]
+    out: PathBuf,
+    /// Adds the adapters to their base and writes the whole model
+    #[arg(long)]
+    merge: bool,
+}
+
+pub fn run(a: ExportArgs) -> Result<ExitCode> {
+    let found = run::find_checkpoint(&a.checkpoint)?;
+    polychromic::export(&found, &a.out, a.merge)?;
+    let what = if a.merge { "model, adapters merged" } else { "adapters" };
+    out!("{what}, of {} (step {}): {}", found.path.display(), found.step, a.out.display());
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,148 @@
+use super::DeviceArgs;
+use ::train::data::Tokenizer;
+use ::train::models::{Adapter, Folder, Shape};
+use ::train::recipe::Session;
+use ::train::recipes::polychromic::{Base, Decoder, Places, Rows};
+use ::train::report::human_count;
+use ::train::sample::nucleus;
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use engine::{DType, Data, Recorder, Switches};
+use safetensors::tensor::{Dtype, TensorView};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// `kiln check model`
+#[derive(Args)]
+pub struct ModelArgs {
+    /// A folder with config.json and safetensors, as Hugging Face's packages write it: Qwen3 or Llama
+    folder: PathBuf,
+    /// Adapters in PEFT's layout
+    #[arg(long)]
+    adapter: Option<PathBuf>,
+    /// Tokens to answer, as numbers with spaces or commas between (repeatable: all are answered at once)
+    #[arg(long, value_name = "IDS")]
+    ids: Vec<String>,
+    /// Text to answer, by the folder's tokenizer (repeatable)
+    #[arg(long)]
+    prompt: Vec<String>,
+    /// How many of the likeliest next tokens to show
+    #[arg(long, default_value_t = 5)]
+    top: usize,
+    /// Saves all logits: a tensor [tokens, vocabulary] for each prompt, called 0, 1, ..
+    #[arg(long, value_name = "OUT.safetensors")]
+    write: Option<PathBuf>,
+    /// Switches a pass (repeatable)
+    #[arg(long = "pass", value_name = "NAME=off|auto|require")]
+    passes: Vec<String>,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+pub fn run(a: ModelArgs) -> Result<ExitCode> {
+    let mut switches = Switches::default();
+    for p in &a.passes {
+        let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
+        switches.set(name, value)?;
+    }
+    let folder = Folder::open(&a.folder)?;
+    let adapter = a.adapter.as_ref().map(|path| Adapter::open(path, &folder.shape)).transpose()?;
+    describe(&folder, adapter.as_ref())?;
+    let tokenizer = folder.tokenizer().map(|p| Tokenizer::from_spec(&p.display().to_string())).transpose()?;
+    let prompts = prompts(&a, &folder.shape, tokenizer.as_ref())?;
+    if prompts.is_empty() {
+        if a.write.is_some() {
+            bail!("--write wants something to answer: --ids or --prompt");
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+
+    // Shorter prompts are padded in front, as they are for generation.
+    let (rows, time) = (prompts.len(), prompts.iter().map(Vec::len).max().unwrap_or(1));
+    let (mut ids, mut real) = (vec![], vec![]);
+    for p in &prompts {
+        ids.extend(std::iter::repeat_n(0, time - p.len()).chain(p.iter().copied()));
+        real.extend((0..time).map(|t| t >= time - p.len()));
+    }
+    let places = Rows::padded(&real, time);
+    let r = Recorder::new();
+    let d = Decoder { shape: &folder.shape, lora: adapter.as_ref().map(|a| &a.lora), base: Base::Loaded, r: &r, rng: None };
+    let fed = |name: &str| r.feed(name, &[rows, time], DType::I32);
+    let hidden = d.hidden(fed("ids"), Some(Places { position: fed("position"), until: fed("until") }));
+    r.output("logits", d.logits(hidden));
+    let mut s = Session::new(&a.device.open()?, &switches, 0);
+    s.load("logits", r.finish())?;
+    folder.load(&mut s.store)?;
+    adapter.as_ref().map_or(Ok(()), |a| a.load(&mut s.store))?;
+    s.run("logits", &[("ids", Data::I32(&ids)), ("position", Data::I32(&places.position)), ("until", Data::I32(&places.until))])?;
+    let logits = s.read("logits", "logits")?;
+
+    let vocab = folder.shape.vocab;
+    let own = |row: usize| &logits[((row + 1) * time - prompts[row].len()) * vocab..(row + 1) * time * vocab];
+    for (row, prompt) in prompts.iter().enumerate() {
+        let likely = nucleus(&own(row)[(prompt.len() - 1) * vocab..], 1.0, 1.0);
+        let shown = likely.iter().take(a.top).map(|&(token, p)| {
+            let text = tokenizer.as_ref().map_or(String::new(), |t| format!(" {:?}", t.decode(&[token as u32])));
+            format!("{token}{text} {:.2}%", 100.0 * p)
+        });
+        out!("{row}: after {} tokens: {}", prompt.len(), shown.collect::<Vec<_>>().join(", "));
+    }
+    if let Some(path) = &a.write {
+        let views = (0..rows).map(|row| {
+            let shape = vec![prompts[row].len(), vocab];
+            Ok((row.to_string(), TensorView::new(Dtype::F32, shape, bytemuck::cast_slice(own(row)))?))
+        });
+        let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
+        ::train::run::write_bytes(path, &safetensors::serialize(views, None)?)?;
+        out!("logits {}", path.display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What the folders hold, in a line each.
+fn describe(folder: &Folder, adapter: Option<&Adapter>) -> Result<()> {
+    let s = &folder.shape;
+    let weights: usize = s.weights().iter().map(|w| w.2.iter().product::<usize>()).sum();
+    let dtype = folder.weights().next().context("a model has weights")??.1.meta.dtype;
+    out!(
+        "{}: {}, {} layers of {}, {} heads of {} ({} of keys), {} wide, {} tokens, {} parameters in {dtype}, head {}",
+        folder.path.display(),
+        if s.qk_norm { "Qwen3" } else { "Llama" },
+        s.layers,
+        s.dim,
+        s.heads,
+        s.head_dim,
+        s.kv_heads,
+        s.hidden,
+        s.vocab,
+        human_count(weights as f64),
+        if s.tied { "tied" } else { "of its own" },
+    );
+    if let Some(a) = adapter {
+        let names: Vec<&str> = a.lora.targets.iter().map(|t| t.name()).collect();
+        out!("{}: rank {}, alpha {}, on {}", a.path.display(), a.lora.rank, a.lora.alpha, names.join(", "));
+    }
+    Ok(())
+}
+
+fn prompts(a: &ModelArgs, shape: &Shape, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<i32>>> {
+    let mut all = vec![];
+    for text in &a.ids {
+        let words = text.split([',', ' ']).filter(|w| !w.is_empty());
+        let ids = words.map(|w| w.parse::<i32>().ok().filter(|&id| id >= 0).with_context(|| format!("--ids '{text}': '{w}' is no token")));
+        all.push(ids.collect::<Result<Vec<i32>>>()?);
+    }
+    for text in &a.prompt {
+        let Some(t) = tokenizer else { bail!("{} has no tokenizer.json: give --ids", a.folder.display()) };
+        all.push(t.encode(text)?.into_iter().map(|id| id as i32).collect());
+    }
+    for ids in &all {
+        if ids.is_empty() || ids.len() > shape.context {
+            bail!("a prompt of {} tokens: from 1 to {}", ids.len(), shape.context);
+        }
+        if let Some(id) = ids.iter().find(|id| **id as usize >= shape.vocab) {
+            bail!("token {id}: the model has tokens 0 to {}", shape.vocab - 1);
+        }
+    }
+    Ok(all)
+}

@@ -1,0 +1,278 @@
+//! A model's folder: config.json, the weights in one or several safetensors files, perhaps a tokenizer. Weights are mapped into memory and
+//! copied from there straight to where they are used.
+
+use super::{ModelError, Shape, Target, read_table};
+use crate::checkpoint::{self, Loaded, Tensor};
+use engine::{DType, Meta, Store};
+use serde_json::{Value, json};
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::Xxh3;
+
+const CONFIG: &str = "config.json";
+const TOKENIZER: &str = "tokenizer.json";
+const ONE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// A model's folder, found whole.
+pub struct Folder {
+    pub path: PathBuf,
+    pub shape: Shape,
+    files: Vec<Loaded>,
+    /// By the names that the files have: which of them holds it.
+    holds: BTreeMap<String, usize>,
+}
+
+impl Shape {
+    /// Every weight: its name here, its name in a folder, and its shape.
+    pub fn weights(&self) -> Vec<(String, String, Vec<usize>)> {
+        let mut all = vec![("embedding".to_string(), "model.embed_tokens.weight".to_string(), vec![self.vocab, self.dim])];
+        for l in 0..self.layers {
+            let mut add = |ours: String, theirs: &str, shape: &[usize]| {
+                all.push((format!("layers.{l}.{ours}"), format!("model.layers.{l}.{theirs}.weight"), shape.to_vec()));
+            };
+            add("attn_norm".into(), "input_layernorm", &[self.dim]);
+            add("mlp_norm".into(), "post_attention_layernorm", &[self.dim]);
+            if self.qk_norm {
+                add("q_norm".into(), "self_attn.q_norm", &[self.head_dim]);
+                add("k_norm".into(), "self_attn.k_norm", &[self.head_dim]);
+            }
+            for t in Target::ALL {
+                let (outputs, inputs) = t.sizes(self);
+                add(format!("{}.weight", t.name()), t.module(), &[outputs, inputs]);
+            }
+        }
+        all.push(("norm".into(), "model.norm.weight".into(), vec![self.dim]));
+        if !self.tied {
+            all.push(("head".into(), "lm_head.weight".into(), vec![self.vocab, self.dim]));
+        }
+        all
+    }
+}
+
+impl Folder {
+    /// Looks at everything but the numbers: every weight is there, in its shape and a type that is known, and nothing else is.
+    pub fn open(path: &Path) -> Result<Folder, ModelError> {
+        if !path.is_dir() {
+            return Err(ModelError::bad(path, "there is no such folder"));
+        }
+        let shape = Shape::read(&path.join(CONFIG))?;
+        let (files, holds) = if path.join(INDEX).exists() { sharded(path)? } else { single(path)? };
+        let folder = Folder { path: path.to_path_buf(), shape, files, holds };
+        let mut expected = BTreeSet::new();
+        for (_, theirs, shape) in folder.shape.weights() {
+            let Some((dtype, has, _)) = folder.find(&theirs) else {
+                return Err(ModelError::bad(path, format!("has no weight '{theirs}', which its {CONFIG} asks for")));
+            };
+            if has != shape {
+                return Err(ModelError::bad(path, format!("'{theirs}' is {has:?}, but its {CONFIG} makes it {shape:?}")));
+            }
+            if DType::from_name(&dtype).is_none_or(|d| !d.is_float()) {
+                return Err(ModelError::bad(path, format!("'{theirs}' is of type {dtype}; BF16, F16 and F32 are known here")));
+            }
+            expected.insert(theirs);
+        }
+        // Files may repeat a head that is tied, and hold frequencies that are computed.
+        let silent = |name: &str| (folder.shape.tied && name == "lm_head.weight") || name.ends_with(".rotary_emb.inv_freq");
+        match folder.holds.keys().find(|name| !expected.contains(*name) && !silent(name)) {
+            Some(extra) => Err(ModelError::bad(path, format!("holds '{extra}', which is not known here: it is another model"))),
+            None => Ok(folder),
+        }
+    }
+
+    fn find(&self, theirs: &str) -> Option<(String, Vec<usize>, &[u8])> {
+        self.files[*self.holds.get(theirs)?].get(theirs)
+    }
+
+    /// A weight by its name in the folder, as it lies there.
+    pub fn weight(&self, theirs: &str) -> Result<Weight<'_>, ModelError> {
+        let found = self.find(theirs).and_then(|(dtype, shape, bytes)| Some((DType::from_name(&dtype)?, shape, bytes)));
+        let (dtype, shape, bytes) = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))?;
+        Ok(Weight { name: theirs.into(), meta: Meta::new(&shape, dtype), bytes: bytes.into() })
+    }
+
+    /// Every weight, in the order of `Shape::weights`, with its name here.
+    pub fn weights(&self) -> impl Iterator<Item = Result<(String, Weight<'_>), ModelError>> {
+        self.shape.weights().into_iter().map(|(ours, theirs, _)| Ok((ours, self.weight(&theirs)?)))
+    }
+
+    /// Fills the states of these names.
+    pub fn load(&self, store: &mut Store) -> Result<(), ModelError> {
+        for weight in self.weights() {
+            let (ours, w) = weight?;
+            store.set_floats(&ours, &w.meta, &w.bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Of the weights and of what they mean: another model has another.
+    pub fn fingerprint(&self) -> Result<u64, ModelError> {
+        let mut hash = Xxh3::new();
+        hash.update(format!("{:?}", self.shape).as_bytes());
+        for weight in self.weights() {
+            let (ours, w) = weight?;
+            hash.update(format!("{ours} {:?}", w.meta).as_bytes());
+            hash.update(&w.bytes);
+        }
+        Ok(hash.digest())
+    }
+
+    /// Where its tokenizer is, if it has one.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        Some(self.path.join(TOKENIZER)).filter(|p| p.exists())
+    }
+
+    /// Copies what is no weight: config, tokenizer, chat template.
+    pub fn copy_rest(&self, to: &Path) -> Result<(), ModelError> {
+        let weights = ["safetensors", "bin", "pt", "pth", "gguf", "h5", "msgpack", "onnx"];
+        for entry in fs::read_dir(&self.path).map_err(ModelError::io("list", &self.path))? {
+            let path = entry.map_err(ModelError::io("list", &self.path))?.path();
+            let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+            let weight = path.extension().and_then(|e| e.to_str()).is_some_and(|e| weights.contains(&e)) || name.ends_with(".index.json");
+            if path.is_file() && !weight && !name.starts_with('.') {
+                fs::copy(&path, to.join(name)).map_err(ModelError::io("copy", &path))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+type Files = (Vec<Loaded>, BTreeMap<String, usize>);
+
+fn single(path: &Path) -> Result<Files, ModelError> {
+    let file = path.join(ONE);
+    if !file.exists() {
+        let pickled = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"].iter().find(|n| path.join(n).exists());
+        let why = pickled.map_or(String::new(), |n| format!(" ({n} is not read here: save the model as safetensors)"));
+        return Err(ModelError::bad(path, format!("has neither {ONE} nor {INDEX}{why}")));
+    }
+    let loaded = Loaded::map(&file)?;
+    let holds = loaded.names().into_iter().map(|n| (n, 0)).collect();
+    Ok((vec![loaded], holds))
+}
+
+fn sharded(path: &Path) -> Result<Files, ModelError> {
+    let index = path.join(INDEX);
+    let table = read_table(&index)?;
+    let Some(map) = table.get("weight_map").and_then(Value::as_object) else {
+        return Err(ModelError::bad(&index, "has no table 'weight_map'"));
+    };
+    let mut names: Vec<&str> = vec![];
+    let mut holds = BTreeMap::new();
+    for (weight, file) in map {
+        // A name must not lead out of the folder.
+        let plain = |n: &&str| !n.is_empty() && !n.starts_with('.') && !n.contains(['/', '\\', '\0']);
+        let Some(file) = file.as_str().filter(plain) else {
+            return Err(ModelError::bad(&index, format!("'{weight}' is in {file}, which is not a plain file name")));
+        };
+        let at = names.iter().position(|n| *n == file).unwrap_or_else(|| {
+            names.push(file);
+            names.len() - 1
+        });
+        holds.insert(weight.clone(), at);
+    }
+    let files = names.iter().map(|n| Loaded::map(&path.join(n))).collect::<Result<Vec<_>, _>>()?;
+    match holds.iter().find(|(weight, at)| files[**at].get(weight).is_none()) {
+        Some((weight, at)) => Err(ModelError::bad(&index, format!("says that {} holds '{weight}', which it does not", names[*at]))),
+        None => Ok((files, holds)),
+    }
+}
+
+/// A weight by its name in a folder.
+pub struct Weight<'a> {
+    pub name: String,
+    pub meta: Meta,
+    pub bytes: Cow<'a, [u8]>,
+}
+
+impl Weight<'_> {
+    pub fn tensor(&self) -> Tensor<'_> {
+        Tensor { name: &self.name, dtype: self.meta.dtype.name(), shape: &self.meta.shape, bytes: &self.bytes }
+    }
+}
+
+/// What transformers looks for in a file.
+pub(super) fn note() -> HashMap<String, String> {
+    HashMap::from([("format".to_string(), "pt".to_string())])
+}
+
+/// Writes a model's weights into a folder: one file, or several of at most `most` bytes (of one weight at least) and their index.
+pub fn write_weights(dir: &Path, weights: &[Weight], most: usize) -> Result<(), ModelError> {
+    let mut files: Vec<Vec<Tensor>> = vec![vec![]];
+    let mut held = 0;
+    for w in weights {
+        if held > 0 && held + w.bytes.len() > most {
+            files.push(vec![]);
+            held = 0;
+        }
+        held += w.bytes.len();
+        files.last_mut().expect("at least one").push(w.tensor());
+    }
+    if let [all] = &files[..] {
+        checkpoint::write_safetensors(&dir.join(ONE), all, Some(note()))?;
+        return Ok(());
+    }
+    let mut map = serde_json::Map::new();
+    for (i, tensors) in files.iter().enumerate() {
+        let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, files.len());
+        checkpoint::write_safetensors(&dir.join(&name), tensors, Some(note()))?;
+        map.extend(tensors.iter().map(|t| (t.name.to_string(), name.clone().into())));
+    }
+    let total: usize = weights.iter().map(|w| w.bytes.len()).sum();
+    write_json(&dir.join(INDEX), &json!({ "metadata": { "total_size": total }, "weight_map": map }))
+}
+
+impl Shape {
+    /// Writes config.json into a folder.
+    pub fn write(&self, dir: &Path) -> Result<(), ModelError> {
+        write_json(&dir.join(CONFIG), &self.to_json())
+    }
+}
+
+pub(super) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+    fs::write(path, format!("{value:#}\n")).map_err(ModelError::io("write", path))
+}
+
+/// A folder that appears under its name whole or not at all.
+pub struct Staged {
+    path: PathBuf,
+    dir: PathBuf,
+    done: bool,
+}
+
+impl Staged {
+    pub fn new(path: &Path) -> Result<Staged, ModelError> {
+        if path.exists() {
+            return Err(ModelError::bad(path, "is there already: name a folder that is not"));
+        }
+        let Some(name) = path.file_name() else { return Err(ModelError::bad(path, "is no name for a folder")) };
+        let mut hidden = std::ffi::OsString::from(".");
+        hidden.push(name);
+        hidden.push(format!(".tmp-{}", std::process::id()));
+        let dir = path.with_file_name(hidden);
+        fs::create_dir_all(&dir).map_err(ModelError::io("create", &dir))?;
+        Ok(Staged { path: path.to_path_buf(), dir, done: false })
+    }
+
+    /// Where to write.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub fn finish(mut self) -> Result<(), ModelError> {
+        fs::rename(&self.dir, &self.path).map_err(ModelError::io("rename a folder to", &self.path))?;
+        self.done = true;
+        Ok(())
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        if !self.done {
+            // Best effort: the error that matters is on its way.
+            let _ = fs::remove_dir_all(&self.dir);
+        }
+    }
+}

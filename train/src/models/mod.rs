@@ -1,0 +1,50 @@
+//! Decoders as Hugging Face's packages lay them out on disk: a folder of config.json and safetensors, and adapters beside it.
+//!
+//! | file | is |
+//! |---|---|
+//! | `shape.rs` | what config.json says, as far as it is known here: Qwen3 and Llama |
+//! | `folder.rs` | the weights: read where they lie, and written |
+//! | `lora.rs` | what an adapter adds to which matrices |
+//! | `peft.rs` | adapters in PEFT's layout |
+
+mod folder;
+mod lora;
+mod peft;
+mod shape;
+
+pub use folder::{Folder, Staged, Weight, write_weights};
+pub use lora::{Lora, Target};
+pub use peft::{Adapter, write_adapter};
+pub use shape::{RopeScaling, Shape};
+
+use crate::checkpoint::CheckpointError;
+use std::path::{Path, PathBuf};
+
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    #[error("cannot {action} {}: {cause}", .path.display())]
+    Io { action: &'static str, path: PathBuf, cause: std::io::Error },
+    #[error("{}: {problem}", .path.display())]
+    Bad { path: PathBuf, problem: String },
+    #[error(transparent)]
+    File(#[from] CheckpointError),
+    #[error(transparent)]
+    Engine(#[from] engine::Error),
+}
+
+impl ModelError {
+    fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> ModelError {
+        let path = path.to_path_buf();
+        move |cause| ModelError::Io { action, path, cause }
+    }
+
+    fn bad(path: &Path, problem: impl Into<String>) -> ModelError {
+        ModelError::Bad { path: path.to_path_buf(), problem: problem.into() }
+    }
+}
+
+/// A JSON file whose value is a table.
+fn read_table(path: &Path) -> Result<serde_json::Map<String, serde_json::Value>, ModelError> {
+    let text = std::fs::read_to_string(path).map_err(ModelError::io("read", path))?;
+    serde_json::from_str(&text).map_err(|e| ModelError::bad(path, format!("not a table of JSON: {e}")))
+}

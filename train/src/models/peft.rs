@@ -1,0 +1,163 @@
+//! Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors. Plain LoRA is what is known here; everything else that PEFT
+//! can do is refused by the name of the setting that asks for it.
+
+use super::folder::{note, write_json};
+use super::{Lora, ModelError, Shape, Target, Weight, read_table};
+use crate::checkpoint::{self, Loaded, Tensor};
+use engine::{DType, Meta, Store};
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+
+/// An adapter's folder, found whole.
+pub struct Adapter {
+    pub path: PathBuf,
+    pub lora: Lora,
+    file: Loaded,
+    /// By the names that they have here, and by those in the file.
+    names: Vec<(String, String)>,
+}
+
+/// What PEFT calls a tensor: `layers.3.q.lora_a` -> `base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight`.
+fn peft_name(layer: usize, target: Target, part: &str) -> String {
+    format!("base_model.model.model.layers.{layer}.{}.lora_{}.weight", target.module(), part.to_uppercase())
+}
+
+/// In the order of `Lora::tensors`.
+fn peft_names(lora: &Lora, shape: &Shape) -> Vec<String> {
+    let both = |(l, t): (usize, Target)| ["a", "b"].map(|part| peft_name(l, t, part));
+    (0..shape.layers).flat_map(|l| lora.targets.iter().map(move |&t| (l, t))).flat_map(both).collect()
+}
+
+impl Adapter {
+    /// An adapter of a model of this shape.
+    pub fn open(path: &Path, shape: &Shape) -> Result<Adapter, ModelError> {
+        let config = path.join(CONFIG);
+        let lora = parse(&read_table(&config)?).map_err(|problem| ModelError::bad(&config, problem))?;
+        let file = path.join(WEIGHTS);
+        let weights = Loaded::map(&file)?;
+        let ours = lora.tensors(shape);
+        let theirs = peft_names(&lora, shape);
+        for ((_, shape), name) in ours.iter().zip(&theirs) {
+            let Some((dtype, has, _)) = weights.get(name) else {
+                return Err(ModelError::bad(&file, format!("has no '{name}', which its {CONFIG} and the model ask for")));
+            };
+            if has != shape {
+                return Err(ModelError::bad(&file, format!("'{name}' is {has:?}, but {CONFIG} and the model make it {shape:?}")));
+            }
+            if DType::from_name(&dtype).is_none_or(|d| !d.is_float()) {
+                return Err(ModelError::bad(&file, format!("'{name}' is of type {dtype}; BF16, F16 and F32 are known here")));
+            }
+        }
+        if let Some(extra) = weights.names().iter().find(|n| !theirs.contains(n)) {
+            return Err(ModelError::bad(&file, format!("holds '{extra}', which {CONFIG} and the model do not ask for")));
+        }
+        let names = ours.into_iter().map(|t| t.0).zip(theirs).collect();
+        Ok(Adapter { path: path.to_path_buf(), lora, file: weights, names })
+    }
+
+    /// Fills the states of these names.
+    pub fn load(&self, store: &mut Store) -> Result<(), ModelError> {
+        for (ours, theirs) in &self.names {
+            let found = self.file.get(theirs).and_then(|(dtype, shape, bytes)| Some((DType::from_name(&dtype)?, shape, bytes)));
+            let (dtype, shape, bytes) = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no '{theirs}'")))?;
+            store.set_floats(ours, &Meta::new(&shape, dtype), bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// Settings that say nothing about the numbers, or that are read below.
+const READ: &[&str] = &[
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "layers_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
+];
+
+fn parse(table: &Map<String, Value>) -> Result<Lora, String> {
+    let get = |key: &str| table.get(key).filter(|v| !v.is_null());
+    match get("peft_type").and_then(Value::as_str) {
+        Some("LORA") => {}
+        other => return Err(format!("'peft_type' is {}, not LORA", other.unwrap_or("missing"))),
+    }
+    for (key, value) in table.iter().filter(|(k, _)| !READ.contains(&k.as_str())) {
+        let idle = match value {
+            Value::Null => true,
+            Value::Bool(on) => !on || key == "init_lora_weights",
+            Value::Array(list) => list.is_empty(),
+            Value::Object(inner) => inner.is_empty(),
+            Value::String(word) => match key.as_str() {
+                "bias" => word == "none",
+                // How the matrices began; others of these change the base, too.
+                "init_lora_weights" => ["gaussian", "orthogonal", "eva"].contains(&word.as_str()),
+                _ => false,
+            },
+            Value::Number(_) => false,
+        };
+        if !idle {
+            return Err(format!("'{key}' is {value}: plain LoRA is what is known here"));
+        }
+    }
+    let number = |key: &str, default: Option<f64>| match get(key) {
+        Some(v) => v.as_f64().ok_or(format!("'{key}' is {v}, not a number")),
+        None => default.ok_or(format!("has no '{key}'")),
+    };
+    let rank = number("r", None)?;
+    if rank.fract() != 0.0 || rank < 1.0 {
+        return Err(format!("'r' is {rank}, not a whole number above 0"));
+    }
+    let modules = match get("target_modules") {
+        Some(Value::Array(list)) => list,
+        Some(other) => return Err(format!("'target_modules' is {other}: a list of names is what is known here")),
+        None => return Err("has no 'target_modules'".into()),
+    };
+    let mut targets = vec![];
+    for module in modules {
+        let known = |t: &&Target| module.as_str().is_some_and(|m| m == t.leaf() || m == t.module());
+        let names = || Target::ALL.map(Target::leaf).join(", ");
+        targets.push(*Target::ALL.iter().find(known).ok_or_else(|| format!("'target_modules' holds {module}; known here: {}", names()))?);
+    }
+    targets.sort();
+    let lora = Lora { rank: rank as usize, alpha: number("lora_alpha", Some(8.0))?, dropout: number("lora_dropout", Some(0.0))?, targets };
+    lora.check()?;
+    Ok(lora)
+}
+
+/// Writes an adapter into a folder. `tensors` are in the order of `Lora::tensors`; `base` is where its model is.
+pub fn write_adapter(dir: &Path, lora: &Lora, shape: &Shape, base: &str, tensors: Vec<(Meta, Vec<u8>)>) -> Result<(), ModelError> {
+    let weights: Vec<Weight> =
+        peft_names(lora, shape).into_iter().zip(tensors).map(|(name, (meta, bytes))| Weight { name, meta, bytes: bytes.into() }).collect();
+    let all: Vec<Tensor> = weights.iter().map(Weight::tensor).collect();
+    checkpoint::write_safetensors(&dir.join(WEIGHTS), &all, Some(note()))?;
+    let alpha = if lora.alpha.fract() == 0.0 { json!(lora.alpha as i64) } else { json!(lora.alpha) };
+    let config = json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": lora.targets.iter().map(|t| t.leaf()).collect::<Vec<_>>(),
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "use_rslora": false,
+        "use_dora": false,
+        "inference_mode": true,
+    });
+    write_json(&dir.join(CONFIG), &config)
+}

@@ -1,0 +1,116 @@
+//! A run's adapters for other programs: in PEFT's layout, or merged into their base as a model's folder.
+
+use super::{Adapted, PolychromicConfig};
+use crate::checkpoint::{Checkpoint, Loaded};
+use crate::config::Config;
+use crate::models::{Lora, ModelError, Staged, Target, Weight, write_adapter, write_weights};
+use crate::recipe::TrainError;
+use engine::cpu::converted;
+use engine::passes::Target as Machine;
+use engine::{Compiled, DType, Meta, Recorder, Store};
+use std::path::Path;
+
+/// Bytes of a file of weights, as transformers has it.
+const MOST: usize = 5_000_000_000;
+
+/// Writes the folder `out` from a checkpoint: its adapters, or with `merge` a whole model.
+pub fn export(found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
+    let config = Config::from_json(&found.meta["config"])?;
+    if config.text("recipe") != "polychromic" {
+        return Err(TrainError::Other(format!(
+            "{} is a checkpoint of {}, which has no adapters",
+            found.path.display(),
+            config.text("recipe")
+        )));
+    }
+    let c: PolychromicConfig = config.section("model")?;
+    let model = Adapted::new(&c)?;
+    if let Some(folder) = &model.folder {
+        let fingerprint = serde_json::Value::from(format!("{:016x}", folder.fingerprint()?));
+        if found.meta["identity"]["base"] != fingerprint {
+            return Err(TrainError::Other(format!(
+                "{} is not the base that {} was trained on: it has changed",
+                c.base,
+                found.path.display()
+            )));
+        }
+    } else if !merge {
+        return Err(TrainError::Other(format!(
+            "the base of {} was drawn at random and is in no folder: export both as one model with --merge",
+            found.path.display()
+        )));
+    }
+    let trained = Trained { file: found.file("model.safetensors")?, path: &found.path };
+    let staged = Staged::new(out)?;
+    if merge {
+        write_weights(staged.dir(), &merged(&model, &config, &trained)?, MOST)?;
+        match &model.folder {
+            Some(folder) => folder.copy_rest(staged.dir())?,
+            None => model.shape.write(staged.dir())?,
+        }
+    } else {
+        let tensors = model.lora.tensors(&model.shape).into_iter().map(|(name, shape)| trained.get(&name, &shape));
+        write_adapter(staged.dir(), &model.lora, &model.shape, &c.base, tensors.collect::<Result<_, _>>()?)?;
+    }
+    Ok(staged.finish()?)
+}
+
+/// A checkpoint's own weights.
+struct Trained<'a> {
+    file: Loaded,
+    path: &'a Path,
+}
+
+impl Trained<'_> {
+    fn get(&self, name: &str, shape: &[usize; 2]) -> Result<(Meta, Vec<u8>), TrainError> {
+        let found = self.file.get(name).filter(|(dtype, has, _)| dtype == "F32" && has == shape);
+        let (_, _, bytes) = found.ok_or_else(|| TrainError::Other(format!("{} has no '{name}' {shape:?}", self.path.display())))?;
+        Ok((Meta::f32(shape), bytes.to_vec()))
+    }
+
+    /// a and b of a matrix, where it has an adapter.
+    fn pair(&self, lora: &Lora, matrix: &str, sizes: (usize, usize)) -> Result<[Vec<f32>; 2], TrainError> {
+        let numbers = |part: &str, shape: [usize; 2]| {
+            let (_, bytes) = self.get(&format!("{matrix}.lora_{part}"), &shape)?;
+            Ok::<_, TrainError>(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        };
+        Ok([numbers("a", [lora.rank, sizes.1])?, numbers("b", [sizes.0, lora.rank])?])
+    }
+}
+
+/// The base's weights, in their own type, with the adapters added.
+fn merged<'a>(model: &'a Adapted, config: &Config, trained: &Trained) -> Result<Vec<Weight<'a>>, TrainError> {
+    let base: Vec<(String, Weight)> = match &model.folder {
+        Some(folder) => folder.weights().collect::<Result<_, ModelError>>()?,
+        None => drawn(model, config)?,
+    };
+    let adapter = |name: &str| model.lora.targets.iter().find(|t| name.ends_with(&format!(".{}.weight", t.name()))).copied();
+    let add = |(name, w): (String, Weight<'a>)| match adapter(&name) {
+        None => Ok(w),
+        Some(target) => with_adapter(model, trained, target, name.trim_end_matches(".weight"), w),
+    };
+    base.into_iter().map(add).collect()
+}
+
+fn with_adapter<'a>(model: &Adapted, trained: &Trained, target: Target, matrix: &str, w: Weight) -> Result<Weight<'a>, TrainError> {
+    let [a, b] = trained.pair(&model.lora, matrix, target.sizes(&model.shape))?;
+    let mut sum = converted(&w.bytes, w.meta.dtype, DType::F32).f32().to_vec();
+    model.lora.merge(&mut sum, &a, &b);
+    let bytes = converted(bytemuck::cast_slice(&sum), DType::F32, w.meta.dtype).bytes().to_vec();
+    Ok(Weight { bytes: bytes.into(), ..w })
+}
+
+/// A base that was drawn at random: the same again, in the type that the run kept it in.
+fn drawn(model: &Adapted, config: &Config) -> Result<Vec<(String, Weight<'static>)>, TrainError> {
+    let r = Recorder::new();
+    let d = model.decoder(&r, None);
+    r.output("logits", d.logits(d.hidden(r.feed("ids", &[1, 1], DType::I32), None)));
+    let compiled = Compiled::new(r.finish(), &config.switches()?, Machine::Cpu)?;
+    let mut store = Store::new(config.seed());
+    store.ensure(&compiled.graph, None)?;
+    let weight = |(ours, theirs, _): (String, String, Vec<usize>)| {
+        let t = store.get(&ours).ok_or_else(|| TrainError::Other(format!("the model has no weight '{ours}'")))?;
+        Ok((ours, Weight { name: theirs, meta: t.meta.clone(), bytes: t.bytes()?.into_owned().into() }))
+    };
+    model.shape.weights().into_iter().map(weight).collect()
+}

@@ -1,0 +1,151 @@
+//! A golden file's steps, computed here: supervised loss plus weight times the policy gradient's, on replies that the file holds.
+
+use super::{Base, Decoder, Objective, Places, PolychromicConfig, Replies, Rows, diversity};
+use crate::golden::{Golden, differentiated};
+use crate::models::{Lora, Shape};
+use crate::recipe::{Computed, TrainError};
+use crate::sample::nucleus;
+use engine::{DType, Data, Device, Recorder, Switches, Var};
+
+/// What is recorded, beside what is fed.
+struct Steps {
+    shape: Shape,
+    lora: Lora,
+    objective: Objective,
+    /// Of the supervised rows, and of the replies' with their prompts.
+    rows: [usize; 2],
+    replies: [usize; 2],
+    prompt: usize,
+    width: usize,
+}
+
+impl Steps {
+    fn decoder<'g>(&self, r: &'g Recorder) -> Decoder<'_, 'g> {
+        Decoder { shape: &self.shape, lora: Some(&self.lora), base: Base::Loaded, r, rng: None }
+    }
+
+    fn places<'g>(&self, r: &'g Recorder, name: &str, shape: &[usize]) -> Places<'g> {
+        Places {
+            position: r.feed(&format!("{name}position"), shape, DType::I32),
+            until: r.feed(&format!("{name}until"), shape, DType::I32),
+        }
+    }
+
+    fn replies<'g>(&self, r: &'g Recorder) -> Replies<'g> {
+        Replies {
+            ids: r.feed("set_ids", &self.replies, DType::I32),
+            reply: r.feed("set_reply", &self.replies, DType::U8),
+            places: self.places(r, "set_", &self.replies),
+        }
+    }
+
+    fn score<'g>(&self, r: &'g Recorder) -> Var<'g> {
+        diversity(r.feed("embeddings", &[self.objective.prompts, self.objective.replies, self.width], DType::F32))
+    }
+
+    fn losses<'g>(&self, r: &'g Recorder) -> Vec<(&'static str, Var<'g>)> {
+        let d = self.decoder(r);
+        let hidden = d.hidden(r.feed("ids", &self.rows, DType::I32), Some(self.places(r, "", &self.rows)));
+        let ce = d.loss(hidden, r.feed("targets", &self.rows, DType::I32), r.feed("weight", &[1], DType::F32));
+        let advantage = r.typed(|| self.score(r) - r.feed("baseline", &[1], DType::F32));
+        let each = advantage.reshape(&[self.objective.prompts, 1]).expand(&[self.objective.prompts, self.objective.replies]);
+        let policy = self.replies(r).policy_loss(&d, each.reshape(&[self.replies[0]]));
+        vec![("loss", ce + policy * self.objective.weight as f32), ("ce", ce), ("policy", policy)]
+    }
+
+    fn outputs<'g>(&self, r: &'g Recorder) -> Vec<(&'static str, Var<'g>)> {
+        let (d, all) = (self.decoder(r), self.replies(r));
+        let (n, p) = (self.replies[0], self.prompt);
+        // A prompt's positions and sights are those of its part of the row: nothing behind it is seen.
+        let part = |v: Var<'g>| v.slice(1, 0, p);
+        let places = Places { position: part(all.places.position), until: part(all.places.until) };
+        let last = d.hidden(part(all.ids), Some(places)).slice(1, p - 1, p).reshape(&[n, self.shape.dim]);
+        vec![("diversity", self.score(r)), ("log_prob", all.log_prob(&d)), (LOGITS, d.logits(last))]
+    }
+}
+
+/// Becomes `next_probabilities`.
+const LOGITS: &str = "next_logits";
+
+pub fn steps(file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+    let bad = |m: &str| TrainError::Other(format!("this golden file {m}"));
+    let mut fields = file.config.as_object().cloned().ok_or_else(|| bad("has a config that is no table"))?;
+    let own = ["weight", "every", "prompts", "replies", "new_tokens", "temperature", "top_p", "baseline_decay"];
+    let objective: serde_json::Map<_, _> = own.iter().filter_map(|k| fields.remove_entry(*k)).collect();
+    // The reference knows neither.
+    fields.insert("base".into(), "".into());
+    fields.insert("dropout".into(), 0.0.into());
+    let unknown = |e: serde_json::Error| bad(&format!("has a config that polychromic does not know: {e}"));
+    let c: PolychromicConfig = serde_json::from_value(fields.into()).map_err(unknown)?;
+    c.check()?;
+    let objective: Objective = serde_json::from_value(objective.into()).map_err(unknown)?;
+
+    let shape = |name: &str, rank: usize| file.shape(name).filter(|s| s.len() == rank && s.iter().all(|&n| n > 0));
+    let shapes = (shape("input/ids", 2), shape("input/set_ids", 2), shape("input/embeddings", 3));
+    let (Some(rows), Some(replies), Some(embedded)) = shapes else { return Err(bad("has no ids, set_ids or embeddings")) };
+    let sets = [objective.prompts, objective.replies];
+    let prompt = replies[1].saturating_sub(objective.new_tokens);
+    if objective.replies < 2
+        || embedded[..2] != sets
+        || sets.iter().product::<usize>() != replies[0]
+        || prompt == 0
+        || objective.new_tokens == 0
+    {
+        return Err(bad("has replies or embeddings that do not fit its config"));
+    }
+    let ids = |name: &str, least: i64, shape: &[usize]| {
+        let found = file
+            .i32(&format!("input/{name}"))
+            .filter(|v| file.shape(&format!("input/{name}")).is_some_and(|s| s == shape) && !v.is_empty());
+        let inside = |v: &&Vec<i32>| v.iter().all(|&t| (least..c.vocab as i64).contains(&(t as i64)));
+        found.as_ref().filter(inside).cloned().ok_or_else(|| bad(&format!("has no {name} that fits its config")))
+    };
+    let mask = |name: &str, shape: &[usize]| {
+        let found = file.f32(&format!("input/{name}")).filter(|_| file.shape(&format!("input/{name}")).is_some_and(|s| s == shape));
+        found.map(|v| v.iter().map(|&x| x != 0.0).collect::<Vec<bool>>()).ok_or_else(|| bad(&format!("has no {name} that fits its ids")))
+    };
+    let (tokens, targets, set_ids) = (ids("ids", 0, &rows)?, ids("targets", -1, &rows)?, ids("set_ids", 0, &replies)?);
+    let padded = Rows::padded(&mask("real", &rows)?, rows[1]);
+    let set_padded = Rows::padded(&mask("set_real", &replies)?, replies[1]);
+    let reply: Vec<u8> = mask("set_reply", &replies)?.into_iter().map(u8::from).collect();
+    let (Some(embeddings), Some(baseline)) = (file.f32("input/embeddings"), file.f32("input/baseline").filter(|b| b.len() == 1)) else {
+        return Err(bad("has no embeddings or no baseline"));
+    };
+    let counted = targets.iter().filter(|t| **t >= 0).count();
+    if counted == 0 {
+        return Err(TrainError::AllMasked(0));
+    }
+    let weight = [1.0 / counted as f32];
+    let feeds = [
+        ("ids", Data::I32(&tokens)),
+        ("targets", Data::I32(&targets)),
+        ("weight", Data::F32(&weight)),
+        ("position", Data::I32(&padded.position)),
+        ("until", Data::I32(&padded.until)),
+        ("set_ids", Data::I32(&set_ids)),
+        ("set_reply", Data::U8(&reply)),
+        ("set_position", Data::I32(&set_padded.position)),
+        ("set_until", Data::I32(&set_padded.until)),
+        ("embeddings", Data::F32(&embeddings)),
+        ("baseline", Data::F32(&baseline)),
+    ];
+    let steps = Steps {
+        shape: c.shape(),
+        lora: c.lora(),
+        rows: [rows[0], rows[1]],
+        replies: [replies[0], replies[1]],
+        prompt,
+        width: embedded[2],
+        objective,
+    };
+    let mut out = differentiated(file, switches, device, &|r| steps.losses(r), &|r| steps.outputs(r), &feeds, &[])?;
+    let logits = out.remove(&format!("output/{LOGITS}")).unwrap_or_default();
+    let mut probabilities = vec![0.0; logits.len()];
+    for (row, p) in logits.chunks(c.vocab).zip(probabilities.chunks_mut(c.vocab)) {
+        let kept = nucleus(row, steps.objective.temperature as f32, steps.objective.top_p as f32);
+        let mass: f64 = kept.iter().map(|k| k.1).sum();
+        kept.into_iter().for_each(|(token, share)| p[token] = (share / mass) as f32);
+    }
+    out.insert("output/next_probabilities".into(), probabilities);
+    Ok(out)
+}

@@ -1,0 +1,255 @@
+//! polychromic: adapters on a frozen decoder, trained to answer well and in different ways. Built so far: the decoder, its model folders and
+//! adapters, the objective, and supervised training on text.
+
+mod export;
+mod golden;
+mod model;
+
+pub use export::export;
+pub use model::{Base, Decoder, Places, Replies, Rows, diversity};
+
+use crate::config::{Config, ConfigError, DataConfig, TrainConfig};
+use crate::data::{Source, Tokenizer};
+use crate::golden::Golden;
+use crate::models::{Adapter, Folder, Lora, Shape, Target};
+use crate::recipe::{Computed, Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
+use crate::text::Text;
+use engine::{Device, Recorder, Switches, Var};
+use serde::Deserialize;
+use std::path::Path;
+use std::sync::Arc;
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PolychromicConfig {
+    /// A model's folder; empty: weights drawn at random, in the shape that follows.
+    pub base: String,
+    pub vocab: usize,
+    pub dim: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub hidden: usize,
+    pub tied: bool,
+    pub qk_norm: bool,
+    pub rope_theta: f64,
+    pub norm_eps: f64,
+    /// Tokens of a row.
+    pub seq: usize,
+    pub rank: usize,
+    pub alpha: f64,
+    pub dropout: f64,
+    pub targets: Vec<Target>,
+}
+
+impl PolychromicConfig {
+    /// The shape that the config names.
+    pub fn shape(&self) -> Shape {
+        Shape {
+            vocab: self.vocab,
+            dim: self.dim,
+            layers: self.layers,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            hidden: self.hidden,
+            tied: self.tied,
+            qk_norm: self.qk_norm,
+            rope_theta: self.rope_theta,
+            rope_scaling: crate::models::RopeScaling::None,
+            norm_eps: self.norm_eps,
+            context: self.seq,
+        }
+    }
+
+    pub fn lora(&self) -> Lora {
+        let mut targets = self.targets.clone();
+        targets.sort(); // their order means nothing
+        Lora { rank: self.rank, alpha: self.alpha, dropout: self.dropout, targets }
+    }
+
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let bad = |m: String| ConfigError::Invalid(format!("model.{m}"));
+        self.shape().check().map_err(bad)?;
+        self.lora().check().map_err(bad)?;
+        match self.seq {
+            1..=0x10_0000 => Ok(()),
+            seq => Err(bad(format!("seq = {seq}: from 1 to {}", 1 << 20))),
+        }
+    }
+}
+
+/// How replies are sampled, and what their diversity counts.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Objective {
+    /// Of the policy gradient's loss beside the supervised one.
+    pub weight: f64,
+    /// Steps from one set of replies to the next.
+    pub every: u64,
+    pub prompts: usize,
+    /// To each prompt.
+    pub replies: usize,
+    pub new_tokens: usize,
+    pub temperature: f64,
+    pub top_p: f64,
+    pub baseline_decay: f64,
+}
+
+/// A base and the adapters on it, as a config names them.
+pub struct Adapted {
+    pub shape: Shape,
+    pub lora: Lora,
+    /// Where the base is read from; none where it is drawn at random.
+    pub folder: Option<Arc<Folder>>,
+}
+
+impl Adapted {
+    pub fn new(c: &PolychromicConfig) -> Result<Adapted, TrainError> {
+        c.check()?;
+        let folder = match c.base.as_str() {
+            "" => None,
+            path => Some(Arc::new(Folder::open(Path::new(path))?)),
+        };
+        let shape = folder.as_ref().map_or_else(|| c.shape(), |f| f.shape.clone());
+        if c.seq > shape.context {
+            return Err(ConfigError::Invalid(format!("model.seq = {}: the base has {} positions", c.seq, shape.context)).into());
+        }
+        Ok(Adapted { shape, lora: c.lora(), folder })
+    }
+
+    pub fn decoder<'a, 'g>(&'a self, r: &'g Recorder, rng: Option<Var<'g>>) -> Decoder<'a, 'g> {
+        let base = if self.folder.is_some() { Base::Loaded } else { Base::Drawn };
+        Decoder { shape: &self.shape, lora: Some(&self.lora), base, r, rng }
+    }
+
+    /// Takes an adapter in PEFT's layout; it must be what the config makes.
+    fn take(&self, s: &mut Session, path: &Path) -> Result<(), TrainError> {
+        let adapter = Adapter::open(path, &self.shape)?;
+        let (theirs, ours) = (&adapter.lora, &self.lora);
+        let names = |l: &Lora| format!("[{}]", l.targets.iter().map(|t| format!("\"{}\"", t.name())).collect::<Vec<_>>().join(", "));
+        let pairs = [
+            ("rank", theirs.rank.to_string(), ours.rank.to_string()),
+            ("alpha", theirs.alpha.to_string(), ours.alpha.to_string()),
+            ("targets", names(theirs), names(ours)),
+        ];
+        if let Some((key, theirs, ours)) = pairs.iter().find(|(_, theirs, ours)| theirs != ours) {
+            return Err(TrainError::Other(format!(
+                "the adapter {} has {key} = {theirs}, but model.{key} = {ours} (train with --set 'model.{key}={theirs}')",
+                path.display()
+            )));
+        }
+        Ok(adapter.load(&mut s.store)?)
+    }
+}
+
+pub struct PolychromicRecipe;
+
+impl Recipe for PolychromicRecipe {
+    fn name(&self) -> &'static str {
+        "polychromic"
+    }
+
+    fn about(&self) -> &'static str {
+        "low-rank adapters on a frozen decoder (Qwen3, Llama)"
+    }
+
+    fn presets(&self) -> &'static [(&'static str, &'static str)] {
+        &[
+            ("tiny", include_str!("../../../configs/polychromic-tiny.toml")),
+            ("qwen3-0.6b", include_str!("../../../configs/polychromic-qwen3-0.6b.toml")),
+        ]
+    }
+
+    fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let c: PolychromicConfig = config.section("model")?;
+        let model = Adapted::new(&c)?;
+        let data: DataConfig = config.section("data")?;
+        let train: TrainConfig = config.section("train")?;
+        train.check()?;
+        let text = Text { data, vocab: model.shape.vocab, seq: c.seq, seed: config.seed() };
+        let tokenizer = text.tokenizer()?;
+        let mut identity = text.identity();
+        if let Some(folder) = &model.folder {
+            same_tokenizer(folder, &tokenizer)?;
+            identity["base"] = format!("{:016x}", folder.fingerprint()?).into();
+        }
+        Ok(Box::new(Supervised::new(PolychromicModel { model, text, identity }, train, config.seed())))
+    }
+
+    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+        golden::steps(file, switches, device)
+    }
+}
+
+/// Tokens mean what the base learnt them to mean.
+fn same_tokenizer(folder: &Folder, data: &Tokenizer) -> Result<(), TrainError> {
+    let Some(path) = folder.tokenizer() else { return Ok(()) };
+    let own = Tokenizer::from_spec(&path.display().to_string())?;
+    match own.fingerprint() == data.fingerprint() {
+        true => Ok(()),
+        false => Err(TrainError::Other(format!(
+            "the data's tokenizer ({}) is not the base's: prepare it with kiln data prepare --tokenizer {}",
+            data.name(),
+            path.display()
+        ))),
+    }
+}
+
+struct PolychromicModel {
+    model: Adapted,
+    text: Text,
+    identity: serde_json::Value,
+}
+
+impl PolychromicModel {
+    fn record<'g>(&self, r: &'g Recorder, batch: usize, trains: bool) -> Vec<(&'static str, Var<'g>)> {
+        let f = Feeds::new(r, batch, self.text.seq);
+        let d = self.model.decoder(r, trains.then_some(f.rng));
+        vec![("loss", d.loss(d.hidden(f.ids, None), f.targets, f.weight))]
+    }
+}
+
+impl Model for PolychromicModel {
+    fn seq(&self) -> usize {
+        self.text.seq
+    }
+
+    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        self.record(r, batch, true)
+    }
+
+    fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        self.record(r, batch, false)
+    }
+
+    fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
+        Ok(self.model.folder.as_ref().map_or(Ok(()), |f| f.load(&mut s.store))?)
+    }
+
+    fn init_from(&self, s: &mut Session, from: &Path) -> Result<bool, TrainError> {
+        let is_adapter = from.join("adapter_config.json").exists();
+        if is_adapter {
+            self.model.take(s, from)?;
+        }
+        Ok(is_adapter)
+    }
+
+    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
+        self.text.source(train)
+    }
+
+    fn vocab(&self) -> usize {
+        self.model.shape.vocab
+    }
+
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        let floor = self.source(false).ok()?.entropy_floor()?;
+        Some(("entropy of the data", floor))
+    }
+
+    fn identity(&self) -> serde_json::Value {
+        self.identity.clone()
+    }
+}

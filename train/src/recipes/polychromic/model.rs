@@ -1,0 +1,235 @@
+//! A decoder with adapters on a frozen base, and what it is trained towards. What the numbers are is said by reference/polychromic.py; names
+//! of parameters are the same there.
+
+use crate::models::{Lora, Shape, Target};
+use engine::ops::attention::{attention, attention_until};
+use engine::ops::rope::Pairs;
+use engine::{DType, Init, Recorder, Var};
+
+const STD: f32 = 0.02;
+
+/// What becomes of the weights that are not an adapter's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Base {
+    /// Frozen, and filled from a folder.
+    Loaded,
+    /// Frozen, and drawn at random.
+    Drawn,
+    /// Trained like everything else, from weights drawn at random.
+    Trained,
+}
+
+/// Records a decoder.
+pub struct Decoder<'a, 'g> {
+    pub shape: &'a Shape,
+    pub lora: Option<&'a Lora>,
+    pub base: Base,
+    pub r: &'g Recorder,
+    /// The feed of random numbers, where the adapters' input is to lose some.
+    pub rng: Option<Var<'g>>,
+}
+
+/// Where the tokens of rows stand; i32 [batch, time] each. Without it a row is one sequence, from its first token to its last.
+#[derive(Clone, Copy)]
+pub struct Places<'g> {
+    /// Positions, for the rotary embedding; below the rows' length.
+    pub position: Var<'g>,
+    /// The last token of the row that sees each (see `engine::ops::attention`).
+    pub until: Var<'g>,
+}
+
+/// Numbers for `Places`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rows {
+    pub position: Vec<i32>,
+    pub until: Vec<i32>,
+}
+
+impl Rows {
+    /// Rows of `time` tokens of which some are padding, wherever it stands: positions count real tokens, and padding is seen by itself alone.
+    pub fn padded(real: &[bool], time: usize) -> Rows {
+        let mut rows = Rows::default();
+        for row in real.chunks(time) {
+            let mut count = 0;
+            for (t, &real) in row.iter().enumerate() {
+                count += real as i32;
+                rows.position.push((count - 1).max(0));
+                rows.until.push(if real { time as i32 - 1 } else { t as i32 });
+            }
+        }
+        rows
+    }
+
+    /// Rows of `time` tokens, each of examples of these lengths behind one another; the rest of a row is padding.
+    pub fn packed(rows: &[Vec<usize>], time: usize) -> Rows {
+        let mut all = Rows::default();
+        for lengths in rows {
+            let mut at = 0;
+            for &length in lengths {
+                all.position.extend(0..length as i32);
+                at += length;
+                all.until.extend(std::iter::repeat_n(at as i32 - 1, length));
+            }
+            assert!(at <= time, "examples of {lengths:?} tokens in a row of {time}");
+            all.position.extend(std::iter::repeat_n(0, time - at));
+            all.until.extend(at as i32..time as i32);
+        }
+        all
+    }
+}
+
+impl<'g> Decoder<'_, 'g> {
+    fn weight(&self, name: &str, shape: &[usize], init: Init) -> Var<'g> {
+        match self.base {
+            Base::Trained => self.r.param(name, shape, init),
+            Base::Drawn => self.r.frozen(name, shape, init),
+            // Not drawn only to be replaced.
+            Base::Loaded => self.r.frozen(name, shape, Init::Full(0.0)),
+        }
+    }
+
+    fn norm(&self, x: Var<'g>, name: &str) -> Var<'g> {
+        x.rms_norm(self.weight(name, &[x.dim(0)], Init::Full(1.0)), self.shape.norm_eps as f32)
+    }
+
+    pub fn embedding(&self) -> Var<'g> {
+        self.weight("embedding", &[self.shape.vocab, self.shape.dim], Init::Normal { std: STD })
+    }
+
+    /// [vocab, dim]
+    pub fn head(&self) -> Var<'g> {
+        match self.shape.tied {
+            true => self.embedding(),
+            false => self.weight("head", &[self.shape.vocab, self.shape.dim], Init::Normal { std: STD }),
+        }
+    }
+
+    fn adapts(&self, target: Target) -> Option<&Lora> {
+        self.lora.filter(|l| l.targets.contains(&target))
+    }
+
+    /// x through each of `targets`. The adapters among them read the same x, with the same elements dropped.
+    fn linear<const N: usize>(&self, at: &str, x: Var<'g>, targets: [Target; N]) -> [Var<'g>; N] {
+        let dropout = self.lora.map_or(0.0, |l| l.dropout as f32);
+        let dropped = match self.rng {
+            Some(rng) if dropout > 0.0 && targets.iter().any(|&t| self.adapts(t).is_some()) => x.dropout(dropout, rng),
+            _ => x,
+        };
+        targets.map(|target| {
+            let (outputs, inputs) = target.sizes(self.shape);
+            let name = |part: &str| format!("{at}.{}.{part}", target.name());
+            let y = x.linear(self.weight(&name("weight"), &[outputs, inputs], Init::Normal { std: STD }));
+            let Some(lora) = self.adapts(target) else { return y };
+            let a = self.r.param(&name("lora_a"), &[lora.rank, inputs], Init::Uniform { bound: 1.0 / (inputs as f32).sqrt() });
+            let b = self.r.param(&name("lora_b"), &[outputs, lora.rank], Init::Full(0.0));
+            y + (dropped.linear(a) * lora.scale()).linear(b)
+        })
+    }
+
+    fn layer(&self, at: &str, x: Var<'g>, tables: (Var<'g>, Var<'g>), until: Option<Var<'g>>) -> Var<'g> {
+        let s = self.shape;
+        let (b, t) = (x.shape()[0], x.shape()[1]);
+        let u = self.norm(x, &format!("{at}.attn_norm"));
+        let [q, k, v] = self.linear(at, u, [Target::Q, Target::K, Target::V]);
+        let turned = |y: Var<'g>, heads: usize, name: &str| {
+            let y = y.reshape(&[b, t, heads, s.head_dim]);
+            let y = if s.qk_norm { self.norm(y, &format!("{at}.{name}")) } else { y };
+            y.rope(Pairs::Halves, tables)
+        };
+        let (q, k) = (turned(q, s.heads, "q_norm"), turned(k, s.kv_heads, "k_norm"));
+        let v = v.reshape(&[b, t, s.kv_heads, s.head_dim]);
+        let scale = 1.0 / (s.head_dim as f32).sqrt();
+        let a = match until {
+            Some(until) => attention_until(q, k, v, until, true, scale),
+            None => attention(q, k, v, true, scale),
+        };
+        let [o] = self.linear(at, a.reshape(&[b, t, s.heads * s.head_dim]), [Target::O]);
+        let x = x + o;
+        let u = self.norm(x, &format!("{at}.mlp_norm"));
+        let [gate, up] = self.linear(at, u, [Target::Gate, Target::Up]);
+        let [down] = self.linear(at, gate.swiglu(up), [Target::Down]);
+        x + down
+    }
+
+    /// ids [batch, time] -> the last hidden state, normed: [batch, time, dim].
+    pub fn hidden(&self, ids: Var<'g>, places: Option<Places<'g>>) -> Var<'g> {
+        let (cos, sin) = self.r.rope_tables_of(ids.shape()[1], &self.shape.frequencies());
+        // Angles are f32, whatever they turn.
+        let tables = match places {
+            Some(p) => self.r.typed(|| (cos.gather_rows(p.position), sin.gather_rows(p.position))),
+            None => (cos, sin),
+        };
+        let mut x = self.embedding().gather_rows(ids);
+        for i in 0..self.shape.layers {
+            let at = format!("layers.{i}");
+            x = self.r.block(&at, || self.layer(&at, x, tables, places.map(|p| p.until)));
+        }
+        self.norm(x, "norm")
+    }
+
+    /// hidden [.., dim] -> logits [.., vocab].
+    pub fn logits(&self, hidden: Var<'g>) -> Var<'g> {
+        self.r.scope("head", || hidden.linear(self.head()))
+    }
+
+    /// Sum over tokens of weight, [1] or one for each, times cross-entropy; a target of -1 counts for nothing.
+    pub fn loss(&self, hidden: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
+        let tokens = targets.meta().elements();
+        let rows = hidden.reshape(&[tokens, self.shape.dim]);
+        let weight = if weight.meta().elements() == 1 { weight } else { weight.reshape(&[tokens]) };
+        self.r.scope("head", || rows.linear_cross_entropy(self.head(), targets.reshape(&[tokens]), weight))
+    }
+}
+
+/// Replies that were sampled: ids [n, time], and reply, u8 [n, time], 1 where a token was.
+#[derive(Clone, Copy)]
+pub struct Replies<'g> {
+    pub ids: Var<'g>,
+    pub reply: Var<'g>,
+    pub places: Places<'g>,
+}
+
+impl<'g> Replies<'g> {
+    /// What each token but the first was predicted from: hidden states [n, time - 1, dim], the tokens, and 1 where one is a reply's.
+    fn predicted(&self, d: &Decoder<'_, 'g>) -> (Var<'g>, Var<'g>, Var<'g>) {
+        let time = self.ids.shape()[1];
+        let next = |v: Var<'g>| v.slice(1, 1, time);
+        let hidden = d.hidden(self.ids, Some(self.places)).slice(1, 0, time - 1);
+        (hidden, next(self.ids), next(self.reply).cast(DType::F32))
+    }
+
+    /// Sum of log p of each reply's tokens: [n].
+    pub fn log_prob(&self, d: &Decoder<'_, 'g>) -> Var<'g> {
+        let (hidden, tokens, counts) = self.predicted(d);
+        let shape = tokens.shape();
+        let rows = shape.iter().product();
+        let logits = d.logits(hidden.reshape(&[rows, d.shape.dim]));
+        -(logits.cross_entropy(tokens.reshape(&[rows])).reshape(&shape) * counts).sum_axis(1).reshape(&shape[..1])
+    }
+
+    /// The policy gradient's loss: minus the mean over replies of advantage [n] times log p of a token, in the mean over the reply's. As each
+    /// token's weight is known beforehand, it is a sum of weighted cross-entropies.
+    pub fn policy_loss(&self, d: &Decoder<'_, 'g>, advantage: Var<'g>) -> Var<'g> {
+        let n = self.ids.shape()[0];
+        let (hidden, tokens, counts) = self.predicted(d);
+        let weight = d.r.typed(|| {
+            let length = self.reply.cast(DType::F32).sum_axis(1).max(d.r.full(&[1, 1], 1.0));
+            counts * (advantage.reshape(&[n, 1]) / (length * n as f32))
+        });
+        d.loss(hidden, tokens, weight)
+    }
+}
+
+/// Mean over pairs of 1 - cosine of embeddings [sets, replies, width], for each set: [sets]. A vector of zeros has a cosine of 0 with all.
+pub fn diversity(embeddings: Var) -> Var {
+    let (sets, n) = (embeddings.shape()[0], embeddings.shape()[1] as f32);
+    let r = embeddings.recorder();
+    r.typed(|| {
+        let length = embeddings.square().sum_axis(2).sqrt().max(r.full(&[1, 1, 1], 1e-12));
+        let unit = embeddings / length;
+        // All pairs at once: |sum of u|^2 = sum of |u|^2 + twice the sum over pairs.
+        let own = unit.square().sum_axis(2).sum_axis(1);
+        let all = unit.sum_axis(1).square().sum_axis(2);
+        ((all - own) * (-1.0 / (n * (n - 1.0))) + 1.0).reshape(&[sets])
+    })
+}
