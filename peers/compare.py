@@ -14,6 +14,7 @@ OURS = {
     "hydra": ["hydra", "--preset", "100m", "--set", "batch=64"],
     "hydra-4": ["hydra", "--preset", "100m", "--set", "batch=4"],
     "vision_bdh": ["vision_bdh", "--preset", "cifar10"],
+    "hrm": ["hrm", "--preset", "sudoku-moe"],
     "lior": ["lior", "--preset", "production", "--set", "batch=8"],
     "lior-1": ["lior", "--preset", "production", "--set", "batch=1"],
     "lior-64": ["lior", "--preset", "production", "--set", "batch=64"],

@@ -97,6 +97,9 @@ fn a_norm_adds_only_where_that_saves_something() {
         "before its norm",
     );
     refused(|a, b, _, w| a.recorder().output("y", (a + b.silu()).rms_norm(w, 1e-6)), "is arithmetic");
+    assert_eq!(run(|a, b, _, _| a.recorder().output("y", (a + b).rms_norm_plain(1e-6))), (1, String::new()));
+    refused(|a, b, _, _| a.recorder().output("y", (a + b.matmul(b.t()).matmul(b)).rms_norm_plain(1e-6)), "is a product");
+    refused(|a, _, row, _| a.recorder().output("y", (a + row).rms_norm_plain(1e-6)), "not the sum's shape");
     refused(|a, b, _, w| a.recorder().output("y", (a + b.slice(1, 0, 1)).rms_norm(w, 1e-6)), "nor is it a row");
     refused(
         |a, b, _, w| {
@@ -113,7 +116,8 @@ fn fused_norms_keep_rows_weights_and_tables_in_f32() {
     let half = || Switches::default().with("bf16", "auto").unwrap();
     let pass = |name: &str| *PASSES.iter().find(|p| p.name() == name).unwrap();
     let (applied, _, ops) = compiled("fuse-norm", half(), |r| pass("fuse-norm").example(r));
-    assert_eq!(applied, 3);
+    assert_eq!(applied, 4);
+    assert!(ops.contains(&"add_rms_norm [bf16[70, 24], bf16[70, 24]]".into()), "{ops:?}");
     assert!(ops.contains(&"residual_norm [bf16[70, 24], bf16[70, 24]]".into()), "{ops:?}");
     assert!(ops.contains(&"add_rms_norm [bf16[70, 24], bf16[70, 24], f32[24]]".into()), "{ops:?}");
     assert!(ops.contains(&"add_rms_norm [bf16[70, 24], f32[1, 24], f32[24]]".into()), "{ops:?}");

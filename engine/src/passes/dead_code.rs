@@ -6,6 +6,7 @@ use crate::graph::{Graph, Init, Kind, Node};
 use crate::meta::DType;
 use crate::op::Op;
 use crate::ops::experts::GroupedSwiglu;
+use crate::ops::norm::add::AddRmsNorm;
 use crate::ops::pointwise::Pointwise;
 use crate::record::Recorder;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ impl Pass for DeadCode {
     }
 
     fn about(&self) -> &'static str {
-        "Drops operations, and outputs of fused arithmetic and of experts, that nothing needs: gradients of what is not trained, above all."
+        "Drops operations, and outputs of fused arithmetic, experts and norms, that nothing needs: gradients of what is not trained, above all."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -31,7 +32,7 @@ impl Pass for DeadCode {
         sweep(g);
         receipt.applied = before - g.nodes.len() + outputs;
         if outputs > 0 {
-            receipt.notes.push(format!("{outputs} outputs of arithmetic and of experts"));
+            receipt.notes.push(format!("{outputs} outputs of arithmetic, experts and norms"));
         }
         Ok(())
     }
@@ -63,7 +64,7 @@ pub fn sweep(g: &mut Graph) {
     }
 }
 
-/// Drops outputs of pointwise nodes, and what experts keep for a gradient, that nobody reads; returns how many.
+/// Drops outputs of pointwise nodes, and what experts and norms keep for a gradient, that nobody reads; returns how many.
 fn drop_outputs(g: &mut Graph) -> usize {
     // From the end, so that an output read only by a dropped one goes too.
     let mut dropped = 0;
@@ -80,6 +81,12 @@ fn drop_outputs(g: &mut Graph) -> usize {
         }
         if let Some(op) = g.nodes[i].op::<GroupedSwiglu>().filter(|op| op.keep && !read[i][1]) {
             let op = GroupedSwiglu { keep: false, ..op.clone() };
+            g.nodes[i].outputs.pop();
+            g.nodes[i].kind = Kind::Op(Arc::new(op));
+            dropped += 1;
+        }
+        if let Some(op) = g.nodes[i].op::<AddRmsNorm>().filter(|op| op.sum && !read[i][2]) {
+            let op = AddRmsNorm { sum: false, ..op.clone() };
             g.nodes[i].outputs.pop();
             g.nodes[i].kind = Kind::Op(Arc::new(op));
             dropped += 1;

@@ -4,6 +4,7 @@ use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
+use crate::ops::matmul::Matmul;
 use crate::ops::norm::add::{AddRmsNorm, is_row};
 use crate::ops::norm::residual::ResidualNorm;
 use crate::ops::norm::{LayerNorm, RmsNorm};
@@ -61,16 +62,17 @@ impl Pass for FuseNorm {
         let h = x + x.matmul(w);
         let y = (h.rms_norm(norm("a"), 1e-6) + row.slice(0, 1, 2)).rms_norm(norm("b"), 1e-6);
         let s = (x.matmul(w) + y.matmul(w).layer_norm(1e-5)).layer_norm(1e-5);
-        let loss = (y * h).mean() + (s * s.layer_norm(1e-5)).sum();
+        let plain = (h + s).rms_norm_plain(1e-6);
+        let loss = (y * h).mean() + (s * s.layer_norm(1e-5)).sum() + (plain * y).sum();
         r.output("loss", loss);
         let grads = r.grad(loss, &[row, w, norm("a"), norm("b")]);
         grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
     }
 }
 
-/// The addition that node `i` norms, with a weight: its node, and its terms.
+/// The addition that node `i` norms: its node, and its terms.
 fn added(g: &Graph, i: usize) -> Option<(usize, [Value; 2])> {
-    g.nodes[i].op::<RmsNorm>().filter(|_| g.nodes[i].inputs.len() == 2)?;
+    g.nodes[i].op::<RmsNorm>()?;
     let p = g.nodes[i].inputs[0].node;
     let terms = binary(g, p, Bin::Add)?;
     Some((p, terms))
@@ -90,7 +92,7 @@ pub fn binary(g: &Graph, node: usize, op: Bin) -> Option<[Value; 2]> {
 
 /// Whether the sum of node `p` is read by others than the norm `i`; or why the norm cannot add.
 fn sum_is_read(g: &Graph, p: usize, i: usize, terms: [Value; 2]) -> Result<bool, &'static str> {
-    let sum = &g.nodes[p].outputs[0];
+    let (sum, weightless) = (&g.nodes[p].outputs[0], g.nodes[i].inputs.len() == 1);
     let full = terms.map(|v| g.meta(v) == sum);
     let row = terms.map(|v| is_row(&g.meta(v).shape, sum.dim(0)));
     let readers = g.readers();
@@ -106,9 +108,14 @@ fn sum_is_read(g: &Graph, p: usize, i: usize, terms: [Value; 2]) -> Result<bool,
             Err("the sum enters a block, and alone should")
         } else if terms.into_iter().any(fuses) {
             Err("a term is arithmetic, which fuses with the addition")
+        } else if weightless && terms.into_iter().any(|v| g.nodes[v.node].op::<Matmul>().is_some()) {
+            Err("a term is a product, which adds the other")
         } else {
-            Ok(read)
+            // Without a weight, a gradient wants the sum; `dead-code` drops it where there is none.
+            Ok(read || weightless)
         }
+    } else if weightless {
+        Err("a term has not the sum's shape and type")
     } else if (full[0] && row[1]) || (full[1] && row[0]) {
         if read { Err("the sum with a row is read elsewhere") } else { Ok(false) }
     } else {
@@ -123,7 +130,7 @@ fn join(g: &mut Graph, i: usize, [a, b]: [Value; 2], sum: bool) {
     let (a, b) = if g.meta(a).shape == meta.shape { (a, b) } else { (b, a) };
     let node = &mut g.nodes[i];
     let eps = node.op::<RmsNorm>().expect("a norm").eps;
-    node.inputs = vec![a, b, node.inputs[1]];
+    node.inputs.splice(..1, [a, b]);
     node.kind = Kind::Op(Arc::new(AddRmsNorm { eps, sum }));
     if !sum {
         return;

@@ -113,7 +113,8 @@ fn op_outcomes<'a>(op: &'a engine::op::Entry, device: &'a Device) -> impl Iterat
     op.cases.iter().filter(|c| !c.bench).flat_map(|c| check_case(op.name, c, device))
 }
 
-/// The golden files of the recipes that are built in.
+/// The golden files of the recipes that are built in; and for hrm in bf16 another one, because of that file's 64 tokens one has two
+/// experts that are as good as tied, and rounding sends it to the other.
 const GOLDEN: &[(&str, &[u8])] = &[
     ("hydra", include_bytes!("../../../reference/golden/hydra.safetensors")),
     ("vision_bdh", include_bytes!("../../../reference/golden/vision_bdh.safetensors")),
@@ -121,6 +122,7 @@ const GOLDEN: &[(&str, &[u8])] = &[
     ("hrm", include_bytes!("../../../reference/golden/hrm.safetensors")),
     ("polychromic", include_bytes!("../../../reference/golden/polychromic.safetensors")),
 ];
+const UNTIED: (&str, &[u8]) = ("hrm", include_bytes!("../../tests/golden/hrm-top3.safetensors"));
 
 fn everything(device: &Device) -> Result<ExitCode> {
     let mut rows = vec![];
@@ -148,11 +150,12 @@ fn everything(device: &Device) -> Result<ExitCode> {
         add(format!("pass {}", pass.name()), &mut std::iter::once(check_pass(*pass, device)))?;
     }
     for (name, bytes) in GOLDEN {
-        let file = Golden::read(name, bytes.to_vec())?;
-        for (what, switches, rule) in [
-            ("f32", Switches::default(), Rule::Tolerance(1e-4)),
-            ("bf16, direction", Switches::default().with("bf16", "auto")?, Rule::Cosine(0.99)),
+        let narrow = if *name == UNTIED.0 { UNTIED.1 } else { bytes };
+        for (what, bytes, switches, rule) in [
+            ("f32", *bytes, Switches::default(), Rule::Tolerance(1e-4)),
+            ("bf16, direction", narrow, Switches::default().with("bf16", "auto")?, Rule::Cosine(0.99)),
         ] {
+            let file = Golden::read(name, bytes.to_vec())?;
             let computed = recipe::find(&file.recipe)?.golden(&file, &switches, device)?;
             let outcome = |c: Compared| {
                 let error = match rule {

@@ -10,9 +10,9 @@ use crate::op::{Cost, Grads, Op, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// y = rms_norm(a + b) * weight. Inputs: a [.., d]; b, of the same shape or one row; weight [d].
-/// Outputs: y, rstd [rows], and with `sum` (b of a's shape) a + b.
-#[derive(Debug)]
+/// y = rms_norm(a + b) * weight. Inputs: a [.., d]; b, of the same shape or one row; perhaps a weight [d].
+/// Outputs: y, rstd [rows], and with `sum` (b of a's shape) a + b. Without a weight, only that has a gradient.
+#[derive(Clone, Debug)]
 pub struct AddRmsNorm {
     pub eps: f32,
     pub sum: bool,
@@ -46,8 +46,8 @@ impl Op for AddRmsNorm {
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let fits = x[1].shape == x[0].shape || (!self.sum && is_row(&x[1].shape, x[0].dim(0)));
-        assert!(x.len() == 3 && fits, "add_rms_norm of {x:?}");
-        let mut y = norm_metas(&[x[0].clone(), x[2].clone()], "add_rms_norm");
+        assert!(matches!(x.len(), 2 | 3) && fits, "add_rms_norm of {x:?}");
+        let mut y = norm_metas(&[&x[..1], &x[2..]].concat(), "add_rms_norm");
         if self.sum {
             y.push(x[0].clone());
         }
@@ -57,7 +57,7 @@ impl Op for AddRmsNorm {
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         let d = x[0].dim(0);
         let terms = Terms { a: x[0].f32(), b: x[1].f32(), d };
-        let weight = x[2].f32();
+        let weight = x.get(2).map(|w| w.f32());
         let [y, rstd, kept @ ..] = y else { unreachable!("infer gives two outputs or three") };
         if let [kept] = kept {
             kept.f32().par_chunks_mut(d).enumerate().for_each(|(row, s)| terms.write(row, s));
@@ -71,18 +71,29 @@ impl Op for AddRmsNorm {
                 terms.write(row, y);
                 let r = 1.0 / (sum(y, |v| v * v) / d as f32 + self.eps).sqrt();
                 *rstd = r;
-                y.iter_mut().zip(weight).for_each(|(y, &w)| *y = *y * r * w);
+                match weight {
+                    Some(w) => y.iter_mut().zip(w).for_each(|(y, &w)| *y = *y * r * w),
+                    None => y.iter_mut().for_each(|y| *y *= r),
+                }
             },
         );
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        gpu::forward(io, Inputs { term: Some(1), weight: Some(2), ..Inputs::default() }, self.eps, false)
+        gpu::forward(io, Inputs { term: Some(1), weight: (io.x.len() > 2).then_some(2), ..Inputs::default() }, self.eps, false)
     }
 
     /// Where the sum was written, it is read again rather than the two terms.
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let ds = dy.get(2).copied().flatten();
+        if x.len() == 2 {
+            let through = |d: Var<'g>| {
+                assert!(self.sum, "a sum that was not kept has no gradient without a weight");
+                d.recorder().op1(RmsNormGrad { add: ds.is_some() }, &[&[y[2], y[1], d], ds.as_slice()].concat())
+            };
+            let ds = dy[0].map(through).or(ds);
+            return vec![ds, ds.map(|d| d.cast(x[1].dtype()))];
+        }
         let (ds, rest) = match (dy[0], ds) {
             (None, ds) => (ds, [None, None]),
             (Some(d), ds) => {
@@ -109,7 +120,7 @@ impl Op for AddRmsNorm {
 
     fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
         let s = x[0] + x[1];
-        let mut y = s.recorder().op(RmsNorm { eps: self.eps }, &[s, x[2]]);
+        let mut y = s.recorder().op(RmsNorm { eps: self.eps }, &[&[s], &x[2..]].concat());
         y.extend(self.sum.then_some(s));
         Some(y)
     }

@@ -326,6 +326,10 @@ pub const CASES: &[Case] = &[
     Case::new("rows added", &[In(&[70, 24], Fill::Normal), In(&[70, 24], Fill::Normal), In(&[24], Fill::Normal)], |x| {
         vec![add::norm_sum(x, false)[0]]
     }),
+    Case::new("rms of a sum, no weight", &[In(&[5, 24], Fill::Normal), In(&[5, 24], Fill::Normal)], |x| {
+        let y = add::norm_sum(x, true);
+        vec![y[0], y[2]]
+    }),
     Case::new("rows added and kept", &[In(&[3, 23, 40], Fill::Normal), In(&[3, 23, 40], Fill::Normal), In(&[40], Fill::Normal)], |x| {
         let y = add::norm_sum(x, true);
         vec![y[0], y[2]]
