@@ -80,7 +80,7 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *
 #pragma unroll 1
         for (int part = 0; part < 64; part += 32) {
             int first = k0 + part;
-            if (first >= KEYS || (CAUSAL && first > t_warp + 16 * M_Q - 1 + OFFSET)) break;
+            if (t_warp >= TIME || first >= KEYS || (CAUSAL && first > t_warp + 16 * M_Q - 1 + OFFSET)) break;
             const T *keys = tiles + (stage * 128 + part) * PITCH, *values = keys + 64 * PITCH;
             float s[M_Q][4][4] = {}, dp[M_Q][4][4] = {};
             by_rows<M_Q, 4, true>(s, qa, tiles, keys, lane);
@@ -179,7 +179,7 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
 #pragma unroll 1
         for (int part = 0; part < STAGE; part += 32) {
             int t_part = t0 + part;
-            if (t_part >= TIME || (CAUSAL && k_warp > t_part + 31 + OFFSET) || (MASKED && t_part > own.most)) continue;
+            if (k_warp >= KEYS || t_part >= TIME || (CAUSAL && k_warp > t_part + 31 + OFFSET) || (MASKED && t_part > own.most)) continue;
             const T *queries = stages + (i % 2 * 2 * STAGE + part) * PITCH, *dys = queries + STAGE * PITCH;
             const Pair *columns = pairs + i % 2 * STAGE + part + lane % 4 * 2;
             float s[M_K][4][4] = {}, dp[M_K][4][4] = {};

@@ -2,6 +2,9 @@
 #define BM (64 * M_Q)
 #define QUERY_TILES ((TIME + BM - 1) / BM)
 
+// How many keys are taken at once.
+template <int N> struct Keys { static const int OF_8 = N; };
+
 extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
     extern __shared__ __align__(16) float shared[];
     T *tiles = (T *)shared; // two stages of 64 keys and 64 values; the queries pass through the second
@@ -48,45 +51,50 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
             load<64>(next + 64 * PITCH, v, v_step, now.first, KEYS);
             copies_commit();
         }
-        if (CAUSAL && k0 > t_warp + 16 * M_Q - 1 + OFFSET) continue;
-        float s[M_Q][8][4] = {};
-        by_rows<M_Q, 8, true>(s, a, tiles, keys, lane);
-        if (k0 + 64 > KEYS || (CAUSAL && k0 + 63 > t_warp + OFFSET) || (MASKED && t_warp + 16 * M_Q - 1 > least)) {
+        if (t_warp >= TIME || (CAUSAL && k0 > t_warp + 16 * M_Q - 1 + OFFSET)) continue;
+        const auto add = [&](auto keys_at_once) {
+            const int N = decltype(keys_at_once)::OF_8;
+            float s[M_Q][N][4] = {};
+            by_rows<M_Q, N, true>(s, a, tiles, keys, lane);
+            if (k0 + 8 * N > KEYS || (CAUSAL && k0 + 8 * N - 1 > t_warp + OFFSET) || (MASKED && t_warp + 16 * M_Q - 1 > least)) {
+#pragma unroll
+                for (int m = 0; m < M_Q; m++)
+#pragma unroll
+                    for (int n = 0; n < N; n++)
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {
+                            int key = k0 + 8 * n + lane % 4 * 2 + j % 2, t = t_warp + 16 * m + j / 2 * 8 + lane / 4;
+                            if (key >= KEYS || (CAUSAL && key > t + OFFSET) || (MASKED && t > limits[key])) s[m][n][j] = -infinity();
+                        }
+            }
+            u32 w[M_Q][N / 2][4];
 #pragma unroll
             for (int m = 0; m < M_Q; m++)
 #pragma unroll
-                for (int n = 0; n < 8; n++)
+                for (int half = 0; half < 2; half++) {
+                    float high = top[m][half];
 #pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        int key = k0 + 8 * n + lane % 4 * 2 + j % 2, t = t_warp + 16 * m + j / 2 * 8 + lane / 4;
-                        if (key >= KEYS || (CAUSAL && key > t + OFFSET) || (MASKED && t > limits[key])) s[m][n][j] = -infinity();
+                    for (int n = 0; n < N; n++) high = fmaxf(high, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                    high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1)); // four threads a row
+                    high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
+                    // Without a mask every row sees key 0, so `high` is a score from the first tile on.
+                    float score = MASKED && high == -infinity() ? 0.0f : high;
+                    float shrink = power_of_two((top[m][half] - score) * SCALE_2), base = score * SCALE_2, sum = 0.0f;
+                    top[m][half] = high;
+#pragma unroll
+                    for (int n = 0; n < N; n++) {
+                        float p0 = power_of_two(s[m][n][2 * half] * SCALE_2 - base), p1 = power_of_two(s[m][n][2 * half + 1] * SCALE_2 - base);
+                        sum += p0 + p1;
+                        w[m][n / 2][n % 2 * 2 + half] = pack<T>(p0, p1);
                     }
-        }
-        u32 w[M_Q][4][4];
+                    total[m][half] = total[m][half] * shrink + sum; // of this thread's columns
 #pragma unroll
-        for (int m = 0; m < M_Q; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float high = top[m][half];
-#pragma unroll
-                for (int n = 0; n < 8; n++) high = fmaxf(high, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-                high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1)); // four threads a row
-                high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
-                // Without a mask every row sees key 0, so `high` is a score from the first tile on.
-                float score = MASKED && high == -infinity() ? 0.0f : high;
-                float shrink = power_of_two((top[m][half] - score) * SCALE_2), base = score * SCALE_2, sum = 0.0f;
-                top[m][half] = high;
-#pragma unroll
-                for (int n = 0; n < 8; n++) {
-                    float p0 = power_of_two(s[m][n][2 * half] * SCALE_2 - base), p1 = power_of_two(s[m][n][2 * half + 1] * SCALE_2 - base);
-                    sum += p0 + p1;
-                    w[m][n / 2][n % 2 * 2 + half] = pack<T>(p0, p1);
+                    for (int n = 0; n < D / 8; n++) out[m][n][2 * half] *= shrink, out[m][n][2 * half + 1] *= shrink;
                 }
-                total[m][half] = total[m][half] * shrink + sum; // of this thread's columns
-#pragma unroll
-                for (int n = 0; n < D / 8; n++) out[m][n][2 * half] *= shrink, out[m][n][2 * half + 1] *= shrink;
-            }
-        by_columns<M_Q, 4>(out, w, values, lane);
+            by_columns<M_Q, N / 2>(out, w, values, lane);
+        };
+        if (last - k0 > 32) add(Keys<8>());
+        else add(Keys<4>()); // a short end
     }
 #pragma unroll
     for (int m = 0; m < M_Q; m++)
