@@ -92,6 +92,7 @@ fn kind(io: &Io, floats: &[usize]) -> Kind {
 pub fn forward(io: &Io, causal: bool, scale: f32) -> Code {
     match kind(io, &[0, 1, 2]) {
         Kind::TensorCore if is_small_forward(&Sizes::new(io)) => small_forward(io, causal, scale),
+        Kind::TensorCore if is_short(&Sizes::new(io), io.arch, 128) => short_forward(io, causal, scale),
         Kind::TensorCore => tensor_forward(io, causal, scale),
         Kind::Plain => plain_forward(io, causal, scale),
     }
@@ -101,6 +102,7 @@ pub fn forward(io: &Io, causal: bool, scale: f32) -> Code {
 pub fn backward(io: &Io, causal: bool, scale: f32) -> Code {
     match kind(io, &[0, 1, 2, 3, 5]) {
         Kind::TensorCore if is_small_backward(&Sizes::new(io), io.arch) => small_backward(io, causal, scale),
+        Kind::TensorCore if is_short_backward(&Sizes::new(io), io.arch) => short_backward(io, causal, scale),
         Kind::TensorCore => tensor_backward(io, causal, scale),
         Kind::Plain => plain_backward(io, causal, scale),
     }
@@ -221,6 +223,51 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
             .args(&[&given[..], &[stats, dk, dv]].concat()),
     ];
     Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 8 * s.queries() }
+}
+
+const SHORT: [&str; 3] = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh")];
+
+/// Whether a block may take all queries and keys of a head, of which there are enough to keep the card busy.
+fn is_short(s: &Sizes, arch: Arch, longest: usize) -> bool {
+    let heads = s.batch * s.heads >= arch.multiprocessors as usize;
+    matches!(s.d, 32 | 64) && s.time == s.keys && s.time <= longest && s.packed && !s.masked && heads
+}
+
+/// 96 rows leave no register in memory; more would.
+fn is_short_backward(s: &Sizes, arch: Arch) -> bool {
+    is_short(s, arch, 96) && s.kv == s.heads
+}
+
+/// A launch whose blocks have 16 queries a warp, and `tiles` tiles of their rows in shared memory.
+fn short(io: &Io, entry: &'static str, source: &str, causal: bool, tiles: usize) -> Launch {
+    let s = Sizes::new(io);
+    let rows = s.time.next_multiple_of(32);
+    s.define(Launch::new(&[&SHORT[..], &[source]].concat().concat(), entry), causal)
+        .define_type("T", io.x[0].dtype)
+        .define("SIDE", rows)
+        .define("THREADS", 2 * rows)
+        .grid(s.batch * s.heads, 1, 1)
+        .block(2 * rows)
+        .shared(s.tile(tiles * rows) + 8 * rows)
+        .all(io)
+}
+
+fn short_forward(io: &Io, causal: bool, scale: f32) -> Code {
+    // A masked score is minus infinity, and 0 times that is no number.
+    let positive = scale.abs().max(f32::MIN_POSITIVE);
+    short(io, "attention_forward", include_str!("short_forward.cu"), causal, 3)
+        .define_f32("SCALE_2", positive * std::f32::consts::LOG2_E)
+        .define("NEGATIVE", (scale < 0.0) as u8)
+        .define("RESIDENT", if io.x[0].shape[1] <= 96 { 3 } else { 2 })
+        .code()
+}
+
+fn short_backward(io: &Io, causal: bool, scale: f32) -> Code {
+    short(io, "attention_backward", include_str!("short_backward.cu"), causal, 4)
+        .define_f32("SCALE", scale)
+        .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
+        .define("RESIDENT", 2)
+        .code()
 }
 
 const SMALL: [&str; 4] = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh"), include_str!("small.cuh")];

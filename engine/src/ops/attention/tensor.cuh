@@ -1,6 +1,9 @@
 // Attention with tensor cores: 4 warps, each with 16 M rows of a tile (M_Q of queries, M_K of keys). A row is [D] of T; sums are f32.
 #define PITCH (D + 8) // eight rows, 16 bytes each, lie in different banks
 #define STEPS (D / 16)
+#ifndef THREADS
+#define THREADS 128
+#endif
 #define GROUP (HEADS / KV)
 #define OFFSET (KEYS - TIME) // causal: query t sees key j where j <= t + OFFSET
 
@@ -32,10 +35,10 @@ __device__ __forceinline__ Seen seen_from(const int *limits, int first, int last
     return s;
 }
 
-// ROWS rows from row `first` on; row t lies at from + t * step. Zeros beyond `rows`.
-template <int ROWS> __device__ __forceinline__ void load(T *tile, const T *from, u64 step, int first, int rows) {
+// COUNT rows from row `first` on; row t lies at from + t * step. Zeros beyond `rows`.
+template <int COUNT> __device__ __forceinline__ void load(T *tile, const T *from, u64 step, int first, int rows) {
 #pragma unroll
-    for (int i = threadIdx.x; i < ROWS * (D / 8); i += 128) {
+    for (int i = threadIdx.x; i < COUNT * (D / 8); i += THREADS) {
         int r = i / (D / 8), c = i % (D / 8) * 8;
         bool live = first + r < rows;
         const T *row = from + (live ? first + r : 0) * step + c;
