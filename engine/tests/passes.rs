@@ -6,7 +6,7 @@ use engine::op::Fill;
 use engine::ops::experts::mixture;
 use engine::ops::linear_attention::LinearAttentionGrad;
 use engine::ops::rope::Pairs;
-use engine::passes::{Mode, Receipt, Target, all_applied};
+use engine::passes::{Mode, Numerics, Receipt, Target, all_applied};
 use engine::{Cpu, DType, Data, Device, Error, Init, PASSES, Program, Recorder, Store, Switches, Var, check};
 
 #[test]
@@ -16,6 +16,17 @@ fn every_pass_off_and_on() {
         .filter_map(|p| Some(format!("{}: {}", p.name(), check::check_pass(*p, &Device::cpu(Cpu::new(2))).problem?)))
         .collect();
     assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// A golden file is compared by direction alone where a pass that rounds is on: by default none may be.
+#[test]
+fn without_being_asked_no_pass_rounds_f32() {
+    let arch = Arch { sm: 90, multiprocessors: 132 };
+    for target in [Target::Cpu, Target::Cuda(arch)] {
+        let rounds =
+            |p: &&&dyn engine::passes::Pass| p.numerics(target, DType::F32) == Numerics::LowPrecision && p.default_mode() != Mode::Off;
+        assert_eq!(PASSES.iter().filter(rounds).map(|p| p.name()).collect::<Vec<_>>(), [""; 0], "{target:?}");
+    }
 }
 
 #[test]
