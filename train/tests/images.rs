@@ -159,6 +159,11 @@ fn damaged_sets_are_refused() {
             |d| damage(&d.join("data_batch_2.bin"), |b| b.truncate(b.len() - 1)),
             &["data_batch_2.bin", "9218 bytes", "3073", "cut short"],
         ),
+        (
+            cifar_10,
+            |d| damage(&d.join("data_batch_1.bin"), |b| b.truncate(2 * 3073)),
+            &["data_batch_1.bin", "2 pictures", "has 3", "cut short"],
+        ),
         (cifar_10, |d| damage(&d.join("test_batch.bin"), |b| b.clear()), &["test_batch.bin", "0 bytes"]),
         (
             cifar_10,
