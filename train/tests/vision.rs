@@ -295,6 +295,8 @@ fn what_does_not_fit_is_refused() {
     let never = dir.path().join("never");
     vision(&fewer, &never, "--steps 1").fails(&["3 classes", "model.classes = 4", "--set model.classes=3"]);
     assert!(!never.exists());
+    let large = "--steps 1 --set patch=1 --set dim=4096 --set multiplier=4096 --set heads=1";
+    vision(&data, &never, large).fails(&["tokens x 16777216 neurons", "raise model.patch"]);
     kiln(["eval", &run, "--data", &text(&fewer)]).fails(&["3 classes", "model.classes = 4"]);
     let renamed = dir.path().join("renamed");
     copy(&data, &renamed);
