@@ -402,6 +402,8 @@ fn on_off(pass: &dyn Pass, target: &Device) -> Result<f64, String> {
         };
     }
     let (off, _) = run(Mode::Off.name())?;
+    let narrow = graph.nodes.iter().flat_map(|n| &n.outputs).map(|m| m.dtype).find(|d| matches!(d, DType::BF16 | DType::F16));
+    let numerics = pass.numerics(target.target(), narrow.unwrap_or(DType::F32));
     let mut worst: f64 = 0.0;
     let variants: Vec<String> = match pass.settings().iter().find(|s| s.name == "what") {
         Some(_) => vec!["auto".into(), "auto,what=blocks".into(), "auto,what=memory-bound".into()],
@@ -415,14 +417,13 @@ fn on_off(pass: &dyn Pass, target: &Device) -> Result<f64, String> {
         if applied == 0 {
             return Err(format!("{value}: applied nowhere in its own example"));
         }
-        match pass.numerics(target.target(), DType::F32) {
+        match numerics {
             Numerics::Exact if !off.iter().zip(&on).all(|(a, b)| bitwise(a, b)) => {
                 return Err(format!("{value}: declared exact, but bits differ"));
             }
             Numerics::Exact => {}
             Numerics::Reordered | Numerics::LowPrecision => {
-                let narrow = pass.numerics(target.target(), DType::F32) == Numerics::LowPrecision;
-                let dtype = if narrow { DType::BF16 } else { DType::F32 };
+                let dtype = if numerics == Numerics::LowPrecision { DType::BF16 } else { DType::F32 };
                 let length = graph.nodes.iter().flat_map(|n| n.outputs.iter().flat_map(|m| m.shape.iter().copied())).max().unwrap_or(1);
                 worst = worst.max(compare(&on, &off, tolerance(dtype, length))?);
             }

@@ -5,8 +5,9 @@ use engine::kernel::Arch;
 use engine::op::Fill;
 use engine::ops::experts::mixture;
 use engine::ops::linear_attention::LinearAttentionGrad;
+use engine::ops::retrieve::retrieval;
 use engine::ops::rope::Pairs;
-use engine::passes::{Mode, Receipt, Target, all_applied};
+use engine::passes::{Mode, Numerics, Receipt, Target, all_applied};
 use engine::{Cpu, DType, Data, Device, Error, Init, PASSES, Program, Recorder, Store, Switches, Var, check};
 
 #[test]
@@ -16,6 +17,38 @@ fn every_pass_off_and_on() {
         .filter_map(|p| Some(format!("{}: {}", p.name(), check::check_pass(*p, &Device::cpu(Cpu::new(2))).problem?)))
         .collect();
     assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// A golden file is compared by direction alone where a pass that rounds is on: by default none may be.
+#[test]
+fn without_being_asked_no_pass_rounds_f32() {
+    let arch = Arch { sm: 90, multiprocessors: 132 };
+    for target in [Target::Cpu, Target::Cuda(arch)] {
+        let rounds =
+            |p: &&&dyn engine::passes::Pass| p.numerics(target, DType::F32) == Numerics::LowPrecision && p.default_mode() != Mode::Off;
+        assert_eq!(PASSES.iter().filter(rounds).map(|p| p.name()).collect::<Vec<_>>(), [""; 0], "{target:?}");
+    }
+}
+
+/// Candidates that do not count are left out only where their weight would be nothing.
+#[test]
+fn a_blunt_retrieval_is_written_out() {
+    let fused = |sharpness: f32| {
+        let record = |r: &Recorder| {
+            let feed = |name: &str, shape: &[usize]| r.feed(name, shape, DType::F32);
+            let (own, counts) = (feed("own", &[3, 2, 11, 4]), r.feed("counts", &[2, 11], DType::U8));
+            let (memory, values, filled) = (feed("memory", &[9, 4]), feed("values", &[9, 4]), r.feed("filled", &[1], DType::I32));
+            let (angles, metric, scale) = (feed("angles", &[4]), feed("metric", &[4]), feed("scale", &[3]));
+            let x = [feed("query", &[3, 2, 4]), own, counts, memory, values, filled, angles, metric, scale];
+            r.output("y", retrieval(&x, sharpness, 1e-6)[0]);
+        };
+        let (applied, declined, _) = compiled("fuse-retrieval", Switches::default(), record);
+        (applied, declined.join(" "))
+    };
+    assert_eq!(fused(5.0), (1, String::new()));
+    for blunt in [-1.0, 0.0, 1e-3] {
+        assert_eq!(fused(blunt), (0, format!("a sharpness of {blunt} gives weight to what does not count")));
+    }
 }
 
 #[test]

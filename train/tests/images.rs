@@ -129,6 +129,45 @@ fn pictures_are_cropped_to_their_middle_and_resized() {
     assert_eq!((pixels[64], pixels[66], pixels[69], pixels[71]), (200, 200, 100, 100));
 }
 
+/// Cameras leave the pixels as the sensor has them, and say beside them how they were held.
+#[test]
+fn pictures_are_turned_as_their_camera_was() {
+    let dir = tempdir().unwrap();
+    let path = dir.path().join("x.jpg");
+    picture(&path, 32, 32, |x, _| [if x < 16 { 255 } else { 0 }; 3]);
+    let plain = fs::read(&path).unwrap();
+    let mut seen = vec![0; PICTURE];
+    // Means of the upper and of the left half: 6 says that the sensor's left side is up.
+    let mut halves = |orientation: u8| {
+        let tag = [b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0".as_slice(), &[orientation, 0, 0, 0, 0, 0, 0]].concat();
+        let segment = [&[0xff, 0xe1, 0, 2 + tag.len() as u8], &tag[..]].concat();
+        fs::write(&path, [&plain[..2], &segment, &plain[2..]].concat()).unwrap();
+        images::read_picture(&path, SIZE, &mut seen).unwrap();
+        let mean = |inside: fn(usize) -> bool| (0..1024).filter(|&i| inside(i)).map(|i| u32::from(seen[i])).sum::<u32>() / 512;
+        (mean(|i| i / 32 < 16), mean(|i| i % 32 < 16))
+    };
+    let near = |a: u32, b: u32| a.abs_diff(b) < 20;
+    let (upright, turned) = (halves(1), halves(6));
+    assert!(near(upright.0, 127) && near(upright.1, 255), "{upright:?}");
+    assert!(near(turned.0, 255) && near(turned.1, 127), "{turned:?}");
+}
+
+/// What a file says of its size is not believed with memory.
+#[test]
+fn a_picture_that_claims_to_be_enormous_is_refused() {
+    let dir = tempdir().unwrap();
+    let path = dir.path().join("x.png");
+    let chunk = |body: &[u8]| {
+        let crc =
+            body.iter().fold(!0u32, |c, &b| (0..8).fold(c ^ u32::from(b), |c, _| if c & 1 == 1 { c >> 1 ^ 0xedb8_8320 } else { c >> 1 }));
+        [&(body.len() as u32 - 4).to_be_bytes()[..], body, &(!crc).to_be_bytes()].concat()
+    };
+    let header = [b"IHDR".as_slice(), &60_000u32.to_be_bytes(), &60_000u32.to_be_bytes(), &[8, 2, 0, 0, 0]].concat();
+    fs::write(&path, [b"\x89PNG\r\n\x1a\n".as_slice(), &chunk(&header), &chunk(b"IDATx"), &chunk(b"IEND")].concat()).unwrap();
+    let error = images::read_picture(&path, SIZE, &mut vec![0; PICTURE]).unwrap_err().to_string();
+    assert!(error.contains("x.png") && error.contains("limit"), "{error}");
+}
+
 #[test]
 fn a_set_without_validation_is_split_once_and_for_all() {
     let dir = tempdir().unwrap();
@@ -158,6 +197,11 @@ fn damaged_sets_are_refused() {
             cifar_10,
             |d| damage(&d.join("data_batch_2.bin"), |b| b.truncate(b.len() - 1)),
             &["data_batch_2.bin", "9218 bytes", "3073", "cut short"],
+        ),
+        (
+            cifar_10,
+            |d| damage(&d.join("data_batch_1.bin"), |b| b.truncate(2 * 3073)),
+            &["data_batch_1.bin", "2 pictures", "has 3", "cut short"],
         ),
         (cifar_10, |d| damage(&d.join("test_batch.bin"), |b| b.clear()), &["test_batch.bin", "0 bytes"]),
         (

@@ -258,13 +258,14 @@ fn stopped_and_resumed_is_never_having_stopped_and_the_pictures_are_drawn() {
 
 #[test]
 fn what_does_not_fit_is_said() {
-    let cases: [(&str, &str); 9] = [
+    let cases: [(&str, &str); 10] = [
         ("batch=21", "more than model.memory = 20"),
         ("n=1", "a plane has two axes"),
         ("n=40", "to model.dim = 32"),
         ("heads=3", "does not divide"),
         ("after=25", "no position for the rest"),
         ("dt=0.6", "grows without bound"),
+        ("memory_alpha=-100.0", "grows without bound"),
         ("nudge_beta=0.0", "is not above 0"),
         ("train.steps=2000000000", "counter of 32 bits"),
         ("field=[3, 0, 6, 5]", "field's second axis = 0"),

@@ -106,6 +106,13 @@ fn two_runs_and_a_resumed_one_have_the_same_bits() {
 }
 
 #[test]
+fn the_preset_for_cifar_computes_in_bf16() {
+    let plan = kiln(["plan", "vision_bdh", "--preset", "cifar10", "--for-sm", "90"]).ok().out;
+    let bf16 = plan.lines().find(|l| l.starts_with("bf16 ")).unwrap();
+    assert_eq!(bf16.split_whitespace().nth(1), Some("auto"), "{bf16}");
+}
+
+#[test]
 fn micro_batches_in_bf16_report_in_f32() {
     let dir = tempdir().unwrap();
     let (data, out) = (write_set(&dir.path().join("data")), dir.path().join("run"));
@@ -288,6 +295,8 @@ fn what_does_not_fit_is_refused() {
     let never = dir.path().join("never");
     vision(&fewer, &never, "--steps 1").fails(&["3 classes", "model.classes = 4", "--set model.classes=3"]);
     assert!(!never.exists());
+    let large = "--steps 1 --set patch=1 --set dim=4096 --set multiplier=4096 --set heads=1";
+    vision(&data, &never, large).fails(&["tokens x 16777216 neurons", "raise model.patch"]);
     kiln(["eval", &run, "--data", &text(&fewer)]).fails(&["3 classes", "model.classes = 4"]);
     let renamed = dir.path().join("renamed");
     copy(&data, &renamed);

@@ -4,7 +4,7 @@ use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init};
 use crate::meta::DType;
-use crate::ops::retrieve::{Retrieval, Retrieve, retrieval};
+use crate::ops::retrieve::{Retrieval, Retrieve, leaves_out, retrieval};
 use crate::record::Recorder;
 
 pub struct FuseRetrieval;
@@ -25,6 +25,10 @@ impl Pass for FuseRetrieval {
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         g.rewrite(|recorder, _, node, inputs| {
             let Some(&Retrieval { sharpness, eps }) = node.op::<Retrieval>() else { return Ok(None) };
+            if !leaves_out(sharpness) {
+                receipt.decline(format!("a sharpness of {sharpness} gives weight to what does not count"), &node.scope);
+                return Ok(None);
+            }
             receipt.applied += 1;
             Ok(Some(recorder.op(Retrieve { sharpness, eps }, inputs)))
         })

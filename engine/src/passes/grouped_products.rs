@@ -20,9 +20,9 @@ impl Pass for GroupedProducts {
         "Makes the products of experts on tensor cores, in blocks that stay and share the work evenly, whatever the experts' loads. Nothing to do on the CPU."
     }
 
-    /// The same sums in another order; but what is summed and what comes of it is bf16 or f16.
-    fn numerics(&self, _: Target, _: DType) -> Numerics {
-        Numerics::LowPrecision
+    /// There are kernels for bf16 and f16 alone: sums in another order, rounded to that type on the way.
+    fn numerics(&self, _: Target, dtype: DType) -> Numerics {
+        if dtype == DType::F32 { Numerics::Exact } else { Numerics::LowPrecision }
     }
 
     fn settings(&self) -> &'static [Setting] {

@@ -35,7 +35,7 @@ pub struct Retrieval {
     pub eps: f32,
 }
 
-/// One pass over the candidates.
+/// One pass over the candidates that count; sharp enough that the others weigh nothing (`leaves_out`).
 #[derive(Clone, Copy, Debug)]
 pub struct Retrieve {
     pub sharpness: f32,
@@ -45,8 +45,13 @@ pub struct Retrieve {
 /// Planes whose cosines and sines a GPU's kernel has room for.
 pub const PLANES: usize = 4096;
 
-/// What is added to the cost of a candidate that does not count: its weight is then exactly 0 in f32.
+/// What is added to the cost of a candidate that does not count.
 const FAR: f32 = 1e4;
+
+/// Whether `FAR` makes a weight 0 in f32: a retrieval that is less sharp mixes a little of everything, of what does not count, too.
+pub fn leaves_out(sharpness: f32) -> bool {
+    sharpness * FAR >= 128.0
+}
 
 struct Sizes {
     steps: usize,

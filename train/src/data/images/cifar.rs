@@ -77,6 +77,7 @@ impl Cifar {
     fn read(&self, folder: &Path, files: &[&str], classes: &[String]) -> Result<ImageSet, DataError> {
         let record = self.labels.len() + PICTURE;
         let mut set = ImageSet { size: SIZE, pixels: vec![], labels: vec![], classes: classes.to_vec() };
+        let mut all = vec![];
         for name in files {
             let path = folder.join(name);
             if !path.exists() {
@@ -86,6 +87,16 @@ impl Cifar {
             if bytes.is_empty() || bytes.len() % record != 0 {
                 return Err(DataError::Records { path, bytes: bytes.len(), record });
             }
+            all.push((path, bytes));
+        }
+        // A file that is cut short between two records is still shorter than the others.
+        let longest = all.iter().map(|(_, bytes)| bytes.len()).max().unwrap_or(0);
+        if let Some((path, bytes)) = all.iter().find(|(_, bytes)| bytes.len() < longest) {
+            let (has, others) = (bytes.len() / record, longest / record);
+            let reason = format!("{has} pictures, where another file of {} has {others}: it is cut short (download it again)", self.set);
+            return Err(DataError::Images { path: path.clone(), reason });
+        }
+        for (path, bytes) in all {
             for (number, item) in bytes.chunks_exact(record).enumerate() {
                 let (labels, picture) = item.split_at(self.labels.len());
                 if let Some((&label, &values)) = labels.iter().zip(self.labels).find(|(label, values)| label >= values) {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use image::imageops::{FilterType, crop_imm, resize};
-use image::{ImageReader, RgbImage};
+use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
 
 use crate::data::DataError;
 
@@ -12,7 +12,15 @@ pub fn read(path: &Path, size: usize, out: &mut [u8]) -> Result<(), DataError> {
     let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
     let unreadable = |reason: String| DataError::Picture { path: path.into(), reason };
     let reader = ImageReader::new(std::io::Cursor::new(&bytes)).with_guessed_format().map_err(DataError::io("read", path))?;
-    let rgb: RgbImage = reader.decode().map_err(|e| unreadable(e.to_string()))?.into_rgb8();
+    // A camera that was held upright says so beside the pixels, which lie on their side.
+    let decoded = reader.into_decoder().and_then(|mut decoder| {
+        Limits::default().reserve(decoder.total_bytes())?;
+        let orientation = decoder.orientation()?;
+        let mut picture = DynamicImage::from_decoder(decoder)?;
+        picture.apply_orientation(orientation);
+        Ok(picture)
+    });
+    let rgb: RgbImage = decoded.map_err(|e| unreadable(e.to_string()))?.into_rgb8();
     // The decoder makes up what a JPEG that is cut short lacks: the end's marker must follow the last scan's.
     let last = |marker: u8| bytes.windows(2).rposition(|pair| pair == [0xff, marker]);
     if bytes.starts_with(&[0xff, 0xd8]) && last(0xd9) < last(0xda) {

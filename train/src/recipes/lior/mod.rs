@@ -35,10 +35,12 @@ impl Recipe for LiorRecipe {
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
         let c: LiorConfig = config.section("model")?;
         c.check()?;
-        let k = c.dt.abs() / (2.0 * c.mass);
+        // The drag goes one way, so the field's step is largest at one of its ends.
+        let k = c.k(0).abs().max(c.k(c.history).abs());
         if k > 0.25 {
             return Err(ConfigError::Invalid(format!(
-                "model.dt / (2 model.mass) = {k}: above 0.25 the field grows without bound (lower model.dt)"
+                "model.dt x (1 - drag) / (2 model.mass) = {k}: above 0.25 the field grows without bound (lower model.dt; the drag is \
+                 memory_alpha x memory_lambda x ln(1 + windows), up to model.history)"
             ))
             .into());
         }

@@ -120,7 +120,7 @@ impl LiorConfig {
     }
 
     /// What a step of the field is multiplied with after so many windows: the drag grows with them.
-    fn k(&self, windows: usize) -> f32 {
+    pub(super) fn k(&self, windows: usize) -> f32 {
         let drag = self.memory_alpha * (windows as f64).ln_1p() * self.memory_lambda;
         (self.dt * (1.0 - drag.min(1.0)) / (2.0 * self.mass)) as f32
     }

@@ -27,6 +27,9 @@ pub struct VisionConfig {
     pub norm_eps: f64,
 }
 
+/// Numbers of the rotation's tables: they are made when a step is recorded, before its memory is planned.
+const TABLE: usize = 1 << 28;
+
 impl VisionConfig {
     pub fn neurons(&self) -> usize {
         self.dim * self.multiplier / self.heads
@@ -57,6 +60,13 @@ impl VisionConfig {
             return bad(format!(
                 "model: dim x multiplier / heads = {} x {} / {} must be a whole, even number of neurons (they are rotated in pairs)",
                 self.dim, self.multiplier, self.heads
+            ));
+        }
+        if self.tokens() * self.neurons() > TABLE {
+            return bad(format!(
+                "model: {} tokens x {} neurons of a head are more than {TABLE} (raise model.patch or model.heads, or lower model.dim)",
+                self.tokens(),
+                self.neurons()
             ));
         }
         if !(0.0..1.0).contains(&self.dropout) {
