@@ -596,7 +596,7 @@ fn bad_golden_files_are_refused() {
         check("optimizer", &["optimizer.safetensors", "lr"]),
         check("config", &["config.safetensors", "dim"]),
         check("divide", &["divide.safetensors", "65"]),
-        check("wider", &["wider.safetensors", "128"]),
+        check("wider", &["wider.safetensors", "its config makes it"]),
         check("deeper", &["deeper.safetensors", "blocks.3"]),
         check("vocab", &["vocab.safetensors", "do not fit"]),
         check("ids", &["ids.safetensors", "whole numbers"]),

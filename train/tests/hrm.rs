@@ -278,7 +278,7 @@ fn every_puzzle_counts_once_and_padding_never() {
     assert_eq!((set.len(), solver.task()), (13, Puzzle::Sudoku(Size::Four)));
     let mut other = Session::new(&device(), &Switches::default(), 1);
     solver.begin(&mut other, 4).unwrap();
-    for (name, tensor) in s.store.iter().filter(|(_, t)| t.param) {
+    for (name, tensor) in s.store.iter().filter(|(_, t)| t.role == engine::Role::Param) {
         other.store.set(name, &tensor.meta, &tensor.bytes().unwrap()).unwrap();
     }
     // Nothing is solved yet: a head that stops some all the same, half of the time.
@@ -519,7 +519,8 @@ fn the_presets_are_what_they_say() {
         let c = recipe::preset(hrm(), Some(name)).unwrap();
         let task = hrm().task(&c).unwrap();
         let graphs = task.graphs();
-        graphs[0].1.states().filter(|(s, _)| s.param).map(|(_, m): (_, &Meta)| m.elements()).sum::<usize>() as f64 / 1e6
+        graphs[0].1.states().filter(|(s, _)| s.role == engine::Role::Param).map(|(_, m): (_, &Meta)| m.elements()).sum::<usize>() as f64
+            / 1e6
     };
     assert!((parameters("sudoku") - 27.3).abs() < 0.1, "{}", parameters("sudoku"));
     assert!((parameters("sudoku-moe") - 83.9).abs() < 0.5, "{}", parameters("sudoku-moe"));

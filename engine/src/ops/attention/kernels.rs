@@ -227,9 +227,9 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
 
 const SHORT: [&str; 3] = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh")];
 
-/// Whether a block may take all queries and keys of a head, of which there are enough to keep the card busy.
+/// Whether a block may take all queries and keys of a head, of which there must be some to keep the card busy.
 fn is_short(s: &Sizes, arch: Arch, longest: usize) -> bool {
-    let heads = s.batch * s.heads >= arch.multiprocessors as usize;
+    let heads = 4 * s.batch * s.heads >= arch.multiprocessors as usize;
     matches!(s.d, 32 | 64) && s.time == s.keys && s.time <= longest && s.packed && !s.masked && heads
 }
 
