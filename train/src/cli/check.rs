@@ -7,7 +7,7 @@ use clap::{Args, Subcommand};
 use engine::check::{Outcome, check_case, check_pass, kernel_texts};
 use engine::cuda::nvrtc::Compiler;
 use engine::kernel::Arch;
-use engine::passes::{Mode, Numerics, Pass};
+use engine::passes::{Mode, Numerics};
 use engine::{DType, Device, OPS, PASSES, Switches};
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::HashMap;
@@ -251,9 +251,7 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
         let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
         switches.set(name, value)?;
     }
-    // A pass that is on unless told otherwise narrows nothing that was not narrow before.
-    let narrows = |p: &&dyn Pass| p.default_mode() == Mode::Off && p.numerics(device.target(), DType::F32) == Numerics::LowPrecision;
-    let narrow = PASSES.iter().filter(|p| narrows(p)).any(|p| switches.mode(*p) != Mode::Off);
+    let narrow = PASSES.iter().any(|p| p.numerics(device.target(), DType::F32) == Numerics::LowPrecision && switches.mode(*p) != Mode::Off);
     let rule = if narrow { Rule::Cosine(a.cosine) } else { Rule::Tolerance(a.tolerance) };
     let mut failed = false;
     for path in &a.files {
