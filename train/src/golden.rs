@@ -126,15 +126,15 @@ pub fn differentiated(
         .collect();
     s.load("outputs", r.finish())?;
 
-    let weights: Vec<(String, Vec<usize>)> =
-        s.store.iter().filter(|(_, t)| t.role != Role::Carried).map(|(n, t)| (n.to_string(), t.meta.shape.clone())).collect();
-    for (name, want) in weights {
+    let frozen: Vec<String> = s.store.iter().filter(|(_, t)| t.role == Role::Frozen).map(|(n, _)| n.to_string()).collect();
+    for name in names.iter().chain(&frozen) {
+        let want = s.store.get(name).expect("just loaded").meta.shape.clone();
         let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(format!("has no param/{name}")))?;
         let shape = file.shape(&format!("param/{name}")).unwrap_or_default();
         if shape != want {
             return Err(bad(format!("has param/{name} {shape:?}, but its config makes it {want:?}")));
         }
-        s.store.set_floats(&name, &Meta::f32(&shape), bytemuck::cast_slice(&numbers))?;
+        s.store.set_floats(name, &Meta::f32(&shape), bytemuck::cast_slice(&numbers))?;
     }
     let rate = [o.lr as f32];
     let feeds = [feeds, &[("rate", Data::F32(&rate))]].concat();
