@@ -126,8 +126,9 @@ pub fn differentiated(
         .collect();
     s.load("outputs", r.finish())?;
 
-    let frozen: Vec<String> = s.store.iter().filter(|(_, t)| t.role == Role::Frozen).map(|(n, _)| n.to_string()).collect();
-    for name in names.iter().chain(&frozen) {
+    let untrained = s.store.iter().filter(|(n, t)| t.role == Role::Frozen || frozen.contains(n));
+    let untrained: Vec<String> = untrained.map(|(n, _)| n.to_string()).collect();
+    for name in names.iter().chain(&untrained) {
         let want = s.store.get(name).expect("just loaded").meta.shape.clone();
         let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(format!("has no param/{name}")))?;
         let shape = file.shape(&format!("param/{name}")).unwrap_or_default();
