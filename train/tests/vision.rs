@@ -276,7 +276,7 @@ fn what_does_not_fit_is_refused() {
     let hydra = text(&hydra);
     let picture = text(&data.join("val/row/1000.png"));
 
-    kiln(["predict", &hydra, &picture]).fails(&["hydra", "tells no pictures apart", "kiln generate"]);
+    kiln(["predict", &hydra, &picture]).fails(&["hydra", "tells no pictures apart", "vision_bdh"]);
     kiln(["generate", &run]).fails(&["vision_bdh", "does not write text", "kiln predict"]);
     kiln(["predict", &run]).fails(&["PICTURES"]);
     kiln(["predict", &run, &picture, "--top", "0"]).fails(&["--top", "0"]);
@@ -331,5 +331,5 @@ fn tiny_begins_to_learn_drawn_pictures() {
     let dir = tempdir().unwrap();
     kiln(["train", "vision_bdh", "--steps", "400", "--out", &text(dir.path())]).ok();
     let last = by_step(dir.path()).into_values().next_back().unwrap();
-    assert!(last["val_accuracy"].as_f64().unwrap() > 0.2, "{last}");
+    assert!(last["val_accuracy"].as_f64().unwrap() > 0.3, "{last}");
 }

@@ -41,7 +41,7 @@ pub fn run(a: PredictArgs) -> Result<ExitCode> {
     let config = Config::from_json(&found.meta["config"])?;
     let name = config.text("recipe");
     let Some(mut classifier) = recipe::find(name)?.classifier(&config, &found.meta["identity"])? else {
-        bail!("{} is a checkpoint of {name}, which tells no pictures apart (to continue text: kiln generate)", found.path.display());
+        bail!("{} is a checkpoint of {name}, which tells no pictures apart; those of vision_bdh do", found.path.display());
     };
     let size = classifier.size();
     let read = |path: &Path| -> Result<Vec<u8>, DataError> {
