@@ -3,24 +3,14 @@
 
     python3 peers/attention.py [--json out.json]
 """
-import argparse, json, statistics
+import argparse, json
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from timing import median
 
 # name of the case in kiln, then batch, time, query heads, key heads, head size
 SHAPES = [("flash hydra", 16, 1024, 12, 3, 16), ("flash 64", 8, 1024, 12, 12, 64), ("flash 128", 8, 1024, 16, 8, 128)]
-
-
-def median(step, repeat=30):
-    times = []
-    for i in range(repeat + 5):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record(); step(); b.record()
-        torch.cuda.synchronize()
-        if i >= 5:
-            times.append(a.elapsed_time(b))
-    return statistics.median(times)
 
 
 def main():

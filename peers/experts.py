@@ -4,8 +4,9 @@ products, forward and both gradients, for even and for skewed loads.
 
     python3 peers/experts.py [--json out.json]
 """
-import argparse, json, statistics
+import argparse, json
 import torch
+from timing import median
 
 ROWS, EXPERTS = 62208, 8                                   # 384 x 81 tokens, 2 experts each
 SHAPES = [("hrm's gate and up", 512, 1536), ("hrm's down", 768, 512)]   # name of the case in kiln, then in, out
@@ -17,17 +18,6 @@ def loads(name):
     share = torch.rand(ROWS, generator=g)
     expert = ((share if name == "even" else share ** 3) * EXPERTS).long()
     return torch.bincount(expert, minlength=EXPERTS).tolist()
-
-
-def median(step, repeat=30):
-    times = []
-    for i in range(repeat + 5):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record(); step(); b.record()
-        torch.cuda.synchronize()
-        if i >= 5:
-            times.append(a.elapsed_time(b))
-    return statistics.median(times)
 
 
 def main():
