@@ -140,7 +140,7 @@ impl Task {
 }
 
 /// The tokens of a puzzle and of its solution.
-pub type Pair = (Vec<u8>, Vec<u8>);
+type Pair = (Vec<u8>, Vec<u8>);
 
 /// One split of a task. Its items keep their order: item i is the same everywhere.
 #[derive(Debug, Clone, PartialEq)]
@@ -204,19 +204,6 @@ impl PuzzleSet {
         match self.task {
             Task::Sudoku(size) => sudoku::augmented(size, input, target, draws),
             Task::Maze(side) => maze::augmented(side, input, target, draws),
-        }
-    }
-
-    /// Fills in some of the blank cells of such a form, so that it is easier: each with a chance that is drawn from 0 to `most`.
-    pub fn reveal(&self, i: usize, (puzzle, solution): &mut Pair, most: f64, seed: u64, epoch: u64) {
-        const SITE: u64 = 0x7265_766c;
-        let mut draws = Draws::new(&[SITE, seed, epoch, i as u64]);
-        let mut uniform = || draws.below(1 << 24) as f64 / (1 << 24) as f64;
-        let chance = most * uniform();
-        for (cell, right) in puzzle.iter_mut().zip(solution).filter(|(cell, _)| **cell == self.task.blank()) {
-            if uniform() < chance {
-                *cell = *right;
-            }
         }
     }
 

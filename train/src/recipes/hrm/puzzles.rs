@@ -29,8 +29,6 @@ struct PuzzleConfig {
     hardness: u32,
     /// Whether a puzzle is learned in another symmetric form each time.
     augment: bool,
-    /// Of the blank cells of a puzzle that is learned from, some are filled in: each with a chance that is drawn from 0 to this.
-    reveal: f64,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -86,9 +84,6 @@ impl Puzzles {
             if count > MOST || count == 0 && data.path.is_empty() {
                 return bad(format!("data.{name} = {count}: from 1 to {MOST} (0: all, of a file)"));
             }
-        }
-        if !(0.0..=1.0).contains(&data.reveal) {
-            return bad(format!("data.reveal = {} is not between 0 and 1", data.reveal));
         }
         if matches!(data.task, Kind::Maze) && !data.path.is_empty() {
             return bad(format!("data.path = {}: files are of Sudokus, mazes are generated", data.path));
@@ -211,15 +206,12 @@ impl Source for Shuffled {
         let count = self.set.len() as u64;
         let epoch = place / count;
         let i = order(self.seed, epoch, count, place % count) as usize;
-        let mut pair = match self.config.augment {
+        let (puzzle, solution) = match self.config.augment {
             true => self.set.augmented(i, self.seed, epoch),
             false => (self.set.item(i).0.to_vec(), self.set.item(i).1.to_vec()),
         };
-        if self.config.reveal > 0.0 {
-            self.set.reveal(i, &mut pair, self.config.reveal, self.seed, epoch);
-        }
         let prefix = self.config.prefix;
-        Ok(Item { ids: prefixed(&pair.0, prefix, FILLING), targets: prefixed(&pair.1, prefix, -1) })
+        Ok(Item { ids: prefixed(&puzzle, prefix, FILLING), targets: prefixed(&solution, prefix, -1) })
     }
 
     fn entropy_floor(&self) -> Option<f64> {
