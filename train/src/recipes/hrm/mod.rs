@@ -54,6 +54,7 @@ impl Recipe for HrmRecipe {
             .into());
         }
         let puzzles = Puzzles::new(config, &c)?;
+        puzzles.read()?;
         Ok(Box::new(HrmTask { c, train, puzzles, seed: config.seed(), loader: None, bench: None }))
     }
 

@@ -57,7 +57,7 @@ pub struct Puzzles {
 }
 
 impl Puzzles {
-    /// Checks the settings, also against the model's; reads files.
+    /// Checks the settings, also against the model's.
     pub fn new(config: &Config, c: &HrmConfig) -> Result<Puzzles, TrainError> {
         c.check()?;
         let data: PuzzleConfig = config.section("data")?;
@@ -88,14 +88,15 @@ impl Puzzles {
         if matches!(data.task, Kind::Maze) && !data.path.is_empty() {
             return bad(format!("data.path = {}: files are of Sudokus, mazes are generated", data.path));
         }
-        let puzzles = Puzzles { task, config: data, seed: config.seed(), sets: Default::default() };
-        if !puzzles.config.path.is_empty() {
-            puzzles.read(Path::new(&puzzles.config.path))?;
-        }
-        Ok(puzzles)
+        Ok(Puzzles { task, config: data, seed: config.seed(), sets: Default::default() })
     }
 
-    fn read(&self, path: &Path) -> Result<(), TrainError> {
+    /// Reads the files, where there are any.
+    pub fn read(&self) -> Result<(), TrainError> {
+        let path = Path::new(&self.config.path);
+        if self.config.path.is_empty() || self.sets[0].get().is_some() {
+            return Ok(());
+        }
         let open = |path: &Path| -> Result<PuzzleSet, TrainError> {
             let set = read_csv(path, true)?;
             match set.task == self.task {
@@ -154,10 +155,11 @@ impl Puzzles {
     }
 
     /// The first of those to validate with; no more are made for that.
-    pub fn unseen(&self, count: usize) -> Result<PuzzleSet, DataError> {
+    pub fn unseen(&self, count: usize) -> Result<PuzzleSet, TrainError> {
+        self.read()?;
         match self.sets[1].get() {
             Some(set) => Ok(set.chosen(|i| i < count)),
-            None => self.generate(Split::Val, count.min(self.config.test_puzzles)),
+            None => Ok(self.generate(Split::Val, count.min(self.config.test_puzzles))?),
         }
     }
 
