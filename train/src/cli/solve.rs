@@ -81,7 +81,8 @@ pub fn run(a: SolveArgs) -> Result<ExitCode> {
             None => "the puzzle has no solution, or more than one".into(),
         };
         let marked = task.marked(answer, solution.as_ref().unwrap_or(answer));
-        out_part!("answer after {} segments, {halted}: {verdict}\n{marked}", attempts.len());
+        let segments = if attempts.len() == 1 { "1 segment".into() } else { format!("{} segments", attempts.len()) };
+        out_part!("answer after {segments}, {halted}: {verdict}\n{marked}");
         let before = std::iter::once(puzzle).chain(attempts.iter().map(|a| &a.answer[..]));
         let row = |(i, (a, before)): (usize, (&Attempt, &[u8]))| {
             let wrong = solution.as_ref().map_or("-".into(), |right| wrong(&a.answer, right).to_string());
