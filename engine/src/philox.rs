@@ -29,15 +29,19 @@ pub fn rng_feed(seed: u64, step: u64, micro_batch: u32) -> [i32; 4] {
     [seed as i32, (seed >> 32) as i32, step as i32, micro_batch as i32]
 }
 
+/// The four words of a block of a site.
+#[inline(always)]
+pub fn random_words(rng: &[i32], site: u32, block: u64) -> [u32; 4] {
+    // The counter's words: draw, site, step, micro-batch with the draw's upper half.
+    philox([block as u32, site, rng[2] as u32, rng[3] as u32 ^ ((block >> 32) as u32) << 16], [rng[0] as u32, rng[1] as u32])
+}
+
 /// Uniform draws number `start..start + out.len()` of a site.
 #[inline(always)]
 pub fn fill_uniform(rng: &[i32], site: u32, start: usize, out: &mut [f32]) {
-    let key = [rng[0] as u32, rng[1] as u32];
     let mut i = 0;
     while i < out.len() {
-        let block = (start + i) / 4;
-        // The counter's words: draw, site, step, micro-batch with the draw's upper half.
-        let words = philox([block as u32, site, rng[2] as u32, rng[3] as u32 ^ ((block >> 32) as u32) << 16], key);
+        let words = random_words(rng, site, ((start + i) / 4) as u64);
         for &word in &words[(start + i) % 4..] {
             if i < out.len() {
                 out[i] = uniform(word);
@@ -50,11 +54,9 @@ pub fn fill_uniform(rng: &[i32], site: u32, start: usize, out: &mut [f32]) {
 /// Draws number `start..start + out.len()` of a site where 16 bits are enough: eight to a block.
 #[inline(always)]
 pub fn fill_halves(rng: &[i32], site: u32, start: usize, out: &mut [f32]) {
-    let key = [rng[0] as u32, rng[1] as u32];
     let mut i = 0;
     while i < out.len() {
-        let block = (start + i) / 8;
-        let words = philox([block as u32, site, rng[2] as u32, rng[3] as u32 ^ ((block >> 32) as u32) << 16], key);
+        let words = random_words(rng, site, ((start + i) / 8) as u64);
         let first = (start + i) % 8;
         for (j, o) in (first..8).zip(&mut out[i..]) {
             *o = (words[j / 2] >> (16 * (j % 2)) & 0xffff) as f32 * (1.0 / 65_536.0);

@@ -21,6 +21,7 @@ pub mod retrieve;
 pub mod ring;
 pub mod rope;
 pub mod rows;
+pub mod sample;
 pub mod softmax;
 pub mod top_k;
 pub mod view;
@@ -57,5 +58,6 @@ pub const OPS: &[Entry] = ops! {
     evolve: "steps of a complex field, and its size at each",
     retrieve: "what queries find among candidates, under a metric in a rotated frame",
     ring: "rows written around and around a table; counters",
+    sample: "tokens drawn from their logits: temperature and top-p",
     adamw: "AdamW over all parameters; the norm of all gradients",
 };

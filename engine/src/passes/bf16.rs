@@ -17,6 +17,7 @@ use crate::ops::rope::Rope;
 use crate::ops::rope::norm::NormRope;
 use crate::ops::rows::scaled::ScatterScaled;
 use crate::ops::rows::{GatherRows, ScatterRows};
+use crate::ops::sample::{Sample, TopP};
 use crate::record::{Recorder, Var};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -169,8 +170,10 @@ fn rewritten<'g>(
         || node.op::<GlobalNorm>().is_some()
         || node.op::<CrossEntropy>().is_some()
         || node.op::<Route>().is_some()
+        || node.op::<Sample>().is_some()
+        || node.op::<TopP>().is_some()
     {
-        // The optimizer is f32 by nature; cross-entropy and routing give f32 of whatever they read.
+        // The optimizer is f32 by nature; cross-entropy, routing and sampling read whatever there is.
     } else if let Some(p) = node.op::<Pointwise>() {
         // Arithmetic on an activation stays one, also where it is repeated; its other inputs may be of any type.
         let elements = x.iter().map(|v| v.meta().elements()).max().unwrap_or(1);
