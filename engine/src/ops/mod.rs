@@ -6,6 +6,7 @@ pub mod cast_all;
 pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
+pub mod diversity;
 pub mod evolve;
 pub mod experts;
 pub mod full;
@@ -58,6 +59,7 @@ pub const OPS: &[Entry] = ops! {
     evolve: "steps of a complex field, and its size at each",
     retrieve: "what queries find among candidates, under a metric in a rotated frame",
     ring: "rows written around and around a table; counters",
+    diversity: "how far the vectors of a set point apart",
     sample: "tokens drawn from their logits: temperature and top-p",
     adamw: "AdamW over all parameters; the norm of all gradients",
 };

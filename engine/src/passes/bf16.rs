@@ -6,6 +6,7 @@ use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::meta::{DType, Meta};
 use crate::ops::adamw::{AdamW, GlobalNorm};
 use crate::ops::cross_entropy::CrossEntropy;
+use crate::ops::diversity::{Diversity, PairDistances};
 use crate::ops::experts::{GroupedSwiglu, Route};
 use crate::ops::linear_attention::LinearAttention;
 use crate::ops::linear_ce::ChunkedLinearCrossEntropy;
@@ -172,8 +173,10 @@ fn rewritten<'g>(
         || node.op::<Route>().is_some()
         || node.op::<Sample>().is_some()
         || node.op::<TopP>().is_some()
+        || node.op::<Diversity>().is_some()
+        || node.op::<PairDistances>().is_some()
     {
-        // The optimizer is f32 by nature; cross-entropy, routing and sampling read whatever there is.
+        // The optimizer is f32 by nature; cross-entropy, routing, sampling and distances give f32 of whatever they read.
     } else if let Some(p) = node.op::<Pointwise>() {
         // Arithmetic on an activation stays one, also where it is repeated; its other inputs may be of any type.
         let elements = x.iter().map(|v| v.meta().elements()).max().unwrap_or(1);
