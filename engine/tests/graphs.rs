@@ -1,9 +1,11 @@
 //! Graphs that are easy to get wrong: memory shared between values, states and views; casts; gradients that do not exist.
 
+use engine::ops::attention::attention_until;
+use engine::ops::cache::decode_attention;
 use engine::ops::concat::concat;
 use engine::ops::pointwise::{Bin, pointwise};
 use engine::passes::Target;
-use engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches};
+use engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches, Var, check};
 
 fn device() -> Device {
     Device::cpu(Cpu::new(2))
@@ -274,4 +276,49 @@ fn the_engine_reads_no_environment() {
     assert!(found.is_empty(), "{found:?}");
     let manifest = include_str!("../Cargo.toml");
     assert!(!manifest.contains("../train"), "the engine does not depend on train");
+}
+
+/// Tokens decoded one by one give what attention over all of them gives. The caches are written where they lie, and are bf16 where activations are.
+#[test]
+fn a_cache_is_filled_in_place_token_by_token() {
+    let (b, t, heads, kv, d) = (2, 9, 4, 2, 16);
+    let numbers =
+        |count: usize, seed: usize| -> Vec<f32> { (0..count).map(|i| ((i * 37 + seed * 11) % 101) as f32 / 50.0 - 1.0).collect() };
+    let (q, k, v) = (numbers(b * t * heads * d, 1), numbers(b * t * kv * d, 2), numbers(b * t * kv * d, 3));
+    let until: Vec<i32> = (0..b as i32 * 12).map(|i| if i % 5 == 1 { i % 12 } else { 99 }).collect();
+    fn rows(r: &Recorder, time: usize) -> [Var<'_>; 3] {
+        [("q", 4), ("k", 2), ("v", 2)].map(|(name, n)| r.feed(name, &[2, time, n, 16], DType::F32))
+    }
+    let whole = |r: &Recorder| {
+        let [q, k, v] = rows(r, t);
+        let until = r.feed("until", &[b, 12], DType::I32).slice(1, 0, t);
+        r.output("y", attention_until(q, k, v, until, true, 0.3));
+    };
+    let feeds = [("q", Data::F32(&q)), ("k", Data::F32(&k)), ("v", Data::F32(&v)), ("until", Data::I32(&until))];
+    let expected = run(whole, DEFAULT, &feeds).unwrap().0.remove(0);
+    for (value, dtype, allowed) in [("off", DType::F32, 1e-5), ("auto", DType::BF16, 2e-2)] {
+        let r = Recorder::new();
+        let [q_new, k_new, v_new] = rows(&r, 1);
+        let [keys, values] = ["keys", "values"].map(|name| r.state(name, &[b, 12, kv, d], DType::F32, Init::Full(0.0)));
+        let past = r.state("past", &[1], DType::I32, Init::Full(0.0));
+        let until_feed = r.feed("until", &[b, 12], DType::I32);
+        let (y, caches) = decode_attention(q_new, k_new, v_new, (keys, values), past, Some(until_feed), 0.3);
+        r.output("y", y);
+        r.update(keys, caches.0);
+        r.update(values, caches.1);
+        r.update(past, past.count(1));
+        let switches = Switches::default().with("bf16", value).unwrap();
+        let c = Compiled::new(r.finish(), &switches, Target::Cpu).unwrap();
+        assert!(c.plan.copies.is_empty() && c.plan.stores.is_empty(), "{:?} {:?}", c.plan.copies, c.plan.stores);
+        let mut store = Store::new(0);
+        let mut p = Program::from_compiled(c, &device(), &mut store).unwrap();
+        for i in 0..t {
+            let at = |x: &[f32], n: usize| -> Vec<f32> { (0..b).flat_map(|b| x[(b * t + i) * n..][..n].to_vec()).collect() };
+            let (q, k, v) = (at(&q, heads * d), at(&k, kv * d), at(&v, kv * d));
+            p.run(&mut store, &[("q", Data::F32(&q)), ("k", Data::F32(&k)), ("v", Data::F32(&v)), ("until", Data::I32(&until))]).unwrap();
+            let error = check::relative(&p.read("y", &store).unwrap(), &at(&expected, heads * d));
+            assert!(error < allowed, "token {i}: off by {error}");
+        }
+        assert_eq!(store.get("keys").unwrap().meta.dtype, dtype);
+    }
 }

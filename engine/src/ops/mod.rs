@@ -2,6 +2,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod cache;
 pub mod cast_all;
 pub mod concat;
 pub mod conv;
@@ -59,6 +60,7 @@ pub const OPS: &[Entry] = ops! {
     evolve: "steps of a complex field, and its size at each",
     retrieve: "what queries find among candidates, under a metric in a rotated frame",
     ring: "rows written around and around a table; counters",
+    cache: "keys and values kept from token to token, and attention over them",
     diversity: "how far the vectors of a set point apart",
     sample: "tokens drawn from their logits: temperature and top-p",
     adamw: "AdamW over all parameters; the norm of all gradients",

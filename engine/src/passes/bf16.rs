@@ -2,9 +2,10 @@
 
 use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Role, Value};
+use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
 use crate::ops::adamw::{AdamW, GlobalNorm};
+use crate::ops::cache::{CacheWrite, DecodeAttention};
 use crate::ops::cross_entropy::CrossEntropy;
 use crate::ops::diversity::{Diversity, PairDistances};
 use crate::ops::experts::{GroupedSwiglu, Route};
@@ -60,7 +61,8 @@ impl Pass for Bf16 {
         let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
         let mut inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
         inside.iter_mut().zip(&g.nodes).for_each(|(inside, node)| *inside &= !node.typed);
-        let old_updates: Vec<Value> = g.updates.iter().map(|u| u.1).collect();
+        let old_updates = g.updates.clone();
+        let caches = caches(g, &inside);
         let types: Vec<Vec<DType>> = (0..g.nodes.len()).map(|i| g.inputs(i).iter().map(|m| m.dtype).collect()).collect();
         let mut casts: HashMap<Value, Value> = HashMap::new();
         let mut widened: HashMap<Value, Value> = HashMap::new();
@@ -73,6 +75,7 @@ impl Pass for Bf16 {
                     frozen += 1;
                     Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, DType::BF16))])
                 }
+                Kind::State(s) if caches.contains(&i) => Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, DType::BF16))]),
                 Kind::Op(op) if inside[i] && !op.is_view() => rewritten(recorder, node, inputs, wide, &mut casts, receipt),
                 // A view takes the type of what it views; what does not lead to the loss works on the types that it was recorded with.
                 Kind::Op(op) if op.is_view() => Some(recorder.op_arc(op.clone(), inputs)),
@@ -91,13 +94,11 @@ impl Pass for Bf16 {
                 }
                 _ => None,
             };
-            // A state keeps its type.
-            for (out, meta) in node.outputs.iter().enumerate() {
-                let old = Value { node: i, out };
-                if let Some(vars) = new.as_ref().filter(|_| old_updates.contains(&old))
-                    && vars[out].dtype() != meta.dtype
-                {
-                    restored.insert(old, vars[out].cast(meta.dtype).value());
+            // A state keeps its type, unless it is a cache.
+            for &(state, old) in old_updates.iter().filter(|u| u.1.node == i) {
+                let dtype = if caches.contains(&state.node) { DType::BF16 } else { node.outputs[old.out].dtype };
+                if let Some(vars) = new.as_ref().filter(|vars| vars[old.out].dtype() != dtype) {
+                    restored.insert(old, vars[old.out].cast(dtype).value());
                 }
             }
             Ok::<_, Error>(new)
@@ -105,7 +106,7 @@ impl Pass for Bf16 {
         if frozen > 0 {
             receipt.notes.push(format!("{frozen} frozen weights kept in bf16"));
         }
-        for (update, old) in g.updates.iter_mut().zip(old_updates) {
+        for (update, (_, old)) in g.updates.iter_mut().zip(old_updates) {
             if let Some(&v) = restored.get(&old) {
                 update.1 = v;
             }
@@ -122,6 +123,17 @@ impl Pass for Bf16 {
         r.output("loss", loss);
         r.output("dw", r.grad(loss, &[w])[0]);
     }
+}
+
+/// States of keys and values, which are activations that outlive a run.
+fn caches(g: &Graph, inside: &[bool]) -> Vec<usize> {
+    let of = |(i, node): (usize, &Node)| match inside[i] {
+        true if node.op::<CacheWrite>().is_some() => node.inputs[..2].to_vec(),
+        true if node.op::<DecodeAttention>().is_some() => node.inputs[3..5].to_vec(),
+        _ => vec![],
+    };
+    let wide = |v: &Value| matches!(g.nodes[v.node].kind, Kind::State(_)) && g.meta(*v).dtype == DType::F32;
+    g.nodes.iter().enumerate().flat_map(of).filter(wide).map(|v| v.node).collect()
 }
 
 /// The value in another type, made once.
@@ -158,7 +170,7 @@ fn of_state(g: &Graph, v: Value) -> bool {
 
 fn rewritten<'g>(
     recorder: &'g Recorder,
-    node: &crate::graph::Node,
+    node: &Node,
     inputs: &[Var<'g>],
     wide: bool,
     casts: &mut HashMap<Value, Value>,

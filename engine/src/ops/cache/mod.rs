@@ -1,0 +1,191 @@
+//! Keys and values that outlive a run: caches [batch, capacity, kv_heads, d], of which the first `past` rows are filled. How many those are is i32 [1] in
+//! device memory, so the same program runs for every token and nobody waits for the host. `past` is held to what fits: 0..=capacity - time.
+
+mod decode;
+
+pub use decode::{DecodeAttention, decode_attention};
+
+use crate::cpu::{View, ViewMut};
+use crate::kernel::{At, Code, Io, Launch};
+use crate::meta::{DType, Layout, Meta, block_stride};
+use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::ops::reduce::packs::{PACKS, pack};
+use crate::record::Var;
+
+/// Puts rows past, past + 1, .. of both caches in place. Inputs: caches of keys and values, past, k and v [batch, time, kv_heads, d]. Outputs: the
+/// caches.
+#[derive(Debug)]
+pub struct CacheWrite;
+
+/// Where the first new row goes.
+fn held(past: &View, capacity: usize, time: usize) -> usize {
+    (past.i32()[0].max(0) as usize).min(capacity - time)
+}
+
+/// Elements from one [kv_heads, d] to the next.
+fn row(x: &View) -> usize {
+    block_stride(x.shape, x.strides, 2).expect("blocks evenly apart")
+}
+
+/// rows [batch, time, ..] of x to place `past` of a cache [batch, capacity, ..].
+fn write(cache: &mut ViewMut, x: &View, past: usize) {
+    let (capacity, time, wide, apart) = (cache.shape[1], x.shape[1], x.shape[2] * x.shape[3], row(x));
+    for (b, part) in cache.f32().chunks_mut(capacity * wide).enumerate() {
+        for (t, to) in part[past * wide..].chunks_mut(wide).take(time).enumerate() {
+            to.copy_from_slice(&x.f32()[(b * time + t) * apart..][..wide]);
+        }
+    }
+}
+
+/// Caches, and rows that fit into them.
+fn check(caches: &[Meta], past: &Meta, rows: &[Meta]) {
+    let (cache, new) = (&caches[0].shape, &rows[0].shape);
+    let shapes = cache.len() == 4 && new.len() == 4 && caches[1].shape == *cache && rows[1].shape == *new;
+    let fits = shapes && cache[0] == new[0] && cache[2..] == new[2..] && new[1] <= cache[1];
+    assert!(fits && *past == Meta::new(&[1], DType::I32), "rows {rows:?} for caches {caches:?} at {past:?}");
+}
+
+impl Op for CacheWrite {
+    fn name(&self) -> &'static str {
+        "cache_write"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        check(&x[..2], &x[2], &x[3..]);
+        x[..2].to_vec()
+    }
+
+    fn reuse(&self) -> Vec<(usize, usize)> {
+        vec![(0, 0), (1, 1)]
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+        let past = held(&x[2], y[0].shape[1], x[3].shape[1]);
+        write(&mut y[0], &x[3], past);
+        write(&mut y[1], &x[4], past);
+    }
+
+    /// k and v may be columns of one product.
+    fn layout(&self, input: usize) -> Layout {
+        if input < 3 { Layout::Contiguous } else { Layout::Blocks(2) }
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (batch, time, wide) = (io.x[3].shape[0], io.x[3].shape[1], io.x[3].shape[2] * io.x[3].shape[3]);
+        let rows = [3, 4].map(|i| block_stride(&io.x[i].shape, &io.strides[i], 2).expect("blocks evenly apart"));
+        let types = [0, 1, 3, 4].map(|i| io.x[i].dtype);
+        let vec = pack(&types, &[wide, rows[0], rows[1], io.offsets[3], io.offsets[4]]);
+        Launch::new(&[PACKS, include_str!("write.cu")].concat(), "cache_write")
+            .define_type("CK", types[0])
+            .define_type("CV", types[1])
+            .define_type("TK", types[2])
+            .define_type("TV", types[3])
+            .define("BATCH", batch)
+            .define("TIME", time)
+            .define("CAPACITY", io.x[0].shape[1])
+            .define("WIDE", wide)
+            .define("K_ROW", rows[0])
+            .define("V_ROW", rows[1])
+            .define("VEC", vec)
+            .grid((batch * time * wide / vec).div_ceil(256), 1, 1)
+            .args(&[At::X(2).into(), At::X(3).into(), At::X(4).into(), At::Y(0).into(), At::Y(1).into()])
+            .code()
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost::memory(2 * (x[3].bytes() + x[4].bytes()))
+    }
+}
+
+/// The caches with k and v [batch, time, kv_heads, d] from row `past` on; of keys and of values, as are `caches`.
+#[track_caller]
+pub fn cache_write<'g>(caches: (Var<'g>, Var<'g>), past: Var<'g>, k: Var<'g>, v: Var<'g>) -> (Var<'g>, Var<'g>) {
+    let y = past.recorder().op(CacheWrite, &[caches.0, caches.1, past, k, v]);
+    (y[0], y[1])
+}
+
+macro_rules! rows {
+    ($b:literal, $capacity:literal, $t:literal, $kv:literal, $d:literal, $past:literal) => {
+        &[
+            In(&[$b, $capacity, $kv, $d], Fill::Frozen),
+            In(&[$b, $capacity, $kv, $d], Fill::Frozen),
+            In(&[1], Fill::Index($past)),
+            In(&[$b, $t, $kv, $d], Fill::Frozen),
+            In(&[$b, $t, $kv, $d], Fill::Frozen),
+        ]
+    };
+}
+
+/// Inputs of `rows`, then queries, then perhaps `until`.
+macro_rules! decoded {
+    ($b:literal, $capacity:literal, $t:literal, $h:literal, $kv:literal, $d:literal, $past:literal $(, $until:literal)?) => {
+        &[
+            In(&[$b, $capacity, $kv, $d], Fill::Frozen),
+            In(&[$b, $capacity, $kv, $d], Fill::Frozen),
+            In(&[1], Fill::Index($past)),
+            In(&[$b, $t, $kv, $d], Fill::Frozen),
+            In(&[$b, $t, $kv, $d], Fill::Frozen),
+            In(&[$b, $t, $h, $d], Fill::Frozen),
+            $(In(&[$b, $capacity], Fill::Target($until)),)?
+        ]
+    };
+}
+
+fn written<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
+    let (k, v) = cache_write((x[0], x[1]), x[2], x[3], x[4]);
+    vec![k, v]
+}
+
+fn decoded<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
+    let (y, (k, v)) = decode_attention(x[5], x[3], x[4], (x[0], x[1]), x[2], x.get(6).copied(), 0.5);
+    vec![y, k, v]
+}
+
+/// With caches that are full but for the new row: what a benchmark should read.
+fn full<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
+    let past = x[0].recorder().constant(&[1], vec![(x[0].shape()[1] - 1) as f32]).cast(DType::I32);
+    vec![decode_attention(x[5], x[3], x[4], (x[0], x[1]), past, x.get(6).copied(), 0.5).0]
+}
+
+pub const CASES: &[Case] = &[
+    Case::new("written", rows!(3, 20, 4, 2, 8, 17), written),
+    Case::new("written at odd places", rows!(2, 9, 2, 1, 5, 20), written),
+    Case::new("written whole", rows!(2, 6, 6, 2, 16, 9), written),
+    Case::new(
+        "written, columns of one product",
+        &[In(&[2, 7, 96], Fill::Frozen), In(&[2, 7, 2, 16], Fill::Frozen), In(&[1], Fill::Index(5))],
+        |x| {
+            let part = |at: usize| x[0].slice(1, 0, 3).slice(2, at, at + 32).reshape(&[2, 3, 2, 16]);
+            written(&[x[1], x[1] * 2.0, x[2], part(32), part(64)])
+        },
+    ),
+    Case::new("decoded", decoded!(3, 40, 1, 4, 2, 16, 40), decoded),
+    Case::new("decoded, masked", decoded!(3, 70, 1, 4, 2, 64, 70, 70), decoded),
+    Case::new("decoded, several queries", decoded!(2, 50, 3, 6, 2, 32, 48, 50), decoded),
+    Case::new("decoded, many rows to a head", decoded!(1, 40, 5, 6, 1, 24, 36, 40), decoded),
+    Case::new("decoded, odd heads", decoded!(2, 33, 2, 3, 3, 5, 30, 33), decoded),
+    Case::new("decoded, heads of 256", decoded!(1, 300, 1, 2, 2, 256, 300), decoded),
+    Case::new("decoded, three splits", decoded!(2, 700, 1, 4, 2, 128, 700, 700), decoded),
+    Case::new("decoded, three splits, several queries", decoded!(1, 600, 2, 4, 4, 8, 600, 600), decoded),
+    Case::new(
+        "decoded, columns of one product",
+        &[In(&[2, 40, 2, 16], Fill::Frozen), In(&[2, 40, 2, 16], Fill::Frozen), In(&[1], Fill::Index(40)), In(&[2, 1, 128], Fill::Frozen)],
+        |x| {
+            let part = |at: usize, heads: usize| x[3].slice(2, at, at + 16 * heads).reshape(&[2, 1, heads, 16]);
+            decoded(&[x[0], x[1], x[2], part(64, 2), part(96, 2), part(0, 4)])
+        },
+    ),
+    Case::new("decoded, the first token", decoded!(2, 300, 1, 2, 1, 64, 1), decoded),
+    Case::new("Qwen3, 164 keys", decoded!(12, 164, 1, 16, 8, 128, 164, 164), full).bench(),
+    Case::new("Qwen3, 4096 keys", decoded!(12, 4096, 1, 16, 8, 128, 4096, 4096), full).bench(),
+    Case::new("Qwen3, one row of 32768 keys", decoded!(1, 32768, 1, 16, 8, 128, 32768), full).bench(),
+    Case::new("Qwen3, a prompt written", rows!(12, 164, 64, 8, 128, 1), written).bench(),
+];
