@@ -11,13 +11,16 @@ pub struct Io {
     /// Of each input, in elements from the start of its buffer, which lies on a multiple of 256 bytes.
     pub offsets: Vec<usize>,
     pub y: Vec<Meta>,
+    /// Of each input: there before the program runs, and written by nothing in it. A kernel may read it before its turn.
+    pub settled: Vec<bool>,
     pub arch: Arch,
 }
 
 impl Io {
     /// Contiguous inputs.
     pub fn plain(x: &[Meta], y: &[Meta], arch: Arch) -> Io {
-        Io { x: x.to_vec(), strides: x.iter().map(|m| contiguous(&m.shape)).collect(), offsets: vec![0; x.len()], y: y.to_vec(), arch }
+        let strides = x.iter().map(|m| contiguous(&m.shape)).collect();
+        Io { x: x.to_vec(), strides, offsets: vec![0; x.len()], y: y.to_vec(), settled: vec![false; x.len()], arch }
     }
 }
 
@@ -160,8 +163,11 @@ impl Launch {
         for (name, value) in &self.defines {
             text += &format!("#define {name} {value}\n");
         }
-        // Kernels take their turn first (see `in_turn` in the prelude).
+        // Kernels take their turn first (see `in_turn` in the prelude), but for those that have something to do before it.
         let mut rest = self.source.as_str();
+        if rest.contains("wait_for_turn();") {
+            return text + rest;
+        }
         while let Some(at) = rest.find("__global__").and_then(|g| rest[g..].find('{').map(|b| g + b + 1)) {
             text += &rest[..at];
             text += " in_turn();";

@@ -2,13 +2,19 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// Every kernel begins with this (the text is put there): the next may be launched, and this one waits for the one before, whose
-// results it may read and whose inputs it may overwrite. Without the attribute at the launch both do nothing.
-__device__ __forceinline__ void in_turn() {
+// Every kernel begins with `in_turn` (the text is put there, unless the kernel says it itself): the next may be launched, and this one waits for
+// all before it, whose results it may read and whose inputs it may overwrite. Without the attribute at the launch both do nothing.
+__device__ __forceinline__ void next_may_begin() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+__device__ __forceinline__ void wait_for_turn() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void in_turn() { next_may_begin(), wait_for_turn(); }
 
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };

@@ -113,9 +113,21 @@ pub fn code(g: &Graph, spots: &[Vec<Spot>], node: usize, arch: crate::kernel::Ar
         Kind::Op(op) if !op.is_view() => {
             let inputs = || g.nodes[node].inputs.iter().map(|v| &spots[v.node][v.out]);
             let (strides, offsets) = (inputs().map(|s| s.strides.clone()).collect(), inputs().map(|s| s.offset).collect());
-            op.cuda(&Io { x: g.inputs(node), strides, offsets, y: g.nodes[node].outputs.clone(), arch })
+            let settled = g.nodes[node].inputs.iter().map(|&v| is_settled(g, v)).collect();
+            op.cuda(&Io { x: g.inputs(node), strides, offsets, y: g.nodes[node].outputs.clone(), settled, arch })
         }
         _ => Code::default(),
+    }
+}
+
+/// Of a state that the program does not update, or of a constant: nothing that it launches writes there.
+fn is_settled(g: &Graph, v: Value) -> bool {
+    let node = &g.nodes[v.node];
+    match &node.kind {
+        Kind::State(_) => g.updates.iter().all(|u| u.0 != v),
+        Kind::Const(_) => true,
+        Kind::Op(op) => op.is_view() && is_settled(g, node.inputs[0]),
+        _ => false,
     }
 }
 
@@ -325,7 +337,7 @@ impl CudaProgram {
             Address::Source(n, o) => bases[n + 1] + o as u64,
         };
         let stream = self.cuda.0.stream;
-        for step in steps {
+        for (i, step) in steps.iter().enumerate() {
             match step {
                 Ready::Launch { kernel, grid, block, shared, args } => {
                     let mut values: Vec<u64> = args.iter().map(at).collect();
@@ -345,7 +357,8 @@ impl CudaProgram {
                         sharedMemBytes: *shared,
                         hStream: stream,
                         attrs: &mut overlap,
-                        numAttrs: self.options.overlap as u32,
+                        // The first waits for everything before it: what kernels read before their turn may be another program's work.
+                        numAttrs: (self.options.overlap && i > 0) as u32,
                     };
                     // SAFETY: a kernel of ours with pointer arguments into buffers that the plan made large enough.
                     unsafe { sys::cuLaunchKernelEx(&config, kernel.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }

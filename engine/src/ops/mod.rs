@@ -10,6 +10,7 @@ pub mod cross_entropy;
 pub mod diversity;
 pub mod evolve;
 pub mod experts;
+pub mod few_rows;
 pub mod full;
 pub mod linear_attention;
 pub mod linear_ce;
@@ -44,6 +45,7 @@ pub const OPS: &[Entry] = ops! {
     concat: "side by side along an axis; zeros around",
     reduce: "sums and maxima along an axis",
     matmul: "matrix products, transposed or not, batched, broadcast",
+    few_rows: "products of a few rows with weights as they are stored: what decoding needs, a norm before and sums or SwiGLU behind",
     matmul_pointwise: "matrix products with arithmetic behind them, in one kernel",
     softmax: "softmax of rows, causal or not",
     norm: "RMS norm and layer norm; the RMS norm of a sum",

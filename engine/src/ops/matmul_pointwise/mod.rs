@@ -117,8 +117,9 @@ impl MatmulPointwise {
         let of = |range: std::ops::Range<usize>, y: &[Meta]| Io {
             x: io.x[range.clone()].to_vec(),
             strides: io.strides[range.clone()].to_vec(),
-            offsets: io.offsets[range].to_vec(),
+            offsets: io.offsets[range.clone()].to_vec(),
             y: y.to_vec(),
+            settled: io.settled[range].to_vec(),
             arch: io.arch,
         };
         let first = product.cuda(&of(0..2, std::slice::from_ref(&meta)));
@@ -126,6 +127,7 @@ impl MatmulPointwise {
         rest.x.insert(0, Meta::f32(&shape));
         rest.strides.insert(0, strides);
         rest.offsets.insert(0, 0);
+        rest.settled.insert(0, false);
         let second = self.arithmetic().cuda(&rest);
         // The result lies where the product's scratch memory would begin.
         let bytes = meta.bytes().next_multiple_of(256);

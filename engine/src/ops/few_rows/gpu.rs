@@ -1,0 +1,107 @@
+//! Which kernel, and how its blocks share the weights.
+
+use super::FewRows;
+use crate::kernel::{At, Code, Io, Launch, Place};
+use crate::meta::{DType, block_stride};
+use crate::ops::reduce::packs::pack;
+
+/// Elements of a row that a warp takes at once, and rows of a tile.
+const LINE: usize = 64;
+const TILE: usize = 8;
+/// A product's terms are split over as many warps, whatever the GPU: so are its sums.
+const WARPS: usize = 8;
+/// Weights on their way to a multiprocessor, in bytes: enough to keep the memory busy, and little enough that the next kernel's fit beside them.
+const AHEAD: usize = 96 << 10;
+
+pub fn code(op: &FewRows, io: &Io) -> Code {
+    let (weights, k) = (op.weights(io.x.len()), io.x[0].dim(0));
+    let row = block_stride(&io.x[0].shape, &io.strides[0], 1).expect("rows evenly apart");
+    let norm = op.norm.map(|_| 1);
+    let read = weights.clone().chain([0]).chain(norm).map(|i| io.offsets[i]);
+    let lengths: Vec<usize> = [k, row].into_iter().chain(read).collect();
+    let launch = match io.x[0].dtype {
+        DType::BF16 | DType::F16 if pack(&[DType::BF16], &lengths) == 8 => tensor(op, io),
+        _ => plain(op, io),
+    };
+    let list = |count: usize, name: &str| (0..count).map(|i| format!("{name}{i}")).collect::<Vec<_>>().join(", ");
+    let more = op.add.then(|| io.x.len() - 1);
+    let own = |input: Option<usize>| At::X(input.unwrap_or(0)); // one that is not there is not read
+    let mut args: Vec<Place> = [At::X(0), own(norm), own(more)].map(Place::from).into();
+    args.extend(weights.clone().map(|i| Place::from(At::X(i))));
+    args.extend((0..io.y.len()).map(|i| Place::from(At::Y(i))));
+    launch
+        .define_type("T", io.x[0].dtype)
+        .define_type("TN", norm.map_or(DType::F32, |i| io.x[i].dtype))
+        .define_type("TR", more.map_or(DType::F32, |i| io.x[i].dtype))
+        .define_type("OUT", io.y[0].dtype)
+        .define("ROWS", io.x[0].dim(1))
+        .define("K", k)
+        .define("X_ROW", row)
+        .define("NORM", op.norm.is_some() as u8)
+        .define("PAIR", op.swiglu as u8)
+        .define("ADD", op.add as u8)
+        .define_f32("EPS", op.norm.unwrap_or(0.0))
+        .define("WEIGHT_ARGS", list(weights.len(), "const T *w"))
+        .define("WEIGHT_LIST", list(weights.len(), "w"))
+        .define("OUT_ARGS", list(io.y.len(), "OUT *y"))
+        .define("OUT_LIST", list(io.y.len(), "y"))
+        .define("COLUMNS", numbers(io.y.iter().map(|y| y.dim(0))))
+        .args(&args)
+        .code()
+}
+
+fn numbers(all: impl Iterator<Item = usize>) -> String {
+    all.map(|n| n.to_string()).collect::<Vec<_>>().join(", ")
+}
+
+/// What stands before each part, and the sum of all.
+fn starts(parts: impl Iterator<Item = usize>) -> (Vec<usize>, usize) {
+    parts.fold((vec![], 0), |(mut before, all), n| {
+        before.push(all);
+        (before, all + n)
+    })
+}
+
+fn tensor(op: &FewRows, io: &Io) -> Launch {
+    let weights = op.weights(io.x.len());
+    let (rows, k) = (io.x[0].dim(1), io.x[0].dim(0));
+    let (first, all) = starts(io.y.iter().map(|y| y.dim(0).div_ceil(TILE)));
+    let sides = if op.swiglu { 2 } else { 1 };
+    let warps = k.div_ceil(LINE).min(WARPS);
+    let lines = k.div_ceil(LINE).div_ceil(warps);
+    // One block to a multiprocessor, so that the next kernel's have room. It goes through its tiles in rounds, with sums in registers.
+    let limit = io.arch.shared_limit();
+    let sixteens = rows.div_ceil(16);
+    let most = if limit > 128 << 10 { 6 } else { 4 } / sixteens / sides;
+    let share = all.div_ceil(io.arch.multiprocessors as usize);
+    let rounds = share.div_ceil(most);
+    let side = share.div_ceil(rounds);
+    let tiles = side * sides;
+    let stride = tiles * TILE + if tiles % 2 == 0 { 8 } else { 0 };
+    let sums = 4 * warps * 16 * sixteens * (stride + 1);
+    let stage = warps * tiles * TILE * LINE * 2;
+    let stages = (AHEAD.min(limit - sums) / stage).min(rounds * lines);
+    let ahead = (8 / rows.div_ceil(8)).min(lines);
+    Launch::new(&[include_str!("../attention/mma.cuh"), include_str!("few_rows.cu")].concat(), "few_rows")
+        .define("WARPS", warps)
+        .define("LINES", lines)
+        .define("TILES", tiles)
+        .define("ROUNDS", rounds)
+        .define("STAGES", stages)
+        .define("AHEAD", ahead)
+        .define("FIRST", numbers(first.into_iter()))
+        .define("ALL_TILES", all)
+        .define("EARLY", weights.clone().all(|i| io.settled[i]) as u8)
+        .grid(all.div_ceil(rounds * side), 1, 1)
+        .block(32 * warps)
+        .shared(stages * stage + sums)
+}
+
+fn plain(op: &FewRows, io: &Io) -> Launch {
+    let (first, all) = starts(io.y.iter().map(|y| y.dim(0)));
+    Launch::new(include_str!("plain.cu"), "few_rows_plain")
+        .define("PARTS", if op.swiglu { 1 } else { io.y.len() })
+        .define("FIRST", numbers(first.into_iter()))
+        .define("ALL_COLUMNS", all)
+        .grid(all.div_ceil(8), 1, 1)
+}
