@@ -300,7 +300,7 @@ impl Folded {
 }
 
 /// x0 + x1.
-fn is_sum(p: &Pointwise) -> bool {
+pub(super) fn is_sum(p: &Pointwise) -> bool {
     p.expr == Expr::of(2, |e, x| e.add(x[0], x[1])) || p.expr == Expr::of(2, |e, x| e.add(x[1], x[0]))
 }
 

@@ -100,7 +100,7 @@ impl Pass for MergeProducts {
 }
 
 /// Of a state, seen through views and casts only.
-fn source(g: &Graph, v: Value) -> Option<Role> {
+pub(super) fn source(g: &Graph, v: Value) -> Option<Role> {
     let node = &g.nodes[v.node];
     match &node.kind {
         Kind::State(s) => Some(s.role),
@@ -110,7 +110,7 @@ fn source(g: &Graph, v: Value) -> Option<Role> {
 }
 
 /// The value in the new graph, recorded now if its turn has not come yet.
-fn early(old: &Graph, recorder: &Recorder, values: &mut Vec<Vec<Value>>, v: Value) -> Value {
+pub(super) fn early(old: &Graph, recorder: &Recorder, values: &mut Vec<Vec<Value>>, v: Value) -> Value {
     if let Some(made) = values.get(v.node).filter(|m| !m.is_empty()) {
         return made[v.out];
     }

@@ -7,6 +7,7 @@ mod dead_code;
 mod epilogue;
 pub use dead_code::sweep;
 pub mod expand;
+mod few_rows;
 mod flash_attention;
 mod fuse_evolution;
 mod fuse_norm;
@@ -47,6 +48,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &fuse_routing::FuseRouting,
     &share::Share,
     &bf16::Bf16,
+    &few_rows::FewRowsPass,
     &merge_products::MergeProducts,
     &autodiff::Autodiff,
     &dead_code::DeadCode,
