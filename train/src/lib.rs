@@ -16,3 +16,4 @@ pub mod report;
 pub mod run;
 pub mod sample;
 pub mod text;
+pub mod variety;
