@@ -65,6 +65,10 @@ enum What {
   kiln check model models/qwen3-0.6b --prompt 'The capital of France is'
   kiln check model models/llama --adapter adapters/mine --ids '1 2 3' --ids '7 8' --write logits.safetensors")]
     Model(super::model::ModelArgs),
+    /// Opens an encoder's folder, as sentence-transformers writes it, and embeds texts
+    #[command(after_help = "Examples:
+  kiln check encoder models/all-MiniLM-L6-v2 --text 'a cat' --text 'a dog' --write embeddings.safetensors")]
+    Encoder(super::encoder::EncoderArgs),
 }
 
 #[derive(Args)]
@@ -106,6 +110,7 @@ pub fn run(a: CheckArgs) -> Result<ExitCode> {
         What::Kernels { sm } => kernels(&sm),
         What::Golden(g) => golden(g),
         What::Model(m) => super::model::run(m),
+        What::Encoder(e) => super::encoder::run(e),
     }
 }
 

@@ -20,6 +20,7 @@ mod bench;
 mod check;
 mod data;
 mod doctor;
+mod encoder;
 mod eval;
 mod export;
 mod generate;
@@ -76,7 +77,7 @@ enum Command {
     Export(export::ExportArgs),
     /// Memory, arithmetic and what every pass would do, without running
     Plan(plan::PlanArgs),
-    /// Checks ops, passes, golden files, or a model's folder
+    /// Checks ops, passes, golden files, or a folder of a model or an encoder
     Check(check::CheckArgs),
     /// Lists the passes: what they do, their modes and settings
     Passes(passes::PassesArgs),
@@ -139,7 +140,7 @@ pub struct ConfigArgs {
     /// Sets one key; the section may be left out where it is clear (repeatable)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// A folder made by `kiln data prepare`, or of pictures; or a CSV file of Sudokus
+    /// A folder made by `kiln data prepare`, or of pictures; a CSV file of Sudokus; JSONL of prompts and replies
     #[arg(long)]
     data: Option<PathBuf>,
     /// Steps to train in all

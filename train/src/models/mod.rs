@@ -1,4 +1,4 @@
-//! Decoders as Hugging Face's packages lay them out on disk: a folder of config.json and safetensors, and adapters beside it.
+//! Models as Hugging Face's packages lay them out on disk: a folder of config.json and safetensors, and adapters beside it.
 //!
 //! | file | is |
 //! |---|---|
@@ -6,12 +6,15 @@
 //! | `folder.rs` | the weights: read where they lie, and written |
 //! | `lora.rs` | what an adapter adds to which matrices |
 //! | `peft.rs` | adapters in PEFT's layout |
+//! | `encoder.rs` | encoders in sentence-transformers' layout: BERT, as MiniLM is |
 
+mod encoder;
 mod folder;
 mod lora;
 mod peft;
 mod shape;
 
+pub use encoder::{Act, Encoder, EncoderFeeds, EncoderShape, Texts};
 pub use folder::{Folder, Staged, Weight, write_weights};
 pub use lora::{Lora, Target};
 pub use peft::{Adapter, write_adapter};
