@@ -124,7 +124,7 @@ def main():
         compare(f"{name}: logits with peft's adapter", kiln_logits(folder, peft_dir), torch_logits(adapted))
 
         # trained here from scratch, on all targets, read by peft
-        train = ["train", "polychromic", "--set", f"model.base={folder}", "--set", "seq=16", "--set", "batch=2", "--set", "eval_batches=1", "--device", "cpu"]
+        train = ["train", "polychromic", "--set", f"model.base={folder}", "--set", "seq=48", "--set", "batch=2", "--set", "eval_batches=1", "--device", "cpu"]
         run, out, whole = root / (name + "-run"), root / (name + "-kiln"), root / (name + "-merged")
         kiln(*train, "--set", "rank=3", "--set", "alpha=7.5", "--set", "learning_rate=0.05", "--steps", 4, "--out", run)
         kiln("export", run, "--out", out)
@@ -148,7 +148,7 @@ def main():
     # A base that was drawn here, written with the adapters merged: config.json is kiln's own.
     for kind, more in (("qwen3", ["--set", "tied=false"]), ("llama", ["--set", "qk_norm=false"])):
         run, whole = root / f"drawn-{kind}-run", root / f"drawn-{kind}"
-        kiln("train", "polychromic", "--set", "rope_theta=700.0", "--set", "layers=2", "--set", "seq=16", "--set", "batch=2", "--set", "eval_batches=1",
+        kiln("train", "polychromic", "--set", "pretrain=0", "--set", "rope_theta=700.0", "--set", "layers=2", "--set", "seq=48", "--set", "batch=2", "--set", "eval_batches=1",
              "--set", "learning_rate=0.3", *more, "--steps", 3, "--out", run, "--device", "cpu")
         kiln("export", run, "--out", whole, "--merge")
         compare(f"{kind} drawn here, merged, read by both", kiln_logits(whole), torch_logits(load(whole)))

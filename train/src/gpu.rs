@@ -1,4 +1,4 @@
-//! Finds the GPU's libraries for the engine, which reads no environment itself.
+//! Finds the GPU's libraries and the cache for the engine, which reads no environment itself.
 
 use engine::cuda::Folders;
 use engine::{Cpu, Cuda, Device};
@@ -19,8 +19,13 @@ pub fn folders() -> Folders {
         libraries.extend(wheels(&prefix));
     }
     libraries.retain(|p| p.is_dir());
-    let cache = env("XDG_CACHE_HOME").or_else(|| env("HOME").map(|h| h.join(".cache"))).unwrap_or_else(std::env::temp_dir).join("kiln");
-    Folders { libraries, cache }
+    Folders { libraries, cache: cache() }
+}
+
+/// Where everything is kept that could be made again.
+pub fn cache() -> PathBuf {
+    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    env("XDG_CACHE_HOME").or_else(|| env("HOME").map(|h| h.join(".cache"))).unwrap_or_else(std::env::temp_dir).join("kiln")
 }
 
 /// PREFIX/lib/python3.*/site-packages/nvidia/*/lib

@@ -3,7 +3,7 @@
 use crate::checkpoint::{CheckpointError, Loaded};
 use crate::config::{Config, ConfigError, TrainConfig, nearest};
 use crate::data::puzzles::{self, PuzzleSet};
-use crate::data::{DataError, Loader, Source, Tokenizer};
+use crate::data::{Batch, DataError, Loader, Source, Tokenizer, positions};
 use crate::golden::Golden;
 use crate::optim;
 use crate::report::Confusion;
@@ -13,6 +13,7 @@ use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Role,
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
@@ -52,6 +53,10 @@ pub trait Recipe: Sync {
     fn about(&self) -> &'static str;
     /// (name, TOML), the default first.
     fn presets(&self) -> &'static [(&'static str, &'static str)];
+    /// Makes what a run begins with, where that is not there yet; `stop` is set when it is to end at once.
+    fn make_ready(&self, _config: &Config, _device: &Device, _stop: &AtomicBool) -> Result<(), TrainError> {
+        Ok(())
+    }
     /// Checks the configuration and makes what trains.
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
     /// For recipes whose models tell pictures apart: one as a checkpoint's config and identity describe it, without its data.
@@ -300,7 +305,8 @@ pub struct Attempt {
 }
 
 /// A model whose loss is differentiated: everything else about its training is the same for all. Feeds that it may use: `ids` and
-/// `targets` i32 [batch, seq], `weight` f32 [1] (1 / targets that count in the whole step), `rng` i32 [4].
+/// `targets` i32 [batch, seq], `weight` f32 [1] (1 / targets that count in the whole step), `rng` i32 [4]; of rows with several sequences or padding
+/// also `until` and `position` i32 [batch, seq] (see `data::Item` and `data::positions`).
 pub trait Model {
     fn seq(&self) -> usize;
     /// Records the loss of one micro-batch, then what else is worth reporting; all [1]. Over a step's micro-batches each is summed.
@@ -323,6 +329,10 @@ pub trait Model {
     /// See `Task::init_from`.
     fn init_from(&self, _: &mut Session, _from: &Path) -> Result<bool, TrainError> {
         Ok(false)
+    }
+    /// Whether its items say `until`.
+    fn has_places(&self) -> bool {
+        false
     }
     /// What `seq` counts.
     fn unit(&self) -> &'static str {
@@ -381,7 +391,7 @@ pub struct Supervised<M: Model> {
     validation: Option<Arc<dyn Source>>,
     names: Vec<&'static str>,
     /// What `bench_step` feeds, made once.
-    bench: Vec<(Vec<i32>, Vec<i32>)>,
+    bench: Vec<Batch>,
 }
 
 impl<M: Model> Supervised<M> {
@@ -435,33 +445,38 @@ impl<M: Model> Supervised<M> {
         program: &str,
         step: u64,
         micro: usize,
-        batch: (&[i32], &[i32], f32),
+        (batch, weight): (&Batch, f32),
         rate: f64,
     ) -> Result<(), TrainError> {
         let rng = rng_feed(self.seed, step, micro as u32);
-        let (mut ids, weight, rate) = (batch.0.to_vec(), [batch.2], [rate as f32]);
+        let (mut ids, weight, rate) = (batch.ids.clone(), [weight], [rate as f32]);
+        let position = positions(&batch.until, self.model.seq());
         let more = self.model.more(program != "eval", &mut ids);
         let mut feeds = vec![
             ("ids", Data::I32(&ids)),
-            ("targets", Data::I32(batch.1)),
+            ("targets", Data::I32(&batch.targets)),
             ("weight", Data::F32(&weight)),
             ("rng", Data::I32(&rng)),
             ("rate", Data::F32(&rate)),
         ];
+        if self.model.has_places() {
+            feeds.extend([("until", Data::I32(&batch.until)), ("position", Data::I32(&position))]);
+        }
         feeds.extend(more.iter().map(|(name, bytes)| (*name, Data::U8(bytes))));
         s.run(program, &feeds)
     }
 
-    fn run_step(&self, s: &mut Session, step: u64, rate: f64, batches: &[(&[i32], &[i32])], counted: usize) -> Result<(), TrainError> {
+    fn run_step(&self, s: &mut Session, step: u64, rate: f64, batches: &[Batch]) -> Result<(), TrainError> {
+        let counted: usize = batches.iter().map(|b| b.counted).sum();
         if counted == 0 {
             return Err(TrainError::AllMasked(step));
         }
         let weight = 1.0 / counted as f32;
-        if let [(ids, targets)] = batches {
-            return self.micro(s, "train", step, 0, (ids, targets, weight), rate);
+        if let [batch] = batches {
+            return self.micro(s, "train", step, 0, (batch, weight), rate);
         }
-        for (m, (ids, targets)) in batches.iter().enumerate() {
-            self.micro(s, "micro", step, m, (ids, targets, weight), rate)?;
+        for (m, batch) in batches.iter().enumerate() {
+            self.micro(s, "micro", step, m, (batch, weight), rate)?;
         }
         s.run("update", &[("rate", Data::F32(&[rate as f32]))])
     }
@@ -508,9 +523,7 @@ impl<M: Model> Task for Supervised<M> {
     fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError> {
         let loader = self.loader.as_mut().expect("begin comes first");
         let batches = (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
-        let counted = batches.iter().map(|b| b.counted).sum();
-        let feeds: Vec<(&[i32], &[i32])> = batches.iter().map(|b| (&b.ids[..], &b.targets[..])).collect();
-        self.run_step(s, step, rate, &feeds, counted)
+        self.run_step(s, step, rate, &batches)
     }
 
     fn report(&self, s: &Session) -> Result<Pending, TrainError> {
@@ -544,7 +557,7 @@ impl<M: Model> Task for Supervised<M> {
                 continue;
             }
             let share = counted as f64;
-            self.micro(s, "eval", i, 0, (&b.ids, &b.targets, 1.0 / counted as f32), 0.0)?;
+            self.micro(s, "eval", i, 0, (&b, 1.0 / counted as f32), 0.0)?;
             for (sum, name) in sums.iter_mut().zip(&names) {
                 *sum += s.scalar("eval", name)? * share;
             }
@@ -570,16 +583,18 @@ impl<M: Model> Task for Supervised<M> {
     }
 
     fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError> {
-        let n = self.config.batch * self.model.seq();
+        let (seq, n) = (self.model.seq(), self.config.batch * self.model.seq());
         if self.bench.is_empty() {
             let draw = |salt: u32, i: usize| engine::philox::philox([i as u32, 0, salt, 0], [1, 2])[0] as usize % self.model.vocab();
             let one = |salt: u32| (0..n).map(|i| draw(salt, i) as i32).collect();
-            self.bench = (0..self.config.accumulate as u32).map(|m| (one(2 * m), one(2 * m + 1))).collect();
+            // Where rows have places, each is one sequence.
+            let until = if self.model.has_places() { vec![seq as i32 - 1; n] } else { vec![] };
+            let batch = |m: u32| Batch { ids: one(2 * m), targets: one(2 * m + 1), until: until.clone(), counted: n, first_item: 0 };
+            self.bench = (0..self.config.accumulate as u32).map(batch).collect();
             let r = Recorder::new();
             self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
         }
-        let feeds: Vec<(&[i32], &[i32])> = self.bench.iter().map(|(a, b)| (&a[..], &b[..])).collect();
-        self.run_step(s, step, 1e-4, &feeds, n * self.config.accumulate)
+        self.run_step(s, step, 1e-4, &self.bench)
     }
 
     fn floor(&self) -> Option<(&'static str, f64)> {

@@ -434,7 +434,7 @@ fn logits(dir: &Path, args: &[&str]) -> Vec<Vec<f32>> {
     (0..2)
         .map(|row| {
             let (_, shape, bytes) = file.get(&row.to_string()).unwrap();
-            assert_eq!(shape, [[4, 1][row], 257]);
+            assert_eq!(shape, [[4, 1][row], 521]);
             bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
         })
         .collect()
@@ -451,12 +451,15 @@ fn runs_are_exported_as_adapters_and_as_models() {
     let at = |name: &str| dir.path().join(name);
     let path = |name: &str| text(&at(name));
     let train = |out: &str, more: &[&str]| {
-        let sets = ["seq=16", "batch=2", "eval_batches=1", "rank=2", "alpha=5.0", "learning_rate=0.05"].map(|s| ["--set", s]).concat();
+        let sets = ["seq=48", "batch=2", "eval_batches=1", "rank=2", "alpha=5.0", "learning_rate=0.05"].map(|s| ["--set", s]).concat();
         let out = path(out);
         let own = ["train", "polychromic", "--threads", "1", "--steps", "3", "--out", &out];
         kiln([&own[..], &sets, more].concat())
     };
-    let shape = ["vocab=257", "dim=24", "layers=2", "head_dim=8", "hidden=40"].into_iter().flat_map(|s| ["--set", s]).collect::<Vec<_>>();
+    let shape = ["pretrain=0", "vocab=521", "dim=24", "layers=2", "head_dim=8", "hidden=40"]
+        .into_iter()
+        .flat_map(|s| ["--set", s])
+        .collect::<Vec<_>>();
     train("drawn", &shape).ok();
     kiln(["export", &path("drawn"), "--out", &path("adapters")]).fails(&["drawn at random", "--merge"]);
     assert!(!at("adapters").exists());
@@ -484,7 +487,7 @@ fn runs_are_exported_as_adapters_and_as_models() {
         kiln(["check", "model", &path("base"), "--ids", ids, "--write", &text(&out)]).ok();
         let file = load_safetensors(&out).unwrap();
         let (_, shape, bytes) = file.get("0").unwrap();
-        assert_eq!(shape, [tokens, 257]);
+        assert_eq!(shape, [tokens, 521]);
         bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect::<Vec<f32>>()
     };
     assert!(apart(&plain, &[alone("5,9,61,2", 4), alone("7", 1)]) < 1e-5);
@@ -508,7 +511,7 @@ fn runs_are_exported_as_adapters_and_as_models() {
     kiln(["export", &path("nothing"), "--out", &path("other")]).fails(&["there is no checkpoint or run folder"]);
     assert!(!at("other").exists() && checkpoint(&at("run"), 3).exists());
 
-    kiln(["check", "model", &path("base"), "--ids", "300"]).fails(&["token 300", "0 to 256"]);
+    kiln(["check", "model", &path("base"), "--ids", "600"]).fails(&["token 600", "0 to 520"]);
     kiln(["check", "model", &path("base"), "--ids", "a"]).fails(&["'a' is no token"]);
     kiln(["check", "model", &path("base"), "--prompt", "hello"]).fails(&["no tokenizer.json"]);
     kiln(["check", "model", &path("base"), "--write", &path("x")]).fails(&["--write wants"]);

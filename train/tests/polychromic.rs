@@ -43,7 +43,7 @@ fn golden_with_passes_on_and_off() {
 
 /// No two of its sizes are the same.
 fn shape() -> Shape {
-    let text = "base=''\nvocab=61\ndim=24\nlayers=2\nheads=4\nkv_heads=2\nhead_dim=10\nhidden=52\ntied=true\nqk_norm=true\nrope_theta=100.0\nnorm_eps=1e-6\nseq=32\nrank=3\nalpha=6.0\ndropout=0.0\ntargets=['q']";
+    let text = "base=''\npretrain=0\nvocab=61\ndim=24\nlayers=2\nheads=4\nkv_heads=2\nhead_dim=10\nhidden=52\ntied=true\nqk_norm=true\nrope_theta=100.0\nnorm_eps=1e-6\nseq=32\nrank=3\nalpha=6.0\ndropout=0.0\ntargets=['q']";
     toml::from_str::<PolychromicConfig>(text).unwrap().shape()
 }
 
@@ -174,7 +174,19 @@ fn dropout_is_of_the_adapters_input_alone() {
 #[test]
 fn the_frozen_base_has_no_gradient_and_no_moments() {
     let mut c = recipe::preset(recipe::find("polychromic").unwrap(), None).unwrap();
-    for set in ["vocab=257", "dim=48", "layers=2", "heads=4", "head_dim=10", "hidden=104", "rank=2", "seq=13", "batch=3", "tied=false"] {
+    for set in [
+        "pretrain=0",
+        "vocab=521",
+        "dim=48",
+        "layers=2",
+        "heads=4",
+        "head_dim=10",
+        "hidden=104",
+        "rank=2",
+        "seq=13",
+        "batch=3",
+        "tied=false",
+    ] {
         c.set(set).unwrap();
     }
     let task = recipe::find("polychromic").unwrap().task(&c).unwrap();
@@ -237,7 +249,8 @@ fn diversity_is_the_mean_over_pairs() {
 }
 
 /// A run whose step takes a millisecond.
-const SMALL: &[&str] = &["dim=24", "layers=2", "head_dim=8", "hidden=40", "seq=16", "batch=2", "eval_batches=1", "rank=2", "dropout=0.1"];
+const SMALL: &[&str] =
+    &["pretrain=0", "dim=24", "layers=2", "head_dim=8", "hidden=40", "seq=16", "batch=2", "eval_batches=1", "rank=2", "dropout=0.1"];
 
 fn train(out: &std::path::Path, more: &[&str]) -> common::Ran {
     let out = text(out);
@@ -266,7 +279,7 @@ fn a_run_trains_saves_and_resumes_its_adapters_alone() {
         assert_ne!(model.get(&name).unwrap().2, before.get(&name).unwrap().2, "{name}");
     }
     let eval = kiln(["eval", &text(&whole), "--json", "--threads", "1"]).ok();
-    assert!(serde_json::from_str::<serde_json::Value>(&eval.out).unwrap()["loss"].as_f64().unwrap() < 6.0);
+    assert!(serde_json::from_str::<serde_json::Value>(&eval.out).unwrap()["loss"].as_f64().unwrap() < 6.3);
 }
 
 #[test]

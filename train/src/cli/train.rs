@@ -63,7 +63,9 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
         signal_hook::flag::register_conditional_shutdown(signal, 130, stop.clone())?;
         signal_hook::flag::register(signal, stop.clone())?;
     }
-    let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
+    let recipe = recipe::find(config.text("recipe"))?;
+    recipe.make_ready(&config, &device, &stop)?;
+    let mut task = recipe.task(&config)?;
     train(&mut *task, &config, &device, &Options { out, resume: a.resume, stop })?;
     Ok(ExitCode::SUCCESS)
 }

@@ -46,6 +46,8 @@ pub enum DataError {
     Panicked { item: u64, message: String },
     #[error("{path}: {reason}")]
     Images { path: PathBuf, reason: String },
+    #[error("{path}: {reason}")]
+    Examples { path: PathBuf, reason: String },
     #[error("{path}: {bytes} bytes are no whole number of records of {record}: it is cut short, or of another format (download it again)")]
     Records { path: PathBuf, bytes: usize, record: usize },
     #[error("{path}: record {record} has the label {label}, which must be below {values} (download it again)")]

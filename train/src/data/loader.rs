@@ -9,11 +9,12 @@ use std::thread::JoinHandle;
 
 use super::{DataError, Order, Source};
 
-/// `ids` and `targets` are `[batch, seq]`, row-major.
-#[derive(Debug, Clone, PartialEq)]
+/// `ids` and `targets` are `[batch, seq]`, row-major; so is `until`, where items have it.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
     pub ids: Vec<i32>,
     pub targets: Vec<i32>,
+    pub until: Vec<i32>,
     /// Targets that are not -1.
     pub counted: usize,
     /// Place of the first row in the order; start a loader there to get this batch again.
@@ -79,7 +80,7 @@ impl Drop for Loader {
 
 /// None when asked to stop.
 fn make(source: &dyn Source, order: Option<Order>, first_item: u64, batch: usize, stop: &AtomicBool) -> Option<Result<Batch, DataError>> {
-    let mut made = Batch { ids: Vec::new(), targets: Vec::new(), counted: 0, first_item };
+    let mut made = Batch { first_item, ..Batch::default() };
     for row in 0..batch {
         if stop.load(Ordering::Relaxed) {
             return None;
@@ -92,6 +93,7 @@ fn make(source: &dyn Source, order: Option<Order>, first_item: u64, batch: usize
             Ok(item) => {
                 made.ids.extend(item.ids);
                 made.targets.extend(item.targets);
+                made.until.extend(item.until);
             }
             Err(error) => return Some(Err(error)),
         }
@@ -131,7 +133,7 @@ mod tests {
                 _ => {}
             }
             let i = i as i32;
-            Ok(Item { ids: vec![i; 2], targets: vec![-1, i] })
+            Ok(Item { ids: vec![i; 2], targets: vec![-1, i], ..Item::default() })
         }
         fn entropy_floor(&self) -> Option<f64> {
             None

@@ -1,13 +1,15 @@
-//! Text files -> token shards -> windows -> batches; pictures; puzzles. Item i of every source is a pure function of the seed and i.
+//! Text files -> token shards -> windows -> batches; prompts with replies; pictures; puzzles. Item i of every source is a pure function of the seed and i.
 
 mod dataset;
 mod error;
 mod grammar;
 pub mod images;
 mod inspect;
+mod jsonl;
 mod loader;
 mod prepare;
 pub mod puzzles;
+pub mod replies;
 mod shards;
 mod source;
 mod tokenizer;
@@ -20,7 +22,7 @@ pub use loader::{Batch, Loader};
 pub use prepare::{Input, PrepareOptions, Summary, prepare};
 pub(crate) use shards::map;
 pub use shards::{Shard, ShardWriter};
-pub use source::{Generated, Item, Order, Source, TokenWindows, order};
+pub use source::{Generated, Item, Order, Source, TokenWindows, order, positions};
 pub use tokenizer::{Stream, Tokenizer};
 
 /// 64 random bits as a pure function of a seed and counters: splitmix64's finaliser, chained over the words.

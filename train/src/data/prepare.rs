@@ -1,13 +1,13 @@
 //! Text files, JSONL or generated text -> a folder of token shards; and a look at such a folder.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, IsTerminal, Write};
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use super::{DataError, Dataset, Grammar, ShardWriter, Split, SplitInfo, Tokenizer, hash, uniform};
+use super::{DataError, Dataset, Grammar, ShardWriter, Split, SplitInfo, Tokenizer, hash, jsonl, uniform};
 
 #[derive(Debug, Clone)]
 pub enum Input {
@@ -265,7 +265,7 @@ impl Sink<'_> {
 }
 
 /// One document of every 1 / share, at a random place among them: even for few documents, blind to periods in many.
-fn is_val(document: u64, share: f64) -> bool {
+pub(super) fn is_val(document: u64, share: f64) -> bool {
     if share <= 0.0 {
         return false;
     }
@@ -294,7 +294,7 @@ fn read_files(paths: &[PathBuf], field: &str, sink: &mut Sink) -> Result<(), Dat
             continue;
         }
         let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
-        let text = utf8(path, 0, &bytes)?;
+        let text = jsonl::utf8(path, 0, &bytes)?;
         if paths.len() == 1 {
             let (train, val) = text.split_at(tail(text, sink.val_share));
             sink.document_to(Split::Train, train)?;
@@ -322,48 +322,12 @@ fn tail(text: &str, share: f64) -> usize {
     after("\n\n").or_else(|| after("\n")).unwrap_or(cut)
 }
 
-fn utf8<'a>(path: &Path, offset: u64, bytes: &'a [u8]) -> Result<&'a str, DataError> {
-    std::str::from_utf8(bytes).map_err(|error| DataError::Utf8 { path: path.to_owned(), offset: offset + error.valid_up_to() as u64 })
-}
-
 fn read_jsonl(path: &Path, field: &str, sink: &mut Sink, bar: &ProgressBar) -> Result<(), DataError> {
-    let mut reader = BufReader::new(File::open(path).map_err(DataError::io("open", path))?);
-    let (mut bytes, mut offset) = (Vec::new(), 0);
-    for line in 1.. {
-        bytes.clear();
-        let read = reader.read_until(b'\n', &mut bytes).map_err(DataError::io("read", path))? as u64;
-        if read == 0 {
-            break;
-        }
-        let text = utf8(path, offset, &bytes)?;
-        offset += read;
-        bar.inc(read);
-        if !text.trim().is_empty() {
-            let document = jsonl_field(text, field).map_err(|problem| DataError::Line { path: path.to_owned(), line, problem })?;
-            sink.document(&document)?;
-        }
-    }
-    Ok(())
-}
-
-fn jsonl_field(text: &str, field: &str) -> Result<String, String> {
-    use serde_json::{Map, Value};
-    let mut object: Map<String, Value> = serde_json::from_str(text).map_err(|error| {
-        let error = error.to_string();
-        let reason = error.split(" at line ").next().unwrap_or_default();
-        format!("not a JSON object: {reason} (correct or remove the line)")
-    })?;
-    match object.remove(field) {
-        Some(Value::String(document)) => Ok(document),
-        Some(other) => {
-            let other: String = other.to_string().chars().take(40).collect();
-            Err(format!("the field {field:?} is not a string but {other} (name another field)"))
-        }
-        None => {
-            let names: Vec<&String> = object.keys().collect();
-            Err(format!("no field {field:?}, only {names:?} (name another field)"))
-        }
-    }
+    jsonl::each_line(path, &mut |line| {
+        bar.inc(line.bytes);
+        let document = line.object().and_then(|object| jsonl::text(&object, field));
+        sink.document(&document.map_err(|problem| line.error(problem))?)
+    })
 }
 
 fn generate(seed: u64, sentences: u64, sink: &mut Sink) -> Result<(), DataError> {
@@ -380,6 +344,7 @@ fn generate(seed: u64, sentences: u64, sink: &mut Sink) -> Result<(), DataError>
     bar.finish_and_clear();
     Ok(())
 }
+
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::ShardSet;

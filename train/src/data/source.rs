@@ -3,10 +3,27 @@
 use super::{DataError, Grammar, ShardSet, Split, hash};
 
 /// One window: `targets[t]` is the token after `ids[t]`, or -1 where it does not count. Both are `[seq]`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Item {
     pub ids: Vec<i32>,
     pub targets: Vec<i32>,
+    /// `[seq]` where a window holds several sequences behind one another, or padding: of each token the last one that sees it. Else empty.
+    pub until: Vec<i32>,
+}
+
+/// Where each token stands in its own sequence, in windows of `seq` tokens whose sequences end as `until` says.
+pub fn positions(until: &[i32], seq: usize) -> Vec<i32> {
+    let mut all = Vec::with_capacity(until.len());
+    for window in until.chunks(seq) {
+        let mut begin = 0;
+        for (t, &last) in window.iter().enumerate() {
+            all.push((t - begin) as i32);
+            if last == t as i32 {
+                begin = t + 1;
+            }
+        }
+    }
+    all
 }
 
 #[allow(clippy::len_without_is_empty)] // A source without a window is an error when it is made.
@@ -31,14 +48,14 @@ fn item(tokens: impl ExactSizeIterator<Item = u32>, ignore: &[u32]) -> Item {
         }
     }
     ids.truncate(seq);
-    Item { ids, targets }
+    Item { ids, targets, until: Vec::new() }
 }
 
-fn check_range(item: u64, len: u64) -> Result<(), DataError> {
+pub(super) fn check_range(item: u64, len: u64) -> Result<(), DataError> {
     if item < len { Ok(()) } else { Err(DataError::OutOfRange { item, len }) }
 }
 
-fn check_seq(seq: usize) -> Result<(), DataError> {
+pub(super) fn check_seq(seq: usize) -> Result<(), DataError> {
     if (1..=1 << 22).contains(&seq) {
         return Ok(());
     }
@@ -202,6 +219,13 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
     use std::path::Path;
+
+    #[test]
+    fn positions_begin_anew_behind_every_end() {
+        // Sequences of 3 and 1, padding; a window that is one sequence.
+        assert_eq!(positions(&[2, 2, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5], 6), [0, 1, 2, 0, 0, 0, 0, 1, 2, 3, 4, 5]);
+        assert!(positions(&[], 4).is_empty());
+    }
 
     #[test]
     fn an_order_is_a_permutation() {

@@ -24,9 +24,14 @@ impl Tokenizer {
             return Ok(Tokenizer::Byte);
         }
         let path = Path::new(spec);
+        let fail = |e: std::io::Error| DataError::Tokenizer { path: path.to_owned(), reason: e.to_string() };
+        Tokenizer::from_json(path, &std::fs::read(path).map_err(fail)?)
+    }
+
+    /// From the text of a tokenizer.json; `path` is what it is called.
+    pub fn from_json(path: &Path, json: &[u8]) -> Result<Self, DataError> {
         let fail = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
-        let bytes = std::fs::read(path).map_err(|e| fail(e.to_string()))?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| fail(format!("not a readable tokenizer.json: {e}")))?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|e| fail(format!("not a readable tokenizer.json: {e}")))?;
         // A limit on the length, kept in some files, would cut documents in silence.
         inner.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         inner.with_padding(None);
@@ -34,7 +39,7 @@ impl Tokenizer {
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err(fail("its vocabulary is empty".into()));
         };
-        Ok(Tokenizer::Json { inner: Box::new(inner), path: path.to_owned(), fingerprint: xxh3_64(&bytes), vocab: last as usize + 1 })
+        Ok(Tokenizer::Json { inner: Box::new(inner), path: path.to_owned(), fingerprint: xxh3_64(json), vocab: last as usize + 1 })
     }
 
     pub fn name(&self) -> String {
@@ -67,7 +72,15 @@ impl Tokenizer {
         }
     }
 
-    /// No token is added at the beginning or the end.
+    /// The token of this name.
+    pub fn token(&self, name: &str) -> Option<u32> {
+        match self {
+            Tokenizer::Byte => None,
+            Tokenizer::Json { inner, .. } => inner.token_to_id(name),
+        }
+    }
+
+    /// No token is added at the beginning or the end. Special tokens that the text names are those tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         match self {
             Tokenizer::Byte => Ok(text.bytes().map(u32::from).collect()),

@@ -124,6 +124,24 @@ impl Folder {
         Some(self.path.join(TOKENIZER)).filter(|p| p.exists())
     }
 
+    /// How its authors put conversations, as text of Jinja, if it says so.
+    pub fn chat_template(&self) -> Result<Option<String>, ModelError> {
+        let own = self.path.join("chat_template.jinja");
+        if own.exists() {
+            return Ok(Some(fs::read_to_string(&own).map_err(ModelError::io("read", &own))?));
+        }
+        let config = self.path.join("tokenizer_config.json");
+        if !config.exists() {
+            return Ok(None);
+        }
+        Ok(match read_table(&config)?.remove("chat_template") {
+            Some(Value::String(text)) => Some(text),
+            // Several, by name.
+            Some(Value::Array(all)) => all.iter().find(|t| t["name"] == "default").and_then(|t| t["template"].as_str()).map(String::from),
+            _ => None,
+        })
+    }
+
     /// Copies what is no weight: config, tokenizer, chat template.
     pub fn copy_rest(&self, to: &Path) -> Result<(), ModelError> {
         let weights = ["safetensors", "bin", "pt", "pth", "gguf", "h5", "msgpack", "onnx"];

@@ -213,7 +213,7 @@ impl Source for Shuffled {
             false => (self.set.item(i).0.to_vec(), self.set.item(i).1.to_vec()),
         };
         let prefix = self.config.prefix;
-        Ok(Item { ids: prefixed(&puzzle, prefix, FILLING), targets: prefixed(&solution, prefix, -1) })
+        Ok(Item { ids: prefixed(&puzzle, prefix, FILLING), targets: prefixed(&solution, prefix, -1), ..Item::default() })
     }
 
     fn entropy_floor(&self) -> Option<f64> {

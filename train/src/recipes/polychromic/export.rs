@@ -30,10 +30,12 @@ pub fn export(found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainEr
         if found.meta["identity"]["base"] != fingerprint {
             return Err(TrainError::Other(format!(
                 "{} is not the base that {} was trained on: it has changed",
-                c.base,
+                folder.path.display(),
                 found.path.display()
             )));
         }
+    } else if !found.meta["identity"]["base"].is_null() {
+        return Err(TrainError::Other(format!("the base of {} is not in the cache any more", found.path.display())));
     } else if !merge {
         return Err(TrainError::Other(format!(
             "the base of {} was drawn at random and is in no folder: export both as one model with --merge",
@@ -50,7 +52,8 @@ pub fn export(found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainEr
         }
     } else {
         let tensors = model.lora.tensors(&model.shape).into_iter().map(|(name, shape)| trained.get(&name, &shape));
-        write_adapter(staged.dir(), &model.lora, &model.shape, &c.base, tensors.collect::<Result<_, _>>()?)?;
+        let base = model.folder.as_ref().map_or(String::new(), |f| f.path.display().to_string());
+        write_adapter(staged.dir(), &model.lora, &model.shape, &base, tensors.collect::<Result<_, _>>()?)?;
     }
     Ok(staged.finish()?)
 }

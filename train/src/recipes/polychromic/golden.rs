@@ -72,8 +72,9 @@ pub fn steps(file: &Golden, switches: &Switches, device: &Device) -> Result<Comp
     let mut fields = file.config.as_object().cloned().ok_or_else(|| bad("has a config that is no table"))?;
     let own = ["weight", "every", "prompts", "replies", "new_tokens", "temperature", "top_p", "baseline_decay"];
     let objective: serde_json::Map<_, _> = own.iter().filter_map(|k| fields.remove_entry(*k)).collect();
-    // The reference knows neither.
+    // The reference knows none of them.
     fields.insert("base".into(), "".into());
+    fields.insert("pretrain".into(), 0.into());
     fields.insert("dropout".into(), 0.0.into());
     let unknown = |e: serde_json::Error| bad(&format!("has a config that polychromic does not know: {e}"));
     let c: PolychromicConfig = serde_json::from_value(fields.into()).map_err(unknown)?;

@@ -1,29 +1,35 @@
 //! polychromic: adapters on a frozen decoder, trained to answer well and in different ways. Built so far: the decoder, its model folders and
-//! adapters, the objective, and supervised training on text.
+//! adapters, the objective, data of prompts and replies, a base to begin with, and supervised training.
 
+mod data;
 mod export;
 mod golden;
 mod model;
+mod pretrain;
 
+pub use data::{Lessons, RepliesConfig};
 pub use export::export;
 pub use model::{Base, Decoder, Places, Replies, Rows, diversity};
 
-use crate::config::{Config, ConfigError, DataConfig, TrainConfig};
-use crate::data::{Source, Tokenizer};
+use crate::config::{Config, ConfigError, TrainConfig};
+use crate::data::{Source, Split};
 use crate::golden::Golden;
 use crate::models::{Adapter, Folder, Lora, Shape, Target};
 use crate::recipe::{Computed, Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
-use crate::text::Text;
+use crate::say;
 use engine::{Device, Recorder, Switches, Var};
 use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PolychromicConfig {
-    /// A model's folder; empty: weights drawn at random, in the shape that follows.
+    /// A model's folder; empty: a model in the shape that follows.
     pub base: String,
+    /// Steps in which that model learns generated questions first; 0: it stays as it was drawn at random.
+    pub pretrain: u64,
     pub vocab: usize,
     pub dim: usize,
     pub layers: usize,
@@ -101,17 +107,22 @@ pub struct Objective {
 pub struct Adapted {
     pub shape: Shape,
     pub lora: Lora,
-    /// Where the base is read from; none where it is drawn at random.
+    /// Where the base is read from; none where it is drawn at random, or not trained yet.
     pub folder: Option<Arc<Folder>>,
 }
+
+/// What a base that is not trained yet has for a fingerprint.
+const AWAITED: &str = "not trained yet (kiln train polychromic does it first)";
 
 impl Adapted {
     pub fn new(c: &PolychromicConfig) -> Result<Adapted, TrainError> {
         c.check()?;
         let folder = match c.base.as_str() {
+            "" if c.pretrain > 0 => Some(pretrain::path(c)).filter(|path| path.exists()).map(|path| Folder::open(&path)).transpose()?,
             "" => None,
-            path => Some(Arc::new(Folder::open(Path::new(path))?)),
+            path => Some(Folder::open(Path::new(path))?),
         };
+        let folder = folder.map(Arc::new);
         let shape = folder.as_ref().map_or_else(|| c.shape(), |f| f.shape.clone());
         if c.seq > shape.context {
             return Err(ConfigError::Invalid(format!("model.seq = {}: the base has {} positions", c.seq, shape.context)).into());
@@ -165,17 +176,26 @@ impl Recipe for PolychromicRecipe {
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
         let c: PolychromicConfig = config.section("model")?;
         let model = Adapted::new(&c)?;
-        let data: DataConfig = config.section("data")?;
         let train: TrainConfig = config.section("train")?;
         train.check()?;
-        let text = Text { data, vocab: model.shape.vocab, seq: c.seq, seed: config.seed() };
-        let tokenizer = text.tokenizer()?;
-        let mut identity = text.identity();
-        if let Some(folder) = &model.folder {
-            same_tokenizer(folder, &tokenizer)?;
-            identity["base"] = format!("{:016x}", folder.fingerprint()?).into();
+        let lessons = Lessons::new(config.section("data")?, &model, c.seq, config.seed())?;
+        let mut identity = lessons.identity();
+        match &model.folder {
+            Some(folder) => identity["base"] = format!("{:016x}", folder.fingerprint()?).into(),
+            None if c.pretrain > 0 => identity["base"] = AWAITED.into(),
+            None => {}
         }
-        Ok(Box::new(Supervised::new(PolychromicModel { model, text, identity }, train, config.seed())))
+        let model = PolychromicModel { model, lessons, seq: c.seq, identity };
+        Ok(Box::new(Supervised::new(model, train, config.seed())))
+    }
+
+    fn make_ready(&self, config: &Config, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
+        let c: PolychromicConfig = config.section("model")?;
+        c.check()?;
+        match c.base.is_empty() && c.pretrain > 0 {
+            true => pretrain::make(&c, device, stop),
+            false => Ok(()),
+        }
     }
 
     fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
@@ -183,37 +203,29 @@ impl Recipe for PolychromicRecipe {
     }
 }
 
-/// Tokens mean what the base learnt them to mean.
-fn same_tokenizer(folder: &Folder, data: &Tokenizer) -> Result<(), TrainError> {
-    let Some(path) = folder.tokenizer() else { return Ok(()) };
-    let own = Tokenizer::from_spec(&path.display().to_string())?;
-    match own.fingerprint() == data.fingerprint() {
-        true => Ok(()),
-        false => Err(TrainError::Other(format!(
-            "the data's tokenizer ({}) is not the base's: prepare it with kiln data prepare --tokenizer {}",
-            data.name(),
-            path.display()
-        ))),
-    }
-}
-
 struct PolychromicModel {
     model: Adapted,
-    text: Text,
+    lessons: Lessons,
+    seq: usize,
     identity: serde_json::Value,
 }
 
 impl PolychromicModel {
     fn record<'g>(&self, r: &'g Recorder, batch: usize, trains: bool) -> Vec<(&'static str, Var<'g>)> {
-        let f = Feeds::new(r, batch, self.text.seq);
+        let f = Feeds::new(r, batch, self.seq);
         let d = self.model.decoder(r, trains.then_some(f.rng));
-        vec![("loss", d.loss(d.hidden(f.ids, None), f.targets, f.weight))]
+        let places = self.has_places().then(|| Places::fed(r, batch, self.seq));
+        vec![("loss", d.loss(d.hidden(f.ids, places), f.targets, f.weight))]
     }
 }
 
 impl Model for PolychromicModel {
     fn seq(&self) -> usize {
-        self.text.seq
+        self.seq
+    }
+
+    fn has_places(&self) -> bool {
+        self.lessons.has_places()
     }
 
     fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
@@ -237,7 +249,14 @@ impl Model for PolychromicModel {
     }
 
     fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
-        self.text.source(train)
+        if train {
+            say!("{}", self.lessons.describe()?);
+        }
+        self.lessons.source(if train { Split::Train } else { Split::Val })
+    }
+
+    fn epoch(&self) -> Option<u64> {
+        self.lessons.epoch()
     }
 
     fn vocab(&self) -> usize {
@@ -245,8 +264,7 @@ impl Model for PolychromicModel {
     }
 
     fn floor(&self) -> Option<(&'static str, f64)> {
-        let floor = self.source(false).ok()?.entropy_floor()?;
-        Some(("entropy of the data", floor))
+        Some(("entropy of the data", self.lessons.floor()?))
     }
 
     fn identity(&self) -> serde_json::Value {

@@ -38,6 +38,14 @@ pub struct Places<'g> {
     pub until: Var<'g>,
 }
 
+impl<'g> Places<'g> {
+    /// As rows of examples are fed.
+    pub fn fed(r: &'g Recorder, batch: usize, seq: usize) -> Places<'g> {
+        let feed = |name: &str| r.feed(name, &[batch, seq], DType::I32);
+        Places { position: feed("position"), until: feed("until") }
+    }
+}
+
 /// Numbers for `Places`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rows {

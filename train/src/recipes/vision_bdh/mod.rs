@@ -222,7 +222,7 @@ impl Source for Labels {
 
     fn item(&self, i: u64) -> Result<Item, DataError> {
         let label = *self.0.labels.get(i as usize).ok_or(DataError::OutOfRange { item: i, len: self.len() })?;
-        Ok(Item { ids: vec![i as i32], targets: vec![label as i32] })
+        Ok(Item { ids: vec![i as i32], targets: vec![label as i32], ..Item::default() })
     }
 
     fn entropy_floor(&self) -> Option<f64> {

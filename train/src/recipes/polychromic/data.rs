@@ -1,0 +1,256 @@
+//! What is learned: generated questions, JSONL of prompts and replies, or plain text.
+
+use super::Adapted;
+use crate::config::DataConfig;
+use crate::data::replies::{Asked, Files, Prompt, Questions, Quiz, Read, Rows, Template, TooLong};
+use crate::data::{DataError, Dataset, Source, Split, Tokenizer};
+use crate::models::Folder;
+use crate::recipe::TrainError;
+use crate::text::Text;
+use serde::Deserialize;
+use serde_json::json;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RepliesConfig {
+    /// A .jsonl file or a folder of them; a folder that `kiln data prepare` made; empty: generated questions.
+    pub path: String,
+    /// Names of the fields of JSONL.
+    pub prompt: String,
+    pub reply: String,
+    /// Text with {prompt} and {reply}; empty: what fits the base's special tokens.
+    pub template: String,
+    /// Whether a row holds several examples, or one and padding.
+    pub pack: bool,
+    pub too_long: TooLong,
+    /// Of the prompts of JSONL, to validate with.
+    pub val_share: f64,
+    /// Of generated questions: how much rarer each way to reply is than the one before it; 1 for all the same.
+    pub skew: f64,
+    /// Tokens that are not trained on when they are the target.
+    pub ignore_tokens: Vec<u32>,
+}
+
+/// A run's data. Everything about it is a pure function of the config and of the files.
+pub struct Lessons {
+    kind: Kind,
+    pub tokenizer: Arc<Tokenizer>,
+    config: RepliesConfig,
+    seq: usize,
+    seed: u64,
+}
+
+enum Kind {
+    Text(Text),
+    Files { files: Files, template: Template },
+    Questions { train: Arc<Questions>, val: Arc<Questions> },
+}
+
+/// Rows of questions to validate with.
+const VALIDATION: u64 = 512;
+
+impl Lessons {
+    pub fn new(config: RepliesConfig, model: &Adapted, seq: usize, seed: u64) -> Result<Lessons, TrainError> {
+        let (path, vocab) = (Path::new(&config.path), model.shape.vocab);
+        if path.join(Dataset::FILE).exists() {
+            let data = DataConfig { path: config.path.clone(), ignore_tokens: config.ignore_tokens.clone() };
+            let text = Text { data, vocab, seq, seed };
+            let tokenizer = Arc::new(text.tokenizer()?);
+            model.folder.as_ref().map_or(Ok(()), |folder| same_tokenizer(folder, &tokenizer))?;
+            return Ok(Lessons { kind: Kind::Text(text), tokenizer, config, seq, seed });
+        }
+        let tokenizer = Arc::new(match &model.folder {
+            Some(folder) => match folder.tokenizer() {
+                Some(path) => Tokenizer::from_spec(&path.display().to_string())?,
+                None => Tokenizer::Byte,
+            },
+            None => Quiz::get().tokenizer()?,
+        });
+        let chat_template = model.folder.as_ref().map_or(Ok(None), |f| f.chat_template())?;
+        let template = match config.template.as_str() {
+            "" => Template::fitting(&tokenizer, chat_template.as_deref())?,
+            text => Template::new(text, &tokenizer)?,
+        };
+        let kind = if config.path.is_empty() {
+            let stream = |split: Split, rows: u64| Questions {
+                tokenizer: tokenizer.clone(),
+                template: template.clone(),
+                seq,
+                vocab,
+                pack: config.pack,
+                too_long: config.too_long,
+                skew: config.skew,
+                whole: false,
+                ignore: config.ignore_tokens.clone(),
+                seed: Questions::stream(seed, split),
+                rows,
+            };
+            let (train, val) = (stream(Split::Train, Questions::ENDLESS), stream(Split::Val, VALIDATION));
+            train.check()?;
+            Kind::Questions { train: Arc::new(train), val: Arc::new(val) }
+        } else {
+            let RepliesConfig { prompt, reply, too_long, val_share, .. } = &config;
+            let how = Read { prompt, reply, seq, vocab, too_long: *too_long, val_share: *val_share };
+            Kind::Files { files: Files::read(path, &how, &template, &tokenizer)?, template }
+        };
+        Ok(Lessons { kind, tokenizer, config, seq, seed })
+    }
+
+    /// Whether rows hold several examples, or padding.
+    pub fn has_places(&self) -> bool {
+        !matches!(self.kind, Kind::Text(_))
+    }
+
+    pub fn source(&self, split: Split) -> Result<Arc<dyn Source>, TrainError> {
+        Ok(match &self.kind {
+            Kind::Text(text) => text.source(split == Split::Train)?,
+            Kind::Files { files, .. } => Arc::new(self.rows(files, split)?),
+            Kind::Questions { train, val } => {
+                if split == Split::Train {
+                    train.clone()
+                } else {
+                    val.clone()
+                }
+            }
+        })
+    }
+
+    fn rows(&self, files: &Files, split: Split) -> Result<Rows, DataError> {
+        files.rows(split, self.seq, self.config.pack, self.seed, self.config.ignore_tokens.clone())
+    }
+
+    /// Rows of an epoch, where there are epochs.
+    pub fn epoch(&self) -> Option<u64> {
+        match &self.kind {
+            Kind::Files { files, .. } => self.rows(files, Split::Train).ok().map(|rows| rows.len()),
+            _ => None,
+        }
+    }
+
+    /// The loss that no model can go below, where it is known.
+    pub fn floor(&self) -> Option<f64> {
+        match &self.kind {
+            Kind::Text(text) => text.source(false).ok()?.entropy_floor(),
+            Kind::Files { .. } => None,
+            Kind::Questions { val, .. } => val.floor(VALIDATION).ok().flatten(),
+        }
+    }
+
+    /// For people: what was found.
+    pub fn describe(&self) -> Result<String, TrainError> {
+        Ok(match &self.kind {
+            Kind::Text(text) => format!("{}: plain text", text.data.path),
+            Kind::Questions { train, .. } => format!("generated questions, template {}", train.template.name),
+            Kind::Files { files, template } => {
+                let rows = self.rows(files, Split::Train)?;
+                format!(
+                    "{}: {} examples to learn from in {} rows of {} ({:.0}% full), {} to validate with; {} cut, {} skipped; template {}",
+                    self.config.path,
+                    files.count(Split::Train),
+                    rows.len(),
+                    self.seq,
+                    100.0 * rows.filled(),
+                    files.count(Split::Val),
+                    files.counts.cut,
+                    files.counts.skipped,
+                    template.name
+                )
+            }
+        })
+    }
+
+    /// What a checkpoint notes. Generated questions are described by its config.
+    pub fn identity(&self) -> serde_json::Value {
+        match &self.kind {
+            Kind::Text(text) => text.identity(),
+            Kind::Files { files, .. } => json!({ "tokenizer": self.fingerprint(), "data": format!("{:016x}", files.fingerprint()) }),
+            Kind::Questions { .. } => json!({ "tokenizer": self.fingerprint(), "data": null }),
+        }
+    }
+
+    fn fingerprint(&self) -> String {
+        format!("{:016x}", self.tokenizer.fingerprint())
+    }
+
+    /// Prompts of an epoch, to sample replies to; none in plain text.
+    pub fn prompts(&self, split: Split) -> u64 {
+        match &self.kind {
+            Kind::Text(_) => 0,
+            Kind::Files { files, .. } => files.prompts(split) as u64,
+            Kind::Questions { .. } => Questions::ENDLESS,
+        }
+    }
+
+    /// Tokens of the longest prompt.
+    pub fn longest_prompt(&self) -> Result<usize, TrainError> {
+        Ok(match &self.kind {
+            Kind::Text(_) => 0,
+            Kind::Files { files, .. } => files.longest_prompt(),
+            Kind::Questions { train, .. } => train.longest_prompt()?,
+        })
+    }
+
+    /// The prompts at these places of the order, which goes on for ever: those to learn from are shuffled anew in every epoch, those to validate
+    /// with are always the same. In rows of `time`, at least `longest_prompt`.
+    pub fn ask(&self, split: Split, places: Range<u64>, time: usize) -> Result<Asked, TrainError> {
+        let none = || TrainError::Other(format!("{} is plain text: it has no prompts", self.config.path));
+        let template = self.template().ok_or_else(none)?;
+        let prompt = |place: u64| {
+            let text = match &self.kind {
+                Kind::Text(_) => return Err(none()),
+                Kind::Files { files, .. } => files.prompt(split, self.seed, place),
+                Kind::Questions { train, val } => if split == Split::Train { train } else { val }.prompt(place),
+            };
+            Ok(Prompt { text: text.into(), tokens: template.head(&self.tokenizer, text)? })
+        };
+        Ok(Asked::new(places.map(prompt).collect::<Result<_, _>>()?, time))
+    }
+
+    fn template(&self) -> Option<&Template> {
+        match &self.kind {
+            Kind::Text(_) => None,
+            Kind::Files { template, .. } => Some(template),
+            Kind::Questions { train, .. } => Some(&train.template),
+        }
+    }
+
+    /// The token that a reply ends with.
+    pub fn stop(&self) -> Result<Option<u32>, TrainError> {
+        Ok(match self.template() {
+            Some(template) => template.stop(&self.tokenizer)?,
+            None => self.tokenizer.eos(),
+        })
+    }
+
+    /// A reply's tokens as text, up to the one that ends it.
+    pub fn text(&self, reply: &[u32]) -> Result<String, TrainError> {
+        let stop = self.stop()?;
+        let end = reply.iter().position(|t| Some(*t) == stop).unwrap_or(reply.len());
+        Ok(self.tokenizer.decode(&reply[..end]).trim().into())
+    }
+
+    /// Whether a reply is right, where that can be told.
+    pub fn is_right(&self, prompt: &str, reply: &str) -> Option<bool> {
+        match &self.kind {
+            Kind::Questions { .. } => Some(Quiz::get().find(prompt)?.is_right(reply)),
+            _ => None,
+        }
+    }
+}
+
+/// Tokens mean what the base learnt them to mean.
+fn same_tokenizer(folder: &Folder, data: &Tokenizer) -> Result<(), TrainError> {
+    let Some(path) = folder.tokenizer() else { return Ok(()) };
+    let own = Tokenizer::from_spec(&path.display().to_string())?;
+    match own.fingerprint() == data.fingerprint() {
+        true => Ok(()),
+        false => Err(TrainError::Other(format!(
+            "the data's tokenizer ({}) is not the base's: prepare it with kiln data prepare --tokenizer {}",
+            data.name(),
+            path.display()
+        ))),
+    }
+}

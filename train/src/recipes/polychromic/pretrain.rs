@@ -1,0 +1,168 @@
+//! A base of one's own: a small decoder, trained on generated questions as a language model, and kept in a cache for the runs to come.
+
+use super::{Base, Decoder, Places, PolychromicConfig};
+use crate::config::TrainConfig;
+use crate::data::replies::{Questions, Quiz, Template, TooLong};
+use crate::data::{Source, Split};
+use crate::models::{ModelError, Shape, Staged, Weight, write_weights};
+use crate::optim::schedule::rate;
+use crate::recipe::{Feeds, Model, Session, Supervised, Task, TrainError};
+use crate::report::human_time;
+use crate::say;
+use engine::{DType, Device, Recorder, Switches, Var};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Runs of every seed and every setting of the passes share a base.
+const SEED: u64 = 0;
+
+fn settings(steps: u64) -> TrainConfig {
+    TrainConfig {
+        steps,
+        horizon: steps,
+        batch: 16,
+        learning_rate: 3e-3,
+        schedule: "cosine".into(),
+        warmup: steps.min(20),
+        eval_batches: 4,
+        ..TrainConfig::default()
+    }
+}
+
+/// Learns prompts and replies alike, every way to reply as often as every other.
+struct Pretrained {
+    shape: Shape,
+    seq: usize,
+    tokenizer: Arc<crate::data::Tokenizer>,
+}
+
+impl Pretrained {
+    fn new(c: &PolychromicConfig) -> Result<Pretrained, TrainError> {
+        let model = Pretrained { shape: c.shape(), seq: c.seq, tokenizer: Arc::new(Quiz::get().tokenizer()?) };
+        model.questions(Split::Train)?.check()?;
+        Ok(model)
+    }
+
+    fn questions(&self, split: Split) -> Result<Questions, TrainError> {
+        Ok(Questions {
+            tokenizer: self.tokenizer.clone(),
+            template: Template::fitting(&self.tokenizer, None)?,
+            seq: self.seq,
+            vocab: self.shape.vocab,
+            pack: true,
+            too_long: TooLong::Cut,
+            skew: 1.0,
+            whole: true,
+            ignore: vec![],
+            seed: Questions::stream(SEED ^ 0x6261_7365, split),
+            rows: if split == Split::Train { Questions::ENDLESS } else { 64 },
+        })
+    }
+}
+
+impl Model for Pretrained {
+    fn seq(&self) -> usize {
+        self.seq
+    }
+
+    fn has_places(&self) -> bool {
+        true
+    }
+
+    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        let f = Feeds::new(r, batch, self.seq);
+        let d = Decoder { shape: &self.shape, lora: None, base: Base::Trained, r, rng: None };
+        let hidden = d.hidden(f.ids, Some(Places::fed(r, batch, self.seq)));
+        vec![("loss", d.loss(hidden, f.targets, f.weight))]
+    }
+
+    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
+        Ok(Arc::new(self.questions(if train { Split::Train } else { Split::Val })?))
+    }
+
+    fn vocab(&self) -> usize {
+        self.shape.vocab
+    }
+}
+
+/// Where the base of a config is kept: its name changes with everything that it is made from.
+pub fn path(c: &PolychromicConfig) -> PathBuf {
+    let texts: Vec<String> = (0..64).map(|i| Quiz::get().draw(SEED, i)).map(|q| format!("{} {:?}", q.prompt, q.replies())).collect();
+    let settings = serde_json::to_value(settings(c.pretrain)).expect("plain values");
+    let made_from = format!("1 {:?} {} {settings} {texts:?} {}", c.shape(), c.seq, Quiz::get().tokenizer_json());
+    crate::gpu::cache().join("bases").join(format!("{:016x}", xxh3_64(made_from.as_bytes())))
+}
+
+/// Trains the base of a config, unless it is in the cache. What is stopped leaves nothing there.
+pub fn make(c: &PolychromicConfig, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
+    let path = path(c);
+    if path.exists() {
+        say!("base {} (trained here before)", path.display());
+        return Ok(());
+    }
+    let (started, train) = (Instant::now(), settings(c.pretrain));
+    say!("no model.base: training one on generated questions first, {} steps (once: it is kept in {})", train.steps, path.display());
+    let staged = Staged::new(&path)?;
+    let mut task = Supervised::new(Pretrained::new(c)?, train.clone(), SEED);
+    let mut s = Session::new(device, &Switches::default(), SEED);
+    for (name, graph) in task.graphs() {
+        s.load(name, graph)?;
+    }
+    task.begin(0)?;
+    for step in 0..train.steps {
+        if stop.load(Ordering::Relaxed) {
+            return Err(TrainError::Other(format!(
+                "stopped while the base was trained, after {step} of {} steps: nothing is kept",
+                train.steps
+            )));
+        }
+        task.step(&mut s, step, rate(&train, step))?;
+        if (step + 1).is_multiple_of((train.steps / 5).max(1)) {
+            let report = task.report(&s)?.finish()?;
+            let loss = report.values[0].1;
+            if !loss.is_finite() {
+                return Err(TrainError::NotFinite(report.skipped_in_row, step + 1));
+            }
+            say!("base: step {}/{}  loss {loss:.4}", step + 1, train.steps);
+        }
+    }
+    let loss = task.evaluate(&mut s)?.values[0].1;
+    write(staged.dir(), &task.model, &s)?;
+    match staged.finish() {
+        // Another process was quicker.
+        Err(_) if path.exists() => {}
+        other => other?,
+    }
+    say!("base trained in {}, validation loss {loss:.4}", human_time(started.elapsed()));
+    Ok(())
+}
+
+/// A model's folder, as transformers reads it.
+fn write(dir: &Path, model: &Pretrained, s: &Session) -> Result<(), TrainError> {
+    let weight = |(ours, theirs, _): (String, String, Vec<usize>)| {
+        let t = s.store.get(&ours).ok_or_else(|| TrainError::Other(format!("the model has no weight '{ours}'")))?;
+        Ok(Weight { name: theirs, meta: t.meta.clone(), bytes: t.bytes()?.into_owned().into() })
+    };
+    let weights = model.shape.weights().into_iter().map(weight).collect::<Result<Vec<_>, TrainError>>()?;
+    debug_assert!(weights.iter().all(|w| w.meta.dtype == DType::F32));
+    write_weights(dir, &weights, usize::MAX)?;
+    model.shape.write(dir)?;
+    let user = "{% if m['role'] == 'user' %}<|prompt|>{{ m['content'] }}{% else %}<|reply|>{{ m['content'] }}<|end|>{% endif %}";
+    let config = json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "pad_token": "<|end|>",
+        "clean_up_tokenization_spaces": false,
+        "model_max_length": model.seq,
+        "chat_template": format!("{{% for m in messages %}}{user}{{% endfor %}}{{% if add_generation_prompt %}}<|reply|>{{% endif %}}"),
+    });
+    for (name, text) in [("tokenizer.json", Quiz::get().tokenizer_json()), ("tokenizer_config.json", format!("{config:#}\n"))] {
+        let path = dir.join(name);
+        std::fs::write(&path, text).map_err(|cause| ModelError::Io { action: "write", path, cause })?;
+    }
+    Ok(())
+}
