@@ -13,7 +13,7 @@ use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Role,
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
@@ -35,6 +35,8 @@ pub enum TrainError {
     Io { action: &'static str, path: PathBuf, cause: std::io::Error },
     #[error("the targets of step {0} are all masked: nothing counts in it (data.ignore_tokens?)")]
     AllMasked(u64),
+    #[error("stopped")]
+    Stopped,
     #[error(
         "{0} steps in a row had a loss or gradient that is not finite, the last at step {1}: lower train.learning_rate, or look at the data"
     )]
@@ -81,11 +83,28 @@ pub struct Session {
     pub programs: BTreeMap<String, Program>,
     /// Where there is one, runs are timed node by node into it.
     pub profile: Option<Vec<engine::cuda::Timed>>,
+    /// Set when work is to end early.
+    pub stop: Arc<AtomicBool>,
 }
 
 impl Session {
     pub fn new(device: &Device, switches: &Switches, seed: u64) -> Session {
-        Session { device: device.clone(), store: Store::new(seed), switches: switches.clone(), programs: BTreeMap::new(), profile: None }
+        Session {
+            device: device.clone(),
+            store: Store::new(seed),
+            switches: switches.clone(),
+            programs: BTreeMap::new(),
+            profile: None,
+            stop: Arc::default(),
+        }
+    }
+
+    /// For loops that are long and leave nothing half done.
+    pub fn go_on(&self) -> Result<(), TrainError> {
+        match self.stop.load(Ordering::Relaxed) {
+            true => Err(TrainError::Stopped),
+            false => Ok(()),
+        }
     }
 
     pub fn load(&mut self, name: &str, graph: Graph) -> Result<(), TrainError> {
@@ -548,6 +567,7 @@ impl<M: Model> Task for Supervised<M> {
         let (mut sums, mut total) = (vec![0.0; names.len()], 0.0);
         let mut confusion = Some(self.model.classes()).filter(|c| !c.is_empty()).map(Confusion::new);
         for i in 0..batches {
+            s.go_on()?;
             let mut b = loader.next()?;
             // Each item once: those that fill up the last batch do not count.
             let own = (items - i * batch).min(batch) as usize;

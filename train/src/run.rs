@@ -222,6 +222,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         }
     }
     let mut s = load(task, config, device)?;
+    s.stop = options.stop.clone();
     let start = match &found {
         Some(found) => resume(&mut s, task, config, found)?,
         None => 0,
@@ -287,9 +288,13 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         }
         // Steps alone are timed, up to the newest report.
         let per_second = reports.last().map(|(at, _)| work * (at - last_step) as f64 / last.elapsed().as_secs_f64().max(1e-9));
-        evaluated = match evaluates {
-            true => Some(task.evaluate(&mut s)?),
-            false => None,
+        evaluated = match evaluates.then(|| task.evaluate(&mut s)) {
+            // Figures of a part of the set would be others; the step itself is whole.
+            Some(Err(TrainError::Stopped)) => {
+                interrupted = true;
+                None
+            }
+            other => other.transpose()?,
         };
         let (mut skipped, mut seen) = (0, now);
         for (at, report) in reports {
@@ -341,8 +346,11 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     }
     bar.finish_and_clear();
     let drawn = draw(task, out, &name, floor)?;
-    if interrupted && done < c.steps {
-        say!("stopped after step {done}, saved; go on with: kiln train --out {} --resume", out.display());
+    if interrupted && (done < c.steps || evaluated.is_none()) {
+        match done < c.steps {
+            true => say!("stopped after step {done}, saved; go on with: kiln train --out {} --resume", out.display()),
+            false => say!("stopped in the last validation, saved; its figures come from: kiln eval {}", out.display()),
+        }
         return Ok(Finished { step: done, interrupted });
     }
     match task.show(&mut s) {

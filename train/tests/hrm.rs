@@ -8,6 +8,7 @@ use engine::{Cpu, Data, Device, Meta, PASSES, Switches};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use tempfile::tempdir;
 use train::config::Config;
 use train::data::Split;
@@ -248,6 +249,19 @@ fn evaluation_leaves_training_alone() {
         everything(&s, true)
     };
     assert_eq!(steps(true, 7), steps(false, 7));
+}
+
+/// Evaluation may take minutes: it ends when the run is told to, and the step is kept all the same.
+#[test]
+fn a_signal_ends_an_evaluation_too() {
+    let dir = tempdir().unwrap();
+    let c = config(&["train.eval_every=1"]);
+    let stop = Arc::new(true.into());
+    let options = run::Options { out: dir.path().into(), resume: false, stop };
+    let end = run::train(&mut *hrm().task(&c).unwrap(), &c, &device(), &options).unwrap();
+    assert_eq!((end.step, end.interrupted), (1, true));
+    assert!(run::find_checkpoint(dir.path()).unwrap().path.ends_with("step-00000001"));
+    assert!(!fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap().contains("val_"));
 }
 
 #[test]

@@ -5,10 +5,12 @@ use ::train::run::{Options, train};
 use anyhow::{Result, bail};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 #[derive(Args)]
 #[command(after_help = "Examples:
@@ -57,17 +59,30 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
         };
         (out, config)
     };
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        // The second signal finds the flag set and ends the process at once.
-        signal_hook::flag::register_conditional_shutdown(signal, 130, stop.clone())?;
-        signal_hook::flag::register(signal, stop.clone())?;
-    }
+    let stop = stop_on_signals()?;
     let recipe = recipe::find(config.text("recipe"))?;
     recipe.make_ready(&config, &device, &stop)?;
     let mut task = recipe.task(&config)?;
     train(&mut *task, &config, &device, &Options { out, resume: a.resume, stop })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Set by the first signal; another one ends the process at once. Those that come together are one: some programs signal a process and then
+/// its group.
+fn stop_on_signals() -> Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+    let flag = stop.clone();
+    std::thread::spawn(move || {
+        let mut first: Option<Instant> = None;
+        for _ in signals.forever() {
+            flag.store(true, Ordering::Relaxed);
+            if first.get_or_insert_with(Instant::now).elapsed() > Duration::from_secs(1) {
+                std::process::exit(130);
+            }
+        }
+    });
+    Ok(stop)
 }
 
 /// A run's own settings: its config file over the preset that it names, or the newest checkpoint's. None where it has neither, because it

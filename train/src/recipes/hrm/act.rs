@@ -61,6 +61,7 @@ impl Score {
         let ids = puzzles.ids(set.0, batch);
         let mut thinking = vec![true; count];
         for segment in 1..=c.max_segments {
+            s.go_on()?;
             let said = self::segment(s, puzzles, &ids, segment == 1)?;
             let last = segment == c.max_segments;
             let answers = said.answers.chunks(cells).zip(set.1.chunks(cells)).zip(set.0.chunks(cells));

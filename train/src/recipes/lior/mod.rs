@@ -165,6 +165,7 @@ impl Task for LiorTask {
         let mut loader = Loader::new(source, None, self.train.batch, 0, 2)?;
         let mut sums = [("lior", 0.0), ("speed", 0.0)];
         for i in 0..batches {
+            s.go_on()?;
             let b = loader.next()?;
             s.run("free", &self.window(&b.ids, b.first_item)?.feeds())?;
             // Each item once: those that fill up the last batch do not count.
