@@ -462,21 +462,21 @@ fn a_token_is_few_launches() {
     };
     let (names, receipt) = launched(&half, 1, false);
     assert_eq!((receipt.applied, receipt.declined.len()), (8, 0));
-    let layer = "few_rows norm_rope norm_rope decode_attention few_rows few_rows few_rows";
+    let layer = "few_rows decode_attention few_rows few_rows few_rows";
     assert_eq!(names, format!("gather_rows gather_rows gather_rows {layer} few_rows"));
     // The adapter's first product is made with q, k and v; the second adds the rest.
     let (names, receipt) = launched(&half, 2, true);
     assert_eq!((receipt.applied, receipt.declined.len()), (19, 0));
-    let layer = "few_rows pointwise few_rows norm_rope norm_rope decode_attention few_rows few_rows few_rows";
+    let layer = "few_rows pointwise few_rows decode_attention few_rows few_rows few_rows";
     assert_eq!(names, format!("gather_rows gather_rows gather_rows {layer} {layer} few_rows"));
     let (names, receipt) = launched(&Switches::default(), 1, false);
     assert!(receipt.applied == 0 && receipt.declined[0].0.contains("not f32") && !names.contains("few_rows"), "{names}");
     // The same numbers, but for rounding; and nothing is touched where gradients are asked for.
-    let run = |few: &str| {
+    let run = |mode: &str| {
         let r = Recorder::new();
         decoder(&r, 2, true);
         let mut store = Store::new(3);
-        let switches = half.clone().with("few-rows", few).unwrap();
+        let switches = half.clone().with("few-rows", mode).unwrap().with("fuse-decode", mode).unwrap();
         let mut p = Program::load(r.finish(), &switches, &Device::cpu(Cpu::new(2)), &mut store).unwrap();
         p.run(&mut store, &[("ids", Data::I32(&[7, 1, 3]))]).unwrap();
         p.read("logits", &store).unwrap()

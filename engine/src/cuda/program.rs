@@ -113,21 +113,24 @@ pub fn code(g: &Graph, spots: &[Vec<Spot>], node: usize, arch: crate::kernel::Ar
         Kind::Op(op) if !op.is_view() => {
             let inputs = || g.nodes[node].inputs.iter().map(|v| &spots[v.node][v.out]);
             let (strides, offsets) = (inputs().map(|s| s.strides.clone()).collect(), inputs().map(|s| s.offset).collect());
-            let settled = g.nodes[node].inputs.iter().map(|&v| is_settled(g, v)).collect();
+            let settled = g.nodes[node].inputs.iter().map(|&v| is_settled(g, spots, node, v)).collect();
             op.cuda(&Io { x: g.inputs(node), strides, offsets, y: g.nodes[node].outputs.clone(), settled, arch })
         }
         _ => Code::default(),
     }
 }
 
-/// Of a state that the program does not update, or of a constant: nothing that it launches writes there.
-fn is_settled(g: &Graph, v: Value) -> bool {
-    let node = &g.nodes[v.node];
-    match &node.kind {
-        Kind::State(_) => g.updates.iter().all(|u| u.0 != v),
-        Kind::Const(_) => true,
-        Kind::Op(op) => op.is_view() && is_settled(g, node.inputs[0]),
-        _ => false,
+/// A source that nothing before `node` writes to. Feeds are there before the first launch.
+fn is_settled(g: &Graph, spots: &[Vec<Spot>], node: usize, v: Value) -> bool {
+    let source = &g.nodes[v.node];
+    match &source.kind {
+        Kind::State(_) if g.updates.iter().any(|u| u.0 == v) => {
+            let written = |i: usize| !g.nodes[i].is_source() && spots[i].iter().any(|s| s.buffer == spots[v.node][v.out].buffer);
+            !(0..node).filter(|&i| !g.nodes[i].is_view()).any(written)
+        }
+        Kind::Op(op) => op.is_view() && is_settled(g, spots, node, source.inputs[0]),
+        Kind::Grad => false,
+        Kind::State(_) | Kind::Feed(_) | Kind::Const(_) => true,
     }
 }
 
@@ -417,5 +420,36 @@ impl Drop for CudaProgram {
             // SAFETY: instantiated by us, destroyed once, nothing of it runs any more.
             let _ = unsafe { result::graph::exec_destroy(c.exec) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::Init;
+    use crate::kernel::Arch;
+    use crate::ops::few_rows::FewRows;
+    use crate::passes::{Switches, Target};
+    use crate::program::Compiled;
+    use crate::record::Recorder;
+
+    #[test]
+    fn only_what_nothing_writes_is_read_before_its_turn() {
+        let r = Recorder::new();
+        let x = r.feed("x", &[3, 64], DType::F32).cast(DType::BF16);
+        let state = |name: &str| r.state(name, &[64, 64], DType::BF16, Init::Full(1.0));
+        let product = |x, w| r.op1(FewRows { norm: None, swiglu: false, add: false, dtype: None }, &[x, w]);
+        let (kept, changed) = (state("kept"), state("changed"));
+        let y = product(product(product(x, kept), changed), kept.silu());
+        r.update(changed, changed * 2.0);
+        r.output("y", y);
+        let arch = Arch { sm: 90, multiprocessors: 132 };
+        let c = Compiled::new(r.finish(), &Switches::default(), Target::Cuda(arch)).unwrap();
+        let texts = (0..c.graph.nodes.len()).flat_map(|i| code(&c.graph, &c.plan.spots, i, arch).steps).filter_map(|s| match s {
+            Step::Launch(l) => Some(l.text()),
+            Step::Gemm(_) => None,
+        });
+        let early: Vec<bool> = texts.filter(|t| t.contains("few_rows(")).map(|t| t.contains("#define EARLY 1")).collect();
+        assert_eq!(early, [true, true, false]);
     }
 }

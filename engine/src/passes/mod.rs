@@ -9,6 +9,7 @@ pub use dead_code::sweep;
 pub mod expand;
 mod few_rows;
 mod flash_attention;
+mod fuse_decode;
 mod fuse_evolution;
 mod fuse_norm;
 mod fuse_pointwise;
@@ -49,6 +50,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &share::Share,
     &bf16::Bf16,
     &few_rows::FewRowsPass,
+    &fuse_decode::FuseDecode,
     &merge_products::MergeProducts,
     &autodiff::Autodiff,
     &dead_code::DeadCode,

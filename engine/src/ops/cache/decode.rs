@@ -2,28 +2,65 @@
 
 use super::{check, held, row, write};
 use crate::cpu::math::{dot, exp, max, sum};
-use crate::cpu::{View, ViewMut, simd};
+use crate::cpu::{Data, View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
-use crate::meta::{DType, Layout, Meta, block_stride};
+use crate::meta::{DType, Layout, Meta, block_stride, contiguous};
 use crate::op::{Cost, Grads, Op, no_gradient};
 use crate::ops::full::Full;
 use crate::ops::reduce::packs::{PACKS, pack};
+use crate::ops::rope::{self, Pairs, Rope};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: q [batch, time, heads, d]; k, v [batch, time, kv_heads, d]; the caches of both; past; perhaps until, i32 [batch, capacity].
+/// Inputs: q [batch, time, heads, d]; k, v [batch, time, kv_heads, d]; the caches of both; past; perhaps until, i32 [batch, capacity]; and what `turn` wants.
 /// Outputs: y [batch, time, heads, d], and the caches with k and v at past, past + 1, ..
 ///
 /// Query t stands at i = past + t and sees key j where j <= i and i <= until[j]: what `attention_until` means by it. One that sees nothing gives zeros.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct DecodeAttention {
     pub scale: f32,
+    /// q and k of one token go through this first: the pass `fuse-decode` says so.
+    pub turn: Option<Turn>,
+}
+
+/// Rotary embedding, inputs cosines and sines as `Rope` has them; before it an RMS norm with this epsilon, inputs its weights [d] for q and for k.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Turn {
+    pub pairs: Pairs,
+    pub norm: Option<f32>,
+}
+
+impl DecodeAttention {
+    /// Where `turn`'s inputs begin.
+    fn more(&self, inputs: usize) -> usize {
+        inputs - self.turn.map_or(0, |t| if t.norm.is_some() { 4 } else { 2 })
+    }
+
+    /// Input 0 or 1, normed and turned, its rows without gaps.
+    fn turned(&self, input: usize, x: &[View], to: &mut [f32]) {
+        let (Some(turn), more) = (self.turn, self.more(x.len())) else { unreachable!("only what turns asks") };
+        let (heads, d, apart) = (x[input].shape[2], x[input].shape[3], row(&x[input]));
+        for (place, to) in to.chunks_mut(heads * d).enumerate() {
+            to.copy_from_slice(&x[input].f32()[place * apart..][..heads * d]);
+            for head in to.chunks_mut(d) {
+                if let Some(eps) = turn.norm {
+                    let scale = 1.0 / (sum(head, |v| v * v) / d as f32 + eps).sqrt();
+                    head.iter_mut().zip(x[more + 2 + input].f32()).for_each(|(v, w)| *v = *v * scale * w);
+                }
+                rope::turn(turn.pairs, 1.0, head, place, x[more].f32(), x[more + 1].f32());
+            }
+        }
+    }
 }
 
 /// Keys of a block: 128 KiB to read where heads are 128 wide in bf16.
 const CHUNK: usize = 256;
 /// The most rows of a block, each with a query and an output in registers.
 const ROWS: usize = 8;
+/// Bytes of keys and values that a block looks at together, and that are on their way to it: more where it is alone on its multiprocessor.
+const TOGETHER: usize = 48 << 10;
+const AHEAD: usize = 64 << 10;
+const AHEAD_ALONE: usize = 96 << 10;
 
 impl Op for DecodeAttention {
     fn name(&self) -> &'static str {
@@ -32,23 +69,43 @@ impl Op for DecodeAttention {
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         check(&x[3..5], &x[5], &x[1..3]);
-        let (q, k, cache) = (&x[0], &x[1], &x[3]);
+        let (q, k, cache, more) = (&x[0], &x[1], &x[3], self.more(x.len()));
         let heads = q.rank() == 4 && q.shape[..2] == k.shape[..2] && q.dim(0) == k.dim(0) && q.dim(1) % k.dim(1) == 0;
         let types = x[1..5].iter().all(|m| m.dtype == k.dtype);
-        let masked = x.get(6).is_none_or(|until| *until == Meta::new(&cache.shape[..2], DType::I32));
+        let masked = x[..more].get(6).is_none_or(|until| *until == Meta::new(&cache.shape[..2], DType::I32));
         assert!(heads && types && masked, "decode_attention of {x:?}");
+        if let Some(turn) = self.turn {
+            Rope { pairs: turn.pairs, inverse: false }.infer(&[q.clone(), x[more].clone(), x[more + 1].clone()]);
+            let weights = x[more + 2..].iter().all(|w| w.shape == [q.dim(0)] && w.dtype == x[more + 2].dtype);
+            assert!(weights && q.shape[1] == 1, "{self:?} of {x:?}");
+        }
         vec![q.clone(), x[3].clone(), x[4].clone()]
+    }
+
+    /// q and k, turned.
+    fn workspace(&self, x: &[Meta]) -> usize {
+        if self.turn.is_some() { x[0].elements() + x[1].elements() } else { 0 }
     }
 
     fn reuse(&self) -> Vec<(usize, usize)> {
         vec![(3, 1), (4, 2)]
     }
 
-    fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], work: &mut [f32]) {
         let (time, heads, d, kv) = (x[0].shape[1], x[0].shape[2], x[0].shape[3], x[1].shape[2]);
-        let (capacity, apart, q, until) = (y[1].shape[1], row(&x[0]), x[0].f32(), x.get(6).map(|u| u.i32()));
+        let until = x[..self.more(x.len())].get(6).map(|u| u.i32());
+        let strides = [0, 1].map(|i| contiguous(x[i].shape));
+        let (mut new_q, mut new_k) = (x[0], x[1]);
+        if self.turn.is_some() {
+            let (a, b) = work.split_at_mut(x[0].shape.iter().product());
+            self.turned(0, x, a);
+            self.turned(1, x, b);
+            new_q = View { strides: &strides[0], data: Data::F32(a), ..new_q };
+            new_k = View { strides: &strides[1], data: Data::F32(b), ..new_k };
+        }
+        let (capacity, apart, q) = (y[1].shape[1], row(&new_q), new_q.f32());
         let past = held(&x[5], capacity, time);
-        write(&mut y[1], &x[1], past);
+        write(&mut y[1], &new_k, past);
         write(&mut y[2], &x[2], past);
         let [y, keys, values] = y else { unreachable!("three outputs") };
         let (keys, values) = (&*keys.f32(), &*values.f32());
@@ -84,11 +141,17 @@ impl Op for DecodeAttention {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        let (q, kv, capacity) = (&io.x[0].shape, io.x[1].shape[2], io.x[3].shape[1]);
+        let (q, kv, capacity, more) = (&io.x[0].shape, io.x[1].shape[2], io.x[3].shape[1], self.more(io.x.len()));
         let (batch, time, group, d) = (q[0], q[1], q[2] / kv, q[3]);
         let rows = [0, 1, 2].map(|i| block_stride(&io.x[i].shape, &io.strides[i], 2).expect("blocks evenly apart"));
         let dtype = io.x[1].dtype;
-        let vec = pack(&[dtype], &[d, rows[1], rows[2], io.offsets[1], io.offsets[2]]);
+        let mut lengths = vec![d, rows[1], rows[2], io.offsets[1], io.offsets[2]];
+        if let Some(turn) = self.turn {
+            // A pack lies in one half of the head.
+            lengths.extend([rows[0], io.offsets[0], if turn.pairs == Pairs::Halves { d / 2 } else { d }]);
+            lengths.extend(&io.offsets[more..]);
+        }
+        let vec = pack(&[dtype], &lengths);
         let packs = d / vec;
         let lanes = packs.next_power_of_two().min(32);
         let per = packs.div_ceil(lanes);
@@ -98,15 +161,25 @@ impl Op for DecodeAttention {
         let r = (time * group).div_ceil(tiles);
         let splits = capacity.div_ceil(CHUNK);
         let blocks = batch * kv * tiles * splits;
-        // With few registers for its rows, a thread reads more keys at once; and a block that is alone on its multiprocessor has more warps, to keep
-        // the memory busy: their registers are 128.
+        // With few registers for its rows, a thread looks at more keys together, and two blocks fit on a multiprocessor.
         let light = r <= 4 && r * per * vec <= 32;
-        let unroll = if light { 4 } else { 2 };
-        let warps = if light && blocks <= 128 { 16 } else { 8 };
+        let (mut unroll, mut warps) = (if light { 4 } else { 2 }, 8);
+        let stage = |unroll: usize, warps: usize| warps * unroll * 2 * per * 32 * vec * dtype.size();
+        while stage(unroll, warps) > TOGETHER && unroll * warps > 1 {
+            (unroll, warps) = if unroll > 1 { (unroll / 2, warps) } else { (1, warps / 2) };
+        }
+        let masked = more > 6;
+        let turned = if self.turn.is_some() { 4 * r * d + 2 * d * dtype.size() } else { 0 };
+        let apart = turned + 4 * warps * r * (d + 2);
+        let one = stage(unroll, warps) + if masked { 4 * warps * unroll * 32 } else { 0 };
+        let room = if blocks <= io.arch.multiprocessors as usize { AHEAD_ALONE } else { AHEAD }.min(io.arch.shared_limit() - apart);
+        let stages = (room / one).clamp(1, capacity.min(CHUNK).div_ceil(warps * unroll * 32 / lanes));
         let launch = |entry| {
-            Launch::new(&[PACKS, include_str!("decode.cu")].concat(), entry)
+            Launch::new(&[include_str!("../attention/mma.cuh"), PACKS, include_str!("decode.cu")].concat(), entry)
                 .define_type("T", dtype)
                 .define_type("TQ", io.x[0].dtype)
+                .define_type("C", if self.turn.is_some() { io.x[more].dtype } else { DType::F32 })
+                .define_type("TW", io.x.get(more + 2).map_or(DType::F32, |w| w.dtype))
                 .define("BATCH", batch)
                 .define("TIME", time)
                 .define("CAPACITY", capacity)
@@ -121,16 +194,26 @@ impl Op for DecodeAttention {
                 .define("PER", per)
                 .define("R", r)
                 .define("UNROLL", unroll)
+                .define("STAGES", stages)
                 .define("CHUNK", CHUNK)
                 .define("WARPS", warps)
-                .define("MASKED", (io.x.len() > 6) as u8)
+                .define("RESIDENT", if light { 2 } else { 1 })
+                .define("MASKED", masked as u8)
+                .define("EARLY", (3..more).all(|i| io.settled[i]) as u8)
+                .define("TURN", self.turn.is_some() as u8)
+                .define("NORM", self.turn.is_some_and(|t| t.norm.is_some()) as u8)
+                .define("ADJACENT", self.turn.is_some_and(|t| t.pairs == Pairs::Adjacent) as u8)
+                .define("TABLE", if self.turn.is_some() { io.x[more].rows() } else { 1 })
+                .define_f32("EPS", self.turn.and_then(|t| t.norm).unwrap_or(0.0))
                 .define_f32("SCALE_2", self.scale * std::f32::consts::LOG2_E)
         };
         let (past, y, partial) = (At::X(5).into(), At::Y(0).into(), At::Work.into());
-        let mut args: Vec<Place> = vec![At::X(0).into(), At::X(1).into(), At::X(2).into(), past];
-        args.extend((io.x.len() > 6).then_some(Place::from(At::X(6))));
+        // One that is not there is not read.
+        let own = |input: usize, there: bool| Place::from(At::X(if there { input } else { 0 }));
+        let mut args: Vec<Place> = vec![At::X(0).into(), At::X(1).into(), At::X(2).into(), past, own(6, masked)];
+        args.extend((more..more + 4).map(|i| own(i, i < io.x.len())));
         args.extend([At::Y(1).into(), At::Y(2).into(), y, partial]);
-        let first = launch("attention_decode").grid(blocks, 1, 1).block(32 * warps).shared(4 * warps * r * (d + 2)).args(&args);
+        let first = launch("attention_decode").grid(blocks, 1, 1).block(32 * warps).shared(stages * one + apart).args(&args);
         if splits == 1 {
             return Code { steps: vec![Step::Launch(first)], workspace: 0 };
         }
@@ -154,6 +237,15 @@ impl Op for DecodeAttention {
     }
 
     fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
+        if let Some(turn) = self.turn {
+            let more = self.more(x.len());
+            let turned = |i: usize| {
+                let head = turn.norm.map_or(x[i], |eps| x[i].rms_norm(x[more + 2 + i], eps));
+                head.rope(turn.pairs, (x[more], x[more + 1]))
+            };
+            let plain = DecodeAttention { turn: None, ..self.clone() };
+            return plain.unfused(&[&[turned(0), turned(1)], &x[2..more]].concat());
+        }
         let (q, r) = (x[0], x[0].recorder());
         let (k, v) = super::cache_write((x[3], x[4]), x[5], x[1], x[2]);
         let (b, t, h, d) = (q.shape()[0], q.shape()[1], q.shape()[2], q.shape()[3]);
@@ -186,6 +278,6 @@ pub fn decode_attention<'g>(
     scale: f32,
 ) -> (Var<'g>, (Var<'g>, Var<'g>)) {
     let inputs: Vec<Var> = [q, k, v, caches.0, caches.1, past].into_iter().chain(until).collect();
-    let y = q.recorder().op(DecodeAttention { scale }, &inputs);
+    let y = q.recorder().op(DecodeAttention { scale, turn: None }, &inputs);
     (y[0], (y[1], y[2]))
 }
