@@ -60,7 +60,7 @@ const ROWS: usize = 8;
 /// Bytes of keys and values that a block looks at together, and that are on their way to it: more where it is alone on its multiprocessor.
 const TOGETHER: usize = 48 << 10;
 const AHEAD: usize = 64 << 10;
-const AHEAD_ALONE: usize = 96 << 10;
+const AHEAD_ALONE: usize = 112 << 10;
 
 impl Op for DecodeAttention {
     fn name(&self) -> &'static str {
