@@ -139,7 +139,7 @@ pub struct Config {
     table: Table,
 }
 
-const SECTIONS: [&str; 3] = ["model", "data", "train"];
+const SECTIONS: [&str; 4] = ["model", "data", "objective", "train"];
 
 impl Config {
     /// From a preset's text.
@@ -295,7 +295,7 @@ impl Config {
 
     /// A run finds its data, and the model that it begins with, from any folder.
     pub fn absolute_paths(&mut self) -> Result<(), ConfigError> {
-        for (section, key) in [("data", "path"), ("model", "base")] {
+        for (section, key) in [("data", "path"), ("model", "base"), ("objective", "encoder")] {
             let path = self.table.get(section).and_then(|d| d.get(key)).and_then(Value::as_str).unwrap_or_default();
             if !path.is_empty() {
                 let full = std::path::absolute(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;

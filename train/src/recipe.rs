@@ -188,18 +188,28 @@ pub fn is_kept(name: &str) -> bool {
 pub struct Pending {
     names: Vec<String>,
     numbers: Reading,
+    /// Of another program.
+    beside: Option<(&'static [&'static str], Reading)>,
 }
 
 impl Pending {
     /// `numbers` has a value for each name; the last is how many steps in a row were skipped.
     pub fn new(names: impl IntoIterator<Item = impl Into<String>>, numbers: Reading) -> Pending {
-        Pending { names: names.into_iter().map(Into::into).collect(), numbers }
+        Pending { names: names.into_iter().map(Into::into).collect(), numbers, beside: None }
+    }
+
+    /// And these numbers, which come from elsewhere.
+    pub fn beside(self, names: &'static [&'static str], numbers: Reading) -> Pending {
+        Pending { beside: Some((names, numbers)), ..self }
     }
 
     pub fn finish(self) -> Result<Step, TrainError> {
         let numbers = self.numbers.finish()?;
         let skipped_in_row = numbers[self.names.len()] as u64;
-        let values = self.names.into_iter().zip(numbers.into_iter().map(f64::from)).collect();
+        let mut values: Vec<_> = self.names.into_iter().zip(numbers.into_iter().map(f64::from)).collect();
+        if let Some((names, numbers)) = self.beside {
+            values.extend(names.iter().map(|n| n.to_string()).zip(numbers.finish()?.into_iter().map(f64::from)));
+        }
         Ok(Step { values, skipped_in_row })
     }
 }
@@ -329,9 +339,9 @@ pub struct Attempt {
 pub trait Model {
     fn seq(&self) -> usize;
     /// Records the loss of one micro-batch, then what else is worth reporting; all [1]. Over a step's micro-batches each is summed.
-    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)>;
+    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Losses<'g>;
     /// The same for evaluation. A classifier also outputs `logits` [batch, classes].
-    fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+    fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Losses<'g> {
         self.loss(r, batch)
     }
     /// See `Task::settle`.
@@ -401,6 +411,17 @@ impl<'g> Feeds<'g> {
     }
 }
 
+/// What is recorded of a step, by name: the first is the loss.
+pub type Losses<'g> = Vec<(&'static str, Var<'g>)>;
+
+/// All parameters, and the gradients of a loss by them.
+fn differentiated<'g>(r: &'g Recorder, loss: Var<'g>) -> (Vec<(String, Var<'g>)>, Vec<Var<'g>>) {
+    let params = r.params();
+    let by: Vec<Var> = params.iter().map(|p| p.1).collect();
+    let grads = r.grad(loss, &by);
+    (params, grads)
+}
+
 /// Trains a `Model`: accumulation, clipping, AdamW, evaluation.
 pub struct Supervised<M: Model> {
     pub model: M,
@@ -420,22 +441,13 @@ impl<M: Model> Supervised<M> {
 
     /// One program where a step is one micro-batch; else one that adds up gradients, and one that applies them.
     fn training_graphs(&self) -> Vec<(&'static str, Graph)> {
-        let r = Recorder::new();
-        let losses = self.model.loss(&r, self.config.batch);
-        let params = r.params();
-        let by: Vec<Var> = params.iter().map(|p| p.1).collect();
-        let grads = r.grad(losses[0].1, &by);
+        let batch = self.config.batch;
         if self.config.accumulate == 1 {
-            self.finish(&r, &params, &grads, &losses);
-            return vec![("train", r.finish())];
+            return vec![("train", self.step_graph(|r| self.model.loss(r, batch)))];
         }
-        let add = |name: String, v: Var| {
-            let state = r.state(&name, &v.shape(), DType::F32, Init::Full(0.0));
-            r.update(state, state + v);
-        };
-        params.iter().zip(&grads).for_each(|((name, _), g)| add(format!("scratch/grad/{name}"), *g));
-        losses.iter().for_each(|(name, v)| add(format!("scratch/sum/{name}"), *v));
-
+        let r = Recorder::new();
+        let losses = self.model.loss(&r, batch);
+        let params = r.params();
         let u = Recorder::new();
         let zeroed = |name: String, shape: &[usize]| {
             let state = u.state(&name, shape, DType::F32, Init::Full(0.0));
@@ -448,7 +460,30 @@ impl<M: Model> Supervised<M> {
         let losses: Vec<(&'static str, Var)> = losses.iter().map(|(n, _)| (*n, zeroed(format!("scratch/sum/{n}"), &[1]))).collect();
         // No loss is differentiated here that bf16 could go by: what is summed up is f32.
         u.typed(|| self.finish(&u, &own, &sums, &losses));
-        vec![("micro", r.finish()), ("update", u.finish())]
+        vec![("micro", self.micro_graph(|r| self.model.loss(r, batch))), ("update", u.finish())]
+    }
+
+    /// A whole step: losses, of which the first is differentiated, and the update.
+    pub fn step_graph(&self, losses: impl for<'g> FnOnce(&'g Recorder) -> Losses<'g>) -> Graph {
+        let r = Recorder::new();
+        let losses = losses(&r);
+        let (params, grads) = differentiated(&r, losses[0].1);
+        self.finish(&r, &params, &grads, &losses);
+        r.finish()
+    }
+
+    /// A part of a step: gradients of the first of these losses, and all of them, are added to what `update` takes.
+    pub fn micro_graph(&self, losses: impl for<'g> FnOnce(&'g Recorder) -> Losses<'g>) -> Graph {
+        let r = Recorder::new();
+        let losses = losses(&r);
+        let (params, grads) = differentiated(&r, losses[0].1);
+        let add = |name: String, v: Var| {
+            let state = r.state(&name, &v.shape(), DType::F32, Init::Full(0.0));
+            r.update(state, state + v);
+        };
+        params.iter().zip(&grads).for_each(|((name, _), g)| add(format!("scratch/grad/{name}"), *g));
+        losses.iter().for_each(|(name, v)| add(format!("scratch/sum/{name}"), *v));
+        r.finish()
     }
 
     fn finish<'g>(&self, r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>], losses: &[(&'static str, Var<'g>)]) {
@@ -462,10 +497,10 @@ impl<M: Model> Supervised<M> {
         &self,
         s: &mut Session,
         program: &str,
-        step: u64,
-        micro: usize,
+        (step, micro): (u64, usize),
         (batch, weight): (&Batch, f32),
         rate: f64,
+        beside: &[(&str, Data)],
     ) -> Result<(), TrainError> {
         let rng = rng_feed(self.seed, step, micro as u32);
         let (mut ids, weight, rate) = (batch.ids.clone(), [weight], [rate as f32]);
@@ -482,24 +517,64 @@ impl<M: Model> Supervised<M> {
             feeds.extend([("until", Data::I32(&batch.until)), ("position", Data::I32(&position))]);
         }
         feeds.extend(more.iter().map(|(name, bytes)| (*name, Data::U8(bytes))));
+        feeds.extend_from_slice(beside);
         s.run(program, &feeds)
     }
 
-    fn run_step(&self, s: &mut Session, step: u64, rate: f64, batches: &[Batch]) -> Result<(), TrainError> {
+    /// With `also` a step is more than its micro-batches: that program, made by `step_graph` where there is one micro-batch and by `micro_graph` where
+    /// there are more, with these feeds.
+    fn run_step(&self, s: &mut Session, step: u64, rate: f64, batches: &[Batch], also: Option<Also>) -> Result<(), TrainError> {
         let counted: usize = batches.iter().map(|b| b.counted).sum();
         if counted == 0 {
             return Err(TrainError::AllMasked(step));
         }
         let weight = 1.0 / counted as f32;
         if let [batch] = batches {
-            return self.micro(s, "train", step, 0, (batch, weight), rate);
+            let (program, feeds) = also.unwrap_or(("train", &[]));
+            return self.micro(s, program, (step, 0), (batch, weight), rate, feeds);
         }
         for (m, batch) in batches.iter().enumerate() {
-            self.micro(s, "micro", step, m, (batch, weight), rate)?;
+            self.micro(s, "micro", (step, m), (batch, weight), rate, &[])?;
+        }
+        if let Some((program, feeds)) = also {
+            s.run(program, feeds)?;
         }
         s.run("update", &[("rate", Data::F32(&[rate as f32]))])
     }
+
+    /// `Task::step`, and another program in it.
+    pub fn step_with(&mut self, s: &mut Session, step: u64, rate: f64, also: Option<Also>) -> Result<(), TrainError> {
+        let loader = self.loader.as_mut().expect("begin comes first");
+        let batches = (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
+        self.run_step(s, step, rate, &batches, also)
+    }
+
+    /// `Task::report` of a step whose program, where that is one, was this.
+    pub fn report_of(&self, s: &Session, program: &str) -> Result<Pending, TrainError> {
+        let program = if self.config.accumulate == 1 { program } else { "update" };
+        let names = self.names.iter().copied().chain(["grad_norm", "clipped_norm", "skipped"]);
+        Ok(Pending::new(names, s.programs[program].start_read("report", &s.store)?))
+    }
+
+    /// `Task::bench_step`, and another program in it.
+    pub fn bench_step_with(&mut self, s: &mut Session, step: u64, also: Option<Also>) -> Result<(), TrainError> {
+        let (seq, n) = (self.model.seq(), self.config.batch * self.model.seq());
+        if self.bench.is_empty() {
+            let draw = |salt: u32, i: usize| engine::philox::philox([i as u32, 0, salt, 0], [1, 2])[0] as usize % self.model.vocab();
+            let one = |salt: u32| (0..n).map(|i| draw(salt, i) as i32).collect();
+            // Where rows have places, each is one sequence.
+            let until = if self.model.has_places() { vec![seq as i32 - 1; n] } else { vec![] };
+            let batch = |m: u32| Batch { ids: one(2 * m), targets: one(2 * m + 1), until: until.clone(), counted: n, first_item: 0 };
+            self.bench = (0..self.config.accumulate as u32).map(batch).collect();
+            let r = Recorder::new();
+            self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
+        }
+        self.run_step(s, step, 1e-4, &self.bench, also)
+    }
 }
+
+/// A program, and what it is fed beside what every program is.
+pub type Also<'a> = (&'a str, &'a [(&'a str, Data<'a>)]);
 
 impl<M: Model> Task for Supervised<M> {
     fn train_config(&self) -> &TrainConfig {
@@ -540,15 +615,11 @@ impl<M: Model> Task for Supervised<M> {
     }
 
     fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError> {
-        let loader = self.loader.as_mut().expect("begin comes first");
-        let batches = (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
-        self.run_step(s, step, rate, &batches)
+        self.step_with(s, step, rate, None)
     }
 
     fn report(&self, s: &Session) -> Result<Pending, TrainError> {
-        let program = if self.config.accumulate == 1 { "train" } else { "update" };
-        let names = self.names.iter().copied().chain(["grad_norm", "clipped_norm", "skipped"]);
-        Ok(Pending::new(names, s.programs[program].start_read("report", &s.store)?))
+        self.report_of(s, "train")
     }
 
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
@@ -577,7 +648,7 @@ impl<M: Model> Task for Supervised<M> {
                 continue;
             }
             let share = counted as f64;
-            self.micro(s, "eval", i, 0, (&b, 1.0 / counted as f32), 0.0)?;
+            self.micro(s, "eval", (i, 0), (&b, 1.0 / counted as f32), 0.0, &[])?;
             for (sum, name) in sums.iter_mut().zip(&names) {
                 *sum += s.scalar("eval", name)? * share;
             }
@@ -603,18 +674,7 @@ impl<M: Model> Task for Supervised<M> {
     }
 
     fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError> {
-        let (seq, n) = (self.model.seq(), self.config.batch * self.model.seq());
-        if self.bench.is_empty() {
-            let draw = |salt: u32, i: usize| engine::philox::philox([i as u32, 0, salt, 0], [1, 2])[0] as usize % self.model.vocab();
-            let one = |salt: u32| (0..n).map(|i| draw(salt, i) as i32).collect();
-            // Where rows have places, each is one sequence.
-            let until = if self.model.has_places() { vec![seq as i32 - 1; n] } else { vec![] };
-            let batch = |m: u32| Batch { ids: one(2 * m), targets: one(2 * m + 1), until: until.clone(), counted: n, first_item: 0 };
-            self.bench = (0..self.config.accumulate as u32).map(batch).collect();
-            let r = Recorder::new();
-            self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
-        }
-        self.run_step(s, step, 1e-4, &self.bench)
+        self.bench_step_with(s, step, None)
     }
 
     fn floor(&self) -> Option<(&'static str, f64)> {

@@ -1,6 +1,6 @@
 //! A golden file's steps, computed here: supervised loss plus weight times the policy gradient's, on replies that the file holds.
 
-use super::{Base, Decoder, Objective, Places, PolychromicConfig, Replies, Rows, diversity};
+use super::{Base, Decoder, Objective, Places, PolychromicConfig, Replies, Rows};
 use crate::golden::{Golden, differentiated};
 use crate::models::{Lora, Shape};
 use crate::recipe::{Computed, TrainError};
@@ -24,28 +24,17 @@ impl Steps {
         Decoder { shape: &self.shape, lora: Some(&self.lora), base: Base::Loaded, r, rng: None }
     }
 
-    fn places<'g>(&self, r: &'g Recorder, name: &str, shape: &[usize]) -> Places<'g> {
-        Places {
-            position: r.feed(&format!("{name}position"), shape, DType::I32),
-            until: r.feed(&format!("{name}until"), shape, DType::I32),
-        }
-    }
-
     fn replies<'g>(&self, r: &'g Recorder) -> Replies<'g> {
-        Replies {
-            ids: r.feed("set_ids", &self.replies, DType::I32),
-            reply: r.feed("set_reply", &self.replies, DType::U8),
-            places: self.places(r, "set_", &self.replies),
-        }
+        Replies::fed(r, &self.replies)
     }
 
     fn score<'g>(&self, r: &'g Recorder) -> Var<'g> {
-        diversity(r.feed("embeddings", &[self.objective.prompts, self.objective.replies, self.width], DType::F32))
+        r.feed("embeddings", &[self.objective.prompts, self.objective.replies, self.width], DType::F32).diversity()
     }
 
     fn losses<'g>(&self, r: &'g Recorder) -> Vec<(&'static str, Var<'g>)> {
         let d = self.decoder(r);
-        let hidden = d.hidden(r.feed("ids", &self.rows, DType::I32), Some(self.places(r, "", &self.rows)));
+        let hidden = d.hidden(r.feed("ids", &self.rows, DType::I32), Some(Places::fed(r, self.rows[0], self.rows[1])));
         let ce = d.loss(hidden, r.feed("targets", &self.rows, DType::I32), r.feed("weight", &[1], DType::F32));
         let advantage = r.typed(|| self.score(r) - r.feed("baseline", &[1], DType::F32));
         let each = advantage.reshape(&[self.objective.prompts, 1]).expand(&[self.objective.prompts, self.objective.replies]);
@@ -71,14 +60,15 @@ pub fn steps(file: &Golden, switches: &Switches, device: &Device) -> Result<Comp
     let bad = |m: &str| TrainError::Other(format!("this golden file {m}"));
     let mut fields = file.config.as_object().cloned().ok_or_else(|| bad("has a config that is no table"))?;
     let own = ["weight", "every", "prompts", "replies", "new_tokens", "temperature", "top_p", "baseline_decay"];
-    let objective: serde_json::Map<_, _> = own.iter().filter_map(|k| fields.remove_entry(*k)).collect();
-    // The reference knows none of them.
+    let mut objective: serde_json::Map<_, _> = own.iter().filter_map(|k| fields.remove_entry(*k)).collect();
+    // The reference knows none of those that follow.
     fields.insert("base".into(), "".into());
     fields.insert("pretrain".into(), 0.into());
     fields.insert("dropout".into(), 0.0.into());
     let unknown = |e: serde_json::Error| bad(&format!("has a config that polychromic does not know: {e}"));
     let c: PolychromicConfig = serde_json::from_value(fields.into()).map_err(unknown)?;
     c.check()?;
+    objective.extend([("prompt_tokens".into(), 0.into()), ("eval_prompts".into(), 0.into()), ("encoder".into(), "".into())]);
     let objective: Objective = serde_json::from_value(objective.into()).map_err(unknown)?;
 
     let shape = |name: &str, rank: usize| file.shape(name).filter(|s| s.len() == rank && s.iter().all(|&n| n > 0));

@@ -1,21 +1,25 @@
-//! polychromic: adapters on a frozen decoder, trained to answer well and in different ways. Built so far: the decoder, its model folders and
-//! adapters, the objective, data of prompts and replies, a base to begin with, and supervised training.
+//! polychromic: adapters on a frozen decoder, trained to answer well and in different ways: supervised by replies, and by the policy gradient towards
+//! sets of replies that differ.
 
 mod data;
 mod export;
 mod golden;
 mod model;
+mod policy;
 mod pretrain;
+mod writer;
 
 pub use data::{Lessons, RepliesConfig};
 pub use export::export;
-pub use model::{Base, Decoder, Places, Replies, Rows, diversity};
+pub use model::{Base, Decoder, Places, Replies, Rows};
+pub use policy::{Policy, Polychromic, Survey};
+pub use writer::{Writer, Written};
 
 use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::{Source, Split};
 use crate::golden::Golden;
 use crate::models::{Adapter, Folder, Lora, Shape, Target};
-use crate::recipe::{Computed, Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
+use crate::recipe::{Computed, Feeds, Model, Recipe, Session, Task, TrainError};
 use crate::say;
 use engine::{Device, Recorder, Switches, Var};
 use serde::Deserialize;
@@ -98,9 +102,38 @@ pub struct Objective {
     /// To each prompt.
     pub replies: usize,
     pub new_tokens: usize,
+    /// Of a row with a prompt at its end; 0: as many as the longest prompt has.
+    pub prompt_tokens: usize,
     pub temperature: f64,
     pub top_p: f64,
     pub baseline_decay: f64,
+    /// A folder of sentence-transformers' that embeds replies; empty: the base's own mean hidden state.
+    pub encoder: String,
+    /// Prompts that evaluation has replies written to; 0: it writes none.
+    pub eval_prompts: u64,
+}
+
+impl Objective {
+    fn check(&self) -> Result<(), ConfigError> {
+        let bad = |m: String| Err(ConfigError::Invalid(format!("objective.{m}")));
+        let counts = [("every", self.every), ("prompts", self.prompts as u64), ("new_tokens", self.new_tokens as u64)];
+        if let Some((name, n)) = counts.iter().find(|(_, n)| !(1..=1 << 16).contains(n)) {
+            return bad(format!("{name} = {n}: from 1 to {}", 1 << 16));
+        }
+        match self {
+            o if !o.weight.is_finite() || o.weight < 0.0 => bad(format!("weight = {}: a number from 0 up", o.weight)),
+            o if !(2..=1 << 12).contains(&o.replies) => bad(format!("replies = {}: from 2 to {}, or nothing differs", o.replies, 1 << 12)),
+            o if !(o.temperature > 0.0 && o.temperature.is_finite()) => bad(format!("temperature = {}: above 0", o.temperature)),
+            o if !(o.top_p > 0.0 && o.top_p <= 1.0) => bad(format!("top_p = {}: above 0, at most 1", o.top_p)),
+            o if !(0.0..=1.0).contains(&o.baseline_decay) => bad(format!("baseline_decay = {}: from 0 to 1", o.baseline_decay)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether anything is ever written.
+    fn writes(&self) -> bool {
+        self.weight > 0.0 || self.eval_prompts > 0
+    }
 }
 
 /// A base and the adapters on it, as a config names them.
@@ -185,8 +218,10 @@ impl Recipe for PolychromicRecipe {
             None if c.pretrain > 0 => identity["base"] = AWAITED.into(),
             None => {}
         }
+        let objective: Objective = config.section("objective")?;
+        objective.check()?;
         let model = PolychromicModel { model, lessons, seq: c.seq, identity };
-        Ok(Box::new(Supervised::new(model, train, config.seed())))
+        Ok(Box::new(Polychromic::new(model, objective, train, config.seed())?))
     }
 
     fn make_ready(&self, config: &Config, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
@@ -203,7 +238,7 @@ impl Recipe for PolychromicRecipe {
     }
 }
 
-struct PolychromicModel {
+pub struct PolychromicModel {
     model: Adapted,
     lessons: Lessons,
     seq: usize,

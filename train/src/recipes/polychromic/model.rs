@@ -29,6 +29,9 @@ pub struct Decoder<'a, 'g> {
     pub rng: Option<Var<'g>>,
 }
 
+/// q, k, v [batch, time, heads, head_dim] of the layer of this name -> [batch, time, heads, head_dim].
+pub type Attend<'a, 'g> = &'a dyn Fn(&str, Var<'g>, Var<'g>, Var<'g>) -> Var<'g>;
+
 /// Where the tokens of rows stand; i32 [batch, time] each. Without it a row is one sequence, from its first token to its last.
 #[derive(Clone, Copy)]
 pub struct Places<'g> {
@@ -134,7 +137,7 @@ impl<'g> Decoder<'_, 'g> {
         })
     }
 
-    fn layer(&self, at: &str, x: Var<'g>, tables: (Var<'g>, Var<'g>), until: Option<Var<'g>>) -> Var<'g> {
+    fn layer(&self, at: &str, x: Var<'g>, tables: (Var<'g>, Var<'g>), attend: Attend<'_, 'g>) -> Var<'g> {
         let s = self.shape;
         let (b, t) = (x.shape()[0], x.shape()[1]);
         let u = self.norm(x, &format!("{at}.attn_norm"));
@@ -146,12 +149,7 @@ impl<'g> Decoder<'_, 'g> {
         };
         let (q, k) = (turned(q, s.heads, "q_norm"), turned(k, s.kv_heads, "k_norm"));
         let v = v.reshape(&[b, t, s.kv_heads, s.head_dim]);
-        let scale = 1.0 / (s.head_dim as f32).sqrt();
-        let a = match until {
-            Some(until) => attention_until(q, k, v, until, true, scale),
-            None => attention(q, k, v, true, scale),
-        };
-        let [o] = self.linear(at, a.reshape(&[b, t, s.heads * s.head_dim]), [Target::O]);
+        let [o] = self.linear(at, attend(at, q, k, v).reshape(&[b, t, s.heads * s.head_dim]), [Target::O]);
         let x = x + o;
         let u = self.norm(x, &format!("{at}.mlp_norm"));
         let [gate, up] = self.linear(at, u, [Target::Gate, Target::Up]);
@@ -161,18 +159,36 @@ impl<'g> Decoder<'_, 'g> {
 
     /// ids [batch, time] -> the last hidden state, normed: [batch, time, dim].
     pub fn hidden(&self, ids: Var<'g>, places: Option<Places<'g>>) -> Var<'g> {
-        let (cos, sin) = self.r.rope_tables_of(ids.shape()[1], &self.shape.frequencies());
-        // Angles are f32, whatever they turn.
+        let scale = self.scale();
         let tables = match places {
-            Some(p) => self.r.typed(|| (cos.gather_rows(p.position), sin.gather_rows(p.position))),
-            None => (cos, sin),
+            Some(p) => self.tables_at(p.position, ids.shape()[1]),
+            None => self.r.rope_tables_of(ids.shape()[1], &self.shape.frequencies()),
         };
+        self.hidden_by(ids, tables, &|_, q, k, v| match places {
+            Some(p) => attention_until(q, k, v, p.until, true, scale),
+            None => attention(q, k, v, true, scale),
+        })
+    }
+
+    /// The same with attention that is told the layer's name.
+    pub fn hidden_by(&self, ids: Var<'g>, tables: (Var<'g>, Var<'g>), attend: Attend<'_, 'g>) -> Var<'g> {
         let mut x = self.embedding().gather_rows(ids);
         for i in 0..self.shape.layers {
             let at = format!("layers.{i}");
-            x = self.r.block(&at, || self.layer(&at, x, tables, places.map(|p| p.until)));
+            x = self.r.block(&at, || self.layer(&at, x, tables, attend));
         }
         self.norm(x, "norm")
+    }
+
+    /// Of the rotary embedding at these positions, which are below `most`. Angles are f32, whatever they turn.
+    pub fn tables_at(&self, position: Var<'g>, most: usize) -> (Var<'g>, Var<'g>) {
+        let (cos, sin) = self.r.rope_tables_of(most, &self.shape.frequencies());
+        self.r.typed(|| (cos.gather_rows(position), sin.gather_rows(position)))
+    }
+
+    /// Of attention's scores.
+    pub fn scale(&self) -> f32 {
+        1.0 / (self.shape.head_dim as f32).sqrt()
     }
 
     /// hidden [.., dim] -> logits [.., vocab].
@@ -198,6 +214,28 @@ pub struct Replies<'g> {
 }
 
 impl<'g> Replies<'g> {
+    /// As they are fed.
+    pub fn fed(r: &'g Recorder, shape: &[usize]) -> Replies<'g> {
+        let feed = |name: &str| r.feed(name, shape, DType::I32);
+        Replies {
+            ids: feed("set_ids"),
+            reply: r.feed("set_reply", shape, DType::U8),
+            places: Places { position: feed("set_position"), until: feed("set_until") },
+        }
+    }
+
+    /// The mean hidden state of each reply's tokens: f32 [n, dim].
+    pub fn mean_hidden(&self, d: &Decoder<'_, 'g>) -> Var<'g> {
+        let hidden = d.hidden(self.ids, Some(self.places));
+        let (n, time, dim) = (hidden.shape()[0], hidden.shape()[1], hidden.shape()[2]);
+        d.r.typed(|| {
+            let counts = self.reply.cast(DType::F32);
+            let length = counts.sum_axis(1).max(d.r.full(&[1, 1], 1.0));
+            let share = (counts / length).reshape(&[n, time, 1]);
+            (hidden.cast(DType::F32) * share).sum_axis(1).reshape(&[n, dim])
+        })
+    }
+
     /// What each token but the first was predicted from: hidden states [n, time - 1, dim], the tokens, and 1 where one is a reply's.
     fn predicted(&self, d: &Decoder<'_, 'g>) -> (Var<'g>, Var<'g>, Var<'g>) {
         let time = self.ids.shape()[1];
@@ -226,18 +264,4 @@ impl<'g> Replies<'g> {
         });
         d.loss(hidden, tokens, weight)
     }
-}
-
-/// Mean over pairs of 1 - cosine of embeddings [sets, replies, width], for each set: [sets]. A vector of zeros has a cosine of 0 with all.
-pub fn diversity(embeddings: Var) -> Var {
-    let (sets, n) = (embeddings.shape()[0], embeddings.shape()[1] as f32);
-    let r = embeddings.recorder();
-    r.typed(|| {
-        let length = embeddings.square().sum_axis(2).sqrt().max(r.full(&[1, 1, 1], 1e-12));
-        let unit = embeddings / length;
-        // All pairs at once: |sum of u|^2 = sum of |u|^2 + twice the sum over pairs.
-        let own = unit.square().sum_axis(2).sum_axis(1);
-        let all = unit.sum_axis(1).square().sum_axis(2);
-        ((all - own) * (-1.0 / (n * (n - 1.0))) + 1.0).reshape(&[sets])
-    })
 }

@@ -1,0 +1,393 @@
+//! The task: supervised training, and every few steps replies that are written, embedded and rewarded where a set of them differs.
+
+use super::{Adapted, Decoder, Objective, PolychromicModel, Replies, Rows, Writer, Written};
+use crate::config::{ConfigError, TrainConfig};
+use crate::data::Split;
+use crate::data::replies::{Asked, Prompt};
+use crate::models::{Encoder, EncoderFeeds};
+use crate::recipe::{Evaluation, Model, Pending, Session, Supervised, Task, TrainError};
+use crate::variety;
+use engine::ops::concat::concat;
+use engine::ops::sample::Nucleus;
+use engine::philox::{philox, rng_feed};
+use engine::{DType, Data, Graph, Init, Recorder, Var};
+use std::path::Path;
+
+/// How replies are written, embedded and rewarded.
+pub struct Policy {
+    pub objective: Objective,
+    pub writer: Writer,
+    encoder: Option<Encoder>,
+    width: usize,
+}
+
+/// Draws of replies are not those of dropout: they stand where no micro-batch does.
+const WRITES: u32 = 1 << 15;
+const SURVEYS: u32 = (1 << 15) + 1;
+
+/// What a step with replies reports beside the loss.
+const SAID: &[&str] = &["policy", "diversity", "baseline"];
+
+impl Policy {
+    pub fn new(objective: Objective, model: &PolychromicModel) -> Result<Policy, TrainError> {
+        let lessons = &model.lessons;
+        if lessons.prompts(Split::Train) == 0 || lessons.prompts(Split::Val) == 0 {
+            return Err(TrainError::Other(
+                "the data has no prompts that replies could be written to: with plain text, set objective.weight=0 and objective.eval_prompts=0".into(),
+            ));
+        }
+        let longest = lessons.longest_prompt()?;
+        let time = if objective.prompt_tokens == 0 { longest } else { objective.prompt_tokens };
+        let invalid = |m: String| TrainError::from(ConfigError::Invalid(m));
+        if time < longest {
+            return Err(invalid(format!("objective.prompt_tokens = {time}: the longest prompt has {longest} tokens")));
+        }
+        let context = model.model.shape.context;
+        if time + objective.new_tokens > context {
+            return Err(invalid(format!(
+                "objective.new_tokens = {}: prompts of up to {time} tokens leave {} of the model's {context} positions",
+                objective.new_tokens,
+                context.saturating_sub(time)
+            )));
+        }
+        let encoder = match objective.encoder.as_str() {
+            "" => None,
+            path => Some(Encoder::open(Path::new(path))?),
+        };
+        let writer = Writer {
+            prompts: objective.prompts,
+            replies: objective.replies,
+            time,
+            new_tokens: objective.new_tokens,
+            nucleus: Nucleus { temperature: objective.temperature as f32, top_p: objective.top_p as f32 },
+            stop: lessons.stop()?,
+        };
+        let width = encoder.as_ref().map_or(model.model.shape.dim, |e| e.shape.dim);
+        Ok(Policy { objective, writer, encoder, width })
+    }
+
+    /// [rows, tokens] of the replies with their prompts.
+    fn rows(&self) -> [usize; 2] {
+        [self.writer.rows(), self.writer.capacity()]
+    }
+
+    fn embeddings<'g>(&self, r: &'g Recorder) -> Var<'g> {
+        let shape = [self.writer.prompts, self.writer.replies, self.width];
+        r.state("scratch/embeddings", &shape, DType::F32, Init::Full(0.0))
+    }
+
+    /// Tokens of a row of the encoder's; words are not cut finer there than here by much.
+    fn encoder_time(&self, encoder: &Encoder) -> usize {
+        encoder.longest.min(2 * self.writer.new_tokens + 2)
+    }
+
+    /// Embeds replies: by the encoder, or by the base as it is without adapters.
+    fn embed_graph(&self, model: &Adapted) -> Graph {
+        let r = Recorder::new();
+        let embedded = match &self.encoder {
+            Some(encoder) => encoder.embed(&r, &EncoderFeeds::new(&r, self.writer.rows(), self.encoder_time(encoder))),
+            None => Replies::fed(&r, &self.rows()).mean_hidden(&Decoder { lora: None, ..model.decoder(&r, None) }),
+        };
+        let state = self.embeddings(&r);
+        let embedded = r.typed(|| embedded.cast(DType::F32).reshape(&state.shape()));
+        r.output("diversity", r.typed(|| embedded.diversity()));
+        r.update(state, embedded);
+        r.finish()
+    }
+
+    /// The programs that write replies and embed them.
+    pub fn graphs(&self, model: &Adapted) -> Vec<(&'static str, Graph)> {
+        let mut all = self.writer.graphs(|r| model.decoder(r, None));
+        all.push(("embed", self.embed_graph(model)));
+        all
+    }
+
+    /// The policy gradient's loss for the replies that were embedded last, and the baseline's next value.
+    fn loss<'g>(&self, r: &'g Recorder, model: &Adapted) -> Var<'g> {
+        let (sets, replies) = (self.writer.prompts, self.writer.replies);
+        let decay = self.objective.baseline_decay as f32;
+        let (advantage, mean, baseline) = r.typed(|| {
+            let [baseline, seen] = ["baseline", "baseline_seen"].map(|name| r.state(name, &[1], DType::F32, Init::Full(0.0)));
+            let scores = self.embeddings(r).diversity();
+            let mean = scores.sum_axis(0) * (1.0 / sets as f32);
+            // The first time it is what is seen.
+            let used = seen.less(r.full(&[1], 0.5)).choose(mean, baseline);
+            r.update(baseline, mean.is_finite().choose(used * decay + mean * (1.0 - decay), used));
+            r.update(seen, r.full(&[1], 1.0));
+            let advantage = (scores - used).reshape(&[sets, 1]).expand(&[sets, replies]).reshape(&[sets * replies]);
+            (advantage, mean, used)
+        });
+        let loss = Replies::fed(r, &self.rows()).policy_loss(&model.decoder(r, None), advantage);
+        let said = [loss, mean, baseline].map(|v| v.cast(DType::F32).reshape(&[1]));
+        r.output("said", concat(&said, 0));
+        loss * self.objective.weight as f32
+    }
+
+    /// Writes replies and embeds them.
+    pub fn write(&self, s: &mut Session, model: &PolychromicModel, asked: &Asked, rng: [i32; 4]) -> Result<(Written, SetFeeds), TrainError> {
+        let written = self.writer.write(s, asked, rng)?;
+        let places = Rows::padded(&written.real, self.writer.capacity());
+        let feeds = SetFeeds { ids: written.ids.clone(), reply: written.reply.iter().map(|&r| r as u8).collect(), places };
+        match &self.encoder {
+            None => s.run("embed", &feeds.feeds())?,
+            Some(encoder) => {
+                let texts = written.tokens.iter().map(|t| model.lessons.text(t)).collect::<Result<Vec<_>, _>>()?;
+                let t = encoder.texts(&texts, Some(self.encoder_time(encoder)))?;
+                let feeds = [
+                    ("encoder_ids", Data::I32(&t.ids)),
+                    ("encoder_until", Data::I32(&t.until)),
+                    ("encoder_share", Data::F32(&t.share)),
+                ];
+                s.run("embed", &feeds)?;
+            }
+        }
+        Ok((written, feeds))
+    }
+
+    /// What replies to `prompts` of the prompts to validate with are like.
+    pub fn survey(&self, s: &mut Session, model: &PolychromicModel, prompts: u64, seed: u64) -> Result<Survey, TrainError> {
+        let mut survey = Survey::default();
+        let (lessons, batch) = (&model.lessons, self.writer.prompts as u64);
+        for first in (0..prompts).step_by(self.writer.prompts) {
+            s.go_on()?;
+            let asked = lessons.ask(Split::Val, first..first + batch, self.writer.time)?;
+            let (written, _) = self.write(s, model, &asked, rng_feed(seed, first, SURVEYS))?;
+            let scores = s.read("embed", "diversity")?;
+            let sets = asked.prompts.iter().zip(written.tokens.chunks(self.writer.replies)).zip(scores);
+            for ((prompt, replies), score) in sets.take((prompts - first) as usize) {
+                let texts = replies.iter().map(|t| lessons.text(t)).collect::<Result<Vec<_>, _>>()?;
+                let right = texts.iter().map(|t| lessons.is_right(&prompt.text, t)).collect::<Option<Vec<bool>>>();
+                survey.add(prompt, replies, texts, score as f64, right);
+            }
+        }
+        Ok(survey)
+    }
+}
+
+/// The feeds of `Replies`.
+pub struct SetFeeds {
+    ids: Vec<i32>,
+    reply: Vec<u8>,
+    places: Rows,
+}
+
+impl SetFeeds {
+    fn feeds(&self) -> [(&'static str, Data<'_>); 4] {
+        [
+            ("set_ids", Data::I32(&self.ids)),
+            ("set_reply", Data::U8(&self.reply)),
+            ("set_position", Data::I32(&self.places.position)),
+            ("set_until", Data::I32(&self.places.until)),
+        ]
+    }
+}
+
+/// What sets of replies are like.
+#[derive(Clone, Debug, Default)]
+pub struct Survey {
+    /// A prompt, its replies, and how different they are.
+    pub sets: Vec<(String, Vec<String>, f64)>,
+    distinct: Vec<f64>,
+    self_bleu: Vec<f64>,
+    /// Of each set how many were right, where that can be told.
+    right: Vec<usize>,
+}
+
+/// k of the pass@k that evaluation reports.
+const PASSES_AT: [(&str, usize); 4] = [("pass_1", 1), ("pass_2", 2), ("pass_4", 4), ("pass_8", 8)];
+
+impl Survey {
+    fn add(&mut self, prompt: &Prompt, tokens: &[Vec<u32>], texts: Vec<String>, score: f64, right: Option<Vec<bool>>) {
+        self.distinct.extend(variety::distinct(tokens, 2));
+        self.self_bleu.extend(variety::self_bleu(tokens));
+        self.right.extend(right.map(|r| r.into_iter().filter(|r| *r).count()));
+        self.sets.push((prompt.text.clone(), texts, score));
+    }
+
+    /// The mean diversity, and its standard error.
+    pub fn diversity(&self) -> (f64, f64) {
+        let scores: Vec<f64> = self.sets.iter().map(|s| s.2).collect();
+        let (n, m) = (scores.len() as f64, mean(&scores));
+        let variance = scores.iter().map(|s| (s - m).powi(2)).sum::<f64>() / (n - 1.0).max(1.0);
+        (m, (variance / n).sqrt())
+    }
+
+    pub fn values(&self) -> Vec<(&'static str, f64)> {
+        let (diversity, error) = self.diversity();
+        let mut all = vec![("diversity", diversity), ("diversity_error", error)];
+        let means = [("distinct_2", &self.distinct), ("self_bleu", &self.self_bleu)];
+        all.extend(means.into_iter().filter(|(_, v)| !v.is_empty()).map(|(name, v)| (name, mean(v))));
+        let replies = self.sets.first().map_or(0, |s| s.1.len());
+        if !self.right.is_empty() {
+            for (name, k) in PASSES_AT.into_iter().filter(|(_, k)| *k <= replies) {
+                let each: Vec<f64> = self.right.iter().filter_map(|&right| variety::pass_at(k, replies, right)).collect();
+                all.push((name, mean(&each)));
+            }
+        }
+        all
+    }
+}
+
+fn mean(v: &[f64]) -> f64 {
+    v.iter().sum::<f64>() / v.len().max(1) as f64
+}
+
+pub struct Polychromic {
+    inner: Supervised<PolychromicModel>,
+    policy: Option<Policy>,
+    seed: u64,
+    /// Whether the last step had replies.
+    wrote: bool,
+}
+
+impl Polychromic {
+    pub fn new(model: PolychromicModel, objective: Objective, train: TrainConfig, seed: u64) -> Result<Polychromic, TrainError> {
+        let policy = objective.writes().then(|| Policy::new(objective, &model)).transpose()?;
+        Ok(Polychromic { inner: Supervised::new(model, train, seed), policy, seed, wrote: false })
+    }
+
+    /// The policy of a step, where it has one.
+    fn at(&self, step: u64) -> Option<&Policy> {
+        self.policy.as_ref().filter(|p| p.objective.weight > 0.0 && step.is_multiple_of(p.objective.every))
+    }
+}
+
+impl Task for Polychromic {
+    fn train_config(&self) -> &TrainConfig {
+        self.inner.train_config()
+    }
+
+    fn graphs(&self) -> Vec<(&'static str, Graph)> {
+        let mut all = self.inner.graphs();
+        let Some(policy) = &self.policy else { return all };
+        let model = &self.inner.model;
+        all.extend(policy.graphs(&model.model));
+        if policy.objective.weight > 0.0 {
+            let (batch, one) = (self.train_config().batch, self.train_config().accumulate == 1);
+            all.push((
+                "policy",
+                match one {
+                    true => self.inner.step_graph(|r| {
+                        let supervised = model.loss(r, batch)[0].1;
+                        vec![("loss", supervised + policy.loss(r, &model.model))]
+                    }),
+                    false => self.inner.micro_graph(|r| vec![("loss", policy.loss(r, &model.model))]),
+                },
+            ));
+        }
+        all
+    }
+
+    fn settle(&self, free: Option<u64>) {
+        self.inner.settle(free)
+    }
+
+    fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
+        self.inner.prepare(s)?;
+        match self.policy.as_ref().and_then(|p| p.encoder.as_ref()) {
+            Some(encoder) => Ok(encoder.load(&mut s.store)?),
+            None => Ok(()),
+        }
+    }
+
+    fn init_from(&self, s: &mut Session, from: &Path) -> Result<bool, TrainError> {
+        self.inner.init_from(s, from)
+    }
+
+    fn begin(&mut self, done: u64) -> Result<(), TrainError> {
+        self.inner.begin(done)
+    }
+
+    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError> {
+        let Some(policy) = self.at(step) else {
+            self.wrote = false;
+            return self.inner.step(s, step, rate);
+        };
+        let (model, prompts) = (&self.inner.model, policy.writer.prompts as u64);
+        let first = step / policy.objective.every * prompts;
+        let asked = model.lessons.ask(Split::Train, first..first + prompts, policy.writer.time)?;
+        let (_, set) = policy.write(s, model, &asked, rng_feed(self.seed, step, WRITES))?;
+        self.wrote = true;
+        self.inner.step_with(s, step, rate, Some(("policy", &set.feeds())))
+    }
+
+    fn report(&self, s: &Session) -> Result<Pending, TrainError> {
+        match self.wrote {
+            true => Ok(self.inner.report_of(s, "policy")?.beside(SAID, s.programs["policy"].start_read("said", &s.store)?)),
+            false => self.inner.report(s),
+        }
+    }
+
+    fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
+        let mut found = self.inner.evaluate(s)?;
+        if let Some(policy) = self.policy.as_ref().filter(|p| p.objective.eval_prompts > 0) {
+            found.values.extend(policy.survey(s, &self.inner.model, policy.objective.eval_prompts, self.seed)?.values());
+        }
+        Ok(found)
+    }
+
+    fn epoch(&self) -> Option<u64> {
+        self.inner.epoch()
+    }
+
+    fn work(&self) -> (&'static str, f64) {
+        self.inner.work()
+    }
+
+    fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError> {
+        let Some(policy) = self.at(step) else {
+            self.wrote = false;
+            return self.inner.bench_step(s, step);
+        };
+        let asked = made_up(&policy.writer, self.inner.model.vocab());
+        let (_, set) = policy.write(s, &self.inner.model, &asked, rng_feed(self.seed, step, WRITES))?;
+        self.wrote = true;
+        self.inner.bench_step_with(s, step, Some(("policy", &set.feeds())))
+    }
+
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        self.inner.floor()
+    }
+
+    fn show(&mut self, s: &mut Session) -> Result<Option<String>, TrainError> {
+        let Some(policy) = &self.policy else { return Ok(None) };
+        let model = &self.inner.model;
+        let after = policy.survey(s, model, SHOWN, self.seed)?;
+        // Adapters add nothing where B is zero: that is the model before.
+        let ours: Vec<(String, engine::Meta, Vec<u8>)> = s
+            .store
+            .iter()
+            .filter(|(name, _)| name.ends_with(".lora_b"))
+            .map(|(name, t)| Ok((name.to_string(), t.meta.clone(), t.bytes()?.into_owned())))
+            .collect::<Result<_, engine::Error>>()?;
+        for (name, meta, bytes) in &ours {
+            s.store.set(name, meta, &vec![0; bytes.len()])?;
+        }
+        let before = policy.survey(s, model, SHOWN, self.seed);
+        for (name, meta, bytes) in &ours {
+            s.store.set(name, meta, bytes)?;
+        }
+        let before = before?;
+        let mut text = String::new();
+        for ((prompt, then, _), (_, now, _)) in before.sets.iter().zip(&after.sets).take(3) {
+            text += &format!("{prompt}\n  before: {}\n  after:  {}\n", then.join(" | "), now.join(" | "));
+        }
+        let [(then, _), (now, error)] = [before.diversity(), after.diversity()];
+        text += &format!("diversity of replies to {SHOWN} prompts: {then:.4} before, {now:.4} after (standard error {error:.4})");
+        Ok(Some(text))
+    }
+
+    fn identity(&self) -> serde_json::Value {
+        self.inner.identity()
+    }
+}
+
+/// Prompts whose replies are looked at when training ends.
+const SHOWN: u64 = 64;
+
+/// Prompts as long as they may be, of tokens drawn at random.
+pub fn made_up(writer: &Writer, vocab: usize) -> Asked {
+    let token = |p: usize, t: usize| philox([p as u32, t as u32, 0x6173_6b, 0], [1, 2])[0] % vocab as u32;
+    let prompt = |p: usize| Prompt { text: String::new(), tokens: (0..writer.time).map(|t| token(p, t)).collect() };
+    Asked::new((0..writer.prompts).map(prompt).collect(), writer.time)
+}

@@ -1,0 +1,211 @@
+//! Replies to prompts, all of them at once: a program that reads the prompts, and one that is run for every token. What they hand on stays on the
+//! device: caches of keys and values, the tokens so far, where each row stands.
+
+use super::{Decoder, Places, Rows};
+use crate::data::replies::Asked;
+use crate::recipe::{Session, TrainError};
+use engine::ops::attention::attention_until;
+use engine::ops::cache::{cache_write, decode_attention};
+use engine::ops::sample::Nucleus;
+use engine::{DType, Data, Graph, Init, Recorder, Var};
+
+/// How many replies are written, how long, and how their tokens are drawn.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Writer {
+    pub prompts: usize,
+    /// To each prompt.
+    pub replies: usize,
+    /// Of a row with a prompt at its end.
+    pub time: usize,
+    pub new_tokens: usize,
+    pub nucleus: Nucleus,
+    /// Ends a reply.
+    pub stop: Option<u32>,
+}
+
+/// Rows of prompts with their replies.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Written {
+    /// [rows, time + new tokens]; behind a reply's end its last token goes on.
+    pub ids: Vec<i32>,
+    /// What is prompt or reply, and what is reply: the token that ended it, too.
+    pub real: Vec<bool>,
+    pub reply: Vec<bool>,
+    /// Each reply, without the token that ended it.
+    pub tokens: Vec<Vec<u32>>,
+}
+
+/// Tokens from one look at whether all replies have ended to the next.
+const LOOK: usize = 32;
+
+const READ: &str = "read";
+const WRITE: &str = "write";
+
+impl Writer {
+    pub fn rows(&self) -> usize {
+        self.prompts * self.replies
+    }
+
+    pub fn capacity(&self) -> usize {
+        self.time + self.new_tokens
+    }
+
+    pub fn graphs<'a>(&self, decoder: impl for<'g> Fn(&'g Recorder) -> Decoder<'a, 'g>) -> Vec<(&'static str, Graph)> {
+        let (read, write) = (Recorder::new(), Recorder::new());
+        self.read(&decoder(&read));
+        self.write_one(&decoder(&write));
+        vec![(READ, read.finish()), (WRITE, write.finish())]
+    }
+
+    fn state<'g>(&self, r: &'g Recorder, name: &str, shape: &[usize]) -> Var<'g> {
+        r.state(&format!("scratch/write/{name}"), shape, DType::I32, Init::Full(0.0))
+    }
+
+    fn caches<'g>(&self, d: &Decoder<'_, 'g>, at: &str) -> (Var<'g>, Var<'g>) {
+        let shape = [self.rows(), self.capacity(), d.shape.kv_heads, d.shape.head_dim];
+        let cache = |kind: &str| d.r.state(&format!("scratch/write/{at}.{kind}"), &shape, DType::F32, Init::Full(0.0));
+        (cache("keys"), cache("values"))
+    }
+
+    /// Each prompt's once for every reply.
+    fn repeated<'g>(&self, x: Var<'g>) -> Var<'g> {
+        let rest = &x.shape()[1..];
+        let shape = |replies: usize| [&[self.prompts, replies], rest].concat();
+        x.reshape(&shape(1)).expand(&shape(self.replies)).reshape(&[&[self.rows()], rest].concat())
+    }
+
+    /// Prompts in rows of `time`, each at the end of its own, and a first token for every reply.
+    fn read<'g>(&self, d: &Decoder<'_, 'g>) {
+        let (r, rows) = (d.r, self.rows());
+        let feed = |name: &str| r.feed(&format!("prompt_{name}"), &[self.prompts, self.time], DType::I32);
+        let places = Places { position: feed("position"), until: feed("until") };
+        let start = r.typed(|| r.zeros(&[1]).cast(DType::I32));
+        let hidden = d.hidden_by(feed("ids"), d.tables_at(places.position, self.time), &|at, q, k, v| {
+            let caches = self.caches(d, at);
+            let (keys, values) = cache_write(caches, start, self.repeated(k), self.repeated(v));
+            r.update(caches.0, keys);
+            r.update(caches.1, values);
+            attention_until(q, k, v, places.until, true, d.scale())
+        });
+        let last = hidden.slice(1, self.time - 1, self.time).reshape(&[self.prompts, d.shape.dim]);
+        let rng = r.feed("rng", &[4], DType::I32);
+        let token = self.repeated(d.logits(last)).sample(self.nucleus, rng, None);
+        r.typed(|| {
+            let row = |name: &str, width: usize| r.feed(name, &[rows, width], DType::I32);
+            let first = self.place(r, r.zeros(&[1]));
+            let tokens = first.choose(token.cast(DType::F32).reshape(&[rows, 1]), r.zeros(&[1, 1])).cast(DType::I32);
+            r.update(self.state(r, "token", &[rows]), token);
+            r.update(self.state(r, "tokens", &[rows, self.new_tokens]), tokens);
+            r.update(self.state(r, "past", &[1]), r.full(&[1], self.time as f32).cast(DType::I32));
+            r.update(self.state(r, "before", &[rows, 1]), row("before", 1));
+            r.update(self.state(r, "until", &[rows, self.capacity()]), row("until", self.capacity()));
+            r.update(self.state(r, "rng", &[4]), rng);
+        });
+    }
+
+    /// One more token for every reply.
+    fn write_one<'g>(&self, d: &Decoder<'_, 'g>) {
+        let (r, rows) = (d.r, self.rows());
+        let (token, past) = (self.state(r, "token", &[rows]), self.state(r, "past", &[1]));
+        let (until, rng) = (self.state(r, "until", &[rows, self.capacity()]), self.state(r, "rng", &[4]));
+        let (tokens, before) = (self.state(r, "tokens", &[rows, self.new_tokens]), self.state(r, "before", &[rows, 1]));
+        let wide = |x: Var<'g>| x.cast(DType::F32);
+        let position = r.typed(|| (wide(past) - wide(before)).cast(DType::I32));
+        let hidden = d.hidden_by(token.reshape(&[rows, 1]), d.tables_at(position, self.capacity()), &|at, q, k, v| {
+            let caches = self.caches(d, at);
+            let (y, (keys, values)) = decode_attention(q, k, v, caches, past, Some(until), d.scale());
+            r.update(caches.0, keys);
+            r.update(caches.1, values);
+            y
+        });
+        let drawn = d.logits(hidden.reshape(&[rows, d.shape.dim])).sample(self.nucleus, rng, Some(past));
+        r.typed(|| {
+            // What has ended goes on with the token that ended it.
+            let next = match self.stop {
+                Some(stop) => equal(wide(token), r.full(&[1], stop as f32)).choose(r.full(&[1], stop as f32), wide(drawn)),
+                None => wide(drawn),
+            };
+            let here = self.place(r, wide(past) - (self.time as f32 - 1.0));
+            r.update(token, next.cast(DType::I32));
+            r.update(tokens, here.choose(next.reshape(&[rows, 1]), wide(tokens)).cast(DType::I32));
+            r.update(past, (wide(past) + 1.0).cast(DType::I32));
+        });
+    }
+
+    /// 1 at this place of a reply, 0 elsewhere: [1, new tokens].
+    fn place<'g>(&self, r: &'g Recorder, at: Var<'g>) -> Var<'g> {
+        equal(r.constant(&[1, self.new_tokens], (0..self.new_tokens).map(|i| i as f32).collect()), at)
+    }
+
+    /// Reads the prompts and draws a token for each reply.
+    pub fn begin(&self, s: &mut Session, asked: &Asked, rng: [i32; 4]) -> Result<(), TrainError> {
+        assert_eq!((asked.prompts.len(), asked.time), (self.prompts, self.time), "prompts that are not as many or as long as they were to be");
+        let places = Rows::padded(&asked.real, self.time);
+        let (mut before, mut until) = (vec![], vec![]);
+        for prompt in &asked.prompts {
+            let empty = self.time - prompt.tokens.len();
+            for _ in 0..self.replies {
+                before.push(empty as i32);
+                // What stands before a prompt is seen by itself alone.
+                until.extend((0..self.capacity()).map(|t| if t < empty { t } else { self.capacity() - 1 } as i32));
+            }
+        }
+        let feeds = [
+            ("prompt_ids", &asked.ids[..]),
+            ("prompt_position", &places.position),
+            ("prompt_until", &places.until),
+            ("before", &before),
+            ("until", &until),
+            ("rng", &rng),
+        ];
+        s.run(READ, &feeds.map(|(name, numbers)| (name, Data::I32(numbers))))
+    }
+
+    /// Draws the next token of each reply.
+    pub fn next(&self, s: &mut Session) -> Result<(), TrainError> {
+        s.run(WRITE, &[])
+    }
+
+    fn numbers(&self, s: &Session, name: &str) -> Result<Vec<i32>, TrainError> {
+        let bytes = s.store.get(&format!("scratch/write/{name}")).expect("the writer's state").bytes()?;
+        Ok(bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    }
+
+    /// The newest token of each reply.
+    pub fn newest(&self, s: &Session) -> Result<Vec<u32>, TrainError> {
+        Ok(self.numbers(s, "token")?.into_iter().map(|t| t as u32).collect())
+    }
+
+    /// All replies to the end.
+    pub fn write(&self, s: &mut Session, asked: &Asked, rng: [i32; 4]) -> Result<Written, TrainError> {
+        self.begin(s, asked, rng)?;
+        for i in 1..self.new_tokens {
+            if i % LOOK == 0 && self.newest(s)?.iter().all(|&token| Some(token) == self.stop) {
+                break;
+            }
+            self.next(s)?;
+        }
+        Ok(self.written(asked, &self.numbers(s, "tokens")?))
+    }
+
+    fn written(&self, asked: &Asked, tokens: &[i32]) -> Written {
+        let mut w = Written { ids: vec![], real: vec![], reply: vec![], tokens: vec![] };
+        for (row, drawn) in tokens.chunks(self.new_tokens).enumerate() {
+            let prompt = row / self.replies * self.time..(row / self.replies + 1) * self.time;
+            let end = drawn.iter().position(|&t| self.stop == Some(t as u32));
+            let length = end.map_or(self.new_tokens, |e| e + 1);
+            w.ids.extend(&asked.ids[prompt.clone()]);
+            w.ids.extend(drawn[..length].iter().chain(std::iter::repeat_n(&drawn[length - 1], self.new_tokens - length)));
+            let is_reply = (0..self.new_tokens).map(|t| t < length);
+            w.real.extend(asked.real[prompt].iter().copied().chain(is_reply.clone()));
+            w.reply.extend(std::iter::repeat_n(false, self.time).chain(is_reply));
+            w.tokens.push(drawn[..end.unwrap_or(self.new_tokens)].iter().map(|&t| t as u32).collect());
+        }
+        w
+    }
+}
+
+/// Of whole numbers.
+fn equal<'g>(a: Var<'g>, b: Var<'g>) -> Var<'g> {
+    (a - b).abs().less(a.recorder().full(&[1], 0.5))
+}
