@@ -153,7 +153,9 @@ impl Plan {
                             let s = *destined.get(&value)?;
                             let old = Value { node: s, out: 0 };
                             let is_update = g.updates.contains(&(old, value));
-                            (is_update && last_read.get(&old).is_none_or(|&r| r < i)).then(|| (plan.spots[s][0].buffer, 0))
+                            // A state that is recorded later has no place yet.
+                            let spot = &plan.spots.get(s)?[0];
+                            (is_update && last_read.get(&old).is_none_or(|&r| r < i)).then_some((spot.buffer, 0))
                         };
                         let (buffer, offset) = shared.or_else(direct).unwrap_or_else(|| {
                             // In the buffer of what it will be joined to, or in one of its own.

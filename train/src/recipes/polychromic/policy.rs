@@ -124,7 +124,13 @@ impl Policy {
     }
 
     /// Writes replies and embeds them.
-    pub fn write(&self, s: &mut Session, model: &PolychromicModel, asked: &Asked, rng: [i32; 4]) -> Result<(Written, SetFeeds), TrainError> {
+    pub fn write(
+        &self,
+        s: &mut Session,
+        model: &PolychromicModel,
+        asked: &Asked,
+        rng: [i32; 4],
+    ) -> Result<(Written, SetFeeds), TrainError> {
         let written = self.writer.write(s, asked, rng)?;
         let places = Rows::padded(&written.real, self.writer.capacity());
         let feeds = SetFeeds { ids: written.ids.clone(), reply: written.reply.iter().map(|&r| r as u8).collect(), places };
@@ -133,11 +139,8 @@ impl Policy {
             Some(encoder) => {
                 let texts = written.tokens.iter().map(|t| model.lessons.text(t)).collect::<Result<Vec<_>, _>>()?;
                 let t = encoder.texts(&texts, Some(self.encoder_time(encoder)))?;
-                let feeds = [
-                    ("encoder_ids", Data::I32(&t.ids)),
-                    ("encoder_until", Data::I32(&t.until)),
-                    ("encoder_share", Data::F32(&t.share)),
-                ];
+                let feeds =
+                    [("encoder_ids", Data::I32(&t.ids)), ("encoder_until", Data::I32(&t.until)), ("encoder_share", Data::F32(&t.share))];
                 s.run("embed", &feeds)?;
             }
         }

@@ -139,7 +139,11 @@ impl Writer {
 
     /// Reads the prompts and draws a token for each reply.
     pub fn begin(&self, s: &mut Session, asked: &Asked, rng: [i32; 4]) -> Result<(), TrainError> {
-        assert_eq!((asked.prompts.len(), asked.time), (self.prompts, self.time), "prompts that are not as many or as long as they were to be");
+        assert_eq!(
+            (asked.prompts.len(), asked.time),
+            (self.prompts, self.time),
+            "prompts that are not as many or as long as they were to be"
+        );
         let places = Rows::padded(&asked.real, self.time);
         let (mut before, mut until) = (vec![], vec![]);
         for prompt in &asked.prompts {
