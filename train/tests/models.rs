@@ -451,7 +451,9 @@ fn runs_are_exported_as_adapters_and_as_models() {
     let at = |name: &str| dir.path().join(name);
     let path = |name: &str| text(&at(name));
     let train = |out: &str, more: &[&str]| {
-        let sets = ["seq=48", "batch=2", "eval_batches=1", "rank=2", "alpha=5.0", "learning_rate=0.05"].map(|s| ["--set", s]).concat();
+        let sets = ["seq=48", "objective.weight=0", "batch=2", "eval_batches=1", "rank=2", "alpha=5.0", "learning_rate=0.05"]
+            .map(|s| ["--set", s])
+            .concat();
         let out = path(out);
         let own = ["train", "polychromic", "--threads", "1", "--steps", "3", "--out", &out];
         kiln([&own[..], &sets, more].concat())

@@ -12,7 +12,7 @@ use train::config::Config;
 use train::golden::{Golden, Rule, compare};
 use train::models::{Lora, Shape, Target};
 use train::recipe::{self, Session};
-use train::recipes::polychromic::{Base, Decoder, Places, PolychromicConfig, Rows, diversity};
+use train::recipes::polychromic::{Base, Decoder, Places, PolychromicConfig, Rows};
 
 fn device() -> Device {
     Device::cpu(Cpu::new(2))
@@ -186,6 +186,7 @@ fn the_frozen_base_has_no_gradient_and_no_moments() {
         "seq=13",
         "batch=3",
         "tied=false",
+        "objective.weight=0",
     ] {
         c.set(set).unwrap();
     }
@@ -230,7 +231,7 @@ fn diversity_is_the_mean_over_pairs() {
     fill_normal(1, 2, &mut e);
     e[..2 * width].fill(0.0); // two that are zero
     e[width * replies..2 * width * replies].copy_from_slice(&[1.0; 28]); // four that are the same
-    let got = run(|r| r.output("y", diversity(r.feed("e", &[sets, replies, width], DType::F32))), &[("e", Data::F32(&e))], 0.0);
+    let got = run(|r| r.output("y", r.feed("e", &[sets, replies, width], DType::F32).diversity()), &[("e", Data::F32(&e))], 0.0);
     for (set, got) in e.chunks(replies * width).zip(got) {
         let unit: Vec<Vec<f64>> = set
             .chunks(width)
@@ -249,8 +250,19 @@ fn diversity_is_the_mean_over_pairs() {
 }
 
 /// A run whose step takes a millisecond.
-const SMALL: &[&str] =
-    &["pretrain=0", "dim=24", "layers=2", "head_dim=8", "hidden=40", "seq=16", "batch=2", "eval_batches=1", "rank=2", "dropout=0.1"];
+const SMALL: &[&str] = &[
+    "pretrain=0",
+    "dim=24",
+    "layers=2",
+    "head_dim=8",
+    "hidden=40",
+    "seq=16",
+    "batch=2",
+    "eval_batches=1",
+    "rank=2",
+    "dropout=0.1",
+    "objective.weight=0",
+];
 
 fn train(out: &std::path::Path, more: &[&str]) -> common::Ran {
     let out = text(out);
@@ -301,6 +313,15 @@ fn settings_that_cannot_be_are_refused_by_name() {
         ("base=/nowhere", "/nowhere: there is no such folder"),
         ("vocab=100", "model.vocab = 100"),
         ("seq=0", "model.seq = 0"),
+        ("objective.weight=-1", "objective.weight = -1"),
+        ("every=0", "objective.every = 0"),
+        ("replies=1", "objective.replies = 1: from 2"),
+        ("temperature=0", "objective.temperature = 0"),
+        ("top_p=1.5", "objective.top_p = 1.5"),
+        ("baseline_decay=2", "objective.baseline_decay = 2"),
+        ("prompt_tokens=3", "objective.prompt_tokens = 3: the longest prompt has"),
+        ("new_tokens=120", "objective.new_tokens = 120: prompts of up to"),
+        ("encoder=/nowhere", "/nowhere"),
     ] {
         let said = config(set).expect_err(set);
         assert!(said.contains(parts), "{set}: {said}");

@@ -13,6 +13,7 @@ use std::process::ExitCode;
   kiln eval runs/hydra-tiny
   kiln eval runs/a/checkpoints/step-00000400 --batches 64 --json
   kiln eval runs/vision_bdh-tiny
+  kiln eval runs/polychromic-tiny --prompts 500 --replies 8
   kiln eval runs/cifar --data data/other-pictures --picture other.png")]
 pub struct EvalArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint)
@@ -25,6 +26,12 @@ pub struct EvalArgs {
     /// At most this many batches of the validation data
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 53))]
     batches: Option<u64>,
+    /// Has replies to this many prompts written and says what they are like: diversity, distinct-2, self-BLEU, pass@k (polychromic)
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    prompts: Option<u64>,
+    /// To each of those prompts; if not given, as in training
+    #[arg(long, requires = "prompts")]
+    replies: Option<u32>,
     /// Where to write a classifier's confusion matrix; if not given, confusion-step-N.png in the run's folder (with --data or
     /// --batches: nowhere)
     #[arg(long, value_name = "FILE.png")]
@@ -43,6 +50,12 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
     }
     if let Some(n) = a.batches {
         config.set_value("train.eval_batches", (n as i64).into())?;
+    }
+    if let Some(n) = a.prompts {
+        config.set_value("objective.eval_prompts", (n as i64).into())?;
+    }
+    if let Some(n) = a.replies {
+        config.set_value("objective.replies", (n as i64).into())?;
     }
     let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
     run::same_tokenizer(&found, &*task)?;

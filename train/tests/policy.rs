@@ -1,0 +1,173 @@
+//! Replies that are written on the device, against a plain forward pass; and the policy gradient from settings to adapters.
+
+mod common;
+
+use common::{checkpoint, kiln, resume, same_bytes, text};
+use engine::ops::sample::Nucleus;
+use engine::philox::{fill_normal, rng_feed};
+use engine::{Cpu, DType, Data, Device, Meta, Recorder, Switches};
+use std::path::Path;
+use train::checkpoint::load_safetensors;
+use train::data::replies::{Asked, Prompt};
+use train::models::{Lora, Shape, Target};
+use train::recipe::Session;
+use train::recipes::polychromic::{Base, Decoder, Places, PolychromicConfig, Rows, Writer, Written};
+
+fn shape() -> Shape {
+    let text = "base=''\npretrain=0\nvocab=61\ndim=24\nlayers=2\nheads=4\nkv_heads=2\nhead_dim=10\nhidden=52\ntied=true\nqk_norm=true\nrope_theta=100.0\nnorm_eps=1e-6\nseq=32\nrank=3\nalpha=6.0\ndropout=0.0\ntargets=['q']";
+    toml::from_str::<PolychromicConfig>(text).unwrap().shape()
+}
+
+/// Adapters far from the zeros that they begin with.
+fn filled(s: &mut Session) {
+    let adapters: Vec<(String, Meta)> =
+        s.store.iter().filter(|(n, _)| n.ends_with("lora_b")).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+    for (i, (name, meta)) in adapters.iter().enumerate() {
+        let mut numbers = vec![0.0; meta.elements()];
+        fill_normal(9, i as u64, &mut numbers);
+        s.store.set(name, meta, bytemuck::cast_slice(&numbers)).unwrap();
+    }
+}
+
+fn session() -> Session {
+    Session::new(&Device::cpu(Cpu::new(2)), &Switches::default(), 3)
+}
+
+fn written(writer: &Writer, asked: &Asked, rng: [i32; 4]) -> Written {
+    let (shape, lora) = (shape(), Lora { rank: 3, alpha: 6.0, dropout: 0.0, targets: vec![Target::Q, Target::O, Target::Up] });
+    let mut s = session();
+    for (name, graph) in writer.graphs(|r| Decoder { shape: &shape, lora: Some(&lora), base: Base::Drawn, r, rng: None }) {
+        s.load(name, graph).unwrap();
+    }
+    filled(&mut s);
+    // What was written before leaves nothing behind.
+    writer.write(&mut s, asked, rng_feed(1, 1, 1)).unwrap();
+    writer.write(&mut s, asked, rng).unwrap()
+}
+
+/// The token number `at` of every reply, from the whole rows at once.
+fn drawn_again(writer: &Writer, w: &Written, rng: [i32; 4], at: usize) -> Vec<i32> {
+    let (shape, lora) = (shape(), Lora { rank: 3, alpha: 6.0, dropout: 0.0, targets: vec![Target::Q, Target::O, Target::Up] });
+    let (rows, time) = (writer.rows(), writer.capacity());
+    let r = Recorder::new();
+    let d = Decoder { shape: &shape, lora: Some(&lora), base: Base::Drawn, r: &r, rng: None };
+    let hidden = d.hidden(r.feed("ids", &[rows, time], DType::I32), Some(Places::fed(&r, rows, time)));
+    let place = writer.time - 1 + at;
+    let logits = d.logits(hidden.slice(1, place, place + 1).reshape(&[rows, shape.dim]));
+    let turn = (at > 0).then(|| r.full(&[1], place as f32).cast(DType::I32));
+    r.output("y", logits.sample(writer.nucleus, r.feed("rng", &[4], DType::I32), turn).cast(DType::F32));
+    let mut s = session();
+    s.load("again", r.finish()).unwrap();
+    filled(&mut s);
+    let places = Rows::padded(&w.real, time);
+    let feeds = [("ids", &w.ids[..]), ("position", &places.position), ("until", &places.until), ("rng", &rng)];
+    s.run("again", &feeds.map(|(n, v)| (n, Data::I32(v)))).unwrap();
+    s.read("again", "y").unwrap().into_iter().map(|v| v as i32).collect()
+}
+
+#[test]
+fn a_reply_is_what_whole_rows_would_draw() {
+    let prompt = |tokens: &[u32]| Prompt { text: String::new(), tokens: tokens.to_vec() };
+    let asked = Asked::new(vec![prompt(&[7, 8, 60, 2]), prompt(&[5]), prompt(&[1, 2, 3, 4, 5, 6])], 6);
+    let rng = rng_feed(77, 5, 9);
+    let endless = Writer { prompts: 3, replies: 2, time: 6, new_tokens: 40, nucleus: Nucleus { temperature: 0.9, top_p: 0.9 }, stop: None };
+    let all = written(&endless, &asked, rng);
+    for at in [0, 1, 2, 17, 39] {
+        let again = drawn_again(&endless, &all, rng, at);
+        let own: Vec<i32> = all.tokens.iter().map(|t| t[at] as i32).collect();
+        assert_eq!(own, again, "token {at}");
+    }
+    let different: std::collections::HashSet<_> = all.tokens.iter().collect();
+    assert_eq!(different.len(), 6, "every reply has draws of its own");
+    assert!(all.reply.chunks(46).all(|r| !r[..6].iter().any(|r| *r) && r[6..].iter().all(|r| *r)));
+
+    // The same draws, but a token ends them.
+    let stop = all.tokens[3][2];
+    let w = written(&Writer { stop: Some(stop), ..endless.clone() }, &asked, rng);
+    let mut ended = 0;
+    for (row, (whole, cut)) in all.tokens.iter().zip(&w.tokens).enumerate() {
+        let end = whole.iter().position(|t| *t == stop).unwrap_or(40);
+        assert_eq!(cut[..], whole[..end], "row {row}");
+        let length = (end + 1).min(40);
+        let own = |v: &[bool]| v[row * 46..(row + 1) * 46].to_vec();
+        assert_eq!(own(&w.reply), (0..46).map(|t| (6..6 + length).contains(&t)).collect::<Vec<_>>());
+        assert_eq!(own(&w.real)[..6], own(&all.real)[..6]);
+        ended += (end < 40) as usize;
+    }
+    assert!(ended > 0);
+}
+
+/// A run whose step takes a few milliseconds.
+const SMALL: &[&str] = &[
+    "pretrain=0",
+    "dim=24",
+    "layers=2",
+    "head_dim=8",
+    "hidden=40",
+    "seq=64",
+    "batch=4",
+    "rank=2",
+    "eval_batches=1",
+    "horizon=6",
+    "new_tokens=8",
+    "weight=3.0",
+    "every=2",
+];
+
+fn train(out: &Path, sets: &[&str], more: &[&str]) -> common::Ran {
+    let out = text(out);
+    let sets = SMALL.iter().chain(sets).flat_map(|s| ["--set", s]);
+    kiln(["train", "polychromic", "--threads", "1", "--out", &out].into_iter().chain(sets).chain(more.iter().copied()))
+}
+
+fn lines(run: &Path) -> Vec<serde_json::Value> {
+    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
+}
+
+#[test]
+fn steps_with_replies_resume_and_add_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let said = train(&at("whole"), &[], &["--steps", "6"]).ok().out;
+    assert!(said.contains("before:") && said.contains("after:") && said.contains("diversity of replies"), "{said}");
+    train(&at("parts"), &[], &["--steps", "3"]).ok();
+    resume(&at("parts"), "--steps 6").ok();
+    same_bytes(&checkpoint(&at("whole"), 6), &checkpoint(&at("parts"), 6));
+    let all = lines(&at("whole"));
+    for (i, line) in all.iter().enumerate() {
+        assert_eq!(line["diversity"].is_number(), i % 2 == 0, "{line}");
+    }
+    // The baseline: what was seen first, then the mean that moves.
+    let of = |i: usize, name: &str| all[i][name].as_f64().unwrap();
+    assert_eq!(of(0, "baseline"), of(0, "diversity"));
+    assert!((of(2, "baseline") - of(0, "diversity")).abs() < 1e-6);
+    assert!((of(4, "baseline") - 0.9 * of(2, "baseline") - 0.1 * of(2, "diversity")).abs() < 1e-6);
+    let state = load_safetensors(&checkpoint(&at("whole"), 6).join("state.safetensors")).unwrap();
+    assert!(state.names().iter().any(|n| n == "baseline") && !state.names().iter().any(|n| n.contains("scratch")));
+
+    // The same step in parts.
+    train(&at("two"), &["batch=2", "accumulate=2"], &["--steps", "6"]).ok();
+    for (a, b) in all.iter().zip(lines(&at("two"))) {
+        for name in ["loss", "grad_norm", "policy", "diversity"].iter().filter(|n| a[**n].is_number()) {
+            let (a, b) = (a[*name].as_f64().unwrap(), b[*name].as_f64().unwrap());
+            assert!((a - b).abs() < 1e-4 * (1.0 + a.abs()), "{name}: {a} {b}");
+        }
+    }
+
+    // Without weight the run is the supervised one, whatever evaluation has written.
+    train(&at("none"), &["weight=0"], &["--steps", "4"]).ok();
+    train(&at("writes"), &["weight=0", "eval_prompts=6", "eval_every=2"], &["--steps", "4"]).ok();
+    for file in ["model.safetensors", "state.safetensors"] {
+        let bytes = |run: &str| std::fs::read(checkpoint(&at(run), 4).join(file)).unwrap();
+        assert_eq!(bytes("none"), bytes("writes"), "{file}");
+    }
+    let last = lines(&at("writes")).pop().unwrap();
+    for name in ["diversity", "diversity_error", "distinct_2", "self_bleu", "pass_1", "pass_2"] {
+        assert!(last[format!("val_{name}")].is_number(), "{name}: {last}");
+    }
+    assert!(lines(&at("none")).iter().all(|l| !l.to_string().contains("diversity")));
+    let eval = kiln(["eval", &text(&at("none")), "--prompts", "6", "--replies", "4", "--json", "--threads", "1"]).ok();
+    let found: serde_json::Value = serde_json::from_str(&eval.out).unwrap();
+    assert!(found["pass_4"].is_number() && found["loss"].is_number(), "{found}");
+}
