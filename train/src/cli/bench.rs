@@ -1,6 +1,7 @@
 use super::{ConfigArgs, DeviceArgs, write_json};
 use ::train::config::Config;
 use ::train::recipe::{self, Session, Task};
+use ::train::recipes::polychromic::Writing;
 use ::train::report::{human_bytes, human_count, table};
 use ::train::run;
 use anyhow::{Result, bail};
@@ -17,9 +18,10 @@ use std::time::{Duration, Instant};
   kiln bench hydra --preset small
   kiln bench hydra --preset small --set batch=4 --repeat 20 --json small.json
   kiln bench hydra --preset small --ledger
-  kiln bench ops --device cuda")]
+  kiln bench ops --device cuda
+  kiln bench generate --preset qwen3-0.6b --device cuda")]
 pub struct BenchArgs {
-    /// A recipe, or `ops` for the table of operations
+    /// A recipe; or `ops` for the table of operations, `generate` for polychromic's replies
     #[command(flatten)]
     config: ConfigArgs,
     #[command(flatten)]
@@ -53,6 +55,9 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
             bail!("bench ops has neither --ledger nor --profile: they are about a recipe's step");
         }
         return ops(&a, &device);
+    }
+    if a.config.recipe.as_deref() == Some("generate") {
+        return generate(&a, &device);
     }
     let config = a.config.resolve(None)?;
     let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
@@ -99,12 +104,6 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
         profile(&nodes)?;
     }
     if let Some(path) = &a.json {
-        let node = |t: &engine::cuda::Timed| {
-            serde_json::json!({
-                "op": t.op, "scope": t.scope, "backward": t.backward, "outputs": t.outputs.iter().map(|m| format!("{m:?}")).collect::<Vec<_>>(),
-                "inputs": t.inputs.iter().map(|m| format!("{m:?}")).collect::<Vec<_>>(), "ms": t.ms, "bytes": t.cost.bytes, "flops": t.cost.flops,
-            })
-        };
         let value = serde_json::json!({
             "ledger": ledger, "nodes": nodes.iter().map(node).collect::<Vec<_>>(),
             "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,
@@ -113,6 +112,64 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
         write_json(Some(path), &value)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// All replies to all prompts of polychromic's objective, by the base alone and with adapters on it.
+fn generate(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
+    if a.ledger {
+        bail!("bench generate has no --ledger: switch passes off by hand, --pass few-rows=off");
+    }
+    let config = ConfigArgs { recipe: Some("polychromic".into()), ..a.config.clone() }.resolve(None)?;
+    let (mut figures, mut nodes) = (vec![], vec![]);
+    for adapters in [false, true] {
+        let writing = Writing::new(&config, adapters)?;
+        let mut s = Session::new(device, &config.switches()?, config.seed());
+        writing.load(&mut s)?;
+        let mut times = vec![];
+        for i in 0..a.warmup + a.repeat {
+            let start = Instant::now();
+            writing.write(&mut s, i as u64)?;
+            times.extend((i >= a.warmup).then(|| start.elapsed().as_secs_f64() * 1e3));
+        }
+        times.sort_by(f64::total_cmp);
+        let (ms, w) = (times[times.len() / 2], &writing.writer);
+        let (tokens, peak) = ((w.rows() * w.new_tokens) as f64, run::peak(&s).total() as u64);
+        out!(
+            "{} {} on {}, {}: {ms:.2} ms for {} x {} replies of {} tokens to prompts of {} (from {:.2} to {:.2}), {} tok/s, {:.3} ms a token of each; planned peak {}",
+            config.text("recipe"),
+            config.text("preset"),
+            device.describe(),
+            if adapters { "with adapters" } else { "the base alone" },
+            w.prompts,
+            w.replies,
+            w.new_tokens,
+            w.time,
+            times[0],
+            times[times.len() - 1],
+            human_count(tokens / ms * 1e3),
+            ms / w.new_tokens as f64,
+            human_bytes(peak),
+        );
+        figures.push(serde_json::json!({ "adapters": adapters, "ms": ms, "per_s": tokens / ms * 1e3, "unit": "tok", "peak_bytes": peak }));
+        if a.profile {
+            s.profile = Some(vec![]);
+            writing.writer.next(&mut s)?;
+            let timed = s.profile.take().unwrap_or_default();
+            profile(&timed)?;
+            nodes.extend(timed.iter().map(node));
+        }
+    }
+    if let Some(path) = &a.json {
+        write_json(Some(path), &serde_json::json!({ "generate": figures, "nodes": nodes, "device": device.describe() }))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn node(t: &engine::cuda::Timed) -> serde_json::Value {
+    serde_json::json!({
+        "op": t.op, "scope": t.scope, "backward": t.backward, "outputs": t.outputs.iter().map(|m| format!("{m:?}")).collect::<Vec<_>>(),
+        "inputs": t.inputs.iter().map(|m| format!("{m:?}")).collect::<Vec<_>>(), "ms": t.ms, "bytes": t.cost.bytes, "flops": t.cost.flops,
+    })
 }
 
 /// A step as it was measured.

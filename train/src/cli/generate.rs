@@ -1,10 +1,13 @@
 use super::DeviceArgs;
 use ::train::config::Config;
+use ::train::data::Tokenizer;
 use ::train::recipe::{self, Session};
+use ::train::recipes::polychromic::Chat;
 use ::train::run;
 use ::train::sample::{Sampling, continue_text};
 use anyhow::{Result, bail};
 use clap::Args;
+use engine::{Device, Switches};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -12,13 +15,27 @@ use std::process::ExitCode;
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln generate runs/hydra-tiny --prompt 'the '
+  kiln generate runs/polychromic-tiny --prompt 'name two numbers that make 5' --replies 4
+  kiln generate models/Qwen3-0.6B --prompt 'Why is the sky blue?' --adapter runs/adapters
   kiln generate runs/hydra-tiny --prompt 'the ' --temperature 0 --stop '\\n' --max-tokens 2000")]
 pub struct GenerateArgs {
-    /// A checkpoint's folder, or a run's (its newest checkpoint)
+    /// A checkpoint's folder, or a run's (its newest checkpoint); or a model's folder in the Hugging Face layout (Qwen3, Llama)
     checkpoint: PathBuf,
-    /// Text to continue
+    /// Text to continue; models that were taught to reply are given it as a prompt
     #[arg(long, default_value = "the ")]
     prompt: String,
+    /// The prompt as it is, without the model's chat template around it
+    #[arg(long)]
+    raw: bool,
+    /// Replies to the prompt, all at once
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    replies: u16,
+    /// An adapter in PEFT's layout, for a model's folder
+    #[arg(long, value_name = "FOLDER")]
+    adapter: Option<PathBuf>,
+    /// Switches a pass, for a model's folder: bf16=off (repeatable)
+    #[arg(long = "pass", value_name = "NAME=off|auto|require")]
+    passes: Vec<String>,
     /// 0 always takes the most likely token
     #[arg(long, default_value_t = 0.8)]
     temperature: f32,
@@ -50,9 +67,26 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     if !(a.top_p > 0.0 && a.top_p <= 1.0) {
         bail!("--top-p {} is not above 0 and at most 1", a.top_p);
     }
+    if a.max_tokens == 0 || a.max_tokens > MOST_TOKENS {
+        bail!("--max-tokens {}: from 1 to {MOST_TOKENS}", a.max_tokens);
+    }
     let device = a.device.open()?;
+    if a.checkpoint.join("config.json").exists() {
+        return folder(&a, &device);
+    }
+    if a.adapter.is_some() || !a.passes.is_empty() {
+        bail!("--adapter and --pass are for a model's folder; {} has no config.json (a run has its own)", a.checkpoint.display());
+    }
     let found = run::find_checkpoint(&a.checkpoint)?;
     let config = Config::from_json(&found.meta["config"])?;
+    if config.text("recipe") == "polychromic" {
+        let chat = Chat::of_run(&found, &config)?;
+        let mut s = Session::new(&device, &config.switches()?, config.seed());
+        return talk(&a, &chat, &mut s, |s| Ok(s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?));
+    }
+    if a.raw || a.replies > 1 {
+        bail!("--raw and --replies are for models that reply to prompts, which {} does not", config.text("recipe"));
+    }
     let (name, recipe) = (config.text("recipe"), recipe::find(config.text("recipe"))?);
     if recipe.classifier(&config, &found.meta["identity"])?.is_some() {
         bail!("{} is a checkpoint of {name}, which does not write text (to classify pictures: kiln predict)", found.path.display());
@@ -61,37 +95,89 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     run::same_tokenizer(&found, &*task)?;
     let Some(mut generator) = task.generator() else { bail!("{name} does not write text") };
     let tokenizer = generator.tokenizer()?;
-    let mut stop = a.stop_id.clone();
-    if let Some(id) = stop.iter().find(|id| **id as usize >= tokenizer.vocab()) {
-        bail!("--stop-id {id}: {} has tokens 0 to {}", tokenizer.name(), tokenizer.vocab() - 1);
-    }
-    if a.max_tokens > MOST_TOKENS {
-        bail!("--max-tokens {}: at most {MOST_TOKENS}", a.max_tokens);
-    }
-    for text in &a.stop {
-        let text = text.replace("\\n", "\n").replace("\\t", "\t");
-        match tokenizer.encode(&text)?[..] {
-            [one] => stop.push(one),
-            ref more => bail!("--stop '{text}' is {} tokens of {}, not one; use --stop-id", more.len(), tokenizer.name()),
-        }
-    }
+    let sampling = a.sampling(&tokenizer)?;
     let mut s = Session::new(&device, &config.switches()?, config.seed());
     // The programs name the parameters; then the checkpoint fills them.
     generator.begin(&mut s, 1)?;
     s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
-    let sampling = Sampling { temperature: a.temperature, top_p: a.top_p, seed: a.seed, max_tokens: a.max_tokens, stop };
     out_part!("{}", a.prompt);
     std::io::stdout().flush()?;
-    let mut broken = None;
-    continue_text(&mut *generator, &mut s, &a.prompt, &sampling, &mut |piece| {
+    let mut show = Shown::default();
+    continue_text(&mut *generator, &mut s, &a.prompt, &sampling, &mut |piece| show.piece(piece))?;
+    out!();
+    show.finish()
+}
+
+impl GenerateArgs {
+    fn sampling(&self, tokenizer: &Tokenizer) -> Result<Sampling> {
+        let mut stop = self.stop_id.clone();
+        if let Some(id) = stop.iter().find(|id| **id as usize >= tokenizer.vocab()) {
+            bail!("--stop-id {id}: {} has tokens 0 to {}", tokenizer.name(), tokenizer.vocab() - 1);
+        }
+        for text in &self.stop {
+            let text = text.replace("\\n", "\n").replace("\\t", "\t");
+            match tokenizer.encode(&text)?[..] {
+                [one] => stop.push(one),
+                ref more => bail!("--stop '{text}' is {} tokens of {}, not one; use --stop-id", more.len(), tokenizer.name()),
+            }
+        }
+        Ok(Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed, max_tokens: self.max_tokens, stop })
+    }
+}
+
+/// Text on its way to stdout.
+#[derive(Default)]
+struct Shown {
+    broken: Option<std::io::Error>,
+}
+
+impl Shown {
+    fn piece(&mut self, piece: &str) {
         let mut out = std::io::stdout();
         if let Err(e) = out.write_all(piece.as_bytes()).and_then(|()| out.flush()) {
-            broken = Some(e);
+            self.broken = Some(e);
+        }
+    }
+
+    fn finish(self) -> Result<ExitCode> {
+        match self.broken {
+            Some(e) => Err(e.into()),
+            None => Ok(ExitCode::SUCCESS),
+        }
+    }
+}
+
+/// A model's folder; on a GPU in bf16, unless that is switched off.
+fn folder(a: &GenerateArgs, device: &Device) -> Result<ExitCode> {
+    let chat = Chat::of_folder(&a.checkpoint, a.adapter.as_deref())?;
+    let mut switches = Switches::default();
+    if matches!(device, Device::Cuda(..)) {
+        switches.set("bf16", "auto")?;
+    }
+    for pass in &a.passes {
+        let Some((name, setting)) = pass.split_once('=') else { bail!("--pass {pass}: NAME=off, NAME=auto or NAME=require") };
+        switches.set(name, setting)?;
+    }
+    talk(a, &chat, &mut Session::new(device, &switches, 0), |_| Ok(()))
+}
+
+/// Replies to the prompt; `fill` gives the model what is not its folder's.
+fn talk(a: &GenerateArgs, chat: &Chat, s: &mut Session, fill: impl FnOnce(&mut Session) -> Result<()>) -> Result<ExitCode> {
+    let sampling = a.sampling(&chat.tokenizer)?;
+    let talk = chat.begin(s, &a.prompt, a.raw, a.replies as usize, &sampling)?;
+    fill(s)?;
+    let mut show = Shown::default();
+    if a.raw && a.replies == 1 {
+        show.piece(&a.prompt);
+    }
+    let replies = talk.write(s, &mut |piece| {
+        if a.replies == 1 {
+            show.piece(piece)
         }
     })?;
-    out!();
-    match broken {
-        Some(e) => Err(e.into()),
-        None => Ok(ExitCode::SUCCESS),
+    match a.replies {
+        1 => out!(),
+        _ => replies.iter().enumerate().for_each(|(i, reply)| show.piece(&format!("{}. {}\n", i + 1, reply.trim()))),
     }
+    show.finish()
 }

@@ -62,18 +62,8 @@ impl Lessons {
             model.folder.as_ref().map_or(Ok(()), |folder| same_tokenizer(folder, &tokenizer))?;
             return Ok(Lessons { kind: Kind::Text(text), tokenizer, config, seq, seed });
         }
-        let tokenizer = Arc::new(match &model.folder {
-            Some(folder) => match folder.tokenizer() {
-                Some(path) => Tokenizer::from_spec(&path.display().to_string())?,
-                None => Tokenizer::Byte,
-            },
-            None => Quiz::get().tokenizer()?,
-        });
-        let chat_template = model.folder.as_ref().map_or(Ok(None), |f| f.chat_template())?;
-        let template = match config.template.as_str() {
-            "" => Template::fitting(&tokenizer, chat_template.as_deref())?,
-            text => Template::new(text, &tokenizer)?,
-        };
+        let (tokenizer, template) = words(&config.template, model.folder.as_deref())?;
+        let tokenizer = Arc::new(tokenizer);
         let kind = if config.path.is_empty() {
             let stream = |split: Split, rows: u64| Questions {
                 tokenizer: tokenizer.clone(),
@@ -239,6 +229,23 @@ impl Lessons {
             _ => None,
         }
     }
+}
+
+/// A base's tokenizer, and how prompts and replies are put to it: as `template` says, or as fits its special tokens.
+pub fn words(template: &str, folder: Option<&Folder>) -> Result<(Tokenizer, Template), TrainError> {
+    let tokenizer = match folder {
+        Some(folder) => match folder.tokenizer() {
+            Some(path) => Tokenizer::from_spec(&path.display().to_string())?,
+            None => Tokenizer::Byte,
+        },
+        None => Quiz::get().tokenizer()?,
+    };
+    let chat_template = folder.map_or(Ok(None), |f| f.chat_template())?;
+    let template = match template {
+        "" => Template::fitting(&tokenizer, chat_template.as_deref())?,
+        text => Template::new(text, &tokenizer)?,
+    };
+    Ok((tokenizer, template))
 }
 
 /// Tokens mean what the base learnt them to mean.

@@ -25,18 +25,8 @@ pub fn export(found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainEr
     }
     let c: PolychromicConfig = config.section("model")?;
     let model = Adapted::new(&c)?;
-    if let Some(folder) = &model.folder {
-        let fingerprint = serde_json::Value::from(format!("{:016x}", folder.fingerprint()?));
-        if found.meta["identity"]["base"] != fingerprint {
-            return Err(TrainError::Other(format!(
-                "{} is not the base that {} was trained on: it has changed",
-                folder.path.display(),
-                found.path.display()
-            )));
-        }
-    } else if !found.meta["identity"]["base"].is_null() {
-        return Err(TrainError::Other(format!("the base of {} is not in the cache any more", found.path.display())));
-    } else if !merge {
+    model.is_base_of(found)?;
+    if model.folder.is_none() && !merge {
         return Err(TrainError::Other(format!(
             "the base of {} was drawn at random and is in no folder: export both as one model with --merge",
             found.path.display()

@@ -1,6 +1,7 @@
 //! polychromic: adapters on a frozen decoder, trained to answer well and in different ways: supervised by replies, and by the policy gradient towards
 //! sets of replies that differ.
 
+mod chat;
 mod data;
 mod export;
 mod golden;
@@ -9,12 +10,14 @@ mod policy;
 mod pretrain;
 mod writer;
 
+pub use chat::{Chat, Talk};
 pub use data::{Lessons, RepliesConfig};
 pub use export::export;
 pub use model::{Base, Decoder, Places, Replies, Rows};
-pub use policy::{Policy, Polychromic, Survey};
+pub use policy::{Policy, Polychromic, Survey, Writing};
 pub use writer::{Writer, Written};
 
+use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::{Source, Split};
 use crate::golden::Golden;
@@ -166,6 +169,18 @@ impl Adapted {
     pub fn decoder<'a, 'g>(&'a self, r: &'g Recorder, rng: Option<Var<'g>>) -> Decoder<'a, 'g> {
         let base = if self.folder.is_some() { Base::Loaded } else { Base::Drawn };
         Decoder { shape: &self.shape, lora: Some(&self.lora), base, r, rng }
+    }
+
+    /// Whether a checkpoint's adapters were trained on this base.
+    fn is_base_of(&self, found: &Checkpoint) -> Result<(), TrainError> {
+        let (theirs, path) = (&found.meta["identity"]["base"], found.path.display());
+        match &self.folder {
+            Some(folder) if *theirs != format!("{:016x}", folder.fingerprint()?) => {
+                Err(TrainError::Other(format!("{} is not the base that {path} was trained on: it has changed", folder.path.display())))
+            }
+            None if !theirs.is_null() => Err(TrainError::Other(format!("the base of {path} is not in the cache any more"))),
+            _ => Ok(()),
+        }
     }
 
     /// Takes an adapter in PEFT's layout; it must be what the config makes.

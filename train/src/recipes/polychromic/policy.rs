@@ -1,7 +1,7 @@
 //! The task: supervised training, and every few steps replies that are written, embedded and rewarded where a set of them differs.
 
 use super::{Adapted, Decoder, Objective, PolychromicModel, Replies, Rows, Writer, Written};
-use crate::config::{ConfigError, TrainConfig};
+use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::Split;
 use crate::data::replies::{Asked, Prompt};
 use crate::models::{Encoder, EncoderFeeds};
@@ -382,6 +382,46 @@ impl Task for Polychromic {
 
     fn identity(&self) -> serde_json::Value {
         self.inner.identity()
+    }
+}
+
+/// Replies to made-up prompts, for `kiln bench generate`.
+pub struct Writing {
+    pub writer: Writer,
+    model: Adapted,
+    adapters: bool,
+    seed: u64,
+}
+
+impl Writing {
+    /// In the numbers of the config's objective; prompts of 64 tokens where that names none.
+    pub fn new(config: &Config, adapters: bool) -> Result<Writing, TrainError> {
+        let o: Objective = config.section("objective")?;
+        o.check()?;
+        let writer = Writer {
+            prompts: o.prompts,
+            replies: o.replies,
+            time: if o.prompt_tokens == 0 { 64 } else { o.prompt_tokens },
+            new_tokens: o.new_tokens,
+            nucleus: Nucleus { temperature: o.temperature as f32, top_p: o.top_p as f32 },
+            stop: None,
+        };
+        Ok(Writing { writer, model: Adapted::new(&config.section("model")?)?, adapters, seed: config.seed() })
+    }
+
+    pub fn load(&self, s: &mut Session) -> Result<(), TrainError> {
+        for (name, graph) in self.writer.graphs(|r| {
+            let d = self.model.decoder(r, None);
+            Decoder { lora: d.lora.filter(|_| self.adapters), ..d }
+        }) {
+            s.load(name, graph)?;
+        }
+        Ok(self.model.folder.as_ref().map_or(Ok(()), |f| f.load(&mut s.store))?)
+    }
+
+    pub fn write(&self, s: &mut Session, step: u64) -> Result<(), TrainError> {
+        let asked = made_up(&self.writer, self.model.shape.vocab);
+        self.writer.write(s, &asked, rng_feed(self.seed, step, WRITES)).map(|_| ())
     }
 }
 

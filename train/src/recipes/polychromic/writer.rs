@@ -184,7 +184,9 @@ impl Writer {
     pub fn write(&self, s: &mut Session, asked: &Asked, rng: [i32; 4]) -> Result<Written, TrainError> {
         self.begin(s, asked, rng)?;
         for i in 1..self.new_tokens {
-            if i % LOOK == 0 && self.newest(s)?.iter().all(|&token| Some(token) == self.stop) {
+            if let (Some(stop), 0) = (self.stop, i % LOOK)
+                && self.newest(s)?.iter().all(|&token| token == stop)
+            {
                 break;
             }
             self.next(s)?;

@@ -1,0 +1,149 @@
+//! Replies to one prompt, as they are written: of a model's folder, perhaps with an adapter on it, or of a run.
+
+use super::data::words;
+use super::{Adapted, Base, Decoder, PolychromicConfig, RepliesConfig, Writer};
+use crate::checkpoint::Checkpoint;
+use crate::config::{Config, DataConfig};
+use crate::data::replies::{Asked, Prompt, Template};
+use crate::data::{Dataset, Tokenizer};
+use crate::models::{Adapter, Folder, Lora, Shape};
+use crate::recipe::{Session, TrainError};
+use crate::sample::Sampling;
+use crate::text::Text;
+use engine::ops::sample::Nucleus;
+use engine::philox::rng_feed;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A model that replies.
+pub struct Chat {
+    pub tokenizer: Tokenizer,
+    /// None: prompts are continued as they are.
+    template: Option<Template>,
+    shape: Shape,
+    lora: Option<Lora>,
+    folder: Option<Arc<Folder>>,
+    adapter: Option<Adapter>,
+}
+
+impl Chat {
+    pub fn of_folder(path: &Path, adapter: Option<&Path>) -> Result<Chat, TrainError> {
+        let folder = Arc::new(Folder::open(path)?);
+        let (tokenizer, template) = words("", Some(&folder))?;
+        let adapter = adapter.map(|path| Adapter::open(path, &folder.shape)).transpose()?;
+        let lora = adapter.as_ref().map(|a| a.lora.clone());
+        Ok(Chat { tokenizer, template: Some(template), shape: folder.shape.clone(), lora, folder: Some(folder), adapter })
+    }
+
+    /// The model that a checkpoint's adapters are on; `load_params` fills those.
+    pub fn of_run(found: &Checkpoint, config: &Config) -> Result<Chat, TrainError> {
+        let c: PolychromicConfig = config.section("model")?;
+        let (model, data) = (Adapted::new(&c)?, config.section::<RepliesConfig>("data")?);
+        model.is_base_of(found)?;
+        let dataset = Path::new(&data.path).join(Dataset::FILE);
+        let (tokenizer, template) = match dataset.exists() {
+            true => {
+                let own = DataConfig { path: data.path, ignore_tokens: vec![] };
+                (Text { data: own, vocab: model.shape.vocab, seq: c.seq, seed: 0 }.tokenizer()?, None)
+            }
+            false => words(&data.template, model.folder.as_deref()).map(|(tokenizer, template)| (tokenizer, Some(template)))?,
+        };
+        Ok(Chat { tokenizer, template, shape: model.shape, lora: Some(model.lora), folder: model.folder, adapter: None })
+    }
+
+    /// The prompt's tokens as the model is given them; `raw`: without a template around it.
+    fn ask(&self, prompt: &str, raw: bool) -> Result<Vec<u32>, TrainError> {
+        let tokens = match self.template.as_ref().filter(|_| !raw) {
+            Some(template) => template.head(&self.tokenizer, prompt)?,
+            None => self.tokenizer.encode(prompt)?,
+        };
+        match tokens.iter().find(|t| **t as usize >= self.shape.vocab) {
+            Some(token) => Err(TrainError::Other(format!("the tokenizer makes token {token}, and the model has {}", self.shape.vocab))),
+            None if tokens.is_empty() => Err(TrainError::Other("the prompt has no tokens: write something".into())),
+            None => Ok(tokens),
+        }
+    }
+
+    /// Loads what is needed to reply to this prompt; at most as many tokens as the model has positions.
+    pub fn begin(&self, s: &mut Session, prompt: &str, raw: bool, replies: usize, sampling: &Sampling) -> Result<Talk<'_>, TrainError> {
+        let tokens = self.ask(prompt, raw)?;
+        let left = self.shape.context.saturating_sub(tokens.len());
+        if left == 0 {
+            return Err(TrainError::Other(format!(
+                "a prompt of {} tokens fills the model's {} positions",
+                tokens.len(),
+                self.shape.context
+            )));
+        }
+        let own = self.template.as_ref().filter(|_| !raw).map_or(Ok(None), |t| t.stop(&self.tokenizer))?;
+        let writer = Writer {
+            prompts: 1,
+            replies,
+            time: tokens.len(),
+            new_tokens: sampling.max_tokens.min(left),
+            nucleus: Nucleus { temperature: sampling.temperature, top_p: sampling.top_p },
+            stop: own.or(self.tokenizer.eos()),
+        };
+        let base = if self.folder.is_some() { Base::Loaded } else { Base::Drawn };
+        for (name, graph) in writer.graphs(|r| Decoder { shape: &self.shape, lora: self.lora.as_ref(), base, r, rng: None }) {
+            s.load(name, graph)?;
+        }
+        self.folder.as_ref().map_or(Ok(()), |f| f.load(&mut s.store))?;
+        self.adapter.as_ref().map_or(Ok(()), |a| a.load(&mut s.store))?;
+        let mut stop = sampling.stop.clone();
+        stop.extend(writer.stop);
+        Ok(Talk {
+            chat: self,
+            asked: Asked::new(vec![Prompt { text: prompt.into(), tokens }], writer.time),
+            writer,
+            stop,
+            seed: sampling.seed,
+        })
+    }
+}
+
+/// A prompt that is being replied to.
+pub struct Talk<'a> {
+    chat: &'a Chat,
+    asked: Asked,
+    writer: Writer,
+    stop: Vec<u32>,
+    seed: u64,
+}
+
+impl Talk<'_> {
+    /// Writes all replies; of the first, text is handed out as soon as it is whole characters.
+    pub fn write(&self, s: &mut Session, show: &mut dyn FnMut(&str)) -> Result<Vec<String>, TrainError> {
+        let (tokenizer, n) = (&self.chat.tokenizer, self.writer.replies);
+        let mut stream = tokenizer.stream();
+        // What comes next is decoded as a continuation, so that a space between words is not lost.
+        self.asked.prompts[0].tokens.iter().for_each(|&t| {
+            stream.push(t);
+        });
+        self.writer.begin(s, &self.asked, rng_feed(self.seed, 0, 0))?;
+        let (mut replies, mut open) = (vec![vec![]; n], vec![true; n]);
+        for i in 0..self.writer.new_tokens {
+            if i > 0 {
+                self.writer.next(s)?;
+            }
+            for (row, token) in self.writer.newest(s)?.into_iter().enumerate() {
+                open[row] &= !self.stop.contains(&token);
+                if open[row] {
+                    replies[row].push(token);
+                    if row == 0
+                        && let Some(text) = stream.push(token)
+                    {
+                        show(&text);
+                    }
+                }
+            }
+            if !open.contains(&true) {
+                break;
+            }
+        }
+        if let Some(text) = stream.finish() {
+            show(&text);
+        }
+        Ok(replies.iter().map(|tokens| tokenizer.decode(tokens)).collect())
+    }
+}
