@@ -170,9 +170,13 @@ fn talk(a: &GenerateArgs, chat: &Chat, s: &mut Session, fill: impl FnOnce(&mut S
     if a.raw && a.replies == 1 {
         show.piece(&a.prompt);
     }
+    // Behind a template a reply begins with no space.
+    let mut begun = a.raw;
     let replies = talk.write(s, &mut |piece| {
+        let piece = if begun { piece } else { piece.trim_start() };
+        begun |= !piece.is_empty();
         if a.replies == 1 {
-            show.piece(piece)
+            show.piece(piece);
         }
     })?;
     match a.replies {

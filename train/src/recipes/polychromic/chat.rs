@@ -75,7 +75,7 @@ impl Chat {
                 self.shape.context
             )));
         }
-        let own = self.template.as_ref().filter(|_| !raw).map_or(Ok(None), |t| t.stop(&self.tokenizer))?;
+        let own = self.template.as_ref().map_or(Ok(None), |t| t.stop(&self.tokenizer))?;
         let writer = Writer {
             prompts: 1,
             replies,
