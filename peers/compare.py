@@ -18,13 +18,32 @@ OURS = {
     "lior": ["lior", "--preset", "production", "--set", "batch=8"],
     "lior-1": ["lior", "--preset", "production", "--set", "batch=1"],
     "lior-64": ["lior", "--preset", "production", "--set", "batch=64"],
+    # As the peer: no dropout; every step of polychromic-step writes replies to prompts of 64 tokens.
+    "polychromic": ["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "objective.weight=0"],
+    "polychromic-step": ["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "every=1", "--set", "prompt_tokens=64"],
+    "generate": ["generate", "--preset", "qwen3-0.6b", "--set", "prompt_tokens=64"],
+    "diversity": ["ops"],
 }
 
 
 def kiln(binary, name, extra):
     with tempfile.NamedTemporaryFile(suffix=".json") as f:
         done = subprocess.run([binary, "bench", *OURS[name], "--device", "cuda", "--pass", "bf16=auto", "--warmup", "5", "--repeat", "20", "--json", f.name, *extra], capture_output=True, text=True)
-        return json.load(open(f.name)) if done.returncode == 0 else dict(error=done.stderr.strip()[-300:])
+        if done.returncode != 0:
+            return dict(error=done.stderr.strip()[-300:])
+        if name == "diversity":
+            return mean_distance(done.stdout)
+        found = json.load(open(f.name))
+        if name == "generate":   # the base alone, as the peer's
+            return next(g for g in found["generate"] if not g["adapters"])
+        return dict(found, per_s=1e3 / found["ms"]) if name == "polychromic-step" else found
+
+
+def mean_distance(table):
+    """The line of `kiln bench ops` at the peer's shape."""
+    line = next(line.split() for line in table.splitlines() if line.startswith("diversity ") and " peers " in line and "pairs" not in line)
+    ms = float(line[line.index("forward") + 1])
+    return dict(ms=ms, per_s=4096 / ms * 1e3, peak_bytes=0)
 
 
 def peer(name, mode):
