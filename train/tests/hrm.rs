@@ -495,12 +495,13 @@ fn sudokus_are_read_from_files() {
 
 #[test]
 fn what_does_not_fit_is_said() {
-    let cases: [(&[&str], &str); 19] = [
+    let cases: [(&[&str], &str); 20] = [
         (&["heads=3"], "a whole, even number"),
         (&["dim=6"], "a whole, even number"),
         (&["heads=0"], "model.heads = 0: from 1 to"),
         (&["top_k=4"], "model.top_k = 4: from 1 to model.experts = 3"),
         (&["top_k=0"], "model.top_k = 0"),
+        (&["batch=1048576", "experts=200", "top_k=200"], "1048576 x 17 x 200: experts have fewer than 2^31 rows"),
         (&["experts=2000"], "model.experts = 2000: at most"),
         (&["max_segments=0"], "model.max_segments = 0"),
         (&["low_cycles=0"], "model.low_cycles = 0"),

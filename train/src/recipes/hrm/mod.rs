@@ -54,6 +54,13 @@ impl Recipe for HrmRecipe {
             .into());
         }
         let puzzles = Puzzles::new(config, &c)?;
+        if !c.is_dense() && train.batch * c.seq * c.top_k >= 1 << 31 {
+            let (b, seq, k) = (train.batch, c.seq, c.top_k);
+            return Err(ConfigError::Invalid(format!(
+                "train.batch x model.seq x model.top_k = {b} x {seq} x {k}: experts have fewer than 2^31 rows (lower train.batch)"
+            ))
+            .into());
+        }
         puzzles.read()?;
         Ok(Box::new(HrmTask { c, train, puzzles, seed: config.seed(), loader: None, bench: None }))
     }
