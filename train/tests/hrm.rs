@@ -487,7 +487,7 @@ fn sudokus_are_read_from_files() {
     let one = write("one.csv", &csv(&test, 0, 20));
     assert!(task(&[&one]).unwrap_err().contains("none of these is for one of the two"));
     assert!(task(&[&all, "side=9", "seq=82", "vocab=11"]).unwrap_err().contains("holds sudoku-4x4"));
-    assert!(task(&[&all, "task=maze", "side=4"]).unwrap_err().contains("mazes are generated"));
+    assert!(task(&[&all, "task=maze", "side=5", "seq=26"]).unwrap_err().contains("mazes are generated"));
     assert!(task(&["data.path=/nowhere.csv"]).unwrap_err().contains("/nowhere.csv"));
     let broken = write("broken.csv", "1234341221434321,1234341221434322\n");
     assert!(task(&[&broken]).unwrap_err().contains("line 1"));
@@ -513,7 +513,7 @@ fn what_does_not_fit_is_said() {
         (&["vocab=5"], "sudoku-4x4 has 6 tokens"),
         (&["vocab=300"], "a token is a byte"),
         (&["side=5"], "4 or 9 cells a side"),
-        (&["task=maze", "side=3"], "4 to 128 cells a side"),
+        (&["task=maze", "side=4"], "5 to 128 cells a side"),
         (&["task=chess"], "chess"),
         (&["train_puzzles=0"], "data.train_puzzles = 0"),
     ];

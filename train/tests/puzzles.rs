@@ -427,8 +427,9 @@ fn mazes_have_one_shortest_path_and_it_is_marked() {
     }
     assert!((0..60).all(|i| !trained.contains(&positions(30, sets[1].item(i).0).into_iter().next().unwrap())));
     assert_eq!((sets[0].shared(&sets[1]), sets[0].shared(&sets[0])), (0, 60));
-    for side in [4, 5, 7, 12, 31] {
-        let set = Mazes { side, steps: 3 }.generate(1, Split::Train, 10).unwrap();
+    // Of 4x4 there are two classes, both for training.
+    for (side, split) in [5, 6, 7, 12, 31].into_iter().flat_map(|side| Split::ALL.map(|split| (side, split))) {
+        let set = Mazes { side, steps: 3 }.generate(1, split, 10).unwrap();
         (0..10).for_each(|i| check_maze(side, 3, set.item(i).0, set.item(i).1));
     }
 }
@@ -484,8 +485,8 @@ fn impossible_settings_are_refused() {
     none(make(Size::Nine, Some(82), 0), &["clues = 82", "81"]);
     none(make(Size::Four, None, 1), &["4x4, 1 guesses", "fewer guesses"]);
     none(Mazes { side: 30, steps: 500 }.generate(0, Split::Train, 2), &["steps = 500", "shorter"]);
-    for side in [0, 3, 129, usize::MAX] {
-        none(Mazes { side, steps: 1 }.generate(0, Split::Train, 2), &["side", "4 to 128"]);
+    for side in [0, 4, 129, usize::MAX] {
+        none(Mazes { side, steps: 1 }.generate(0, Split::Train, 2), &["side", "5 to 128"]);
     }
 }
 

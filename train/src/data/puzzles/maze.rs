@@ -38,8 +38,8 @@ impl Default for Mazes {
 impl Mazes {
     /// Mazes `0..count` of a split.
     pub fn generate(&self, seed: u64, split: Split, count: usize) -> Result<PuzzleSet, DataError> {
-        if !(4..=128).contains(&self.side) {
-            return Err(DataError::Setting { what: "side", value: self.side.to_string(), need: "a maze has 4 to 128 cells a side".into() });
+        if !(5..=128).contains(&self.side) {
+            return Err(DataError::Setting { what: "side", value: self.side.to_string(), need: "a maze has 5 to 128 cells a side".into() });
         }
         PuzzleSet::generate(Task::Maze(self.side), seed, split, count, |draws| self.maze(draws, split))
     }

@@ -65,8 +65,8 @@ impl Puzzles {
         let task = match (data.task, Size::ALL.into_iter().find(|size| size.side() == data.side)) {
             (Kind::Sudoku, Some(size)) => Task::Sudoku(size),
             (Kind::Sudoku, None) => return bad(format!("data.side = {}: a Sudoku has 4 or 9 cells a side", data.side)),
-            (Kind::Maze, _) if (4..=128).contains(&data.side) => Task::Maze(data.side),
-            (Kind::Maze, _) => return bad(format!("data.side = {}: a maze has 4 to 128 cells a side", data.side)),
+            (Kind::Maze, _) if (5..=128).contains(&data.side) => Task::Maze(data.side),
+            (Kind::Maze, _) => return bad(format!("data.side = {}: a maze has 5 to 128 cells a side", data.side)),
         };
         let (seq, vocabulary) = (task.cells().saturating_add(data.prefix), task.vocabulary());
         if c.seq != seq {
