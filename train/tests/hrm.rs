@@ -40,10 +40,10 @@ fn check(file: &str, setting: &[(&str, &str)], rule: Rule) {
 #[test]
 fn golden_with_passes_on_and_off() {
     let off: Vec<(&str, &str)> = PASSES.iter().filter(|p| !p.always_on()).map(|p| (p.name(), "off")).collect();
-    // Experts; a dense model whose examples go on beyond the segment limit; three of six experts. All of odd sizes but the first.
-    for file in ["../reference/golden/hrm.safetensors", "tests/golden/hrm-dense.safetensors", "tests/golden/hrm-top3.safetensors"] {
+    // Experts; a dense model whose examples go on beyond the segment limit; three of six experts; one example. All of odd sizes but the first.
+    for name in ["../reference/golden/hrm", "tests/golden/hrm-dense", "tests/golden/hrm-top3", "tests/golden/hrm-one"] {
         for setting in [&[][..], &off, &[("flash-attention", "require")], &[("recompute", "auto,what=blocks")]] {
-            check(file, setting, Rule::Tolerance(1e-5));
+            check(&format!("{name}.safetensors"), setting, Rule::Tolerance(1e-5));
         }
     }
 }
