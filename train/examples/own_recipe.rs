@@ -55,7 +55,7 @@ fn main() -> Result<(), TrainError> {
     let device = Device::cpu(Cpu::all_cores());
     let own = || Mine { dim: 64, seq: 64 };
     let mut task = Supervised::new(own(), config.section::<TrainConfig>("train")?, config.seed());
-    let options = Options { out, resume: false, stop: Default::default() };
+    let options = Options { out, ..Options::default() };
     train(&mut task, &config, &device, &options)?;
 
     let mut s = Session::new(&device, &config.switches()?, 0);

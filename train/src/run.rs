@@ -25,11 +25,14 @@ const MOST_SKIPPED: u64 = 10;
 /// Keys that a resumed run may change: none of them touches a number before the step at which it is changed.
 const FREE: &[&str] = &["train.steps", "train.log_every", "train.eval_every", "train.eval_batches", "train.save_every", "train.keep"];
 
+#[derive(Default)]
 pub struct Options {
     pub out: PathBuf,
     pub resume: bool,
     /// Set by a signal: finish the step, save, stop.
     pub stop: Arc<AtomicBool>,
+    /// Set by who calls, cleared before anything is written: until then the process may be ended at any moment, and nothing is lost.
+    pub preparing: Arc<AtomicBool>,
 }
 
 /// How a run ended.
@@ -249,6 +252,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         return Ok(Finished { step: start, interrupted: false });
     }
     task.begin(start)?;
+    options.preparing.store(false, Ordering::SeqCst);
     let horizon = c.horizon.max(c.steps);
     say!("steps {start} to {} of a {} schedule over {horizon}; run folder {}", c.steps, c.schedule, out.display());
 

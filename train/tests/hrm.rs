@@ -257,7 +257,7 @@ fn a_signal_ends_an_evaluation_too() {
     let dir = tempdir().unwrap();
     let c = config(&["train.eval_every=1"]);
     let stop = Arc::new(true.into());
-    let options = run::Options { out: dir.path().into(), resume: false, stop };
+    let options = run::Options { out: dir.path().into(), stop, ..run::Options::default() };
     let end = run::train(&mut *hrm().task(&c).unwrap(), &c, &device(), &options).unwrap();
     assert_eq!((end.step, end.interrupted), (1, true));
     assert!(run::find_checkpoint(dir.path()).unwrap().path.ends_with("step-00000001"));
@@ -495,7 +495,7 @@ fn sudokus_are_read_from_files() {
 
 #[test]
 fn what_does_not_fit_is_said() {
-    let cases: [(&[&str], &str); 20] = [
+    let cases: [(&[&str], &str); 22] = [
         (&["heads=3"], "a whole, even number"),
         (&["dim=6"], "a whole, even number"),
         (&["heads=0"], "model.heads = 0: from 1 to"),
@@ -516,6 +516,8 @@ fn what_does_not_fit_is_said() {
         (&["task=maze", "side=4"], "5 to 128 cells a side"),
         (&["task=chess"], "chess"),
         (&["train_puzzles=0"], "data.train_puzzles = 0"),
+        (&["train_puzzles=67108865"], "data.train_puzzles = 67108865: from 1 to 67108864 of sudoku-4x4"),
+        (&["task=maze", "side=128", "seq=16385", "test_puzzles=65537"], "data.test_puzzles = 65537: from 1 to 65536 of maze-128x128"),
     ];
     for (sets, part) in cases {
         let error = hrm().task(&config(sets)).err().map(|e| e.to_string()).unwrap_or_default();

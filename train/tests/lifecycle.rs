@@ -5,9 +5,10 @@ mod common;
 use common::*;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tempfile::tempdir;
 use train::checkpoint::newest;
 
@@ -71,6 +72,33 @@ fn a_signal_finishes_the_step_saves_and_exits_0() {
         // The horizon was above both numbers of steps, so the rates were the same.
         assert_eq!(final_losses(&whole), final_losses(&stopped), "SIG{name}");
         same_bytes(&checkpoint(&whole, more), &checkpoint(&stopped, more));
+    }
+}
+
+/// Puzzles that take hours are made before the first step.
+#[test]
+fn a_signal_before_the_first_step_ends_at_once() {
+    for name in ["INT", "TERM"] {
+        let dir = tempdir().unwrap();
+        let run = dir.path().join("run");
+        let args = ["train", "hrm", "--threads", "1", "--steps", "1", "--set", "train_puzzles=60000000", "--out", &text(&run)];
+        let mut child = start(args.map(String::from).into());
+        // The last that is said before.
+        let mut said = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+        assert!(said.any(|line| line.starts_with("peak ")), "{:#?}", end(child));
+        (0..2).for_each(|_| signal(&child, name));
+        let sent = Instant::now();
+        while child.try_wait().unwrap().is_none() {
+            if sent.elapsed() > Duration::from_secs(20) {
+                child.kill().unwrap();
+                panic!("SIG{name}: it goes on");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let ran = end(child);
+        assert_eq!(ran.code, Some(130), "SIG{name}: {ran:#?}");
+        assert!(ran.err.contains("nothing is lost"), "SIG{name}: {ran:#?}");
+        assert!(!run.exists(), "SIG{name}");
     }
 }
 

@@ -6,10 +6,10 @@ use anyhow::{Result, bail};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 #[derive(Args)]
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
   kiln train hydra --pass recompute=auto,what=blocks --pass linear-ce=auto,chunk=128
   kiln train hydra --init-from runs/books --out runs/tuned
 
-Ctrl-C (or SIGTERM) finishes the step, saves and exits; a second one exits at once.")]
+Ctrl-C (or SIGTERM) finishes the step, saves and exits; a second one exits at once, and so does one before the first step.")]
 pub struct TrainArgs {
     #[command(flatten)]
     config: ConfigArgs,
@@ -59,30 +59,46 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
         };
         (out, config)
     };
-    let stop = stop_on_signals()?;
+    let options = Options { out, resume: a.resume, ..Options::default() };
+    stop_on_signals(&options)?;
     let recipe = recipe::find(config.text("recipe"))?;
-    recipe.make_ready(&config, &device, &stop)?;
+    recipe.make_ready(&config, &device, &options.stop)?;
+    // What is made ready cleans up after itself; what follows leaves nothing until the first step. A signal that came too late for the one
+    // is seen here, or sees the flag.
+    options.preparing.store(true, Ordering::SeqCst);
+    if options.stop.load(Ordering::SeqCst) {
+        end_before_the_first_step();
+    }
     let mut task = recipe.task(&config)?;
-    train(&mut *task, &config, &device, &Options { out, resume: a.resume, stop })?;
+    train(&mut *task, &config, &device, &options)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Set by the first signal; another one ends the process at once. Those that come together are one: some programs signal a process and then
-/// its group.
-fn stop_on_signals() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
+/// The first signal sets `stop`, and ends the process where there is nothing to save yet; another one ends it at once. Those that come
+/// together are one: some programs signal a process and then its group.
+fn stop_on_signals(options: &Options) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
-    let flag = stop.clone();
+    let (stop, preparing) = (options.stop.clone(), options.preparing.clone());
     std::thread::spawn(move || {
         let mut first: Option<Instant> = None;
         for _ in signals.forever() {
-            flag.store(true, Ordering::Relaxed);
+            stop.store(true, Ordering::SeqCst);
+            if preparing.load(Ordering::SeqCst) {
+                end_before_the_first_step();
+            }
             if first.get_or_insert_with(Instant::now).elapsed() > Duration::from_secs(1) {
                 std::process::exit(130);
             }
         }
     });
-    Ok(stop)
+    Ok(())
+}
+
+fn end_before_the_first_step() -> ! {
+    // Below the bar of what is being made, where there is one.
+    let bar = if std::io::stderr().is_terminal() { "\n" } else { "" };
+    let _ = writeln!(std::io::stderr(), "{bar}stopped before the first step: nothing is lost");
+    std::process::exit(130);
 }
 
 /// A run's own settings: its config file over the preset that it names, or the newest checkpoint's. None where it has neither, because it

@@ -38,8 +38,9 @@ enum Kind {
     Maze,
 }
 
-/// So many are more than any memory holds.
-const MOST: usize = 1 << 26;
+/// Cells of all puzzles that are generated to learn from, or to validate with. They are made before the first step and kept: so many take
+/// 2 GiB with their solutions, and up to 10 while they are made (150 bytes for a Sudoku of 4x4).
+const MOST_CELLS: usize = 1 << 30;
 
 /// The token that is in no puzzle.
 const FILLING: i32 = 0;
@@ -80,9 +81,10 @@ impl Puzzles {
         if !(vocabulary..=256).contains(&c.vocab) {
             return bad(format!("model.vocab = {}: {} has {vocabulary} tokens, and a token is a byte", c.vocab, task.name()));
         }
+        let most = MOST_CELLS / task.cells();
         for (name, count) in [("train_puzzles", data.train_puzzles), ("test_puzzles", data.test_puzzles)] {
-            if count > MOST || count == 0 && data.path.is_empty() {
-                return bad(format!("data.{name} = {count}: from 1 to {MOST} (0: all, of a file)"));
+            if data.path.is_empty() && !(1..=most).contains(&count) {
+                return bad(format!("data.{name} = {count}: from 1 to {most} of {} are generated (0: all, of a file)", task.name()));
             }
         }
         if matches!(data.task, Kind::Maze) && !data.path.is_empty() {
