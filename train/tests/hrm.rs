@@ -525,8 +525,10 @@ fn what_does_not_fit_is_said() {
     }
     assert!(recipe::preset(hrm(), None).unwrap().set("accumulate=2").is_err(), "a step is one batch");
     // What cannot be generated is said when it is asked for.
-    let mut t = hrm().task(&config(&["hardness=9"])).unwrap();
-    assert!(t.begin(0).unwrap_err().to_string().contains("ask for fewer guesses"));
+    for (sets, need) in [(&["hardness=900"][..], "ask for fewer guesses)"), (&["hardness=900", "task=maze", "side=5", "seq=26"], "so long a path")] {
+        let error = hrm().task(&config(sets)).unwrap().begin(0).unwrap_err().to_string();
+        assert!(error.starts_with("data.hardness = 900: none of") && error.contains(need), "{sets:?}: {error}");
+    }
     // Dense whatever top_k says.
     loaded(&config(&["experts=1", "top_k=7"]));
 }

@@ -83,11 +83,11 @@ impl Sudokus {
                 }
             }
         }
-        let clues = self.clues.map_or(String::new(), |clues| format!(", {clues} clues"));
+        let (clues, or) = self.clues.map_or_else(Default::default, |clues| (format!(", {clues} clues"), " or for more clues"));
         Err(DataError::Setting {
             what: "sudoku",
             value: format!("{0}x{0}{clues}, {1} guesses", self.size.side(), self.guesses),
-            need: format!("none of {} drawn puzzles is like that (ask for fewer guesses or for more clues)", GRIDS * PUZZLES),
+            need: format!("none of {} drawn puzzles is like that (ask for fewer guesses{or})", GRIDS * PUZZLES),
         })
     }
 

@@ -138,10 +138,16 @@ impl Puzzles {
     }
 
     fn generate(&self, split: Split, count: usize) -> Result<PuzzleSet, DataError> {
-        match self.task {
-            Task::Sudoku(size) => Sudokus { size, clues: None, guesses: self.config.hardness }.generate(self.seed, split, count),
-            Task::Maze(side) => Mazes { side, steps: self.config.hardness }.generate(self.seed, split, count),
-        }
+        let hardness = self.config.hardness;
+        let made = match self.task {
+            Task::Sudoku(size) => Sudokus { size, clues: None, guesses: hardness }.generate(self.seed, split, count),
+            Task::Maze(side) => Mazes { side, steps: hardness }.generate(self.seed, split, count),
+        };
+        // Of what they are asked for, only this can be impossible.
+        made.map_err(|e| match e {
+            DataError::Setting { need, .. } => DataError::Setting { what: "data.hardness", value: hardness.to_string(), need },
+            other => other,
+        })
     }
 
     pub fn set(&self, split: Split) -> Result<Arc<PuzzleSet>, DataError> {
