@@ -512,9 +512,13 @@ fn files_are_read_as_they_were_written() {
     for set in [Sudokus { guesses: 0, ..Sudokus::default() }.generate(6, Split::Train, 40).unwrap(), four(6, Split::Train, 40)] {
         let lines: Vec<String> = (0..set.len()).map(|i| line(&set, i)).collect();
         let dots = lines.iter().map(|line| line.replace('0', ".")).collect::<Vec<_>>();
-        for text in
-            [lines.join("\n"), format!("puzzle,solution\n{}\n", dots.join("\n")), format!("puzzle,solution\r\n{}\r\n", lines.join("\r\n"))]
-        {
+        for text in [
+            lines.join("\n"),
+            format!("puzzle,solution\n{}\n", dots.join("\n")),
+            format!("puzzle,solution\r\n{}\r\n", lines.join("\r\n")),
+            format!("\u{feff}{}\n", lines.join("\n")),
+            format!("\u{feff}puzzle,solution\r\n{}\r\n", lines.join("\r\n")),
+        ] {
             fs::write(&path, text).unwrap();
             assert_eq!(read_csv(&path, true).unwrap(), set);
         }

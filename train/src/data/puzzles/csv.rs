@@ -10,7 +10,9 @@ use super::{DataError, Pair, PuzzleSet, Size, Task, solve};
 /// All puzzles of a file, each of which fits its solution; and no other one, if `unique`.
 pub fn read_csv(path: &Path, unique: bool) -> Result<PuzzleSet, DataError> {
     let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
-    let lines = bytes.strip_suffix(b"\n").unwrap_or(&bytes).split(|&byte| byte == b'\n');
+    // Spreadsheets put a mark of UTF-8 before the first line.
+    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
+    let lines = text.strip_suffix(b"\n").unwrap_or(text).split(|&byte| byte == b'\n');
     let mut lines: Vec<(u64, &[u8])> = (1..).zip(lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line))).collect();
     if lines[0].1 == b"puzzle,solution" {
         lines.remove(0);
