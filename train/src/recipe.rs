@@ -227,6 +227,39 @@ pub struct Evaluation {
     pub values: Vec<(&'static str, f64)>,
     /// For classifiers.
     pub confusion: Option<Confusion>,
+    /// Where items are left out.
+    pub counted: Option<Counted>,
+}
+
+/// How many items were evaluated, and how many were not.
+pub struct Counted {
+    /// What they are: "puzzles".
+    pub what: &'static str,
+    pub evaluated: usize,
+    pub left_out: Vec<LeftOut>,
+}
+
+pub struct LeftOut {
+    pub key: &'static str,
+    pub why: &'static str,
+    pub count: usize,
+}
+
+impl Counted {
+    /// `7 puzzles evaluated, 33 left out: 20 of the training side, 13 beyond data.test_puzzles`
+    pub fn line(&self) -> String {
+        let reasons: Vec<String> = self.left_out.iter().filter(|l| l.count > 0).map(|l| format!("{} {}", l.count, l.why)).collect();
+        let left_out = match self.left_out.iter().map(|l| l.count).sum::<usize>() {
+            0 => "none left out".into(),
+            n => format!("{n} left out: {}", reasons.join(", ")),
+        };
+        format!("{} {} evaluated, {left_out}", self.evaluated, self.what)
+    }
+
+    pub fn to_json(&self) -> serde_json::Value {
+        let left_out = self.left_out.iter().map(|l| (l.key.to_string(), l.count.into())).collect();
+        serde_json::json!({ "what": self.what, "evaluated": self.evaluated, "left_out": serde_json::Value::Object(left_out) })
+    }
 }
 
 /// A picture of a run's metrics, in its folder.
@@ -662,7 +695,7 @@ impl<M: Model> Task for Supervised<M> {
         if total == 0.0 {
             return Err(TrainError::Other("the validation targets are all masked (data.ignore_tokens?)".into()));
         }
-        Ok(Evaluation { values: names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect(), confusion })
+        Ok(Evaluation { values: names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect(), confusion, counted: None })
     }
 
     fn epoch(&self) -> Option<u64> {

@@ -362,7 +362,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         Ok(None) => {}
         Err(e) => say!("no sample: {e}"),
     }
-    if let Some(Evaluation { values, confusion }) = evaluated {
+    if let Some(Evaluation { values, confusion, .. }) = evaluated {
         say!("validation {}", evaluation_line(&values, floor));
         if let Some(confusion) = confusion {
             let path = out.join("confusion.png");

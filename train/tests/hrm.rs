@@ -484,13 +484,45 @@ fn sudokus_are_read_from_files() {
     let both = format!("data.path={}", dir.path().join("both").display());
     assert_eq!(hrm().solver(&config(&[&both])).unwrap().unwrap().unseen(100).unwrap(), learn.chosen(|i| i < 3));
 
+    // Puzzles of one side alone: what is never learned can be evaluated.
     let one = write("one.csv", &csv(&test, 0, 20));
-    assert!(task(&[&one]).unwrap_err().contains("none of these is for one of the two"));
+    let error = hrm().task(&config(&[&one])).unwrap().begin(0).unwrap_err().to_string();
+    assert!(error.contains("one.csv") && error.contains("none of these is to learn from"), "{error}");
+    let other = write("other.csv", &csv(&learn, 0, 20));
+    assert!(task(&[&other]).unwrap_err().contains("none of these is to validate with"));
     assert!(task(&[&all, "side=9", "seq=82", "vocab=11"]).unwrap_err().contains("holds sudoku-4x4"));
     assert!(task(&[&all, "task=maze", "side=5", "seq=26"]).unwrap_err().contains("mazes are generated"));
     assert!(task(&["data.path=/nowhere.csv"]).unwrap_err().contains("/nowhere.csv"));
     let broken = write("broken.csv", "1234341221434321,1234341221434322\n");
     assert!(task(&[&broken]).unwrap_err().contains("line 1"));
+}
+
+#[test]
+fn an_evaluation_says_what_of_a_file_it_left_out() {
+    let dir = tempdir().unwrap();
+    let run = dir.path().join("run");
+    kiln_train(&run, "--steps 1").ok();
+    let four = Sudokus { size: Size::Four, clues: None, guesses: 0 };
+    let [learn, test] = Split::ALL.map(|split| four.generate(5, split, 20).unwrap());
+    let [both, unseen] = ["both.csv", "unseen.csv"].map(|name| text(&dir.path().join(name)));
+    fs::write(&both, csv(&test, 0, 20) + &csv(&learn, 0, 9)).unwrap();
+    fs::write(&unseen, csv(&test, 0, 11)).unwrap();
+    let eval = |more: &[&str]| kiln([&["eval", &text(&run), "--threads", "1"][..], more].concat()).ok().out;
+    // The run's data.test_puzzles is 13, its batch 5.
+    let cases: [(&[&str], &str, [u64; 4]); 4] = [
+        (&[], "13 puzzles evaluated, none left out", [13, 0, 0, 0]),
+        (&["--data", &unseen], "11 puzzles evaluated, none left out", [11, 0, 0, 0]),
+        (&["--data", &both], "13 puzzles evaluated, 16 left out: 9 of the training side, 7 beyond data.test_puzzles\n", [13, 9, 7, 0]),
+        (&["--data", &unseen, "--batches", "2"], "10 puzzles evaluated, 1 left out: 1 beyond train.eval_batches\n", [10, 0, 0, 1]),
+    ];
+    for (more, line, [evaluated, training_side, test_puzzles, eval_batches]) in cases {
+        let said = eval(more);
+        assert!(said.contains(line), "{more:?}: {said}");
+        let value: Value = serde_json::from_str(&eval(&[more, &["--json"]].concat())).unwrap();
+        let left_out = serde_json::json!({ "training_side": training_side, "test_puzzles": test_puzzles, "eval_batches": eval_batches });
+        let expected = serde_json::json!({ "what": "puzzles", "evaluated": evaluated, "left_out": left_out });
+        assert_eq!(value["counted"], expected, "{more:?}");
+    }
 }
 
 #[test]
@@ -525,7 +557,9 @@ fn what_does_not_fit_is_said() {
     }
     assert!(recipe::preset(hrm(), None).unwrap().set("accumulate=2").is_err(), "a step is one batch");
     // What cannot be generated is said when it is asked for.
-    for (sets, need) in [(&["hardness=900"][..], "ask for fewer guesses)"), (&["hardness=900", "task=maze", "side=5", "seq=26"], "so long a path")] {
+    for (sets, need) in
+        [(&["hardness=900"][..], "ask for fewer guesses)"), (&["hardness=900", "task=maze", "side=5", "seq=26"], "so long a path")]
+    {
         let error = hrm().task(&config(sets)).unwrap().begin(0).unwrap_err().to_string();
         assert!(error.starts_with("data.hardness = 900: none of") && error.contains(need), "{sets:?}: {error}");
     }

@@ -14,13 +14,15 @@ use std::process::ExitCode;
   kiln eval runs/a/checkpoints/step-00000400 --batches 64 --json
   kiln eval runs/vision_bdh-tiny
   kiln eval runs/polychromic-tiny --prompts 500 --replies 8
-  kiln eval runs/cifar --data data/other-pictures --picture other.png")]
+  kiln eval runs/cifar --data data/other-pictures --picture other.png
+  kiln eval runs/hrm-tiny --data puzzles.csv")]
 pub struct EvalArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint)
     checkpoint: PathBuf,
     #[command(flatten)]
     device: DeviceArgs,
-    /// Another data set of the same tokenizer, or of the same classes
+    /// Another data set of the same tokenizer, or of the same classes; a CSV file of Sudokus, of which those are taken that no training may
+    /// learn from
     #[arg(long)]
     data: Option<PathBuf>,
     /// At most this many batches of the validation data
@@ -69,7 +71,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
     }
     let mut s = run::load(&*task, &config, &device)?;
     run::restore(&mut s, &found)?;
-    let Evaluation { values, confusion } = task.evaluate(&mut s)?;
+    let Evaluation { values, confusion, counted } = task.evaluate(&mut s)?;
     if a.picture.is_some() && confusion.is_none() {
         bail!("--picture is for classifiers: {} has no confusion matrix", config.text("recipe"));
     }
@@ -83,12 +85,18 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
         if let Some(confusion) = &confusion {
             object["confusion"] = confusion.to_json();
         }
+        if let Some(counted) = &counted {
+            object["counted"] = counted.to_json();
+        }
         write_json(None, &object)?;
     } else {
         if let Some(confusion) = &confusion {
             out_part!("{}", confusion.table());
         }
         out!("{} (step {}): {}", found.path.display(), found.step, run::evaluation_line(&values, task.floor()));
+        if let Some(counted) = &counted {
+            out!("{}", counted.line());
+        }
     }
     if let (Some(confusion), Some(path)) = (&confusion, picture) {
         let name = format!("{} {}", config.text("recipe"), config.text("preset"));

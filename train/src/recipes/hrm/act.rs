@@ -42,7 +42,7 @@ pub fn segment(s: &mut Session, puzzles: &Puzzles, ids: &[i32], first: bool) -> 
 #[derive(Default)]
 pub struct Score {
     /// Puzzles, and how many of them are right at the limit, and where the model stopped.
-    puzzles: usize,
+    pub puzzles: usize,
     exact: usize,
     exact_halted: usize,
     /// Until each stopped; and the segments after which the head was right about its answer.

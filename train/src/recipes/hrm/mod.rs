@@ -180,7 +180,8 @@ impl Task for HrmTask {
         for (puzzles, solutions) in set.inputs.chunks(cells).zip(set.targets.chunks(cells)).take(batches) {
             score.add(s, &self.c, &self.puzzles, batch, (puzzles, solutions))?;
         }
-        Ok(Evaluation { values: score.values(), confusion: None })
+        let counted = Some(self.puzzles.counted(score.puzzles, set.len()));
+        Ok(Evaluation { values: score.values(), confusion: None, counted })
     }
 
     fn work(&self) -> (&'static str, f64) {

@@ -4,7 +4,7 @@ use super::model::HrmConfig;
 use crate::config::{Config, ConfigError};
 use crate::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task, read_csv};
 use crate::data::{DataError, Item, Source, Split, order};
-use crate::recipe::TrainError;
+use crate::recipe::{Counted, LeftOut, TrainError};
 use crate::say;
 use serde::Deserialize;
 use std::cell::OnceCell;
@@ -55,6 +55,8 @@ pub struct Puzzles {
     seed: u64,
     /// To learn from, and to validate with: made when they are asked for.
     sets: [OnceCell<Arc<PuzzleSet>>; 2],
+    /// Of the file to validate with: what is for training, and what is beyond `test_puzzles`.
+    left_out: OnceCell<[usize; 2]>,
 }
 
 impl Puzzles {
@@ -90,10 +92,10 @@ impl Puzzles {
         if matches!(data.task, Kind::Maze) && !data.path.is_empty() {
             return bad(format!("data.path = {}: files are of Sudokus, mazes are generated", data.path));
         }
-        Ok(Puzzles { task, config: data, seed: config.seed(), sets: Default::default() })
+        Ok(Puzzles { task, config: data, seed: config.seed(), sets: Default::default(), left_out: OnceCell::new() })
     }
 
-    /// Reads the files, where there are any.
+    /// Reads the files, where there are any. A file may be of puzzles to validate with alone: none is missed before training asks for one.
     pub fn read(&self) -> Result<(), TrainError> {
         let path = Path::new(&self.config.path);
         if self.config.path.is_empty() || self.sets[0].get().is_some() {
@@ -112,29 +114,48 @@ impl Puzzles {
                 ))),
             }
         };
-        let [train, test] = if path.is_dir() {
-            let both = [open(&path.join("train.csv"))?, open(&path.join("test.csv"))?];
-            match both[0].shared(&both[1]) {
+        let (train, test, for_training) = if path.is_dir() {
+            let (train, test) = (open(&path.join("train.csv"))?, open(&path.join("test.csv"))?);
+            match train.shared(&test) {
                 0 => {}
                 n => eprintln!("{}: {n} puzzles of test.csv have a solution, up to symmetry, that train.csv has too", path.display()),
             }
-            both
+            (train, test, 0)
         } else {
             let all = open(path)?;
-            Split::ALL.map(|split| all.chosen(|i| all.split(i) == split))
+            let [train, test] = Split::ALL.map(|split| all.chosen(|i| all.split(i) == split));
+            let for_training = train.len();
+            (train, test, for_training)
         };
-        let limits = [self.config.train_puzzles, self.config.test_puzzles];
-        for ((set, limit), cell) in [train, test].into_iter().zip(limits).zip(&self.sets) {
-            let set = if limit == 0 { set } else { set.chosen(|i| i < limit) };
-            if set.is_empty() {
-                return Err(TrainError::Other(format!(
-                    "{}: a puzzle's class decides whether it may be learned or tested, and none of these is for one of the two (add puzzles, or name a folder with train.csv and test.csv)",
-                    path.display()
-                )));
-            }
+        if test.is_empty() {
+            return Err(self.none_to("validate with"));
+        }
+        let limited = |set: PuzzleSet, limit: usize| if limit == 0 { set } else { set.chosen(|i| i < limit) };
+        let all = test.len();
+        let [train, test] = [limited(train, self.config.train_puzzles), limited(test, self.config.test_puzzles)];
+        self.left_out.get_or_init(|| [for_training, all - test.len()]);
+        for (cell, set) in self.sets.iter().zip([train, test]) {
             cell.get_or_init(|| Arc::new(set));
         }
         Ok(())
+    }
+
+    fn none_to(&self, what: &str) -> TrainError {
+        TrainError::Other(format!(
+            "{}: a puzzle's class decides whether it may be learned or tested, and none of these is to {what} (add puzzles, or name a folder with train.csv and test.csv)",
+            self.config.path
+        ))
+    }
+
+    /// Of the puzzles to validate with, so many of a set of `whole`.
+    pub fn counted(&self, evaluated: usize, whole: usize) -> Counted {
+        let [for_training, beyond] = self.left_out.get().copied().unwrap_or_default();
+        let left_out = vec![
+            LeftOut { key: "training_side", why: "of the training side", count: for_training },
+            LeftOut { key: "test_puzzles", why: "beyond data.test_puzzles", count: beyond },
+            LeftOut { key: "eval_batches", why: "beyond train.eval_batches", count: whole - evaluated },
+        ];
+        Counted { what: "puzzles", evaluated, left_out }
     }
 
     fn generate(&self, split: Split, count: usize) -> Result<PuzzleSet, DataError> {
@@ -172,9 +193,12 @@ impl Puzzles {
     }
 
     /// What training is fed, without end.
-    pub fn source(&self) -> Result<Arc<dyn Source>, DataError> {
+    pub fn source(&self) -> Result<Arc<dyn Source>, TrainError> {
         let started = std::time::Instant::now();
         let [train, test] = [self.set(Split::Train)?, self.set(Split::Val)?];
+        if train.is_empty() {
+            return Err(self.none_to("learn from"));
+        }
         let seconds = started.elapsed().as_secs_f64();
         say!("{}: {} puzzles to learn from, {} to validate with ({seconds:.1} s)", self.task.name(), train.len(), test.len());
         Ok(Arc::new(Shuffled { set: train, seed: self.seed, config: self.config.clone() }))

@@ -176,7 +176,7 @@ impl Task for LiorTask {
             }
         }
         let count = items.min(batches * batch) as f64;
-        Ok(Evaluation { values: sums.map(|(name, sum)| (name, sum / count)).into(), confusion: None })
+        Ok(Evaluation { values: sums.map(|(name, sum)| (name, sum / count)).into(), confusion: None, counted: None })
     }
 
     fn work(&self) -> (&'static str, f64) {
