@@ -1,5 +1,6 @@
 //! Flash attention on a GPU: which kernel runs, and how it is launched.
 
+use super::wgmma::{self, Left};
 use crate::kernel::{Arch, At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, block_stride};
 
@@ -25,6 +26,7 @@ pub fn kernel_for(dtype: DType, d: usize, arch: Arch) -> (Kind, &'static str) {
 }
 
 const UNTIL: &str = include_str!("until.cuh");
+const REACH: &str = include_str!("reach.cuh");
 
 struct Sizes {
     batch: usize,
@@ -93,6 +95,7 @@ pub fn forward(io: &Io, causal: bool, scale: f32) -> Code {
     match kind(io, &[0, 1, 2]) {
         Kind::TensorCore if is_small_forward(&Sizes::new(io)) => small_forward(io, causal, scale),
         Kind::TensorCore if is_short(&Sizes::new(io), io.arch, 128) => short_forward(io, causal, scale),
+        Kind::TensorCore if is_wide(&Sizes::new(io), io.arch, scale) => wide_forward(io, causal, scale),
         Kind::TensorCore => tensor_forward(io, causal, scale),
         Kind::Plain => plain_forward(io, causal, scale),
     }
@@ -176,7 +179,7 @@ fn backward_rows(d: usize) -> usize {
 fn tensor_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let rows = forward_rows(s.d);
-    let source = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh"), include_str!("tensor_forward.cu")].concat();
+    let source = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh"), include_str!("tensor_forward.cu")].concat();
     // A masked score is minus infinity, and 0 times that is no number.
     let positive = scale.abs().max(f32::MIN_POSITIVE);
     s.define(Launch::new(&source, "attention_forward"), causal)
@@ -195,7 +198,7 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let rows = backward_rows(s.d);
     let stage = if s.d <= 64 { 64 } else { 32 }; // queries of a stage, so that two blocks fit a multiprocessor
-    let source = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh"), include_str!("tensor_backward.cu")].concat();
+    let source = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh"), include_str!("tensor_backward.cu")].concat();
     // The same text for all three: one entry in the cache of compiled kernels.
     let launch = |entry| {
         s.define(Launch::new(&source, entry), causal)
@@ -225,7 +228,31 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
     Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 8 * s.queries() }
 }
 
-const SHORT: [&str; 3] = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh")];
+/// Products of four warps: only compute capability 9.0 has them, they read shared memory that was filled 16 bytes at a time, and want 64
+/// queries a group. The sign of scores cannot be changed where they are made.
+fn is_wide(s: &Sizes, arch: Arch, scale: f32) -> bool {
+    arch.sm == 90 && matches!(s.d, 64 | 128) && s.packed && s.time >= 128 && scale >= f32::MIN_POSITIVE
+}
+
+fn wide_forward(io: &Io, causal: bool, scale: f32) -> Code {
+    let (s, dtype) = (Sizes::new(io), io.x[0].dtype);
+    let scores = wgmma::product("scores", 128, dtype, Left::Rows, false);
+    let values = wgmma::product("add_values", s.d, dtype, Left::Registers, true);
+    let source = [wgmma::TEXT, &scores, &values, UNTIL, REACH, include_str!("wgmma_forward.cu")].concat();
+    let heads = if (s.heads / s.kv).is_multiple_of(2) { 2 } else { 1 }; // of a block at once
+    let pieces = s.batch * s.heads / heads * s.time.div_ceil(128 / heads);
+    s.define(Launch::new(&source, "attention_forward"), causal)
+        .define_type("T", dtype)
+        .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
+        .grid(pieces.min(io.arch.multiprocessors as usize), 1, 1)
+        .block(384)
+        // Two stages of queries, keys and values, `until` of two stages, and where the first may begin.
+        .shared(6 * 128 * s.d * 2 + 2 * 128 * 4 + 1024)
+        .all(io)
+        .code()
+}
+
+const SHORT: [&str; 4] = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh")];
 
 /// Whether a block may take all queries and keys of a head, of which there must be some to keep the card busy.
 fn is_short(s: &Sizes, arch: Arch, longest: usize) -> bool {
@@ -270,7 +297,7 @@ fn short_backward(io: &Io, causal: bool, scale: f32) -> Code {
         .code()
 }
 
-const SMALL: [&str; 4] = [include_str!("mma.cuh"), UNTIL, include_str!("tensor.cuh"), include_str!("small.cuh")];
+const SMALL: [&str; 5] = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh"), include_str!("small.cuh")];
 
 /// A warp has 32 queries or keys.
 const SMALL_ROWS: usize = 2;

@@ -94,3 +94,20 @@ __device__ __forceinline__ float power_of_two(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
+
+// Of 32 columns a lane has two in each 8. Afterwards it has 8 neighbours, those of number lane % 4.
+__device__ __forceinline__ void turn(u32 (&p)[4]) {
+    bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        u32 other = __shfl_xor_sync(0xffffffffu, odd ? p[i] : p[i + 1], 1);
+        p[i] = odd ? other : p[i];
+        p[i + 1] = odd ? p[i + 1] : other;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 other = __shfl_xor_sync(0xffffffffu, upper ? p[i] : p[i + 2], 2);
+        p[i] = upper ? other : p[i];
+        p[i + 2] = upper ? p[i + 2] : other;
+    }
+}

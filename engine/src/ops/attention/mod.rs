@@ -10,6 +10,7 @@
 
 mod flash;
 pub(crate) mod kernels;
+pub(crate) mod wgmma;
 
 pub use flash::{FlashAttention, FlashAttentionGrad};
 pub use kernels::{Kind, kernel_for};
@@ -128,7 +129,12 @@ fn packed<'g>(x: &[Var<'g>], length: usize) -> Vec<Var<'g>> {
     let ends = r.constant(&[t], (0..t).map(|j| ((j / length + 1) * length - 1) as f32).collect());
     let own = r.constant(&[t], (0..t).map(|j| j as f32).collect());
     let padding = x[3].cast(DType::F32).less(r.zeros(&[1]));
-    flash(&[x[0] * 0.25, x[1], x[2], padding.choose(own, ends).cast(DType::I32)], true)
+    soft(&[x[0], x[1], x[2], padding.choose(own, ends).cast(DType::I32)], true)
+}
+
+/// Scores small enough for finite differences where heads are long.
+fn soft<'g>(x: &[Var<'g>], causal: bool) -> Vec<Var<'g>> {
+    flash(&[&[x[0] * 0.25], &x[1..]].concat(), causal)
 }
 
 fn flash<'g>(x: &[Var<'g>], causal: bool) -> Vec<Var<'g>> {
@@ -157,6 +163,11 @@ pub const CASES: &[Case] = &[
     Case::new("flash heads of 64", qkv!(1, 130, 2, 140, 1, 64), |x| flash(x, true)),
     Case::new("flash heads of 32, full", qkv!(1, 65, 2, 67, 1, 32), |x| flash(x, false)),
     Case::new("flash heads of 128", qkv!(1, 70, 1, 70, 1, 128), |x| flash(x, true)),
+    Case::new("flash heads of 128, odd", qkv!(2, 133, 3, 133, 1, 128), |x| soft(x, true)),
+    Case::new("flash heads of 128, groups of 4", qkv!(1, 150, 4, 330, 1, 128), |x| soft(x, true)),
+    Case::new("flash heads of 128, full", qkv!(1, 200, 2, 270, 2, 128), |x| soft(x, false)),
+    Case::new("flash heads of 64, full", qkv!(1, 190, 4, 131, 2, 64), |x| flash(x, false)),
+    Case::new("flash heads of 64, many", qkv!(23, 130, 4, 130, 2, 64), |x| soft(x, true)),
     Case::new("flash short", qkv!(6, 81, 6, 81, 6, 64), |x| flash(x, false)),
     Case::new("flash short, causal, heads of 32", qkv!(20, 45, 2, 45, 2, 32), |x| flash(x, true)),
     Case::new("flash short, groups", qkv!(9, 128, 4, 128, 2, 64), |x| flash(x, true)),
@@ -166,6 +177,8 @@ pub const CASES: &[Case] = &[
     Case::new("flash until, full", masked!(2, 66, 2, 70, 1, 5), |x| flash(x, false)),
     Case::new("flash until, heads of 16", masked!(2, 140, 2, 140, 1, 16), |x| flash(x, true)),
     Case::new("flash until, heads of 32, full", masked!(1, 70, 2, 131, 2, 32), |x| flash(x, false)),
+    Case::new("flash until, heads of 128", masked!(2, 140, 4, 140, 1, 128), |x| soft(x, true)),
+    Case::new("flash until, heads of 128, full", masked!(1, 300, 2, 129, 2, 128), |x| soft(x, false)),
     Case::new("flash packed, heads of 64", masked!(2, 200, 2, 200, 1, 64), |x| packed(x, 37)),
     Case::new("flash packed, heads of 128", masked!(1, 150, 2, 150, 1, 128), |x| packed(x, 70)),
     Case::new("flash hydra", qkv!(16, 1024, 12, 1024, 3, 16), |x| flash(x, true)).bench(),

@@ -2,6 +2,7 @@
 
 use crate::kernel::{Arch, Launch};
 use crate::meta::DType;
+use crate::ops::attention::wgmma::{self, Left};
 
 /// The kernels that make grouped products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,8 +63,14 @@ impl Tile {
     }
 
     pub(super) fn launch(&self, source: &str, entry: &'static str) -> Launch {
-        let wgmma = if self.wgmma { [include_str!("../attention/barriers.cuh"), &self.wgmma()].concat() } else { String::new() };
-        let source = [include_str!("../attention/mma.cuh"), &wgmma, include_str!("tile.cuh"), source].concat();
+        let [a, b] = self.turned;
+        let instructions = match self.wgmma {
+            true => {
+                [wgmma::TEXT, &wgmma::product("wgmma", self.columns, self.dtype, if a { Left::Turned } else { Left::Rows }, b)].concat()
+            }
+            false => include_str!("../attention/mma.cuh").into(),
+        };
+        let source = [&instructions, include_str!("tile.cuh"), source].concat();
         Launch::new(&source, entry)
             .define_type("T", self.dtype)
             .define("TN", self.columns)
@@ -73,21 +80,5 @@ impl Tile {
             .define("B_TURNED", self.turned[1] as u8)
             .block(if self.wgmma { 384 } else { 256 })
             .shared(self.stages * self.stage() + self.slack())
-    }
-
-    /// The instruction of four warps: c [64, columns] += a [64, 16] b [16, columns], a and b being described.
-    fn wgmma(&self) -> String {
-        let (n, [a, b]) = (self.columns, self.turned.map(|t| t as u8));
-        let dtype = if self.dtype == DType::BF16 { "bf16" } else { "f16" };
-        let list = |f: &dyn Fn(usize) -> String| (0..n / 2).map(f).collect::<Vec<_>>().join(", ");
-        let (registers, sums) = (list(&|i| format!("%{i}")), list(&|i| format!("\"+f\"(c[0][{}][{}])", i / 4, i % 4)));
-        format!(
-            "__device__ __forceinline__ void wgmma(float (&c)[1][{}][4], u64 a, u64 b) {{\n    \
-             asm volatile(\"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {{{registers}}}, %{}, %{}, 1, 1, 1, {a}, {b};\"\n        \
-             : {sums} : \"l\"(a), \"l\"(b));\n}}\n",
-            n / 8,
-            n / 2,
-            n / 2 + 1
-        )
     }
 }

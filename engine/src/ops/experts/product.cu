@@ -80,22 +80,6 @@ struct Source {
     }
 };
 
-// Of 32 columns a lane has two in each 8. Afterwards it has 8 neighbours, those of number lane % 4.
-__device__ __forceinline__ void turn(u32 (&p)[4]) {
-    bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        u32 other = __shfl_xor_sync(0xffffffffu, odd ? p[i] : p[i + 1], 1);
-        p[i] = odd ? other : p[i];
-        p[i + 1] = odd ? p[i + 1] : other;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 other = __shfl_xor_sync(0xffffffffu, upper ? p[i] : p[i + 2], 2);
-        p[i] = upper ? other : p[i];
-        p[i + 2] = upper ? p[i + 2] : other;
-    }
-}
 // 32 columns of a row, of which a lane has f[0..8].
 __device__ __forceinline__ void store(T *to, bool live, const float (&f)[8]) {
     u32 p[4] = {pack<T>(f[0], f[1]), pack<T>(f[2], f[3]), pack<T>(f[4], f[5]), pack<T>(f[6], f[7])};

@@ -32,22 +32,19 @@ __device__ __forceinline__ char *own_place(char *side, int i) {
 __device__ __forceinline__ char *stages() {
     extern __shared__ __align__(1024) float shared[];
 #if WGMMA
-    return (char *)shared + (-shared_address(shared) & 1023); // the swizzle is one of addresses
+    return first_place(shared);
 #else
     return (char *)shared;
 #endif
 }
 
 #if WGMMA
-// Where rows of 128 bytes begin: 8 of them make a unit of 1024 bytes, 64 one of 8192, which counts for a side that is turned.
-__device__ __forceinline__ u64 rows_at(const char *p) { return (u64)(shared_address(p) >> 4 & 0x3fff) | 512ull << 16 | 64ull << 32 | 1ull << 62; }
-
 __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
-    u64 a = rows_at(stage + threadIdx.x / 128 * 8192), b = rows_at(stage + A_BYTES);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    u64 a = rows_at(stage + threadIdx.x / 128 * 8192, 8192), b = rows_at(stage + A_BYTES, 8192);
+    products_begin();
 #pragma unroll
-    for (int k = 0; k < 4; k++) wgmma(c, a + k * (A_TURNED ? 128 : 2), b + k * (B_TURNED ? 128 : 2));
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    for (int k = 0; k < 4; k++) wgmma(&c[0][0][0], a + k * (A_TURNED ? 128 : 2), b + k * (B_TURNED ? 128 : 2));
+    products_commit();
 }
 
 // Stages in a ring. source.copy(stage) begins to fetch the next step of the block's work, or says that there is none.
@@ -87,7 +84,7 @@ template <class Source> struct Ring {
             await(full + now, phase);
             show();
             multiply(c, memory + now * STAGE);
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); // for all steps but this one
+            products_wait<1>(); // for all steps but this one
             if (held) release();
             held = true;
             if (++now == STAGES) now = 0, phase++;
@@ -95,13 +92,13 @@ template <class Source> struct Ring {
     }
     // All steps have been added.
     __device__ __forceinline__ void finish(Sums &c) {
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        products_wait<0>();
         release();
         held = false;
 #pragma unroll
         for (int j = 0; j < ACROSS; j++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[0][j][i])::"memory"); // not read before
+            for (int i = 0; i < 4; i++) settled(c[0][j][i]);
     }
 };
 #else

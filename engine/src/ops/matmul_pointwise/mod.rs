@@ -1,5 +1,6 @@
 //! A matrix product with arithmetic behind it, in one kernel: the product itself never reaches memory.
 
+use super::attention::wgmma::{self, Left};
 use super::matmul::Matmul;
 use super::pointwise::{Bin, Expr, Pointwise, Un, print, run};
 use crate::cpu::{Data, DataMut, View, ViewMut};
@@ -49,7 +50,7 @@ impl MatmulPointwise {
         let words: usize = sides.iter().map(|&i| 2 * io.x[i].dtype.size()).sum();
         let early = if tiles.wide { (64 / words.max(1)).min(8) } else { (32 / words.max(1)).min(4) };
         let index = if io.y[0].elements() < 1 << 31 { "u32" } else { "u64" };
-        let source = [tiles.instructions(), &self.text(io, index, tiles.wide), tiles.source()].concat();
+        let source = [&tiles.instructions(io.x[0].dtype), &self.text(io, index, tiles.wide), tiles.source()].concat();
         let x = (2..io.x.len()).map(|i| (format!("x{}", i - 1), format!("const {} *", c_type(io.x[i].dtype)), self.expr.uses_rng(i - 1)));
         let y = (0..io.y.len()).map(|k| (format!("y{k}"), format!("{} *", c_type(io.y[k].dtype)), false));
         let pointers: Vec<(String, String, bool)> = x.chain(y).collect();
@@ -226,10 +227,10 @@ impl Tiles {
         if self.wide { include_str!("wide.cu") } else { include_str!("tile.cu") }
     }
 
-    fn instructions(&self) -> &'static str {
+    fn instructions(&self, dtype: DType) -> String {
         match self.wide {
-            true => concat!(include_str!("../attention/mma.cuh"), include_str!("../attention/barriers.cuh")),
-            false => include_str!("../attention/mma.cuh"),
+            true => [wgmma::TEXT, &wgmma::product("multiply", 128, dtype, Left::Rows, false)].concat(),
+            false => include_str!("../attention/mma.cuh").into(),
         }
     }
 
@@ -287,7 +288,6 @@ impl Tiles {
             .define("B_HEAD", self.b[0])
             .define("B_ROW", self.b[1])
             .define("B_COLUMN", self.b[2])
-            .define("TYPE", if io.x[0].dtype == DType::BF16 { "\"bf16\"" } else { "\"f16\"" })
             .define("COLUMNS", self.columns)
             .define("BUFFERS", self.buffers)
             .define("SIDES", self.sides)

@@ -14,10 +14,6 @@
 #define PACKS (BN / 32)
 #define STAGE (BM * (KC * 64 + BN * SIDES / 2)) // elements: rows of a, then the sides' tiles
 
-// Where element k of row r lies among `rows` rows: chunk by chunk, and within a chunk the eights of a row in another order for each of
-// eight rows, as the products expect them (128-byte swizzle).
-__device__ __forceinline__ u32 spot(u32 rows, u32 r, u32 k) { return (k / 64 * rows + r) * 64 + ((k / 8 % 8) ^ (r % 8)) * 8 + k % 8; }
-
 // Of 32 columns, a thread gets 8 neighbours: columns 8 p + 2 j and the next are columns 2 p and the next of the j-th eight.
 __device__ __forceinline__ u32 place(u32 n) { return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2; }
 
@@ -69,28 +65,6 @@ struct Part {
 
 // All but the copying warps.
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-
-// What a product is told about a matrix in shared memory: its address, 1024 bytes from eight rows to the next, 128-byte swizzle.
-__device__ __forceinline__ u64 described(const T *p) { return (u64)(shared_address(p) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
-
-// c (64 x 128, four warps) = a b, plus c unless `first`. Rows and columns are held as by mma, 16 rows a warp.
-__device__ __forceinline__ void multiply(float c[64], u64 a, u64 b, bool first) {
-    asm volatile("{ .reg .pred more; setp.eq.b32 more, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-                 "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
-                 "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-                 "}, %64, %65, more, 1, 1, 0, 0; }"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]),
-                   "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]),
-                   "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]),
-                   "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]),
-                   "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]),
-                   "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]),
-                   "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), "+f"(c[56]),
-                   "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
-                 : "l"(a), "l"(b), "r"((int)first));
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128) matmul_pointwise(const T *a, const T *b, PARAMETERS) {
     extern __shared__ __align__(1024) float shared[];
@@ -145,14 +119,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128) matmul_pointwise(con
             await(full + group, i / GROUPS);
             show();
             float c[64];
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            products_begin();
 #pragma unroll
-            for (int k = 0; k < KC * 64; k += 16)
-                multiply(c, described(stage + k / 64 * (BM * 64) + k % 64), described(columns + k / 64 * (BN * 64) + k % 64), k == 0);
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            for (int k = 0; k < KC * 64; k += 16) {
+                u64 x = rows_at(stage + k / 64 * (BM * 64) + k % 64), y = rows_at(columns + k / 64 * (BN * 64) + k % 64);
+                if (k == 0) multiply_first(c, x, y);
+                else multiply(c, x, y);
+            }
+            products_commit();
 #pragma unroll
             for (int p = 0; p < EARLY; p++) take_side(p);
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            products_wait<0>();
             if (EARLY == 2 * PACKS) arrive(empty + group);
 #pragma unroll
             for (int p = 0; p < 2 * PACKS; p++) {

@@ -1,0 +1,41 @@
+//! Products of four warps (`wgmma`, compute capability 9.0): their instructions as text, for kernels that differ in shapes and types.
+
+use crate::meta::DType;
+
+/// Copies, barriers and what surrounds the products, for kernels of this architecture.
+pub(crate) const TEXT: &str = concat!(include_str!("mma.cuh"), include_str!("barriers.cuh"), include_str!("wgmma.cuh"));
+
+/// Where the left matrix of a product comes from.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Left {
+    /// Shared memory, its own rows.
+    Rows,
+    /// Shared memory, where the rows are those of the sum.
+    Turned,
+    /// Registers, as mma has it.
+    Registers,
+}
+
+/// Functions `name(c, a, b)`: c [64, columns] += a [64, 16] b [16, columns], and `name_first`, for which c is nothing before. b lies in shared
+/// memory, `turned` where its rows are those of the sum.
+pub(crate) fn product(name: &str, columns: usize, dtype: DType, left: Left, turned: bool) -> String {
+    let dtype = if dtype == DType::BF16 { "bf16" } else { "f16" };
+    let list = |n: usize, f: &dyn Fn(usize) -> String| (0..n).map(f).collect::<Vec<_>>().join(", ");
+    let (sums, turned) = (columns / 2, turned as u8);
+    let (c, registers) = (list(sums, &|i| format!("\"+f\"(c[{i}])")), list(sums, &|i| format!("%{i}")));
+    let (parameter, given, a, b, flags) = match left {
+        Left::Registers => {
+            let a = list(4, &|i| format!("%{}", sums + i));
+            ("const u32 *a", list(4, &|i| format!("\"r\"(a[{i}])")), format!("{{{a}}}"), sums + 4, format!("{turned}"))
+        }
+        _ => ("u64 a", "\"l\"(a)".into(), format!("%{sums}"), sums + 1, format!("{}, {turned}", (left == Left::Turned) as u8)),
+    };
+    let function = |name: &str, add: u8| {
+        format!(
+            "__device__ __forceinline__ void {name}(float *c, {parameter}, u64 b) {{\n    \
+             asm volatile(\"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} {{{registers}}}, {a}, %{b}, {add}, 1, 1, {flags};\"\n        \
+             : {c} : {given}, \"l\"(b));\n}}\n"
+        )
+    };
+    function(name, 1) + &function(&format!("{name}_first"), 0)
+}

@@ -1,0 +1,234 @@
+// Two groups of four warps have 64 queries each, of two heads that read the same keys where there are such, else of one; the keys and values
+// go by in tiles of 128, and four more warps copy these ahead. While a tile's values are added, the scores of the next are made, and
+// while one group takes exponentials the other multiplies. Blocks stay and take piece after piece of the work, long ones first.
+// SCALE_2 = scale log2(e): exp(scale s) = 2^(SCALE_2 s).
+#define THREADS 256
+#define COPIERS 128
+#define HEADS_AT_ONCE (GROUP % 2 == 0 ? 2 : 1)
+#define BQ (128 / HEADS_AT_ONCE)
+#define BK 128
+#define STREAMS (BATCH * HEADS / HEADS_AT_ONCE)
+#define QUERY_TILES ((TIME + BQ - 1) / BQ)
+
+// Queries from t0 on.
+struct Piece {
+    u32 number, b, head;
+    int t0;
+    // Every other round goes the other way, so that blocks have about as much to do.
+    __device__ __forceinline__ Piece(u32 round) {
+        number = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        b = number % STREAMS / (HEADS / HEADS_AT_ONCE), head = number % (HEADS / HEADS_AT_ONCE) * HEADS_AT_ONCE;
+        t0 = (QUERY_TILES - 1 - (int)(number / STREAMS)) * BQ;
+    }
+    __device__ __forceinline__ bool live() const { return number < (u32)STREAMS * QUERY_TILES; }
+};
+
+// The tiles from `last` down to `first` have all keys that some query of a piece sees; there are none where `first` is more.
+struct Range { int first, last; };
+__device__ __forceinline__ Range range(const int *limits, int t0, int lane) {
+    int end = CAUSAL && t0 + BQ + OFFSET < KEYS ? t0 + BQ + OFFSET : KEYS;
+    Range r = {0, (end - 1) / BK * BK};
+    if (!MASKED) return r;
+    while (r.last >= 0 && reach<BK>(limits, r.last, lane).most < t0) r.last -= BK;
+    while (r.first <= r.last && reach<BK>(limits, r.first, lane).most < t0) r.first += BK;
+    return r;
+}
+
+// COUNT rows from row `first` on; row t lies at from + t * step. Zeros beyond `rows`.
+template <int COUNT> __device__ __forceinline__ void load(T *to, const T *from, u64 step, int first, int rows, u32 copier) {
+    u32 r = copier / (D / 8), c = copier % (D / 8) * 8;
+    to += spot(COUNT, r, c), from += (first + r) * step + c;
+    const u32 pass = COPIERS / (D / 8);
+    int left = rows - first - (int)r;
+#pragma unroll 8
+    for (u32 i = 0; i < COUNT; i += pass, from += pass * step) copy16(to + i * 64, from, left > (int)i);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
+attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
+    extern __shared__ __align__(1024) float shared[];
+    __shared__ u64 q_full[2], q_empty[2], k_full[2], k_empty[2], v_full[2], v_empty[2];
+    __shared__ Range ranges[2];
+    // Two stages each.
+    T *queries = (T *)first_place(shared), *keys = queries + 2 * 128 * D, *values = keys + 2 * BK * D;
+    int *ends = (int *)(values + 2 * BK * D);
+    u32 lane = threadIdx.x % 32;
+    if (threadIdx.x < 2) {
+        expect(q_full + threadIdx.x, COPIERS + 1), expect(k_full + threadIdx.x, COPIERS), expect(v_full + threadIdx.x, COPIERS);
+        expect(q_empty + threadIdx.x, THREADS / 32), expect(k_empty + threadIdx.x, THREADS / 32), expect(v_empty + threadIdx.x, THREADS / 32);
+    }
+    __syncthreads();
+
+    if (threadIdx.x >= THREADS) {
+        give_registers<56>();
+        u32 copier = threadIdx.x - THREADS, n = 0; // tiles so far
+        for (u32 round = 0;; round++) {
+            Piece piece(round);
+            if (!piece.live()) return;
+            u32 slot = round % 2;
+            if (round >= 2) await(q_empty + slot, round / 2 - 1);
+            const T *from = q + (u64)piece.b * TIME * Q_ROW + piece.head * D;
+#pragma unroll
+            for (int g = 0; g < 2; g++)
+                load<64>(queries + (slot * 2 + g) * 64 * D, from + (HEADS_AT_ONCE == 2 ? g * D : 0), Q_ROW,
+                         piece.t0 + (HEADS_AT_ONCE == 2 ? 0 : 64 * g), TIME, copier);
+            const int *limits = MASKED ? until + (u64)piece.b * KEYS : until;
+            Range r = range(limits, piece.t0, lane);
+            if (copier == 0) ranges[slot] = r, arrive(q_full + slot);
+            arrive_with_copies(q_full + slot);
+            const T *k_from = k + (u64)piece.b * KEYS * K_ROW + piece.head / GROUP * D, *v_from = v + (u64)piece.b * KEYS * V_ROW + piece.head / GROUP * D;
+            for (int k0 = r.last; k0 >= r.first; k0 -= BK, n++) {
+                u32 stage = n % 2;
+                if (n >= 2) await(k_empty + stage, n / 2 - 1);
+                load<BK>(keys + stage * BK * D, k_from, K_ROW, k0, KEYS, copier);
+                if (MASKED) copy4(ends + stage * BK + copier, limits + (k0 + copier < KEYS ? k0 + copier : 0), k0 + copier < KEYS);
+                arrive_with_copies(k_full + stage);
+                if (n >= 2) await(v_empty + stage, n / 2 - 1);
+                load<BK>(values + stage * BK * D, v_from, V_ROW, k0, KEYS, copier);
+                arrive_with_copies(v_full + stage);
+            }
+        }
+    }
+
+    take_registers<224>();
+    const u32 group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
+    const auto release = [&](u64 *barrier) {
+        __syncwarp();
+        if (lane == 0) arrive(barrier);
+    };
+    u32 n = 0; // tiles so far
+    for (u32 round = 0;; round++) {
+        Piece piece(round);
+        if (!piece.live()) return;
+        u32 slot = round % 2, h = piece.head + (HEADS_AT_ONCE == 2 ? group : 0);
+        int t_group = piece.t0 + (HEADS_AT_ONCE == 2 ? 0 : 64 * group), t_warp = t_group + 16 * warp, t = t_warp + lane / 4;
+        await(q_full + slot, round / 2);
+        Range r = ranges[slot];
+        // These 64 queries see no key from `seen` on, and so perhaps not the last tiles.
+        int seen = t_group >= TIME ? 0 : CAUSAL && t_group + 64 + OFFSET < KEYS ? t_group + 64 + OFFSET : KEYS;
+        u64 q_at = rows_at(queries + (slot * 2 + group) * 64 * D);
+
+        float s[BK / 2], out[D / 2], top[2] = {-infinity(), -infinity()}, total[2] = {};
+        u32 w[BK / 16][4];
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) out[i] = 0.0f;
+        // Scores of tile n become weights, and the sums before are scaled to them once their products are over.
+        const auto weigh = [&](int k0, bool first) {
+            const int *limits = ends + n % 2 * BK;
+            int least = TIME;
+            if (MASKED) {
+#pragma unroll
+                for (int i = 0; i < BK; i += 32) least = k0 + i + (int)lane < KEYS && limits[i + lane] < least ? limits[i + lane] : least;
+                least = __reduce_min_sync(0xffffffffu, least);
+            }
+            if (first) products_wait<0>();
+            else products_wait<1>();
+#pragma unroll
+            for (int i = 0; i < BK / 2; i++) settled(s[i]);
+            if (k0 + BK > KEYS || (CAUSAL && k0 + BK - 1 > t_warp + OFFSET) || (MASKED && t_warp + 15 > least)) {
+#pragma unroll
+                for (int i = 0; i < BK / 2; i++) {
+                    int column = i / 4 * 8 + lane % 4 * 2 + i % 2, key = k0 + column, row = t + i % 4 / 2 * 8, limit = MASKED ? limits[column] : TIME;
+                    if ((key >= KEYS) | (CAUSAL && key > row + OFFSET) | (row > limit)) s[i] = -infinity();
+                }
+            }
+            release(k_empty + n % 2);
+            float shrink[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float high = top[half];
+#pragma unroll
+                for (int i = 2 * half; i < BK / 2; i += 4) high = fmaxf(high, fmaxf(s[i], s[i + 1]));
+                high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1)); // four threads a row
+                high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
+                float score = high == -infinity() ? 0.0f : high, base = score * SCALE_2, sum = 0.0f; // nothing seen yet
+                shrink[half] = power_of_two((top[half] - score) * SCALE_2);
+                top[half] = high;
+#pragma unroll
+                for (int i = 2 * half; i < BK / 2; i += 4) {
+                    s[i] = power_of_two(s[i] * SCALE_2 - base), s[i + 1] = power_of_two(s[i + 1] * SCALE_2 - base);
+                    sum += s[i] + s[i + 1];
+                }
+                total[half] = total[half] * shrink[half] + sum; // of this thread's columns
+            }
+            // The branch here keeps the compiler from waiting for the products before the exponentials.
+#pragma unroll
+            for (int i = 0; i < BK / 2; i++) settled(s[i]);
+            await(v_full + n % 2, n / 2);
+            if (!first) {
+                products_wait<0>();
+                release(v_empty + (n - 1) % 2);
+#pragma unroll
+                for (int i = 0; i < D / 2; i++) settled(out[i]), out[i] *= shrink[i % 4 / 2];
+            }
+#pragma unroll
+            for (int i = 0; i < BK / 4; i++) w[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+        };
+        // Begins the scores of tile n.
+        const auto score = [&] {
+            u64 k_at = rows_at(keys + n % 2 * BK * D);
+            products_begin();
+#pragma unroll
+            for (int i = 0; i < D; i += 16) {
+                u64 a = q_at + (i / 64 * 512 + i % 64 / 8), b = k_at + (i / 64 * (BK * 8) + i % 64 / 8);
+                if (i == 0) scores_first(s, a, b);
+                else scores(s, a, b);
+            }
+            products_commit();
+        };
+        // Begins to add the values of tile `of`.
+        const auto add = [&](u32 of) {
+            u64 v_at = rows_at(values + of % 2 * BK * D, BK * 128);
+#pragma unroll
+            for (int i = 0; i < BK / 16; i++) add_values(out, w[i], v_at + 128 * i);
+            products_commit();
+        };
+        int k0 = r.last;
+        for (; k0 >= r.first && k0 >= seen; k0 -= BK, n++) {
+            await(k_full + n % 2, n / 2), release(k_empty + n % 2);
+            await(v_full + n % 2, n / 2), release(v_empty + n % 2);
+        }
+        if (k0 >= r.first) {
+            await(k_full + n % 2, n / 2);
+            show();
+            score();
+            weigh(k0, true);
+            while (k0 -= BK, n++, k0 >= r.first) {
+                await(k_full + n % 2, n / 2);
+                show();
+                score();
+                add(n - 1);
+                weigh(k0, false);
+            }
+            show();
+            products_begin();
+            add(n - 1);
+            products_wait<0>();
+            release(v_empty + (n - 1) % 2);
+        }
+        release(q_empty + slot);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float sum = total[half];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            float inverse = MASKED && sum == 0.0f ? 0.0f : 1.0f / sum;
+            int row = t + 8 * half;
+            const float ln_2 = 0.693147181f;
+            if (lane % 4 == 0 && row < TIME) lse[((u64)piece.b * HEADS + h) * TIME + row] = top[half] * SCALE_2 * ln_2 + logf(sum);
+            T *to = y + (((u64)piece.b * TIME + row) * HEADS + h) * D + lane % 4 * 8;
+#pragma unroll
+            for (int c = 0; c < D; c += 32) {
+                u32 p[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    float *two = out + c / 2 + 4 * j + 2 * half;
+                    settled(two[0]), settled(two[1]);
+                    p[j] = pack<T>(two[0] * inverse, two[1] * inverse);
+                }
+                turn(p);
+                if (row < TIME) *(uint4 *)(to + c) = make_uint4(p[0], p[1], p[2], p[3]);
+            }
+        }
+    }
+}
