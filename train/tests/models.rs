@@ -494,6 +494,22 @@ fn runs_are_exported_as_adapters_and_as_models() {
     };
     assert!(apart(&plain, &[alone("5,9,61,2", 4), alone("7", 1)]) < 1e-5);
 
+    // The same model, whichever way it is named, says the same; and it says it twice.
+    let said = |of: &[&str]| {
+        let how = ["--prompt", "what is it", "--max-tokens", "12", "--temperature", "0.7", "--seed", "3", "--threads", "1"];
+        kiln([&["generate"], of, &how].concat()).ok().out
+    };
+    let adapted = said(&[&path("base"), "--adapter", &path("adapters")]);
+    assert_eq!(adapted, said(&[&path("run")]));
+    assert_eq!(adapted, said(&[&path("merged")]));
+    assert_ne!(adapted, said(&[&path("run"), "--raw"]));
+    let three = said(&[&path("run"), "--replies", "3"]);
+    assert_eq!(three.lines().count(), 3, "{three}");
+    kiln(["generate", &path("base"), "--prompt", &"a".repeat(60)]).fails(&["fills the model's 48 positions"]);
+    kiln(["generate", &path("base"), "--max-tokens", "0"]).fails(&["--max-tokens 0"]);
+    kiln(["generate", &path("base"), "--pass", "bf16"]).fails(&["--pass bf16"]);
+    kiln(["generate", &path("run"), "--adapter", &path("adapters")]).fails(&["for a model's folder"]);
+
     // An adapter begins another run: one step that hardly moves it, and it goes out as it came in.
     let begin = |more: &[&str]| {
         train("again", &[&["--set", &base, "--init-from", &path("adapters"), "--set", "learning_rate=1e-30"], more].concat())

@@ -36,7 +36,7 @@ pub struct Written {
 }
 
 /// Tokens from one look at whether all replies have ended to the next.
-const LOOK: usize = 32;
+const LOOK: usize = 8;
 
 const READ: &str = "read";
 const WRITE: &str = "write";
