@@ -152,6 +152,8 @@ fn generate(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
         );
         figures.push(serde_json::json!({ "adapters": adapters, "ms": ms, "per_s": tokens / ms * 1e3, "unit": "tok", "peak_bytes": peak }));
         if a.profile {
+            // At the beginning: nodes are run several times, and caches have an end.
+            writing.begin(&mut s)?;
             s.profile = Some(vec![]);
             writing.writer.next(&mut s)?;
             let timed = s.profile.take().unwrap_or_default();

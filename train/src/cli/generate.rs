@@ -67,8 +67,8 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     if !(a.top_p > 0.0 && a.top_p <= 1.0) {
         bail!("--top-p {} is not above 0 and at most 1", a.top_p);
     }
-    if a.max_tokens == 0 || a.max_tokens > MOST_TOKENS {
-        bail!("--max-tokens {}: from 1 to {MOST_TOKENS}", a.max_tokens);
+    if a.max_tokens > MOST_TOKENS {
+        bail!("--max-tokens {}: at most {MOST_TOKENS}", a.max_tokens);
     }
     let device = a.device.open()?;
     if a.checkpoint.join("config.json").exists() {
@@ -163,6 +163,9 @@ fn folder(a: &GenerateArgs, device: &Device) -> Result<ExitCode> {
 
 /// Replies to the prompt; `fill` gives the model what is not its folder's.
 fn talk(a: &GenerateArgs, chat: &Chat, s: &mut Session, fill: impl FnOnce(&mut Session) -> Result<()>) -> Result<ExitCode> {
+    if a.max_tokens == 0 {
+        bail!("--max-tokens 0: a reply has at least one");
+    }
     let sampling = a.sampling(&chat.tokenizer)?;
     let talk = chat.begin(s, &a.prompt, a.raw, a.replies as usize, &sampling)?;
     fill(s)?;

@@ -423,6 +423,11 @@ impl Writing {
         let asked = made_up(&self.writer, self.model.shape.vocab);
         self.writer.write(s, &asked, rng_feed(self.seed, step, WRITES)).map(|_| ())
     }
+
+    /// The prompts alone.
+    pub fn begin(&self, s: &mut Session) -> Result<(), TrainError> {
+        self.writer.begin(s, &made_up(&self.writer, self.model.shape.vocab), rng_feed(self.seed, 0, WRITES))
+    }
 }
 
 /// Prompts whose replies are looked at when training ends.
@@ -430,7 +435,7 @@ const SHOWN: u64 = 64;
 
 /// Prompts as long as they may be, of tokens drawn at random.
 pub fn made_up(writer: &Writer, vocab: usize) -> Asked {
-    let token = |p: usize, t: usize| philox([p as u32, t as u32, 0x6173_6b, 0], [1, 2])[0] % vocab as u32;
+    let token = |p: usize, t: usize| philox([p as u32, t as u32, 0x0061_736b, 0], [1, 2])[0] % vocab as u32;
     let prompt = |p: usize| Prompt { text: String::new(), tokens: (0..writer.time).map(|t| token(p, t)).collect() };
     Asked::new((0..writer.prompts).map(prompt).collect(), writer.time)
 }
