@@ -74,6 +74,12 @@ impl Recorder {
         self.named(name, Kind::State(state), Meta::f32(shape))
     }
 
+    /// A State of any type and role.
+    #[track_caller]
+    pub(crate) fn state_as(&self, name: &str, meta: Meta, init: Init, role: Role) -> Var<'_> {
+        self.named(name, Kind::State(State { name: name.into(), init, role }), meta)
+    }
+
     /// The same name is the same value.
     #[track_caller]
     fn named(&self, name: &str, kind: Kind, meta: Meta) -> Var<'_> {

@@ -14,7 +14,7 @@ use train::recipe::Session;
 use train::recipes::polychromic::{Base, Decoder, Places, PolychromicConfig, Rows, Writer, Written};
 
 fn shape() -> Shape {
-    let text = "base=''\npretrain=0\nvocab=61\ndim=24\nlayers=2\nheads=4\nkv_heads=2\nhead_dim=10\nhidden=52\ntied=true\nqk_norm=true\nrope_theta=100.0\nnorm_eps=1e-6\nseq=32\nrank=3\nalpha=6.0\ndropout=0.0\ntargets=['q']";
+    let text = "base=''\npretrain=0\nbits=16\nvocab=61\ndim=24\nlayers=2\nheads=4\nkv_heads=2\nhead_dim=10\nhidden=52\ntied=true\nqk_norm=true\nrope_theta=100.0\nnorm_eps=1e-6\nseq=32\nrank=3\nalpha=6.0\ndropout=0.0\ntargets=['q']";
     toml::from_str::<PolychromicConfig>(text).unwrap().shape()
 }
 
@@ -170,4 +170,26 @@ fn steps_with_replies_resume_and_add_up() {
     let eval = kiln(["eval", &text(&at("none")), "--prompts", "6", "--replies", "4", "--json", "--threads", "1"]).ok();
     let found: serde_json::Value = serde_json::from_str(&eval.out).unwrap();
     assert!(found["pass_4"].is_number() && found["loss"].is_number(), "{found}");
+}
+
+/// Four bits: the run learns, says so in memory, resumes, and is near the one in full.
+#[test]
+fn a_base_in_four_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    train(&at("drawn"), &["weight=0"], &["--steps", "1"]).ok();
+    kiln(["export", &text(&at("drawn")), "--out", &text(&at("base")), "--merge"]).ok();
+    train(&at("no"), &["bits=4"], &["--steps", "1"]).fails(&["model.bits = 4", "name model.base"]);
+    let base = format!("model.base={}", text(&at("base")));
+    let run = |name: &str, bits: &str, more: &[&str]| train(&at(name), &[&base, bits, "vocab=512"], more).ok().out;
+    run("full", "bits=16", &["--steps", "4"]);
+    run("four", "bits=4", &["--steps", "4"]);
+    run("parts", "bits=4", &["--steps", "2"]);
+    resume(&at("parts"), "--steps 4").ok();
+    same_bytes(&checkpoint(&at("four"), 4), &checkpoint(&at("parts"), 4));
+    let loss = |name: &str| lines(&at(name))[0]["loss"].as_f64().unwrap();
+    let (full, four) = (loss("full"), loss("four"));
+    assert!((full - four).abs() < 0.05 * full && full != four, "{full} {four}");
+    let said = kiln(["generate", &text(&at("four")), "--prompt", "what", "--max-tokens", "5", "--threads", "1"]).ok().out;
+    assert!(!said.is_empty());
 }

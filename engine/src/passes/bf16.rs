@@ -11,6 +11,7 @@ use crate::ops::diversity::{Diversity, PairDistances};
 use crate::ops::experts::{GroupedSwiglu, Route};
 use crate::ops::linear_attention::LinearAttention;
 use crate::ops::linear_ce::ChunkedLinearCrossEntropy;
+use crate::ops::nf4::Nf4Product;
 use crate::ops::norm::add::AddRmsNorm;
 use crate::ops::norm::{LayerNorm, RmsNorm};
 use crate::ops::pointwise::Pointwise;
@@ -216,6 +217,7 @@ fn rewritten<'g>(
         || node.op::<LayerNorm>().is_some()
         || node.op::<Rope>().is_some()
         || node.op::<NormRope>().is_some()
+        || node.op::<Nf4Product>().is_some()
     {
         x[0] = half(x[0]); // weights and tables stay as they are
         receipt.applied += 1;

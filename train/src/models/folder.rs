@@ -3,6 +3,8 @@
 
 use super::{ModelError, Shape, Target, read_table};
 use crate::checkpoint::{self, Loaded, Tensor};
+use engine::cpu::converted;
+use engine::ops::nf4::{Nf4, PARTS};
 use engine::{DType, Meta, Store};
 use serde_json::{Value, json};
 use std::borrow::Cow;
@@ -103,6 +105,30 @@ impl Folder {
         for weight in self.weights() {
             let (ours, w) = weight?;
             store.set_floats(&ours, &w.meta, &w.bytes)?;
+        }
+        Ok(())
+    }
+
+    /// The same for a graph that keeps the layers' matrices in four bits.
+    pub fn load_nf4(&self, store: &mut Store) -> Result<(), ModelError> {
+        for weight in self.weights() {
+            let (ours, w) = weight?;
+            // Of a layer's weights the norms' are no matrices.
+            if !(ours.starts_with("layers.") && w.meta.rank() == 2) {
+                store.set_floats(&ours, &w.meta, &w.bytes)?;
+                continue;
+            }
+            let q = Nf4::new(converted(&w.bytes, w.meta.dtype, DType::F32).f32());
+            let mean = [q.mean];
+            let parts: [(&[u8], DType); 4] = [
+                (&q.codes, DType::U8),
+                (&q.scales, DType::U8),
+                (bytemuck::cast_slice(&q.largest), DType::F32),
+                (bytemuck::cast_slice(&mean), DType::F32),
+            ];
+            for (part, (bytes, dtype)) in PARTS.iter().zip(parts) {
+                store.set(&format!("{ours}.{part}"), &Meta::new(&[bytes.len() / dtype.size()], dtype), bytes)?;
+            }
         }
         Ok(())
     }

@@ -23,6 +23,7 @@ pub struct Chat {
     shape: Shape,
     lora: Option<Lora>,
     folder: Option<Arc<Folder>>,
+    base: Base,
     adapter: Option<Adapter>,
 }
 
@@ -32,7 +33,15 @@ impl Chat {
         let (tokenizer, template) = words("", Some(&folder))?;
         let adapter = adapter.map(|path| Adapter::open(path, &folder.shape)).transpose()?;
         let lora = adapter.as_ref().map(|a| a.lora.clone());
-        Ok(Chat { tokenizer, template: Some(template), shape: folder.shape.clone(), lora, folder: Some(folder), adapter })
+        Ok(Chat {
+            tokenizer,
+            template: Some(template),
+            shape: folder.shape.clone(),
+            lora,
+            folder: Some(folder),
+            base: Base::Loaded,
+            adapter,
+        })
     }
 
     /// The model that a checkpoint's adapters are on; `load_params` fills those.
@@ -48,7 +57,7 @@ impl Chat {
             }
             false => words(&data.template, model.folder.as_deref()).map(|(tokenizer, template)| (tokenizer, Some(template)))?,
         };
-        Ok(Chat { tokenizer, template, shape: model.shape, lora: Some(model.lora), folder: model.folder, adapter: None })
+        Ok(Chat { tokenizer, template, shape: model.shape, lora: Some(model.lora), folder: model.folder, base: model.base, adapter: None })
     }
 
     /// The prompt's tokens as the model is given them; `raw`: without a template around it.
@@ -84,11 +93,10 @@ impl Chat {
             nucleus: Nucleus { temperature: sampling.temperature, top_p: sampling.top_p },
             stop: own.or(self.tokenizer.eos()),
         };
-        let base = if self.folder.is_some() { Base::Loaded } else { Base::Drawn };
-        for (name, graph) in writer.graphs(|r| Decoder { shape: &self.shape, lora: self.lora.as_ref(), base, r, rng: None }) {
+        for (name, graph) in writer.graphs(|r| Decoder { shape: &self.shape, lora: self.lora.as_ref(), base: self.base, r, rng: None }) {
             s.load(name, graph)?;
         }
-        self.folder.as_ref().map_or(Ok(()), |f| f.load(&mut s.store))?;
+        self.base.load(self.folder.as_deref(), &mut s.store)?;
         self.adapter.as_ref().map_or(Ok(()), |a| a.load(&mut s.store))?;
         let mut stop = sampling.stop.clone();
         stop.extend(writer.stop);

@@ -64,6 +64,7 @@ pub fn steps(file: &Golden, switches: &Switches, device: &Device) -> Result<Comp
     // The reference knows none of those that follow.
     fields.insert("base".into(), "".into());
     fields.insert("pretrain".into(), 0.into());
+    fields.insert("bits".into(), 16.into());
     fields.insert("dropout".into(), 0.0.into());
     let unknown = |e: serde_json::Error| bad(&format!("has a config that polychromic does not know: {e}"));
     let c: PolychromicConfig = serde_json::from_value(fields.into()).map_err(unknown)?;

@@ -37,6 +37,8 @@ pub struct PolychromicConfig {
     pub base: String,
     /// Steps in which that model learns generated questions first; 0: it stays as it was drawn at random.
     pub pretrain: u64,
+    /// Of the base's matrices: 16 (or what the base has), or 4 (NF4).
+    pub bits: u32,
     pub vocab: usize,
     pub dim: usize,
     pub layers: usize,
@@ -86,6 +88,14 @@ impl PolychromicConfig {
         let bad = |m: String| ConfigError::Invalid(format!("model.{m}"));
         self.shape().check().map_err(bad)?;
         self.lora().check().map_err(bad)?;
+        match self.bits {
+            16 => {}
+            4 if self.base.is_empty() && self.pretrain == 0 => {
+                return Err(bad("bits = 4: a base that is drawn at random is not kept in four bits; name model.base".into()));
+            }
+            4 => {}
+            bits => return Err(bad(format!("bits = {bits}: 16, or 4"))),
+        }
         match self.seq {
             1..=0x10_0000 => Ok(()),
             seq => Err(bad(format!("seq = {seq}: from 1 to {}", 1 << 20))),
@@ -145,6 +155,7 @@ pub struct Adapted {
     pub lora: Lora,
     /// Where the base is read from; none where it is drawn at random, or not trained yet.
     pub folder: Option<Arc<Folder>>,
+    pub base: Base,
 }
 
 /// What a base that is not trained yet has for a fingerprint.
@@ -163,12 +174,21 @@ impl Adapted {
         if c.seq > shape.context {
             return Err(ConfigError::Invalid(format!("model.seq = {}: the base has {} positions", c.seq, shape.context)).into());
         }
-        Ok(Adapted { shape, lora: c.lora(), folder })
+        let base = match (c.bits, &folder) {
+            (4, _) => Base::Quantised,
+            (_, Some(_)) => Base::Loaded,
+            (_, None) => Base::Drawn,
+        };
+        Ok(Adapted { shape, lora: c.lora(), folder, base })
+    }
+
+    /// Fills the base's states.
+    fn load(&self, s: &mut Session) -> Result<(), TrainError> {
+        Ok(self.base.load(self.folder.as_deref(), &mut s.store)?)
     }
 
     pub fn decoder<'a, 'g>(&'a self, r: &'g Recorder, rng: Option<Var<'g>>) -> Decoder<'a, 'g> {
-        let base = if self.folder.is_some() { Base::Loaded } else { Base::Drawn };
-        Decoder { shape: &self.shape, lora: Some(&self.lora), base, r, rng }
+        Decoder { shape: &self.shape, lora: Some(&self.lora), base: self.base, r, rng }
     }
 
     /// Whether a checkpoint's adapters were trained on this base.
@@ -287,7 +307,7 @@ impl Model for PolychromicModel {
     }
 
     fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
-        Ok(self.model.folder.as_ref().map_or(Ok(()), |f| f.load(&mut s.store))?)
+        self.model.load(s)
     }
 
     fn init_from(&self, s: &mut Session, from: &Path) -> Result<bool, TrainError> {

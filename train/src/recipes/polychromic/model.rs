@@ -1,10 +1,10 @@
 //! A decoder with adapters on a frozen base, and what it is trained towards. What the numbers are is said by reference/polychromic.py; names
 //! of parameters are the same there.
 
-use crate::models::{Lora, Shape, Target};
+use crate::models::{Folder, Lora, ModelError, Shape, Target};
 use engine::ops::attention::{attention, attention_until};
 use engine::ops::rope::Pairs;
-use engine::{DType, Init, Recorder, Var};
+use engine::{DType, Init, Recorder, Store, Var};
 
 const STD: f32 = 0.02;
 
@@ -13,10 +13,23 @@ const STD: f32 = 0.02;
 pub enum Base {
     /// Frozen, and filled from a folder.
     Loaded,
+    /// The same, with the layers' matrices in four bits.
+    Quantised,
     /// Frozen, and drawn at random.
     Drawn,
     /// Trained like everything else, from weights drawn at random.
     Trained,
+}
+
+impl Base {
+    /// Fills its states from where they are kept.
+    pub fn load(self, folder: Option<&Folder>, store: &mut Store) -> Result<(), ModelError> {
+        match (folder, self) {
+            (Some(folder), Base::Quantised) => folder.load_nf4(store),
+            (Some(folder), _) => folder.load(store),
+            (None, _) => Ok(()),
+        }
+    }
 }
 
 /// Records a decoder.
@@ -95,7 +108,7 @@ impl<'g> Decoder<'_, 'g> {
             Base::Trained => self.r.param(name, shape, init),
             Base::Drawn => self.r.frozen(name, shape, init),
             // Not drawn only to be replaced.
-            Base::Loaded => self.r.frozen(name, shape, Init::Full(0.0)),
+            Base::Loaded | Base::Quantised => self.r.frozen(name, shape, Init::Full(0.0)),
         }
     }
 
@@ -129,7 +142,10 @@ impl<'g> Decoder<'_, 'g> {
         targets.map(|target| {
             let (outputs, inputs) = target.sizes(self.shape);
             let name = |part: &str| format!("{at}.{}.{part}", target.name());
-            let y = x.linear(self.weight(&name("weight"), &[outputs, inputs], Init::Normal { std: STD }));
+            let y = match self.base {
+                Base::Quantised => x.nf4_linear(self.r.nf4(&name("weight"), outputs, inputs)),
+                _ => x.linear(self.weight(&name("weight"), &[outputs, inputs], Init::Normal { std: STD })),
+            };
             let Some(lora) = self.adapts(target) else { return y };
             let a = self.r.param(&name("lora_a"), &[lora.rank, inputs], Init::Uniform { bound: 1.0 / (inputs as f32).sqrt() });
             let b = self.r.param(&name("lora_b"), &[outputs, lora.rank], Init::Full(0.0));

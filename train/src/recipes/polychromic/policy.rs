@@ -416,7 +416,7 @@ impl Writing {
         }) {
             s.load(name, graph)?;
         }
-        Ok(self.model.folder.as_ref().map_or(Ok(()), |f| f.load(&mut s.store))?)
+        self.model.load(s)
     }
 
     pub fn write(&self, s: &mut Session, step: u64) -> Result<(), TrainError> {

@@ -1,0 +1,304 @@
+//! Weights in four bits: each the nearest of 16 numbers that split a normal distribution into equal shares (NF4), times the largest of its block of 64.
+//! Those largest ones are bytes themselves: in blocks of 256, behind their mean, the nearest of 256 numbers that lie closer together towards 0 (double
+//! quantisation). 4.13 bits a weight, the bits and numbers that the
+//! package bitsandbytes makes (but for a scale that is as near to one byte as to the next).
+
+use crate::cpu::gemm::{Into, Mat, gemm};
+use crate::cpu::{View, ViewMut};
+use crate::graph::{Init, Role};
+use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Step};
+use crate::meta::{DType, Meta};
+use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::record::{Recorder, Var};
+use rayon::prelude::*;
+use std::sync::LazyLock;
+
+/// Weights of a block that share a scale, and scales of a block that share theirs.
+const BLOCK: usize = 64;
+const SCALES: usize = 256;
+
+/// What the codes mean.
+#[allow(clippy::excessive_precision)]
+const LEVELS: [f32; 16] = [
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+];
+
+/// What the bytes of scales mean: 0, 1, and with each sign 2^i numbers of the size of 10^(i - 6), the middles of equal parts of [0.1, 1].
+static BYTES: LazyLock<[f32; 256]> = LazyLock::new(|| {
+    let mut all = vec![0.0, 1.0];
+    for i in 0..7 {
+        let parts = 1 << i;
+        let edge = |j: usize| (0.1 + 0.9 * j as f64 / parts as f64) as f32;
+        for j in 0..parts {
+            let middle = 10f64.powi(i - 6) * ((edge(j) + edge(j + 1)) / 2.0) as f64;
+            all.extend([middle as f32, -middle as f32]);
+        }
+    }
+    all.sort_by(f32::total_cmp);
+    all.try_into().expect("256 of them")
+});
+
+/// The nearest of sorted numbers.
+fn nearest(of: &[f32], v: f32) -> usize {
+    let above = of.partition_point(|&x| x < v).min(of.len() - 1);
+    match above {
+        0 => 0,
+        i if v - of[i - 1] <= of[i] - v => i - 1,
+        i => i,
+    }
+}
+
+/// A matrix in four bits.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Nf4 {
+    /// Two to a byte, the first in the upper half.
+    pub codes: Vec<u8>,
+    pub scales: Vec<u8>,
+    /// Of each block of scales.
+    pub largest: Vec<f32>,
+    /// The mean of the scales, which is not in their bytes.
+    pub mean: f32,
+}
+
+impl Nf4 {
+    pub fn new(weights: &[f32]) -> Nf4 {
+        let scales: Vec<f32> = weights.par_chunks(BLOCK).map(|b| b.iter().fold(0.0f32, |m, v| m.max(v.abs()))).collect();
+        let mean = (scales.iter().map(|&s| s as f64).sum::<f64>() / scales.len().max(1) as f64) as f32;
+        let moved: Vec<f32> = scales.iter().map(|s| s - mean).collect();
+        let largest: Vec<f32> = moved.chunks(SCALES).map(|b| b.iter().fold(0.0f32, |m, v| m.max(v.abs()))).collect();
+        let byte = |(i, v): (usize, &f32)| {
+            let most = largest[i / SCALES];
+            nearest(&*BYTES, if most > 0.0 { v / most } else { 0.0 }) as u8
+        };
+        let bytes = moved.iter().enumerate().map(byte).collect();
+        let code = |i: usize| match weights.get(i) {
+            Some(&w) if scales[i / BLOCK] > 0.0 => nearest(&LEVELS, w / scales[i / BLOCK]) as u8,
+            _ => 7,
+        };
+        let codes = (0..weights.len().div_ceil(2)).into_par_iter().map(|i| code(2 * i) << 4 | code(2 * i + 1)).collect();
+        Nf4 { codes, scales: bytes, largest, mean }
+    }
+
+    /// Bytes of each part, for a matrix of so many weights.
+    pub fn sizes(weights: usize) -> [usize; 3] {
+        let blocks = weights.div_ceil(BLOCK);
+        [weights.div_ceil(2), blocks, blocks.div_ceil(SCALES)]
+    }
+}
+
+fn widen(codes: &[u8], scales: &[u8], largest: &[f32], mean: f32, to: &mut [f32]) {
+    to.par_chunks_mut(BLOCK).enumerate().for_each(|(b, to)| {
+        let scale = BYTES[scales[b] as usize] * largest[b / SCALES] + mean;
+        for (i, w) in to.iter_mut().enumerate() {
+            let two = codes[b * (BLOCK / 2) + i / 2];
+            *w = LEVELS[(if i % 2 == 0 { two >> 4 } else { two & 15 }) as usize] * scale;
+        }
+    });
+}
+
+/// x W^T of a matrix W [n, k] in four bits, or x W. Inputs: x [rows, k] or [rows, n]; codes and scales u8; largest f32; mean f32 [1]. W is made whole in the
+/// workspace, right before the product: it is never kept.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Nf4Product {
+    pub n: usize,
+    pub k: usize,
+    pub transposed: bool,
+}
+
+impl Nf4Product {
+    /// Columns of x and of y.
+    fn columns(&self) -> (usize, usize) {
+        if self.transposed { (self.k, self.n) } else { (self.n, self.k) }
+    }
+}
+
+impl Op for Nf4Product {
+    fn name(&self) -> &'static str {
+        "nf4_product"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let (from, to) = self.columns();
+        let [codes, scales, largest] = Nf4::sizes(self.n * self.k);
+        let parts = [(codes, DType::U8), (scales, DType::U8), (largest, DType::F32), (1, DType::F32)];
+        let fits = x[0].rank() == 2 && x[0].dim(0) == from && x[0].dtype.is_float();
+        assert!(fits && x[1..].iter().zip(parts).all(|(x, (n, d))| *x == Meta::new(&[n], d)), "{self:?} of {x:?}");
+        vec![Meta::new(&[x[0].dim(1), to], x[0].dtype)]
+    }
+
+    fn workspace(&self, _: &[Meta]) -> usize {
+        self.n * self.k
+    }
+
+    fn cpu(&self, x: &[View], y: &mut [ViewMut], w: &mut [f32]) {
+        let (rows, (from, to)) = (x[0].dim(1), self.columns());
+        widen(x[1].u8(), x[2].u8(), x[3].f32(), x[4].f32()[0], w);
+        let w = Mat::rows(w, self.k);
+        let w = if self.transposed { w.t() } else { w };
+        gemm(y[0].f32(), to, Into::Replace, rows, from, to, Mat::rows(x[0].f32(), from), w, 1.0, true);
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        let (rows, dtype, weights) = (io.x[0].dim(1), io.x[0].dtype, self.n * self.k);
+        let (from, to) = self.columns();
+        let bytes = BYTES.iter().map(|v| format!("{v:e}f")).collect::<Vec<_>>().join(", ");
+        let levels = LEVELS.iter().map(|v| format!("{v:e}f")).collect::<Vec<_>>().join(", ");
+        let widen = Launch::new(include_str!("nf4.cu"), "nf4_widen")
+            .define_type("T", dtype)
+            .define("COUNT", weights)
+            .define("BLOCK", BLOCK)
+            .define("SCALES", SCALES)
+            .define("LEVELS", levels)
+            .define("BYTES", bytes)
+            .grid(weights.div_ceil(8 * 256), 1, 1)
+            .args(&[At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::Work.into()]);
+        let w = Matrix::rows(At::Work, dtype, self.k);
+        let w = if self.transposed { w.t() } else { w };
+        let product = Gemm::new(rows, to, from, Matrix::rows(At::X(0), dtype, from), w, Matrix::rows(At::Y(0), dtype, to));
+        Code { steps: vec![Step::Launch(widen), Step::Gemm(product)], workspace: weights * dtype.size() }
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
+        let back = |dy: Var<'g>| {
+            let inputs = [&[dy], &x[1..]].concat();
+            dy.recorder().op1(Nf4Product { transposed: !self.transposed, ..self.clone() }, &inputs)
+        };
+        vec![dy[0].map(back), None, None, None, None]
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        let bytes: usize = x.iter().map(|m| m.bytes()).sum();
+        Cost::compute(2 * x[0].dim(1) * self.n * self.k, bytes + self.infer(x)[0].bytes())
+    }
+}
+
+/// The states of a matrix in four bits.
+#[derive(Clone, Copy)]
+pub struct Nf4Weight<'g> {
+    n: usize,
+    k: usize,
+    parts: [Var<'g>; 4],
+}
+
+/// Names of those states, behind the matrix's own.
+pub const PARTS: [&str; 4] = ["codes", "scales", "largest", "mean"];
+
+impl Recorder {
+    /// A matrix [n, k] that is kept in four bits and not trained.
+    pub fn nf4(&self, name: &str, n: usize, k: usize) -> Nf4Weight<'_> {
+        let [codes, scales, largest] = Nf4::sizes(n * k);
+        let metas = [(codes, DType::U8), (scales, DType::U8), (largest, DType::F32), (1, DType::F32)];
+        let mut parts = PARTS
+            .iter()
+            .zip(metas)
+            .map(|(part, (n, dtype))| self.state_as(&format!("{name}.{part}"), Meta::new(&[n], dtype), Init::Full(0.0), Role::Frozen));
+        Nf4Weight { n, k, parts: std::array::from_fn(|_| parts.next().expect("four parts")) }
+    }
+}
+
+impl<'g> Var<'g> {
+    /// self [.., k] times the transpose of w [n, k]: [.., n].
+    #[track_caller]
+    pub fn nf4_linear(self, w: Nf4Weight<'g>) -> Var<'g> {
+        let shape = self.shape();
+        let rows: usize = shape[..shape.len() - 1].iter().product();
+        let op = Nf4Product { n: w.n, k: w.k, transposed: true };
+        let y = self.recorder().op1(op, &[&[self.reshape(&[rows, w.k])], &w.parts[..]].concat());
+        y.reshape(&[&shape[..shape.len() - 1], &[w.n]].concat())
+    }
+}
+
+fn product<'g>(x: &[Var<'g>], n: usize, k: usize, transposed: bool) -> Vec<Var<'g>> {
+    x[0].recorder().op(Nf4Product { n, k, transposed }, x)
+}
+
+pub const CASES: &[Case] = &[
+    Case::new(
+        "x W^T",
+        &[In(&[5, 24], Fill::Normal), In(&[120], Fill::Byte), In(&[4], Fill::Byte), In(&[1], Fill::Frozen), In(&[1], Fill::Frozen)],
+        |x| product(x, 10, 24, true),
+    ),
+    Case::new(
+        "x W, odd",
+        &[In(&[3, 7], Fill::Normal), In(&[32], Fill::Byte), In(&[1], Fill::Byte), In(&[1], Fill::Frozen), In(&[1], Fill::Frozen)],
+        |x| product(x, 7, 9, false),
+    ),
+    Case::new(
+        "more than one block of scales",
+        &[In(&[2, 160], Fill::Normal), In(&[8320], Fill::Byte), In(&[260], Fill::Byte), In(&[2], Fill::Frozen), In(&[1], Fill::Frozen)],
+        |x| product(x, 104, 160, true),
+    ),
+    Case::new(
+        "Qwen3's gate",
+        &[
+            In(&[8192, 1024], Fill::Normal),
+            In(&[1572864], Fill::Byte),
+            In(&[49152], Fill::Byte),
+            In(&[192], Fill::Frozen),
+            In(&[1], Fill::Frozen),
+        ],
+        |x| product(x, 3072, 1024, true),
+    )
+    .bench(),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::philox::fill_normal;
+
+    fn wide(q: &Nf4, n: usize) -> Vec<f32> {
+        let mut w = vec![0.0; n];
+        widen(&q.codes, &q.scales, &q.largest, q.mean, &mut w);
+        w
+    }
+
+    #[test]
+    fn a_normal_matrix_is_near_itself_and_goes_through_unchanged() {
+        for n in [1, 64, 129, 64 * 256 + 5, 1 << 17] {
+            let mut w = vec![0.0; n];
+            fill_normal(1, n as u64, &mut w);
+            let q = Nf4::new(&w);
+            assert_eq!([q.codes.len(), q.scales.len(), q.largest.len()], Nf4::sizes(n));
+            let back = wide(&q, n);
+            let error = w.iter().zip(&back).map(|(a, b)| (a - b).powi(2)).sum::<f32>() / w.iter().map(|a| a * a).sum::<f32>();
+            assert!(error.sqrt() < 0.11, "{n}: {error}");
+            assert_eq!(Nf4::new(&back).codes, q.codes, "{n}: what it gives back, it takes as it is");
+        }
+    }
+
+    #[test]
+    fn zeros_stay_zeros() {
+        let q = Nf4::new(&[0.0; 200]);
+        assert_eq!(wide(&q, 200), [0.0; 200]);
+    }
+
+    /// Numbers that bitsandbytes 0.50.2 makes of the same weights.
+    #[test]
+    fn bits_are_those_of_bitsandbytes() {
+        let weights: Vec<f32> = (0..200).map(|i| ((i * 37 % 101) as f32 - 50.0) / (20.0 + (i / 64) as f32)).collect();
+        let q = Nf4::new(&weights);
+        assert_eq!(
+            (q.codes.iter().fold(0u32, |h, &c| h.wrapping_mul(31).wrapping_add(c as u32)), &q.scales[..]),
+            (EXPECTED.0, &EXPECTED.1[..])
+        );
+        assert!((q.mean - EXPECTED.2).abs() < 1e-6 && (q.largest[0] - EXPECTED.3).abs() < 1e-6, "{} {:?}", q.mean, q.largest);
+    }
+
+    const EXPECTED: (u32, [u8; 4], f32, f32) = (167_335_436, [228, 206, 171, 0], 2.2558112, 0.38624597);
+}
