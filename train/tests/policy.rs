@@ -167,9 +167,21 @@ fn steps_with_replies_resume_and_add_up() {
         assert!(last[format!("val_{name}")].is_number(), "{name}: {last}");
     }
     assert!(lines(&at("none")).iter().all(|l| !l.to_string().contains("diversity")));
-    let eval = kiln(["eval", &text(&at("none")), "--prompts", "6", "--replies", "4", "--json", "--threads", "1"]).ok();
+    let file = text(&at("replies.jsonl"));
+    let asks = ["--prompts", "6", "--replies", "4", "--write-replies", &file];
+    let eval = kiln([&["eval", &text(&at("none")), "--json", "--threads", "1"], &asks[..]].concat()).ok();
     let found: serde_json::Value = serde_json::from_str(&eval.out).unwrap();
     assert!(found["pass_4"].is_number() && found["loss"].is_number(), "{found}");
+    let sets: Vec<serde_json::Value> = std::fs::read_to_string(&file).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let mut mean = 0.0;
+    for set in &sets {
+        let pairs: Vec<f64> = set["pairs"].as_array().unwrap().iter().map(|p| p.as_f64().unwrap()).collect();
+        let (all, diversity) = (pairs.iter().sum::<f64>() / 6.0, set["diversity"].as_f64().unwrap());
+        assert!(pairs.len() == 6 && (all - diversity).abs() < 1e-5, "{set}");
+        assert_eq!((set["replies"].as_array().unwrap().len(), set["right"].as_array().unwrap().len()), (4, 4));
+        mean += diversity / 6.0;
+    }
+    assert!(sets.len() == 6 && (mean - found["diversity"].as_f64().unwrap()).abs() < 1e-6, "{found}");
 }
 
 /// Four bits: the run learns, says so in memory, resumes, and is near the one in full.

@@ -34,6 +34,9 @@ pub struct EvalArgs {
     /// To each of those prompts; if not given, as in training
     #[arg(long, requires = "prompts")]
     replies: Option<u32>,
+    /// Where to write those replies: a line of JSON a prompt, with the distance of each pair
+    #[arg(long, requires = "prompts", value_name = "FILE")]
+    write_replies: Option<PathBuf>,
     /// Where to write a classifier's confusion matrix; if not given, confusion-step-N.png in the run's folder (with --data or
     /// --batches: nowhere)
     #[arg(long, value_name = "FILE.png")]
@@ -55,6 +58,9 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
     }
     if let Some(n) = a.prompts {
         config.set_value("objective.eval_prompts", (n as i64).into())?;
+    }
+    if let Some(path) = &a.write_replies {
+        config.set_value("objective.eval_file", path.display().to_string().into())?;
     }
     if let Some(n) = a.replies {
         config.set_value("objective.replies", (n as i64).into())?;

@@ -69,7 +69,8 @@ pub fn steps(file: &Golden, switches: &Switches, device: &Device) -> Result<Comp
     let unknown = |e: serde_json::Error| bad(&format!("has a config that polychromic does not know: {e}"));
     let c: PolychromicConfig = serde_json::from_value(fields.into()).map_err(unknown)?;
     c.check()?;
-    objective.extend([("prompt_tokens".into(), 0.into()), ("eval_prompts".into(), 0.into()), ("encoder".into(), "".into())]);
+    objective.extend([("prompt_tokens".into(), 0.into()), ("eval_prompts".into(), 0.into())]);
+    objective.extend([("encoder".into(), "".into()), ("eval_file".into(), "".into())]);
     let objective: Objective = serde_json::from_value(objective.into()).map_err(unknown)?;
 
     let shape = |name: &str, rank: usize| file.shape(name).filter(|s| s.len() == rank && s.iter().all(|&n| n > 0));

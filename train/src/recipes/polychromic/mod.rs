@@ -124,6 +124,8 @@ pub struct Objective {
     pub encoder: String,
     /// Prompts that evaluation has replies written to; 0: it writes none.
     pub eval_prompts: u64,
+    /// Where those are written, a line of JSON a set, with the distance of each pair; empty: nowhere.
+    pub eval_file: String,
 }
 
 impl Objective {

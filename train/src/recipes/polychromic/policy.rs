@@ -6,11 +6,13 @@ use crate::data::Split;
 use crate::data::replies::{Asked, Prompt};
 use crate::models::{Encoder, EncoderFeeds};
 use crate::recipe::{Evaluation, Model, Pending, Session, Supervised, Task, TrainError};
+use crate::run::write_whole;
 use crate::variety;
 use engine::ops::concat::concat;
 use engine::ops::sample::Nucleus;
 use engine::philox::{philox, rng_feed};
 use engine::{DType, Data, Graph, Init, Recorder, Var};
+use serde::Serialize;
 use std::path::Path;
 
 /// How replies are written, embedded and rewarded.
@@ -91,6 +93,9 @@ impl Policy {
         let state = self.embeddings(&r);
         let embedded = r.typed(|| embedded.cast(DType::F32).reshape(&state.shape()));
         r.output("diversity", r.typed(|| embedded.diversity()));
+        if !self.objective.eval_file.is_empty() {
+            r.output("pairs", r.typed(|| embedded.pair_distances()));
+        }
         r.update(state, embedded);
         r.finish()
     }
@@ -156,11 +161,16 @@ impl Policy {
             let asked = lessons.ask(Split::Val, first..first + batch, self.writer.time)?;
             let (written, _) = self.write(s, model, &asked, rng_feed(seed, first, SURVEYS))?;
             let scores = s.read("embed", "diversity")?;
-            let sets = asked.prompts.iter().zip(written.tokens.chunks(self.writer.replies)).zip(scores);
-            for ((prompt, replies), score) in sets.take((prompts - first) as usize) {
-                let texts = replies.iter().map(|t| lessons.text(t)).collect::<Result<Vec<_>, _>>()?;
-                let right = texts.iter().map(|t| lessons.is_right(&prompt.text, t)).collect::<Option<Vec<bool>>>();
-                survey.add(prompt, replies, texts, score as f64, right);
+            let pairs = match self.objective.eval_file.as_str() {
+                "" => vec![],
+                _ => s.read("embed", "pairs")?,
+            };
+            let sets = asked.prompts.iter().zip(written.tokens.chunks(self.writer.replies)).zip(scores).enumerate();
+            for (i, ((prompt, tokens), score)) in sets.take((prompts - first) as usize) {
+                let replies = tokens.iter().map(|t| lessons.text(t)).collect::<Result<Vec<_>, _>>()?;
+                let right = replies.iter().map(|t| lessons.is_right(&prompt.text, t)).collect();
+                let pairs = pairs.chunks((pairs.len() / self.writer.prompts).max(1)).nth(i).unwrap_or_default().to_vec();
+                survey.add(tokens, SetOfReplies { prompt: prompt.text.clone(), replies, diversity: score as f64, pairs, right });
             }
         }
         Ok(survey)
@@ -185,31 +195,45 @@ impl SetFeeds {
     }
 }
 
+/// A prompt, its replies, and how different they are.
+#[derive(Clone, Debug, Serialize)]
+pub struct SetOfReplies {
+    pub prompt: String,
+    pub replies: Vec<String>,
+    pub diversity: f64,
+    /// Distances of replies 0 and 1, 0 and 2, .., 1 and 2, ..; where they were asked for.
+    pub pairs: Vec<f32>,
+    /// Whether each is right, where that can be told.
+    pub right: Option<Vec<bool>>,
+}
+
 /// What sets of replies are like.
 #[derive(Clone, Debug, Default)]
 pub struct Survey {
-    /// A prompt, its replies, and how different they are.
-    pub sets: Vec<(String, Vec<String>, f64)>,
+    pub sets: Vec<SetOfReplies>,
     distinct: Vec<f64>,
     self_bleu: Vec<f64>,
-    /// Of each set how many were right, where that can be told.
-    right: Vec<usize>,
 }
 
 /// k of the pass@k that evaluation reports.
 const PASSES_AT: [(&str, usize); 4] = [("pass_1", 1), ("pass_2", 2), ("pass_4", 4), ("pass_8", 8)];
 
 impl Survey {
-    fn add(&mut self, prompt: &Prompt, tokens: &[Vec<u32>], texts: Vec<String>, score: f64, right: Option<Vec<bool>>) {
+    fn add(&mut self, tokens: &[Vec<u32>], set: SetOfReplies) {
         self.distinct.extend(variety::distinct(tokens, 2));
         self.self_bleu.extend(variety::self_bleu(tokens));
-        self.right.extend(right.map(|r| r.into_iter().filter(|r| *r).count()));
-        self.sets.push((prompt.text.clone(), texts, score));
+        self.sets.push(set);
+    }
+
+    /// A line of JSON a set.
+    fn write(&self, path: &Path) -> Result<(), TrainError> {
+        let line = |set: &SetOfReplies| serde_json::to_string(set).expect("plain values") + "\n";
+        write_whole(path, &self.sets.iter().map(line).collect::<String>())
     }
 
     /// The mean diversity, and its standard error.
     pub fn diversity(&self) -> (f64, f64) {
-        let scores: Vec<f64> = self.sets.iter().map(|s| s.2).collect();
+        let scores: Vec<f64> = self.sets.iter().map(|s| s.diversity).collect();
         let (n, m) = (scores.len() as f64, mean(&scores));
         let variance = scores.iter().map(|s| (s - m).powi(2)).sum::<f64>() / (n - 1.0).max(1.0);
         (m, (variance / n).sqrt())
@@ -220,12 +244,10 @@ impl Survey {
         let mut all = vec![("diversity", diversity), ("diversity_error", error)];
         let means = [("distinct_2", &self.distinct), ("self_bleu", &self.self_bleu)];
         all.extend(means.into_iter().filter(|(_, v)| !v.is_empty()).map(|(name, v)| (name, mean(v))));
-        let replies = self.sets.first().map_or(0, |s| s.1.len());
-        if !self.right.is_empty() {
-            for (name, k) in PASSES_AT.into_iter().filter(|(_, k)| *k <= replies) {
-                let each: Vec<f64> = self.right.iter().filter_map(|&right| variety::pass_at(k, replies, right)).collect();
-                all.push((name, mean(&each)));
-            }
+        for (name, k) in PASSES_AT {
+            let passed = |right: &Vec<bool>| variety::pass_at(k, right.len(), right.iter().filter(|r| **r).count());
+            let each: Vec<f64> = self.sets.iter().filter_map(|s| s.right.as_ref().and_then(passed)).collect();
+            all.extend((!each.is_empty()).then(|| (name, mean(&each))));
         }
         all
     }
@@ -324,7 +346,11 @@ impl Task for Polychromic {
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
         let mut found = self.inner.evaluate(s)?;
         if let Some(policy) = self.policy.as_ref().filter(|p| p.objective.eval_prompts > 0) {
-            found.values.extend(policy.survey(s, &self.inner.model, policy.objective.eval_prompts, self.seed)?.values());
+            let survey = policy.survey(s, &self.inner.model, policy.objective.eval_prompts, self.seed)?;
+            found.values.extend(survey.values());
+            if !policy.objective.eval_file.is_empty() {
+                survey.write(Path::new(&policy.objective.eval_file))?;
+            }
         }
         Ok(found)
     }
@@ -372,8 +398,8 @@ impl Task for Polychromic {
         }
         let before = before?;
         let mut text = String::new();
-        for ((prompt, then, _), (_, now, _)) in before.sets.iter().zip(&after.sets).take(3) {
-            text += &format!("{prompt}\n  before: {}\n  after:  {}\n", then.join(" | "), now.join(" | "));
+        for (then, now) in before.sets.iter().zip(&after.sets).take(3) {
+            text += &format!("{}\n  before: {}\n  after:  {}\n", then.prompt, then.replies.join(" | "), now.replies.join(" | "));
         }
         let [(then, _), (now, error)] = [before.diversity(), after.diversity()];
         text += &format!("diversity of replies to {SHOWN} prompts: {then:.4} before, {now:.4} after (standard error {error:.4})");
