@@ -135,9 +135,10 @@ impl Op for Nf4Product {
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let (from, to) = self.columns();
         let [codes, scales, largest] = Nf4::sizes(self.n * self.k);
-        let parts = [(codes, DType::U8), (scales, DType::U8), (largest, DType::F32), (1, DType::F32)];
-        let fits = x[0].rank() == 2 && x[0].dim(0) == from && x[0].dtype.is_float();
-        assert!(fits && x[1..].iter().zip(parts).all(|(x, (n, d))| *x == Meta::new(&[n], d)), "{self:?} of {x:?}");
+        let rows = x[0].rank() == 2 && x[0].dim(0) == from && x[0].dtype.is_float();
+        let bytes = x[1..3].iter().zip([codes, scales]).all(|(x, n)| *x == Meta::new(&[n], DType::U8));
+        let numbers = x[3..].iter().zip([largest, 1]).all(|(x, n)| x.shape == [n] && x.dtype.is_float());
+        assert!(rows && bytes && numbers, "{self:?} of {x:?}");
         vec![Meta::new(&[x[0].dim(1), to], x[0].dtype)]
     }
 
@@ -160,6 +161,8 @@ impl Op for Nf4Product {
         let levels = LEVELS.iter().map(|v| format!("{v:e}f")).collect::<Vec<_>>().join(", ");
         let widen = Launch::new(include_str!("nf4.cu"), "nf4_widen")
             .define_type("T", dtype)
+            .define_type("TL", io.x[3].dtype)
+            .define_type("TM", io.x[4].dtype)
             .define("COUNT", weights)
             .define("BLOCK", BLOCK)
             .define("SCALES", SCALES)
