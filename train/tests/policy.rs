@@ -112,6 +112,8 @@ const SMALL: &[&str] = &[
     "new_tokens=8",
     "weight=3.0",
     "every=2",
+    "prompts=4",
+    "replies=3",
 ];
 
 fn train(out: &Path, sets: &[&str], more: &[&str]) -> common::Ran {
