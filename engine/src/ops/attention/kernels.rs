@@ -27,7 +27,9 @@ pub fn kernel_for(dtype: DType, d: usize, arch: Arch) -> (Kind, &'static str) {
 
 const UNTIL: &str = include_str!("until.cuh");
 const REACH: &str = include_str!("reach.cuh");
+const STATS: &str = include_str!("stats.cuh");
 
+#[derive(Clone, Copy)]
 struct Sizes {
     batch: usize,
     time: usize,
@@ -106,6 +108,7 @@ pub fn backward(io: &Io, causal: bool, scale: f32) -> Code {
     match kind(io, &[0, 1, 2, 3, 5]) {
         Kind::TensorCore if is_small_backward(&Sizes::new(io), io.arch) => small_backward(io, causal, scale),
         Kind::TensorCore if is_short_backward(&Sizes::new(io), io.arch) => short_backward(io, causal, scale),
+        Kind::TensorCore if is_wide_backward(&Sizes::new(io), io.arch, causal, scale) => wide_backward(io, causal, scale),
         Kind::TensorCore => tensor_backward(io, causal, scale),
         Kind::Plain => plain_backward(io, causal, scale),
     }
@@ -198,7 +201,7 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let rows = backward_rows(s.d);
     let stage = if s.d <= 64 { 64 } else { 32 }; // queries of a stage, so that two blocks fit a multiprocessor
-    let source = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh"), include_str!("tensor_backward.cu")].concat();
+    let source = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh"), STATS, include_str!("tensor_backward.cu")].concat();
     // The same text for all three: one entry in the cache of compiled kernels.
     let launch = |entry| {
         s.define(Launch::new(&source, entry), causal)
@@ -238,18 +241,88 @@ fn wide_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let (s, dtype) = (Sizes::new(io), io.x[0].dtype);
     let scores = wgmma::product("scores", 128, dtype, Left::Rows, false);
     let values = wgmma::product("add_values", s.d, dtype, Left::Registers, true);
-    let source = [wgmma::TEXT, &scores, &values, UNTIL, REACH, include_str!("wgmma_forward.cu")].concat();
-    let heads = if (s.heads / s.kv).is_multiple_of(2) { 2 } else { 1 }; // of a block at once
-    let pieces = s.batch * s.heads / heads * s.time.div_ceil(128 / heads);
+    let source = [wgmma::TEXT, &scores, &values, UNTIL, REACH, include_str!("pieces.cuh"), include_str!("wgmma_forward.cu")].concat();
     s.define(Launch::new(&source, "attention_forward"), causal)
         .define_type("T", dtype)
         .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
-        .grid(pieces.min(io.arch.multiprocessors as usize), 1, 1)
+        .grid(query_pieces(&s, 2).min(io.arch.multiprocessors as usize), 1, 1)
         .block(384)
         // Two stages of queries, keys and values, `until` of two stages, and where the first may begin.
         .shared(6 * 128 * s.d * 2 + 2 * 128 * 4 + 1024)
         .all(io)
         .code()
+}
+
+/// Pieces of work for blocks of `groups` times 64 queries: of two heads that read the same keys, where there are such.
+fn query_pieces(s: &Sizes, groups: usize) -> usize {
+    let heads = if (s.heads / s.kv).is_multiple_of(2) { 2 } else { 1 };
+    s.batch * s.heads / heads * s.time.div_ceil(64 * groups / heads)
+}
+
+/// Bytes that ds may take. Where a batch has more, its examples come in turns.
+const MOST_DS: usize = 512 << 20;
+
+/// Bytes of ds of one example, tiles of 64 x 64 in 16 bits: those above the diagonal do not exist.
+fn ds_bytes(s: &Sizes, causal: bool) -> usize {
+    let (rows, columns) = (s.time.div_ceil(64), s.keys.div_ceil(64));
+    let tiles = if causal { rows * (rows - 1) / 2 + rows * ((63 + s.keys - s.time) / 64 + 1) } else { rows * columns };
+    s.heads * tiles * 8192
+}
+
+fn is_wide_backward(s: &Sizes, arch: Arch, causal: bool, scale: f32) -> bool {
+    is_wide(s, arch, scale) && ds_bytes(s, causal) <= MOST_DS
+}
+
+/// ds goes through memory, so that five products are made. The other way without atomic additions makes ds anew for dq, seven products: with
+/// 16 x 512 tokens and 16 heads of 128 the two are 20 GFLOP, some 45 us, and ds is 75 MB, 35 us to write and read beside other products.
+fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
+    let (s, dtype) = (Sizes::new(io), io.x[0].dtype);
+    let products = [
+        wgmma::product("scores", 64, dtype, Left::Rows, false),
+        wgmma::product("add_rows", s.d, dtype, Left::Registers, true),
+        wgmma::product("add_turned", s.d, dtype, Left::Turned, true),
+    ]
+    .concat();
+    let source = [wgmma::TEXT, &products, UNTIL, REACH, include_str!("pieces.cuh"), STATS, include_str!("wgmma_backward.cu")].concat();
+    let launch = |s: &Sizes, entry| {
+        s.define(Launch::new(&source, entry), causal)
+            .define_type("T", dtype)
+            .define_f32("SCALE", scale)
+            .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
+    };
+    let blocks = |pieces: usize| pieces.min(io.arch.multiprocessors as usize);
+    let stats = (8 * s.queries()).next_multiple_of(1024);
+    let (y, lse, dy) = (At::X(3).into(), At::X(4).into(), At::X(5).into());
+    let rows = s.queries().div_ceil(256 / (s.d / 8));
+    let mut steps = vec![launch(&s, "attention_stats").grid(rows, 1, 1).args(&[y, lse, dy, At::Work.into()])];
+    let at_once = (MOST_DS / ds_bytes(&s, causal)).min(s.batch);
+    for first in (0..s.batch).step_by(at_once) {
+        let part = Sizes { batch: at_once.min(s.batch - first), ..s };
+        // Of a tensor with so many bytes for each example.
+        let from = |at: At, bytes: usize| at.plus(first * bytes);
+        let (of_q, of_k) = (2 * s.time * s.heads * s.d, 2 * s.keys * s.kv * s.d);
+        let [q, k, v, dy] = [(0, of_q), (1, of_k), (2, of_k), (5, of_q)].map(|(i, bytes)| from(At::X(i), bytes));
+        let [dq, dk, dv] = [(0, of_q), (1, of_k), (2, of_k)].map(|(i, bytes)| from(At::Y(i), bytes));
+        let until: &[Place] = if s.masked { &[from(At::X(6), 4 * s.keys)] } else { &[] };
+        let (along, tiles) = (from(At::Work, 8 * s.time * s.heads), At::Work.plus(stats));
+        // Two stages of keys and values, of queries and dy, and of two statistics.
+        steps.push(
+            launch(&part, "attention_dkdv")
+                .grid(blocks(part.batch * s.kv * s.keys.div_ceil(128)), 1, 1)
+                .block(384)
+                .shared((4 * 128 + 4 * 64) * s.d * 2 + 4 * 64 * 4 + 1024)
+                .args(&[&[q, k, v, dy], until, &[along, tiles, dk, dv]].concat()),
+        );
+        // Four stages of 64 keys and four tiles of ds.
+        steps.push(
+            launch(&part, "attention_dq")
+                .grid(blocks(query_pieces(&part, 4)), 1, 1)
+                .block(640)
+                .shared(4 * (64 * s.d * 2 + 4 * 8192) + 1024)
+                .args(&[&[k], until, &[tiles, dq]].concat()),
+        );
+    }
+    Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: stats + at_once * ds_bytes(&s, causal) }
 }
 
 const SHORT: [&str; 4] = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh")];

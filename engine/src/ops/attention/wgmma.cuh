@@ -21,3 +21,6 @@ __device__ __forceinline__ void settled(float &c) { asm volatile("" : "+f"(c)::"
 
 // The first place in dynamic shared memory where a matrix may begin.
 __device__ __forceinline__ char *first_place(void *shared) { return (char *)shared + (-shared_address(shared) & 1023); }
+
+// Of 32 columns, a thread gets 8 neighbours: columns 8 p + 2 j and the next are columns 2 p and the next of the j-th eight.
+__device__ __forceinline__ u32 place(u32 n) { return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2; }

@@ -3,45 +3,17 @@
 // while one group takes exponentials the other multiplies. Blocks stay and take piece after piece of the work, long ones first.
 // SCALE_2 = scale log2(e): exp(scale s) = 2^(SCALE_2 s).
 #define THREADS 256
-#define COPIERS 128
-#define HEADS_AT_ONCE (GROUP % 2 == 0 ? 2 : 1)
-#define BQ (128 / HEADS_AT_ONCE)
 #define BK 128
-#define STREAMS (BATCH * HEADS / HEADS_AT_ONCE)
-#define QUERY_TILES ((TIME + BQ - 1) / BQ)
-
-// Queries from t0 on.
-struct Piece {
-    u32 number, b, head;
-    int t0;
-    // Every other round goes the other way, so that blocks have about as much to do.
-    __device__ __forceinline__ Piece(u32 round) {
-        number = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        b = number % STREAMS / (HEADS / HEADS_AT_ONCE), head = number % (HEADS / HEADS_AT_ONCE) * HEADS_AT_ONCE;
-        t0 = (QUERY_TILES - 1 - (int)(number / STREAMS)) * BQ;
-    }
-    __device__ __forceinline__ bool live() const { return number < (u32)STREAMS * QUERY_TILES; }
-};
+typedef QueryPiece<2> Piece;
 
 // The tiles from `last` down to `first` have all keys that some query of a piece sees; there are none where `first` is more.
 struct Range { int first, last; };
-__device__ __forceinline__ Range range(const int *limits, int t0, int lane) {
-    int end = CAUSAL && t0 + BQ + OFFSET < KEYS ? t0 + BQ + OFFSET : KEYS;
-    Range r = {0, (end - 1) / BK * BK};
+__device__ __forceinline__ Range range(const Piece &piece, const int *limits, int lane) {
+    Range r = {0, (piece.end() - 1) / BK * BK};
     if (!MASKED) return r;
-    while (r.last >= 0 && reach<BK>(limits, r.last, lane).most < t0) r.last -= BK;
-    while (r.first <= r.last && reach<BK>(limits, r.first, lane).most < t0) r.first += BK;
+    while (r.last >= 0 && reach<BK>(limits, r.last, lane).most < piece.t0) r.last -= BK;
+    while (r.first <= r.last && reach<BK>(limits, r.first, lane).most < piece.t0) r.first += BK;
     return r;
-}
-
-// COUNT rows from row `first` on; row t lies at from + t * step. Zeros beyond `rows`.
-template <int COUNT> __device__ __forceinline__ void load(T *to, const T *from, u64 step, int first, int rows, u32 copier) {
-    u32 r = copier / (D / 8), c = copier % (D / 8) * 8;
-    to += spot(COUNT, r, c), from += (first + r) * step + c;
-    const u32 pass = COPIERS / (D / 8);
-    int left = rows - first - (int)r;
-#pragma unroll 8
-    for (u32 i = 0; i < COUNT; i += pass, from += pass * step) copy16(to + i * 64, from, left > (int)i);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
@@ -67,13 +39,13 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             if (!piece.live()) return;
             u32 slot = round % 2;
             if (round >= 2) await(q_empty + slot, round / 2 - 1);
-            const T *from = q + (u64)piece.b * TIME * Q_ROW + piece.head * D;
 #pragma unroll
-            for (int g = 0; g < 2; g++)
-                load<64>(queries + (slot * 2 + g) * 64 * D, from + (HEADS_AT_ONCE == 2 ? g * D : 0), Q_ROW,
-                         piece.t0 + (HEADS_AT_ONCE == 2 ? 0 : 64 * g), TIME, copier);
+            for (u32 g = 0; g < 2; g++) {
+                const T *from = q + (u64)piece.b * TIME * Q_ROW + piece.head_of(g) * D;
+                load<64>(queries + (slot * 2 + g) * 64 * D, from, Q_ROW, piece.first_of(g), TIME, copier);
+            }
             const int *limits = MASKED ? until + (u64)piece.b * KEYS : until;
-            Range r = range(limits, piece.t0, lane);
+            Range r = range(piece, limits, lane);
             if (copier == 0) ranges[slot] = r, arrive(q_full + slot);
             arrive_with_copies(q_full + slot);
             const T *k_from = k + (u64)piece.b * KEYS * K_ROW + piece.head / GROUP * D, *v_from = v + (u64)piece.b * KEYS * V_ROW + piece.head / GROUP * D;
@@ -91,7 +63,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
     }
 
     take_registers<224>();
-    const u32 group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
+    const u32 group = own_group(), warp = threadIdx.x / 32 % 4;
     const auto release = [&](u64 *barrier) {
         __syncwarp();
         if (lane == 0) arrive(barrier);
@@ -100,8 +72,8 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
     for (u32 round = 0;; round++) {
         Piece piece(round);
         if (!piece.live()) return;
-        u32 slot = round % 2, h = piece.head + (HEADS_AT_ONCE == 2 ? group : 0);
-        int t_group = piece.t0 + (HEADS_AT_ONCE == 2 ? 0 : 64 * group), t_warp = t_group + 16 * warp, t = t_warp + lane / 4;
+        u32 slot = round % 2, h = piece.head_of(group);
+        int t_group = piece.first_of(group), t_warp = t_group + 16 * warp, t = t_warp + lane / 4;
         await(q_full + slot, round / 2);
         Range r = ranges[slot];
         // These 64 queries see no key from `seen` on, and so perhaps not the last tiles.
@@ -204,31 +176,25 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             products_begin();
             add(n - 1);
             products_wait<0>();
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) settled(out[i]);
             release(v_empty + (n - 1) % 2);
         }
         release(q_empty + slot);
+        float inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float sum = total[half];
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            float inverse = MASKED && sum == 0.0f ? 0.0f : 1.0f / sum;
+            inverse[half] = MASKED && sum == 0.0f ? 0.0f : 1.0f / sum;
             int row = t + 8 * half;
             const float ln_2 = 0.693147181f;
             if (lane % 4 == 0 && row < TIME) lse[((u64)piece.b * HEADS + h) * TIME + row] = top[half] * SCALE_2 * ln_2 + logf(sum);
-            T *to = y + (((u64)piece.b * TIME + row) * HEADS + h) * D + lane % 4 * 8;
-#pragma unroll
-            for (int c = 0; c < D; c += 32) {
-                u32 p[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float *two = out + c / 2 + 4 * j + 2 * half;
-                    settled(two[0]), settled(two[1]);
-                    p[j] = pack<T>(two[0] * inverse, two[1] * inverse);
-                }
-                turn(p);
-                if (row < TIME) *(uint4 *)(to + c) = make_uint4(p[0], p[1], p[2], p[3]);
-            }
         }
+        store(out, inverse[0], inverse[1], lane, [&](int half) {
+            int row = t + 8 * half;
+            return row < TIME ? y + (((u64)piece.b * TIME + row) * HEADS + h) * D : nullptr;
+        });
     }
 }

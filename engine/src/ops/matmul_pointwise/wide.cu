@@ -14,9 +14,6 @@
 #define PACKS (BN / 32)
 #define STAGE (BM * (KC * 64 + BN * SIDES / 2)) // elements: rows of a, then the sides' tiles
 
-// Of 32 columns, a thread gets 8 neighbours: columns 8 p + 2 j and the next are columns 2 p and the next of the j-th eight.
-__device__ __forceinline__ u32 place(u32 n) { return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2; }
-
 // COUNT vectors of K elements, `step` apart, of which those from `left` on are zeros, copied by BY threads. Vector v goes to row v of
 // `to`, or to its place.
 template <int COUNT, int BY, bool PLACED> __device__ __forceinline__ void load(T *to, const T *from, u64 step, u32 left, u32 thread) {

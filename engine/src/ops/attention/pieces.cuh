@@ -1,0 +1,58 @@
+// Blocks stay and take piece after piece of the work, and four of their warps copy ahead of the others.
+#define COPIERS 128
+
+// The piece of this block in a round, long ones first. Every other round goes the other way, so that blocks have about as much to do.
+__device__ __forceinline__ u32 number_in(u32 round) { return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+
+// 64 queries for each of GROUPS times four warps: of two heads that read the same keys where there are such, else of one.
+#define HEADS_AT_ONCE (GROUP % 2 == 0 ? 2 : 1)
+#define STREAMS (BATCH * HEADS / HEADS_AT_ONCE)
+template <int GROUPS> struct QueryPiece {
+    static const int QUERIES = 64 * GROUPS / HEADS_AT_ONCE, PIECES = (TIME + QUERIES - 1) / QUERIES;
+    u32 number, b, head;
+    int t0;
+    __device__ __forceinline__ QueryPiece(u32 round) {
+        number = number_in(round);
+        b = number % STREAMS / (HEADS / HEADS_AT_ONCE), head = number % (HEADS / HEADS_AT_ONCE) * HEADS_AT_ONCE;
+        t0 = (PIECES - 1 - (int)(number / STREAMS)) * QUERIES;
+    }
+    __device__ __forceinline__ bool live() const { return number < (u32)STREAMS * PIECES; }
+    __device__ __forceinline__ u32 head_of(u32 group) const { return head + group % HEADS_AT_ONCE; }
+    __device__ __forceinline__ int first_of(u32 group) const { return t0 + 64 * (int)(group / HEADS_AT_ONCE); }
+    // Keys from here on are seen by none of the queries.
+    __device__ __forceinline__ int end() const { return CAUSAL && t0 + QUERIES + OFFSET < KEYS ? t0 + QUERIES + OFFSET : KEYS; }
+};
+
+// Four warps that multiply together. The shuffle tells the compiler that a warp's lanes agree, so that what a product is told is calculated once.
+__device__ __forceinline__ u32 own_group() { return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); }
+
+// COUNT rows from row `first` on; row t lies at from + t * step. Zeros beyond `rows`.
+template <int COUNT> __device__ __forceinline__ void load(T *to, const T *from, u64 step, int first, int rows, u32 copier) {
+    u32 r = copier / (D / 8), c = copier % (D / 8) * 8;
+    to += spot(COUNT, r, c), from += (first + r) * step + c;
+    const u32 pass = COPIERS / (D / 8);
+    int left = rows - first - (int)r;
+#pragma unroll 8
+    for (u32 i = 0; i < COUNT; i += pass, from += pass * step) copy16(to + i * 64, from, left > (int)i);
+}
+
+// Sums of a product times a factor for each of a thread's two rows, to row(0) and row(1), if these are not null.
+template <class Row> __device__ __forceinline__ void store(const float *sum, float first, float second, u32 lane, Row row) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        T *to = row(half);
+        float factor = half ? second : first;
+#pragma unroll
+        for (int c = 0; c < D; c += 32) {
+            u32 p[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float *two = sum + c / 2 + 4 * j + 2 * half;
+                p[j] = pack<T>(two[0] * factor, two[1] * factor);
+            }
+            turn(p);
+            if (to) *(uint4 *)(to + lane % 4 * 8 + c) = make_uint4(p[0], p[1], p[2], p[3]);
+        }
+    }
+}
+

@@ -1,0 +1,301 @@
+// Two kernels. One has keys and goes over the queries: it makes dk and dv, and leaves ds in memory in tiles of 64 x 64, from which the other
+// makes dq.
+#define QUERY_TILES ((TIME + 63) / 64)
+#define KEY_TILES ((KEYS + 63) / 64)
+// Tiles of ds that a head has: of those above the diagonal there are none.
+#define FIRST_ROW ((63 + OFFSET) / 64 + 1)
+#define TILES_BEFORE(row) (CAUSAL ? (u64)(row) * ((row) - 1) / 2 + (u64)(row) * FIRST_ROW : (u64)(row) * KEY_TILES)
+#define TILES_A_HEAD TILES_BEFORE(QUERY_TILES)
+
+// The tile of queries from t0 and keys from k0 on, of head h: 64 rows of keys, as products read them, with the queries of each at their places.
+__device__ __forceinline__ T *tile_at(T *tiles, u64 b, u64 h, int t0, int k0) {
+    return tiles + ((b * HEADS + h) * TILES_A_HEAD + TILES_BEFORE(t0 / 64) + k0 / 64) * 4096;
+}
+// Whether there is anything in it; `most` is the largest `until` of its keys.
+__device__ __forceinline__ bool is_seen(int t0, int k0, int most) {
+    return t0 < TIME && k0 < KEYS && t0 <= most && (!CAUSAL || k0 <= t0 + 63 + OFFSET);
+}
+
+// A piece: 128 keys of a head, 64 for each of two groups of four warps, and all queries of the heads that read them, 64 at a time.
+#define BK 128
+#define KEY_PIECES ((KEYS + BK - 1) / BK)
+#define KEY_STREAMS (BATCH * KV)
+
+struct KeyPiece {
+    u32 number, b, kv;
+    int k0;
+    __device__ __forceinline__ KeyPiece(u32 round) {
+        number = number_in(round);
+        b = number % KEY_STREAMS / KV, kv = number % KV, k0 = number / KEY_STREAMS * BK;
+    }
+    __device__ __forceinline__ bool live() const { return number < (u32)KEY_STREAMS * KEY_PIECES; }
+};
+
+// Queries that see some key of a piece lie in here, and `until` of each group's keys.
+struct Queries { int first, end; Reach own[2]; };
+
+extern "C" __global__ void __launch_bounds__(256 + COPIERS, 1)
+attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *stats, T *tiles, T *dk, T *dv) {
+    extern __shared__ __align__(1024) float shared[];
+    __shared__ u64 k_full[2], k_empty[2], full[2], empty[2];
+    __shared__ Queries ranges[2];
+    // Two stages each: keys and values of pieces; queries, dy and their statistics.
+    T *keys = (T *)first_place(shared), *values = keys + 2 * BK * D, *queries = values + 2 * BK * D, *dys = queries + 2 * 64 * D;
+    float *columns = (float *)(dys + 2 * 64 * D);
+    const u64 q_step = HEADS * D, k_step = KV * D;
+    u32 lane = threadIdx.x % 32;
+    if (threadIdx.x < 2) {
+        expect(k_full + threadIdx.x, COPIERS + 1), expect(full + threadIdx.x, COPIERS);
+        expect(k_empty + threadIdx.x, 8), expect(empty + threadIdx.x, 8);
+    }
+    __syncthreads();
+
+    if (threadIdx.x >= 256) {
+        give_registers<40>();
+        u32 copier = threadIdx.x - 256, n = 0; // stages so far
+        for (u32 round = 0;; round++) {
+            KeyPiece piece(round);
+            if (!piece.live()) return;
+            u32 slot = round % 2;
+            if (round >= 2) await(k_empty + slot, round / 2 - 1);
+            u64 k_at = ((u64)piece.b * KEYS * KV + piece.kv) * D;
+            load<BK>(keys + slot * BK * D, k + k_at, k_step, piece.k0, KEYS, copier);
+            load<BK>(values + slot * BK * D, v + k_at, k_step, piece.k0, KEYS, copier);
+            Queries r = {CAUSAL && piece.k0 > OFFSET ? (piece.k0 - OFFSET) / 64 * 64 : 0, TIME, {{TIME, TIME}, {TIME, TIME}}};
+            if (MASKED) {
+                const int *limits = until + (u64)piece.b * KEYS;
+                r.own[0] = reach<64>(limits, piece.k0, lane), r.own[1] = reach<64>(limits, piece.k0 + 64, lane);
+                int most = r.own[0].most > r.own[1].most ? r.own[0].most : r.own[1].most;
+                r.end = most < TIME ? most + 1 : TIME;
+            }
+            if (copier == 0) ranges[slot] = r, arrive(k_full + slot);
+            arrive_with_copies(k_full + slot);
+            for (u32 h = piece.kv * GROUP; h < (piece.kv + 1) * GROUP; h++)
+                for (int t0 = r.first; t0 < r.end; t0 += 64, n++) {
+                    u32 stage = n % 2;
+                    if (n >= 2) await(empty + stage, n / 2 - 1);
+                    u64 q_at = ((u64)piece.b * TIME * HEADS + h) * D;
+                    load<64>(queries + stage * 64 * D, q + q_at, q_step, t0, TIME, copier);
+                    load<64>(dys + stage * 64 * D, dy + q_at, q_step, t0, TIME, copier);
+                    int t = t0 + copier / 2;
+                    const float *from = (const float *)(stats + ((u64)piece.b * HEADS + h) * TIME + (t < TIME ? t : 0)) + copier % 2;
+                    copy4(columns + stage * 128 + copier % 2 * 64 + copier / 2, from, t < TIME);
+                    arrive_with_copies(full + stage);
+                }
+        }
+    }
+
+    take_registers<232>();
+    const u32 group = own_group(), row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const auto release = [&](u64 *barrier) {
+        __syncwarp();
+        if (lane == 0) arrive(barrier);
+    };
+    u32 n = 0; // stages so far
+    for (u32 round = 0;; round++) {
+        KeyPiece piece(round);
+        if (!piece.live()) return;
+        int k_group = piece.k0 + 64 * group;
+        // A thread's two keys are seen by queries from low to high.
+        int low[2], high[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int key = k_group + row + 8 * half;
+            low[half] = CAUSAL ? key - OFFSET : 0;
+            high[half] = key >= KEYS ? -1 : MASKED ? until[(u64)piece.b * KEYS + key] : TIME;
+        }
+        u32 slot = round % 2;
+        await(k_full + slot, round / 2);
+        const int first = ranges[slot].first, end = ranges[slot].end;
+        const Reach own = ranges[slot].own[group];
+        u64 k_at = rows_at(keys + slot * BK * D) + group * 512, v_at = rows_at(values + slot * BK * D) + group * 512;
+        float sum_k[D / 2], sum_v[D / 2], s[32], dp[32];
+        u32 w[4][4], u[4][4];
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) sum_k[i] = sum_v[i] = 0.0f;
+
+        // Stages whose queries see no key of this group are passed over.
+        u32 h = piece.kv * GROUP, h_end = first < end ? h + GROUP : h;
+        int t0 = first;
+        const auto advance = [&] {
+            n++, t0 += 64;
+            if (t0 >= end) t0 = first, h++;
+        };
+        const auto is_hidden = [&] { return h < h_end && (await(full + n % 2, n / 2), !is_seen(t0, k_group, own.most)); };
+        const auto pass = [&] { release(empty + n % 2), advance(); };
+        // Scores of keys and queries, or dy v^T: 64 x 64, summed over D.
+        const auto multiply = [&](float *c, u64 a, const T *rows) {
+            u64 b = rows_at(rows);
+#pragma unroll
+            for (int i = 0; i < D; i += 16) {
+                u64 left = a + (i / 64 * (BK * 8) + i % 64 / 8), right = b + (i / 64 * 512 + i % 64 / 8);
+                if (i == 0) scores_first(c, left, right);
+                else scores(c, left, right);
+            }
+            products_commit();
+        };
+        // ds to its tile.
+        char *tile;
+        const auto leave = [&] {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 c = lane % 4 + i / 2 * 4, at = i / 2 * 8 + i % 2;
+                *(uint4 *)(tile + i % 2 * 1024 + ((c ^ lane / 4) << 4)) = make_uint4(u[at / 4][at % 4], u[(at + 2) / 4][(at + 2) % 4],
+                                                                                 u[(at + 4) / 4][(at + 4) % 4], u[(at + 6) / 4][(at + 6) % 4]);
+            }
+        };
+        while (is_hidden()) pass();
+        if (h < h_end) {
+            show();
+            products_begin();
+            multiply(s, k_at, queries + n % 2 * 64 * D);
+            for (;;) {
+                const u32 stage = n % 2;
+                const float *column = columns + stage * 128 + lane % 4 * 2;
+                products_begin();
+                multiply(dp, v_at, dys + stage * 64 * D);
+                products_wait<1>();
+#pragma unroll
+                for (int i = 0; i < 32; i++) {
+                    settled(s[i]);
+                    s[i] = power_of_two(s[i] * SCALE_2 - column[i / 4 * 8 + i % 2]);
+                }
+                // The branch also keeps the compiler from waiting for dp before the exponentials.
+#pragma unroll
+                for (int i = 0; i < 32; i++) settled(s[i]);
+                if (k_group + 64 > KEYS || (CAUSAL && k_group + 63 > t0 + OFFSET) || (MASKED && t0 + 63 > own.least)) {
+#pragma unroll
+                    for (int i = 0; i < 32; i++) {
+                        int t = t0 + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                        if ((t < low[i % 4 / 2]) | (t > high[i % 4 / 2])) s[i] = 0.0f;
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 16; i++) w[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+                products_wait<0>();
+#pragma unroll
+                for (int i = 0; i < 32; i++) {
+                    settled(dp[i]);
+                    dp[i] = s[i] * (dp[i] - column[64 + i / 4 * 8 + i % 2]);
+                }
+#pragma unroll
+                for (int i = 0; i < 16; i++) u[i / 4][i % 4] = pack<T>(dp[2 * i], dp[2 * i + 1]);
+                tile = (char *)tile_at(tiles, piece.b, h, t0, k_group) + row * 128;
+                u64 q_at = rows_at(queries + stage * 64 * D, 8192), dy_at = rows_at(dys + stage * 64 * D, 8192);
+                products_begin();
+#pragma unroll
+                for (int i = 0; i < 4; i++) add_rows(sum_v, w[i], dy_at + 128 * i);
+#pragma unroll
+                for (int i = 0; i < 4; i++) add_rows(sum_k, u[i], q_at + 128 * i);
+                products_commit();
+                advance();
+                bool held = true;
+                if (is_hidden()) {
+                    products_wait<0>();
+                    release(empty + stage), held = false;
+                    while (is_hidden()) pass();
+                }
+                if (h >= h_end) {
+                    leave();
+                    products_wait<0>();
+                    if (held) release(empty + stage);
+                    break;
+                }
+                show();
+                products_begin();
+                multiply(s, k_at, queries + n % 2 * 64 * D);
+                leave(); // after the fence, which would wait for it
+                products_wait<1>(); // for all but the scores
+                if (held) release(empty + stage);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) settled(sum_k[i]), settled(sum_v[i]);
+        release(k_empty + slot);
+        const auto place_in = [&](T *to) {
+            return [=](int half) {
+                int key = k_group + row + 8 * half;
+                return key < KEYS ? to + ((u64)piece.b * KEYS + key) * k_step + piece.kv * D : nullptr;
+            };
+        };
+        store(sum_k, SCALE, SCALE, lane, place_in(dk));
+        store(sum_v, 1.0f, 1.0f, lane, place_in(dv));
+    }
+}
+
+// The keys go by 64 at a time. A product alone, so that memory is what it waits for: four stages, and keys for four groups of warps.
+#define GROUPS 4
+#define STAGES 4
+#define STAGE (64 * D + GROUPS * 4096) // elements: keys, then a tile of ds for each group
+
+extern "C" __global__ void __launch_bounds__(128 * GROUPS + COPIERS, 1) attention_dq(const T *k, UNTIL T *tiles, T *dq) {
+    extern __shared__ __align__(1024) float shared[];
+    __shared__ u64 full[STAGES], empty[STAGES];
+    __shared__ u32 notes[STAGES]; // which groups have a tile in a stage, and whether it is the last one of its piece
+    T *stages = (T *)first_place(shared);
+    u32 lane = threadIdx.x % 32, n = 0; // stages so far
+    const u32 last_one = 1 << GROUPS;
+    if (threadIdx.x < STAGES) expect(full + threadIdx.x, COPIERS + 1), expect(empty + threadIdx.x, 4 * GROUPS);
+    __syncthreads();
+
+    if (threadIdx.x >= 128 * GROUPS) {
+        u32 copier = threadIdx.x - 128 * GROUPS;
+        for (u32 round = 0;; round++) {
+            QueryPiece<GROUPS> piece(round);
+            if (!piece.live()) return;
+            const int *limits = MASKED ? until + (u64)piece.b * KEYS : until;
+            const auto most = [&](int k0) { return MASKED ? reach<64>(limits, k0, lane).most : TIME; };
+            int end = piece.end(), k0 = 0;
+            while (MASKED && k0 + 64 < end && most(k0) < piece.t0) k0 += 64;
+            for (; k0 < end; k0 += 64, n++) {
+                T *stage = stages + n % STAGES * STAGE;
+                u32 note = k0 + 64 >= end ? last_one : 0;
+                int of_tile = most(k0);
+                if (n >= STAGES) await(empty + n % STAGES, n / STAGES - 1);
+                load<64>(stage, k + ((u64)piece.b * KEYS * KV + piece.head / GROUP) * D, KV * D, k0, KEYS, copier);
+#pragma unroll
+                for (u32 g = 0; g < GROUPS; g++) {
+                    if (!is_seen(piece.first_of(g), k0, of_tile)) continue;
+                    note |= 1 << g;
+                    const T *from = tile_at(tiles, piece.b, piece.head_of(g), piece.first_of(g), k0) + copier * 8;
+                    T *to = stage + 64 * D + g * 4096 + copier * 8;
+#pragma unroll
+                    for (int i = 0; i < 4096; i += COPIERS * 8) copy16(to + i, from + i, true);
+                }
+                if (copier == 0) notes[n % STAGES] = note, arrive(full + n % STAGES);
+                arrive_with_copies(full + n % STAGES);
+            }
+        }
+    }
+
+    const u32 group = own_group(), row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    for (u32 round = 0;; round++) {
+        QueryPiece<GROUPS> piece(round);
+        if (!piece.live()) return;
+        float sum[D / 2];
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) sum[i] = 0.0f;
+        for (u32 note = 0; !(note & last_one); n++) {
+            await(full + n % STAGES, n / STAGES);
+            note = notes[n % STAGES];
+            if (note >> group & 1) {
+                const T *stage = stages + n % STAGES * STAGE;
+                u64 ds = rows_at(stage + 64 * D + group * 4096), keys = rows_at(stage, 8192);
+                show();
+                products_begin();
+#pragma unroll
+                for (int i = 0; i < 4; i++) add_turned(sum, ds + 128 * i, keys + 128 * i);
+                products_commit();
+                products_wait<0>();
+#pragma unroll
+                for (int i = 0; i < D / 2; i++) settled(sum[i]);
+            }
+            __syncwarp();
+            if (lane == 0) arrive(empty + n % STAGES);
+        }
+        store(sum, SCALE, SCALE, lane, [&](int half) {
+            int t = piece.first_of(group) + place(row + 8 * half);
+            return t < TIME ? dq + (((u64)piece.b * TIME + t) * HEADS + piece.head_of(group)) * D : nullptr;
+        });
+    }
+}
