@@ -305,12 +305,12 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
         let [dq, dk, dv] = [(0, of_q), (1, of_k), (2, of_k)].map(|(i, bytes)| from(At::Y(i), bytes));
         let until: &[Place] = if s.masked { &[from(At::X(6), 4 * s.keys)] } else { &[] };
         let (along, tiles) = (from(At::Work, 8 * s.time * s.heads), At::Work.plus(stats));
-        // Two stages of keys and values, of queries and dy, and of two statistics.
+        // Two stages of keys and values; three of queries, dy and two statistics.
         steps.push(
             launch(&part, "attention_dkdv")
                 .grid(blocks(part.batch * s.kv * s.keys.div_ceil(128)), 1, 1)
                 .block(384)
-                .shared((4 * 128 + 4 * 64) * s.d * 2 + 4 * 64 * 4 + 1024)
+                .shared(2 * 2 * 128 * s.d * 2 + 3 * (2 * 64 * s.d * 2 + 2 * 64 * 4))
                 .args(&[&[q, k, v, dy], until, &[along, tiles, dk, dv]].concat()),
         );
         // Four stages of 64 keys and four tiles of ds.

@@ -20,6 +20,7 @@ __device__ __forceinline__ bool is_seen(int t0, int k0, int most) {
 #define BK 128
 #define KEY_PIECES ((KEYS + BK - 1) / BK)
 #define KEY_STREAMS (BATCH * KV)
+#define STEPS 3 // stages of 64 queries, so that there are two steps to fetch one in
 
 struct KeyPiece {
     u32 number, b, kv;
@@ -37,17 +38,15 @@ struct Queries { int first, end; Reach own[2]; };
 extern "C" __global__ void __launch_bounds__(256 + COPIERS, 1)
 attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *stats, T *tiles, T *dk, T *dv) {
     extern __shared__ __align__(1024) float shared[];
-    __shared__ u64 k_full[2], k_empty[2], full[2], empty[2];
+    __shared__ u64 k_full[2], k_empty[2], full[STEPS], empty[STEPS];
     __shared__ Queries ranges[2];
-    // Two stages each: keys and values of pieces; queries, dy and their statistics.
-    T *keys = (T *)first_place(shared), *values = keys + 2 * BK * D, *queries = values + 2 * BK * D, *dys = queries + 2 * 64 * D;
-    float *columns = (float *)(dys + 2 * 64 * D);
+    // Keys and values of two pieces; then queries, dy and their statistics. It is all there is: no room to look for a place to begin.
+    T *keys = (T *)shared, *values = keys + 2 * BK * D, *queries = values + 2 * BK * D, *dys = queries + STEPS * 64 * D;
+    float *columns = (float *)(dys + STEPS * 64 * D);
     const u64 q_step = HEADS * D, k_step = KV * D;
     u32 lane = threadIdx.x % 32;
-    if (threadIdx.x < 2) {
-        expect(k_full + threadIdx.x, COPIERS + 1), expect(full + threadIdx.x, COPIERS);
-        expect(k_empty + threadIdx.x, 8), expect(empty + threadIdx.x, 8);
-    }
+    if (threadIdx.x < 2) expect(k_full + threadIdx.x, COPIERS + 1), expect(k_empty + threadIdx.x, 8);
+    if (threadIdx.x < STEPS) expect(full + threadIdx.x, COPIERS), expect(empty + threadIdx.x, 8);
     __syncthreads();
 
     if (threadIdx.x >= 256) {
@@ -72,8 +71,8 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
             arrive_with_copies(k_full + slot);
             for (u32 h = piece.kv * GROUP; h < (piece.kv + 1) * GROUP; h++)
                 for (int t0 = r.first; t0 < r.end; t0 += 64, n++) {
-                    u32 stage = n % 2;
-                    if (n >= 2) await(empty + stage, n / 2 - 1);
+                    u32 stage = n % STEPS;
+                    if (n >= STEPS) await(empty + stage, n / STEPS - 1);
                     u64 q_at = ((u64)piece.b * TIME * HEADS + h) * D;
                     load<64>(queries + stage * 64 * D, q + q_at, q_step, t0, TIME, copier);
                     load<64>(dys + stage * 64 * D, dy + q_at, q_step, t0, TIME, copier);
@@ -121,8 +120,8 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
             n++, t0 += 64;
             if (t0 >= end) t0 = first, h++;
         };
-        const auto is_hidden = [&] { return h < h_end && (await(full + n % 2, n / 2), !is_seen(t0, k_group, own.most)); };
-        const auto pass = [&] { release(empty + n % 2), advance(); };
+        const auto is_hidden = [&] { return h < h_end && (await(full + n % STEPS, n / STEPS), !is_seen(t0, k_group, own.most)); };
+        const auto pass = [&] { release(empty + n % STEPS), advance(); };
         // Scores of keys and queries, or dy v^T: 64 x 64, summed over D.
         const auto multiply = [&](float *c, u64 a, const T *rows) {
             u64 b = rows_at(rows);
@@ -148,9 +147,9 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
         if (h < h_end) {
             show();
             products_begin();
-            multiply(s, k_at, queries + n % 2 * 64 * D);
+            multiply(s, k_at, queries + n % STEPS * 64 * D);
             for (;;) {
-                const u32 stage = n % 2;
+                const u32 stage = n % STEPS;
                 const float *column = columns + stage * 128 + lane % 4 * 2;
                 products_begin();
                 multiply(dp, v_at, dys + stage * 64 * D);
@@ -203,14 +202,14 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
                 }
                 show();
                 products_begin();
-                multiply(s, k_at, queries + n % 2 * 64 * D);
+                multiply(s, k_at, queries + n % STEPS * 64 * D);
                 leave(); // after the fence, which would wait for it
                 products_wait<1>(); // for all but the scores
                 if (held) release(empty + stage);
             }
-        }
 #pragma unroll
-        for (int i = 0; i < D / 2; i++) settled(sum_k[i]), settled(sum_v[i]);
+            for (int i = 0; i < D / 2; i++) settled(sum_k[i]), settled(sum_v[i]);
+        }
         release(k_empty + slot);
         const auto place_in = [&](T *to) {
             return [=](int half) {

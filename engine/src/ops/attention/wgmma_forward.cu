@@ -11,8 +11,10 @@ struct Range { int first, last; };
 __device__ __forceinline__ Range range(const Piece &piece, const int *limits, int lane) {
     Range r = {0, (piece.end() - 1) / BK * BK};
     if (!MASKED) return r;
-    while (r.last >= 0 && reach<BK>(limits, r.last, lane).most < piece.t0) r.last -= BK;
-    while (r.first <= r.last && reach<BK>(limits, r.first, lane).most < piece.t0) r.first += BK;
+    const auto most = [&](int k0) { return reach<BK>(limits, k0, lane).most; };
+    int first = most(r.first), last = most(r.last);
+    while (last < piece.t0 && r.last > 0) r.last -= BK, last = most(r.last);
+    while (first < piece.t0 && r.first <= r.last) r.first += BK, first = most(r.first);
     return r;
 }
 
@@ -68,22 +70,44 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
         __syncwarp();
         if (lane == 0) arrive(barrier);
     };
-    u32 n = 0; // tiles so far
-    for (u32 round = 0;; round++) {
+    float s[BK / 2], out[D / 2], top[2], total[2];
+    u32 w[BK / 16][4], n = 0, round = 0; // tiles so far
+    const auto finish = [&](const Piece &piece) {
+        const u32 h = piece.head_of(group);
+        const int t = piece.first_of(group) + 16 * warp + lane / 4;
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float sum = total[half];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            inverse[half] = MASKED && sum == 0.0f ? 0.0f : 1.0f / sum;
+            int row = t + 8 * half;
+            const float ln_2 = 0.693147181f;
+            if (lane % 4 == 0 && row < TIME) lse[((u64)piece.b * HEADS + h) * TIME + row] = top[half] * SCALE_2 * ln_2 + logf(sum);
+        }
+        store(out, inverse[0], inverse[1], lane, [&](int half) {
+            int row = t + 8 * half;
+            return row < TIME ? y + (((u64)piece.b * TIME + row) * HEADS + h) * D : nullptr;
+        });
+    };
+    for (;; round++) {
         Piece piece(round);
-        if (!piece.live()) return;
-        u32 slot = round % 2, h = piece.head_of(group);
+        if (!piece.live()) break;
+        u32 slot = round % 2;
         int t_group = piece.first_of(group), t_warp = t_group + 16 * warp, t = t_warp + lane / 4;
         await(q_full + slot, round / 2);
         Range r = ranges[slot];
         // These 64 queries see no key from `seen` on, and so perhaps not the last tiles.
         int seen = t_group >= TIME ? 0 : CAUSAL && t_group + 64 + OFFSET < KEYS ? t_group + 64 + OFFSET : KEYS;
         u64 q_at = rows_at(queries + (slot * 2 + group) * 64 * D);
-
-        float s[BK / 2], out[D / 2], top[2] = {-infinity(), -infinity()}, total[2] = {};
-        u32 w[BK / 16][4];
+        // The piece before is written while the first scores of this one are made: a fence would wait for it.
+        const auto begin = [&] {
+            if (round > 0) finish(Piece(round - 1));
 #pragma unroll
-        for (int i = 0; i < D / 2; i++) out[i] = 0.0f;
+            for (int i = 0; i < D / 2; i++) out[i] = 0.0f;
+            top[0] = top[1] = -infinity(), total[0] = total[1] = 0.0f;
+        };
         // Scores of tile n become weights, and the sums before are scaled to them once their products are over.
         const auto weigh = [&](int k0, bool first) {
             const int *limits = ends + n % 2 * BK;
@@ -97,12 +121,17 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             else products_wait<1>();
 #pragma unroll
             for (int i = 0; i < BK / 2; i++) settled(s[i]);
-            if (k0 + BK > KEYS || (CAUSAL && k0 + BK - 1 > t_warp + OFFSET) || (MASKED && t_warp + 15 > least)) {
+            if (k0 + BK > KEYS || (CAUSAL && k0 + BK - 1 > t_warp + OFFSET)) {
 #pragma unroll
                 for (int i = 0; i < BK / 2; i++) {
-                    int column = i / 4 * 8 + lane % 4 * 2 + i % 2, key = k0 + column, row = t + i % 4 / 2 * 8, limit = MASKED ? limits[column] : TIME;
-                    if ((key >= KEYS) | (CAUSAL && key > row + OFFSET) | (row > limit)) s[i] = -infinity();
+                    int last = CAUSAL && t + i % 4 / 2 * 8 + OFFSET < KEYS ? t + i % 4 / 2 * 8 + OFFSET : KEYS - 1; // that the row sees
+                    if (i / 4 * 8 + i % 2 > last - k0 - (int)lane % 4 * 2) s[i] = -infinity();
                 }
+            }
+            if (MASKED && t_warp + 15 > least) {
+#pragma unroll
+                for (int i = 0; i < BK / 2; i++)
+                    if (t + i % 4 / 2 * 8 > limits[i / 4 * 8 + lane % 4 * 2 + i % 2]) s[i] = -infinity();
             }
             release(k_empty + n % 2);
             float shrink[2];
@@ -164,6 +193,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             await(k_full + n % 2, n / 2);
             show();
             score();
+            begin();
             weigh(k0, true);
             while (k0 -= BK, n++, k0 >= r.first) {
                 await(k_full + n % 2, n / 2);
@@ -179,22 +209,8 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
 #pragma unroll
             for (int i = 0; i < D / 2; i++) settled(out[i]);
             release(v_empty + (n - 1) % 2);
-        }
+        } else begin();
         release(q_empty + slot);
-        float inverse[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float sum = total[half];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            inverse[half] = MASKED && sum == 0.0f ? 0.0f : 1.0f / sum;
-            int row = t + 8 * half;
-            const float ln_2 = 0.693147181f;
-            if (lane % 4 == 0 && row < TIME) lse[((u64)piece.b * HEADS + h) * TIME + row] = top[half] * SCALE_2 * ln_2 + logf(sum);
-        }
-        store(out, inverse[0], inverse[1], lane, [&](int half) {
-            int row = t + 8 * half;
-            return row < TIME ? y + (((u64)piece.b * TIME + row) * HEADS + h) * D : nullptr;
-        });
     }
+    finish(Piece(round - 1));
 }
