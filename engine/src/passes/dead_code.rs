@@ -6,8 +6,10 @@ use crate::graph::{Graph, Init, Kind, Node};
 use crate::meta::DType;
 use crate::op::Op;
 use crate::ops::experts::GroupedSwiglu;
-use crate::ops::norm::add::AddRmsNorm;
+use crate::ops::norm::RmsNormGrad;
+use crate::ops::norm::add::{AddRmsNorm, AddRmsNormGrad};
 use crate::ops::pointwise::Pointwise;
+use crate::ops::rope::norm::NormRopeGrad;
 use crate::record::Recorder;
 use std::sync::Arc;
 
@@ -64,7 +66,18 @@ pub fn sweep(g: &mut Graph) {
     }
 }
 
-/// Drops outputs of pointwise nodes, and what experts and norms keep for a gradient, that nobody reads; returns how many.
+/// The gradient of a norm, without that of its weight; None where it has none, or more behind it.
+fn without_weight(node: &Node) -> Option<Arc<dyn Op>> {
+    if node.outputs.len() != 2 {
+        return None;
+    }
+    let norm = node.op::<RmsNormGrad>().map(|op| Arc::new(RmsNormGrad { dw: false, ..op.clone() }) as Arc<dyn Op>);
+    let sum = || node.op::<AddRmsNormGrad>().map(|op| Arc::new(AddRmsNormGrad { dw: false, ..op.clone() }) as Arc<dyn Op>);
+    let turned = || node.op::<NormRopeGrad>().map(|op| Arc::new(NormRopeGrad { dw: false, ..op.clone() }) as Arc<dyn Op>);
+    norm.or_else(sum).or_else(turned)
+}
+
+/// Drops outputs of pointwise nodes, of gradients of norms, and what experts and norms keep for a gradient, that nobody reads; returns how many.
 fn drop_outputs(g: &mut Graph) -> usize {
     // From the end, so that an output read only by a dropped one goes too.
     let mut dropped = 0;
@@ -83,6 +96,12 @@ fn drop_outputs(g: &mut Graph) -> usize {
             let op = GroupedSwiglu { keep: false, ..op.clone() };
             g.nodes[i].outputs.pop();
             g.nodes[i].kind = Kind::Op(Arc::new(op));
+            dropped += 1;
+        }
+        // Gradients of weights that are not trained.
+        if let Some(op) = without_weight(&g.nodes[i]).filter(|_| !read[i][1]) {
+            g.nodes[i].outputs.pop();
+            g.nodes[i].kind = Kind::Op(op);
             dropped += 1;
         }
         if let Some(op) = g.nodes[i].op::<AddRmsNorm>().filter(|op| op.sum && !read[i][2]) {

@@ -31,6 +31,10 @@ impl Pass for Epilogue {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let moved = narrow_first(g);
+        if moved > 0 {
+            receipt.notes.push(format!("{moved} products behind narrow ones, which they add"));
+        }
         let mut folded = Folded::new(g);
         folded.widen(g, receipt);
         for i in 0..g.nodes.len() {
@@ -48,9 +52,10 @@ impl Pass for Epilogue {
             } else if let Some(more) = gradients.get(&i) {
                 let mut x = inputs.to_vec();
                 x.extend(more.add.map(|v| recorder.var(at(v, &new)).reshape(&node.outputs[0].shape)));
-                let made = match node.op::<LinearAttentionGrad>() {
-                    Some(&op) => recorder.op(LinearAttentionGrad { add: more.add.is_some(), relu: more.relu, ..op }, &x),
-                    None => recorder.op(RmsNormGrad { add: true }, &x),
+                let made = match (node.op::<LinearAttentionGrad>(), node.op::<RmsNormGrad>()) {
+                    (Some(&op), _) => recorder.op(LinearAttentionGrad { add: more.add.is_some(), relu: more.relu, ..op }, &x),
+                    (_, Some(op)) => recorder.op(RmsNormGrad { add: true, ..op.clone() }, &x),
+                    _ => unreachable!("one of the two"),
                 };
                 made.iter().map(|v| v.value()).collect()
             } else if let Some(&v) = stands_for.get(&Value { node: i, out: 0 }) {
@@ -80,6 +85,8 @@ impl Pass for Epilogue {
         r.output("loss", loss);
         r.output("dw", r.grad(loss, &[w])[0]);
         r.output("y", (x.matmul(w) + b).gelu());
+        let (down, up) = (param("down", &[8, 1]), param("up", &[1, 8]));
+        r.output("adapted", x.matmul(w) + x.matmul(down).matmul(up) + x.silu().matmul(w));
     }
 }
 
@@ -87,6 +94,71 @@ struct Product {
     op: Matmul,
     add: Option<Value>,
     bias: Option<Value>,
+}
+
+/// A product is narrow beside another of so many times the arithmetic.
+const NARROW: u64 = 4;
+
+/// Among products that are added up, narrow ones (of an adapter's few columns) come first: a wide one hides the reading of what it adds
+/// behind its arithmetic, a narrow one does not. Returns how many products moved, each to where its sum is.
+fn narrow_first(g: &mut Graph) -> usize {
+    let reads = reads(g);
+    // What a sum is made of, through sums and reshapes that nobody else reads: all nodes, and the products among them.
+    fn terms(g: &Graph, reads: &HashMap<Value, usize>, i: usize, nodes: &mut Vec<usize>, products: &mut Vec<usize>) {
+        for &v in &g.nodes[i].inputs {
+            let node = &g.nodes[v.node];
+            let sum = node.op::<Pointwise>().is_some_and(is_sum);
+            if reads[&v] != 1 || !(sum || node.op::<Matmul>().is_some() || node.op::<Reshape>().is_some()) {
+                continue;
+            }
+            nodes.push(v.node);
+            match node.op::<Matmul>() {
+                Some(_) => products.push(v.node),
+                None => terms(g, reads, v.node, nodes, products),
+            }
+        }
+    }
+    let mut place: Vec<(usize, usize)> = (0..g.nodes.len()).map(|i| (i, 0)).collect(); // behind which node, and as which there
+    let (mut moved, mut seen) = (0, vec![false; g.nodes.len()]);
+    for i in (0..g.nodes.len()).rev() {
+        if seen[i] || !g.nodes[i].op::<Pointwise>().is_some_and(is_sum) {
+            continue;
+        }
+        let (mut nodes, mut products) = (vec![], vec![]);
+        terms(g, &reads, i, &mut nodes, &mut products);
+        nodes.iter().for_each(|&n| seen[n] = true);
+        let flops = |p: usize| g.nodes[p].op::<Matmul>().map_or(0, |op| op.cost(&g.inputs(p)).flops);
+        let most = products.iter().map(|&p| flops(p)).max().unwrap_or(0);
+        let narrow = |&p: &usize| NARROW * flops(p) <= most;
+        let Some(last) = products.iter().copied().filter(narrow).max() else { continue };
+        let wide: Vec<usize> = products.into_iter().filter(|p| !narrow(p)).collect();
+        if wide.iter().all(|&p| p > last) {
+            continue;
+        }
+        // To right before the sum, in their old order, and with them what reads them.
+        moved += wide.len();
+        wide.iter().for_each(|&p| place[p] = (i - 1, p));
+        nodes.sort();
+        for &n in nodes.iter().filter(|n| g.nodes[**n].op::<Matmul>().is_none()) {
+            if g.nodes[n].inputs.iter().any(|v| place[v.node].1 > 0) {
+                place[n] = (i - 1, n);
+            }
+        }
+    }
+    if moved > 0 {
+        let mut order: Vec<usize> = (0..g.nodes.len()).collect();
+        order.sort_by_key(|&i| place[i]);
+        g.reorder(&order);
+    }
+    moved
+}
+
+fn reads(g: &Graph) -> HashMap<Value, usize> {
+    let mut reads = HashMap::new();
+    for v in g.nodes.iter().flat_map(|n| n.inputs.iter().copied()).chain(g.roots()) {
+        *reads.entry(v).or_insert(0) += 1;
+    }
+    reads
 }
 
 /// What the gradient of an op does to its first result.
@@ -115,12 +187,7 @@ enum Work {
 
 impl Folded {
     fn new(g: &Graph) -> Folded {
-        let mut reads = HashMap::new();
-        let inputs = g.nodes.iter().flat_map(|n| n.inputs.iter().copied());
-        for v in inputs.chain(g.roots()) {
-            *reads.entry(v).or_insert(0) += 1;
-        }
-        Folded { products: HashMap::new(), gradients: HashMap::new(), stands_for: HashMap::new(), reads }
+        Folded { products: HashMap::new(), gradients: HashMap::new(), stands_for: HashMap::new(), reads: reads(g) }
     }
 
     /// Products of a narrow type that everybody reads in f32, perhaps part by part, write f32.
@@ -251,10 +318,11 @@ impl Folded {
         }
         let mut reason = None;
         for (m, work) in ways {
-            match self.refused(g, m, &work) {
+            let adder = self.adder(g, m, &work);
+            match self.refused(g, adder, &work) {
                 Some(r) => reason = Some(r),
                 None => {
-                    self.fold(g, m, work);
+                    self.fold(g, adder, work);
                     self.stands_for.insert(Value { node: i, out: 0 }, Value { node: m, out: 0 });
                     receipt.applied += 1;
                     return;
@@ -271,6 +339,18 @@ impl Folded {
     fn result(&self, g: &Graph, m: usize) -> Meta {
         let meta = &g.nodes[m].outputs[0];
         Meta::new(&meta.shape, self.op(g, m).dtype.unwrap_or(meta.dtype))
+    }
+
+    /// Who is to add another product to the sum that m ends: m, or the first of the products that were added up so far. What is no product may
+    /// be much larger than they are: rounded with a small one alone, it would swallow it.
+    fn adder(&self, g: &Graph, m: usize, work: &Work) -> usize {
+        match *work {
+            Work::Add(v) if self.product(g, v).is_some() => {
+                let plain = self.products.get(&m).filter(|p| !p.op.bias && p.op.act.is_none());
+                plain.and_then(|p| p.add).and_then(|w| self.product(g, w)).map_or(m, |next| self.adder(g, next, work))
+            }
+            _ => m,
+        }
     }
 
     /// Why a product cannot do this too.
@@ -315,7 +395,7 @@ fn is_relu_gradient(p: &Pointwise) -> bool {
 }
 
 /// What is seen through reshapes.
-fn unshaped(g: &Graph, v: Value) -> Value {
+pub(super) fn unshaped(g: &Graph, v: Value) -> Value {
     match g.nodes[v.node].op::<Reshape>() {
         Some(_) => unshaped(g, g.nodes[v.node].inputs[0]),
         None => v,

@@ -1,5 +1,6 @@
 //! A sum that is normed is never written, or written by the norm; layer norms around a residual are one.
 
+use super::epilogue::unshaped;
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
@@ -98,8 +99,10 @@ fn sum_is_read(g: &Graph, p: usize, i: usize, terms: [Value; 2]) -> Result<bool,
     let readers = g.readers();
     let read = readers[p].len() > 1 || g.roots().any(|v| v.node == p);
     if full == [true; 2] {
-        // A term that is arithmetic of its own would have to be written, to be read once.
-        let fuses = |v: Value| g.nodes[v.node].op::<Pointwise>().is_some() && readers[v.node] == [p];
+        // A term that is arithmetic of its own would have to be written, to be read once; but for sums that a product makes anyway.
+        let product = |v: Value| g.nodes[unshaped(g, v).node].op::<Matmul>().is_some();
+        let summed = |v: Value| binary(g, v.node, Bin::Add).is_some_and(|terms| terms.into_iter().any(product));
+        let fuses = |v: Value| g.nodes[v.node].op::<Pointwise>().is_some() && readers[v.node] == [p] && !summed(v);
         if readers[p][0] < i {
             Err("the sum is read before its norm")
         } else if readers[p].iter().any(|&n| matches!(g.nodes[n].kind, Kind::Grad)) {

@@ -1,7 +1,7 @@
 //! The RMS norm of a sum. The sum itself is written only where something else reads it.
 
 use super::gpu::{self, Inputs};
-use super::{ROWS, RmsNorm, RmsNormGrad, add_pieces, each_row, norm_metas, rms_row};
+use super::{ROWS, RmsNorm, RmsNormGrad, add_pieces, each_row, norm_again, norm_metas, rms_row};
 use crate::cpu::math::sum;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
@@ -89,7 +89,7 @@ impl Op for AddRmsNorm {
         if x.len() == 2 {
             let through = |d: Var<'g>| {
                 assert!(self.sum, "a sum that was not kept has no gradient without a weight");
-                d.recorder().op1(RmsNormGrad { add: ds.is_some() }, &[&[y[2], y[1], d], ds.as_slice()].concat())
+                d.recorder().op1(RmsNormGrad { add: ds.is_some(), ..RmsNormGrad::default() }, &[&[y[2], y[1], d], ds.as_slice()].concat())
             };
             let ds = dy[0].map(through).or(ds);
             return vec![ds, ds.map(|d| d.cast(x[1].dtype()))];
@@ -99,9 +99,9 @@ impl Op for AddRmsNorm {
             (Some(d), ds) => {
                 let r = d.recorder();
                 let all = match (self.sum, ds) {
-                    (false, _) => r.op(AddRmsNormGrad { sum: false }, &[x[0], x[1], y[1], d, x[2]]),
-                    (true, None) => r.op(RmsNormGrad { add: false }, &[y[2], y[1], d, x[2]]),
-                    (true, Some(ds)) => r.op(AddRmsNormGrad { sum: true }, &[y[2], ds, y[1], d, x[2]]),
+                    (false, _) => r.op(AddRmsNormGrad { sum: false, dw: true, y: false }, &[x[0], x[1], y[1], d, x[2]]),
+                    (true, None) => r.op(RmsNormGrad { dw: true, ..RmsNormGrad::default() }, &[y[2], y[1], d, x[2]]),
+                    (true, Some(ds)) => r.op(AddRmsNormGrad { sum: true, dw: true, y: false }, &[y[2], ds, y[1], d, x[2]]),
                 };
                 (Some(all[0]), [Some(all[1]), all.get(2).copied()])
             }
@@ -127,10 +127,14 @@ impl Op for AddRmsNorm {
 }
 
 /// Inputs: a, b, rstd, dy, weight; or, with `sum`, a + b and the gradient that it has from elsewhere instead of a and b.
-/// Outputs: the gradient of a + b, the weight's, and, where b is one row, b's.
-#[derive(Debug)]
+/// Outputs: the gradient of a + b, the weight's unless nobody wants it, where b is one row, b's, and perhaps the norm's own result.
+#[derive(Clone, Debug)]
 pub struct AddRmsNormGrad {
     pub sum: bool,
+    /// The weight's gradient is wanted. It always is where b is one row, which is summed with it.
+    pub dw: bool,
+    /// With `sum`: what the norm gave is wanted again, which the pass `recompute` decides.
+    pub y: bool,
 }
 
 impl AddRmsNormGrad {
@@ -146,7 +150,9 @@ impl Op for AddRmsNormGrad {
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let row = if self.row(x) { &x[1..2] } else { &[] };
-        [&x[..1], &x[4..], row].concat()
+        assert!(self.dw || row.is_empty(), "add_rms_norm_grad of {x:?}: a row's gradient without the weight's");
+        assert!(self.sum || !self.y, "add_rms_norm_grad of {x:?}: the norm of a sum that is not there");
+        [&x[..1], if self.dw { &x[4..] } else { &[] }, row, if self.y { &x[..1] } else { &[] }].concat()
     }
 
     /// For each task: the sums of the weight's gradient and of b's; then a row.
@@ -182,15 +188,20 @@ impl Op for AddRmsNormGrad {
                 },
             )
         });
-        add_pieces(dw, out[1].f32());
-        if let Some(row) = out.get_mut(2) {
-            add_pieces(db, row.f32());
+        if self.dw {
+            add_pieces(dw, out[1].f32());
+        }
+        if x[1].shape != x[0].shape {
+            add_pieces(db, out[2].f32());
+        }
+        if self.y {
+            norm_again(terms.a, rstd, Some(weight), out[out.len() - 1].f32());
         }
     }
 
     fn cuda(&self, io: &Io) -> Code {
         let (term, more) = if self.sum { (None, Some(1)) } else { (Some(1), None) };
-        gpu::backward(io, Inputs { term, more, rstd: 2, dy: 3, weight: Some(4) }, false)
+        gpu::backward(io, Inputs { term, more, rstd: 2, dy: 3, weight: Some(4), y: self.y }, false)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -202,7 +213,7 @@ impl Op for AddRmsNormGrad {
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
-        Cost { flops: 10 * x[0].elements() as u64, ..Cost::memory(3 * x[0].bytes() + x[1].bytes()) }
+        Cost { flops: 10 * x[0].elements() as u64, ..Cost::memory((3 + self.y as usize) * x[0].bytes() + x[1].bytes()) }
     }
 }
 

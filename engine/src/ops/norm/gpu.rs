@@ -22,6 +22,8 @@ pub struct Inputs {
     pub dy: usize,
     /// Added to the result.
     pub more: Option<usize>,
+    /// The last output is the norm's own result.
+    pub y: bool,
 }
 
 impl Inputs {
@@ -34,6 +36,12 @@ impl Inputs {
     fn kind(&self, io: &Io) -> usize {
         self.term.map_or(0, |t| if io.x[t].elements() == io.x[0].elements() { 2 } else { 1 })
     }
+
+    /// The type of a term that has a row for each; input 0's where there is none. What is one row for all is in the cache, and may be read in
+    /// packs of more than 16 bytes.
+    fn of_rows(&self, io: &Io) -> DType {
+        dtype(io, self.term.filter(|_| self.kind(io) == 2))
+    }
 }
 
 fn dtype(io: &Io, input: Option<usize>) -> DType {
@@ -44,7 +52,7 @@ fn dtype(io: &Io, input: Option<usize>) -> DType {
 pub fn forward(io: &Io, inputs: Inputs, eps: f32, layer: bool) -> Code {
     let (d, n) = (io.x[0].dim(0), io.x[0].rows());
     let (t, b, w) = (io.x[0].dtype, dtype(io, inputs.term), dtype(io, inputs.weight));
-    let rows = Rows::new(d, &[t, b, w]);
+    let rows = Rows::new(d, &[t, inputs.of_rows(io)]);
     let sum = io.y.len() > 2;
     let outputs = [At::Y(0), At::Y(1), if sum { At::Y(2) } else { At::Y(0) }].map(Place::from);
     rows.launch(&[SUMMED, include_str!("norm.cu")].concat(), "normalise", d)
@@ -62,13 +70,13 @@ pub fn forward(io: &Io, inputs: Inputs, eps: f32, layer: bool) -> Code {
         .code()
 }
 
-/// Outputs dx, then the gradients of the weight and of a term that is one row.
+/// Outputs dx, then the gradients of the weight and of a term that is one row, and perhaps what was normed.
 pub fn backward(io: &Io, inputs: Inputs, layer: bool) -> Code {
     let (d, n) = (io.x[0].dim(0), io.x[0].rows());
     let (t, g) = (io.x[0].dtype, io.x[inputs.dy].dtype);
     let (b, w, m) = (dtype(io, inputs.term), dtype(io, inputs.weight), dtype(io, inputs.more));
-    let rows = Rows::new(d, &[t, g, b, w, m]);
-    let sums = io.y.len() - 1;
+    let rows = Rows::new(d, &[t, g, m, inputs.of_rows(io)]);
+    let sums = io.y.len() - 1 - inputs.y as usize;
     let launch = rows
         .launch(&[SUMMED, PARTIAL, include_str!("grad.cu")].concat(), "norm_grad", d)
         .define_type("T", t)
@@ -82,6 +90,7 @@ pub fn backward(io: &Io, inputs: Inputs, layer: bool) -> Code {
         .define("ADD", inputs.more.is_some() as u8)
         .define("LAYER", layer as u8)
         .define("SUMS", sums)
+        .define("NORMED", inputs.y as u8)
         .define("WARPS", rows.threads() / 32)
         .define("RESIDENT", (512 / rows.threads()).max(1));
     let args = [
@@ -92,6 +101,7 @@ pub fn backward(io: &Io, inputs: Inputs, layer: bool) -> Code {
         Inputs::at(inputs.weight),
         Inputs::at(inputs.more),
         At::Y(0).into(),
+        At::Y(if inputs.y { io.y.len() - 1 } else { 0 }).into(),
         At::Work.into(),
     ];
     let blocks = n.div_ceil(rows.groups);
@@ -99,14 +109,13 @@ pub fn backward(io: &Io, inputs: Inputs, layer: bool) -> Code {
         return launch.grid(blocks, 1, 1).args(&args).code();
     }
     let blocks = blocks.min(BLOCKS);
-    let steps = vec![Step::Launch(launch.grid(blocks, 1, 1).args(&args)), Step::Launch(finish(io, blocks))];
+    let steps = vec![Step::Launch(launch.grid(blocks, 1, 1).args(&args)), Step::Launch(finish(io, sums, blocks))];
     Code { steps, workspace: 4 * blocks * sums * d }
 }
 
-/// Outputs 1 and later: the sums over partial [parts, their elements].
-pub fn finish(io: &Io, parts: usize) -> Launch {
-    let columns = io.y[1..].iter().map(|m| m.elements()).sum::<usize>();
-    let last = io.y.len() - 1;
+/// Outputs from 1 to `last`: the sums over partial [parts, their elements].
+pub fn finish(io: &Io, last: usize, parts: usize) -> Launch {
+    let columns = io.y[1..=last].iter().map(|m| m.elements()).sum::<usize>();
     Launch::new(include_str!("finish.cu"), "finish")
         .define_type("A", io.y[1].dtype)
         .define_type("B", io.y[last].dtype)

@@ -1,10 +1,11 @@
 // Rows [ROWS, D] of x (sum.cuh); s = rstd, g = dy, with WEIGHT times w [D].
-// LAYER, where x is the output: dx = s (g - mean(g) - x mean(g x)); otherwise dx = s (g - x s^2 mean(g x)), with ADD plus more.
+// LAYER, where x is the output: dx = s (g - mean(g) - x mean(g x)); otherwise dx = s (g - x s^2 mean(g x)), with ADD plus more. With NORMED
+// x s w, what the norm gave, goes to y.
 // A block takes the rows GROUPS * (block, block + grid, ..), and leaves its sums of dy x s and, where b is one row for all, of dx in
 // its part of partial [grid, SUMS, D].
 template <bool PACKED>
 __device__ __forceinline__ void
-grad_rows(const T *x, const B *b, const float *rstd, const G *dy, const W *w, const M *more, T *dx, float *partial, float *shared) {
+grad_rows(const T *x, const B *b, const float *rstd, const G *dy, const W *w, const M *more, T *dx, T *y, float *partial, float *shared) {
     const bool held = SUMS > 0 && KEEP; // sums stay in registers
     float dw[held ? PACKS : 1][VEC] = {}, db[held && SUMS > 1 ? PACKS : 1][VEC] = {};
     partial += (u64)blockIdx.x * (SUMS * D);
@@ -52,7 +53,7 @@ grad_rows(const T *x, const B *b, const float *rstd, const G *dy, const W *w, co
             if (WEIGHT) scale = read<PACKED>(w + at);
             Pack<M> extra;
             if (ADD) extra = m[p];
-            Pack<T> out;
+            Pack<T> out, normed;
             for (int i = 0; i < VEC; i++) {
                 float g = to_float(a.at[i]);
                 float to_weight = g * (v[i] * s);
@@ -64,8 +65,10 @@ grad_rows(const T *x, const B *b, const float *rstd, const G *dy, const W *w, co
                 if (SUMS > 0 && !KEEP) partial[at + i] += to_weight;
                 if (SUMS > 1 && !KEEP) partial[D + at + i] += result;
                 from_float(ADD ? result + to_float(extra.at[i]) : result, out.at[i]);
+                if (NORMED) from_float(WEIGHT ? v[i] * s * to_float(scale.at[i]) : v[i] * s, normed.at[i]);
             }
             write(dx + row * D + at, out);
+            if (NORMED) write(y + row * D + at, normed);
         }
     }
 
@@ -74,8 +77,8 @@ grad_rows(const T *x, const B *b, const float *rstd, const G *dy, const W *w, co
 }
 
 extern "C" __global__ void __launch_bounds__(LANES * GROUPS, RESIDENT)
-norm_grad(const T *x, const B *b, const float *rstd, const G *dy, const W *w, const M *more, T *dx, float *partial) {
+norm_grad(const T *x, const B *b, const float *rstd, const G *dy, const W *w, const M *more, T *dx, T *y, float *partial) {
     __shared__ float shared[SUMS && LANES <= 32 ? WARPS * D : 1];
-    if (packed(x) && packed(b) && packed(dy) && packed(w) && packed(more)) grad_rows<true>(x, b, rstd, dy, w, more, dx, partial, shared);
-    else grad_rows<false>(x, b, rstd, dy, w, more, dx, partial, shared);
+    if (packed(x) && packed(b) && packed(dy) && packed(w) && packed(more)) grad_rows<true>(x, b, rstd, dy, w, more, dx, y, partial, shared);
+    else grad_rows<false>(x, b, rstd, dy, w, more, dx, y, partial, shared);
 }

@@ -9,7 +9,7 @@ pub mod residual;
 use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
-use crate::meta::Meta;
+use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
 use crate::record::Var;
 use gpu::Inputs;
@@ -93,7 +93,7 @@ impl Op for RmsNorm {
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return no_gradient(x.len()) };
         let inputs = [&[x[0], y[1], d], &x[1..]].concat();
-        d.recorder().op(RmsNormGrad { add: false }, &inputs).into_iter().map(Some).collect()
+        d.recorder().op(RmsNormGrad { dw: x.len() > 1, ..RmsNormGrad::default() }, &inputs).into_iter().map(Some).collect()
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -101,11 +101,16 @@ impl Op for RmsNorm {
     }
 }
 
-/// Inputs: x, rstd, dy, the weight if there is one, and what is added to dx if something is. Outputs: dx, and the weight's gradient.
-#[derive(Debug)]
+/// Inputs: x, rstd, dy, the weight if there is one, and what is added to dx if something is. Outputs: dx, perhaps the weight's gradient, and
+/// perhaps the norm's own result.
+#[derive(Clone, Debug, Default)]
 pub struct RmsNormGrad {
     /// The pass `epilogue` adds what meets dx here.
     pub add: bool,
+    /// The weight's gradient is wanted.
+    pub dw: bool,
+    /// What the norm gave is wanted again, which the pass `recompute` decides.
+    pub y: bool,
 }
 
 impl RmsNormGrad {
@@ -120,11 +125,12 @@ impl Op for RmsNormGrad {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        [&[x[0].clone()], &x[3..x.len() - self.add as usize]].concat()
+        assert!(!self.dw || self.weight(x.len()), "rms_norm_grad of {x:?}: the gradient of no weight");
+        [&x[..1], if self.dw { &x[3..4] } else { &[] }, if self.y { &x[..1] } else { &[] }].concat()
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {
-        if self.weight(x.len()) { x[0].rows().div_ceil(ROWS) * x[0].dim(0) } else { 0 }
+        if self.dw { x[0].rows().div_ceil(ROWS) * x[0].dim(0) } else { 0 }
     }
 
     fn cpu(&self, x: &[View], out: &mut [ViewMut], partial: &mut [f32]) {
@@ -132,9 +138,8 @@ impl Op for RmsNormGrad {
         let (data, rstd, dy) = (x[0].f32(), x[1].f32(), x[2].f32());
         let weight = self.weight(x.len()).then(|| x[3].f32());
         let more = self.add.then(|| x[x.len() - 1].f32());
-        // Without a weight there is nothing to sum; the tasks then get empty pieces.
-        let piece = if weight.is_some() { d } else { 0 };
-        let mut pieces: Vec<&mut [f32]> = if piece > 0 { partial.chunks_mut(d).collect() } else { vec![] };
+        // Where there is nothing to sum, the tasks get empty pieces.
+        let mut pieces: Vec<&mut [f32]> = if self.dw { partial.chunks_mut(d).collect() } else { vec![] };
         pieces.resize_with(rstd.len().div_ceil(ROWS), || &mut []);
         out[0].f32().par_chunks_mut(ROWS * d).zip(pieces).enumerate().for_each(|(task, (dx, dw))| {
             simd(
@@ -152,15 +157,18 @@ impl Op for RmsNormGrad {
                 },
             )
         });
-        if weight.is_some() {
+        if self.dw {
             add_pieces(partial, out[1].f32());
+        }
+        if self.y {
+            norm_again(data, rstd, weight, out[out.len() - 1].f32());
         }
     }
 
     fn cuda(&self, io: &Io) -> Code {
         let weight = self.weight(io.x.len()).then_some(3);
         let more = self.add.then(|| io.x.len() - 1);
-        gpu::backward(io, Inputs { rstd: 1, dy: 2, weight, more, ..Inputs::default() }, false)
+        gpu::backward(io, Inputs { rstd: 1, dy: 2, weight, more, y: self.y, ..Inputs::default() }, false)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -172,11 +180,11 @@ impl Op for RmsNormGrad {
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
-        Cost { flops: 8 * x[0].elements() as u64, ..Cost::memory(3 * x[0].bytes()) }
+        Cost { flops: 8 * x[0].elements() as u64, ..Cost::memory((3 + self.add as usize + self.y as usize) * x[0].bytes()) }
     }
 }
 
-/// dx of one row, and its part of the weight's gradient.
+/// dx of one row, and its part of the weight's gradient, which may be empty.
 #[inline(always)]
 pub(crate) fn rms_row(x: &[f32], rstd: f32, dy: &[f32], weight: Option<&[f32]>, dx: &mut [f32], dw: &mut [f32]) {
     match weight {
@@ -188,6 +196,15 @@ pub(crate) fn rms_row(x: &[f32], rstd: f32, dy: &[f32], weight: Option<&[f32]>, 
     }
     let mean = dot(dx, x) * rstd * rstd / x.len() as f32;
     dx.iter_mut().zip(x).for_each(|(o, &x)| *o = (*o - x * mean) * rstd);
+}
+
+/// y = x rstd, times the weight if there is one: to the last bit what the norm gave.
+fn norm_again(x: &[f32], rstd: &[f32], weight: Option<&[f32]>, y: &mut [f32]) {
+    let d = x.len() / rstd.len();
+    y.par_chunks_mut(d).zip(x.par_chunks(d)).zip(rstd).with_min_len(ROWS).for_each(|((y, x), &r)| match weight {
+        Some(w) => y.iter_mut().zip(x).zip(w).for_each(|((y, &x), &w)| *y = x * r * w),
+        None => y.iter_mut().zip(x).for_each(|(y, &x)| *y = x * r),
+    });
 }
 
 /// Adds rows of partial sums, in order.
@@ -334,6 +351,34 @@ pub const CASES: &[Case] = &[
         let y = add::norm_sum(x, true);
         vec![y[0], y[2]]
     }),
+    Case::new(
+        "gradient and what was normed",
+        &[
+            In(&[70, 24], Fill::Frozen),
+            In(&[70], Fill::Frozen),
+            In(&[70, 24], Fill::Frozen),
+            In(&[24], Fill::Frozen),
+            In(&[70, 24], Fill::Frozen),
+        ],
+        |x| {
+            let inputs = [x[0], x[1].cast(DType::F32), x[2], x[3], x[4]];
+            x[0].recorder().op(RmsNormGrad { add: true, dw: false, y: true }, &inputs)
+        },
+    ),
+    Case::new(
+        "gradient of a sum, and what was normed",
+        &[
+            In(&[9, 1100], Fill::Frozen),
+            In(&[9, 1100], Fill::Frozen),
+            In(&[9], Fill::Frozen),
+            In(&[9, 1100], Fill::Frozen),
+            In(&[1100], Fill::Frozen),
+        ],
+        |x| {
+            let inputs = [x[0], x[1], x[2].cast(DType::F32), x[3], x[4]];
+            x[0].recorder().op(add::AddRmsNormGrad { sum: true, dw: true, y: true }, &inputs)
+        },
+    ),
     Case::new("where layers meet", &[In(&[3, 23, 40], Fill::Normal), In(&[3, 23, 40], Fill::Normal)], |x| {
         let y = x[0].recorder().op(residual::ResidualNorm { eps: 1e-5 }, x);
         vec![y[1], y[2]]

@@ -73,7 +73,7 @@ impl Op for NormRope {
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return no_gradient(x.len()) };
         let inputs = [&x[..3], &[y[1], d], &x[3..]].concat();
-        let all = d.recorder().op(NormRopeGrad { pairs: self.pairs }, &inputs);
+        let all = d.recorder().op(NormRopeGrad { pairs: self.pairs, dw: x.len() > 3 }, &inputs);
         let tables = [None, None]; // not trained
         all[..1].iter().map(|&g| Some(g)).chain(tables).chain(all[1..].iter().map(|&g| Some(g))).collect()
     }
@@ -94,10 +94,12 @@ impl Op for NormRope {
     }
 }
 
-/// Inputs: x, cosines, sines, rstd, dy, and the weight if there is one. Outputs: dx, and the weight's gradient.
-#[derive(Debug)]
+/// Inputs: x, cosines, sines, rstd, dy, and the weight if there is one. Outputs: dx, and perhaps the weight's gradient.
+#[derive(Clone, Debug)]
 pub struct NormRopeGrad {
     pub pairs: Pairs,
+    /// The weight's gradient is wanted.
+    pub dw: bool,
 }
 
 impl Op for NormRopeGrad {
@@ -106,7 +108,8 @@ impl Op for NormRopeGrad {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        [&x[..1], &x[5..]].concat()
+        assert!(!self.dw || x.len() > 5, "norm_rope_grad of {x:?}: the gradient of no weight");
+        [&x[..1], if self.dw { &x[5..] } else { &[] }].concat()
     }
 
     /// For each task: the weight's gradient, and a row of dy turned back.
@@ -143,7 +146,7 @@ impl Op for NormRopeGrad {
                 },
             )
         });
-        if weight.is_some() {
+        if self.dw {
             add_pieces(sums, out[1].f32());
         }
     }
@@ -156,14 +159,15 @@ impl Op for NormRopeGrad {
             .launch(&source, "norm_rope_grad")
             .define_type("G", io.x[4].dtype)
             .define("WARPS", shape.rows.threads() / 32)
+            .define("SUM", self.dw as u8)
             .define("RESIDENT", RESIDENT)
             .args(&args);
-        let Some(weight) = io.x.get(5) else {
+        if !self.dw {
             return launch.grid(shape.blocks, 1, 1).code();
-        };
+        }
         let blocks = shape.blocks.min(BLOCKS);
-        let steps = vec![Step::Launch(launch.grid(blocks, 1, 1)), Step::Launch(gpu::finish(io, blocks))];
-        Code { steps, workspace: 4 * blocks * weight.elements() }
+        let steps = vec![Step::Launch(launch.grid(blocks, 1, 1)), Step::Launch(gpu::finish(io, 1, blocks))];
+        Code { steps, workspace: 4 * blocks * io.y[1].elements() }
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -1,10 +1,11 @@
 // g = dy turned back, s = rstd: dx = s (g w - x s^2 mean(g w x)). A block takes the rows GROUPS * ITEMS * (block, block + grid, ..), and
-// leaves its sum of g x s in its row of partial: [grid, D] with a weight for each element (WEIGHT 2), [grid] with one number (1).
+// with SUM leaves its sum of g x s in its row of partial: [grid, D] with a weight for each element (WEIGHT 2), [grid] with one number (1).
 template <bool PACKED>
 __device__ __forceinline__ void norm_rope_back(
     const T *x, const C *cos, const C *sin, const float *rstd, const G *dy, const W *w, T *dx, float *partial, float *shared
 ) {
-    float dw[WEIGHT == 2 ? PACKS : 1][VEC] = {}, total = 0.0f;
+    const bool each = SUM && WEIGHT == 2;
+    float dw[each ? PACKS : 1][VEC] = {}, total = 0.0f;
     float scalar = WEIGHT == 1 ? to_float(w[0]) : 1.0f;
     for (u64 start = (u64)blockIdx.x * (GROUPS * ITEMS); start < (u64)ROWS; start += (u64)gridDim.x * (GROUPS * ITEMS)) {
         AT first = (AT)start + row_group();
@@ -37,10 +38,8 @@ __device__ __forceinline__ void norm_rope_back(
                 for (int i = 0; i < VEC; i++) {
                     float value = to_float(v[k][p].at[i]);
                     g[p][i] = to_float(d[k][p].own.at[i]) * a.cos[i] - to_float(d[k][p].other.at[i]) * a.sin[i];
-                    if (WEIGHT == 2) {
-                        if (real) dw[WEIGHT == 2 ? p : 0][i] += g[p][i] * (value * s[k]);
-                        g[p][i] *= to_float(scale.at[i]);
-                    }
+                    if (each && real) dw[each ? p : 0][i] += g[p][i] * (value * s[k]);
+                    if (WEIGHT == 2) g[p][i] *= to_float(scale.at[i]);
                     dot += g[p][i] * value;
                 }
             }
@@ -57,16 +56,16 @@ __device__ __forceinline__ void norm_rope_back(
             }
         }
     }
-    if (WEIGHT == 1) {
+    if (SUM && WEIGHT == 1) {
         total = block_sum(total);
         if (threadIdx.x == 0) partial[blockIdx.x] = total;
     }
-    if (WEIGHT == 2) leave(dw, partial + (u64)blockIdx.x * D, shared);
+    if (each) leave(dw, partial + (u64)blockIdx.x * D, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(LANES * GROUPS, RESIDENT)
 norm_rope_grad(const T *x, const C *cos, const C *sin, const float *rstd, const G *dy, const W *w, T *dx, float *partial) {
-    __shared__ float shared[WEIGHT == 2 ? WARPS * D : 1];
+    __shared__ float shared[SUM && WEIGHT == 2 ? WARPS * D : 1];
     if (packed(x) && packed(cos) && packed(sin) && packed(dy) && packed(w)) norm_rope_back<true>(x, cos, sin, rstd, dy, w, dx, partial, shared);
     else norm_rope_back<false>(x, cos, sin, rstd, dy, w, dx, partial, shared);
 }
