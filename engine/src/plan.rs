@@ -56,6 +56,7 @@ pub struct Memory {
     pub constants: usize,
     pub feeds: usize,
     pub activations: usize,
+    /// What the scratch memory of ops adds to that, where it does not fit beside what is alive.
     pub workspace: usize,
 }
 
@@ -74,6 +75,8 @@ pub struct Plan {
     pub copies: Vec<Copy>,
     /// (state node, value): copied after the last node.
     pub stores: Vec<(usize, Value)>,
+    /// For every node, the buffer that is its scratch memory while it runs.
+    scratch: Vec<Option<usize>>,
     pub memory: Memory,
     pub cost: Cost,
 }
@@ -82,9 +85,17 @@ pub struct Plan {
 pub type WorkspaceOf<'a> = &'a dyn Fn(&Graph, &[Vec<Spot>], usize) -> usize;
 
 impl Plan {
-    /// Bytes of the arena: activations, then one workspace that all ops share.
+    /// Bytes of the arena: activations, and scratch memory between and behind them.
     pub fn arena(&self) -> usize {
         self.memory.activations + self.memory.workspace
+    }
+
+    /// Where in the arena a node's scratch memory is.
+    pub fn scratch(&self, node: usize) -> usize {
+        match self.scratch[node].map(|b| &self.buffers[b].home) {
+            Some(Home::Arena(offset)) => *offset,
+            _ => 0,
+        }
     }
 
     /// Gives every buffer memory of its own, with `gap` bytes behind it that nobody may write: for checks. Returns where the gaps are.
@@ -98,7 +109,7 @@ impl Plan {
                 gaps.push(end..at);
             }
         }
-        self.memory.activations = at;
+        (self.memory.activations, self.memory.workspace) = (at, 0);
         gaps
     }
 
@@ -109,8 +120,15 @@ impl Plan {
         let destined = destinations(g, &roots, &last_read);
         let joined = joined(g, &last_read, &destined);
         let mut joints: HashMap<usize, usize> = HashMap::new(); // a Join's node -> its buffer
-        let mut plan =
-            Plan { spots: vec![], buffers: vec![], copies: vec![], stores: vec![], memory: Memory::default(), cost: Cost::default() };
+        let mut plan = Plan {
+            spots: vec![],
+            buffers: vec![],
+            copies: vec![],
+            stores: vec![],
+            scratch: vec![],
+            memory: Memory::default(),
+            cost: Cost::default(),
+        };
         for (i, node) in g.nodes.iter().enumerate() {
             let spots = match &node.kind {
                 Kind::Op(op) if op.is_view() => {
@@ -205,14 +223,18 @@ impl Plan {
                 plan.cost.bytes += c.bytes;
             }
         }
-        let most = (0..g.nodes.len()).map(|i| workspace(g, &plan.spots, i)).max().unwrap_or(0);
-        plan.memory.workspace = 4 * most.next_multiple_of(ALIGN);
         for &(state, value) in &g.updates {
             if plan.spots[value.node][value.out].buffer != plan.spots[state.node][0].buffer {
                 plan.stores.push((state.node, value));
             }
         }
         plan.memory.activations = assign(&mut plan.buffers);
+        for i in 0..end {
+            let bytes = 4 * workspace(g, &plan.spots, i);
+            plan.scratch.push((bytes > 0).then_some(plan.buffers.len()));
+            plan.buffers.extend((bytes > 0).then_some(Buffer { home: Home::Arena(0), bytes, first: i, last: i }));
+        }
+        plan.memory.workspace = assign(&mut plan.buffers).saturating_sub(plan.memory.activations);
         plan
     }
 

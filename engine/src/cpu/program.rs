@@ -171,8 +171,8 @@ fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
         return; // everything is where it belongs
     }
     let reuse = op.reuse();
-    // SAFETY: the workspace lies behind the activations, inside the arena, and only the running op uses it.
-    let workspace = unsafe { base.arena.add(plan.memory.activations) };
+    // SAFETY: the workspace lies inside the arena, apart from everything that is alive while this op runs.
+    let workspace = unsafe { base.arena.add(plan.scratch(i)) };
     let mut scratch = Scratch { start: workspace, used: 0 };
     let inputs: Vec<(Vec<usize>, Data)> = node
         .inputs

@@ -192,7 +192,7 @@ impl CudaProgram {
                 let start = match p.at {
                     At::X(k) => address(node.inputs[k]),
                     At::Y(out) => address(Value { node: i, out }),
-                    At::Work => Address::Arena(plan.memory.activations),
+                    At::Work => Address::Arena(plan.scratch(i)),
                 };
                 start.plus(p.bytes)
             };

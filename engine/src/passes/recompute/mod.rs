@@ -1,12 +1,15 @@
 //! Computes forward values again when the backward pass needs them, instead of keeping them.
 
+mod choose;
+mod side;
+
 use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
-use crate::ops::pointwise::Pointwise;
+use crate::plan::view_roots;
 use crate::record::{Recorder, Var};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 pub struct Recompute;
 
@@ -20,25 +23,34 @@ impl Pass for Recompute {
     }
 
     fn settings(&self) -> &'static [Setting] {
-        &[Setting {
-            name: "what",
-            default: "siblings",
-            about: "siblings: arithmetic whose inputs the backward pass reads together anyway; memory-bound: all ops that move more bytes than they calculate; blocks: all but what enters and leaves a block of the model",
-        }]
+        &[
+            Setting {
+                name: "what",
+                default: "siblings",
+                about: "siblings: arithmetic whose inputs the backward pass reads together anyway; memory-bound: what moves at most `price` bytes for each that need not be kept; blocks: all but what enters and leaves a block of the model",
+            },
+            Setting {
+                name: "price",
+                default: "4",
+                about: "of memory-bound: norms and arithmetic on the side of their gradients cost 1, a norm alone 2, what has two inputs 3",
+            },
+        ]
     }
 
-    fn numerics(&self, _: Target, _: DType) -> Numerics {
-        Numerics::Exact
+    fn numerics(&self, _: Target, dtype: DType) -> Numerics {
+        // A norm that adds first sees the sum rounded when it is made again.
+        if dtype == DType::F32 { Numerics::Exact } else { Numerics::Reordered }
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let old = g.clone();
-        // Gradients that `hoist` computes during the forward pass read what is there.
-        let forward = old.nodes.iter().rposition(|n| !n.backward && n.block != 0).unwrap_or(0);
-        let again = match settings.text("what") {
-            "siblings" => siblings(&old),
-            "memory-bound" => recomputable(&old, true),
-            "blocks" => recomputable(&old, false),
+        let mut again = match settings.text("what") {
+            "siblings" => choose::siblings(g),
+            "memory-bound" => {
+                let (again, (saved, moved)) = choose::by_price(g, settings.number("price")?);
+                receipt.notes.push(format!("{} MiB less kept for {} MiB more moved", saved >> 20, moved >> 20));
+                again
+            }
+            "blocks" => choose::inside_blocks(g),
             other => {
                 return Err(Error::PassSetting {
                     pass: "recompute".into(),
@@ -46,33 +58,35 @@ impl Pass for Recompute {
                 });
             }
         };
-        let mut copies: HashMap<usize, Vec<Value>> = HashMap::new();
-        let mut values: Vec<Vec<Value>> = vec![];
-        let (mut flops, mut total) = (0, 0);
+        let given = side::arrange(g, &mut again);
+        let old = g.clone();
+        let forward = forward(&old);
+        let mut copies = Copies { old: &old, again: &again, given: &given, made: HashMap::new(), values: vec![], flops: 0 };
+        let mut total = 0;
         g.rewrite(|recorder, i, node, inputs| {
             let mut ready: Vec<Var> = inputs.to_vec();
             if let Kind::Op(op) = &node.kind {
                 total += op.cost(&old.inputs(i)).flops;
             }
-            if node.backward && i > forward {
-                for (v, new) in node.inputs.iter().zip(&mut ready) {
-                    if again[v.node] {
-                        *new = recorder.var(copy(&old, recorder, v.node, &again, &values, &mut copies, &mut flops)[v.out]);
-                    }
+            if node.backward && i > forward && !node.is_view() {
+                for (&v, new) in node.inputs.iter().zip(&mut ready) {
+                    *new = recorder.var(copies.of(recorder, v));
                 }
                 recorder.set_place(node);
             }
             let made = recorder.keep(node, ready.iter().map(|v| v.value()).collect());
-            values.push(made.clone());
+            copies.values.push(made.clone());
             Ok::<_, Error>(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
         })?;
-        receipt.applied = copies.keys().filter(|&&n| !old.nodes[n].is_view()).count();
+        let (made, flops) = (copies.made, copies.flops);
+        receipt.applied = given.len() + made.keys().filter(|&&n| !old.nodes[n].is_view()).count();
         if total > 0 && receipt.applied > 0 {
             receipt.notes.push(format!("{} ops again, {:.0}% more arithmetic", receipt.applied, 100.0 * flops as f64 / total as f64));
         }
         if receipt.applied == 0 && old.nodes.iter().any(|n| n.backward) {
             receipt.decline("the backward pass needs nothing that this setting would compute again", "");
         }
+        super::dead_code::sweep(g);
         Ok(())
     }
 
@@ -94,75 +108,64 @@ impl Pass for Recompute {
     }
 }
 
-/// Forward ops inside a block whose values do not leave it.
-fn recomputable(g: &Graph, cheap_only: bool) -> Vec<bool> {
-    let mut leaves = vec![false; g.nodes.len()];
-    for n in g.nodes.iter().filter(|n| !n.backward) {
-        for v in &n.inputs {
-            leaves[v.node] |= g.nodes[v.node].block != n.block;
-        }
-    }
-    for v in g.roots() {
-        leaves[v.node] = true;
-    }
-    let inside = |i: usize| {
-        let n = &g.nodes[i];
-        let Kind::Op(op) = &n.kind else { return false };
-        let cheap = op.is_view() || op.cost(&g.inputs(i)).memory_bound;
-        !n.backward && !leaves[i] && n.block != 0 && (cheap || !cheap_only)
-    };
-    (0..g.nodes.len()).map(inside).collect()
+/// Where the forward pass ends. Gradients that `hoist` computes during it read what is there.
+fn forward(g: &Graph) -> usize {
+    g.nodes.iter().rposition(|n| !n.backward && n.block != 0).unwrap_or(0)
 }
 
-/// Forward arithmetic that a backward node could do on the side: one that reads all of its inputs, and may run before anything in
-/// the backward pass wants the result. The pass `fuse-pointwise` then joins the two.
-fn siblings(g: &Graph) -> Vec<bool> {
-    let readers = g.readers();
-    let roots: Vec<usize> = g.roots().map(|v| v.node).collect();
-    let forward = g.nodes.iter().rposition(|n| !n.backward && n.block != 0).unwrap_or(0);
-    let again = |i: usize| {
-        let n = &g.nodes[i];
-        let Some(first) = readers[i].iter().copied().filter(|&r| g.nodes[r].backward && r > forward).min() else { return false };
-        if n.backward || n.op::<Pointwise>().is_none() || n.is_cast() || roots.contains(&i) || n.inputs.is_empty() {
-            return false;
+/// Values of the forward pass that backward nodes read, each with those nodes; views are seen through.
+fn wanted(g: &Graph) -> HashMap<Value, Vec<usize>> {
+    let (roots, forward) = (view_roots(g), forward(g));
+    let mut wanted: HashMap<Value, Vec<usize>> = HashMap::new();
+    for (i, node) in g.nodes.iter().enumerate().filter(|(i, n)| n.backward && *i > forward && !n.is_view()) {
+        for &v in &node.inputs {
+            let v = roots[v.node].unwrap_or(v);
+            let made = &g.nodes[v.node];
+            if !made.is_source() && (!made.backward || v.node <= forward) {
+                wanted.entry(v).or_default().push(i);
+            }
         }
-        let side = |&r: &usize| {
-            let m = &g.nodes[r];
-            m.backward
-                && m.op::<Pointwise>().is_some()
-                && m.outputs[0].shape == n.outputs[0].shape
-                && n.inputs.iter().all(|v| m.inputs.contains(v))
-                && m.inputs.iter().all(|v| v.node < first && v.node != i)
-        };
-        readers[n.inputs[0].node].iter().any(side)
-    };
-    (0..g.nodes.len()).map(again).collect()
+    }
+    wanted
 }
 
-/// The node's values computed anew, from what was kept; once for each node.
-fn copy(
-    old: &Graph,
-    recorder: &Recorder,
-    node: usize,
-    again: &[bool],
-    values: &[Vec<Value>],
-    copies: &mut HashMap<usize, Vec<Value>>,
-    flops: &mut u64,
-) -> Vec<Value> {
-    if let Some(made) = copies.get(&node) {
-        return made.clone();
+/// Forward values as the backward pass reads them: made anew from what was kept, once for each node.
+struct Copies<'a> {
+    old: &'a Graph,
+    again: &'a HashSet<Value>,
+    /// Made by a backward node beside its own results.
+    given: &'a HashMap<Value, Value>,
+    made: HashMap<usize, Vec<Value>>,
+    /// What stands for the old graph's values.
+    values: Vec<Vec<Value>>,
+    flops: u64,
+}
+
+impl Copies<'_> {
+    /// What the old graph's value is in the new one.
+    fn of(&mut self, recorder: &Recorder, v: Value) -> Value {
+        let n = &self.old.nodes[v.node];
+        if let Some(by) = self.given.get(&v) {
+            return self.values[by.node][by.out];
+        }
+        if let Some(made) = self.made.get(&v.node).filter(|_| n.is_view() || self.again.contains(&v)) {
+            return made[v.out];
+        }
+        let kept = self.values[v.node][v.out];
+        if !n.is_view() && !self.again.contains(&v) {
+            return kept;
+        }
+        let inputs: Vec<Value> = n.inputs.iter().map(|&w| self.of(recorder, w)).collect();
+        // A view of what was kept.
+        if n.is_view() && inputs.iter().zip(&n.inputs).all(|(&new, w)| new == self.values[w.node][w.out]) {
+            return kept;
+        }
+        if let Kind::Op(op) = &n.kind {
+            self.flops += op.cost(&self.old.inputs(v.node)).flops;
+        }
+        recorder.set_backward(&n.scope);
+        let made = recorder.keep(n, inputs);
+        self.made.insert(v.node, made.clone());
+        made[v.out]
     }
-    let n = &old.nodes[node];
-    let inputs = n.inputs.iter().map(|v| match again[v.node] {
-        true => copy(old, recorder, v.node, again, values, copies, flops)[v.out],
-        false => values[v.node][v.out],
-    });
-    let inputs: Vec<Value> = inputs.collect();
-    if let Kind::Op(op) = &n.kind {
-        *flops += op.cost(&old.inputs(node)).flops;
-    }
-    recorder.set_backward(&n.scope);
-    let made = recorder.keep(n, inputs);
-    copies.insert(node, made.clone());
-    made
 }
