@@ -72,8 +72,8 @@ grad_rows(const T *x, const B *b, const float *rstd, const G *dy, const W *w, co
         }
     }
 
-    if (held) leave(dw, partial, shared);
-    if (held && SUMS > 1) leave(db, partial + D, shared);
+    if (held) leave(dw, [](int p) { return row_start(p); }, partial, shared);
+    if (held && SUMS > 1) leave(db, [](int p) { return row_start(p); }, partial + D, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(LANES * GROUPS, RESIDENT)

@@ -154,18 +154,20 @@ impl Op for NormRopeGrad {
     fn cuda(&self, io: &Io) -> Code {
         let shape = Shape::new(io, self.pairs, &[io.x[0].dtype, io.x[4].dtype], io.x.get(5));
         let args = [At::X(0), At::X(1), At::X(2), At::X(3), At::X(4), weight_at(io, 5), At::Y(0), At::Work].map(Place::from);
+        // Blocks that a multiprocessor holds at once: fewer, where sums for each element take registers.
+        let resident = if self.dw && io.y[1].elements() > 1 { 2 } else { 3 };
         let source = [gpu::PARTIAL, include_str!("norm_grad.cu")].concat();
         let launch = shape
             .launch(&source, "norm_rope_grad")
             .define_type("G", io.x[4].dtype)
             .define("WARPS", shape.rows.threads() / 32)
             .define("SUM", self.dw as u8)
-            .define("RESIDENT", RESIDENT)
+            .define("RESIDENT", resident)
             .args(&args);
         if !self.dw {
             return launch.grid(shape.blocks, 1, 1).code();
         }
-        let blocks = shape.blocks.min(BLOCKS);
+        let blocks = shape.blocks.min(MULTIPROCESSORS * resident);
         let steps = vec![Step::Launch(launch.grid(blocks, 1, 1)), Step::Launch(gpu::finish(io, 1, blocks))];
         Code { steps, workspace: 4 * blocks * io.y[1].elements() }
     }
@@ -183,10 +185,8 @@ impl Op for NormRopeGrad {
     }
 }
 
-/// Blocks that a multiprocessor holds at once, and those that sum a weight's gradient: as many as an H200 holds, on every GPU, so that
-/// the order of additions is the same.
-const RESIDENT: usize = 3;
-const BLOCKS: usize = 132 * RESIDENT;
+/// Multiprocessors of an H200: there are as many blocks that sum a weight's gradient on every GPU, so that the order of additions is the same.
+const MULTIPROCESSORS: usize = 132;
 
 /// How threads share heads, and what both kernels are told.
 struct Shape<'a> {
@@ -205,14 +205,14 @@ fn weight_at(io: &Io, input: usize) -> At {
 
 impl<'a> Shape<'a> {
     fn new(io: &'a Io, pairs: Pairs, types: &[DType], weight: Option<&'a Meta>) -> Shape<'a> {
-        let (d, n) = (io.x[0].dim(0), io.x[0].rows());
-        // A pack lies in one half of the head.
-        let vec = pack(types, &[if pairs == Pairs::Halves { d / 2 } else { d }]);
-        let lanes = (d / vec).next_power_of_two().min(32);
-        let rows = Rows { vec, lanes, groups: 256 / lanes, packs: (d / vec).div_ceil(lanes), keep: true };
-        // Two rows a thread keep more loads under way, once there are rows for all threads.
-        let items = if rows.packs == 1 && n >= 2 * BLOCKS * rows.groups { 2 } else { 1 };
-        Shape { io, rows, items, blocks: n.div_ceil(rows.groups * items), pairs, weight }
+        let (d, n, heads) = (io.x[0].dim(0), io.x[0].rows(), io.x[0].dim(1));
+        // A thread has both elements of its pairs.
+        let vec = pack(types, &[d / 2]);
+        let lanes = (d / 2 / vec).next_power_of_two().min(32);
+        let rows = Rows { vec, lanes, groups: 256 / lanes, packs: (d / 2 / vec).div_ceil(lanes), keep: true };
+        // Two heads a thread keep more loads under way and share angles and weights, once there are rows for all threads.
+        let items = if rows.packs == 1 && heads.is_multiple_of(2) && n >= 4 * MULTIPROCESSORS * rows.groups { 2 } else { 1 };
+        Shape { io, rows, items, blocks: (n / items).div_ceil(rows.groups), pairs, weight }
     }
 
     fn launch(&self, source: &str, entry: &'static str) -> Launch {

@@ -1,37 +1,38 @@
-// x [ROWS = places * HEADS, D]; cos, sin [TABLE, D / 2]. A row belongs to LANES threads, a thread's packs start at row_start(p).
-const int HALF = D / 2;
+// x [ROWS = places * HEADS, D]; cos, sin [TABLE, D / 2]. LANES threads share a row: pack p of a thread is VEC pairs, and lies in two packs of
+// elements. A thread has the same pairs of ITEMS heads of one place, which are turned by the same angles.
+const int HALF = D / 2, SLOTS = HEADS / ITEMS;
+const u64 UNITS = (u64)ROWS / ITEMS;
 
-// A pack, and what its elements are paired with. Half a row away that is another thread's pack, and read a second time: it is in the
-// first-level cache, and a load is less work than a shuffle for each element.
-template <typename E> struct Pair { Pack<E> own, other; };
-
-template <bool PACKED, typename E> __device__ __forceinline__ Pair<E> read_pair(const E *row, int at) {
-    Pair<E> r;
-    r.own = read<PACKED>(row + at);
-    if (ADJACENT)
-        for (int i = 0; i < VEC; i++) r.other.at[i] = r.own.at[i ^ 1];
-    else r.other = read<PACKED>(row + (at < HALF ? at + HALF : at - HALF));
-    return r;
+__device__ __forceinline__ bool there(int p) { return row_start(p) < HALF; }
+// Where the packs of p begin; behind the row, where there is no such pack.
+__device__ __forceinline__ int column(int p, int which) {
+    int at = row_start(p);
+    if (!there(p)) return D;
+    return ADJACENT ? 2 * at + which * VEC : at + which * HALF;
 }
 
-// Turned, an element is own * cos + other * sin: the sine has its sign here.
-struct Angles { float cos[VEC], sin[VEC]; };
+template <typename E> struct Pair { Pack<E> at[2]; };
 
-template <bool PACKED> __device__ __forceinline__ Angles angles(const C *cos, const C *sin, AT row, int at) {
-    u64 table = (u64)(row / HEADS % TABLE) * HALF;
-    Angles r;
-    if (ADJACENT) {
-        for (int i = 0; i < VEC; i++) {
-            r.cos[i] = to_float(cos[table + at / 2 + i / 2]);
-            r.sin[i] = to_float(sin[table + at / 2 + i / 2]) * (i % 2 == 0 ? -1.0f : 1.0f);
-        }
-    } else {
-        table += at < HALF ? at : at - HALF;
-        Pack<C> c = read<PACKED>(cos + table), s = read<PACKED>(sin + table);
-        for (int i = 0; i < VEC; i++) {
-            r.cos[i] = to_float(c.at[i]);
-            r.sin[i] = at < HALF ? -to_float(s.at[i]) : to_float(s.at[i]);
-        }
+template <bool PACKED, typename E> __device__ __forceinline__ Pair<E> read_pair(const E *row, int p) {
+    return {read<PACKED>(row + column(p, 0)), read<PACKED>(row + column(p, 1))};
+}
+
+// The places of pair i's two elements among those of its packs.
+__device__ __forceinline__ constexpr int one(int i) { return ADJACENT ? 2 * i : i; }
+__device__ __forceinline__ constexpr int other(int i) { return ADJACENT ? 2 * i + 1 : i + VEC; }
+template <typename E> __device__ __forceinline__ float get(const Pair<E> &v, int k) { return to_float(v.at[k / VEC].at[k % VEC]); }
+template <typename E> __device__ __forceinline__ void put(float f, Pair<E> &v, int k) { from_float(f, v.at[k / VEC].at[k % VEC]); }
+
+// The rows of a thread: heads of the unit's place.
+struct Unit {
+    AT place, slot;
+    bool real;
+
+    __device__ __forceinline__ Unit(u64 unit) : real(unit < UNITS) {
+        AT at = real ? unit : UNITS - 1; // its sums are needed by nobody, but its threads by the shuffles
+        place = at / SLOTS;
+        slot = at % SLOTS;
     }
-    return r;
-}
+    __device__ __forceinline__ u64 row(int k) const { return (u64)place * HEADS + slot + k * SLOTS; }
+    __device__ __forceinline__ u64 angle(int p) const { return (u64)(place % TABLE) * HALF + row_start(p); }
+};
