@@ -14,18 +14,18 @@ use engine::{Compiled, Cpu, DType, Data, Device, Init, Program, Recorder, Store,
 const TIME: usize = 32;
 const DIM: usize = 64;
 
-/// x W^T + dropped A^T B^T, with an adapter of rank 4.
-fn linear<'g>(x: Var<'g>, dropped: Var<'g>, name: &str, outputs: usize, params: &mut Vec<Var<'g>>) -> Var<'g> {
+/// x W^T + dropped A^T B^T.
+fn adapted<'g>((x, dropped): (Var<'g>, Var<'g>), name: &str, (outputs, rank): (usize, usize), params: &mut Vec<Var<'g>>) -> Var<'g> {
     let r = x.recorder();
     let frozen = r.frozen(&format!("{name}.weight"), &[outputs, x.dim(0)], Init::Normal { std: 0.1 });
-    let a = r.param(&format!("{name}.a"), &[4, x.dim(0)], Init::Normal { std: 0.1 });
-    let b = r.param(&format!("{name}.b"), &[outputs, 4], Init::Normal { std: 0.1 });
+    let a = r.param(&format!("{name}.a"), &[rank, x.dim(0)], Init::Normal { std: 0.1 });
+    let b = r.param(&format!("{name}.b"), &[outputs, rank], Init::Normal { std: 0.1 });
     params.extend([a, b]);
     x.linear(frozen) + dropped.linear(a).linear(b)
 }
 
 /// Layers of a norm, a product that is normed and turned, another, and a residual; then a norm, gate, up, down and a residual.
-fn record(r: &Recorder, layers: usize, dropout: f32) {
+fn record(r: &Recorder, layers: usize, dropout: f32, rank: usize) {
     let (rng, tables) = (r.feed("rng", &[4], DType::I32), r.rope_tables(TIME, 16, 100.0));
     let mut x = r.feed("x", &[2, TIME, DIM], DType::F32);
     let mut params = vec![];
@@ -34,15 +34,15 @@ fn record(r: &Recorder, layers: usize, dropout: f32) {
         let norm = |x, name: &str| Var::rms_norm(x, r.frozen(&at(name), &[x.dim(0)], Init::Full(1.5)), 1e-6);
         x = r.block(&at("block"), || {
             let u = norm(x, "first");
-            let q = linear(u, u.dropout(dropout, rng), &at("q"), DIM, &mut params);
+            let q = adapted((u, u.dropout(dropout, rng)), &at("q"), (DIM, rank), &mut params);
             let q = norm(q.reshape(&[2, TIME, 4, 16]), "turned").rope(Pairs::Halves, tables).reshape(&[2, TIME, DIM]);
             let q = q.square();
-            let x = x + linear(q, q.dropout(dropout, rng), &at("o"), DIM, &mut params);
+            let x = x + adapted((q, q.dropout(dropout, rng)), &at("o"), (DIM, rank), &mut params);
             let u = norm(x, "second");
             let dropped = u.dropout(dropout, rng);
-            let [gate, up] = ["gate", "up"].map(|part| linear(u, dropped, &at(part), 96, &mut params));
+            let [gate, up] = ["gate", "up"].map(|part| adapted((u, dropped), &at(part), (96, rank), &mut params));
             let h = gate.swiglu(up);
-            x + linear(h, h.dropout(dropout, rng), &at("down"), DIM, &mut params)
+            x + adapted((h, h.dropout(dropout, rng)), &at("down"), (DIM, rank), &mut params)
         });
     }
     let loss = x.square().mean();
@@ -50,13 +50,13 @@ fn record(r: &Recorder, layers: usize, dropout: f32) {
     r.grad(loss, &params).into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
 }
 
-pub fn compiled(switches: &Switches, dropout: f32) -> Compiled {
+fn compiled(switches: &Switches, dropout: f32) -> Compiled {
     let r = Recorder::new();
-    record(&r, 3, dropout);
+    record(&r, 3, dropout, 4);
     Compiled::new(r.finish(), switches, Target::Cuda(Arch { sm: 90, multiprocessors: 132 })).unwrap()
 }
 
-pub fn half() -> Switches {
+fn half() -> Switches {
     Switches::default().with("bf16", "auto").unwrap()
 }
 
@@ -105,9 +105,26 @@ fn frozen_norms_have_no_gradient() {
     assert_eq!(counts, [1; 8]);
 }
 
+#[test]
+fn what_flows_back_into_an_adapter_is_read_once() {
+    for again in ["auto", "auto,what=memory-bound"] {
+        let r = Recorder::new();
+        record(&r, 3, 0.1, 8);
+        let switches = half().with("recompute", again).unwrap();
+        let c = Compiled::new(r.finish(), &switches, Target::Cuda(Arch { sm: 90, multiprocessors: 132 })).unwrap();
+        let receipt = c.receipts.iter().find(|r| r.pass == "narrow-products").unwrap();
+        assert_eq!((receipt.applied, receipt.declined.len()), (15, 0), "{}", receipt.summary());
+        let pairs = c.graph.nodes.iter().filter(|n| n.name() == "narrow_products");
+        assert!(pairs.clone().all(|n| n.backward) && pairs.count() == 15);
+    }
+    // A rank of 4 is no multiple of 8.
+    let receipts = compiled(&half(), 0.0).receipts;
+    assert_eq!(receipts.iter().find(|r| r.pass == "narrow-products").unwrap().declined.len(), 15);
+}
+
 fn run(switches: &Switches, dropout: f32) -> Vec<Vec<f32>> {
     let r = Recorder::new();
-    record(&r, 3, dropout);
+    record(&r, 3, dropout, 4);
     let graph = r.finish();
     let names: Vec<String> = graph.outputs.iter().map(|o| o.0.clone()).collect();
     let mut store = Store::new(3);

@@ -16,6 +16,7 @@ pub mod linear_attention;
 pub mod linear_ce;
 pub mod matmul;
 pub mod matmul_pointwise;
+pub mod narrow;
 pub mod nf4;
 pub mod norm;
 pub mod pictures;
@@ -47,6 +48,7 @@ pub const OPS: &[Entry] = ops! {
     reduce: "sums and maxima along an axis",
     matmul: "matrix products, transposed or not, batched, broadcast",
     few_rows: "products of a few rows with weights as they are stored: what decoding needs, a norm before and sums or SwiGLU behind",
+    narrow: "two products of a large matrix with narrow ones, which read it once",
     nf4: "matrix products with weights that are kept in four bits",
     matmul_pointwise: "matrix products with arithmetic behind them, in one kernel",
     softmax: "softmax of rows, causal or not",

@@ -26,6 +26,7 @@ pub mod layout;
 mod linear_attention;
 mod linear_ce;
 mod merge_products;
+mod narrow_products;
 mod products;
 mod recompute;
 mod share;
@@ -58,6 +59,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &recompute::Recompute,
     &epilogue::Epilogue,
     &join_products::JoinProducts,
+    &narrow_products::NarrowProductsPass,
     &group_casts::GroupCasts,
     &fuse_pointwise::FusePointwise,
     &fuse_products::FuseProducts,

@@ -7,6 +7,7 @@ use crate::cpu::{View, ViewMut};
 use crate::kernel::{Act, At, Code, Gemm, Io, Matrix, Step};
 use crate::meta::{DType, Layout, Meta, broadcast, broadcast_strides, contiguous};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::ops::narrow::{self, Wide};
 use crate::ops::view::Permute;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -94,7 +95,8 @@ impl Op for Matmul {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        if let Some(code) = thin::code(io).filter(|_| self.add.is_none() && !self.bias && self.act.is_none()) {
+        let own = || thin::code(io).or_else(|| over_rows(io));
+        if let Some(code) = own().filter(|_| self.add.is_none() && !self.bias && self.act.is_none()) {
             return code;
         }
         let (a, b, y) = (&io.x[0], &io.x[1], &io.y[0]);
@@ -174,6 +176,28 @@ impl Op for Matmul {
     }
 }
 
+/// Terms of a sum, and elements of the large matrix, from which a product that is nothing but reading it has a kernel of its own.
+const TERMS: usize = 2048;
+const LARGE: usize = 1 << 21;
+
+/// x^T p, or its transpose, where p has few columns and x many rows: the gradient of an adapter.
+fn over_rows(io: &Io) -> Option<Code> {
+    let (m, k, n) = (io.x[0].dim(1), io.x[0].dim(0), io.x[1].dim(0));
+    let strides = |i: usize| (io.strides[i][io.x[i].rank() - 2], io.strides[i][io.x[i].rank() - 1]);
+    let ((a, a_column), (b, b_column)) = (strides(0), strides(1));
+    // The large one as [k, columns], and the other as [k, r].
+    let turned = m < n;
+    let (large, row, one, p, r) = match turned {
+        true => (1, b, b_column, (0, a_column, a), m),
+        false => (0, a_column, a, (1, b, b_column), n),
+    };
+    let d = Wide { input: large, m: k, n: m.max(n), row, offset: io.offsets[large] };
+    if io.y[0].elements() != m * n || one != 1 || k < TERMS || d.m * d.n < LARGE {
+        return None;
+    }
+    narrow::by_column(io, d, p, r, turned).ok()
+}
+
 fn gelu(x: f32) -> f32 {
     let inner = (2.0 / std::f32::consts::PI).sqrt() * (x + 0.044715 * (x * x * x));
     0.5 * x * (1.0 + inner.tanh())
@@ -228,6 +252,10 @@ pub const CASES: &[Case] = &[
         vec![x[0].reshape(&[600, 100]).slice(1, 4, 76).matmul(x[1].slice(1, 1, 9))]
     }),
     Case::new("few rows", &[In(&[6, 70], Fill::Normal), In(&[521, 70], Fill::Normal)], |x| vec![x[0].matmul(x[1].t())]),
+    Case::new("x^T p of few columns", &[In(&[2100, 1000], Fill::Normal), In(&[2100, 24], Fill::Normal)], |x| {
+        let f32 = Matmul { dtype: Some(DType::F32), ..Matmul::default() };
+        vec![x[0].recorder().op1(f32.clone(), &[x[0].t(), x[1]]), x[0].recorder().op1(f32, &[x[1].slice(1, 8, 24).t(), x[0]])]
+    }),
     Case::new("f32 of two columns", &[In(&[513, 96], Fill::Normal), In(&[2, 96], Fill::Normal)], |x| {
         vec![x[0].recorder().op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, &[x[0], x[1].t()])]
     }),
@@ -235,5 +263,9 @@ pub const CASES: &[Case] = &[
     Case::new("router", &[In(&[65536, 768], Fill::Normal), In(&[2, 768], Fill::Normal)], |x| vec![x[0].linear(x[1])]).bench(),
     Case::new("router gradient", &[In(&[65536, 768], Fill::Normal), In(&[65536, 2], Fill::Normal)], |x| vec![x[1].t().matmul(x[0])])
         .bench(),
+    Case::new("an adapter's gradient", &[In(&[8192, 1024], Fill::Frozen), In(&[8192, 48], Fill::Frozen)], |x| {
+        vec![x[0].recorder().op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, &[x[1].t(), x[0]]).stop_gradient()]
+    })
+    .bench(),
     Case::new("mlp up", &[In(&[8192, 768], Fill::Normal), In(&[3072, 768], Fill::Normal)], |x| vec![x[0].linear(x[1])]).bench(),
 ];
