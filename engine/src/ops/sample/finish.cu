@@ -17,17 +17,28 @@ float *const log_prob = nullptr;
 #endif
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
-top_p_finish(const T *x, DRAW_ARGUMENTS const float *most, const u64 *sure, const u32 *list, Row *rows RESULTS) {
-    const int DIGITS = 10, ROUNDS = (LOW_BITS + INDEX_BITS + DIGITS - 1) / DIGITS;
-    __shared__ Sum sums[1 << DIGITS];
-    __shared__ u64 places[LIST], found, found_before;
+top_p_finish(const T *x, DRAW_ARGUMENTS const float *most, const u64 *sure, const u64 *list, Row *rows RESULTS) {
+    const int DIGITS = 10, FEW = 32;
+    const int SEGMENTS = CHUNKS * (CHUNK / SEGMENT), PER = (SEGMENTS + 1023) / 1024, SPAN = PER * SEGMENT; // of a row; of a thread; its tokens
+    __shared__ Sums<1 << DIGITS> sums;
+    __shared__ u64 places[LIST], few[FEW], found, found_before;
+    __shared__ u32 count;
     const u64 row = blockIdx.x;
-    const int tid = threadIdx.x;
-    x += row * VOCAB;
+    const u32 tid = threadIdx.x;
+    x += row * VOCAB, list += row * LIST, sure += row * SEGMENTS;
+#if DRAW
+    u32 words[4]; // from what was there before the passes began
+    random_words(rng, SITE, (TURN ? (u64)(u32)*turn * ROWS : 0) + row, words);
+#endif
+    next_may_begin(), wait_for_turn();
     const float m = most_of(most + row * CHUNKS);
-    const u64 limit = rows[row].limit;
+    const u64 limit = rows[row].limit, some = list[0];
     const u32 bin = rows[row].bin, listed = rows[row].listed;
-    const int count = listed <= LIST ? (int)listed : VOCAB;
+    const u32 tokens = listed <= LIST ? listed : VOCAB;
+    const int unit = unit_of(bin);
+    u64 before = rows[row].before, whole = 0; // of this thread's segments, what surely is kept
+    if (DRAW)
+        for (u32 i = tid * PER; i < min(tid * PER + PER, (u32)SEGMENTS); i++) whole += sure[i];
     if (limit == 0) { // nothing but NaN
 #if DRAW
         if (tid == 0) token[row] = 0;
@@ -38,13 +49,10 @@ top_p_finish(const T *x, DRAW_ARGUMENTS const float *most, const u64 *sure, cons
         return;
     }
     if (listed <= LIST)
-        for (int i = tid; i < count; i += 1024) {
-            u32 index = list[row * LIST + i];
-            places[i] = place_of(key_of(to_float(x[index]), m), index);
-        }
+        for (u32 i = tid; i < tokens; i += 1024) places[i] = list[i];
     // f(place) for the tokens of the bin; no thread looks at another's.
     auto in_bin = [&](auto f) {
-        for (int i = tid; i < count; i += 1024) {
+        for (u32 i = tid; i < tokens; i += 1024) {
             if (listed <= LIST) {
                 f(places[i]);
             } else {
@@ -54,56 +62,72 @@ top_p_finish(const T *x, DRAW_ARGUMENTS const float *most, const u64 *sure, cons
         }
     };
 
-    // The place of the token that crosses the limit, ten bits at a time, from the highest.
-    u64 last = 0, before = rows[row].before;
-    for (int shift = (ROUNDS - 1) * DIGITS; shift >= 0; shift -= DIGITS) {
-        sums[tid] = {0, 0};
+    // The place of the token that crosses the limit, ten bits at a time, from the highest, until few tokens agree in them. Often all weights of the
+    // bin are the same (neighbours in bf16 are further apart), which says the upper bits at once.
+    u64 last = 0;
+    int open = LOW_BITS + INDEX_BITS;
+    bool apart = false;
+    for (;;) {
+        sums.clear(tid);
+        if (tid == 0) count = 0;
         __syncthreads();
         in_bin([&](u64 place) {
-            if (place >> shift >> DIGITS == last >> shift >> DIGITS) add(sums[place >> shift & ((1 << DIGITS) - 1)], weight_of(key_at(place, bin)));
+            apart |= place >> INDEX_BITS != some >> INDEX_BITS;
+            if (place >> open != last >> open) return;
+            u32 to = atomicAdd(&count, 1u);
+            if (to < FEW) few[to] = place;
+        });
+        apart = __syncthreads_or(apart);
+        if (count <= FEW) break;
+        if (!apart && open > INDEX_BITS) last = some >> INDEX_BITS << INDEX_BITS, open = INDEX_BITS;
+        const int shift = max(open - DIGITS, 0), digit = (1 << DIGITS) - 1 - (int)tid;
+        in_bin([&](u64 place) {
+            if (place >> open == last >> open) sums.add(place >> shift & ((1 << DIGITS) - 1), units_of(key_at(place, bin)));
         });
         __syncthreads();
-        int digit = (1 << DIGITS) - 1 - tid;
-        u64 mass = value(sums[digit]), all, above = before + scan(mass, all);
+        u64 mass = sums.value(digit, unit), all, above = before + scan(mass, all);
         if (above < limit && limit <= above + mass) found = last | (u64)digit << shift, found_before = above;
         __syncthreads();
-        last = found, before = found_before;
+        last = found, before = found_before, open = shift;
     }
-    const u64 kept = before + weight_of(key_at(last, bin));
+    // Each lane has one of them, and the mass down to it.
+    if (tid < count) {
+        const u64 own = few[tid];
+        u32 down = 0;
+        for (u32 i = 0; i < count; i++) down += few[i] >= own ? units_of(key_at(few[i], bin)) : 0;
+        const u64 mass = before + ((u64)down << unit);
+        if (mass >= limit && mass - weight_of(key_at(own, bin)) < limit) found = own, found_before = mass;
+    }
+    __syncthreads();
+    const u64 kept = found_before;
+    last = found;
 #if !DRAW
     if (tid == 0) rows[row].last = last, rows[row].kept = kept;
 #else
-    // A number below the mass, and the token on which it falls when the kept ones lie in the order of their numbers: first its chunk.
-    u32 words[4];
-    random_words(rng, SITE, (TURN ? (u64)(u32)*turn * ROWS : 0) + row, words);
+    // A number below the mass, and the token on which it falls when the kept ones lie in the order of their numbers: first its segments.
     u64 left = __umul64hi((u64)words[0] << 32 | words[1], kept), all;
-    if (tid < CHUNKS) {
-        u64 mass = sure[row * CHUNKS + tid];
-        sums[tid] = {(u32)mass, (u32)(mass >> 32)};
-    }
-    __syncthreads();
     in_bin([&](u64 place) {
-        if (place >= last) add(sums[index_at(place) / CHUNK], weight_of(key_at(place, bin)));
+        if (place >= last) sums.add(index_at(place) / SPAN, units_of(key_at(place, bin)));
     });
     __syncthreads();
-    u64 mass = tid < CHUNKS ? value(sums[tid]) : 0, below = scan(mass, all);
+    u64 mass = whole + sums.value(tid, unit), below = scan(mass, all);
     if (below <= left && left < below + mass) found = tid, found_before = below;
     __syncthreads();
-    const int EACH = CHUNK / 1024, first = (int)found * CHUNK + tid * EACH;
+    const int EACH = (SPAN + 1023) / 1024, first = (int)found * SPAN + (int)tid * EACH, end = min(((int)found + 1) * SPAN, VOCAB);
     left -= found_before;
-    u64 own[EACH];
+    u64 masses[EACH];
     mass = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        u32 key = first + i < VOCAB ? key_of(to_float(x[first + i]), m) : 0;
-        mass += own[i] = is_kept(key, first + i, bin, last) ? weight_of(key) : 0;
+        u32 key = first + i < end ? key_of(to_float(x[first + i]), m) : 0;
+        mass += masses[i] = is_kept(key, first + i, bin, last) ? weight_of(key) : 0;
     }
     below = scan(mass, all);
     if (below <= left && left < below + mass) {
         int chosen = first;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            below += own[i];
+            below += masses[i];
             if (below <= left) chosen = first + i + 1;
         }
         token[row] = chosen;

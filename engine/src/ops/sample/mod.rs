@@ -5,7 +5,7 @@
 //! of the largest, and a NaN, is never drawn.
 //!
 //! No vocabulary is sorted on a GPU: the mass of each bin of weights (32 to an octave) says in which bin the nucleus ends, and only that bin's tokens
-//! are told apart, ten bits of (weight, token) at a time.
+//! are told apart, ten bits of (weight, token) at a time until few are left.
 
 use crate::cpu::math::exp;
 use crate::cpu::{View, ViewMut, simd};
@@ -111,8 +111,8 @@ impl Nucleus {
         let p = Places {
             most: take(4 * rows * chunks),
             masses: take(8 * rows * BINS),
-            sure: take(8 * rows * chunks),
-            list: take(4 * rows * LIST),
+            sure: take(8 * rows * chunks * (CHUNK / SEGMENT)),
+            list: take(8 * rows * LIST),
             rows: take(ROW * rows),
         };
         let x = At::X(0).into();
@@ -133,6 +133,7 @@ impl Nucleus {
             .define("ROWS", rows)
             .define("VOCAB", vocab)
             .define("CHUNK", CHUNK)
+            .define("SEGMENT", SEGMENT)
             .define("LIST", LIST)
             .define("LOW_BITS", LOW_BITS)
             .define("INDEX_BITS", vocab.next_power_of_two().trailing_zeros())
@@ -144,7 +145,7 @@ impl Nucleus {
 
     /// A pass over all logits.
     fn pass(&self, io: &Io, log_prob: bool, entry: &'static str, args: &[Place]) -> Launch {
-        const THREADS: usize = 512;
+        const THREADS: usize = CHUNK / SEGMENT * 32;
         let (rows, vocab) = (io.x[0].dim(1), io.x[0].dim(0));
         self.launch(io, &[PACKS, WEIGHTS, include_str!("passes.cu")], entry, log_prob)
             .define("VEC", pack(&[io.x[0].dtype], &[vocab, io.offsets[0]]))
@@ -163,6 +164,8 @@ impl Nucleus {
 const WEIGHTS: &str = include_str!("weights.cuh");
 /// Logits of a block.
 const CHUNK: usize = 8192;
+/// Logits of a warp.
+const SEGMENT: usize = 512;
 /// Bits of a weight below those that say its bin.
 const LOW_BITS: usize = 18;
 const BINS: usize = (40 << (23 - LOW_BITS)) + 1;
@@ -174,7 +177,7 @@ const LIST: usize = 4096;
 /// Bytes of a `Row` of weights.cuh.
 const ROW: usize = 48;
 
-/// Parts of the workspace: the largest logit of each chunk; the mass of each bin; the mass in each chunk of what surely is kept; the bin's tokens;
+/// Parts of the workspace: the largest logit of each chunk; the mass of each bin; the mass in each segment of what surely is kept; the bin's tokens;
 /// the rows.
 struct Places {
     most: Place,

@@ -1,4 +1,5 @@
-// Logits as whole numbers (see mod.rs), and sums of them over a block. A row is cut into CHUNKS chunks of CHUNK logits.
+// Logits as whole numbers (see mod.rs), and sums of them over a block. A row is cut into CHUNKS chunks of CHUNK logits, one for each block of the
+// passes, and these into segments, one for each warp.
 
 const int CHUNKS = (VOCAB + CHUNK - 1) / CHUNK;
 const u32 FIRST_BIN = (127 - 40) << (23 - LOW_BITS); // of 2^-40
@@ -11,10 +12,10 @@ struct Row {
     u32 bin, listed;   // that bin, and how many tokens it has
 };
 
-// The CPU's exp, for x <= 0: no product may be fused with a sum, or the bits would differ.
+// The CPU's exp, for x <= 0: no product may be fused with a sum, or the bits would differ. What is less than 2^-40, and a NaN, gives something less.
 __device__ __forceinline__ float exactly_exp(float x) {
-    if (!(x > -28.0f)) return 0.0f; // less than 2^-40
-    const float round = 12582912.0f;
+    const float round = 12582912.0f; // the last bits of a sum with it are a whole number
+    x = fmaxf(x, -28.0f);
     float t = __fadd_rn(__fmul_rn(x, 1.44269504f), round), n = __fsub_rn(t, round);
     float r = __fsub_rn(__fsub_rn(x, __fmul_rn(n, 0.693359375f)), __fmul_rn(n, -2.12194440e-4f));
     float p = 1.0f / 5040.0f;
@@ -24,17 +25,21 @@ __device__ __forceinline__ float exactly_exp(float x) {
     p = __fadd_rn(__fmul_rn(p, r), 1.0f / 6.0f);
     p = __fadd_rn(__fmul_rn(p, r), 0.5f);
     p = __fadd_rn(__fadd_rn(__fmul_rn(__fmul_rn(p, r), r), r), 1.0f);
-    u32 power = 127 + (__float_as_uint(t) - __float_as_uint(round));
-    return p * __uint_as_float(power << 23);
+    return __uint_as_float(__float_as_uint(p) + (__float_as_uint(t) << 23)); // p 2^n
 }
 
+// ln of a logit's weight, unless it is the largest.
+__device__ __forceinline__ float log_weight(float x, float most) { return __fmul_rn(__fsub_rn(x, most), INVERSE); }
 // Bits of the weight of logit x, in the order of the weights; 0 for what can never be drawn.
 __device__ __forceinline__ u32 key_of(float x, float most) {
-    float w = x == most ? 1.0f : GREEDY ? 0.0f : exactly_exp(__fmul_rn(__fsub_rn(x, most), INVERSE));
-    u32 key = __float_as_uint(w);
-    return key >> LOW_BITS >= FIRST_BIN ? key : 0;
+    float w = GREEDY ? 0.0f : exactly_exp(log_weight(x, most));
+    u32 key = __float_as_uint(x == most ? 1.0f : w);
+    return key >= FIRST_BIN << LOW_BITS ? key : 0;
 }
 __device__ __forceinline__ u64 weight_of(u32 key) { return (u64)(__uint_as_float(key) * 1099511627776.0f); } // 2^40
+// The same for keys that are not 0, as 24 bits times a power of two that all keys of a bin share.
+__device__ __forceinline__ u32 units_of(u32 key) { return ((key & 0x7fffffu) | 0x800000u) >> max(110 - (int)(key >> 23), 0); }
+__device__ __forceinline__ int unit_of(u32 bin) { return max((int)((FIRST_BIN + bin) >> (23 - LOW_BITS)) - 110, 0); }
 __device__ __forceinline__ u32 bin_of(u32 key) { return (key >> LOW_BITS) - FIRST_BIN; }
 // Where a token of a bin stands in it: larger weights above, of equal ones the earlier.
 const u32 LAST_INDEX = (1u << INDEX_BITS) - 1;
@@ -52,14 +57,16 @@ __device__ __forceinline__ float most_of(const float *most) {
     return warp_max(m);
 }
 
-// Sums of 64 bits from atomics of 32: the carry is what an addition leaves.
-struct Sum { u32 low, high; };
-__device__ __forceinline__ void add(Sum &sum, u64 v) {
-    u32 low = (u32)v, high = (u32)(v >> 32), old = atomicAdd(&sum.low, low);
-    high += old + low < old;
-    if (high) atomicAdd(&sum.high, high);
-}
-__device__ __forceinline__ u64 value(Sum sum) { return (u64)sum.high << 32 | sum.low; }
+// Sums from atomics of 32 bits: what an addition leaves says whether it carried, which one of 256 does.
+template <int COUNT> struct Sums {
+    u32 low[COUNT], high[COUNT];
+    __device__ __forceinline__ void clear(int i) { low[i] = high[i] = 0; }
+    __device__ __forceinline__ void add(int i, u32 units) {
+        u32 old = atomicAdd(&low[i], units);
+        if (old + units < old) atomicAdd(&high[i], 1u);
+    }
+    __device__ __forceinline__ u64 value(int i, int unit) const { return ((u64)high[i] << 32 | low[i]) << unit; }
+};
 
 // The sum over the threads before this one, and over all of them. Every thread of the block takes part.
 __device__ __forceinline__ u64 scan(u64 v, u64 &all) {
