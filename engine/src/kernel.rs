@@ -45,6 +45,13 @@ impl Arch {
         }
     }
 
+    /// Shared memory for a kernel of as many blocks as multiprocessors: where it wants much, so much that no two of its blocks are on one, and the next
+    /// kernel's smaller one fits beside it.
+    pub fn alone(&self, shared: usize) -> usize {
+        let half = self.shared_limit() / 2;
+        if shared > half / 4 * 3 { shared.max(half + 1) } else { shared }
+    }
+
     /// What NVRTC is told: `sm_90a` where features of that one architecture are used.
     pub fn name(&self) -> String {
         match self.sm {

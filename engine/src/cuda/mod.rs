@@ -276,10 +276,17 @@ impl Cuda {
                 let name = std::ffi::CString::new(entry).expect("a C name");
                 // SAFETY: the module was just loaded.
                 let function = unsafe { result::module::get_function(module, name) }.map_err(failed(entry))?;
-                if shared > 48 << 10 {
-                    let limit = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                use sys::CUfunction_attribute_enum as Attribute;
+                let set = |attribute, value| {
                     // SAFETY: the function was just loaded.
-                    unsafe { result::function::set_function_attribute(function, limit, shared as i32) }.map_err(failed(entry))?;
+                    unsafe { result::function::set_function_attribute(function, attribute, value) }.map_err(failed(entry))
+                };
+                if shared > 48 << 10 {
+                    set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
+                }
+                // Kernels are on a multiprocessor together only where they agree how much of its memory is shared: all.
+                if shared > 16 << 10 {
+                    set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
                 }
                 loaded.insert(keys[i], Kernel(function));
             }

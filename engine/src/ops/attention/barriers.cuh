@@ -10,6 +10,15 @@ __device__ __forceinline__ void arrive(u64 *barrier) {
 __device__ __forceinline__ void arrive_with_copies(u64 *barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// Arrives, and expects so many bytes of rows besides.
+__device__ __forceinline__ void arrive_and_expect(u64 *barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+// Neighbouring bytes, a multiple of 16, that come without a thread's doing and tell the barrier.
+__device__ __forceinline__ void copy_row(void *to, const void *from, int bytes, u64 *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from),
+                 "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
 __device__ __forceinline__ void await(u64 *barrier, u32 phase) {
     u32 over;
     do
@@ -18,7 +27,7 @@ __device__ __forceinline__ void await(u64 *barrier, u32 phase) {
     while (!over);
 }
 
-// Copies that have arrived, whoever made them, become visible to wgmma. This waits for all that the thread itself has under way, so it
+// Copies that have arrived, whoever made them, become visible to wgmma, and new barriers to what comes without a thread's doing. This waits for all that the thread itself has under way, so it
 // is not for threads that copy.
 __device__ __forceinline__ void show() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

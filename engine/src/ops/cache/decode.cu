@@ -7,13 +7,8 @@
 // memory, STAGES times that ahead, where the thread that copied them reads them; where nobody wrote to the caches (EARLY), before it is the kernel's turn. The
 // parts of the block's threads are put together in the end, those of the SPLITS blocks by attention_combine.
 
-const int SIDE = 32 / LANES, DIMS = PER * VEC, ROWS = TIME * GROUP, TILES = (ROWS + R - 1) / R, SPLITS = (CAPACITY + CHUNK - 1) / CHUNK;
+const int SIDE = 32 / LANES, DIMS = PER * VEC, ROWS = TIME * GROUP, TILES = (ROWS + R - 1) / R;
 const int HALF = D / 2;
-
-// exp2(x - most) where nothing may have been seen yet.
-__device__ __forceinline__ float share(float x, float most) { return power_of_two(x - (most == -infinity() ? 0.0f : most)); }
-
-__device__ __forceinline__ int held(int past) { return past < 0 ? 0 : past > CAPACITY - TIME ? CAPACITY - TIME : past; }
 
 __device__ __forceinline__ void copy_pack(Pack<T> *to, const T *from, bool live) {
     if (sizeof(*to) == 16) copy16(to, from, live);
@@ -236,29 +231,4 @@ attention_decode(const TQ *q, const T *k, const T *v, const int *past_at, const 
             if (d == 0) to[D] = high, to[D + 1] = total;
         }
     }
-}
-
-// y = the parts of as many splits as there are keys for. A warp for each head of each query.
-extern "C" __global__ void __launch_bounds__(256) attention_combine(const int *past_at, const float *partial, TQ *y) {
-    in_turn();
-    u64 head = (u64)blockIdx.x * 8 + threadIdx.x / 32;
-    if (head >= (u64)BATCH * TIME * KV * GROUP) return;
-    int lane = threadIdx.x % 32, splits = (held(*past_at) + TIME + CHUNK - 1) / CHUNK;
-    partial += head * SPLITS * (D + 2);
-    float high = -infinity(), total = 0.0f, out[(D + 31) / 32] = {};
-    for (int s = lane; s < splits; s += 32) high = fmaxf(high, partial[s * (D + 2) + D]);
-    high = warp_max(high);
-    for (int s = lane; s < splits; s += 32) total += partial[s * (D + 2) + D + 1] * share(partial[s * (D + 2) + D], high);
-    total = warp_sum(total);
-#pragma unroll 4
-    for (int s = 0; s < splits; s++) {
-        const float *part = partial + s * (D + 2);
-        float weight = share(part[D], high);
-#pragma unroll
-        for (int i = 0; i < (D + 31) / 32; i++)
-            if (i * 32 + lane < D) out[i] += weight * part[i * 32 + lane];
-    }
-#pragma unroll
-    for (int i = 0; i < (D + 31) / 32; i++)
-        if (i * 32 + lane < D) from_float(total > 0.0f ? out[i] / total : 0.0f, y[head * D + i * 32 + lane]);
 }

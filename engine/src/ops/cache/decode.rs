@@ -53,7 +53,7 @@ impl DecodeAttention {
     }
 }
 
-/// Keys of a block: 128 KiB to read where heads are 128 wide in bf16.
+/// Keys of a block without tensor cores: 128 KiB to read where heads are 128 wide in bf16.
 const CHUNK: usize = 256;
 /// The most rows of a block, each with a query and an output in registers.
 const ROWS: usize = 8;
@@ -152,30 +152,10 @@ impl Op for DecodeAttention {
             lengths.extend(&io.offsets[more..]);
         }
         let vec = pack(&[dtype], &lengths);
-        let packs = d / vec;
-        let lanes = packs.next_power_of_two().min(32);
-        let per = packs.div_ceil(lanes);
-        // A row has 2 x per x vec registers; as many rows as leave none in memory.
-        let most = (64 / (per * vec)).clamp(1, ROWS);
-        let tiles = (time * group).div_ceil(most);
-        let r = (time * group).div_ceil(tiles);
-        let splits = capacity.div_ceil(CHUNK);
-        let blocks = batch * kv * tiles * splits;
-        // With few registers for its rows, a thread looks at more keys together, and two blocks fit on a multiprocessor.
-        let light = r <= 4 && r * per * vec <= 32;
-        let (mut unroll, mut warps) = (if light { 4 } else { 2 }, 8);
-        let stage = |unroll: usize, warps: usize| warps * unroll * 2 * per * 32 * vec * dtype.size();
-        while stage(unroll, warps) > TOGETHER && unroll * warps > 1 {
-            (unroll, warps) = if unroll > 1 { (unroll / 2, warps) } else { (1, warps / 2) };
-        }
-        let masked = more > 6;
-        let turned = if self.turn.is_some() { 4 * r * d + 2 * d * dtype.size() } else { 0 };
-        let apart = turned + 4 * warps * r * (d + 2);
-        let one = stage(unroll, warps) + if masked { 4 * warps * unroll * 32 } else { 0 };
-        let room = if blocks <= io.arch.multiprocessors as usize { AHEAD_ALONE } else { AHEAD }.min(io.arch.shared_limit() - apart);
-        let stages = (room / one).clamp(1, capacity.min(CHUNK).div_ceil(warps * unroll * 32 / lanes));
-        let launch = |entry| {
-            Launch::new(&[include_str!("../attention/mma.cuh"), PACKS, include_str!("decode.cu")].concat(), entry)
+        let (masked, splits_of) = (more > 6, |chunk: usize| capacity.div_ceil(chunk));
+        let (multiprocessors, limit) = (io.arch.multiprocessors as usize, io.arch.shared_limit());
+        let launch = |source: &str, entry, chunk: usize| {
+            Launch::new(&[include_str!("../attention/mma.cuh"), PACKS, include_str!("share.cuh"), source].concat(), entry)
                 .define_type("T", dtype)
                 .define_type("TQ", io.x[0].dtype)
                 .define_type("C", if self.turn.is_some() { io.x[more].dtype } else { DType::F32 })
@@ -190,14 +170,7 @@ impl Op for DecodeAttention {
                 .define("K_ROW", rows[1])
                 .define("V_ROW", rows[2])
                 .define("VEC", vec)
-                .define("LANES", lanes)
-                .define("PER", per)
-                .define("R", r)
-                .define("UNROLL", unroll)
-                .define("STAGES", stages)
-                .define("CHUNK", CHUNK)
-                .define("WARPS", warps)
-                .define("RESIDENT", if light { 2 } else { 1 })
+                .define("CHUNK", chunk)
                 .define("MASKED", masked as u8)
                 .define("EARLY", (3..more).all(|i| io.settled[i]) as u8)
                 .define("TURN", self.turn.is_some() as u8)
@@ -207,18 +180,72 @@ impl Op for DecodeAttention {
                 .define_f32("EPS", self.turn.and_then(|t| t.norm).unwrap_or(0.0))
                 .define_f32("SCALE_2", self.scale * std::f32::consts::LOG2_E)
         };
+        // A query of several heads wants whole packs, too, where they are copied.
+        let tensor = vec == 8 && matches!(d, 16 | 32 | 64 | 128) && io.x[0].dtype == dtype && pack(&[dtype], &[rows[0], io.offsets[0]]) == 8;
+        let (first, chunk) = if tensor {
+            const WARPS: usize = 8;
+            let tiles = (time * group).div_ceil(16);
+            let r = (time * group).div_ceil(tiles);
+            // All of a block's keys and values, and its queries, in half of the shared memory.
+            let (half, row, apart) = (limit / 2, 2 * (d + 8), 16 * 2 * (d + 8));
+            let most = (half - apart) / (2 * row + 4) / 16 * 16;
+            let chunk = capacity.div_ceil(splits_of(most)).next_multiple_of(16);
+            let shared = apart + (chunk * (2 * row + 4)).max(4 * WARPS * r * (d + 2));
+            let blocks = batch * kv * tiles * splits_of(chunk);
+            let alone = blocks <= multiprocessors;
+            let first = launch(include_str!("decode_tensor.cu"), "attention_decode_tensor", chunk)
+                .define("R", r)
+                .define("WARPS", WARPS)
+                .grid(blocks.max(multiprocessors), 1, 1)
+                .block(32 * WARPS)
+                .shared(if alone { io.arch.alone(shared) } else { shared });
+            (first, chunk)
+        } else {
+            let packs = d / vec;
+            let lanes = packs.next_power_of_two().min(32);
+            let per = packs.div_ceil(lanes);
+            // A row has 2 x per x vec registers; as many rows as leave none in memory.
+            let most = (64 / (per * vec)).clamp(1, ROWS);
+            let tiles = (time * group).div_ceil(most);
+            let r = (time * group).div_ceil(tiles);
+            let blocks = batch * kv * tiles * splits_of(CHUNK);
+            // With few registers for its rows, a thread looks at more keys together, and two blocks fit on a multiprocessor.
+            let light = r <= 4 && r * per * vec <= 32;
+            let (mut unroll, mut warps) = (if light { 4 } else { 2 }, 8);
+            let stage = |unroll: usize, warps: usize| warps * unroll * 2 * per * 32 * vec * dtype.size();
+            while stage(unroll, warps) > TOGETHER && unroll * warps > 1 {
+                (unroll, warps) = if unroll > 1 { (unroll / 2, warps) } else { (1, warps / 2) };
+            }
+            let turned = if self.turn.is_some() { 4 * r * d + 2 * d * dtype.size() } else { 0 };
+            let apart = turned + 4 * warps * r * (d + 2);
+            let one = stage(unroll, warps) + if masked { 4 * warps * unroll * 32 } else { 0 };
+            let room = if blocks <= multiprocessors { AHEAD_ALONE } else { AHEAD }.min(limit - apart);
+            let stages = (room / one).clamp(1, capacity.min(CHUNK).div_ceil(warps * unroll * 32 / lanes));
+            let first = launch(include_str!("decode.cu"), "attention_decode", CHUNK)
+                .define("LANES", lanes)
+                .define("PER", per)
+                .define("R", r)
+                .define("UNROLL", unroll)
+                .define("STAGES", stages)
+                .define("WARPS", warps)
+                .define("RESIDENT", if light { 2 } else { 1 })
+                .grid(blocks, 1, 1)
+                .block(32 * warps)
+                .shared(stages * one + apart);
+            (first, CHUNK)
+        };
         let (past, y, partial) = (At::X(5).into(), At::Y(0).into(), At::Work.into());
         // One that is not there is not read.
         let own = |input: usize, there: bool| Place::from(At::X(if there { input } else { 0 }));
         let mut args: Vec<Place> = vec![At::X(0).into(), At::X(1).into(), At::X(2).into(), past, own(6, masked)];
         args.extend((more..more + 4).map(|i| own(i, i < io.x.len())));
         args.extend([At::Y(1).into(), At::Y(2).into(), y, partial]);
-        let first = launch("attention_decode").grid(blocks, 1, 1).block(32 * warps).shared(stages * one + apart).args(&args);
+        let (first, splits) = (first.args(&args), splits_of(chunk));
         if splits == 1 {
             return Code { steps: vec![Step::Launch(first)], workspace: 0 };
         }
         let heads = batch * time * kv * group;
-        let second = launch("attention_combine").grid(heads.div_ceil(8), 1, 1).args(&[past, partial, y]);
+        let second = launch(include_str!("combine.cu"), "attention_combine", chunk).grid(heads.div_ceil(8), 1, 1).args(&[past, partial, y]);
         Code { steps: vec![Step::Launch(first), Step::Launch(second)], workspace: 4 * heads * splits * (d + 2) }
     }
 

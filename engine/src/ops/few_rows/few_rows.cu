@@ -12,25 +12,9 @@ const int SIDE = PAIR ? TILES / 2 : TILES, WIDE = SIDE * 8;    // tiles and colu
 const int STRIDE = TILES * 8 + (TILES % 2 ? 0 : 8);            // of the sums of a row: the rows of a warp lie in different banks
 const int OWN = (ROWS * WIDE + THREADS - 1) / THREADS;         // results of a thread
 const bool KEEP = AHEAD == LINES;                              // a warp's part of x stays in registers
-constexpr int SIZES[] = {COLUMNS}, FIRSTS[] = {FIRST};         // of each y: columns, and tiles before it
 
 // A thread's part of a line of x: 8 elements of each half, of rows group, group + 8, ..
 typedef uint4 Line[2][EIGHTS];
-struct alignas(sizeof(TN) * 8 < 16 ? sizeof(TN) * 8 : 16) Eight { TN at[8]; };
-
-// The tile's matrix, that one's rows, and the first row of the tile. Past the last tile there are no rows.
-template <class E> struct Place { E *at; int rows, row; };
-template <class E, int COUNT> __device__ __forceinline__ Place<E> place(E *const (&all)[COUNT], int tile) {
-    Place<E> p = {all[0], SIZES[0], tile * 8};
-#pragma unroll
-    for (int i = 1; i < COUNT; i++)
-        if (tile >= FIRSTS[i]) p = {all[i], SIZES[i], (tile - FIRSTS[i]) * 8};
-    if (tile >= ALL_TILES) p.rows = 0;
-    return p;
-}
-
-__device__ __forceinline__ float low(u32 two) { return to_float(T{(unsigned short)two}); }
-__device__ __forceinline__ float high(u32 two) { return to_float(T{(unsigned short)(two >> 16)}); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 few_rows(const T *x, const TN *norm, const TR *more, WEIGHT_ARGS, OUT_ARGS) {

@@ -20,7 +20,7 @@ pub fn code(op: &FewRows, io: &Io) -> Code {
     let read = weights.clone().chain([0]).chain(norm).map(|i| io.offsets[i]);
     let lengths: Vec<usize> = [k, row].into_iter().chain(read).collect();
     let launch = match io.x[0].dtype {
-        DType::BF16 | DType::F16 if pack(&[DType::BF16], &lengths) == 8 => tensor(op, io),
+        DType::BF16 | DType::F16 if pack(&[DType::BF16], &lengths) == 8 => whole(op, io).unwrap_or_else(|| tensor(op, io)),
         _ => plain(op, io),
     };
     let list = |count: usize, name: &str| (0..count).map(|i| format!("{name}{i}")).collect::<Vec<_>>().join(", ");
@@ -62,6 +62,50 @@ fn starts(parts: impl Iterator<Item = usize>) -> (Vec<usize>, usize) {
     })
 }
 
+/// Bytes of weights that a block asks for at once.
+const PIECE: usize = 8 << 10;
+
+/// Where the weights of a block fit into half of a multiprocessor's shared memory, and what a warp has of x into registers.
+fn whole(op: &FewRows, io: &Io) -> Option<Launch> {
+    let (rows, k, weights) = (io.x[0].dim(1), io.x[0].dim(0), op.weights(io.x.len()));
+    let (first, all) = starts(io.y.iter().map(|y| y.dim(0).div_ceil(TILE)));
+    let warps = k.div_ceil(LINE).min(WARPS);
+    let lines = k.div_ceil(LINE).div_ceil(warps);
+    let (eights, sixteens) = (rows.div_ceil(8), rows.div_ceil(16));
+    let multiprocessors = io.arch.multiprocessors as usize;
+    let tiles = all.div_ceil(multiprocessors) * if op.swiglu { 2 } else { 1 };
+    // Rows of weights begin half of the banks apart.
+    let row = k + (96 - k % 64) % 64;
+    let stride = tiles * TILE + if tiles % 2 == 0 { 8 } else { 0 };
+    let at_once = (PIECE / (2 * k)).clamp(1, 32);
+    let pieces = (tiles * TILE).div_ceil(at_once);
+    let barriers = (2 * tiles * TILE * row).max(4 * warps * 16 * sixteens * (stride + 1));
+    let shared = barriers + 8 * pieces;
+    // x times the norm's weight, and not yet scaled, may be too large for f16.
+    let narrow = op.norm.is_some() && io.x[0].dtype == DType::F16;
+    let fits = shared <= io.arch.shared_limit() / 2 && lines * eights <= 12 && tiles * sixteens <= 6;
+    if io.arch.sm < 90 || !weights.clone().all(|i| io.settled[i]) || narrow || !fits {
+        return None;
+    }
+    let source = [include_str!("../attention/mma.cuh"), include_str!("../attention/barriers.cuh"), PLACE, include_str!("whole.cu")].concat();
+    let launch = Launch::new(&source, "few_rows_whole")
+        .define("WARPS", warps)
+        .define("LINES", lines)
+        .define("TILES", tiles)
+        .define("W_ROW", row)
+        .define("BARRIERS", barriers)
+        .define("CR", at_once)
+        .define("FLIGHT", (tiles * TILE / 3).max((2 * PIECE).div_ceil(2 * k)).div_ceil(at_once))
+        .define("FIRST", numbers(first.into_iter()))
+        .define("ALL_TILES", all)
+        .grid(multiprocessors, 1, 1)
+        .block(32 * warps)
+        .shared(io.arch.alone(shared));
+    Some(launch)
+}
+
+const PLACE: &str = include_str!("place.cuh");
+
 fn tensor(op: &FewRows, io: &Io) -> Launch {
     let weights = op.weights(io.x.len());
     let (rows, k) = (io.x[0].dim(1), io.x[0].dim(0));
@@ -82,7 +126,7 @@ fn tensor(op: &FewRows, io: &Io) -> Launch {
     let stage = warps * tiles * TILE * LINE * 2;
     let stages = (AHEAD.min(limit - sums) / stage).min(rounds * lines);
     let ahead = (8 / rows.div_ceil(8)).min(lines);
-    Launch::new(&[include_str!("../attention/mma.cuh"), include_str!("few_rows.cu")].concat(), "few_rows")
+    Launch::new(&[include_str!("../attention/mma.cuh"), PLACE, include_str!("few_rows.cu")].concat(), "few_rows")
         .define("WARPS", warps)
         .define("LINES", lines)
         .define("TILES", tiles)

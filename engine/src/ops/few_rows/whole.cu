@@ -1,0 +1,171 @@
+// The same where all weights of a block fit into shared memory beside those of the next kernel's: compute capability 9.0, and weights that nobody writes.
+//
+// The next kernel is let begin at once, and fetches its weights while this one works: TILES tiles of eight rows, each row in one copy that takes no
+// threads. They are asked for in pieces of CR rows, FLIGHT at a time, because what this kernel reads of x waits behind them in the memory. Blocks are as
+// many as multiprocessors, and those without work stay until it is their turn: so each multiprocessor has one of this kernel and one of the next, and no
+// two of a kind, which would have to share x's way. Warps, lines and the order of elements are few_rows'.
+//
+// With NORM, x times the norm's weight is rounded and multiplied, and the product scaled by 1 / rms: so nothing waits for the sum of squares, which is the
+// diagonal of x x^T.
+
+const int THREADS = 32 * WARPS, MT = (ROWS + 15) / 16, EIGHTS = (ROWS + 7) / 8;
+const int SIDE = PAIR ? TILES / 2 : TILES, WIDE = SIDE * 8;    // tiles and columns of y
+const int STRIDE = TILES * 8 + (TILES % 2 ? 0 : 8);            // of the sums of a row: the rows of a warp lie in different banks
+const int NEAR = ROWS * WIDE > THREADS ? 2 : 1;                // neighbouring results of a thread
+const int OWN = (ROWS * WIDE / NEAR + THREADS - 1) / THREADS;  // and how often it has them
+const int PIECES = (TILES * 8 + CR - 1) / CR;
+
+// x times the norm's weights, for two elements.
+__device__ __forceinline__ u32 scaled(u32 x, const bf16 *w) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(*(const u32 *)w), "r"(0x80008000u));
+    return r;
+}
+template <class E> __device__ __forceinline__ u32 scaled(u32 x, const E *w) { return pack<T>(low(x) * to_float(w[0]), high(x) * to_float(w[1])); }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+few_rows_whole(const T *x, const TN *norm, const TR *more, WEIGHT_ARGS, OUT_ARGS) {
+    extern __shared__ uint4 shared[];
+    const T *const weights[] = {WEIGHT_LIST};
+    OUT *const ys[] = {OUT_LIST};
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, pair = lane % 4;
+    const int first = blockIdx.x * SIDE;
+    T *own = (T *)shared;                                   // [TILES * 8, W_ROW]
+    float *sums = (float *)shared;                          // in the end: [WARPS, 16 MT, STRIDE]
+    float *squares = sums + WARPS * 16 * MT * STRIDE;       // [WARPS, 16 MT]
+    u64 *arrived = (u64 *)((char *)shared + BARRIERS);      // [PIECES]
+    next_may_begin();
+    if (first >= ALL_TILES) {
+        wait_for_turn();
+        return;
+    }
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < PIECES; i++) expect(arrived + i, 1);
+        show();
+    }
+    __syncthreads();
+    if (warp == 0) {
+        for (int piece = 0; piece < PIECES; piece++) {
+            if (piece >= FLIGHT) await(arrived + piece - FLIGHT, 0);
+            const int r = piece * CR + lane, t = r / 8, tile = first + t % SIDE;
+            const T *const one[] = {PAIR && t >= SIDE ? weights[PAIR] : weights[0]};
+            const auto w = PAIR ? place(one, tile) : place(weights, tile);
+            const bool live = lane < CR && r < TILES * 8 && w.row + r % 8 < w.rows;
+            const int rows = __popc(__ballot_sync(0xffffffffu, live));
+            if (lane == 0) arrive_and_expect(arrived + piece, rows * K * (int)sizeof(T));
+            __syncwarp();
+            if (live) copy_row(own + r * W_ROW, w.at + (u64)(w.row + r % 8) * K, K * (int)sizeof(T), arrived + piece);
+        }
+    } else if (NORM) {
+        const int line = 128 / (int)sizeof(TN);
+        for (int k = ((int)threadIdx.x - 32) * line; k < K; k += (THREADS - 32) * line) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm + k));
+    }
+    wait_for_turn();
+
+    uint4 a[LINES][2][EIGHTS];
+#pragma unroll
+    for (int line = 0; line < LINES; line++)
+#pragma unroll
+        for (int p = 0; p < 2; p++) {
+            const int k = (warp * LINES + line) * 64 + p * 32 + pair * 8;
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++) {
+                const int row = e * 8 + group < ROWS ? e * 8 + group : ROWS - 1;
+                a[line][p][e] = k < K ? *(const uint4 *)(x + (u64)row * X_ROW + k) : uint4{0, 0, 0, 0};
+            }
+        }
+    Eight n[NORM ? LINES : 1][2];
+    if (NORM)
+#pragma unroll
+        for (int i = 0; i < 2 * LINES; i++) {
+            const int k = (warp * LINES + i / 2) * 64 + i % 2 * 32 + pair * 8;
+            n[i / 2][i % 2] = *(const Eight *)(norm + (k < K ? k : 0));
+        }
+    float added[OWN][NEAR];
+#pragma unroll
+    for (int o = 0; o < OWN && ADD; o++) {
+        const int i = (threadIdx.x + o * THREADS) * NEAR;
+        const auto y = place(ys, first + i % WIDE / 8);
+#pragma unroll
+        for (int e = 0; e < NEAR; e++) {
+            const int column = y.row + i % 8 + e;
+            added[o][e] = i < ROWS * WIDE && column < y.rows ? to_float(more[(u64)(i / WIDE) * y.rows + column]) : 0.0f;
+        }
+    }
+
+    // The pieces before had arrived when these were asked for.
+#pragma unroll
+    for (int piece = PIECES > FLIGHT ? PIECES - FLIGHT : 0; piece < PIECES; piece++) await(arrived + piece, 0);
+    float c[MT][TILES][4] = {}, square[MT][4] = {};
+#pragma unroll
+    for (int line = 0; line < LINES; line++)
+#pragma unroll
+        for (int p = 0; p < 2; p++) {
+            const int k = (warp * LINES + line) * 64 + p * 32 + pair * 8;
+            if (NORM)
+#pragma unroll
+                for (int e = 0; e < EIGHTS; e++) {
+                    u32 *word = &a[line][p][e].x;
+                    const bool up = e % 2 == 0;
+                    const u32 one[4] = {up ? word[0] : 0, up ? 0 : word[0], up ? word[1] : 0, up ? 0 : word[1]};
+                    const u32 two[4] = {up ? word[2] : 0, up ? 0 : word[2], up ? word[3] : 0, up ? 0 : word[3]};
+                    mma<T>(square[e / 2], one, word[0], word[1]);
+                    mma<T>(square[e / 2], two, word[2], word[3]);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) word[i] = scaled(word[i], n[line][p].at + 2 * i);
+                }
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                const uint4 w = k < K ? *(const uint4 *)(own + (t * 8 + group) * W_ROW + k) : uint4{0, 0, 0, 0};
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    const uint4 up = a[line][p][2 * m], down = 2 * m + 1 < EIGHTS ? a[line][p][(2 * m + 1) % EIGHTS] : uint4{0, 0, 0, 0};
+                    const u32 one[4] = {up.x, down.x, up.y, down.y}, two[4] = {up.z, down.z, up.w, down.w};
+                    mma<T>(c[m][t], one, w.x, w.y);
+                    mma<T>(c[m][t], two, w.z, w.w);
+                }
+            }
+        }
+
+    __syncthreads();
+    if (NORM && group / 2 == pair)
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++)
+            squares[warp * (16 * MT) + e * 8 + group] = group % 2 ? square[e / 2][e % 2 * 2 + 1] : square[e / 2][e % 2 * 2];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float *to = sums + ((warp * MT + m) * 16 + h * 8 + group) * STRIDE + t * 8 + pair * 2;
+                to[0] = c[m][t][2 * h], to[1] = c[m][t][2 * h + 1];
+            }
+    __syncthreads();
+#pragma unroll
+    for (int o = 0; o < OWN; o++) {
+        const int i = (threadIdx.x + o * THREADS) * NEAR, row = i / WIDE;
+        if (i >= ROWS * WIDE) break;
+        float v[NEAR] = {}, up[NEAR] = {}, all = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float *part = sums + (w * MT * 16 + row) * STRIDE + i % WIDE;
+#pragma unroll
+            for (int e = 0; e < NEAR; e++) {
+                v[e] += part[e];
+                if (PAIR) up[e] += part[WIDE + e];
+            }
+            if (NORM) all += squares[w * 16 * MT + row];
+        }
+        const float scale = NORM ? rsqrtf(all * (1.0f / K) + EPS) : 1.0f;
+        const auto y = place(ys, first + i % WIDE / 8);
+#pragma unroll
+        for (int e = 0; e < NEAR; e++) {
+            if (NORM) v[e] *= scale, up[e] *= scale;
+            if (PAIR) v[e] = v[e] / (1.0f + __expf(-v[e])) * up[e];
+            if (ADD) v[e] += added[o][e];
+            const int column = y.row + i % 8 + e;
+            if (column < y.rows) from_float(v[e], y.at[(u64)row * y.rows + column]);
+        }
+    }
+}
