@@ -82,12 +82,13 @@ fn whole(op: &FewRows, io: &Io) -> Option<Launch> {
     let barriers = (2 * tiles * TILE * row).max(4 * warps * 16 * sixteens * (stride + 1));
     let shared = barriers + 8 * pieces;
     // x times the norm's weight, and not yet scaled, may be too large for f16.
-    let narrow = op.norm.is_some() && io.x[0].dtype == DType::F16;
+    let narrow = op.norm.is_some() && (io.x[0].dtype == DType::F16 || io.x[1].dtype == DType::F16);
     let fits = shared <= io.arch.shared_limit() / 2 && lines * eights <= 12 && tiles * sixteens <= 6;
-    if io.arch.sm < 90 || !weights.clone().all(|i| io.settled[i]) || narrow || !fits {
+    if io.arch.sm < 90 || !(1..weights.end).all(|i| io.settled[i]) || narrow || !fits {
         return None;
     }
-    let source = [include_str!("../attention/mma.cuh"), include_str!("../attention/barriers.cuh"), PLACE, include_str!("whole.cu")].concat();
+    let source =
+        [include_str!("../attention/mma.cuh"), include_str!("../attention/barriers.cuh"), PLACE, include_str!("whole.cu")].concat();
     let launch = Launch::new(&source, "few_rows_whole")
         .define("WARPS", warps)
         .define("LINES", lines)
@@ -95,7 +96,7 @@ fn whole(op: &FewRows, io: &Io) -> Option<Launch> {
         .define("W_ROW", row)
         .define("BARRIERS", barriers)
         .define("CR", at_once)
-        .define("FLIGHT", (tiles * TILE / 3).max((2 * PIECE).div_ceil(2 * k)).div_ceil(at_once))
+        .define("FLIGHT", ((tiles * TILE / 3).max(2 * PIECE / (2 * k)) / at_once).max(1))
         .define("FIRST", numbers(first.into_iter()))
         .define("ALL_TILES", all)
         .grid(multiprocessors, 1, 1)

@@ -6,7 +6,7 @@
 // two of a kind, which would have to share x's way. Warps, lines and the order of elements are few_rows'.
 //
 // With NORM, x times the norm's weight is rounded and multiplied, and the product scaled by 1 / rms: so nothing waits for the sum of squares, which is the
-// diagonal of x x^T.
+// diagonal of x x^T. The weights, of f32 or bf16, are there before the turn.
 
 const int THREADS = 32 * WARPS, MT = (ROWS + 15) / 16, EIGHTS = (ROWS + 7) / 8;
 const int SIDE = PAIR ? TILES / 2 : TILES, WIDE = SIDE * 8;    // tiles and columns of y
@@ -15,13 +15,19 @@ const int NEAR = ROWS * WIDE > THREADS ? 2 : 1;                // neighbouring r
 const int OWN = (ROWS * WIDE / NEAR + THREADS - 1) / THREADS;  // and how often it has them
 const int PIECES = (TILES * 8 + CR - 1) / CR;
 
-// x times the norm's weights, for two elements.
-__device__ __forceinline__ u32 scaled(u32 x, const bf16 *w) {
+// Two neighbouring weights of a norm: rounded, and what is left of each.
+__device__ __forceinline__ void two_weights(const float *w, u32 &whole, u32 &rest) {
+    whole = pack<bf16>(w[0], w[1]);
+    rest = pack<bf16>(w[0] - to_float(bf16{(unsigned short)whole}), w[1] - to_float(bf16{(unsigned short)(whole >> 16)}));
+}
+__device__ __forceinline__ void two_weights(const bf16 *w, u32 &whole, u32 &rest) { whole = *(const u32 *)w, rest = 0; }
+
+// a b + c, for two elements at once.
+__device__ __forceinline__ u32 fma_two(u32 a, u32 b, u32 c) {
     u32 r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(*(const u32 *)w), "r"(0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
-template <class E> __device__ __forceinline__ u32 scaled(u32 x, const E *w) { return pack<T>(low(x) * to_float(w[0]), high(x) * to_float(w[1])); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 few_rows_whole(const T *x, const TN *norm, const TR *more, WEIGHT_ARGS, OUT_ARGS) {
@@ -56,10 +62,17 @@ few_rows_whole(const T *x, const TN *norm, const TR *more, WEIGHT_ARGS, OUT_ARGS
             __syncwarp();
             if (live) copy_row(own + r * W_ROW, w.at + (u64)(w.row + r % 8) * K, K * (int)sizeof(T), arrived + piece);
         }
-    } else if (NORM) {
-        const int line = 128 / (int)sizeof(TN);
-        for (int k = ((int)threadIdx.x - 32) * line; k < K; k += (THREADS - 32) * line) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm + k));
     }
+    const u32 nothing = 0x80008000u; // -0, twice
+    u32 whole[LINES][2][4], rest[LINES][2][4];
+    if (NORM)
+#pragma unroll
+        for (int i = 0; i < 2 * LINES; i++) {
+            const int k = (warp * LINES + i / 2) * 64 + i % 2 * 32 + pair * 8;
+            const Eight w = *(const Eight *)(norm + (k < K ? k : 0));
+#pragma unroll
+            for (int e = 0; e < 4; e++) two_weights(w.at + 2 * e, whole[i / 2][i % 2][e], rest[i / 2][i % 2][e]);
+        }
     wait_for_turn();
 
     uint4 a[LINES][2][EIGHTS];
@@ -74,13 +87,6 @@ few_rows_whole(const T *x, const TN *norm, const TR *more, WEIGHT_ARGS, OUT_ARGS
                 a[line][p][e] = k < K ? *(const uint4 *)(x + (u64)row * X_ROW + k) : uint4{0, 0, 0, 0};
             }
         }
-    Eight n[NORM ? LINES : 1][2];
-    if (NORM)
-#pragma unroll
-        for (int i = 0; i < 2 * LINES; i++) {
-            const int k = (warp * LINES + i / 2) * 64 + i % 2 * 32 + pair * 8;
-            n[i / 2][i % 2] = *(const Eight *)(norm + (k < K ? k : 0));
-        }
     float added[OWN][NEAR];
 #pragma unroll
     for (int o = 0; o < OWN && ADD; o++) {
@@ -94,7 +100,7 @@ few_rows_whole(const T *x, const TN *norm, const TR *more, WEIGHT_ARGS, OUT_ARGS
     }
 
     // The pieces before had arrived when these were asked for.
-#pragma unroll
+#pragma unroll 1
     for (int piece = PIECES > FLIGHT ? PIECES - FLIGHT : 0; piece < PIECES; piece++) await(arrived + piece, 0);
     float c[MT][TILES][4] = {}, square[MT][4] = {};
 #pragma unroll
@@ -112,7 +118,7 @@ few_rows_whole(const T *x, const TN *norm, const TR *more, WEIGHT_ARGS, OUT_ARGS
                     mma<T>(square[e / 2], one, word[0], word[1]);
                     mma<T>(square[e / 2], two, word[2], word[3]);
 #pragma unroll
-                    for (int i = 0; i < 4; i++) word[i] = scaled(word[i], n[line][p].at + 2 * i);
+                    for (int i = 0; i < 4; i++) word[i] = fma_two(word[i], whole[line][p][i], sizeof(TN) == 2 ? nothing : fma_two(word[i], rest[line][p][i], nothing));
                 }
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
