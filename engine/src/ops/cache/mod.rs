@@ -13,8 +13,8 @@ use crate::ops::reduce::packs::{PACKS, pack};
 use crate::ops::rope::Pairs;
 use crate::record::Var;
 
-/// Puts rows past, past + 1, .. of both caches in place. Inputs: caches of keys and values, past, k and v [batch, time, kv_heads, d]. Outputs: the
-/// caches.
+/// Puts rows past, past + 1, .. of both caches in place. Inputs: caches of keys and values, past, k and v [batch, time, kv_heads, d], or of fewer
+/// sequences, each for as many neighbours of the caches'. Outputs: the caches.
 #[derive(Debug)]
 pub struct CacheWrite;
 
@@ -28,17 +28,18 @@ fn row(x: &View) -> usize {
     block_stride(x.shape, x.strides, 2).expect("blocks evenly apart")
 }
 
-/// rows [batch, time, ..] of x to place `past` of a cache [batch, capacity, ..].
+/// rows [batch, time, ..] of x, or of fewer sequences, to place `past` of a cache [batch, capacity, ..].
 fn write(cache: &mut ViewMut, x: &View, past: usize) {
     let (capacity, time, wide, apart) = (cache.shape[1], x.shape[1], x.shape[2] * x.shape[3], row(x));
+    let each = cache.shape[0] / x.shape[0];
     for (b, part) in cache.f32().chunks_mut(capacity * wide).enumerate() {
         for (t, to) in part[past * wide..].chunks_mut(wide).take(time).enumerate() {
-            to.copy_from_slice(&x.f32()[(b * time + t) * apart..][..wide]);
+            to.copy_from_slice(&x.f32()[(b / each * time + t) * apart..][..wide]);
         }
     }
 }
 
-/// Caches, and rows that fit into them.
+/// Caches, and rows of as many sequences that fit into them.
 fn check(caches: &[Meta], past: &Meta, rows: &[Meta]) {
     let (cache, new) = (&caches[0].shape, &rows[0].shape);
     let shapes = cache.len() == 4 && new.len() == 4 && caches[1].shape == *cache && rows[1].shape == *new;
@@ -52,7 +53,8 @@ impl Op for CacheWrite {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        check(&x[..2], &x[2], &x[3..]);
+        let each = |m: &Meta| Meta::new(&[&[m.shape[0] * (x[0].shape[0] / m.shape[0])], &m.shape[1..]].concat(), m.dtype);
+        check(&x[..2], &x[2], &[each(&x[3]), each(&x[4])]);
         x[..2].to_vec()
     }
 
@@ -72,7 +74,7 @@ impl Op for CacheWrite {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        let (batch, time, wide) = (io.x[3].shape[0], io.x[3].shape[1], io.x[3].shape[2] * io.x[3].shape[3]);
+        let (batch, time, wide) = (io.x[0].shape[0], io.x[3].shape[1], io.x[3].shape[2] * io.x[3].shape[3]);
         let rows = [3, 4].map(|i| block_stride(&io.x[i].shape, &io.strides[i], 2).expect("blocks evenly apart"));
         let types = [0, 1, 3, 4].map(|i| io.x[i].dtype);
         let vec = pack(&types, &[wide, rows[0], rows[1], io.offsets[3], io.offsets[4]]);
@@ -82,6 +84,7 @@ impl Op for CacheWrite {
             .define_type("TK", types[2])
             .define_type("TV", types[3])
             .define("BATCH", batch)
+            .define("EACH", batch / io.x[3].shape[0])
             .define("TIME", time)
             .define("CAPACITY", io.x[0].shape[1])
             .define("WIDE", wide)
@@ -102,11 +105,11 @@ impl Op for CacheWrite {
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
-        Cost::memory(2 * (x[3].bytes() + x[4].bytes()))
+        Cost::memory((1 + x[0].shape[0] / x[3].shape[0]) * (x[3].bytes() + x[4].bytes()))
     }
 }
 
-/// The caches with k and v [batch, time, kv_heads, d] from row `past` on; of keys and of values, as are `caches`.
+/// The caches with k and v [batch, time, kv_heads, d], or of fewer sequences, each for as many neighbours, from row `past` on; of keys and of values, as are `caches`.
 #[track_caller]
 pub fn cache_write<'g>(caches: (Var<'g>, Var<'g>), past: Var<'g>, k: Var<'g>, v: Var<'g>) -> (Var<'g>, Var<'g>) {
     let y = past.recorder().op(CacheWrite, &[caches.0, caches.1, past, k, v]);
@@ -186,6 +189,17 @@ pub const CASES: &[Case] = &[
     Case::new("written", rows!(3, 20, 4, 2, 8, 17), written),
     Case::new("written at odd places", rows!(2, 9, 2, 1, 5, 20), written),
     Case::new("written whole", rows!(2, 6, 6, 2, 16, 9), written),
+    Case::new(
+        "written, each for three",
+        &[
+            In(&[6, 9, 2, 8], Fill::Frozen),
+            In(&[6, 9, 2, 8], Fill::Frozen),
+            In(&[1], Fill::Index(5)),
+            In(&[2, 4, 2, 8], Fill::Frozen),
+            In(&[2, 4, 2, 8], Fill::Frozen),
+        ],
+        written,
+    ),
     Case::new(
         "written, columns of one product",
         &[In(&[2, 7, 96], Fill::Frozen), In(&[2, 7, 2, 16], Fill::Frozen), In(&[1], Fill::Index(5))],

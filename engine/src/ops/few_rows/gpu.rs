@@ -62,46 +62,64 @@ fn starts(parts: impl Iterator<Item = usize>) -> (Vec<usize>, usize) {
     })
 }
 
-/// Bytes of weights that a block asks for at once.
+/// Bytes of weights that a block asks for at once; and that it has under way, and lying there, where they do not all fit.
 const PIECE: usize = 8 << 10;
+const RING: usize = 176 << 10;
 
-/// Where the weights of a block fit into half of a multiprocessor's shared memory, and what a warp has of x into registers.
+/// Where x fits into registers: all weights of a block in half of a multiprocessor's shared memory, or round after round of them.
 fn whole(op: &FewRows, io: &Io) -> Option<Launch> {
     let (rows, k, weights) = (io.x[0].dim(1), io.x[0].dim(0), op.weights(io.x.len()));
     let (first, all) = starts(io.y.iter().map(|y| y.dim(0).div_ceil(TILE)));
-    let warps = k.div_ceil(LINE).min(WARPS);
-    let lines = k.div_ceil(LINE).div_ceil(warps);
-    let (eights, sixteens) = (rows.div_ceil(8), rows.div_ceil(16));
+    let (eights, sixteens, sides) = (rows.div_ceil(8), rows.div_ceil(16), if op.swiglu { 2 } else { 1 });
     let multiprocessors = io.arch.multiprocessors as usize;
-    let tiles = all.div_ceil(multiprocessors) * if op.swiglu { 2 } else { 1 };
+    let share = all.div_ceil(multiprocessors);
+    // A product of one tile to a block has little else to do than to fetch x: by twice the warps, where that fits into registers.
+    let long = share * sides == 1 && rows <= 16 && (3 * WARPS..=4 * WARPS).contains(&k.div_ceil(LINE));
+    let warps = if long { 2 * WARPS } else { k.div_ceil(LINE).min(WARPS) };
+    let lines = k.div_ceil(LINE).div_ceil(warps);
     // Rows of weights begin half of the banks apart.
     let row = k + (96 - k % 64) % 64;
-    let stride = tiles * TILE + if tiles % 2 == 0 { 8 } else { 0 };
+    let stride = |tiles: usize| tiles * TILE + if tiles % 2 == 0 { 8 } else { 0 };
+    let sums = |tiles: usize, rounds: usize| 4 * warps * 16 * sixteens * (rounds * stride(tiles) + 1);
+    let half = io.arch.shared_limit() / 2;
     let at_once = (PIECE / (2 * k)).clamp(1, 32);
-    let pieces = (tiles * TILE).div_ceil(at_once);
-    let barriers = (2 * tiles * TILE * row).max(4 * warps * 16 * sixteens * (stride + 1));
-    let shared = barriers + 8 * pieces;
+    let tiles = share * sides;
+    let barriers = (2 * tiles * TILE * row).max(sums(tiles, 1));
+    let (tiles, rounds, piece, flight, sums_at, barriers, slots) =
+        if tiles * sixteens <= 6 && barriers + 8 * (tiles * TILE).div_ceil(at_once) <= half {
+            let flight = ((tiles * TILE / 3).max(2 * PIECE / (2 * k)) / at_once).max(1);
+            (tiles, 1, at_once, flight, 0, barriers, (tiles * TILE).div_ceil(at_once))
+        } else {
+            let fits = |&tiles: &usize| (RING.min(io.arch.shared_limit()) - sums(tiles, 2)) / (2 * tiles * TILE * row) >= 3;
+            let tiles = [2 * sides, sides].into_iter().filter(|t| t * TILE <= 32).find(fits)?;
+            let (rounds, ring) = (share.div_ceil(tiles / sides), RING.min(io.arch.shared_limit()) - sums(tiles, 2));
+            let slots = (ring / (2 * tiles * TILE * row)).min(rounds);
+            let sums_at = slots * 2 * tiles * TILE * row;
+            (tiles, rounds, tiles * TILE, slots, sums_at, sums_at + sums(tiles, 2), slots)
+        };
     // x times the norm's weight, and not yet scaled, may be too large for f16.
     let narrow = op.norm.is_some() && (io.x[0].dtype == DType::F16 || io.x[1].dtype == DType::F16);
-    let fits = shared <= io.arch.shared_limit() / 2 && lines * eights <= 12 && tiles * sixteens <= 6;
-    if io.arch.sm < 90 || !(1..weights.end).all(|i| io.settled[i]) || narrow || !fits {
+    if io.arch.sm < 90 || !(1..weights.end).all(|i| io.settled[i]) || narrow || lines * eights > 12 {
         return None;
     }
     let source =
         [include_str!("../attention/mma.cuh"), include_str!("../attention/barriers.cuh"), PLACE, include_str!("whole.cu")].concat();
+    let shared = barriers + 8 * slots;
     let launch = Launch::new(&source, "few_rows_whole")
         .define("WARPS", warps)
         .define("LINES", lines)
         .define("TILES", tiles)
+        .define("ROUNDS", rounds)
         .define("W_ROW", row)
+        .define("SUMS", sums_at)
         .define("BARRIERS", barriers)
-        .define("CR", at_once)
-        .define("FLIGHT", ((tiles * TILE / 3).max(2 * PIECE / (2 * k)) / at_once).max(1))
+        .define("CR", piece)
+        .define("FLIGHT", flight)
         .define("FIRST", numbers(first.into_iter()))
         .define("ALL_TILES", all)
         .grid(multiprocessors, 1, 1)
         .block(32 * warps)
-        .shared(io.arch.alone(shared));
+        .shared(if rounds == 1 { io.arch.alone(shared) } else { shared });
     Some(launch)
 }
 

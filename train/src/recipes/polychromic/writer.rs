@@ -82,7 +82,7 @@ impl Writer {
         let start = r.typed(|| r.zeros(&[1]).cast(DType::I32));
         let hidden = d.hidden_by(feed("ids"), d.tables_at(places.position, self.time), &|at, q, k, v| {
             let caches = self.caches(d, at);
-            let (keys, values) = cache_write(caches, start, self.repeated(k), self.repeated(v));
+            let (keys, values) = cache_write(caches, start, k, v);
             r.update(caches.0, keys);
             r.update(caches.1, values);
             attention_until(q, k, v, places.until, true, d.scale())
