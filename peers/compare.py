@@ -22,7 +22,7 @@ OURS = {
     "polychromic": ["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "objective.weight=0"],
     "polychromic-step": ["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "every=1", "--set", "prompt_tokens=64"],
     "generate": ["generate", "--preset", "qwen3-0.6b", "--set", "prompt_tokens=64"],
-    "diversity": ["ops"],
+    "diversity": ["ops", "--only", "diversity"],
 }
 
 

@@ -352,6 +352,15 @@ fn a_report_leaves_the_files_beside_it_alone() {
 }
 
 #[test]
+fn only_some_ops_are_timed() {
+    let table = kiln(["bench", "ops", "--only", "diversity", "--repeat", "1"]).ok().out;
+    let rows: Vec<&str> = table.lines().skip(1).collect();
+    assert!(!rows.is_empty() && rows.iter().all(|r| r.starts_with("diversity ")), "{table}");
+    kiln(["bench", "ops", "--only", "no such op"]).fails(&["no such op"]);
+    kiln(["bench", "hydra", "--only", "attention"]).fails(&["--only is for bench ops"]);
+}
+
+#[test]
 fn checkpoints_that_do_not_fit_are_refused() {
     let dir = tempdir().unwrap();
     let run = dir.path().join("run");

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
   kiln bench hydra --preset small --set batch=4 --repeat 20 --json small.json
   kiln bench hydra --preset small --ledger
   kiln bench ops --device cuda
+  kiln bench ops --only attention --device cuda
   kiln bench generate --preset qwen3-0.6b --device cuda")]
 pub struct BenchArgs {
     /// A recipe; or `ops` for the table of operations, `generate` for polychromic's replies
@@ -38,6 +39,9 @@ pub struct BenchArgs {
     /// Times the step again with each pass switched off: what it gains, what memory it saves, what it changes in the loss and the gradient's norm
     #[arg(long)]
     ledger: bool,
+    /// Of `ops`, only those whose name holds this
+    #[arg(long, value_name = "NAME")]
+    only: Option<String>,
     /// Writes the figures to a file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -55,6 +59,9 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
             bail!("bench ops has neither --ledger nor --profile: they are about a recipe's step");
         }
         return ops(&a, &device);
+    }
+    if a.only.is_some() {
+        bail!("--only is for bench ops");
     }
     if a.config.recipe.as_deref() == Some("generate") {
         return generate(&a, &device);
@@ -292,6 +299,11 @@ fn peak_resident() -> Option<u64> {
 
 /// Every op at the recipes' shapes. On a GPU in bf16, forwards and backwards, beside what the card reaches: a copy, and a large product.
 fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
+    let wanted = |name: &str| a.only.as_deref().is_none_or(|part| name.contains(part));
+    let timed = || OPS.iter().filter(|o| wanted(o.name)).flat_map(|o| o.cases.iter().filter(|c| c.bench).map(move |c| (o, c)));
+    if timed().next().is_none() {
+        bail!("no op that is timed has '{}' in its name", a.only.as_deref().unwrap_or_default());
+    }
     let (mut rows, mut json) = (vec![], vec![]);
     let gpu = match device {
         engine::Device::Cuda(cuda, _) => Some(cuda),
@@ -314,32 +326,30 @@ fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
         }
         None => None,
     };
-    for op in OPS {
-        for case in op.cases.iter().filter(|c| c.bench) {
-            for t in time_case(case, dtype, device, a.repeat.min(5)).map_err(anyhow::Error::msg)? {
-                let (bytes, flops) = (t.bytes as f64 / t.ms * 1e3, t.flops as f64 / t.ms * 1e3);
-                // Of the two, what it is closer to is what holds it.
-                let share =
-                    ceilings.map(
-                        |(copy, product)| {
-                            if bytes / copy > flops / product { (bytes / copy, "memory") } else { (flops / product, "arithmetic") }
-                        },
-                    );
-                let direction = if t.backward { "backward" } else { "forward" };
-                rows.push(vec![
-                    op.name.into(),
-                    case.name.into(),
-                    direction.into(),
-                    format!("{:.3}", t.ms),
-                    format!("{:.1}", bytes / 1e9),
-                    format!("{:.2}", flops / 1e12),
-                    share.map_or("-".into(), |(s, what)| format!("{:.0}% {what}", 100.0 * s)),
-                ]);
-                json.push(serde_json::json!({
-                    "op": op.name, "case": case.name, "direction": direction, "ms": t.ms, "gb_s": bytes / 1e9, "tflop_s": flops / 1e12,
-                    "share": share.map(|s| s.0), "bound": share.map(|s| s.1),
-                }));
-            }
+    for (op, case) in timed() {
+        for t in time_case(case, dtype, device, a.repeat.min(5)).map_err(anyhow::Error::msg)? {
+            let (bytes, flops) = (t.bytes as f64 / t.ms * 1e3, t.flops as f64 / t.ms * 1e3);
+            // Of the two, what it is closer to is what holds it.
+            let share =
+                ceilings.map(
+                    |(copy, product)| {
+                        if bytes / copy > flops / product { (bytes / copy, "memory") } else { (flops / product, "arithmetic") }
+                    },
+                );
+            let direction = if t.backward { "backward" } else { "forward" };
+            rows.push(vec![
+                op.name.into(),
+                case.name.into(),
+                direction.into(),
+                format!("{:.3}", t.ms),
+                format!("{:.1}", bytes / 1e9),
+                format!("{:.2}", flops / 1e12),
+                share.map_or("-".into(), |(s, what)| format!("{:.0}% {what}", 100.0 * s)),
+            ]);
+            json.push(serde_json::json!({
+                "op": op.name, "case": case.name, "direction": direction, "ms": t.ms, "gb_s": bytes / 1e9, "tflop_s": flops / 1e12,
+                "share": share.map(|s| s.0), "bound": share.map(|s| s.1),
+            }));
         }
     }
     out_part!("{}", table(&["op", "case", "", "ms", "GB/s", "TFLOP/s", "of the ceiling"], &rows));
