@@ -19,8 +19,7 @@ template <typename E> __device__ __forceinline__ bool by_four(const E *x) { retu
 
 extern "C" __global__ void adamw(const float *rate, const float *scale, const float *count, const float *go, POINTERS) {
     if (*go == 0.0f) return;
-    int parameter = 0;
-    while (parameter + 1 < COUNT && blockIdx.x >= starts[parameter + 1]) parameter++;
+    const int parameter = owner(starts);
     P *p = nullptr;
     const G *g = nullptr;
     M *m = nullptr;

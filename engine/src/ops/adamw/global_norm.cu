@@ -5,8 +5,7 @@ const int WIDE = 16 / sizeof(T);
 struct alignas(16) Pack { T v[WIDE]; };
 
 extern "C" __global__ void global_norm_parts(POINTERS, float *parts) {
-    int tensor = 0;
-    while (tensor + 1 < COUNT && blockIdx.x >= starts[tensor + 1]) tensor++;
+    const int tensor = owner(starts);
     const T *x = nullptr;
     switch (tensor) { PICK }
     u64 from = (u64)(blockIdx.x - starts[tensor]) * PIECE, left = sizes[tensor] - from;

@@ -40,7 +40,7 @@ impl Op for GlobalNorm {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        const TENSORS: usize = 32; // of one launch
+        const TENSORS: usize = 480; // of one launch: their addresses are its arguments, of which 4 KB fit
         let mut code = Code::default();
         let mut parts = 0;
         for (key, tensors) in by_types(0..io.x.len(), |i| (io.x[i].elements(), [io.x[i].dtype])) {
@@ -48,7 +48,11 @@ impl Op for GlobalNorm {
                 let sizes: Vec<usize> = some.iter().map(|&i| io.x[i].elements()).collect();
                 let mut args: Vec<Place> = some.iter().map(|&i| At::X(i).into()).collect();
                 args.push(At::Work.plus(parts * 4));
-                let (launch, blocks) = in_pieces(Launch::new(include_str!("global_norm.cu"), "global_norm_parts"), &sizes, PIECE);
+                let (launch, blocks) = in_pieces(
+                    Launch::new(concat!(include_str!("owner.cuh"), include_str!("global_norm.cu")), "global_norm_parts"),
+                    &sizes,
+                    PIECE,
+                );
                 let launch = launch
                     .define_type("T", key[0])
                     .define("POINTERS", list(some.len(), ", ", |k| format!("const T *x{k}")))
@@ -164,7 +168,7 @@ impl Op for AdamW {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        const PARAMETERS: usize = 24; // of one launch
+        const PARAMETERS: usize = 120; // of one launch, which takes 4 KB of arguments
         const ELEMENTS: usize = 1 << 12; // of one block
         let mut code = Code::default();
         let types = |i: usize| [0, 1, 2, 3].map(|k| io.x[4 + 4 * i + k].dtype);
@@ -175,7 +179,8 @@ impl Op for AdamW {
                 args.extend(
                     some.iter().flat_map(|&i| [At::Y(3 * i), At::X(4 + 4 * i + 1), At::Y(3 * i + 1), At::Y(3 * i + 2)].map(Place::from)),
                 );
-                let (launch, _) = in_pieces(Launch::new(include_str!("adamw.cu"), "adamw"), &sizes, ELEMENTS);
+                let (launch, _) =
+                    in_pieces(Launch::new(concat!(include_str!("owner.cuh"), include_str!("adamw.cu")), "adamw"), &sizes, ELEMENTS);
                 let launch = launch
                     .define_type("P", key[0])
                     .define_type("G", key[1])
@@ -213,13 +218,25 @@ pub fn global_norm<'g>(x: &[Var<'g>]) -> Var<'g> {
     x[0].recorder().op1(GlobalNorm, x)
 }
 
+fn step<'g>(x: &[Var<'g>], decay: Vec<f32>) -> Vec<Var<'g>> {
+    let r = x[0].recorder();
+    let mut inputs: Vec<Var> = [1e-2, 1.0, 1.0, 1.0].map(|v| r.full(&[1], v)).into();
+    for pair in x.chunks(2) {
+        inputs.extend([pair[0], pair[1], r.zeros(&pair[0].shape()), r.zeros(&pair[0].shape())]);
+    }
+    r.op(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay }, &inputs)
+}
+
 pub const CASES: &[Case] = &[
     Case::new("norm", &[In(&[7, 5], Fill::Normal), In(&[3], Fill::Normal)], |x| vec![global_norm(x)]),
-    Case::new("a step", &[In(&[3], Fill::Frozen), In(&[3], Fill::Frozen)], |x| {
-        let r = x[0].recorder();
-        let one = |v: f32| r.full(&[1], v);
-        let moments = [r.zeros(&[3]), r.zeros(&[3])];
-        let op = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: vec![0.1] };
-        r.op(op, &[one(1e-2), one(1.0), one(1.0), one(1.0), x[0], x[1], moments[0], moments[1]])
+    Case::new("norm of more than one launch has", &[In(&[1500], Fill::Normal)], |x| {
+        let parts: Vec<Var> = (0..500).map(|i| x[0].slice(0, 3 * i, 3 * i + 3)).collect();
+        vec![global_norm(&parts)]
+    }),
+    Case::new("a step", &[In(&[3], Fill::Frozen), In(&[3], Fill::Frozen)], |x| step(x, vec![0.1])),
+    Case::new("a step of more than one launch has", &[In(&[650, 5], Fill::Frozen), In(&[650, 5], Fill::Frozen)], |x| {
+        let parts: Vec<Var> = (0..130).flat_map(|i| [0, 1].map(|k| x[k].slice(0, 5 * i, 5 * i + 5))).collect();
+        let moved = step(&parts, (0..130).map(|i| 0.01 * i as f32).collect());
+        vec![moved[0], moved[3 * 60], moved[3 * 119], moved[3 * 120], moved[3 * 129]]
     }),
 ];
