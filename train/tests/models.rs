@@ -324,9 +324,16 @@ fn what_is_wrong_with_a_folder_is_said_by_name() {
 
     // What files of real models hold beside their weights is not in the way.
     let mut more = base.clone();
-    more.push(("lm_head.weight".into(), Dtype::F32, vec![96, 32], vec![0; 4 * 96 * 32]));
+    let embedding = base.iter().find(|t| t.0 == "model.embed_tokens.weight").unwrap().3.clone();
     more.push(("model.layers.0.self_attn.rotary_emb.inv_freq".into(), Dtype::F32, vec![4], vec![0; 16]));
+    more.push(("lm_head.weight".into(), Dtype::F32, vec![96, 32], embedding));
     assert!(Folder::open(&folder(&dir.path().join("more"), &config(), &more, 2)).unwrap().shape.tied);
+    // A head that is not the embedding is the model's own, as it is for transformers.
+    more.last_mut().unwrap().3 = vec![0; 4 * 96 * 32];
+    let own = Folder::open(&folder(&dir.path().join("own"), &config(), &more, 2)).unwrap();
+    assert!(!own.shape.tied && own.shape.weights().iter().any(|w| w.1 == "lm_head.weight"));
+    let wrong = |_: &mut Value, t: &mut Tensors| t.push(("lm_head.weight".into(), Dtype::F32, vec![32, 96], vec![0; 4 * 96 * 32]));
+    refused(&wrong, 1, &whole, &["'lm_head.weight' is [32, 96], but its config.json makes it [96, 32]"]);
 }
 
 #[test]

@@ -17,6 +17,8 @@ const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const ONE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
 
 /// A model's folder, found whole.
 pub struct Folder {
@@ -30,7 +32,7 @@ pub struct Folder {
 impl Shape {
     /// Every weight: its name here, its name in a folder, and its shape.
     pub fn weights(&self) -> Vec<(String, String, Vec<usize>)> {
-        let mut all = vec![("embedding".to_string(), "model.embed_tokens.weight".to_string(), vec![self.vocab, self.dim])];
+        let mut all = vec![("embedding".to_string(), EMBEDDING.to_string(), vec![self.vocab, self.dim])];
         for l in 0..self.layers {
             let mut add = |ours: String, theirs: &str, shape: &[usize]| {
                 all.push((format!("layers.{l}.{ours}"), format!("model.layers.{l}.{theirs}.weight"), shape.to_vec()));
@@ -48,7 +50,7 @@ impl Shape {
         }
         all.push(("norm".into(), "model.norm.weight".into(), vec![self.dim]));
         if !self.tied {
-            all.push(("head".into(), "lm_head.weight".into(), vec![self.vocab, self.dim]));
+            all.push(("head".into(), HEAD.into(), vec![self.vocab, self.dim]));
         }
         all
     }
@@ -62,7 +64,8 @@ impl Folder {
         }
         let shape = Shape::read(&path.join(CONFIG))?;
         let (files, holds) = if path.join(INDEX).exists() { sharded(path)? } else { single(path)? };
-        let folder = Folder { path: path.to_path_buf(), shape, files, holds };
+        let mut folder = Folder { path: path.to_path_buf(), shape, files, holds };
+        folder.shape.tied &= !folder.has_own_head();
         let mut expected = BTreeSet::new();
         for (_, theirs, shape) in folder.shape.weights() {
             let Some((dtype, has, _)) = folder.find(&theirs) else {
@@ -77,11 +80,16 @@ impl Folder {
             expected.insert(theirs);
         }
         // Files may repeat a head that is tied, and hold frequencies that are computed.
-        let silent = |name: &str| (folder.shape.tied && name == "lm_head.weight") || name.ends_with(".rotary_emb.inv_freq");
+        let silent = |name: &str| (folder.shape.tied && name == HEAD) || name.ends_with(".rotary_emb.inv_freq");
         match folder.holds.keys().find(|name| !expected.contains(*name) && !silent(name)) {
             Some(extra) => Err(ModelError::bad(path, format!("holds '{extra}', which is not known here: it is another model"))),
             None => Ok(folder),
         }
+    }
+
+    /// Whether the files hold a head with other numbers than the embedding's: transformers then takes it, whatever the config says of tying.
+    fn has_own_head(&self) -> bool {
+        self.find(HEAD).is_some_and(|head| self.find(EMBEDDING).is_some_and(|embedding| head != embedding))
     }
 
     fn find(&self, theirs: &str) -> Option<(String, Vec<usize>, &[u8])> {
