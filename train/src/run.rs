@@ -504,6 +504,12 @@ fn resume(s: &mut Session, task: &dyn Task, config: &Config, found: &Checkpoint)
     }
     same_tokenizer(found, task)?;
     same_base(found, task)?;
+    if found.meta["identity"]["encoder"] != task.identity()["encoder"] {
+        return Err(TrainError::Other(format!(
+            "objective.encoder is not the encoder that checkpoint {} was trained with: it has changed (start a new run from its weights with --init-from)",
+            found.path.display()
+        )));
+    }
     let (theirs, ours) = (&found.meta["identity"]["data"], &task.identity()["data"]);
     if theirs != ours {
         return Err(TrainError::Other(format!(

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{damage, kiln, text};
+use common::{checkpoint, damage, kiln, resume, same_bytes, text};
 use engine::philox::fill_normal;
 use engine::{Cpu, Data, Device, Recorder, Switches};
 use safetensors::tensor::{Dtype, TensorView};
@@ -303,4 +303,31 @@ fn the_command_line_embeds() {
     assert!(plainly(&[2, 8, 11, 12, 13, 3], true).iter().zip(&got[24..]).all(|(a, b)| (a - *b as f64).abs() < 3e-6));
     kiln(["check", "encoder", "/nowhere"]).fails(&["/nowhere", "no modules.json"]);
     kiln(["check", "encoder", &path, "--write", "x"]).fails(&["--write wants"]);
+}
+
+/// Replies are embedded by it; a run goes on with the one that it began with, or not at all.
+#[test]
+fn runs_are_rewarded_by_an_encoder_and_resume_with_it_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    folder(&at("encoder"), &["Transformer", "Pooling", "Normalize"]);
+    let encoder = format!("objective.encoder={}", text(&at("encoder")));
+    let shape =
+        ["pretrain=0", "dim=24", "layers=2", "head_dim=8", "hidden=40", "seq=64", "batch=4", "rank=2", "eval_batches=1", "horizon=4"];
+    let sets = ["new_tokens=8", "weight=3.0", "every=1", "prompts=4", "replies=3", &encoder].into_iter().chain(shape);
+    let sets: Vec<&str> = sets.flat_map(|s| ["--set", s]).collect();
+    let train = |out: &str, steps: &str| {
+        kiln([&["train", "polychromic", "--threads", "1", "--out", &text(&at(out)), "--steps", steps], &sets[..]].concat()).ok()
+    };
+    train("whole", "4");
+    train("parts", "2");
+    resume(&at("parts"), "--steps 4").ok();
+    same_bytes(&checkpoint(&at("whole"), 4), &checkpoint(&at("parts"), 4));
+
+    train("other", "2");
+    let mut changed = weights(&self::shape());
+    changed[0].2[0] += 1.0;
+    write_weights(&at("encoder"), &changed);
+    resume(&at("other"), "--steps 4").fails(&["objective.encoder", "it has changed"]);
+    kiln(["eval", &text(&at("other")), "--threads", "1"]).ok();
 }

@@ -6,6 +6,7 @@ use engine::ops::attention::attention_until;
 use engine::{DType, Init, Meta, Recorder, Store, Var};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// What config.json says.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,6 +41,8 @@ pub struct Encoder {
     pub normalise: bool,
     lower_case: bool,
     tokenizer: tokenizers::Tokenizer,
+    /// Of tokenizer.json.
+    words: u64,
     file: Loaded,
 }
 
@@ -79,6 +82,7 @@ impl Encoder {
         let file = inner.join("tokenizer.json");
         let bytes = std::fs::read(&file).map_err(ModelError::io("read", &file))?;
         let bad = |e: tokenizers::Error| ModelError::bad(&file, format!("not a readable tokenizer.json: {e}"));
+        let words = xxh3_64(&bytes);
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes).map_err(bad)?;
         tokenizer.with_padding(None).with_truncation(None).map_err(bad)?;
         let around = tokenizer.encode_fast("", true).map_err(bad)?.get_ids().len();
@@ -113,7 +117,7 @@ impl Encoder {
         if let Some(extra) = weights.names().iter().find(|n| !silent(n) && !expected.iter().any(|e| e.1 == **n)) {
             return Err(ModelError::bad(&file, format!("holds '{extra}', which is not known here: it is another model")));
         }
-        Ok(Encoder { path: path.to_path_buf(), shape, longest, normalise: modules.normalise, lower_case, tokenizer, file: weights })
+        Ok(Encoder { path: path.to_path_buf(), shape, longest, normalise: modules.normalise, lower_case, tokenizer, words, file: weights })
     }
 
     /// Texts in rows of `time` tokens, or of as many as the longest of them has.
@@ -153,6 +157,18 @@ impl Encoder {
             store.set_floats(&ours, &Meta::new(&shape, dtype), bytes)?;
         }
         Ok(())
+    }
+
+    /// Of everything that an embedding depends on.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hash = Xxh3::new();
+        hash.update(format!("{:?} {} {} {} {}", self.shape, self.longest, self.normalise, self.lower_case, self.words).as_bytes());
+        for (_, theirs, _) in self.shape.weights() {
+            let (dtype, _, bytes) = self.file.get(&theirs).expect("looked at when it was opened");
+            hash.update(dtype.as_bytes());
+            hash.update(bytes);
+        }
+        hash.digest()
     }
 
     /// Embeddings [rows, dim].
