@@ -57,6 +57,10 @@ fn packed_and_padded_rows_have_the_same_loss_and_runs_resume() {
     assert!((a - b).abs() < 1e-5 && a > 1.0, "{a} {b}");
     assert!(losses(&whole).iter().all(|l| l.1.is_some()));
 
+    // A mark of UTF-8 before the first line is no part of it.
+    fs::write(&data, ["\u{feff}", &fs::read_to_string(&data).unwrap()].concat()).unwrap();
+    assert_eq!(loss(&whole), a);
+
     // Other data is not gone on with.
     let mut lines = fs::read_to_string(&data).unwrap();
     lines.push_str("{\"q\": \"new?\", \"a\": \"new\"}\n");

@@ -41,6 +41,8 @@ pub fn each_line(path: &Path, visit: &mut dyn FnMut(&Line) -> Result<(), DataErr
             break;
         }
         let text = utf8(path, offset, &buffer)?;
+        // Some programs put a mark of UTF-8 before the first line.
+        let text = if number == 1 { text.strip_prefix('\u{feff}').unwrap_or(text) } else { text };
         offset += bytes;
         if !text.trim().is_empty() {
             visit(&Line { path, number, bytes, text })?;
