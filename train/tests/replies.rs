@@ -57,6 +57,17 @@ fn packed_and_padded_rows_have_the_same_loss_and_runs_resume() {
     assert!((a - b).abs() < 1e-5 && a > 1.0, "{a} {b}");
     assert!(losses(&whole).iter().all(|l| l.1.is_some()));
 
+    // No prompt is asked twice, however many are asked for.
+    let replies = text(&dir.path().join("replies.jsonl"));
+    let eval = kiln(["eval", &text(&whole), "--json", "--threads", "1", "--prompts", "500", "--write-replies", &replies]).ok();
+    let sets: Vec<serde_json::Value> = fs::read_to_string(&replies).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let mut asked: Vec<&str> = sets.iter().map(|s| s["prompt"].as_str().unwrap()).collect();
+    asked.sort();
+    asked.dedup();
+    assert!(asked.len() == sets.len() && (1..500).contains(&sets.len()), "{} of {}", asked.len(), sets.len());
+    let found: serde_json::Value = serde_json::from_str(&eval.out).unwrap();
+    assert_eq!(found["counted"]["evaluated"], sets.len(), "{found}");
+
     // A mark of UTF-8 before the first line is no part of it.
     fs::write(&data, ["\u{feff}", &fs::read_to_string(&data).unwrap()].concat()).unwrap();
     assert_eq!(loss(&whole), a);

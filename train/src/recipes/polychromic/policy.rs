@@ -5,7 +5,7 @@ use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::Split;
 use crate::data::replies::{Asked, Prompt};
 use crate::models::{Encoder, EncoderFeeds};
-use crate::recipe::{Evaluation, Model, Pending, Session, Supervised, Task, TrainError};
+use crate::recipe::{Counted, Evaluation, Model, Pending, Session, Supervised, Task, TrainError};
 use crate::run::write_whole;
 use crate::variety;
 use engine::ops::concat::concat;
@@ -152,10 +152,12 @@ impl Policy {
         Ok((written, feeds))
     }
 
-    /// What replies to `prompts` of the prompts to validate with are like.
+    /// What replies to `prompts` of the prompts to validate with are like, or to all of them where there are fewer: a prompt that is asked again says
+    /// nothing about others, and a standard error that counts it twice is too small.
     pub fn survey(&self, s: &mut Session, model: &PolychromicModel, prompts: u64, seed: u64) -> Result<Survey, TrainError> {
         let mut survey = Survey::default();
         let (lessons, batch) = (&model.lessons, self.writer.prompts as u64);
+        let prompts = prompts.min(lessons.prompts(Split::Val));
         for first in (0..prompts).step_by(self.writer.prompts) {
             s.go_on()?;
             let asked = lessons.ask(Split::Val, first..first + batch, self.writer.time)?;
@@ -352,6 +354,7 @@ impl Task for Polychromic {
         if let Some(policy) = self.policy.as_ref().filter(|p| p.objective.eval_prompts > 0) {
             let survey = policy.survey(s, &self.inner.model, policy.objective.eval_prompts, self.seed)?;
             found.values.extend(survey.values());
+            found.counted = Some(Counted { what: "prompts", evaluated: survey.sets.len(), left_out: vec![] });
             if !policy.objective.eval_file.is_empty() {
                 survey.write(Path::new(&policy.objective.eval_file))?;
             }
@@ -406,7 +409,8 @@ impl Task for Polychromic {
             text += &format!("{}\n  before: {}\n  after:  {}\n", then.prompt, then.replies.join(" | "), now.replies.join(" | "));
         }
         let [(then, _), (now, error)] = [before.diversity(), after.diversity()];
-        text += &format!("diversity of replies to {SHOWN} prompts: {then:.4} before, {now:.4} after (standard error {error:.4})");
+        let asked = after.sets.len();
+        text += &format!("diversity of replies to {asked} prompts: {then:.4} before, {now:.4} after (standard error {error:.4})");
         Ok(Some(text))
     }
 
@@ -460,7 +464,7 @@ impl Writing {
     }
 }
 
-/// Prompts whose replies are looked at when training ends.
+/// The most prompts whose replies are looked at when training ends.
 const SHOWN: u64 = 64;
 
 /// Prompts as long as they may be, of tokens drawn at random.
