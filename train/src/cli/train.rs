@@ -32,7 +32,7 @@ pub struct TrainArgs {
     /// Goes on from the run's newest whole checkpoint
     #[arg(long)]
     resume: bool,
-    /// Starts from the weights of a checkpoint, a run's folder or a .safetensors file
+    /// Starts from the weights of a checkpoint, a run's folder or a .safetensors file; polychromic also from an adapter's folder of PEFT's
     #[arg(long, conflicts_with = "resume")]
     init_from: Option<PathBuf>,
 }
