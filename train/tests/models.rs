@@ -432,6 +432,32 @@ fn what_is_written_is_read_again() {
     }
 }
 
+/// Qwen3 ends what it says with <|im_end|>, and what it merely continues with <|endoftext|>.
+#[test]
+fn a_document_ends_with_its_token_too() {
+    let dir = tempfile::tempdir().unwrap();
+    // Of logits that are all the same the first token is taken: <|endoftext|>.
+    let zeros: Tensors = golden_tensors().0.into_iter().map(|(n, d, s, b)| (n, d, s, vec![0; b.len()])).collect();
+    let path = folder(&dir.path().join("model"), &config(), &zeros, 1);
+    let words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "[UNK]"];
+    let vocab: serde_json::Map<String, Value> = words.iter().enumerate().map(|(i, w)| (w.to_string(), i.into())).collect();
+    let added = words[..3].iter().enumerate().map(|(i, w)| {
+        json!({"id": i, "content": w, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true})
+    });
+    let tokenizer = json!({"version": "1.0", "added_tokens": added.collect::<Vec<_>>(), "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}});
+    fs::write(path.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    for raw in [&[][..], &["--raw"]] {
+        let own = ["generate", &text(&path), "--prompt", "hm", "--max-tokens", "5", "--threads", "1"];
+        let said = |temperature: &str| kiln([&own[..], &["--temperature", temperature], raw].concat());
+        let out = said("0").ok().out;
+        assert!(!out.contains("<|"), "{out}");
+        for wrong in ["-1", "nan", "inf"] {
+            said(wrong).fails(&["--temperature", "is not a number from 0 up"]);
+        }
+    }
+}
+
 /// The logits of `kiln check model`.
 fn logits(dir: &Path, args: &[&str]) -> Vec<Vec<f32>> {
     let out = dir.join("logits.safetensors");

@@ -37,14 +37,14 @@ pub struct GenerateArgs {
     #[arg(long = "pass", value_name = "NAME=off|auto|require")]
     passes: Vec<String>,
     /// 0 always takes the most likely token
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f32,
     /// Draws only from the smallest set of tokens that has this probability
     #[arg(long, default_value_t = 0.95)]
     top_p: f32,
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// May go past the length that the model was trained on
+    /// At most; may go past the length that the model was trained on, for models that reply to prompts not past their positions
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
     /// Ends the text: a text that is one token, escapes such as \n allowed (repeatable)
@@ -62,7 +62,7 @@ const MOST_TOKENS: usize = 1 << 20;
 
 pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     if !(a.temperature.is_finite() && a.temperature >= 0.0) {
-        bail!("--temperature {} is negative", a.temperature);
+        bail!("--temperature {} is not a number from 0 up", a.temperature);
     }
     if !(a.top_p > 0.0 && a.top_p <= 1.0) {
         bail!("--top-p {} is not above 0 and at most 1", a.top_p);

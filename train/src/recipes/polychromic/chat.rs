@@ -98,8 +98,9 @@ impl Chat {
         }
         self.base.load(self.folder.as_deref(), &mut s.store)?;
         self.adapter.as_ref().map_or(Ok(()), |a| a.load(&mut s.store))?;
+        // A document's end ends a reply, too: models that chat have a token of their own for that, and without a template they write this one.
         let mut stop = sampling.stop.clone();
-        stop.extend(writer.stop);
+        stop.extend(writer.stop.into_iter().chain(self.tokenizer.eos()));
         Ok(Talk {
             chat: self,
             asked: Asked::new(vec![Prompt { text: prompt.into(), tokens }], writer.time),
