@@ -10,7 +10,7 @@ pub fn distinct<T: Eq + Hash>(replies: &[Vec<T>], n: usize) -> Option<f64> {
     (!all.is_empty()).then(|| different.len() as f64 / all.len() as f64)
 }
 
-/// The mean over a set's replies of each one's BLEU against all others: 1 where all are the same. Nothing of fewer than two.
+/// The mean over a set's replies of each one's BLEU against all others: 1 where all are the same and have four tokens or more. Nothing of fewer than two.
 pub fn self_bleu<T: Eq + Hash>(replies: &[Vec<T>]) -> Option<f64> {
     if replies.len() < 2 {
         return None;

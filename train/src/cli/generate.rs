@@ -74,6 +74,9 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     if a.checkpoint.join("config.json").exists() {
         return folder(&a, &device);
     }
+    if a.checkpoint.join("adapter_config.json").exists() {
+        bail!("{0} holds an adapter, which needs its model: kiln generate MODEL --adapter {0}", a.checkpoint.display());
+    }
     if a.adapter.is_some() || !a.passes.is_empty() {
         bail!("--adapter and --pass are for a model's folder; {} has no config.json (a run has its own)", a.checkpoint.display());
     }

@@ -79,7 +79,7 @@ fn whole(op: &FewRows, io: &Io) -> Option<Launch> {
     let lines = k.div_ceil(LINE).div_ceil(warps);
     // Rows of weights begin half of the banks apart.
     let row = k + (96 - k % 64) % 64;
-    let stride = |tiles: usize| tiles * TILE + if tiles % 2 == 0 { 8 } else { 0 };
+    let stride = |tiles: usize| tiles * TILE + if tiles.is_multiple_of(2) { 8 } else { 0 };
     let sums = |tiles: usize, rounds: usize| 4 * warps * 16 * sixteens * (rounds * stride(tiles) + 1);
     let half = io.arch.shared_limit() / 2;
     let at_once = (PIECE / (2 * k)).clamp(1, 32);
@@ -140,7 +140,7 @@ fn tensor(op: &FewRows, io: &Io) -> Launch {
     let rounds = share.div_ceil(most);
     let side = share.div_ceil(rounds);
     let tiles = side * sides;
-    let stride = tiles * TILE + if tiles % 2 == 0 { 8 } else { 0 };
+    let stride = tiles * TILE + if tiles.is_multiple_of(2) { 8 } else { 0 };
     let sums = 4 * warps * 16 * sixteens * (stride + 1);
     let stage = warps * tiles * TILE * LINE * 2;
     let stages = (AHEAD.min(limit - sums) / stage).min(rounds * lines);

@@ -243,7 +243,8 @@ impl Survey {
 
     pub fn values(&self) -> Vec<(&'static str, f64)> {
         let (diversity, error) = self.diversity();
-        let mut all = vec![("diversity", diversity), ("diversity_error", error)];
+        let mut all = vec![("diversity", diversity)];
+        all.extend((self.sets.len() > 1).then_some(("diversity_error", error)));
         let means = [("distinct_2", &self.distinct), ("self_bleu", &self.self_bleu)];
         all.extend(means.into_iter().filter(|(_, v)| !v.is_empty()).map(|(name, v)| (name, mean(v))));
         for (name, k) in PASSES_AT {
