@@ -180,7 +180,7 @@ impl Op for DecodeAttention {
                 .define_f32("EPS", self.turn.and_then(|t| t.norm).unwrap_or(0.0))
                 .define_f32("SCALE_2", self.scale * std::f32::consts::LOG2_E)
         };
-        // A query of several heads wants whole packs, too, where they are copied.
+        // Queries are read in packs, too.
         let tensor =
             vec == 8 && matches!(d, 16 | 32 | 64 | 128) && io.x[0].dtype == dtype && pack(&[dtype], &[rows[0], io.offsets[0]]) == 8;
         let (first, chunk) = if tensor {
