@@ -315,6 +315,7 @@ fn settings_that_cannot_be_are_refused_by_name() {
         ("seq=0", "model.seq = 0"),
         ("objective.weight=-1", "objective.weight = -1"),
         ("every=0", "objective.every = 0"),
+        ("accumulate=32769", "train.accumulate = 32769: from 1 to 32768"),
         ("replies=1", "objective.replies = 1: from 2"),
         ("temperature=0", "objective.temperature = 0"),
         ("top_p=1.5", "objective.top_p = 1.5"),
