@@ -1,12 +1,13 @@
-//! Two narrow products of the same large matrix read it once.
+//! Two narrow products of the same large matrix read it once; those of several matrices whose results are put side by side are one kernel.
 
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Value};
 use crate::meta::DType;
+use crate::ops::concat::Concat;
 use crate::ops::matmul::Matmul;
 use crate::ops::narrow::NarrowProducts;
-use crate::ops::view::Permute;
+use crate::ops::view::{Permute, Reshape};
 use crate::record::Recorder;
 use std::collections::HashMap;
 
@@ -14,6 +15,8 @@ pub struct NarrowProductsPass;
 
 /// The large matrix is so many times as wide as what it is multiplied by.
 const TIMES: usize = 8;
+/// Pairs of one kernel: every block chooses among them.
+const MOST: usize = 8;
 
 impl Pass for NarrowProductsPass {
     fn name(&self) -> &'static str {
@@ -21,7 +24,7 @@ impl Pass for NarrowProductsPass {
     }
 
     fn about(&self) -> &'static str {
-        "Multiplies what flows back into an adapter by both of its narrow matrices at once: it is read once, not twice."
+        "Multiplies what flows back into an adapter by both of its narrow matrices at once: it is read once, not twice. What flows back into adapters of the same input is read by one kernel."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -30,25 +33,39 @@ impl Pass for NarrowProductsPass {
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let old = g.clone();
-        let mut pairs: HashMap<usize, (usize, usize)> = HashMap::new(); // the first of two products -> (d q, d^T p)
-        for (by_row, by_column) in sites(&old) {
-            match refused(&old, by_row, by_column) {
-                Some(reason) => receipt.decline(reason, &old.nodes[by_row].scope),
-                None => {
-                    pairs.insert(by_row.min(by_column), (by_row, by_column));
-                    receipt.applied += 1;
-                }
+        let mut pairs = vec![];
+        for pair in sites(&old) {
+            match refused(&old, pair) {
+                Some(reason) => receipt.decline(reason, &old.nodes[pair.by_row].scope),
+                None => pairs.push(pair),
             }
         }
+        receipt.applied = pairs.len();
+        // The first node of a group -> its pairs, and the concatenation that it makes.
+        let mut groups: HashMap<usize, (Vec<Pair>, Option<usize>)> = HashMap::new();
+        for (concat, members) in side_by_side(&old, &pairs) {
+            pairs.retain(|pair| !members.contains(pair));
+            groups.insert(first(&members), (members, Some(concat)));
+        }
+        groups.extend(pairs.into_iter().map(|pair| (first(&[pair]), (vec![pair], None))));
+
         let mut values: Vec<Vec<Value>> = vec![];
-        let mut made: HashMap<usize, Value> = HashMap::new(); // a product -> what stands for its result
+        let mut made: HashMap<usize, Value> = HashMap::new(); // a node -> what stands for its result
         g.rewrite(|recorder, i, node, inputs| {
-            if let Some(&(by_row, by_column)) = pairs.get(&i) {
-                let at = |v: Value| recorder.var(values[v.node][v.out]);
-                let (rows, columns) = (&old.nodes[by_row], &old.nodes[by_column]);
-                let y = recorder.op(NarrowProducts, &[at(rows.inputs[0]), at(columns.inputs[1]), at(rows.inputs[1])]);
-                made.insert(by_row, y[0].value());
-                made.insert(by_column, y[1].value());
+            if let Some((pairs, concat)) = groups.get(&i) {
+                // A reshape that stands behind this is made here.
+                let at = |v: Value| {
+                    let from = if v.node < i { v } else { unshaped(&old, v) };
+                    recorder.var(values[from.node][from.out]).reshape(&old.meta(v).shape)
+                };
+                let x: Vec<_> = pairs.iter().flat_map(|pair| pair.inputs(&old)).map(at).collect();
+                let y = recorder.op(NarrowProducts, &x);
+                let r = x[1].dim(0);
+                for (k, pair) in pairs.iter().enumerate() {
+                    made.insert(pair.by_row, y[0].slice(1, k * r, (k + 1) * r).value());
+                    made.insert(pair.by_column, y[1 + k].value());
+                }
+                made.extend(concat.map(|c| (c, y[0].value())));
             }
             let new = match made.get(&i) {
                 Some(&v) => vec![v],
@@ -65,17 +82,40 @@ impl Pass for NarrowProductsPass {
 
     fn example(&self, r: &Recorder) {
         let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.3 }).cast(DType::BF16);
-        let (a, b) = (param("a", &[8, 64]), param("b", &[72, 8]));
         let x = r.feed("x", &[70, 64], DType::F32).cast(DType::BF16);
-        let loss = x.linear(a).linear(b).cast(DType::F32).square().mean();
+        // Two adapters of the same input, whose first products are one.
+        let (a, b, c) = (param("a", &[16, 64]), param("b", &[72, 8]), param("c", &[136, 8]));
+        let narrow = x.linear(a);
+        let mut parts =
+            [b, c].into_iter().enumerate().map(|(i, w)| narrow.slice(1, 8 * i, 8 * i + 8).linear(w).cast(DType::F32).square().mean());
+        let loss = parts.next().expect("two") + parts.next().expect("two");
         r.output("loss", loss);
         let params: Vec<_> = r.params().into_iter().map(|p| p.1).collect();
         r.grad(loss, &params).into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
     }
 }
 
-/// Products d q [m, r], of d's type, and d^T p [n, r], in f32, of the same d [m, n], far wider than r.
-fn sites(g: &Graph) -> Vec<(usize, usize)> {
+/// The nodes of d q [m, r], of d's type, and d^T p [n, r], in f32, of the same d [m, n], far wider than r.
+#[derive(Clone, Copy, PartialEq)]
+struct Pair {
+    by_row: usize,
+    by_column: usize,
+}
+
+impl Pair {
+    /// d, p, q.
+    fn inputs(&self, g: &Graph) -> [Value; 3] {
+        let (rows, columns) = (&g.nodes[self.by_row], &g.nodes[self.by_column]);
+        [rows.inputs[0], columns.inputs[1], rows.inputs[1]]
+    }
+}
+
+/// Where a kernel for all of these has to stand.
+fn first(pairs: &[Pair]) -> usize {
+    pairs.iter().map(|p| p.by_row.min(p.by_column)).min().expect("a pair")
+}
+
+fn sites(g: &Graph) -> Vec<Pair> {
     let plain = |i: usize| {
         let n = &g.nodes[i];
         n.op::<Matmul>().filter(|m| m.add.is_none() && !m.bias && m.act.is_none() && n.outputs[0].rank() == 2).is_some()
@@ -94,21 +134,53 @@ fn sites(g: &Graph) -> Vec<(usize, usize)> {
         let (from, r) = (g.meta(d), out.dim(0));
         let Some(partners) = turned.get_mut(&d).filter(|_| out.dtype == from.dtype && from.dim(0) >= TIMES * r) else { continue };
         if let Some(k) = partners.iter().position(|&j| g.nodes[j].outputs[0].dim(0) == r) {
-            sites.push((i, partners.remove(k)));
+            sites.push(Pair { by_row: i, by_column: partners.remove(k) });
         }
     }
     sites
 }
 
-fn refused(g: &Graph, by_row: usize, by_column: usize) -> Option<String> {
-    let (d, r) = (g.meta(g.nodes[by_row].inputs[0]), g.nodes[by_row].outputs[0].dim(0));
-    let first = by_row.min(by_column);
-    let inputs = [g.nodes[by_row].inputs[1], g.nodes[by_column].inputs[1]];
+/// Concatenations of products by row, with all of their pairs, where one kernel can make them.
+fn side_by_side(g: &Graph, pairs: &[Pair]) -> Vec<(usize, Vec<Pair>)> {
+    let by_row: HashMap<usize, Pair> = pairs.iter().map(|&p| (p.by_row, p)).collect();
+    let source = |v: Value| {
+        let from = unshaped(g, v);
+        by_row.get(&from.node).copied().filter(|_| g.meta(from).shape == g.meta(v).shape)
+    };
+    let mut found: Vec<(usize, Vec<Pair>)> = vec![];
+    for (i, node) in g.nodes.iter().enumerate() {
+        if node.op::<Concat>().is_none_or(|c| c.axis != 1) {
+            continue;
+        }
+        let Some(members) = node.inputs.iter().map(|&v| source(v)).collect::<Option<Vec<Pair>>>() else { continue };
+        let r = g.meta(node.inputs[0]).dim(0);
+        let alike = node.inputs.iter().all(|&v| g.meta(v).dim(0) == r);
+        let taken = |p: &Pair| members.iter().filter(|m| *m == p).count() > 1 || found.iter().any(|f| f.1.contains(p));
+        let start = first(&members);
+        let ready = members.iter().flat_map(|m| m.inputs(g)).all(|v| unshaped(g, v).node < start);
+        if alike && ready && members.len() <= MOST && !members.iter().any(taken) {
+            found.push((i, members));
+        }
+    }
+    found
+}
+
+/// What a value is a reshape of.
+fn unshaped(g: &Graph, mut v: Value) -> Value {
+    while g.nodes[v.node].op::<Reshape>().is_some() {
+        v = g.nodes[v.node].inputs[0];
+    }
+    v
+}
+
+fn refused(g: &Graph, pair: Pair) -> Option<String> {
+    let [d, p, q] = pair.inputs(g);
+    let (d, r) = (g.meta(d), g.nodes[pair.by_row].outputs[0].dim(0));
     if !matches!(d.dtype, DType::BF16 | DType::F16) {
         Some(format!("there is no kernel for {}", d.dtype))
     } else if !r.is_multiple_of(8) || !d.dim(0).is_multiple_of(8) || r > 32 {
         Some(format!("{} by {r} columns: not multiples of 8, or more than 32 of the narrow", d.dim(0)))
-    } else if inputs.iter().any(|v| v.node >= first) {
+    } else if p.node.max(q.node) >= first(&[pair]) {
         Some("one product needs what comes after the other".into())
     } else {
         None

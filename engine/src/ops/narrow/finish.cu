@@ -1,16 +1,29 @@
-// The sums over ACROSS of by_row [ACROSS, ROW_SUMS], and over DOWN of by_column [DOWN, COLUMN_SUMS]. A thread has two.
-template <int PARTS, typename E> __device__ __forceinline__ void add(const float *from, u64 step, E *to) {
+// Of each of so many COUNT, side by side: the sums over its part of ACROSS of by_row [ACROSS, M, R] -> a [M, COUNT, R]; and over DOWN of
+// by_column [DOWN, all n, R] -> [n, R]. A thread has two numbers.
+template <typename E> __device__ __forceinline__ void add(const float *from, int parts, u64 step, E *to) {
     float2 v = *(const float2 *)from;
-    #pragma unroll 16
-    for (int i = 1; i < PARTS; i++) {
+    #pragma unroll 8
+    for (int i = 1; i < parts; i++) {
         float2 more = *(const float2 *)(from + i * step);
         v.x += more.x, v.y += more.y;
     }
     from_floats(v.x, v.y, to);
 }
 
-extern "C" __global__ void narrow_finish(const float *by_row, const float *by_column, A *a, B *b) {
-    u64 i = ((u64)blockIdx.x * 256 + threadIdx.x) * 2, rows = ROW_SUMS, columns = COLUMN_SUMS; // none, where no parts are left
-    if (i < rows) add<ACROSS>(by_row + i, rows, a + i);
-    else if ((i -= rows) < columns) add<DOWN>(by_column + i, columns, b + i);
+extern "C" __global__ void narrow_finish(const float *by_row, const float *by_column, A *a, RESULTS) {
+    const int starts[COUNT + 1] = STARTS; // among ACROSS
+    const u64 columns[COUNT + 1] = COLUMNS; // where those of each start, times R
+    B *const results[COUNT] = BS;
+    u64 i = ((u64)blockIdx.x * 256 + threadIdx.x) * 2, rows = ROW_SUMS; // none, where no parts are left
+    #pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        if (i < rows) {
+            add(by_row + starts[k] * rows + i, starts[k + 1] - starts[k], rows, a + (i / R * COUNT + k) * R + i % R);
+            return;
+        }
+        i -= rows;
+    }
+    #pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        if (i >= columns[k] && i < columns[k + 1]) add(by_column + i, DOWN, columns[COUNT], results[k] + (i - columns[k]));
 }

@@ -31,108 +31,160 @@ struct Narrow {
     offset: usize,
 }
 
-struct Work {
+/// One large matrix with its narrow ones, and the output that d^T p is.
+struct Pair {
     d: Wide,
-    r: usize,
     p: Narrow,
     q: Option<Narrow>,
+    by_column: usize,
+}
+
+struct Work {
+    pairs: Vec<Pair>,
+    r: usize,
     /// d^T p is wanted as [r, n].
     turned: bool,
 }
 
-/// d q and d^T p.
+/// d q of all, side by side, and d^T p of each.
 pub fn both(io: &Io) -> Result<Code, &'static str> {
     let side = |i: usize| Narrow { input: i, row: io.strides[i][0], column: io.strides[i][1], offset: io.offsets[i] };
-    let (m, n, r) = (io.x[0].dim(1), io.x[0].dim(0), io.x[1].dim(0));
-    let d = Wide { input: 0, m, n, row: io.strides[0][0], offset: io.offsets[0] };
-    if io.strides[0][1] != 1 {
-        return Err("the large matrix lies column by column");
+    if io.strides.iter().step_by(3).any(|s| s[1] != 1) {
+        return Err("a large matrix lies column by column");
     }
-    Work { d, r, p: side(1), q: Some(side(2)), turned: false }.code(io, [Some(0), Some(1)])
+    let pair = |i: usize| {
+        let d = Wide { input: i, m: io.x[i].dim(1), n: io.x[i].dim(0), row: io.strides[i][0], offset: io.offsets[i] };
+        Pair { d, p: side(i + 1), q: Some(side(i + 2)), by_column: 1 + i / 3 }
+    };
+    Work { pairs: (0..io.x.len()).step_by(3).map(pair).collect(), r: io.x[1].dim(0), turned: false }.code(io)
 }
 
 /// d^T p [n, r], or turned, as output 0. `p` is an input with the strides of its rows and columns.
 pub fn by_column(io: &Io, d: Wide, (p, row, column): (usize, usize, usize), r: usize, turned: bool) -> Result<Code, &'static str> {
     let p = Narrow { input: p, row, column, offset: io.offsets[p] };
-    Work { d, r, p, q: None, turned }.code(io, [None, Some(0)])
+    Work { pairs: vec![Pair { d, p, q: None, by_column: 0 }], r, turned }.code(io)
 }
 
 impl Work {
     fn refused(&self, io: &Io) -> Option<&'static str> {
-        let dtype = io.x[self.d.input].dtype;
+        let dtype = io.x[self.pairs[0].d.input].dtype;
+        let by_row = self.pairs[0].q.is_some();
         if !matches!(dtype, DType::BF16 | DType::F16) || io.arch.sm < 80 {
-            Some("there are tensor cores for bf16 and f16 alone, since compute capability 8.0")
-        } else if !self.r.is_multiple_of(8) || self.r > if self.q.is_some() { BOTH } else { ONE } {
-            Some("columns are no multiple of 8, or too many")
-        } else if !self.d.n.is_multiple_of(8) || !self.d.row.is_multiple_of(8) || !self.d.offset.is_multiple_of(8) {
-            Some("rows do not start on 16 bytes")
-        } else if self.p.column != 1 || !self.p.row.is_multiple_of(8) || !self.p.offset.is_multiple_of(8) {
-            Some("rows of a narrow matrix do not start on 16 bytes")
-        } else if self.d.m.max(self.d.n) >= 1 << 30 {
-            Some("too large")
-        } else {
-            None
+            return Some("there are tensor cores for bf16 and f16 alone, since compute capability 8.0");
         }
+        if !self.r.is_multiple_of(8) || self.r > if by_row { BOTH } else { ONE } {
+            return Some("columns are no multiple of 8, or too many");
+        }
+        self.pairs.iter().find_map(|Pair { d, p, .. }| {
+            if !d.n.is_multiple_of(8) || !d.row.is_multiple_of(8) || !d.offset.is_multiple_of(8) {
+                Some("rows do not start on 16 bytes")
+            } else if p.column != 1 || !p.row.is_multiple_of(8) || !p.offset.is_multiple_of(8) {
+                Some("rows of a narrow matrix do not start on 16 bytes")
+            } else if d.m.max(d.n) >= 1 << 30 {
+                Some("too large")
+            } else {
+                None
+            }
+        })
     }
 
-    /// `to`: which outputs d q and d^T p are.
-    fn code(&self, io: &Io, to: [Option<usize>; 2]) -> Result<Code, &'static str> {
+    fn code(&self, io: &Io) -> Result<Code, &'static str> {
         if let Some(reason) = self.refused(io) {
             return Err(reason);
         }
-        let Work { d, r, .. } = *self;
+        let (r, m, by_row, count) = (self.r, self.pairs[0].d.m, self.pairs[0].q.is_some(), self.pairs.len());
         // One block a multiprocessor, since every block leaves sums in parts; what it has on its way is enough.
-        let across = d.n.div_ceil(WIDE);
-        let down = (MULTIPROCESSORS / across).clamp(1, d.m.div_ceil(TILE));
+        let starts = sums(self.pairs.iter().map(|p| p.d.n.div_ceil(WIDE)));
+        let columns = sums(self.pairs.iter().map(|p| p.d.n * r));
+        let across = starts[count];
+        let down = (MULTIPROCESSORS / across).clamp(1, m.div_ceil(TILE));
         let stage = TILE * WIDE * 2 + TILE * 16 * ((r / 8 + 1) | 1);
-        let sums = if self.q.is_some() { 4 * 4 * TILE * r } else { 0 };
-        let stages = ((io.arch.shared_limit() - sums) / stage).min(4);
+        let row_sums = if by_row { 4 * 4 * TILE * r } else { 0 };
+        let stages = ((io.arch.shared_limit() - row_sums) / stage).min(4);
         if stages < 2 {
             return Err("too little shared memory");
         }
         // Sums in parts lie behind one another in the workspace.
-        let parts = [(self.q.is_some(), across, d.m * r), (true, down, d.n * r)];
-        let partial = parts.map(|(wanted, parts, _)| wanted && parts > 1);
-        let second = if partial[0] { 4 * across * d.m * r } else { 0 };
-        let workspace = second + if partial[1] { 4 * down * d.n * r } else { 0 };
-        let output = |k: usize| At::Y(to[k].unwrap_or(0)); // not written, where it is not wanted
-        let places: [Place; 2] = [0, 1].map(|k| if partial[k] { At::Work.plus(k * second) } else { Place::from(output(k)) });
-        let dtype = |k: usize| to[k].map_or(DType::F32, |y| io.y[y].dtype);
-        let types = [0, 1].map(|k| if partial[k] { DType::F32 } else { dtype(k) });
-        let q = self.q.unwrap_or(self.p); // not read, where there is none
+        let (rows_in_parts, columns_in_parts) = (by_row && across > 1, down > 1);
+        let second = if rows_in_parts { 4 * across * m * r } else { 0 };
+        let workspace = second + if columns_in_parts { 4 * down * columns[count] } else { 0 };
+        let results: Vec<Place> = self.pairs.iter().map(|p| At::Y(p.by_column).into()).collect();
+        let rows: Place = if rows_in_parts { At::Work.into() } else { At::Y(0).into() }; // not written, where it is not wanted
+        let (a, b) = (io.y[0].dtype, io.y[self.pairs[0].by_column].dtype);
+        let list = |of: &dyn Fn(usize) -> String| format!("{{{}}}", (0..count).map(of).collect::<Vec<_>>().join(", "));
+        let all = |of: &[usize]| format!("{{{}}}", of.iter().map(|n| n.to_string()).collect::<Vec<_>>().join(", "));
+        let matrices: Vec<String> = (0..count).map(|i| format!("const T *d{i}, const T *p{i}, const T *q{i}, COLUMN_OUT *c{i}")).collect();
+        let mut args = vec![];
+        for (i, pair) in self.pairs.iter().enumerate() {
+            let inputs = [pair.d.input, pair.p.input, pair.q().input].map(|input| Place::from(At::X(input)));
+            args.extend(inputs);
+            args.push(if columns_in_parts { At::Work.plus(second + 4 * columns[i]) } else { results[i] });
+        }
+        args.push(rows);
         let main = Launch::new(&[include_str!("../attention/mma.cuh"), include_str!("narrow.cu")].concat(), "narrow")
-            .define_type("T", io.x[d.input].dtype)
-            .define_type("ROW_OUT", types[0])
-            .define_type("COLUMN_OUT", types[1])
-            .define("M", d.m)
-            .define("N", d.n)
+            .define_type("T", io.x[self.pairs[0].d.input].dtype)
+            .define_type("ROW_OUT", if rows_in_parts { DType::F32 } else { a })
+            .define_type("COLUMN_OUT", if columns_in_parts { DType::F32 } else { b })
+            .define("COUNT", count)
+            .define("MATRICES", matrices.join(", "))
+            .define("DS", list(&|i| format!("d{i}")))
+            .define("PS", list(&|i| format!("p{i}")))
+            .define("QS", list(&|i| format!("q{i}")))
+            .define("BY_COLUMNS", list(&|i| format!("c{i}")))
+            .define("NS", list(&|i| self.pairs[i].d.n.to_string()))
+            .define("D_ROWS", list(&|i| self.pairs[i].d.row.to_string()))
+            .define("P_ROWS", list(&|i| self.pairs[i].p.row.to_string()))
+            .define("Q_ROWS", list(&|i| self.pairs[i].q().row.to_string()))
+            .define("Q_COLUMNS", list(&|i| self.pairs[i].q().column.to_string()))
+            .define("STARTS", all(&starts[..count]))
+            .define("STEP", columns[count])
+            .define("M", m)
             .define("R", r)
-            .define("D_ROW", d.row)
-            .define("P_ROW", self.p.row)
-            .define("Q_ROW", q.row)
-            .define("Q_COLUMN", q.column)
-            .define("BY_ROW", self.q.is_some() as u8)
+            .define("BY_ROW", by_row as u8)
             .define("TURNED", self.turned as u8)
             .define("ACROSS", across)
             .define("DOWN", down)
             .define("STAGES", stages)
             .grid(across * down, 1, 1)
-            .shared(stages * stage + sums)
-            .args(&[At::X(d.input).into(), At::X(self.p.input).into(), At::X(q.input).into(), places[0], places[1]]);
+            .shared(stages * stage + row_sums)
+            .args(&args);
         let mut steps = vec![Step::Launch(main)];
         if workspace > 0 {
-            let all = [0, 1].map(|k| if partial[k] { parts[k].2 } else { 0 });
+            let row_sums = if rows_in_parts { m * r } else { 0 };
+            let columns = if columns_in_parts { columns } else { vec![0; count + 1] };
+            let outputs: Vec<String> = (0..count).map(|i| format!("B *b{i}")).collect();
             let finish = Launch::new(include_str!("finish.cu"), "narrow_finish")
-                .define_type("A", dtype(0))
-                .define_type("B", dtype(1))
-                .define("ACROSS", across)
+                .define_type("A", a)
+                .define_type("B", b)
+                .define("COUNT", count)
+                .define("RESULTS", outputs.join(", "))
+                .define("BS", list(&|i| format!("b{i}")))
+                .define("STARTS", all(&starts))
+                .define("COLUMNS", all(&columns))
+                .define("R", r)
                 .define("DOWN", down)
-                .define("ROW_SUMS", format!("{}ull", all[0]))
-                .define("COLUMN_SUMS", format!("{}ull", all[1]))
-                .grid((all[0] + all[1]).div_ceil(512), 1, 1)
-                .args(&[At::Work.into(), At::Work.plus(second), output(0).into(), output(1).into()]);
+                .define("ROW_SUMS", row_sums)
+                .grid((count * row_sums + columns[count]).div_ceil(512), 1, 1)
+                .args(&[&[At::Work.into(), At::Work.plus(second), At::Y(0).into()], &results[..]].concat());
             steps.push(Step::Launch(finish));
         }
         Ok(Code { steps, workspace })
     }
+}
+
+impl Pair {
+    /// Not read, where there is none.
+    fn q(&self) -> Narrow {
+        self.q.unwrap_or(self.p)
+    }
+}
+
+/// 0, and the sum of the first, of the first two, ...
+fn sums(of: impl Iterator<Item = usize>) -> Vec<usize> {
+    std::iter::once(0)
+        .chain(of.scan(0, |sum, n| {
+            *sum += n;
+            Some(*sum)
+        }))
+        .collect()
 }

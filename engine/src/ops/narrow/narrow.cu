@@ -1,6 +1,7 @@
-// d [M, N], its rows D_ROW apart. d^T p -> by_column [DOWN, N, R], or TURNED [DOWN, R, N], where rows of p [M, R] are P_ROW apart. With BY_ROW
-// also d q -> by_row [ACROSS, M, R], where q [N, R] has strides Q_ROW and Q_COLUMN. A block has WIDE columns and a share of the
-// rows, TILE at a time; where it is the only one across (down), the sums are the result, and have its type.
+// For each of so many COUNT: d [M, n], its rows d_row apart. d^T p -> by_column [n, R], or TURNED [R, n], DOWN times, STEP apart, where rows of
+// p [M, R] are p_row apart. With BY_ROW also d q -> by_row [across, M, R], where q [n, R] has strides q_row and q_column; those of all lie behind
+// one another. A block has WIDE columns of one d and a share of the rows, TILE at a time; where it is the only one across (down), the
+// sums are the result, and have its type.
 // Warps w / 4 = 0, 1 have 32 rows of a tile each, w % 4 = 0 .. 3 have 64 columns.
 #define TILE 64
 #define WIDE 256
@@ -12,26 +13,42 @@
 // Piece c (16 bytes) of row r lies at c ^ r % 8.
 __device__ __forceinline__ char *place(char *stage, int row, int piece) { return stage + row * (WIDE * 2) + ((piece ^ row % 8) << 4); }
 
-__device__ __forceinline__ void load(char *stage, const T *d, const T *p, int tile, int column) {
-    const int c = threadIdx.x % 32, at = column + 8 * c; // a warp has a row
+// What a block works on.
+struct Own {
+    const T *d, *p, *q;
+    COLUMN_OUT *by_column;
+    int n, column; // its first
+    u64 d_row, p_row, q_row, q_column;
+};
+
+template <typename V> __device__ __forceinline__ V pick(int which, const V (&of)[COUNT]) {
+    V v = of[0];
+    #pragma unroll
+    for (int i = 1; i < COUNT; i++)
+        if (which == i) v = of[i];
+    return v;
+}
+
+__device__ __forceinline__ void load(char *stage, const Own &own, int tile) {
+    const int c = threadIdx.x % 32, at = own.column + 8 * c; // a warp has a row
     #pragma unroll
     for (int k = 0; k < TILE / 8; k++) {
         int r = threadIdx.x / 32 + 8 * k, row = tile * TILE + r;
-        bool live = row < M && at < N;
-        copy16(place(stage, r, c), d + (live ? (u64)row * D_ROW + at : 0), live);
+        bool live = row < M && at < own.n;
+        copy16(place(stage, r, c), own.d + (live ? row * own.d_row + at : 0), live);
     }
     #pragma unroll
     for (int i = threadIdx.x; i < TILE * R / 8; i += 256) {
         int r = i / (R / 8), c = i % (R / 8), row = tile * TILE + r;
-        copy16(stage + TILE * WIDE * 2 + r * P_PITCH + 16 * c, p + (row < M ? (u64)row * P_ROW + 8 * c : 0), row < M);
+        copy16(stage + TILE * WIDE * 2 + r * P_PITCH + 16 * c, own.p + (row < M ? row * own.p_row + 8 * c : 0), row < M);
     }
 }
 
 __device__ __forceinline__ u32 bits(T v) { return v.bits; }
 
 // Columns [column + 64 (warp % 4), .. + 64) of q as the second factor of a product.
-__device__ __forceinline__ void load_q(u32 (&q)[4][R / 8][2], const T *from, int column) {
-    int lane = threadIdx.x % 32, first = column + threadIdx.x / 32 % 4 * 64 + lane % 4 * 2;
+__device__ __forceinline__ void load_q(u32 (&q)[4][R / 8][2], const Own &own) {
+    int lane = threadIdx.x % 32, first = own.column + threadIdx.x / 32 % 4 * 64 + lane % 4 * 2;
     #pragma unroll
     for (int k = 0; k < 4; k++)
         #pragma unroll
@@ -39,17 +56,24 @@ __device__ __forceinline__ void load_q(u32 (&q)[4][R / 8][2], const T *from, int
             #pragma unroll
             for (int h = 0; h < 2; h++) {
                 int n = first + 16 * k + 8 * h;
-                const T *at = from + (u64)n * Q_ROW + (u64)(8 * t + lane / 4) * Q_COLUMN;
-                q[k][t][h] = n < N ? bits(at[0]) | bits(at[Q_ROW]) << 16 : 0; // N is even
+                const T *at = own.q + n * own.q_row + (8 * t + lane / 4) * own.q_column;
+                q[k][t][h] = n < own.n ? bits(at[0]) | bits(at[own.q_row]) << 16 : 0; // n is even
             }
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-narrow(const T *d, const T *p, const T *q, ROW_OUT *by_row, COLUMN_OUT *by_column) {
+narrow(MATRICES, ROW_OUT *by_row) {
     extern __shared__ __align__(128) char shared[];
     float *sums = (float *)(shared + STAGES * STAGE); // [4, TILE, R]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
-    const int across = blockIdx.x % ACROSS, down = blockIdx.x / ACROSS, column = across * WIDE;
+    const int across = blockIdx.x % ACROSS, down = blockIdx.x / ACROSS;
+    const int starts[COUNT] = STARTS; // among the blocks across
+    int which = 0;
+    #pragma unroll
+    for (int i = 1; i < COUNT; i++) which += across >= starts[i];
+    const Own own = {pick<const T *>(which, DS), pick<const T *>(which, PS), pick<const T *>(which, QS), pick<COLUMN_OUT *>(which, BY_COLUMNS),
+                     pick<int>(which, NS), (across - pick<int>(which, STARTS)) * WIDE,
+                     pick<u64>(which, D_ROWS), pick<u64>(which, P_ROWS), pick<u64>(which, Q_ROWS), pick<u64>(which, Q_COLUMNS)};
     const int first = (u64)down * TILES / DOWN, end = (u64)(down + 1) * TILES / DOWN;
     const int row = warp / 4 * 32, piece = warp % 4 * 8; // of this warp in a tile
 
@@ -57,11 +81,11 @@ narrow(const T *d, const T *p, const T *q, ROW_OUT *by_row, COLUMN_OUT *by_colum
 
     #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-        if (first + s < end) load(shared + s * STAGE, d, p, first + s, column);
+        if (first + s < end) load(shared + s * STAGE, own, first + s);
         copies_commit();
     }
-    u32 own[4][R / 8][2];
-    if (BY_ROW) load_q(own, q, column);
+    u32 q[4][R / 8][2];
+    if (BY_ROW) load_q(q, own);
     for (int tile = first, now = 0; tile < end; tile++, now = now + 1 < STAGES ? now + 1 : 0) {
         copies_wait<STAGES - 1>();
         __syncthreads(); // this tile is there, and nobody reads the sums of the one before it any more
@@ -76,7 +100,7 @@ narrow(const T *d, const T *p, const T *q, ROW_OUT *by_row, COLUMN_OUT *by_colum
                     u32 a[4];
                     matrices(a, place(stage, row + 16 * m + lane % 16, piece + 2 * k + lane / 16));
                     #pragma unroll
-                    for (int t = 0; t < R / 8; t++) mma<T>(c[m][t], a, own[k][t][0], own[k][t][1]);
+                    for (int t = 0; t < R / 8; t++) mma<T>(c[m][t], a, q[k][t][0], q[k][t][1]);
                 }
             #pragma unroll
             for (int m = 0; m < 2; m++)
@@ -103,7 +127,7 @@ narrow(const T *d, const T *p, const T *q, ROW_OUT *by_row, COLUMN_OUT *by_colum
             }
         }
         __syncthreads(); // nobody reads this tile any more
-        if (tile + STAGES < end) load(stage, d, p, tile + STAGES, column);
+        if (tile + STAGES < end) load(stage, own, tile + STAGES);
         copies_commit();
         if (BY_ROW) {
             #pragma unroll
@@ -135,8 +159,8 @@ narrow(const T *d, const T *p, const T *q, ROW_OUT *by_row, COLUMN_OUT *by_colum
         for (int t = 0; t < R / 8; t++)
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                int n = column + warp * 64 + 16 * m + group + i / 2 * 8, r = 8 * t + 2 * pair + i % 2;
-                u64 at = TURNED ? ((u64)down * R + r) * N + n : ((u64)down * N + n) * R + r;
-                if (n < N) from_float(total[m][t][i] + lower[(m * (R / 8) + t) * 4 + i], by_column[at]);
+                int n = own.column + warp * 64 + 16 * m + group + i / 2 * 8, r = 8 * t + 2 * pair + i % 2;
+                u64 at = down * (u64)STEP + (TURNED ? (u64)r * own.n + n : (u64)n * R + r);
+                if (n < own.n) from_float(total[m][t][i] + lower[(m * (R / 8) + t) * 4 + i], own.by_column[at]);
             }
 }
