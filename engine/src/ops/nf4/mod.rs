@@ -9,6 +9,7 @@ use crate::graph::{Init, Role};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::ops::few_rows;
 use crate::record::{Recorder, Var};
 use rayon::prelude::*;
 use std::sync::LazyLock;
@@ -111,8 +112,9 @@ fn widen(codes: &[u8], scales: &[u8], largest: &[f32], mean: f32, to: &mut [f32]
     });
 }
 
-/// x W^T of a matrix W [n, k] in four bits, or x W. Inputs: x [rows, k] or [rows, n]; codes and scales u8; largest f32; mean f32 [1]. W is made whole in the
-/// workspace, right before the product: it is never kept.
+/// x W^T of a matrix W [n, k] in four bits, or x W. Inputs: x [rows, k] or [rows, n]; codes and scales u8; largest f32; mean f32 [1]. For a few rows,
+/// as decoding has them, W leaves its four bits in registers. For many it is made whole in the workspace, right before a product
+/// that takes many times as long: it is never kept.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Nf4Product {
     pub n: usize,
@@ -125,6 +127,53 @@ impl Nf4Product {
     fn columns(&self) -> (usize, usize) {
         if self.transposed { (self.k, self.n) } else { (self.n, self.k) }
     }
+
+    /// Nothing is read but the four bits.
+    fn few(&self, io: &Io) -> Option<Code> {
+        let (rows, dtype) = (io.x[0].dim(1), io.x[0].dtype);
+        let tensor_cores = matches!(dtype, DType::BF16 | DType::F16) && io.arch.sm >= 80;
+        let aligned = self.k.is_multiple_of(BLOCK) && io.offsets[0].is_multiple_of(8) && io.offsets[1].is_multiple_of(16);
+        if !(self.transposed && rows <= few_rows::MOST && tensor_cores && aligned) {
+            return None;
+        }
+        let warps = self.k.div_ceil(128).min(8);
+        let launch = Launch::new(&[include_str!("../attention/mma.cuh"), include_str!("few.cu")].concat(), "nf4_few")
+            .define("ROWS", rows)
+            .define("N", self.n)
+            .define("K", self.k)
+            .define("WARPS", warps)
+            .define("AHEAD", self.k.div_ceil(128 * warps).min(4))
+            .define("EARLY", io.settled[1..].iter().all(|&s| s) as u8)
+            .grid(self.n.div_ceil(16), 1, 1)
+            .block(32 * warps);
+        Some(tables(launch, io).all(io).code())
+    }
+
+    fn many(&self, io: &Io) -> Code {
+        let (rows, dtype, weights) = (io.x[0].dim(1), io.x[0].dtype, self.n * self.k);
+        let (from, to) = self.columns();
+        let widen = tables(Launch::new(include_str!("nf4.cu"), "nf4_widen"), io)
+            .define("COUNT", weights)
+            .grid(weights.div_ceil(8 * 256), 1, 1)
+            .args(&[At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::Work.into()]);
+        let w = Matrix::rows(At::Work, dtype, self.k);
+        let w = if self.transposed { w.t() } else { w };
+        let product = Gemm::new(rows, to, from, Matrix::rows(At::X(0), dtype, from), w, Matrix::rows(At::Y(0), dtype, to));
+        Code { steps: vec![Step::Launch(widen), Step::Gemm(product)], workspace: weights * dtype.size() }
+    }
+}
+
+/// What the bits mean.
+fn tables(launch: Launch, io: &Io) -> Launch {
+    let list = |of: &[f32]| of.iter().map(|v| format!("{v:e}f")).collect::<Vec<_>>().join(", ");
+    launch
+        .define_type("T", io.x[0].dtype)
+        .define_type("TL", io.x[3].dtype)
+        .define_type("TM", io.x[4].dtype)
+        .define("BLOCK", BLOCK)
+        .define("SCALES", SCALES)
+        .define("LEVELS", list(&LEVELS))
+        .define("BYTES", list(&*BYTES))
 }
 
 impl Op for Nf4Product {
@@ -155,25 +204,7 @@ impl Op for Nf4Product {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        let (rows, dtype, weights) = (io.x[0].dim(1), io.x[0].dtype, self.n * self.k);
-        let (from, to) = self.columns();
-        let bytes = BYTES.iter().map(|v| format!("{v:e}f")).collect::<Vec<_>>().join(", ");
-        let levels = LEVELS.iter().map(|v| format!("{v:e}f")).collect::<Vec<_>>().join(", ");
-        let widen = Launch::new(include_str!("nf4.cu"), "nf4_widen")
-            .define_type("T", dtype)
-            .define_type("TL", io.x[3].dtype)
-            .define_type("TM", io.x[4].dtype)
-            .define("COUNT", weights)
-            .define("BLOCK", BLOCK)
-            .define("SCALES", SCALES)
-            .define("LEVELS", levels)
-            .define("BYTES", bytes)
-            .grid(weights.div_ceil(8 * 256), 1, 1)
-            .args(&[At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::Work.into()]);
-        let w = Matrix::rows(At::Work, dtype, self.k);
-        let w = if self.transposed { w.t() } else { w };
-        let product = Gemm::new(rows, to, from, Matrix::rows(At::X(0), dtype, from), w, Matrix::rows(At::Y(0), dtype, to));
-        Code { steps: vec![Step::Launch(widen), Step::Gemm(product)], workspace: weights * dtype.size() }
+        self.few(io).unwrap_or_else(|| self.many(io))
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -230,34 +261,35 @@ fn product<'g>(x: &[Var<'g>], n: usize, k: usize, transposed: bool) -> Vec<Var<'
     x[0].recorder().op(Nf4Product { n, k, transposed }, x)
 }
 
+/// Inputs of x [rows, k] times a matrix [n, k].
+macro_rules! four {
+    ($rows:literal, $n:literal, $k:literal) => {{
+        const BLOCKS: usize = ($n * $k as usize).div_ceil(BLOCK);
+        &[
+            In(&[$rows, $k], Fill::Normal),
+            In(&[($n * $k as usize).div_ceil(2)], Fill::Byte),
+            In(&[BLOCKS], Fill::Byte),
+            In(&[BLOCKS.div_ceil(SCALES)], Fill::Frozen),
+            In(&[1], Fill::Frozen),
+        ]
+    }};
+}
+
 pub const CASES: &[Case] = &[
-    Case::new(
-        "x W^T",
-        &[In(&[5, 24], Fill::Normal), In(&[120], Fill::Byte), In(&[4], Fill::Byte), In(&[1], Fill::Frozen), In(&[1], Fill::Frozen)],
-        |x| product(x, 10, 24, true),
-    ),
+    Case::new("x W^T", four!(5, 10, 24), |x| product(x, 10, 24, true)),
     Case::new(
         "x W, odd",
         &[In(&[3, 7], Fill::Normal), In(&[32], Fill::Byte), In(&[1], Fill::Byte), In(&[1], Fill::Frozen), In(&[1], Fill::Frozen)],
         |x| product(x, 7, 9, false),
     ),
-    Case::new(
-        "more than one block of scales",
-        &[In(&[2, 160], Fill::Normal), In(&[8320], Fill::Byte), In(&[260], Fill::Byte), In(&[2], Fill::Frozen), In(&[1], Fill::Frozen)],
-        |x| product(x, 104, 160, true),
-    ),
-    Case::new(
-        "Qwen3's gate",
-        &[
-            In(&[8192, 1024], Fill::Normal),
-            In(&[1572864], Fill::Byte),
-            In(&[49152], Fill::Byte),
-            In(&[192], Fill::Frozen),
-            In(&[1], Fill::Frozen),
-        ],
-        |x| product(x, 3072, 1024, true),
-    )
-    .bench(),
+    Case::new("more than one block of scales", four!(2, 104, 160), |x| product(x, 104, 160, true)),
+    Case::new("few rows", four!(12, 40, 192), |x| product(x, 40, 192, true)),
+    Case::new("32 rows of one block", four!(32, 21, 64), |x| product(x, 21, 64, true)),
+    Case::new("17 long rows", four!(17, 50, 5184), |x| product(x, 50, 5184, true)),
+    Case::new("a row", four!(1, 300, 1152), |x| product(x, 300, 1152, true)),
+    Case::new("Qwen3's gate, a token", four!(12, 3072, 1024), |x| product(x, 3072, 1024, true)).bench(),
+    Case::new("Qwen3's down, a token", four!(12, 1024, 3072), |x| product(x, 1024, 3072, true)).bench(),
+    Case::new("Qwen3's gate", four!(8192, 3072, 1024), |x| product(x, 3072, 1024, true)).bench(),
 ];
 
 #[cfg(test)]
