@@ -70,6 +70,8 @@ def main():
                 theirs.append(peer(name, mode))
                 print(json.dumps(theirs[-1]), flush=True)
         good, best = [o for o in ours if "per_s" in o], [t for t in theirs if "per_s" in t]
+        if name == "polychromic-step":   # a minute and more each: bench.py's figure has too few digits
+            best = [dict(t, per_s=1e3 / t["ms"]) for t in best]
         if not good or not best:
             print(f"{name}: no comparison")
             continue
@@ -81,7 +83,7 @@ def main():
         top = dict(top, peak_gib=max(whole) if whole else None)
         results[name] = dict(kiln=speed, pytorch=top["per_s"], mode=top["mode"], speed_ratio=speed / top["per_s"], kiln_gib=gib, pytorch_gib=top["peak_gib"])
         memory = f"{gib / top['peak_gib']:.2f}x of {top['peak_gib']:.2f} GiB" if whole else "PyTorch's is not known from graphs alone, add compile to --modes"
-        print(f"{name}: kiln {speed:.0f}/s, PyTorch {top['per_s']:.0f}/s ({top['mode']}): {speed / top['per_s']:.2f}x; memory {gib:.2f} GiB, {memory}")
+        print(f"{name}: kiln {speed:.6g}/s, PyTorch {top['per_s']:.6g}/s ({top['mode']}): {speed / top['per_s']:.2f}x; memory {gib:.2f} GiB, {memory}")
     if a.json:
         json.dump(results, open(a.json, "w"), indent=1)
 
