@@ -1,5 +1,6 @@
 //! Matrix products: x [.., m, k] times w [.., k, n]. Transposes are views; leading dimensions broadcast.
 
+mod terms;
 mod thin;
 
 use crate::cpu::gemm::{Into, Mat, gemm};
@@ -95,7 +96,7 @@ impl Op for Matmul {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        let own = || thin::code(io).or_else(|| over_rows(io));
+        let own = || thin::code(io).or_else(|| over_rows(io)).or_else(|| terms::code(io));
         if let Some(code) = own().filter(|_| self.add.is_none() && !self.bias && self.act.is_none()) {
             return code;
         }
@@ -267,5 +268,16 @@ pub const CASES: &[Case] = &[
         vec![x[0].recorder().op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, &[x[1].t(), x[0]]).stop_gradient()]
     })
     .bench(),
+    Case::new("few terms", &[In(&[2050, 16], Fill::Normal), In(&[16, 1032], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
+    Case::new("few terms, turned", &[In(&[2051, 24], Fill::Normal), In(&[1048, 20], Fill::Normal)], |x| {
+        vec![x[0].slice(1, 4, 24).linear(x[1])]
+    }),
+    Case::new("few terms of many rows", &[In(&[40_003, 64], Fill::Normal), In(&[520, 64], Fill::Normal)], |x| vec![x[0].linear(x[1])]),
+    Case::new("what an adapter adds", &[In(&[8192, 48], Fill::Frozen), In(&[3072, 16], Fill::Frozen)], |x| {
+        vec![x[0].slice(1, 16, 32).linear(x[1])]
+    })
+    .bench(),
+    Case::new("what a smaller adapter adds", &[In(&[8192, 16], Fill::Frozen), In(&[16, 1024], Fill::Frozen)], |x| vec![x[0].matmul(x[1])])
+        .bench(),
     Case::new("mlp up", &[In(&[8192, 768], Fill::Normal), In(&[3072, 768], Fill::Normal)], |x| vec![x[0].linear(x[1])]).bench(),
 ];
