@@ -93,19 +93,14 @@ impl Work {
             return Err(reason);
         }
         let (r, m, by_row, count) = (self.r, self.pairs[0].d.m, self.pairs[0].q.is_some(), self.pairs.len());
-        // Two blocks to a multiprocessor, where sums leave them the registers, so that one works while the other waits; no more of them, since
-        // every block leaves sums in parts.
-        let resident = if r <= if by_row { 16 } else { 32 } { 2 } else { 1 };
+        // One block a multiprocessor, since every block leaves sums in parts; what it has on its way is enough.
         let starts = sums(self.pairs.iter().map(|p| p.d.n.div_ceil(WIDE)));
         let columns = sums(self.pairs.iter().map(|p| p.d.n * r));
         let across = starts[count];
-        let down = (resident * MULTIPROCESSORS / across).clamp(1, m.div_ceil(TILE));
+        let down = (MULTIPROCESSORS / across).clamp(1, m.div_ceil(TILE));
         let stage = TILE * WIDE * 2 + TILE * 16 * ((r / 8 + 1) | 1);
         let row_sums = if by_row { 4 * 4 * TILE * r } else { 0 };
-        // A block takes 1 KB beside what it asks for.
-        let limit = io.arch.shared_limit();
-        let share = Some((limit + 1024) / resident - 1024).filter(|share| *share >= row_sums + 2 * stage).unwrap_or(limit);
-        let stages = (share.saturating_sub(row_sums) / stage).min(4);
+        let stages = ((io.arch.shared_limit() - row_sums) / stage).min(4);
         if stages < 2 {
             return Err("too little shared memory");
         }
@@ -150,7 +145,6 @@ impl Work {
             .define("ACROSS", across)
             .define("DOWN", down)
             .define("STAGES", stages)
-            .define("RESIDENT", resident)
             .grid(across * down, 1, 1)
             .shared(stages * stage + row_sums)
             .args(&args);

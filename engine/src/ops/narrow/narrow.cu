@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_q(u32 (&q)[4][R / 8][2], const Own &own) {
             }
 }
 
-extern "C" __global__ void __launch_bounds__(256, RESIDENT)
+extern "C" __global__ void __launch_bounds__(256, 1)
 narrow(MATRICES, ROW_OUT *by_row) {
     extern __shared__ __align__(128) char shared[];
     float *sums = (float *)(shared + STAGES * STAGE); // [4, TILE, R]
