@@ -521,10 +521,5 @@ pub fn kernel_texts(case: &Case, dtype: DType, arch: Arch) -> Result<Vec<String>
     sweep(&mut r.graph);
     let c = Compiled::new(r.graph, &Switches::default(), Target::Cuda(arch)).map_err(|e| e.to_string())?;
     let steps = (0..c.graph.nodes.len()).flat_map(|i| crate::cuda::code(&c.graph, &c.plan.spots, i, arch).steps);
-    Ok(steps
-        .filter_map(|s| match s {
-            crate::kernel::Step::Launch(l) => Some(l.text()),
-            crate::kernel::Step::Gemm(_) => None,
-        })
-        .collect())
+    Ok(steps.filter_map(|s| Some(s.kernel()?.text())).collect())
 }

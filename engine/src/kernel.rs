@@ -73,6 +73,38 @@ pub struct Code {
 pub enum Step {
     Launch(Launch),
     Gemm(Gemm),
+    /// Left out where it has nothing to do, as a feed tells before the program runs.
+    When(Live, Box<Step>),
+}
+
+impl Step {
+    /// This one where, of input `input`, so many numbers are not negative: from the first to the second of `live`.
+    pub fn when(self, input: usize, live: [usize; 2]) -> Step {
+        Step::When(Live { input, least: live[0], most: live[1] }, Box::new(self))
+    }
+
+    /// The kernel, where it is one.
+    pub fn kernel(&self) -> Option<&Launch> {
+        match self {
+            Step::Launch(l) => Some(l),
+            Step::Gemm(_) => None,
+            Step::When(_, step) => step.kernel(),
+        }
+    }
+}
+
+/// How many numbers of an input, i32, are not negative. Where it is no feed, they count as all of them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Live {
+    pub input: usize,
+    pub least: usize,
+    pub most: usize,
+}
+
+impl Live {
+    pub fn holds(&self, live: usize) -> bool {
+        (self.least..=self.most).contains(&live)
+    }
 }
 
 /// Memory that a step works on: the start of an input, an output or the workspace, and bytes from there.

@@ -595,9 +595,14 @@ impl<M: Model> Supervised<M> {
         if self.bench.is_empty() {
             let draw = |salt: u32, i: usize| engine::philox::philox([i as u32, 0, salt, 0], [1, 2])[0] as usize % self.model.vocab();
             let one = |salt: u32| (0..n).map(|i| draw(salt, i) as i32).collect();
-            // Where rows have places, each is one sequence.
+            // Where rows have places, each is one sequence, and its first quarter a prompt that is not learned, as peers/bench.py has it.
             let until = if self.model.has_places() { vec![seq as i32 - 1; n] } else { vec![] };
-            let batch = |m: u32| Batch { ids: one(2 * m), targets: one(2 * m + 1), until: until.clone(), counted: n, first_item: 0 };
+            let prompt = if self.model.has_places() { seq / 4 } else { 0 };
+            let batch = |m: u32| {
+                let mut targets: Vec<i32> = one(2 * m + 1);
+                targets.chunks_mut(seq).for_each(|row| row[..prompt].fill(-1));
+                Batch { ids: one(2 * m), counted: n / seq * (seq - prompt), targets, until: until.clone(), first_item: 0 }
+            };
             self.bench = (0..self.config.accumulate as u32).map(batch).collect();
             let r = Recorder::new();
             self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();

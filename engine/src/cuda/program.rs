@@ -7,13 +7,16 @@ use super::{Cuda, Device, Kernel, failed};
 use crate::cpu::Data;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Value};
-use crate::kernel::{At, Code, Io, Place, Step};
+use crate::kernel::{At, Code, Io, Live, Place, Step};
 use crate::meta::{DType, Meta, is_contiguous};
 use crate::op::Cost;
+use crate::ops::view::Reshape;
 use crate::plan::{Home, Plan, Spot};
 use crate::store::Store;
 use cudarc::driver::{result, sys};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A buffer and a byte inside it.
@@ -64,14 +67,17 @@ pub struct CudaProgram {
     plan: Plan,
     cuda: Cuda,
     steps: Vec<Ready>,
+    /// Steps that are left out unless so many numbers of a feed's node are not negative.
+    conditions: BTreeMap<usize, (usize, Live)>,
     /// Which steps belong to which node.
-    nodes: Vec<(usize, std::ops::Range<usize>)>,
+    nodes: Vec<(usize, Range<usize>)>,
     arena: Arc<Mutex<Device>>,
     /// Of constants, by node.
     own: Vec<Option<Device>>,
     feeds: Feeds,
     options: Options,
-    captured: Option<Captured>,
+    /// One for every choice of steps that was run so far.
+    captured: Vec<Captured>,
 }
 
 /// What passes decided about how a program runs.
@@ -98,8 +104,13 @@ pub struct Timed {
     pub ms: f32,
 }
 
+/// Choices of steps that are kept as graphs.
+const MOST_CAPTURED: usize = 32;
+
 struct Captured {
     exec: sys::CUgraphExec,
+    /// Whether each conditional step is in it.
+    chosen: Vec<bool>,
     /// The addresses that are fixed in it.
     bases: Vec<u64>,
 }
@@ -117,6 +128,16 @@ pub fn code(g: &Graph, spots: &[Vec<Spot>], node: usize, arch: crate::kernel::Ar
             op.cuda(&Io { x: g.inputs(node), strides, offsets, y: g.nodes[node].outputs.clone(), settled, arch })
         }
         _ => Code::default(),
+    }
+}
+
+/// The feed whose numbers these are, all of them.
+fn feed(g: &Graph, v: Value) -> Option<usize> {
+    let node = &g.nodes[v.node];
+    match &node.kind {
+        Kind::Feed(_) => Some(v.node),
+        Kind::Op(_) if node.op::<Reshape>().is_some() => feed(g, node.inputs[0]),
+        _ => None,
     }
 }
 
@@ -158,16 +179,10 @@ impl CudaProgram {
             });
         }
         let codes: Vec<Code> = (0..graph.nodes.len()).map(|i| code(&graph, &plan.spots, i, cuda.arch())).collect();
-        let texts: Vec<(String, &'static str, u32)> = codes
-            .iter()
-            .flat_map(|c| &c.steps)
-            .filter_map(|s| match s {
-                Step::Launch(l) => Some((l.text(), l.entry, l.shared)),
-                Step::Gemm(_) => None,
-            })
-            .collect();
+        let texts: Vec<(String, &'static str, u32)> =
+            codes.iter().flat_map(|c| &c.steps).filter_map(|s| s.kernel().map(|l| (l.text(), l.entry, l.shared))).collect();
         let mut kernels = cuda.kernels(&texts)?.into_iter();
-        let (mut steps, mut nodes) = (vec![], vec![]);
+        let (mut steps, mut nodes, mut conditions) = (vec![], vec![], BTreeMap::new());
         let mut products = {
             let memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
             Products::new(cuda, options, (memory.start(), memory.bytes()))
@@ -197,7 +212,23 @@ impl CudaProgram {
                 start.plus(p.bytes)
             };
             for step in &c.steps {
+                let (live, step) = match step {
+                    Step::When(live, step) => (Some(*live), &**step),
+                    step => (None, step),
+                };
+                if let Some(live) = live {
+                    let input = node.inputs[live.input];
+                    match feed(&graph, input) {
+                        Some(feed) => drop(conditions.insert(steps.len(), (feed, live))),
+                        None if live.holds(graph.meta(input).elements()) => {}
+                        None => {
+                            step.kernel().and_then(|_| kernels.next());
+                            continue;
+                        }
+                    }
+                }
                 steps.push(match step {
+                    Step::When(..) => unreachable!("one condition to a step"),
                     Step::Launch(l) => Ready::Launch {
                         kernel: kernels.next().expect("one for each launch"),
                         grid: l.grid,
@@ -230,7 +261,19 @@ impl CudaProgram {
             });
         }
         products.remember();
-        Ok(CudaProgram { graph, plan, cuda: cuda.clone(), steps, nodes, arena: arena.clone(), own, feeds, options, captured: None })
+        Ok(CudaProgram {
+            graph,
+            plan,
+            cuda: cuda.clone(),
+            steps,
+            conditions,
+            nodes,
+            arena: arena.clone(),
+            own,
+            feeds,
+            options,
+            captured: vec![],
+        })
     }
 
     /// The arena's address, then every source's.
@@ -260,30 +303,60 @@ impl CudaProgram {
             _ => unreachable!("only feeds are sent"),
         })?;
         let bases = self.bases(store)?;
+        let chosen = self.chosen(feeds)?;
         if !self.options.capture {
-            return self.launch(&bases);
+            return self.launch(0..self.steps.len(), &bases, &chosen);
         }
-        if self.captured.as_ref().is_none_or(|c| c.bases != bases) {
-            use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            // SAFETY: the stream is ours; between begin and end only launches and device copies are made on it.
-            let exec = unsafe {
-                result::stream::begin_capture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed("capturing"))?;
-                let launched = self.launch(&bases);
-                let graph = result::stream::end_capture(stream).map_err(failed("capturing"));
-                launched?; // the reason, where capturing failed too
-                let graph = graph?;
-                let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map_err(failed("capturing"));
-                let _ = result::graph::destroy(graph);
-                exec?
-            };
-            if let Some(old) = self.captured.replace(Captured { exec, bases }) {
-                // SAFETY: instantiated by us, destroyed once; what was launched of it goes on.
-                let _ = unsafe { result::graph::exec_destroy(old.exec) };
+        if self.captured.iter().any(|c| c.bases != bases) || self.captured.len() == MOST_CAPTURED {
+            self.forget();
+        }
+        let exec = match self.captured.iter().find(|c| c.chosen == chosen) {
+            Some(known) => known.exec,
+            None => {
+                use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+                // SAFETY: the stream is ours; between begin and end only launches and device copies are made on it.
+                let exec = unsafe {
+                    result::stream::begin_capture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed("capturing"))?;
+                    let launched = self.launch(0..self.steps.len(), &bases, &chosen);
+                    let graph = result::stream::end_capture(stream).map_err(failed("capturing"));
+                    launched?; // the reason, where capturing failed too
+                    let graph = graph?;
+                    let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map_err(failed("capturing"));
+                    let _ = result::graph::destroy(graph);
+                    exec?
+                };
+                self.captured.push(Captured { exec, chosen, bases });
+                exec
             }
-        }
-        let exec = self.captured.as_ref().expect("just made").exec;
+        };
         // SAFETY: the graph was instantiated from this stream's work; its addresses are those of this run.
         unsafe { result::graph::launch(exec, stream) }.map_err(failed("replaying"))
+    }
+
+    /// Whether each conditional step has something to do with these feeds.
+    fn chosen(&self, feeds: &[(&str, Data)]) -> Result<Vec<bool>, Error> {
+        let mut counts: BTreeMap<usize, usize> = BTreeMap::new();
+        let mut chosen = vec![];
+        for (feed, live) in self.conditions.values() {
+            let count = match counts.get(feed) {
+                Some(&count) => count,
+                None => {
+                    let node = &self.graph.nodes[*feed];
+                    let Kind::Feed(name) = &node.kind else { unreachable!("only feeds are counted") };
+                    let numbers = Data::checked(name, &node.outputs[0], feeds)?;
+                    *counts.entry(*feed).or_insert(numbers.chunks_exact(4).filter(|n| n[3] < 128).count()) // i32, the sign in the last byte
+                }
+            };
+            chosen.push(live.holds(count));
+        }
+        Ok(chosen)
+    }
+
+    fn forget(&mut self) {
+        for c in self.captured.drain(..) {
+            // SAFETY: instantiated by us, destroyed once; what was launched of it goes on.
+            let _ = unsafe { result::graph::exec_destroy(c.exec) };
+        }
     }
 
     /// Where the time of a run goes: for every node its name, scope, cost and milliseconds, launched one by one.
@@ -292,7 +365,7 @@ impl CudaProgram {
         let run = self.run(store, feeds); // so that nothing is set up while the clock runs
         self.options.capture = capture;
         run?;
-        let bases = self.bases(store)?;
+        let (bases, chosen) = (self.bases(store)?, self.chosen(feeds)?);
         let stream = self.cuda.0.stream;
         let event = || result::event::create(sys::CUevent_flags_enum::CU_EVENT_DEFAULT).map_err(failed("timing"));
         let mut marks = vec![event()?];
@@ -300,7 +373,7 @@ impl CudaProgram {
         unsafe {
             result::event::record(marks[0], stream).map_err(failed("timing"))?;
             for (_, range) in &self.nodes {
-                self.launch_some(&self.steps[range.clone()], &bases)?;
+                self.launch(range.clone(), &bases, &chosen)?;
                 let e = event()?;
                 result::event::record(e, stream).map_err(failed("timing"))?;
                 marks.push(e);
@@ -330,18 +403,16 @@ impl CudaProgram {
         Ok(all)
     }
 
-    fn launch(&self, bases: &[u64]) -> Result<(), Error> {
-        self.launch_some(&self.steps, bases)
-    }
-
-    fn launch_some(&self, steps: &[Ready], bases: &[u64]) -> Result<(), Error> {
+    /// These steps, without conditional ones that are not `chosen`.
+    fn launch(&self, steps: Range<usize>, bases: &[u64], chosen: &[bool]) -> Result<(), Error> {
+        let left_out: BTreeSet<usize> = self.conditions.keys().zip(chosen).filter(|(_, chosen)| !**chosen).map(|(i, _)| *i).collect();
         let at = |a: &Address| match *a {
             Address::Arena(o) => bases[0] + o as u64,
             Address::Source(n, o) => bases[n + 1] + o as u64,
         };
         let stream = self.cuda.0.stream;
-        for (i, step) in steps.iter().enumerate() {
-            match step {
+        for (n, i) in steps.filter(|i| !left_out.contains(i)).enumerate() {
+            match &self.steps[i] {
                 Ready::Launch { kernel, grid, block, shared, args } => {
                     let mut values: Vec<u64> = args.iter().map(at).collect();
                     let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| std::ptr::from_mut(v).cast()).collect();
@@ -361,7 +432,7 @@ impl CudaProgram {
                         hStream: stream,
                         attrs: &mut overlap,
                         // The first waits for everything before it: what kernels read before their turn may be another program's work.
-                        numAttrs: (self.options.overlap && i > 0) as u32,
+                        numAttrs: (self.options.overlap && n > 0) as u32,
                     };
                     // SAFETY: a kernel of ours with pointer arguments into buffers that the plan made large enough.
                     unsafe { sys::cuLaunchKernelEx(&config, kernel.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
@@ -416,10 +487,7 @@ impl CudaProgram {
 impl Drop for CudaProgram {
     fn drop(&mut self) {
         let _ = self.cuda.synchronize();
-        if let Some(c) = self.captured.take() {
-            // SAFETY: instantiated by us, destroyed once, nothing of it runs any more.
-            let _ = unsafe { result::graph::exec_destroy(c.exec) };
-        }
+        self.forget();
     }
 }
 
@@ -445,10 +513,8 @@ mod tests {
         r.output("y", y);
         let arch = Arch { sm: 90, multiprocessors: 132 };
         let c = Compiled::new(r.finish(), &Switches::default(), Target::Cuda(arch)).unwrap();
-        let texts = (0..c.graph.nodes.len()).flat_map(|i| code(&c.graph, &c.plan.spots, i, arch).steps).filter_map(|s| match s {
-            Step::Launch(l) => Some(l.text()),
-            Step::Gemm(_) => None,
-        });
+        let texts =
+            (0..c.graph.nodes.len()).flat_map(|i| code(&c.graph, &c.plan.spots, i, arch).steps).filter_map(|s| Some(s.kernel()?.text()));
         // Weights that come in whole rows are early ones.
         let early = |t: String| t.contains("few_rows_whole(") || t.contains("#define EARLY 1");
         let early: Vec<bool> = texts.filter(|t| t.contains("few_rows")).map(early).collect();

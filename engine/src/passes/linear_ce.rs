@@ -15,11 +15,18 @@ impl Pass for LinearCe {
     }
 
     fn about(&self) -> &'static str {
-        "Computes the loss head a chunk of rows at a time, gradients in the same pass: the logits never exist whole."
+        "Computes the loss head a chunk of rows at a time, gradients in the same pass: the logits never exist whole, and those of rows without a target not at all."
     }
 
     fn settings(&self) -> &'static [Setting] {
-        &[Setting { name: "chunk", default: "auto", about: "rows of logits that exist at once; auto: 192 on the CPU, 4096 on a GPU" }]
+        &[
+            Setting { name: "chunk", default: "auto", about: "rows of logits that exist at once; auto: 192 on the CPU, 4096 on a GPU" },
+            Setting {
+                name: "rows",
+                default: "trained",
+                about: "trained: rows without a target are left out (on a GPU whole chunks of them); all: they are not",
+            },
+        ]
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -32,6 +39,13 @@ impl Pass for LinearCe {
             ("auto", Target::Cpu) => 192,
             ("auto", Target::Cuda(_)) => 4096,
             _ => settings.number("chunk")?,
+        };
+        let skip = match settings.text("rows") {
+            "trained" => true,
+            "all" => false,
+            other => {
+                return Err(Error::PassSetting { pass: self.name().into(), problem: format!("rows={other} is neither trained nor all") });
+            }
         };
         // Gradients are computed with the loss only where a later Grad node asks for them.
         let asked: Vec<(Value, Vec<bool>)> = g
@@ -47,7 +61,7 @@ impl Pass for LinearCe {
             }
             receipt.applied += 1;
             let wanted = |input: usize| asked.iter().zip(&reached).any(|((_, depends), hit)| hit[i] && depends[node.inputs[input].node]);
-            let op = ChunkedLinearCrossEntropy { chunk, grad_h: wanted(0), grad_w: wanted(1) };
+            let op = ChunkedLinearCrossEntropy { chunk, grad_h: wanted(0), grad_w: wanted(1), skip };
             Ok(Some(vec![recorder.op(op, inputs)[0]]))
         })
     }

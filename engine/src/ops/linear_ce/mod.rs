@@ -3,6 +3,7 @@
 //! that computes the gradients in the same pass: the loss is one number, so they need only be scaled afterwards.
 
 use super::cross_entropy::{row_gradient, row_launch, row_loss};
+use super::reduce::packs::{PACKS, pack};
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Place, Step};
@@ -63,6 +64,8 @@ pub struct ChunkedLinearCrossEntropy {
     pub chunk: usize,
     pub grad_h: bool,
     pub grad_w: bool,
+    /// Rows without a target are left out: on a GPU as many chunks of them as there are, where the targets are fed.
+    pub skip: bool,
 }
 
 fn convert(x: Place, from: DType, y: Place, to: DType, elements: usize) -> Launch {
@@ -89,25 +92,39 @@ impl Op for ChunkedLinearCrossEntropy {
 
     fn workspace(&self, x: &[Meta]) -> usize {
         let chunk = self.chunk.min(x[0].dim(1));
-        (chunk * x[1].dim(1)).next_multiple_of(16) + chunk
+        let picked = if self.skip { chunk * x[0].dim(0) } else { 0 };
+        (chunk * x[1].dim(1)).next_multiple_of(16) + chunk.next_multiple_of(16) + picked
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], work: &mut [f32]) {
         let (rows, d, classes) = (x[0].dim(1), x[0].dim(0), x[1].dim(1));
         let (h, w, targets, weight) = (x[0].f32(), x[1].f32(), x[2].i32(), x[3].f32());
         let chunk = self.chunk.min(rows);
-        let (logits, losses) = work.split_at_mut((chunk * classes).next_multiple_of(16));
+        let (logits, rest) = work.split_at_mut((chunk * classes).next_multiple_of(16));
+        let (losses, picked) = rest.split_at_mut(chunk.next_multiple_of(16));
+        let order: Vec<usize> = (0..rows).filter(|&r| !self.skip || targets[r] >= 0).collect();
+        let all = order.len() == rows;
+        let at_w = 1 + self.grad_h as usize;
+        if !all && self.grad_h {
+            y[1].f32().fill(0.0);
+        }
+        if order.is_empty() && self.grad_w {
+            y[at_w].f32().fill(0.0);
+        }
         let mut total = 0.0f64;
-        for r0 in (0..rows).step_by(chunk) {
-            let n = chunk.min(rows - r0);
-            let hc = Mat::rows(&h[r0 * d..][..n * d], d);
+        for (c, order) in order.chunks(chunk).enumerate() {
+            let (r0, n) = (c * chunk, order.len());
+            if !all {
+                picked.chunks_mut(d).zip(order).for_each(|(to, &r)| to.copy_from_slice(&h[r * d..][..d]));
+            }
+            let hc = Mat::rows(if all { &h[r0 * d..][..n * d] } else { &picked[..n * d] }, d);
             gemm(logits, classes, Into::Replace, n, d, classes, hc, Mat::rows(w, d).t(), 1.0, true);
-            let tasks = logits.par_chunks_mut(classes).zip(losses.par_iter_mut()).take(n).enumerate();
-            tasks.for_each(|(i, (row, loss))| {
+            let tasks = logits.par_chunks_mut(classes).zip(losses.par_iter_mut()).zip(order);
+            tasks.for_each(|((row, loss), &r)| {
                 simd(
                     #[inline(always)]
                     || {
-                        let (target, weight) = (targets[r0 + i], weight[(r0 + i) % weight.len()]);
+                        let (target, weight) = (targets[r], weight[r % weight.len()]);
                         let (l, lse) = row_loss(row, target);
                         *loss = l * weight;
                         if self.grad_h || self.grad_w {
@@ -117,14 +134,16 @@ impl Op for ChunkedLinearCrossEntropy {
                 )
             });
             total += losses[..n].iter().map(|&l| l as f64).sum::<f64>();
-            if self.grad_h {
+            if self.grad_w {
+                let into = if c == 0 { Into::Replace } else { Into::Add };
+                gemm(y[at_w].f32(), d, into, classes, n, d, Mat::rows(logits, classes).t(), hc, 1.0, true);
+            }
+            if self.grad_h && all {
                 let dh = &mut y[1].f32()[r0 * d..][..n * d];
                 gemm(dh, d, Into::Replace, n, classes, d, Mat::rows(logits, classes), Mat::rows(w, d), 1.0, true);
-            }
-            if self.grad_w {
-                let into = if r0 == 0 { Into::Replace } else { Into::Add };
-                let dw = y[1 + self.grad_h as usize].f32();
-                gemm(dw, d, into, classes, n, d, Mat::rows(logits, classes).t(), hc, 1.0, true);
+            } else if self.grad_h {
+                gemm(picked, d, Into::Replace, n, classes, d, Mat::rows(logits, classes), Mat::rows(w, d), 1.0, true);
+                picked.chunks(d).zip(order).for_each(|(dh, &r)| y[1].f32()[r * d..][..d].copy_from_slice(dh));
             }
         }
         y[0].f32()[0] = total as f32;
@@ -153,27 +172,61 @@ impl Op for ChunkedLinearCrossEntropy {
         }
         let dw = Matrix::rows(At::Y(1 + self.grad_h as usize), DType::F32, d);
 
-        for r0 in (0..rows).step_by(chunk) {
-            let n = chunk.min(rows - r0);
-            let h = Matrix::rows(At::X(0), dtype, d).at(r0 * d);
+        // Rows r0.., n of them, of h and of its gradient, whose targets are those of rows `order`.
+        let one_weight = io.x[3].elements() == 1;
+        let rows_of = |r0: usize, n: usize, h: Matrix, dh: Matrix, order: Option<Place>| {
             let product = |m, n, k, a, b, c, beta| Step::Gemm(Gemm { beta, ..Gemm::new(m, n, k, a, b, c) });
-            steps.push(product(n, classes, d, h, w.t(), logits, 0.0));
-            let one_weight = io.x[3].elements() == 1;
-            let weight = At::X(3).plus(if one_weight { 0 } else { r0 * io.x[3].dtype.size() });
-            let losses = Place { bytes: losses.bytes + r0 * 4, ..losses };
+            let from = |place: Place, size: usize| Place { bytes: place.bytes + r0 * size, ..place };
+            // Targets and weights are counted from the first row of all, where an order says which.
+            let own = |input: usize, size: usize| At::X(input).plus(if order.is_some() { 0 } else { r0 * size });
+            let weight = if one_weight { At::X(3).into() } else { own(3, io.x[3].dtype.size()) };
             let launch = row_launch(include_str!("linear_ce.cu"), "linear_ce_rows", dtype, n, classes)
                 .define_type("W", io.x[3].dtype)
                 .define("STRIDE", stride)
                 .define("ONE_WEIGHT", one_weight as u8)
+                .define("ORDERED", order.is_some() as u8)
                 .define("GRADIENT", (self.grad_h || self.grad_w) as u8)
-                .args(&[logits.place, At::X(2).plus(r0 * 4), weight, losses]);
-            steps.push(Step::Launch(launch));
-            if self.grad_h {
-                let dh = Matrix::rows(At::Y(1), dtype, d).at(r0 * d);
-                steps.push(product(n, d, classes, logits, w, dh, 0.0));
-            }
+                .args(&[logits.place, order.map_or(own(2, 4), |o| from(o, 4)), own(2, 4), weight, from(losses, 4)]);
+            let mut steps = vec![product(n, classes, d, h.at(r0 * d), w.t(), logits, 0.0), Step::Launch(launch)];
             if self.grad_w {
-                steps.push(product(classes, d, n, logits.t(), h, dw, if r0 == 0 { 0.0 } else { 1.0 }));
+                steps.push(product(classes, d, n, logits.t(), h.at(r0 * d), dw, if r0 == 0 { 0.0 } else { 1.0 }));
+            }
+            // Last: it may take the place of h.
+            if self.grad_h {
+                steps.push(product(n, d, classes, logits, w, dh.at(r0 * d), 0.0));
+            }
+            steps
+        };
+        let (h, dh) = (Matrix::rows(At::X(0), dtype, d), Matrix::rows(At::Y(1), dtype, d));
+        let last = (rows - 1) / chunk * chunk; // of this many rows and less, the last chunk has none
+        let skip = self.skip && last > 0;
+        for r0 in (0..rows).step_by(chunk) {
+            let own = rows_of(r0, chunk.min(rows - r0), h, dh, None);
+            steps.extend(own.into_iter().map(|s| if skip { s.when(2, [last + 1, rows]) } else { s }));
+        }
+        if skip {
+            let (order, at, picked) = (reserve(rows, DType::I32), reserve(rows, DType::I32), reserve(last * d, dtype));
+            let vec = pack(&[dtype], &[d]);
+            let pick = |rows: usize, x: Place, from: Place, y: Place| {
+                let launch = Launch::new(&[PACKS, include_str!("pick.cu")].concat(), "linear_ce_pick")
+                    .define_type("T", dtype)
+                    .define("VEC", vec)
+                    .define("D", d)
+                    .define("ROWS", rows)
+                    .grid((rows * (d / vec)).div_ceil(256), 1, 1)
+                    .args(&[x, from, y]);
+                Step::Launch(launch).when(2, [0, last])
+            };
+            let sort = Launch::new(include_str!("order.cu"), "linear_ce_order").define("ROWS", rows).block(1024);
+            steps.push(Step::Launch(sort.args(&[At::X(2).into(), order, at, losses])).when(2, [0, last]));
+            steps.push(pick(last, At::X(0).into(), order, picked));
+            for r0 in (0..last).step_by(chunk) {
+                let picked = Matrix::rows(picked, dtype, d);
+                let least = if r0 == 0 { 0 } else { r0 + 1 }; // the first chunk writes what the others add to
+                steps.extend(rows_of(r0, chunk, picked, picked, Some(order)).into_iter().map(|s| s.when(2, [least, last])));
+            }
+            if self.grad_h {
+                steps.push(pick(rows, picked, at, At::Y(1).into()));
             }
         }
         let sum = Launch::new(include_str!("finish.cu"), "linear_ce_sum").define("ROWS", rows).block(1024);
@@ -210,17 +263,63 @@ impl<'g> Var<'g> {
 
 fn chunked<'g>(x: &[Var<'g>], chunk: usize) -> Vec<Var<'g>> {
     let weight = x[0].recorder().full(&[1], 0.25).expand(&[1]);
-    let y = x[0].recorder().op(ChunkedLinearCrossEntropy { chunk, grad_h: true, grad_w: true }, &[x[0], x[1], x[2], weight]);
+    let y = x[0].recorder().op(ChunkedLinearCrossEntropy { chunk, grad_h: true, grad_w: true, skip: false }, &[x[0], x[1], x[2], weight]);
     vec![y[0]]
 }
+
+/// Rows without a target are left out; each of the others has its own weight.
+fn skipping<'g>(x: &[Var<'g>], chunk: usize, grad_w: bool) -> Vec<Var<'g>> {
+    vec![x[0].recorder().op(ChunkedLinearCrossEntropy { chunk, grad_h: true, grad_w, skip: true }, x)[0]]
+}
+
+const SOME: &[In] = &[In(&[200, 24], Fill::Normal), In(&[40, 24], Fill::Normal), In(&[200], Fill::Target(40)), In(&[200], Fill::Frozen)];
+const SOME_FROZEN: &[In] =
+    &[In(&[333, 24], Fill::Normal), In(&[40, 24], Fill::Frozen), In(&[333], Fill::Target(40)), In(&[333], Fill::Frozen)];
 
 pub const CASES: &[Case] = &[
     Case::new("unfused", &[In(&[9, 5], Fill::Normal), In(&[11, 5], Fill::Normal), In(&[9], Fill::Target(11))], |x| {
         vec![x[0].linear_cross_entropy(x[1], x[2], x[0].recorder().full(&[1], 0.25))]
     }),
     Case::new("chunked", &[In(&[9, 5], Fill::Normal), In(&[11, 5], Fill::Normal), In(&[9], Fill::Target(11))], |x| chunked(x, 4)),
+    Case::new("no row but those with targets", SOME, |x| skipping(x, 50, true)),
+    Case::new("the same, the head frozen", SOME_FROZEN, |x| skipping(x, 90, false)),
     Case::new("vocabulary", &[In(&[4096, 256], Fill::Normal), In(&[50304, 256], Fill::Normal), In(&[4096], Fill::Target(50304))], |x| {
         chunked(x, 256)
     })
     .bench(),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::Arch;
+
+    /// What is done with so many targets: chunks of all rows in their order, or of those that have a target.
+    #[test]
+    fn chunks_without_targets_are_left_out() {
+        let (rows, chunk) = (100, 30);
+        let x = [
+            Meta::new(&[rows, 16], DType::BF16),
+            Meta::new(&[50, 16], DType::BF16),
+            Meta::new(&[rows], DType::I32),
+            Meta::new(&[1], DType::F32),
+        ];
+        let op = ChunkedLinearCrossEntropy { chunk, grad_h: true, grad_w: true, skip: true };
+        let steps = op.cuda(&Io::plain(&x, &op.infer(&x), Arch { sm: 90, multiprocessors: 132 })).steps;
+        for live in 0..=rows {
+            let done = |s: &&Step| match s {
+                Step::When(l, _) => l.input == 2 && l.holds(live),
+                _ => true,
+            };
+            let kernels: Vec<&str> = steps.iter().filter(done).map(|s| s.kernel().map_or("product", |l| l.entry)).collect();
+            let all = live > 90;
+            let chunks = if all { 4 } else { live.div_ceil(chunk).max(1) };
+            let one = ["product", "linear_ce_rows", "product", "product"].repeat(chunks);
+            let expected = match all {
+                true => [&one[..], &["linear_ce_sum"]].concat(),
+                false => [&["linear_ce_order", "linear_ce_pick"], &one[..], &["linear_ce_pick", "linear_ce_sum"]].concat(),
+            };
+            assert_eq!(kernels, expected, "{live} targets");
+        }
+    }
+}

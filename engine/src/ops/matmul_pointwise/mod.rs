@@ -158,6 +158,7 @@ fn moved(step: Step, to: impl Fn(Place) -> Place) -> Step {
             }
             Step::Gemm(g)
         }
+        Step::When(live, step) => Step::When(live, Box::new(moved(*step, to))),
     }
 }
 
