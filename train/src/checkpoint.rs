@@ -292,9 +292,13 @@ fn tmp_path(dir: &Path, step: u64) -> PathBuf {
     dir.join(format!(".step-{step:08}.tmp-{}", std::process::id()))
 }
 
+/// Whether the process that named a folder after itself is gone, or is this one.
+pub fn stale(pid: u32) -> bool {
+    pid == std::process::id() || !Path::new(&format!("/proc/{pid}")).exists()
+}
+
 /// Takes away what killed saves left, before more is written: the disk may be full because of it.
 fn tidy(dir: &Path) -> Result<(), CheckpointError> {
-    let stale = |pid: u32| pid == std::process::id() || !Path::new(&format!("/proc/{pid}")).exists();
     for Folder { path, step, kind } in folders(dir)? {
         let named = dir.join(format!("step-{step:08}"));
         match kind {

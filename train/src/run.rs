@@ -537,6 +537,11 @@ pub fn same_tokenizer(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainEr
 /// The frozen weights that a checkpoint was trained on must be the same.
 pub fn same_base(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
     let (theirs, ours) = (&found.meta["identity"]["base"], &task.identity()["base"]);
+    let is_fingerprint = |v: &serde_json::Value| v.as_str().is_some_and(|v| u64::from_str_radix(v, 16).is_ok());
+    if is_fingerprint(theirs) && !is_fingerprint(ours) {
+        let ours = ours.as_str().unwrap_or("drawn at random");
+        return Err(TrainError::Other(format!("the base that checkpoint {} was trained on is not at hand: {ours}", found.path.display())));
+    }
     if theirs != ours {
         return Err(TrainError::Other(format!(
             "checkpoint {} was trained on another base: its fingerprint is {theirs}, the one of model.base is {ours}",

@@ -160,9 +160,9 @@ fn steps_with_replies_resume_and_add_up() {
     // Without weight the run is the supervised one, whatever evaluation has written.
     train(&at("none"), &["weight=0"], &["--steps", "4"]).ok();
     train(&at("writes"), &["weight=0", "eval_prompts=6", "eval_every=2"], &["--steps", "4"]).ok();
+    let bytes = |run: &str, file: &str| std::fs::read(checkpoint(&at(run), 4).join(file)).unwrap();
     for file in ["model.safetensors", "state.safetensors"] {
-        let bytes = |run: &str| std::fs::read(checkpoint(&at(run), 4).join(file)).unwrap();
-        assert_eq!(bytes("none"), bytes("writes"), "{file}");
+        assert_eq!(bytes("none", file), bytes("writes", file), "{file}");
     }
     let last = lines(&at("writes")).pop().unwrap();
     for name in ["diversity", "diversity_error", "distinct_2", "self_bleu", "pass_1", "pass_2"] {

@@ -202,7 +202,7 @@ fn a_run_without_a_base_trains_one_and_keeps_it() {
 
     // Without it there is nothing to go on with, and no random weights instead.
     fs::rename(base, dir.path().join("moved")).unwrap();
-    cached(dir.path(), &["eval", &at("first"), "--threads", "1"]).fails(&["another base", "not trained yet"]);
+    cached(dir.path(), &["eval", &at("first"), "--threads", "1"]).fails(&["is not at hand", "not trained yet"]);
     cached(dir.path(), &["export", &at("first"), "--out", &at("more")]).fails(&["not in the cache any more"]);
     cached(dir.path(), &[&["plan", "polychromic"], &sets[..]].concat()).ok();
     // It is made again as it was, and the run goes on.

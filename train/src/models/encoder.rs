@@ -49,6 +49,8 @@ pub struct Encoder {
 /// Texts as tokens: all [rows, time].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Texts {
+    /// Texts that were longer than a row, whose ends are left out.
+    pub cut: usize,
     pub time: usize,
     pub ids: Vec<i32>,
     /// The last token that sees each: padding is seen by none.
@@ -123,7 +125,7 @@ impl Encoder {
     /// Texts in rows of `time` tokens, or of as many as the longest of them has.
     pub fn texts<T: AsRef<str>>(&self, texts: &[T], time: Option<usize>) -> Result<Texts, ModelError> {
         let most = time.map_or(self.longest, |time| time.min(self.longest)).max(2);
-        let mut all = vec![];
+        let (mut all, mut cut) = (vec![], 0);
         for text in texts {
             let lower = self.lower_case.then(|| text.as_ref().to_lowercase());
             let encoding = self.tokenizer.encode_fast(lower.as_deref().unwrap_or(text.as_ref()), true);
@@ -132,6 +134,7 @@ impl Encoder {
             if ids.len() > most {
                 // The token behind the text stays.
                 ids.drain(most - 1..ids.len() - 1);
+                cut += 1;
             }
             if let Some(id) = ids.iter().find(|id| **id as usize >= self.shape.vocab) {
                 return Err(ModelError::bad(&self.path, format!("its tokenizer makes token {id}, and it has {}", self.shape.vocab)));
@@ -139,7 +142,7 @@ impl Encoder {
             all.push(ids);
         }
         let time = time.unwrap_or_else(|| all.iter().map(Vec::len).max().unwrap_or(2));
-        let mut made = Texts { time, ids: vec![], until: vec![], share: vec![] };
+        let mut made = Texts { time, cut, ids: vec![], until: vec![], share: vec![] };
         for ids in all {
             let (n, padding) = (ids.len(), time - ids.len());
             made.ids.extend(ids.iter().map(|&id| id as i32).chain(std::iter::repeat_n(0, padding)));

@@ -300,10 +300,16 @@ impl Staged {
             return Err(ModelError::bad(path, "is there already: name a folder that is not"));
         }
         let Some(name) = path.file_name() else { return Err(ModelError::bad(path, "is no name for a folder")) };
-        let mut hidden = std::ffi::OsString::from(".");
-        hidden.push(name);
-        hidden.push(format!(".tmp-{}", std::process::id()));
-        let dir = path.with_file_name(hidden);
+        let hidden = format!(".{}.tmp-", name.to_string_lossy());
+        // What a killed process left.
+        let beside = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        for entry in fs::read_dir(beside).into_iter().flatten().flatten() {
+            let left = entry.file_name().to_str().and_then(|n| n.strip_prefix(&hidden)?.parse().ok());
+            if left.is_some_and(checkpoint::stale) {
+                let _ = fs::remove_dir_all(entry.path());
+            }
+        }
+        let dir = path.with_file_name(format!("{hidden}{}", std::process::id()));
         fs::create_dir_all(&dir).map_err(ModelError::io("create", &dir))?;
         Ok(Staged { path: path.to_path_buf(), dir, done: false })
     }
@@ -326,5 +332,26 @@ impl Drop for Staged {
             // Best effort: the error that matters is on its way.
             let _ = fs::remove_dir_all(&self.dir);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_killed_process_left_is_taken_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let dead = u32::MAX; // no process has this number
+        for name in [format!(".m.tmp-{dead}"), format!(".other.tmp-{dead}"), ".m.tmp-1".into(), ".m.tmp-x".into()] {
+            fs::create_dir(at(&name)).unwrap();
+        }
+        let staged = Staged::new(&at("m")).unwrap();
+        fs::write(staged.dir().join("file"), "whole").unwrap();
+        staged.finish().unwrap();
+        let mut names: Vec<String> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        assert_eq!(names, [".m.tmp-1".to_string(), ".m.tmp-x".into(), format!(".other.tmp-{dead}"), "m".into()]);
     }
 }

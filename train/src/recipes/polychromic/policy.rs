@@ -14,6 +14,7 @@ use engine::philox::{philox, rng_feed};
 use engine::{DType, Data, Graph, Init, Recorder, Var};
 use serde::Serialize;
 use std::path::Path;
+use std::sync::Once;
 
 /// How replies are written, embedded and rewarded.
 pub struct Policy {
@@ -21,6 +22,8 @@ pub struct Policy {
     pub writer: Writer,
     encoder: Option<Encoder>,
     width: usize,
+    /// Whether it was said that the encoder cuts replies.
+    cut: Once,
 }
 
 /// Draws of replies are not those of dropout: they stand where no micro-batch does.
@@ -65,7 +68,7 @@ impl Policy {
             stop: lessons.stop()?,
         };
         let width = encoder.as_ref().map_or(model.model.shape.dim, |e| e.shape.dim);
-        Ok(Policy { objective, writer, encoder, width })
+        Ok(Policy { objective, writer, encoder, width, cut: Once::new() })
     }
 
     /// [rows, tokens] of the replies with their prompts.
@@ -144,6 +147,10 @@ impl Policy {
             Some(encoder) => {
                 let texts = written.tokens.iter().map(|t| model.lessons.text(t)).collect::<Result<Vec<_>, _>>()?;
                 let t = encoder.texts(&texts, Some(self.encoder_time(encoder)))?;
+                if t.cut > 0 {
+                    let (cut, all, time) = (t.cut, texts.len(), t.time);
+                    self.cut.call_once(|| eprintln!("{cut} of {all} replies have more than {time} tokens of the encoder's: their ends do not count as different (said once)"));
+                }
                 let feeds =
                     [("encoder_ids", Data::I32(&t.ids)), ("encoder_until", Data::I32(&t.until)), ("encoder_share", Data::F32(&t.share))];
                 s.run("embed", &feeds)?;
@@ -411,7 +418,9 @@ impl Task for Polychromic {
         }
         let [(then, _), (now, error)] = [before.diversity(), after.diversity()];
         let asked = after.sets.len();
-        text += &format!("diversity of replies to {asked} prompts: {then:.4} before, {now:.4} after (standard error {error:.4})");
+        text += &format!(
+            "diversity of replies to {asked} prompts: {then:.4} before (the base alone), {now:.4} after (standard error {error:.4})"
+        );
         Ok(Some(text))
     }
 
