@@ -83,7 +83,8 @@ def main():
         top = dict(top, peak_gib=max(whole) if whole else None)
         results[name] = dict(kiln=speed, pytorch=top["per_s"], mode=top["mode"], speed_ratio=speed / top["per_s"], kiln_gib=gib, pytorch_gib=top["peak_gib"])
         memory = f"{gib / top['peak_gib']:.2f}x of {top['peak_gib']:.2f} GiB" if whole else "PyTorch's is not known from graphs alone, add compile to --modes"
-        print(f"{name}: kiln {speed:.6g}/s, PyTorch {top['per_s']:.6g}/s ({top['mode']}): {speed / top['per_s']:.2f}x; memory {gib:.2f} GiB, {memory}")
+        digits = lambda v: f"{v:.0f}" if v >= 100 else f"{v:.4g}"
+        print(f"{name}: kiln {digits(speed)}/s, PyTorch {digits(top['per_s'])}/s ({top['mode']}): {speed / top['per_s']:.2f}x; memory {gib:.2f} GiB, {memory}")
     if a.json:
         json.dump(results, open(a.json, "w"), indent=1)
 

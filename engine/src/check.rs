@@ -87,6 +87,9 @@ pub fn fill(kind: Fill, seed: u64, count: usize) -> Numbers {
         Fill::Index(n) => Numbers::I32(words(seed, count).map(|w| (w as usize % n) as i32).collect()),
         Fill::Rows(n) => Numbers::I32(shuffled(seed, n)[..count].iter().map(|&i| i as i32).collect()),
         Fill::Target(n) => Numbers::I32(words(seed, count).map(|w| if w % 8 == 0 { -1 } else { (w as usize / 8 % n) as i32 }).collect()),
+        Fill::FewTargets(n) => {
+            Numbers::I32(words(seed, count).map(|w| if w % 8 > 0 || n == 0 { -1 } else { (w as usize / 8 % n) as i32 }).collect())
+        }
         Fill::Rng => Numbers::I32(vec![3, 1, 4, 1]),
         Fill::Mask => Numbers::U8(words(seed, count).map(|w| (w & 1) as u8).collect()),
         Fill::Byte => Numbers::U8(words(seed, count).map(|w| w as u8).collect()),

@@ -91,6 +91,15 @@ impl Step {
             Step::When(_, step) => step.kernel(),
         }
     }
+
+    /// The product, where it is one.
+    pub fn product(&self) -> Option<&Gemm> {
+        match self {
+            Step::Launch(_) => None,
+            Step::Gemm(g) => Some(g),
+            Step::When(_, step) => step.product(),
+        }
+    }
 }
 
 /// How many numbers of an input, i32, are not negative. Where it is no feed, they count as all of them.
@@ -112,6 +121,12 @@ impl Live {
 pub struct Place {
     pub at: At,
     pub bytes: usize,
+}
+
+impl Place {
+    pub fn plus(self, bytes: usize) -> Place {
+        Place { bytes: self.bytes + bytes, ..self }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -128,6 +128,8 @@ pub enum Fill {
     Rows(usize),
     /// As `Index`, one in eight being -1.
     Target(usize),
+    /// As `Index`, seven in eight being -1, or all where n is 0.
+    FewTargets(usize),
     /// i32: seed, seed, step, micro-batch, for ops that draw random numbers.
     Rng,
     /// u8: 0 or 1.

@@ -539,7 +539,7 @@ pub fn same_base(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> 
     let (theirs, ours) = (&found.meta["identity"]["base"], &task.identity()["base"]);
     let is_fingerprint = |v: &serde_json::Value| v.as_str().is_some_and(|v| u64::from_str_radix(v, 16).is_ok());
     if is_fingerprint(theirs) && !is_fingerprint(ours) {
-        let ours = ours.as_str().unwrap_or("drawn at random");
+        let ours = ours.as_str().unwrap_or("model.base is empty, and model.pretrain is 0");
         return Err(TrainError::Other(format!("the base that checkpoint {} was trained on is not at hand: {ours}", found.path.display())));
     }
     if theirs != ours {

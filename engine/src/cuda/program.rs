@@ -14,7 +14,8 @@ use crate::ops::view::Reshape;
 use crate::plan::{Home, Plan, Spot};
 use crate::store::Store;
 use cudarc::driver::{result, sys};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -54,6 +55,7 @@ enum Ready {
         product: Product,
         places: [Address; 4],
         bias: Option<Address>,
+        flops: u64,
     },
     Copy {
         from: Address,
@@ -67,8 +69,10 @@ pub struct CudaProgram {
     plan: Plan,
     cuda: Cuda,
     steps: Vec<Ready>,
-    /// Steps that are left out unless so many numbers of a feed's node are not negative.
-    conditions: BTreeMap<usize, (usize, Live)>,
+    /// Of each step: the condition without which it is left out.
+    when: Vec<Option<usize>>,
+    /// So many numbers of a feed's node are not negative.
+    conditions: Vec<(usize, Live)>,
     /// Which steps belong to which node.
     nodes: Vec<(usize, Range<usize>)>,
     arena: Arc<Mutex<Device>>,
@@ -76,7 +80,8 @@ pub struct CudaProgram {
     own: Vec<Option<Device>>,
     feeds: Feeds,
     options: Options,
-    /// One for every choice of steps that was run so far.
+    /// The addresses that are fixed in what was captured, and a graph for every choice of steps that was run so far.
+    bases: Vec<u64>,
     captured: Vec<Captured>,
 }
 
@@ -109,10 +114,8 @@ const MOST_CAPTURED: usize = 32;
 
 struct Captured {
     exec: sys::CUgraphExec,
-    /// Whether each conditional step is in it.
+    /// Whether each condition held.
     chosen: Vec<bool>,
-    /// The addresses that are fixed in it.
-    bases: Vec<u64>,
 }
 
 // SAFETY: handles of the driver, used under the context that `cuda` makes current.
@@ -182,7 +185,7 @@ impl CudaProgram {
         let texts: Vec<(String, &'static str, u32)> =
             codes.iter().flat_map(|c| &c.steps).filter_map(|s| s.kernel().map(|l| (l.text(), l.entry, l.shared))).collect();
         let mut kernels = cuda.kernels(&texts)?.into_iter();
-        let (mut steps, mut nodes, mut conditions) = (vec![], vec![], BTreeMap::new());
+        let (mut steps, mut when, mut nodes, mut conditions) = (vec![], vec![], vec![], vec![]);
         let mut products = {
             let memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
             Products::new(cuda, options, (memory.start(), memory.bytes()))
@@ -216,10 +219,15 @@ impl CudaProgram {
                     Step::When(live, step) => (Some(*live), &**step),
                     step => (None, step),
                 };
+                let mut condition = None;
                 if let Some(live) = live {
                     let input = node.inputs[live.input];
                     match feed(&graph, input) {
-                        Some(feed) => drop(conditions.insert(steps.len(), (feed, live))),
+                        Some(feed) => {
+                            let known = conditions.iter().position(|c| *c == (feed, live));
+                            condition = Some(known.unwrap_or(conditions.len()));
+                            conditions.extend(known.is_none().then_some((feed, live)));
+                        }
                         None if live.holds(graph.meta(input).elements()) => {}
                         None => {
                             step.kernel().and_then(|_| kernels.next());
@@ -227,6 +235,8 @@ impl CudaProgram {
                         }
                     }
                 }
+                when.resize(steps.len(), None);
+                when.push(condition);
                 steps.push(match step {
                     Step::When(..) => unreachable!("one condition to a step"),
                     Step::Launch(l) => Ready::Launch {
@@ -239,7 +249,8 @@ impl CudaProgram {
                     Step::Gemm(g) => {
                         let places = [&g.a, &g.b, g.plus.as_ref().unwrap_or(&g.c), &g.c].map(|m| resolve(&m.place));
                         let aligned = places.map(|a| a.aligned());
-                        Ready::Gemm { product: products.plan(g, aligned)?, places, bias: g.bias.as_ref().map(resolve) }
+                        let flops = 2 * (g.batch * g.m * g.n * g.k) as u64;
+                        Ready::Gemm { product: products.plan(g, aligned)?, places, bias: g.bias.as_ref().map(resolve), flops }
                     }
                 });
             }
@@ -260,18 +271,21 @@ impl CudaProgram {
                 bytes: meta.bytes(),
             });
         }
+        when.resize(steps.len(), None);
         products.remember();
         Ok(CudaProgram {
             graph,
             plan,
             cuda: cuda.clone(),
             steps,
+            when,
             conditions,
             nodes,
             arena: arena.clone(),
             own,
             feeds,
             options,
+            bases: vec![],
             captured: vec![],
         })
     }
@@ -307,8 +321,9 @@ impl CudaProgram {
         if !self.options.capture {
             return self.launch(0..self.steps.len(), &bases, &chosen);
         }
-        if self.captured.iter().any(|c| c.bases != bases) || self.captured.len() == MOST_CAPTURED {
+        if self.bases != bases {
             self.forget();
+            self.bases.clone_from(&bases);
         }
         let exec = match self.captured.iter().find(|c| c.chosen == chosen) {
             Some(known) => known.exec,
@@ -325,7 +340,10 @@ impl CudaProgram {
                     let _ = result::graph::destroy(graph);
                     exec?
                 };
-                self.captured.push(Captured { exec, chosen, bases });
+                if self.captured.len() == MOST_CAPTURED {
+                    self.forget();
+                }
+                self.captured.push(Captured { exec, chosen });
                 exec
             }
         };
@@ -333,23 +351,21 @@ impl CudaProgram {
         unsafe { result::graph::launch(exec, stream) }.map_err(failed("replaying"))
     }
 
-    /// Whether each conditional step has something to do with these feeds.
+    /// Whether each condition holds with these feeds.
     fn chosen(&self, feeds: &[(&str, Data)]) -> Result<Vec<bool>, Error> {
-        let mut counts: BTreeMap<usize, usize> = BTreeMap::new();
-        let mut chosen = vec![];
-        for (feed, live) in self.conditions.values() {
-            let count = match counts.get(feed) {
-                Some(&count) => count,
-                None => {
-                    let node = &self.graph.nodes[*feed];
-                    let Kind::Feed(name) = &node.kind else { unreachable!("only feeds are counted") };
-                    let numbers = Data::checked(name, &node.outputs[0], feeds)?;
-                    *counts.entry(*feed).or_insert(numbers.chunks_exact(4).filter(|n| n[3] < 128).count()) // i32, the sign in the last byte
-                }
-            };
-            chosen.push(live.holds(count));
+        let count = |feed: usize| {
+            let node = &self.graph.nodes[feed];
+            let Kind::Feed(name) = &node.kind else { unreachable!("only feeds are counted") };
+            let numbers = Data::checked(name, &node.outputs[0], feeds)?;
+            Ok::<_, Error>(numbers.chunks_exact(4).filter(|n| n[3] < 128).count()) // i32, the sign in the last byte
+        };
+        let mut counts: HashMap<usize, usize> = HashMap::new();
+        for &(feed, _) in &self.conditions {
+            if let Entry::Vacant(new) = counts.entry(feed) {
+                new.insert(count(feed)?);
+            }
         }
-        Ok(chosen)
+        Ok(self.conditions.iter().map(|(feed, live)| live.holds(counts[feed])).collect())
     }
 
     fn forget(&mut self) {
@@ -381,18 +397,24 @@ impl CudaProgram {
         }
         self.cuda.synchronize()?;
         let mut all = vec![];
-        for (k, (i, _)) in self.nodes.iter().enumerate() {
+        for (k, (i, range)) in self.nodes.iter().enumerate() {
             let node = &self.graph.nodes[*i];
             // SAFETY: both events were recorded and have passed.
             let ms = unsafe { result::event::elapsed(marks[k], marks[k + 1]) }.map_err(failed("timing"))?;
             let Kind::Op(op) = &node.kind else { continue };
+            let mut cost = op.cost(&self.graph.inputs(*i));
+            // Where something was left out, what was not counts.
+            if range.clone().any(|s| self.when[s].is_some()) {
+                let done = range.clone().filter(|&s| self.when[s].is_none_or(|c| chosen[c]));
+                cost.flops = done.map(|s| if let Ready::Gemm { flops, .. } = &self.steps[s] { *flops } else { 0 }).sum();
+            }
             all.push(Timed {
                 op: op.name(),
                 scope: node.scope.to_string(),
                 backward: node.backward,
                 inputs: self.graph.inputs(*i),
                 outputs: node.outputs.clone(),
-                cost: op.cost(&self.graph.inputs(*i)),
+                cost,
                 ms,
             });
         }
@@ -403,15 +425,15 @@ impl CudaProgram {
         Ok(all)
     }
 
-    /// These steps, without conditional ones that are not `chosen`.
+    /// These steps, but for those whose condition is not `chosen`.
     fn launch(&self, steps: Range<usize>, bases: &[u64], chosen: &[bool]) -> Result<(), Error> {
-        let left_out: BTreeSet<usize> = self.conditions.keys().zip(chosen).filter(|(_, chosen)| !**chosen).map(|(i, _)| *i).collect();
+        let steps = steps.filter(|&i| self.when[i].is_none_or(|c| chosen[c]));
         let at = |a: &Address| match *a {
             Address::Arena(o) => bases[0] + o as u64,
             Address::Source(n, o) => bases[n + 1] + o as u64,
         };
         let stream = self.cuda.0.stream;
-        for (n, i) in steps.filter(|i| !left_out.contains(i)).enumerate() {
+        for (n, i) in steps.enumerate() {
             match &self.steps[i] {
                 Ready::Launch { kernel, grid, block, shared, args } => {
                     let mut values: Vec<u64> = args.iter().map(at).collect();
@@ -439,7 +461,7 @@ impl CudaProgram {
                         .result()
                         .map_err(failed("launching a kernel"))?;
                 }
-                Ready::Gemm { product, places, bias } => {
+                Ready::Gemm { product, places, bias, .. } => {
                     let [a, b, plus, c] = places.each_ref().map(at);
                     let bias = bias.as_ref().map_or(0, at);
                     // SAFETY: the matrices lie inside buffers of the plan, as the op described them.
@@ -511,13 +533,14 @@ mod tests {
         let y = product(product(product(x, kept), changed), kept.silu());
         r.update(changed, changed * 2.0);
         r.output("y", y);
+        r.output("four", x.nf4_linear(r.nf4("four", 8, 64)));
         let arch = Arch { sm: 90, multiprocessors: 132 };
         let c = Compiled::new(r.finish(), &Switches::default(), Target::Cuda(arch)).unwrap();
         let texts =
             (0..c.graph.nodes.len()).flat_map(|i| code(&c.graph, &c.plan.spots, i, arch).steps).filter_map(|s| Some(s.kernel()?.text()));
         // Weights that come in whole rows are early ones.
         let early = |t: String| t.contains("few_rows_whole(") || t.contains("#define EARLY 1");
-        let early: Vec<bool> = texts.filter(|t| t.contains("few_rows")).map(early).collect();
-        assert_eq!(early, [true, true, false]);
+        let early: Vec<bool> = texts.filter(|t| t.contains("few_rows") || t.contains("nf4_few(")).map(early).collect();
+        assert_eq!(early, [true, true, false, true]);
     }
 }

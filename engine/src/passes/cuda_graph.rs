@@ -49,7 +49,7 @@ impl Pass for CudaGraph {
     }
 
     fn about(&self) -> &'static str {
-        "Captures a program once and replays it as one CUDA graph, instead of launching its kernels one by one. Nothing to do on the CPU."
+        "Captures a program and replays it as one CUDA graph (a graph for every choice of steps, where some may be left out), instead of launching its kernels one by one. Nothing to do on the CPU."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {

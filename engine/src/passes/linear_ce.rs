@@ -15,7 +15,7 @@ impl Pass for LinearCe {
     }
 
     fn about(&self) -> &'static str {
-        "Computes the loss head a chunk of rows at a time, gradients in the same pass: the logits never exist whole, and those of rows without a target not at all."
+        "Computes the loss head a chunk of rows at a time, gradients in the same pass: the logits never exist whole, and chunks of rows without a target not at all."
     }
 
     fn settings(&self) -> &'static [Setting] {

@@ -43,7 +43,11 @@ impl Pass for NarrowProductsPass {
         receipt.applied = pairs.len();
         // The first node of a group -> its pairs, and the concatenation that it makes.
         let mut groups: HashMap<usize, (Vec<Pair>, Option<usize>)> = HashMap::new();
-        for (concat, members) in side_by_side(&old, &pairs) {
+        let (together, apart) = side_by_side(&old, &pairs);
+        if apart > 0 {
+            receipt.notes.push(format!("{apart} that are put side by side made apart: not all is there when the first is, or they differ"));
+        }
+        for (concat, members) in together {
             pairs.retain(|pair| !members.contains(pair));
             groups.insert(first(&members), (members, Some(concat)));
         }
@@ -140,14 +144,14 @@ fn sites(g: &Graph) -> Vec<Pair> {
     sites
 }
 
-/// Concatenations of products by row, with all of their pairs, where one kernel can make them.
-fn side_by_side(g: &Graph, pairs: &[Pair]) -> Vec<(usize, Vec<Pair>)> {
+/// Concatenations of products by row, with all of their pairs, where one kernel can make them; and how many others there are.
+fn side_by_side(g: &Graph, pairs: &[Pair]) -> (Vec<(usize, Vec<Pair>)>, usize) {
     let by_row: HashMap<usize, Pair> = pairs.iter().map(|&p| (p.by_row, p)).collect();
     let source = |v: Value| {
         let from = unshaped(g, v);
         by_row.get(&from.node).copied().filter(|_| g.meta(from).shape == g.meta(v).shape)
     };
-    let mut found: Vec<(usize, Vec<Pair>)> = vec![];
+    let (mut found, mut apart): (Vec<(usize, Vec<Pair>)>, usize) = (vec![], 0);
     for (i, node) in g.nodes.iter().enumerate() {
         if node.op::<Concat>().is_none_or(|c| c.axis != 1) {
             continue;
@@ -160,9 +164,11 @@ fn side_by_side(g: &Graph, pairs: &[Pair]) -> Vec<(usize, Vec<Pair>)> {
         let ready = members.iter().flat_map(|m| m.inputs(g)).all(|v| unshaped(g, v).node < start);
         if alike && ready && members.len() <= MOST && !members.iter().any(taken) {
             found.push((i, members));
+        } else {
+            apart += 1;
         }
     }
-    found
+    (found, apart)
 }
 
 /// What a value is a reshape of.
@@ -184,5 +190,36 @@ fn refused(g: &Graph, pair: Pair) -> Option<String> {
         Some("one product needs what comes after the other".into())
     } else {
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::concat::concat;
+    use crate::passes::Switches;
+    use crate::program::Compiled;
+
+    /// Two pairs side by side, the second of a matrix that is there from the start, or made of what the first gives.
+    #[test]
+    fn pairs_are_made_together_where_all_is_there() {
+        for late in [false, true] {
+            let r = Recorder::new();
+            let feed = |name: &str, shape: &[usize]| r.feed(name, shape, DType::F32).cast(DType::BF16);
+            let (a, p) = (feed("a", &[128, 64]), feed("p", &[128, 8]));
+            let q = [feed("q", &[64, 8]), feed("s", &[64, 8])];
+            let other = feed("b", &[128, 64]);
+            let f32 = Matmul { dtype: Some(DType::F32), ..Matmul::default() };
+            let first = (a.matmul(q[0]), r.op1(f32.clone(), &[a.t(), p]));
+            let b = if late { other * first.0.matmul(q[0].t()) } else { other };
+            let second = (b.matmul(q[1]), r.op1(f32, &[b.t(), p]));
+            r.output("y", concat(&[first.0, second.0], 1).cast(DType::F32));
+            [first.1, second.1].into_iter().enumerate().for_each(|(i, v)| r.output(&format!("c{i}"), v));
+            let c = Compiled::new(r.finish(), &Switches::default(), Target::Cpu).unwrap();
+            let counts: Vec<usize> = c.graph.nodes.iter().filter(|n| n.name() == "narrow_products").map(|n| n.inputs.len() / 3).collect();
+            assert_eq!(counts, if late { vec![1, 1] } else { vec![2] });
+            let receipt = c.receipts.iter().find(|r| r.pass == "narrow-products").unwrap();
+            assert_eq!((receipt.applied, receipt.notes.len()), (2, late as usize));
+        }
     }
 }

@@ -82,7 +82,7 @@ fn count(g: &Graph, target: Target, receipt: &mut Receipt, counts: impl Fn(DType
             continue;
         }
         let code = op.cuda(&Io::plain(&inputs, &node.outputs, arch));
-        receipt.applied += code.steps.iter().any(|s| matches!(s, Step::Gemm(p) if counts(p.a.dtype))) as usize;
+        receipt.applied += code.steps.iter().filter_map(Step::product).any(|p| counts(p.a.dtype)) as usize;
     }
 }
 

@@ -11,6 +11,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use xxhash_rust::xxh3::Xxh3;
 
 const CONFIG: &str = "config.json";
@@ -287,6 +288,9 @@ pub(super) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     fs::write(path, format!("{value:#}\n")).map_err(ModelError::io("write", path))
 }
 
+/// A hidden folder in which nothing was written for so long was left by a process that is gone.
+const LEFT: Duration = Duration::from_secs(3600);
+
 /// A folder that appears under its name whole or not at all.
 pub struct Staged {
     path: PathBuf,
@@ -301,11 +305,12 @@ impl Staged {
         }
         let Some(name) = path.file_name() else { return Err(ModelError::bad(path, "is no name for a folder")) };
         let hidden = format!(".{}.tmp-", name.to_string_lossy());
-        // What a killed process left.
+        // What a killed process left; on a disk that others write to as well, their processes are not seen here.
+        let old = |e: &fs::DirEntry| e.metadata().and_then(|m| m.modified()).is_ok_and(|t| t.elapsed().is_ok_and(|age| age > LEFT));
         let beside = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         for entry in fs::read_dir(beside).into_iter().flatten().flatten() {
             let left = entry.file_name().to_str().and_then(|n| n.strip_prefix(&hidden)?.parse().ok());
-            if left.is_some_and(checkpoint::stale) {
+            if left.is_some_and(checkpoint::stale) && old(&entry) {
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
@@ -344,14 +349,20 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let dead = u32::MAX; // no process has this number
+        let before = std::time::SystemTime::now() - 2 * LEFT;
         for name in [format!(".m.tmp-{dead}"), format!(".other.tmp-{dead}"), ".m.tmp-1".into(), ".m.tmp-x".into()] {
             fs::create_dir(at(&name)).unwrap();
+            fs::File::open(at(&name)).unwrap().set_modified(before).unwrap();
         }
+        fs::create_dir(at(&format!(".m.tmp-{}", dead - 1))).unwrap(); // perhaps another machine's
         let staged = Staged::new(&at("m")).unwrap();
         fs::write(staged.dir().join("file"), "whole").unwrap();
         staged.finish().unwrap();
         let mut names: Vec<String> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
-        assert_eq!(names, [".m.tmp-1".to_string(), ".m.tmp-x".into(), format!(".other.tmp-{dead}"), "m".into()]);
+        assert_eq!(
+            names,
+            [".m.tmp-1".to_string(), format!(".m.tmp-{}", dead - 1), ".m.tmp-x".into(), format!(".other.tmp-{dead}"), "m".into()]
+        );
     }
 }

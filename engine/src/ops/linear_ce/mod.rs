@@ -172,12 +172,10 @@ impl Op for ChunkedLinearCrossEntropy {
         }
         let dw = Matrix::rows(At::Y(1 + self.grad_h as usize), DType::F32, d);
 
-        // Rows r0.., n of them, of h and of its gradient, whose targets are those of rows `order`.
+        // n rows of h, and of its gradient; their losses are the r0-th on. Targets and weights are those of rows `order`, or the r0-th on, too.
         let one_weight = io.x[3].elements() == 1;
         let rows_of = |r0: usize, n: usize, h: Matrix, dh: Matrix, order: Option<Place>| {
             let product = |m, n, k, a, b, c, beta| Step::Gemm(Gemm { beta, ..Gemm::new(m, n, k, a, b, c) });
-            let from = |place: Place, size: usize| Place { bytes: place.bytes + r0 * size, ..place };
-            // Targets and weights are counted from the first row of all, where an order says which.
             let own = |input: usize, size: usize| At::X(input).plus(if order.is_some() { 0 } else { r0 * size });
             let weight = if one_weight { At::X(3).into() } else { own(3, io.x[3].dtype.size()) };
             let launch = row_launch(include_str!("linear_ce.cu"), "linear_ce_rows", dtype, n, classes)
@@ -186,14 +184,14 @@ impl Op for ChunkedLinearCrossEntropy {
                 .define("ONE_WEIGHT", one_weight as u8)
                 .define("ORDERED", order.is_some() as u8)
                 .define("GRADIENT", (self.grad_h || self.grad_w) as u8)
-                .args(&[logits.place, order.map_or(own(2, 4), |o| from(o, 4)), own(2, 4), weight, from(losses, 4)]);
-            let mut steps = vec![product(n, classes, d, h.at(r0 * d), w.t(), logits, 0.0), Step::Launch(launch)];
+                .args(&[logits.place, order.unwrap_or(own(2, 4)), own(2, 4), weight, losses.plus(4 * r0)]);
+            let mut steps = vec![product(n, classes, d, h, w.t(), logits, 0.0), Step::Launch(launch)];
             if self.grad_w {
-                steps.push(product(classes, d, n, logits.t(), h.at(r0 * d), dw, if r0 == 0 { 0.0 } else { 1.0 }));
+                steps.push(product(classes, d, n, logits.t(), h, dw, if r0 == 0 { 0.0 } else { 1.0 }));
             }
             // Last: it may take the place of h.
             if self.grad_h {
-                steps.push(product(n, d, classes, logits, w, dh.at(r0 * d), 0.0));
+                steps.push(product(n, d, classes, logits, w, dh, 0.0));
             }
             steps
         };
@@ -201,32 +199,35 @@ impl Op for ChunkedLinearCrossEntropy {
         let last = (rows - 1) / chunk * chunk; // of this many rows and less, the last chunk has none
         let skip = self.skip && last > 0;
         for r0 in (0..rows).step_by(chunk) {
-            let own = rows_of(r0, chunk.min(rows - r0), h, dh, None);
+            let own = rows_of(r0, chunk.min(rows - r0), h.at(r0 * d), dh.at(r0 * d), None);
             steps.extend(own.into_iter().map(|s| if skip { s.when(2, [last + 1, rows]) } else { s }));
         }
         if skip {
-            let (order, at, picked) = (reserve(rows, DType::I32), reserve(rows, DType::I32), reserve(last * d, dtype));
+            let (order, picked) = (reserve(rows, DType::I32), Matrix::rows(reserve(chunk * d, dtype), dtype, d));
             let vec = pack(&[dtype], &[d]);
-            let pick = |rows: usize, x: Place, from: Place, y: Place| {
-                let launch = Launch::new(&[PACKS, include_str!("pick.cu")].concat(), "linear_ce_pick")
+            let copy = |entry: &'static str, n: usize, args: [Place; 3]| {
+                let launch = Launch::new(&[PACKS, include_str!("pick.cu")].concat(), entry)
                     .define_type("T", dtype)
                     .define("VEC", vec)
                     .define("D", d)
-                    .define("ROWS", rows)
-                    .grid((rows * (d / vec)).div_ceil(256), 1, 1)
-                    .args(&[x, from, y]);
-                Step::Launch(launch).when(2, [0, last])
+                    .define("ROWS", n)
+                    .grid((n * (d / vec)).div_ceil(256), 1, 1);
+                Step::Launch(launch.args(&args))
             };
             let sort = Launch::new(include_str!("order.cu"), "linear_ce_order").define("ROWS", rows).block(1024);
-            steps.push(Step::Launch(sort.args(&[At::X(2).into(), order, at, losses])).when(2, [0, last]));
-            steps.push(pick(last, At::X(0).into(), order, picked));
-            for r0 in (0..last).step_by(chunk) {
-                let picked = Matrix::rows(picked, dtype, d);
-                let least = if r0 == 0 { 0 } else { r0 + 1 }; // the first chunk writes what the others add to
-                steps.extend(rows_of(r0, chunk, picked, picked, Some(order)).into_iter().map(|s| s.when(2, [least, last])));
-            }
+            steps.push(Step::Launch(sort.args(&[At::X(2).into(), order, losses])).when(2, [0, last]));
             if self.grad_h {
-                steps.push(pick(rows, picked, at, At::Y(1).into()));
+                steps.push(copy("linear_ce_clear", rows, [At::X(2).into(), At::X(2).into(), At::Y(1).into()]).when(2, [0, last]));
+            }
+            for r0 in (0..last).step_by(chunk) {
+                let own = order.plus(4 * r0);
+                let mut all = vec![copy("linear_ce_pick", chunk, [At::X(0).into(), own, picked.place])];
+                all.extend(rows_of(r0, chunk, picked, picked, Some(own)));
+                if self.grad_h {
+                    all.push(copy("linear_ce_put", chunk, [picked.place, own, At::Y(1).into()]));
+                }
+                let least = if r0 == 0 { 0 } else { r0 + 1 }; // the first chunk writes what the others add to
+                steps.extend(all.into_iter().map(|s| s.when(2, [least, last])));
             }
         }
         let sum = Launch::new(include_str!("finish.cu"), "linear_ce_sum").define("ROWS", rows).block(1024);
@@ -275,14 +276,18 @@ fn skipping<'g>(x: &[Var<'g>], chunk: usize, grad_w: bool) -> Vec<Var<'g>> {
 const SOME: &[In] = &[In(&[200, 24], Fill::Normal), In(&[40, 24], Fill::Normal), In(&[200], Fill::Target(40)), In(&[200], Fill::Frozen)];
 const SOME_FROZEN: &[In] =
     &[In(&[333, 24], Fill::Normal), In(&[40, 24], Fill::Frozen), In(&[333], Fill::Target(40)), In(&[333], Fill::Frozen)];
+const FEW: &[In] = &[In(&[500, 24], Fill::Normal), In(&[40, 24], Fill::Normal), In(&[500], Fill::FewTargets(40)), In(&[500], Fill::Frozen)];
+const NONE: &[In] = &[In(&[100, 8], Fill::Normal), In(&[40, 8], Fill::Normal), In(&[100], Fill::FewTargets(0)), In(&[100], Fill::Frozen)];
 
 pub const CASES: &[Case] = &[
     Case::new("unfused", &[In(&[9, 5], Fill::Normal), In(&[11, 5], Fill::Normal), In(&[9], Fill::Target(11))], |x| {
         vec![x[0].linear_cross_entropy(x[1], x[2], x[0].recorder().full(&[1], 0.25))]
     }),
     Case::new("chunked", &[In(&[9, 5], Fill::Normal), In(&[11, 5], Fill::Normal), In(&[9], Fill::Target(11))], |x| chunked(x, 4)),
-    Case::new("no row but those with targets", SOME, |x| skipping(x, 50, true)),
-    Case::new("the same, the head frozen", SOME_FROZEN, |x| skipping(x, 90, false)),
+    Case::new("no row but those with targets", SOME, |x| skipping(x, 60, true)),
+    Case::new("the same, the head frozen", SOME_FROZEN, |x| skipping(x, 100, false)),
+    Case::new("few targets", FEW, |x| skipping(x, 40, true)),
+    Case::new("no target", NONE, |x| skipping(x, 40, true)),
     Case::new("vocabulary", &[In(&[4096, 256], Fill::Normal), In(&[50304, 256], Fill::Normal), In(&[4096], Fill::Target(50304))], |x| {
         chunked(x, 256)
     })
@@ -314,10 +319,13 @@ mod tests {
             let kernels: Vec<&str> = steps.iter().filter(done).map(|s| s.kernel().map_or("product", |l| l.entry)).collect();
             let all = live > 90;
             let chunks = if all { 4 } else { live.div_ceil(chunk).max(1) };
-            let one = ["product", "linear_ce_rows", "product", "product"].repeat(chunks);
+            let one = ["product", "linear_ce_rows", "product", "product"];
             let expected = match all {
-                true => [&one[..], &["linear_ce_sum"]].concat(),
-                false => [&["linear_ce_order", "linear_ce_pick"], &one[..], &["linear_ce_pick", "linear_ce_sum"]].concat(),
+                true => [&one.repeat(chunks)[..], &["linear_ce_sum"]].concat(),
+                false => {
+                    let picked = [&["linear_ce_pick"], &one[..], &["linear_ce_put"]].concat().repeat(chunks);
+                    [&["linear_ce_order", "linear_ce_clear"], &picked[..], &["linear_ce_sum"]].concat()
+                }
             };
             assert_eq!(kernels, expected, "{live} targets");
         }

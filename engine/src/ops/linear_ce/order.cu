@@ -1,6 +1,5 @@
-// Which rows have a target: order [ROWS], their numbers one after another, then -1; at [ROWS], where each row stands there, or -1. By one block.
-// The losses of all rows are 0 before some are computed.
-extern "C" __global__ void linear_ce_order(const int *targets, int *order, int *at, float *losses) {
+// Which rows have a target: order [ROWS], their numbers one after another, then -1. By one block. All losses are 0 before some are computed.
+extern "C" __global__ void linear_ce_order(const int *targets, int *order, float *losses) {
     __shared__ int before[32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 share = (ROWS + 1023) / 1024, first = min(threadIdx.x * share, (u32)ROWS), end = min(first + share, (u32)ROWS);
@@ -20,9 +19,7 @@ extern "C" __global__ void linear_ce_order(const int *targets, int *order, int *
         live += before[w];
     }
     for (u32 r = first; r < end; r++) {
-        bool has = targets[r] >= 0;
-        at[r] = has ? place : -1;
-        if (has) order[place++] = r;
+        if (targets[r] >= 0) order[place++] = r;
         if ((int)r >= live) order[r] = -1;
         losses[r] = 0.0f;
     }

@@ -60,7 +60,10 @@ nf4_few(const T *x, const unsigned char *codes, const unsigned char *scales, con
             if (from + AHEAD < TURNS) fetch(parts[i], from + AHEAD + i);
             float scale[2];
 #pragma unroll
-            for (int h = 0; h < 2; h++) scale[h] = size[now.scales[h]] * now.largest[h] + middle;
+            for (int h = 0; h < 2; h++) {
+                const bool live = k < K && first + group + 8 * h < N; // else these are others' weights
+                scale[h] = live ? size[now.scales[h]] * now.largest[h] + middle : 0.0f;
+            }
 #pragma unroll
             for (int s = 0; s < 8; s++) {
                 u32 a[4];
