@@ -200,7 +200,8 @@ fn embeddings_are_what_plain_arithmetic_gives() {
             }
         }
         // Rows that are too short cut texts, and keep what stands behind them.
-        assert_eq!(e.texts(&texts[..1], Some(5)).unwrap().ids, [2, 4, 5, 10, 3]);
+        let cut = e.texts(&texts[..1], Some(5)).unwrap();
+        assert_eq!((&cut.ids[..], cut.cut, e.texts(&texts[..1], Some(15)).unwrap().cut), (&[2, 4, 5, 10, 3][..], 1, 0));
     }
 }
 

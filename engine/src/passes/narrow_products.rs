@@ -1,5 +1,6 @@
 //! Two narrow products of the same large matrix read it once; those of several matrices whose results are put side by side are one kernel.
 
+use super::epilogue::unshaped;
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Value};
@@ -7,7 +8,7 @@ use crate::meta::DType;
 use crate::ops::concat::Concat;
 use crate::ops::matmul::Matmul;
 use crate::ops::narrow::NarrowProducts;
-use crate::ops::view::{Permute, Reshape};
+use crate::ops::view::Permute;
 use crate::record::Recorder;
 use std::collections::HashMap;
 
@@ -169,14 +170,6 @@ fn side_by_side(g: &Graph, pairs: &[Pair]) -> (Vec<(usize, Vec<Pair>)>, usize) {
         }
     }
     (found, apart)
-}
-
-/// What a value is a reshape of.
-fn unshaped(g: &Graph, mut v: Value) -> Value {
-    while g.nodes[v.node].op::<Reshape>().is_some() {
-        v = g.nodes[v.node].inputs[0];
-    }
-    v
 }
 
 fn refused(g: &Graph, pair: Pair) -> Option<String> {

@@ -48,9 +48,9 @@ impl Op for CastAll {
         let join = |&parts: &usize| {
             let (own, rest) = left.split_at(parts);
             left = rest;
-            assert!(own.iter().all(|m| m.shape[1..] == own[0].shape[1..]), "{self:?} of {x:?}");
             let mut shape = own[0].shape.clone();
             if parts > 1 {
+                assert!(own.iter().all(|m| m.shape[1..] == own[0].shape[1..]), "{self:?} of {x:?}");
                 shape[0] = own.iter().map(|m| m.shape[0]).sum();
             }
             Meta::new(&shape, self.dtype)
@@ -91,9 +91,11 @@ impl Op for CastAll {
         let elements = |i: usize| x[i].meta().elements();
         let back = |(i, (output, at)): (usize, (usize, usize))| {
             let d = dy[output]?;
+            if self.parts[output] == 1 {
+                return Some(d.cast(x[i].dtype()));
+            }
             let row = x[i].shape()[1..].iter().product::<usize>();
-            let own = if self.parts[output] == 1 { d } else { d.slice(0, at / row, (at + elements(i)) / row) };
-            Some(own.cast(x[i].dtype()))
+            Some(d.slice(0, at / row, (at + elements(i)) / row).cast(x[i].dtype()))
         };
         self.places(&elements).enumerate().map(back).collect()
     }
