@@ -119,6 +119,9 @@ fn what_flows_back_into_an_adapter_is_read_once() {
         // Gate and up read the same input: what flows back into both is read by one kernel, which puts it side by side.
         let counts: Vec<usize> = pairs.map(|n| n.inputs.len() / 3).collect();
         assert_eq!(counts, [1, 2, 1, 1].repeat(3));
+        // And their first matrices, which are multiplied together, are rounded to where they lie together.
+        let casts = c.receipts.iter().find(|r| r.pass == "group-casts").unwrap();
+        assert_eq!(casts.notes, ["3 concatenations made with them"]);
     }
     // A rank of 4 is no multiple of 8.
     let receipts = compiled(&half(), 0.0).receipts;
