@@ -416,12 +416,8 @@ fn on_off(pass: &dyn Pass, target: &Device) -> Result<f64, String> {
     let narrow = graph.nodes.iter().flat_map(|n| &n.outputs).map(|m| m.dtype).find(|d| matches!(d, DType::BF16 | DType::F16));
     let numerics = pass.numerics(target.target(), narrow.unwrap_or(DType::F32));
     let mut worst: f64 = 0.0;
-    let variants: Vec<String> = match pass.settings().iter().find(|s| s.name == "what") {
-        Some(_) => vec!["auto".into(), "auto,what=blocks".into(), "auto,what=memory-bound".into()],
-        None => vec!["auto".into()],
-    };
-    for value in variants {
-        let (on, applied) = run(&value)?;
+    for value in pass.variants() {
+        let (on, applied) = run(value)?;
         if applied == 0 && pass.needs_gpu() && target.target() == Target::Cpu {
             continue; // the receipt says that there is nothing to do
         }

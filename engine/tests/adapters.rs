@@ -11,8 +11,19 @@ use engine::ops::rope::norm::NormRopeGrad;
 use engine::passes::Target;
 use engine::{Compiled, Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches, Var, check};
 
-const TIME: usize = 32;
 const DIM: usize = 64;
+
+/// Of a model: places of each of two sequences, columns of gate and up, the adapters' rank.
+#[derive(Clone, Copy)]
+struct Sizes {
+    time: usize,
+    hidden: usize,
+    rank: usize,
+}
+
+const SMALL: Sizes = Sizes { time: 32, hidden: 96, rank: 4 };
+/// Gate and up are too wide to be merged, and there are enough rows to put something beside them.
+const WIDE: Sizes = Sizes { time: 128, hidden: 1024, rank: 8 };
 
 /// x W^T + dropped A^T B^T.
 fn adapted<'g>((x, dropped): (Var<'g>, Var<'g>), name: &str, (outputs, rank): (usize, usize), params: &mut Vec<Var<'g>>) -> Var<'g> {
@@ -25,22 +36,22 @@ fn adapted<'g>((x, dropped): (Var<'g>, Var<'g>), name: &str, (outputs, rank): (u
 }
 
 /// Layers of a norm, a product that is normed and turned, another, and a residual; then a norm, gate, up, down and a residual.
-fn record(r: &Recorder, layers: usize, dropout: f32, rank: usize) {
-    let (rng, tables) = (r.feed("rng", &[4], DType::I32), r.rope_tables(TIME, 16, 100.0));
-    let mut x = r.feed("x", &[2, TIME, DIM], DType::F32);
+fn record(r: &Recorder, dropout: f32, Sizes { time, hidden, rank }: Sizes) {
+    let (rng, tables) = (r.feed("rng", &[4], DType::I32), r.rope_tables(time, 16, 100.0));
+    let mut x = r.feed("x", &[2, time, DIM], DType::F32);
     let mut params = vec![];
-    for i in 0..layers {
+    for i in 0..3 {
         let at = |part: &str| format!("layers.{i}.{part}");
         let norm = |x, name: &str| Var::rms_norm(x, r.frozen(&at(name), &[x.dim(0)], Init::Full(1.5)), 1e-6);
         x = r.block(&at("block"), || {
             let u = norm(x, "first");
             let q = adapted((u, u.dropout(dropout, rng)), &at("q"), (DIM, rank), &mut params);
-            let q = norm(q.reshape(&[2, TIME, 4, 16]), "turned").rope(Pairs::Halves, tables).reshape(&[2, TIME, DIM]);
+            let q = norm(q.reshape(&[2, time, 4, 16]), "turned").rope(Pairs::Halves, tables).reshape(&[2, time, DIM]);
             let q = q.square();
             let x = x + adapted((q, q.dropout(dropout, rng)), &at("o"), (DIM, rank), &mut params);
             let u = norm(x, "second");
             let dropped = u.dropout(dropout, rng);
-            let [gate, up] = ["gate", "up"].map(|part| adapted((u, dropped), &at(part), (96, rank), &mut params));
+            let [gate, up] = ["gate", "up"].map(|part| adapted((u, dropped), &at(part), (hidden, rank), &mut params));
             let h = gate.swiglu(up);
             x + adapted((h, h.dropout(dropout, rng)), &at("down"), (DIM, rank), &mut params)
         });
@@ -50,9 +61,9 @@ fn record(r: &Recorder, layers: usize, dropout: f32, rank: usize) {
     r.grad(loss, &params).into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
 }
 
-fn compiled(switches: &Switches, dropout: f32) -> Compiled {
+fn compiled(switches: &Switches, dropout: f32, sizes: Sizes) -> Compiled {
     let r = Recorder::new();
-    record(&r, 3, dropout, 4);
+    record(&r, dropout, sizes);
     Compiled::new(r.finish(), switches, Target::Cuda(Arch { sm: 90, multiprocessors: 132 })).unwrap()
 }
 
@@ -82,7 +93,7 @@ fn sums(c: &Compiled) -> Vec<(usize, usize)> {
 
 #[test]
 fn wide_products_add_what_narrow_ones_made() {
-    let c = compiled(&half(), 0.0);
+    let c = compiled(&half(), 0.0, SMALL);
     let sums = sums(&c);
     assert!(sums.iter().all(|&(own, added)| own >= 64 && (added >= 64 || added <= 8)), "{sums:?}");
     // q, o and down of each layer (gate and up are one product here, cut in two); backwards each input of adapters but the first, whose
@@ -96,7 +107,7 @@ fn wide_products_add_what_narrow_ones_made() {
 
 #[test]
 fn frozen_norms_have_no_gradient() {
-    let c = compiled(&half(), 0.0);
+    let c = compiled(&half(), 0.0, SMALL);
     let outputs = |n: &Node| {
         let known = n.op::<RmsNormGrad>().is_some() || n.op::<AddRmsNormGrad>().is_some() || n.op::<NormRopeGrad>().is_some();
         known.then_some(n.outputs.len())
@@ -108,10 +119,7 @@ fn frozen_norms_have_no_gradient() {
 #[test]
 fn what_flows_back_into_an_adapter_is_read_once() {
     for again in ["auto", "auto,what=memory-bound"] {
-        let r = Recorder::new();
-        record(&r, 3, 0.1, 8);
-        let switches = half().with("recompute", again).unwrap();
-        let c = Compiled::new(r.finish(), &switches, Target::Cuda(Arch { sm: 90, multiprocessors: 132 })).unwrap();
+        let c = compiled(&half().with("recompute", again).unwrap(), 0.1, Sizes { rank: 8, ..SMALL });
         let receipt = c.receipts.iter().find(|r| r.pass == "narrow-products").unwrap();
         assert_eq!((receipt.applied, receipt.declined.len()), (15, 0), "{}", receipt.summary());
         let pairs = c.graph.nodes.iter().filter(|n| n.name() == "narrow_products");
@@ -124,18 +132,18 @@ fn what_flows_back_into_an_adapter_is_read_once() {
         assert_eq!(casts.notes, ["3 concatenations made with them"]);
     }
     // A rank of 4 is no multiple of 8.
-    let receipts = compiled(&half(), 0.0).receipts;
+    let receipts = compiled(&half(), 0.0, SMALL).receipts;
     assert_eq!(receipts.iter().find(|r| r.pass == "narrow-products").unwrap().declined.len(), 15);
 }
 
-fn run(switches: &Switches, dropout: f32) -> Vec<Vec<f32>> {
+fn run(switches: &Switches, dropout: f32, sizes: Sizes) -> Vec<Vec<f32>> {
     let r = Recorder::new();
-    record(&r, 3, dropout, 4);
+    record(&r, dropout, sizes);
     let graph = r.finish();
     let names: Vec<String> = graph.outputs.iter().map(|o| o.0.clone()).collect();
     let mut store = Store::new(3);
     let mut p = Program::load(graph, switches, &Device::cpu(Cpu::new(2)), &mut store).unwrap();
-    let x = check::fill(Fill::Normal, 5, 2 * TIME * DIM);
+    let x = check::fill(Fill::Normal, 5, 2 * sizes.time * DIM);
     p.run(&mut store, &[("x", x.data()), ("rng", Data::I32(&[1, 2, 3, 0]))]).unwrap();
     names.iter().map(|n| p.read(n, &store).unwrap()).collect()
 }
@@ -144,16 +152,16 @@ fn run(switches: &Switches, dropout: f32) -> Vec<Vec<f32>> {
 fn what_is_cheap_is_made_again() {
     let with = |value: &str| half().with("recompute", value).unwrap();
     for dropout in [0.0, 0.1] {
-        let kept = |value: &str| compiled(&with(value), dropout).plan.memory.activations as f64;
+        let kept = |value: &str| compiled(&with(value), dropout, SMALL).plan.memory.activations as f64;
         let (all, side, cheap) = (kept("off"), kept("auto"), kept("auto,what=memory-bound"));
         assert!(side < 0.95 * all && cheap < 0.75 * all, "{all} {side} {cheap}");
         // Without rounding, to the last bit.
-        let exact = |value: &str| run(&Switches::default().with("recompute", value).unwrap(), dropout);
+        let exact = |value: &str| run(&Switches::default().with("recompute", value).unwrap(), dropout, SMALL);
         let reference = exact("off");
         assert!(exact("require") == reference && exact("require,what=memory-bound") == reference);
     }
     // Norms' results come from their gradients, SwiGLU's from its own; the turned heads alone are an op again.
-    let c = compiled(&with("auto,what=memory-bound"), 0.0);
+    let c = compiled(&with("auto,what=memory-bound"), 0.0, SMALL);
     let again: Vec<&str> = c
         .graph
         .nodes
@@ -165,4 +173,61 @@ fn what_is_cheap_is_made_again() {
     let given =
         c.graph.nodes.iter().filter(|n| n.op::<RmsNormGrad>().is_some_and(|op| op.y) || n.op::<AddRmsNormGrad>().is_some_and(|op| op.y));
     assert_eq!(given.count(), 5);
+}
+
+#[test]
+fn spare_memory_keeps_what_is_dearest_to_make_again() {
+    let with = |value: &str| half().with("recompute", value).unwrap();
+    let again = |value: &str| {
+        let c = compiled(&with(value), 0.0, WIDE);
+        let turned = c.graph.nodes.iter().filter(|n| n.backward && n.name() == "norm_rope").count();
+        (turned, c.receipts.iter().find(|r| r.pass == "recompute").unwrap().applied)
+    };
+    let (turned, all) = again("auto,what=memory-bound");
+    assert_eq!(turned, 3);
+    // What gradients can make on the side is cheaper than an op of its own.
+    let (turned, some) = again("auto,what=memory-bound,spare=1");
+    assert!(turned == 0 && 0 < some && some < all, "{turned} {some} {all}");
+    assert_eq!(again("auto,what=memory-bound,spare=4096"), (0, 0));
+    let wrong = Compiled::new(Recorder::new().finish(), &with("auto,what=memory-bound,spare=much"), Target::Cpu).err().unwrap();
+    assert!(wrong.to_string().contains("spare=much is not a number from 0 on"), "{wrong}");
+}
+
+#[test]
+fn what_adapters_add_becomes_terms_of_their_products() {
+    let joined = |s: Switches| s.with("fuse-norm", "auto,blocks=joined").unwrap();
+    for (switches, expected) in [(half(), 6), (joined(half()), 8)] {
+        for dropout in [0.0, 0.1] {
+            let c = compiled(&switches, dropout, WIDE);
+            let receipt = c.receipts.iter().find(|r| r.pass == "extend-products").unwrap();
+            // Gate and up of three layers; with a norm that adds at their beginning, also q of all but the first.
+            assert_eq!(receipt.applied, expected, "{}", receipt.summary());
+            let g = &c.graph;
+            let extended = (0..g.nodes.len()).filter(|&i| {
+                let n = &g.nodes[i];
+                n.op::<Matmul>().is_some_and(|m| m.add.is_none()) && !n.backward && g.meta(n.inputs[0]).dim(0) == 128
+            });
+            assert_eq!(extended.count(), expected);
+            // Rows are not copied to have something beside them, and what was added is not made any more.
+            let off = compiled(&switches.clone().with("extend-products", "off").unwrap(), dropout, WIDE);
+            assert_eq!(c.plan.copies.len(), off.plan.copies.len());
+            let narrow = |c: &Compiled| sums(c).iter().filter(|s| s.1 <= 8).count();
+            assert_eq!(narrow(&c) + expected, narrow(&off));
+        }
+    }
+    // Few rows are not worth it.
+    let few = compiled(&half(), 0.0, Sizes { time: 64, ..WIDE });
+    let receipt = few.receipts.iter().find(|r| r.pass == "extend-products").unwrap();
+    assert!(receipt.applied == 0 && receipt.summary().contains("128 rows are few for 64 terms"), "{}", receipt.summary());
+
+    for dropout in [0.0, 0.1] {
+        let on = run(&joined(Switches::default()), dropout, WIDE);
+        let off = run(&joined(Switches::default().with("extend-products", "off").unwrap()), dropout, WIDE);
+        assert!(on != off, "the sums are others");
+        for (a, b) in on.iter().zip(&off) {
+            let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|x| x as f64 * x as f64).sum::<f64>().sqrt();
+            let differ = norm(&mut a.iter().zip(b).map(|(a, b)| a - b));
+            assert!(differ <= 1e-5 * norm(&mut b.iter().copied()), "{differ}");
+        }
+    }
 }

@@ -53,11 +53,7 @@ impl Pass for Bf16 {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let wide = match settings.text("residual") {
-            "bf16" => false,
-            "f32" => true,
-            other => return Err(Error::PassSetting { pass: "bf16".into(), problem: format!("residual={other} is neither bf16 nor f32") }),
-        };
+        let wide = settings.one_of("residual", &["bf16", "f32"])? == "f32";
         // Where gradients are asked for, what leads to their loss; elsewhere everything. Never what is to keep its types.
         let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
         let mut inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };

@@ -1,7 +1,7 @@
 //! A sum that is normed is never written, or written by the norm; layer norms around a residual are one.
 
 use super::epilogue::unshaped;
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
@@ -28,10 +28,23 @@ impl Pass for FuseNorm {
         Numerics::Reordered
     }
 
-    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+    fn settings(&self) -> &'static [Setting] {
+        &[Setting {
+            name: "blocks",
+            default: "apart",
+            about: "apart: a sum enters a block of the model as one value, which is all that recompute's what=blocks keeps of it; joined: the block's norm adds it up",
+        }]
+    }
+
+    fn variants(&self) -> &'static [&'static str] {
+        &["auto", "auto,blocks=joined"]
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let apart = settings.one_of("blocks", &["apart", "joined"])? == "apart";
         for i in 0..g.nodes.len() {
             let Some((p, terms)) = added(g, i) else { continue };
-            match sum_is_read(g, p, i, terms) {
+            match sum_is_read(g, p, i, terms, apart) {
                 Ok(sum) => {
                     join(g, i, terms, sum);
                     receipt.applied += 1;
@@ -64,9 +77,11 @@ impl Pass for FuseNorm {
         let y = (h.rms_norm(norm("a"), 1e-6) + row.slice(0, 1, 2)).rms_norm(norm("b"), 1e-6);
         let s = (x.matmul(w) + y.matmul(w).layer_norm(1e-5)).layer_norm(1e-5);
         let plain = (h + s).rms_norm_plain(1e-6);
-        let loss = (y * h).mean() + (s * s.layer_norm(1e-5)).sum() + (plain * y).sum();
+        let entering = y.matmul(w) + h;
+        let inside = r.block("inside", || entering.rms_norm(norm("c"), 1e-6).matmul(w) + entering);
+        let loss = (y * h).mean() + (s * s.layer_norm(1e-5)).sum() + (plain * inside).sum();
         r.output("loss", loss);
-        let grads = r.grad(loss, &[row, w, norm("a"), norm("b")]);
+        let grads = r.grad(loss, &[row, w, norm("a"), norm("b"), norm("c")]);
         grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
     }
 }
@@ -92,7 +107,7 @@ pub fn binary(g: &Graph, node: usize, op: Bin) -> Option<[Value; 2]> {
 }
 
 /// Whether the sum of node `p` is read by others than the norm `i`; or why the norm cannot add.
-fn sum_is_read(g: &Graph, p: usize, i: usize, terms: [Value; 2]) -> Result<bool, &'static str> {
+fn sum_is_read(g: &Graph, p: usize, i: usize, terms: [Value; 2], apart: bool) -> Result<bool, &'static str> {
     let (sum, weightless) = (&g.nodes[p].outputs[0], g.nodes[i].inputs.len() == 1);
     let full = terms.map(|v| g.meta(v) == sum);
     let row = terms.map(|v| is_row(&g.meta(v).shape, sum.dim(0)));
@@ -107,7 +122,7 @@ fn sum_is_read(g: &Graph, p: usize, i: usize, terms: [Value; 2]) -> Result<bool,
             Err("the sum is read before its norm")
         } else if readers[p].iter().any(|&n| matches!(g.nodes[n].kind, Kind::Grad)) {
             Err("a gradient by the sum is asked for")
-        } else if g.nodes[p].block != g.nodes[i].block {
+        } else if apart && g.nodes[p].block != g.nodes[i].block {
             Err("the sum enters a block, and alone should")
         } else if terms.into_iter().any(fuses) {
             Err("a term is arithmetic, which fuses with the addition")
@@ -134,7 +149,7 @@ fn join(g: &mut Graph, i: usize, [a, b]: [Value; 2], sum: bool) {
     let node = &mut g.nodes[i];
     let eps = node.op::<RmsNorm>().expect("a norm").eps;
     node.inputs.splice(..1, [a, b]);
-    node.kind = Kind::Op(Arc::new(AddRmsNorm { eps, sum }));
+    node.kind = Kind::Op(Arc::new(AddRmsNorm { eps, sum, room: 0 }));
     if !sum {
         return;
     }

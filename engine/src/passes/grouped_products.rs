@@ -34,16 +34,7 @@ impl Pass for GroupedProducts {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let most = match settings.text("with") {
-            "wgmma" => Kernel::Wgmma,
-            "mma" => Kernel::Mma,
-            other => {
-                return Err(Error::PassSetting {
-                    pass: "grouped-products".into(),
-                    problem: format!("with={other} is neither wgmma nor mma"),
-                });
-            }
-        };
+        let most = if settings.one_of("with", &["wgmma", "mma"])? == "wgmma" { Kernel::Wgmma } else { Kernel::Mma };
         let Target::Cuda(arch) = settings.target else {
             receipt.notes.push("the program runs on the CPU".into());
             return Ok(());

@@ -40,13 +40,7 @@ impl Pass for LinearCe {
             ("auto", Target::Cuda(_)) => 4096,
             _ => settings.number("chunk")?,
         };
-        let skip = match settings.text("rows") {
-            "trained" => true,
-            "all" => false,
-            other => {
-                return Err(Error::PassSetting { pass: self.name().into(), problem: format!("rows={other} is neither trained nor all") });
-            }
-        };
+        let skip = settings.one_of("rows", &["trained", "all"])? == "trained";
         // Gradients are computed with the loss only where a later Grad node asks for them.
         let asked: Vec<(Value, Vec<bool>)> = g
             .nodes

@@ -126,15 +126,16 @@ pub(super) fn early(old: &Graph, recorder: &Recorder, values: &mut Vec<Vec<Value
 
 /// [k, n1], [k, n2], .. -> [k, n1 + n2 + ..]. Transposed matrices are joined as they lie.
 fn side_by_side<'g>(weights: &[Var<'g>]) -> Var<'g> {
-    let turned = |v: &Var<'g>| {
+    turned(weights).map_or_else(|| concat(weights, 1), |bases| concat(&bases, 0).t())
+}
+
+/// What all of these are transposes of.
+pub(super) fn turned<'g>(weights: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
+    let base = |v: &Var<'g>| {
         v.recorder().with_graph(|g| {
             let node = &g.nodes[v.value().node];
             node.op::<Permute>().map(|_| node.inputs[0])
         })
     };
-    let bases: Option<Vec<Var>> = weights.iter().map(|w| turned(w).map(|v| w.recorder().var(v))).collect();
-    match bases {
-        Some(bases) => concat(&bases, 0).t(),
-        None => concat(weights, 1),
-    }
+    weights.iter().map(|w| base(w).map(|v| w.recorder().var(v))).collect()
 }

@@ -7,6 +7,7 @@ mod dead_code;
 mod epilogue;
 pub use dead_code::sweep;
 pub mod expand;
+mod extend_products;
 mod few_rows;
 mod flash_attention;
 mod fuse_decode;
@@ -57,6 +58,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &dead_code::DeadCode,
     &hoist::Hoist,
     &recompute::Recompute,
+    &extend_products::ExtendProducts,
     &epilogue::Epilogue,
     &join_products::JoinProducts,
     &narrow_products::NarrowProductsPass,
@@ -129,6 +131,11 @@ pub trait Pass: Sync {
         &[]
     }
 
+    /// Switched on like this, it has something to do in its example.
+    fn variants(&self) -> &'static [&'static str] {
+        &["auto"]
+    }
+
     /// Does something on a GPU only.
     fn needs_gpu(&self) -> bool {
         false
@@ -154,11 +161,26 @@ impl Settings<'_> {
     }
 
     pub fn number(&self, name: &str) -> Result<usize, Error> {
+        self.from(name, 1)
+    }
+
+    /// A number that may be zero.
+    pub fn number_or_none(&self, name: &str) -> Result<usize, Error> {
+        self.from(name, 0)
+    }
+
+    fn from(&self, name: &str, least: usize) -> Result<usize, Error> {
         let text = self.text(name);
-        text.parse()
-            .ok()
-            .filter(|&n| n > 0)
-            .ok_or_else(|| Error::PassSetting { pass: self.pass.name().into(), problem: format!("{name}={text} is not a number above 0") })
+        let problem = || format!("{name}={text} is not a number from {least} on");
+        let number = text.parse().ok().filter(|&n| n >= least);
+        number.ok_or_else(|| Error::PassSetting { pass: self.pass.name().into(), problem: problem() })
+    }
+
+    /// Which of these words a setting is.
+    pub fn one_of(&self, name: &str, words: &[&'static str]) -> Result<&'static str, Error> {
+        let text = self.text(name);
+        let problem = || format!("{name}={text} is none of {}", words.join(", "));
+        words.iter().copied().find(|w| *w == text).ok_or_else(|| Error::PassSetting { pass: self.pass.name().into(), problem: problem() })
     }
 }
 

@@ -1,4 +1,4 @@
-// Columns AT.. of y [OUTER, ROW]: WIDTHS columns of each of PARTS inputs, whose rows lie STRIDES apart; one thread a pack.
+// WIDTH columns of y [OUTER, ROW] from AT on: WIDTHS columns of each of PARTS inputs, whose rows lie STRIDES apart, and zeros; one thread a pack.
 extern "C" __global__ void concat(INPUTS, T *y) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (u64)OUTER * (WIDTH / VEC)) return;
@@ -12,5 +12,7 @@ extern "C" __global__ void concat(INPUTS, T *y) {
         if (column >= first) from = starts[p] + row * strides[p] + (column - first);
         first += widths[p];
     }
-    write(y + row * ROW + AT + column, read<true>(from));
+    Pack<T> v = {}; // zero in every type
+    if (column < first) v = read<true>(from);
+    write(y + row * ROW + AT + column, v);
 }

@@ -1,11 +1,14 @@
 //! Side by side along an axis; and zeros on both sides of one.
 
+pub mod extend;
+
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{Layout, Meta, block_stride};
 use crate::op::{Case, Cost, Fill, Grads, In, Op};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
+use extend::{Beside, Extend};
 
 /// Parts of one launch: each is an argument, and a choice that every thread makes.
 const PARTS: usize = 16;
@@ -44,51 +47,11 @@ impl Op for Concat {
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
-        let row = width(y[0].shape, self.axis);
-        let mut at = 0;
-        for part in x {
-            let w = width(part.shape, self.axis);
-            for (out, block) in y[0].f32().chunks_mut(row).zip(blocks(part, self.axis)) {
-                out[at..at + w].copy_from_slice(block);
-            }
-            at += w;
-        }
+        put(x, &mut y[0], self.axis, 0);
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        let dtype = io.y[0].dtype;
-        let outer: usize = io.y[0].shape[..self.axis].iter().product();
-        let row = width(&io.y[0].shape, self.axis);
-        let widths: Vec<usize> = io.x.iter().map(|m| width(&m.shape, self.axis)).collect();
-        let list = |numbers: &[usize]| numbers.iter().map(|n| n.to_string()).collect::<Vec<_>>().join(", ");
-        let names = |parts: usize, before: &str| (0..parts).map(|i| format!("{before}x{i}")).collect::<Vec<_>>().join(", ");
-        let mut at = 0;
-        let several = |first: usize| {
-            let parts = first..(first + PARTS).min(io.x.len());
-            let widths = &widths[parts.clone()];
-            let stride = |i: usize| block_stride(&io.x[i].shape, &io.strides[i], self.axis).expect("blocks evenly apart");
-            let strides: Vec<usize> = parts.clone().map(stride).collect();
-            let vec = pack(&[dtype], &[&[row, at], widths, &strides, &io.offsets[parts.clone()]].concat());
-            let all: usize = widths.iter().sum();
-            let args: Vec<Place> = parts.map(At::X).chain([At::Y(0)]).map(Place::from).collect();
-            let launch = Launch::new(&[PACKS, include_str!("concat.cu")].concat(), "concat")
-                .define_type("T", dtype)
-                .define("VEC", vec)
-                .define("OUTER", outer)
-                .define("WIDTH", all)
-                .define("ROW", row)
-                .define("AT", at)
-                .define("PARTS", widths.len())
-                .define("WIDTHS", list(widths))
-                .define("STRIDES", list(&strides))
-                .define("INPUTS", names(widths.len(), "const T *"))
-                .define("STARTS", names(widths.len(), ""))
-                .grid((outer * all / vec).div_ceil(256), 1, 1)
-                .args(&args);
-            at += all;
-            Step::Launch(launch)
-        };
-        Code { steps: (0..io.x.len()).step_by(PARTS).map(several).collect(), workspace: 0 }
+        launches(io, 0, self.axis, 0)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -108,6 +71,55 @@ impl Op for Concat {
     fn layout(&self, _: usize) -> Layout {
         Layout::Blocks(self.axis)
     }
+}
+
+/// Writes the parts one after another into each row of y, from column `at` on. Where they end.
+fn put(parts: &[View], y: &mut ViewMut, axis: usize, mut at: usize) -> usize {
+    let row = width(y.shape, axis);
+    for part in parts {
+        let w = width(part.shape, axis);
+        for (out, block) in y.f32().chunks_mut(row).zip(blocks(part, axis)) {
+            out[at..at + w].copy_from_slice(block);
+        }
+        at += w;
+    }
+    at
+}
+
+/// The same on a GPU, of the inputs from `from` on; and zeros up to the end of the rows.
+fn launches(io: &Io, from: usize, axis: usize, mut at: usize) -> Code {
+    let dtype = io.y[0].dtype;
+    let outer: usize = io.y[0].shape[..axis].iter().product();
+    let row = width(&io.y[0].shape, axis);
+    let list = |numbers: &[usize]| numbers.iter().map(|n| n.to_string()).collect::<Vec<_>>().join(", ");
+    let names = |parts: usize, before: &str| (0..parts).map(|i| format!("{before}x{i}")).collect::<Vec<_>>().join(", ");
+    let several = |first: usize| {
+        let parts = first..(first + PARTS).min(io.x.len());
+        let widths: Vec<usize> = io.x[parts.clone()].iter().map(|m| width(&m.shape, axis)).collect();
+        let stride = |i: usize| block_stride(&io.x[i].shape, &io.strides[i], axis).expect("blocks evenly apart");
+        let strides: Vec<usize> = parts.clone().map(stride).collect();
+        let vec = pack(&[dtype], &[&[row, at], &widths[..], &strides, &io.offsets[parts.clone()]].concat());
+        // The last takes the rest of the row.
+        let all = if parts.end == io.x.len() { row - at } else { widths.iter().sum() };
+        let args: Vec<Place> = parts.map(At::X).chain([At::Y(0)]).map(Place::from).collect();
+        let launch = Launch::new(&[PACKS, include_str!("concat.cu")].concat(), "concat")
+            .define_type("T", dtype)
+            .define("VEC", vec)
+            .define("OUTER", outer)
+            .define("WIDTH", all)
+            .define("ROW", row)
+            .define("AT", at)
+            .define("PARTS", widths.len())
+            .define("WIDTHS", list(&widths))
+            .define("STRIDES", list(&strides))
+            .define("INPUTS", names(widths.len(), "const T *"))
+            .define("STARTS", names(widths.len(), ""))
+            .grid((outer * all / vec).div_ceil(256), 1, 1)
+            .args(&args);
+        at += all;
+        Step::Launch(launch)
+    };
+    Code { steps: (from..io.x.len()).step_by(PARTS).map(several).collect(), workspace: 0 }
 }
 
 /// As Concat along the first axis, but nothing runs: the plan puts the inputs where they belong when they are made, or copies them.
@@ -234,6 +246,23 @@ pub const CASES: &[Case] = &[
     Case::new("more than fit one launch", &[In(&[3, 8], Fill::Normal), In(&[3, 5], Fill::Normal)], |x| {
         vec![concat(&[[x[0]; 17], [x[1]; 17]].concat(), 1)]
     }),
+    Case::new("beside", &[In(&[5, 32], Fill::Frozen), In(&[5, 16], Fill::Frozen), In(&[5, 3], Fill::Frozen)], |x| {
+        let rows = x[0] * 2.0;
+        vec![x[0].recorder().op1(Beside { at: 16 }, &[rows, x[1].slice(1, 8, 16), x[2]]), rows]
+    }),
+    Case::new("beside whole packs", &[In(&[70, 64], Fill::Frozen), In(&[70, 24], Fill::Frozen)], |x| {
+        vec![x[0].recorder().op1(Beside { at: 32 }, &[x[0].exp(), x[1].slice(1, 8, 24)])]
+    }),
+    Case::new(
+        "extend",
+        &[In(&[7, 40], Fill::Frozen), In(&[7, 8], Fill::Frozen), In(&[20, 32], Fill::Frozen), In(&[20, 16], Fill::Frozen)],
+        |x| vec![x[0].recorder().op1(Extend { pitch: 64 }, &[x[0].slice(1, 8, 40), x[1], x[2], x[3]])],
+    ),
+    Case::new(
+        "extend, odd",
+        &[In(&[7, 5], Fill::Frozen), In(&[7, 3], Fill::Frozen), In(&[2, 5], Fill::Frozen), In(&[2, 2], Fill::Frozen)],
+        |x| vec![x[0].recorder().op1(Extend { pitch: 13 }, x)],
+    ),
     Case::new("slice, then pad", &[In(&[3, 7, 8], Fill::Normal)], |x| {
         vec![x[0].slice(1, 0, 6).pad(1, 1, 0), x[0].slice(2, 1, 6).pad(2, 0, 3), x[0].slice(0, 1, 3).slice(2, 0, 4).pad(0, 1, 1)]
     }),

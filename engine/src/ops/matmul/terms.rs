@@ -10,7 +10,7 @@ const LARGE: usize = 1 << 21;
 /// Columns to a term.
 const TIMES: usize = 8;
 /// Warps of a multiprocessor, and rows that each has under way.
-const WARPS: usize = 32;
+const WARPS: usize = 16;
 const AHEAD: usize = 4;
 
 /// None where the library's product is meant.

@@ -12,10 +12,12 @@ use rayon::prelude::*;
 
 /// y = rms_norm(a + b) * weight. Inputs: a [.., d]; b, of the same shape or one row; perhaps a weight [d].
 /// Outputs: y, rstd [rows], and with `sum` (b of a's shape) a + b. Without a weight, only that has a gradient.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct AddRmsNorm {
     pub eps: f32,
     pub sum: bool,
+    /// Columns behind those of y that nothing is written to: the pass `extend-products` has a use for them.
+    pub room: usize,
 }
 
 /// Whether `shape` is one row of `d`, which broadcasts over all others.
@@ -46,8 +48,9 @@ impl Op for AddRmsNorm {
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let fits = x[1].shape == x[0].shape || (!self.sum && is_row(&x[1].shape, x[0].dim(0)));
-        assert!(matches!(x.len(), 2 | 3) && fits, "add_rms_norm of {x:?}");
+        assert!(matches!(x.len(), 2 | 3) && fits && self.room.is_multiple_of(8), "add_rms_norm of {x:?}, {self:?}");
         let mut y = norm_metas(&[&x[..1], &x[2..]].concat(), "add_rms_norm");
+        *y[0].shape.last_mut().expect("rows") += self.room;
         if self.sum {
             y.push(x[0].clone());
         }
@@ -63,11 +66,12 @@ impl Op for AddRmsNorm {
             kept.f32().par_chunks_mut(d).enumerate().for_each(|(row, s)| terms.write(row, s));
         }
         each_row(
-            d,
+            d + self.room,
             y.f32(),
             rstd.f32(),
             #[inline(always)]
             |row, y, rstd| {
+                let y = &mut y[..d];
                 terms.write(row, y);
                 let r = 1.0 / (sum(y, |v| v * v) / d as f32 + self.eps).sqrt();
                 *rstd = r;
@@ -81,6 +85,10 @@ impl Op for AddRmsNorm {
 
     fn cuda(&self, io: &Io) -> Code {
         gpu::forward(io, Inputs { term: Some(1), weight: (io.x.len() > 2).then_some(2), ..Inputs::default() }, self.eps, false)
+    }
+
+    fn differentiable(&self) -> bool {
+        self.room == 0
     }
 
     /// Where the sum was written, it is read again rather than the two terms.
@@ -121,6 +129,7 @@ impl Op for AddRmsNorm {
     fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
         let s = x[0] + x[1];
         let mut y = s.recorder().op(RmsNorm { eps: self.eps }, &[&[s], &x[2..]].concat());
+        y[0] = y[0].pad(y[0].shape().len() - 1, 0, self.room);
         y.extend(self.sum.then_some(s));
         Some(y)
     }
@@ -219,5 +228,5 @@ impl Op for AddRmsNormGrad {
 
 /// For the cases: inputs a, b and a weight.
 pub(super) fn norm_sum<'g>(x: &[Var<'g>], sum: bool) -> Vec<Var<'g>> {
-    x[0].recorder().op(AddRmsNorm { eps: 1e-6, sum }, x)
+    x[0].recorder().op(AddRmsNorm { eps: 1e-6, sum, room: 0 }, x)
 }

@@ -60,6 +60,7 @@ pub fn forward(io: &Io, inputs: Inputs, eps: f32, layer: bool) -> Code {
         .define_type("B", b)
         .define_type("W", w)
         .define("ROWS", n)
+        .define("PITCH", io.y[0].dim(0))
         .define("TERM", inputs.kind(io))
         .define("WEIGHT", inputs.weight.is_some() as u8)
         .define("SUM", sum as u8)

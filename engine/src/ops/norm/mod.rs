@@ -343,6 +343,14 @@ pub const CASES: &[Case] = &[
     Case::new("rows added", &[In(&[70, 24], Fill::Normal), In(&[70, 24], Fill::Normal), In(&[24], Fill::Normal)], |x| {
         vec![add::norm_sum(x, false)[0]]
     }),
+    Case::new(
+        "rows added, room beside them",
+        &[In(&[2, 35, 24], Fill::Frozen), In(&[2, 35, 24], Fill::Frozen), In(&[24], Fill::Frozen)],
+        |x| {
+            let y = x[0].recorder().op(add::AddRmsNorm { eps: 1e-6, sum: true, room: 8 }, x);
+            vec![y[0].slice(2, 0, 24), y[1], y[2]]
+        },
+    ),
     Case::new("rms of a sum, no weight", &[In(&[5, 24], Fill::Normal), In(&[5, 24], Fill::Normal)], |x| {
         let y = add::norm_sum(x, true);
         vec![y[0], y[2]]

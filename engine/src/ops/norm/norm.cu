@@ -1,5 +1,5 @@
 // Rows [ROWS, D] of x (sum.cuh). LAYER: y = (x - mean) / sqrt(variance + EPS); otherwise y = x / sqrt(mean(x^2) + EPS), with WEIGHT
-// times w [D]. With SUM x itself is an output.
+// times w [D], its rows PITCH apart. With SUM x itself is an output.
 template <bool PACKED> __device__ __forceinline__ void norm_rows(const T *x, const B *b, const W *w, T *y, float *rstd, T *sum) {
     u64 row = (u64)blockIdx.x * GROUPS + row_group();
     bool real = row < (u64)ROWS;
@@ -51,7 +51,7 @@ template <bool PACKED> __device__ __forceinline__ void norm_rows(const T *x, con
             float c = (v[i] - mean) * r;
             from_float(WEIGHT ? c * to_float(scale.at[i]) : c, out.at[i]);
         }
-        write(y + at, out);
+        write(y + row * PITCH + row_start(p), out);
     }
 }
 

@@ -52,7 +52,7 @@ __device__ __forceinline__ void norm_rope_rows(const T *x, const C *cos, const C
     for (int k = 0; k < ITEMS; k++) rstd[unit.row(k)] = r[k];
 }
 
-extern "C" __global__ void __launch_bounds__(LANES * GROUPS)
+extern "C" __global__ void __launch_bounds__(LANES * GROUPS, RESIDENT)
 norm_rope(const T *x, const C *cos, const C *sin, const W *w, T *y, float *rstd) {
     if (packed(x) && packed(cos) && packed(sin) && packed(w)) norm_rope_rows<true>(x, cos, sin, w, y, rstd);
     else norm_rope_rows<false>(x, cos, sin, w, y, rstd);

@@ -66,7 +66,9 @@ impl Op for NormRope {
     fn cuda(&self, io: &Io) -> Code {
         let shape = Shape::new(io, self.pairs, &[io.x[0].dtype], io.x.get(3));
         let args = [At::X(0), At::X(1), At::X(2), weight_at(io, 3), At::Y(0), At::Y(1)].map(Place::from);
-        let launch = shape.launch(include_str!("norm.cu"), "norm_rope").define_f32("EPS", self.eps);
+        // A pack a thread fits into 64 registers, of which a multiprocessor has enough for four blocks.
+        let resident = if shape.rows.packs == 1 { 4 } else { 1 };
+        let launch = shape.launch(include_str!("norm.cu"), "norm_rope").define_f32("EPS", self.eps).define("RESIDENT", resident);
         launch.grid(shape.blocks, 1, 1).args(&args).code()
     }
 

@@ -41,8 +41,15 @@ pub fn siblings(g: &Graph) -> HashSet<Value> {
     choice.wanted.keys().filter(|v| choice.possible(**v)).filter_map(aside).flat_map(|(_, values)| values).collect()
 }
 
-/// What moves at most `price` bytes for each byte that need not be kept, the cheapest first; and how many of both.
-pub fn by_price(g: &Graph, price: usize) -> (HashSet<Value>, (usize, usize)) {
+/// What moves at most `price` bytes for each byte that need not be kept, the cheapest first, until at most `spare` bytes are left that could
+/// be chosen, too; and how many of both.
+pub fn by_price(g: &Graph, price: usize, spare: usize) -> (HashSet<Value>, (usize, usize)) {
+    let all = cheapest(g, price, usize::MAX);
+    if spare == 0 { all } else { cheapest(g, price, all.1.0.saturating_sub(spare)) }
+}
+
+/// The same, until `enough` bytes need not be kept.
+fn cheapest(g: &Graph, price: usize, enough: usize) -> (HashSet<Value>, (usize, usize)) {
     let mut choice = Choice::new(g);
     // What belongs to no block is read by many, and would live on once made again.
     let mut all: Vec<Value> = choice.wanted.keys().copied().filter(|&v| choice.possible(v) && g.nodes[v.node].block != 0).collect();
@@ -52,6 +59,9 @@ pub fn by_price(g: &Graph, price: usize) -> (HashSet<Value>, (usize, usize)) {
     ranked.sort_by(|a, b| a.0.total_cmp(&b.0));
     let mut total = (0, 0);
     for (_, v) in ranked {
+        if total.0 >= enough {
+            break;
+        }
         // Others may have been chosen meanwhile, from which this would be made.
         if let Some((cost, values)) = choice.price(v)
             && ratio(cost) <= price as f64

@@ -34,7 +34,16 @@ impl Pass for Recompute {
                 default: "4",
                 about: "of memory-bound: norms and arithmetic on the side of their gradients cost 1, a norm alone 2, what has two inputs 3",
             },
+            Setting {
+                name: "spare",
+                default: "0",
+                about: "of memory-bound: so many MiB are kept all the same, of what is dearest to make again",
+            },
         ]
+    }
+
+    fn variants(&self) -> &'static [&'static str] {
+        &["auto", "auto,what=blocks", "auto,what=memory-bound"]
     }
 
     fn numerics(&self, _: Target, dtype: DType) -> Numerics {
@@ -43,20 +52,14 @@ impl Pass for Recompute {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let mut again = match settings.text("what") {
+        let mut again = match settings.one_of("what", &["siblings", "memory-bound", "blocks"])? {
             "siblings" => choose::siblings(g),
             "memory-bound" => {
-                let (again, (saved, moved)) = choose::by_price(g, settings.number("price")?);
+                let (again, (saved, moved)) = choose::by_price(g, settings.number("price")?, settings.number_or_none("spare")? << 20);
                 receipt.notes.push(format!("{} MiB less kept for {} MiB more moved", saved >> 20, moved >> 20));
                 again
             }
-            "blocks" => choose::inside_blocks(g),
-            other => {
-                return Err(Error::PassSetting {
-                    pass: "recompute".into(),
-                    problem: format!("what={other} is none of siblings, memory-bound and blocks"),
-                });
-            }
+            _ => choose::inside_blocks(g),
         };
         let given = side::arrange(g, &mut again);
         let old = g.clone();

@@ -1,0 +1,184 @@
+//! What an adapter adds to a product becomes more terms of that product.
+
+use super::epilogue::{is_sum, unshaped};
+use super::merge_products::{early, source, turned};
+use super::{Numerics, Pass, Receipt, Settings, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Value};
+use crate::meta::DType;
+use crate::ops::concat::Concat;
+use crate::ops::concat::extend::{Beside, Extend};
+use crate::ops::matmul::Matmul;
+use crate::ops::norm::add::AddRmsNorm;
+use crate::ops::pointwise::Pointwise;
+use crate::ops::view::Permute;
+use crate::plan::view_roots;
+use crate::record::{Recorder, Var};
+use std::collections::HashMap;
+
+pub struct ExtendProducts;
+
+/// A product has so many times the terms of the narrow one that is added to it.
+const TIMES: usize = 8;
+/// Rows to a term from which reading and writing the weights once more is little.
+const ROWS: usize = 4;
+/// On a GPU, rows of both sides start at multiples of so many elements: others are slower to multiply.
+const LINE: usize = 64;
+
+impl Pass for ExtendProducts {
+    fn name(&self) -> &'static str {
+        "extend-products"
+    }
+
+    fn about(&self) -> &'static str {
+        "Puts what an adapter multiplies beside the rows of the product it adds to, and its matrix beside the weights: one product of a few more terms, and what is added is never written. The norm that makes the rows leaves room for it."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let line = if settings.target == Target::Cpu { 8 } else { LINE };
+        let old = g.clone();
+        let mut groups: HashMap<usize, Vec<Site>> = HashMap::new(); // by the norm
+        for site in sites(&old) {
+            match site.refused(&old) {
+                Some(reason) => receipt.decline(reason, &old.nodes[site.sum].scope),
+                None => groups.entry(site.rows(&old).node).or_default().push(site),
+            }
+        }
+        receipt.applied = groups.values().map(|sites| sites.len()).sum();
+        if receipt.applied == 0 {
+            return Ok(());
+        }
+        let roots = view_roots(&old);
+        let mut sums: HashMap<usize, (Value, Value)> = HashMap::new(); // a sum's node -> rows and weights, with what is beside them
+        let mut values: Vec<Vec<Value>> = vec![vec![]; old.nodes.len()];
+        g.rewrite(|recorder, i, node, inputs| {
+            let new = if let Some(sites) = groups.get(&i) {
+                let (op, d, rank) = (node.op::<AddRmsNorm>().expect("a norm"), node.outputs[0].dim(0), node.outputs[0].rank());
+                let pitch = (d + sites.iter().map(|s| s.added(&old)).sum::<usize>()).next_multiple_of(line);
+                let made = recorder.op(AddRmsNorm { room: pitch - d, ..op.clone() }, inputs);
+                let outputs = |rows: Var| -> Vec<Value> {
+                    std::iter::once(rows.slice(rank - 1, 0, d)).chain(made[1..].iter().copied()).map(|v| v.value()).collect()
+                };
+                // What stands beside the rows is made of them.
+                values[i] = outputs(made[0]);
+                let mut get = |v: Value| recorder.var(early(&old, recorder, &mut values, v));
+                let beside = sites.iter().map(|site| get(old.nodes[site.narrow].inputs[0])).collect::<Vec<_>>();
+                let flat = made[0].reshape(&[made[0].meta().rows(), pitch]);
+                let whole = recorder.op1(Beside { at: d }, &[&[flat], &beside[..]].concat());
+                let weights: Vec<_> = sites.iter().flat_map(|s| [s.wide, s.narrow]).map(|m| get(old.nodes[m].inputs[1])).collect();
+                let all = recorder.op1(Extend { pitch }, &turned(&weights).expect("as `refused` looked for"));
+                let mut at = 0;
+                for (site, weight) in sites.iter().zip(weights.iter().step_by(2)) {
+                    sums.insert(site.sum, (whole.value(), all.slice(0, at, at + weight.dim(0)).t().value()));
+                    at += weight.dim(0);
+                }
+                // Who comes later sees the rows as they are now.
+                (i + 1..old.nodes.len()).filter(|&j| roots[j] == Some(Value { node: i, out: 0 })).for_each(|j| values[j].clear());
+                outputs(whole.reshape(&made[0].shape()))
+            } else if let Some(&(rows, terms)) = sums.get(&i) {
+                let y = recorder.var(rows).matmul(recorder.var(terms));
+                vec![y.reshape(&node.outputs[0].shape).value()]
+            } else if !values[i].is_empty() {
+                values[i].clone() // brought forward
+            } else {
+                recorder.keep(node, inputs.iter().map(|v| v.value()).collect())
+            };
+            values[i] = new.clone();
+            Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
+        })?;
+        super::dead_code::sweep(g);
+        Ok(())
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
+        let [x, more] = ["x", "more"].map(|name| r.feed(name, &[2, 150, 64], DType::F32));
+        let rows = (x + more).rms_norm(param("norm", &[64]), 1e-6);
+        let adapted = |name: &str, n: usize| {
+            let [a, b] = [("a", [8, 64]), ("b", [n, 8])].map(|(part, shape)| param(&format!("{name}.{part}"), &shape));
+            rows.linear(param(name, &[n, 64])) + (rows.linear(a) * 2.0).linear(b)
+        };
+        // Too wide to be merged.
+        let loss = adapted("gate", 1024).silu().mean() + adapted("up", 1032).mean() + adapted("more", 1024).square().mean();
+        r.output("loss", loss);
+        let params: Vec<_> = r.params().into_iter().map(|p| p.1).collect();
+        r.grad(loss, &params).into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
+    }
+}
+
+/// The nodes of a sum of two products which nobody else reads, one of few terms.
+#[derive(Clone, Copy)]
+struct Site {
+    sum: usize,
+    wide: usize,
+    narrow: usize,
+}
+
+fn sites(g: &Graph) -> Vec<Site> {
+    let readers = g.readers();
+    let roots: Vec<usize> = g.roots().map(|v| v.node).collect();
+    let product = |v: Value| {
+        let (mut v, end) = (v, unshaped(g, v));
+        while v != end {
+            if readers[v.node].len() > 1 || roots.contains(&v.node) {
+                return None;
+            }
+            v = g.nodes[v.node].inputs[0];
+        }
+        let node = &g.nodes[v.node];
+        let plain = node.op::<Matmul>().is_some_and(|m| *m == Matmul::default()) && node.outputs[0].rank() == 2;
+        (plain && readers[v.node].len() == 1 && !roots.contains(&v.node)).then_some(v.node)
+    };
+    let site = |sum: usize| {
+        let node = &g.nodes[sum];
+        let same = |v: &Value| g.meta(*v) == &node.outputs[0];
+        node.op::<Pointwise>().filter(|p| is_sum(p) && node.inputs.iter().all(same))?;
+        let (a, b) = (product(node.inputs[0])?, product(node.inputs[1])?);
+        let terms = |m: usize| g.meta(g.nodes[m].inputs[0]).dim(0);
+        let (wide, narrow) = if terms(a) > terms(b) { (a, b) } else { (b, a) };
+        (TIMES * terms(narrow) <= terms(wide)).then_some(Site { sum, wide, narrow })
+    };
+    (0..g.nodes.len()).filter_map(site).collect()
+}
+
+impl Site {
+    /// What the wide product multiplies.
+    fn rows(&self, g: &Graph) -> Value {
+        unshaped(g, g.nodes[self.wide].inputs[0])
+    }
+
+    /// Terms that the narrow product adds.
+    fn added(&self, g: &Graph) -> usize {
+        g.meta(g.nodes[self.narrow].inputs[0]).dim(0)
+    }
+
+    fn refused(&self, g: &Graph) -> Option<String> {
+        let (rows, product) = (self.rows(g), g.meta(g.nodes[self.wide].inputs[0]));
+        let weights = [self.wide, self.narrow].map(|m| g.nodes[m].inputs[1]);
+        if rows.out > 0 || g.nodes[rows.node].op::<AddRmsNorm>().is_none() {
+            Some("what is multiplied is not made by a norm of a sum, which could leave room beside it".into())
+        } else if product.dim(1) < ROWS * product.dim(0) {
+            Some(format!("{} rows are few for {} terms", product.dim(1), product.dim(0)))
+        } else if weights.iter().any(|&v| source(g, v).is_none() || g.nodes[v.node].op::<Permute>().is_none()) {
+            Some("the weights are no parameters, each row of which has all terms of a column".into())
+        } else if !product.dim(0).is_multiple_of(8) || !self.added(g).is_multiple_of(8) {
+            Some(format!("{} or {} terms are no multiple of 8", product.dim(0), self.added(g)))
+        } else if !follows(g, g.nodes[self.narrow].inputs[0], rows.node, product.dim(0)) {
+            Some("what is added is made of more than the rows and parameters".into())
+        } else {
+            None
+        }
+    }
+}
+
+/// Whether a value can be made right behind `norm`, by arithmetic and products of less than `wide` columns.
+fn follows(g: &Graph, v: Value, norm: usize, wide: usize) -> bool {
+    let node = &g.nodes[v.node];
+    let narrow = node.op::<Matmul>().is_some() && node.outputs[0].dim(0) < wide;
+    let little = narrow || node.is_view() || node.op::<Pointwise>().is_some() || node.op::<Concat>().is_some();
+    v.node <= norm || node.is_source() || little && node.inputs.iter().all(|&w| follows(g, w, norm, wide))
+}
