@@ -231,3 +231,46 @@ fn what_adapters_add_becomes_terms_of_their_products() {
         }
     }
 }
+
+/// Sums of products that look like an adapter's, and are none: the rows, or what is added, are seen in another shape.
+#[test]
+fn other_sums_keep_their_products() {
+    fn param<'g>(x: Var<'g>, name: &str, shape: &[usize]) -> Var<'g> {
+        x.recorder().param(name, shape, Init::Normal { std: 0.1 })
+    }
+    let applied = |make: for<'g> fn(Var<'g>) -> Var<'g>| {
+        let numbers = |value: &str| {
+            let r = Recorder::new();
+            let [x, more] = ["x", "more"].map(|name| r.feed(name, &[512, 128], DType::F32));
+            let rows = (x + more).rms_norm(r.frozen("norm", &[128], Init::Full(1.5)), 1e-6);
+            r.output("y", make(rows));
+            let switches = Switches::default().with("extend-products", value).unwrap();
+            let mut store = Store::new(3);
+            let mut p = Program::load(r.finish(), &switches, &Device::cpu(Cpu::new(2)), &mut store).unwrap();
+            let [x, more] = [5, 6].map(|seed| check::fill(Fill::Normal, seed, 512 * 128));
+            p.run(&mut store, &[("x", x.data()), ("more", more.data())]).unwrap();
+            (p.receipts.iter().find(|r| r.pass == "extend-products").unwrap().applied, p.read("y", &store).unwrap())
+        };
+        let ((count, on), (_, off)) = (numbers("auto"), numbers("off"));
+        assert!(on.iter().zip(&off).all(|(a, b)| (a - b).abs() < 1e-4));
+        count
+    };
+    assert_eq!(
+        applied(|x| x.linear(param(x, "w", &[1024, 128])) + x.linear(param(x, "a", &[8, 128])).linear(param(x, "b", &[1024, 8]))),
+        1
+    );
+    assert_eq!(
+        applied(|x| {
+            let x = x.reshape(&[1024, 64]);
+            x.linear(param(x, "w", &[1024, 64])) + x.linear(param(x, "a", &[8, 64])).linear(param(x, "b", &[1024, 8]))
+        }),
+        0
+    );
+    assert_eq!(
+        applied(|x| {
+            let added = x.reshape(&[1024, 64]).linear(param(x, "a", &[8, 64])).linear(param(x, "b", &[512, 8]));
+            x.linear(param(x, "w", &[1024, 128])) + added.reshape(&[512, 1024])
+        }),
+        0
+    );
+}

@@ -14,7 +14,7 @@ use crate::ops::pointwise::Pointwise;
 use crate::ops::view::Permute;
 use crate::plan::view_roots;
 use crate::record::{Recorder, Var};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 pub struct ExtendProducts;
 
@@ -140,7 +140,8 @@ fn sites(g: &Graph) -> Vec<Site> {
         let (a, b) = (product(node.inputs[0])?, product(node.inputs[1])?);
         let terms = |m: usize| g.meta(g.nodes[m].inputs[0]).dim(0);
         let (wide, narrow) = if terms(a) > terms(b) { (a, b) } else { (b, a) };
-        (TIMES * terms(narrow) <= terms(wide)).then_some(Site { sum, wide, narrow })
+        let alike = g.nodes[a].outputs == g.nodes[b].outputs;
+        (alike && TIMES * terms(narrow) <= terms(wide)).then_some(Site { sum, wide, narrow })
     };
     (0..g.nodes.len()).filter_map(site).collect()
 }
@@ -159,7 +160,7 @@ impl Site {
     fn refused(&self, g: &Graph) -> Option<String> {
         let (rows, product) = (self.rows(g), g.meta(g.nodes[self.wide].inputs[0]));
         let weights = [self.wide, self.narrow].map(|m| g.nodes[m].inputs[1]);
-        if rows.out > 0 || g.nodes[rows.node].op::<AddRmsNorm>().is_none() {
+        if rows.out > 0 || g.nodes[rows.node].op::<AddRmsNorm>().is_none() || g.meta(rows).dim(0) != product.dim(0) {
             Some("what is multiplied is not made by a norm of a sum, which could leave room beside it".into())
         } else if product.dim(1) < ROWS * product.dim(0) {
             Some(format!("{} rows are few for {} terms", product.dim(1), product.dim(0)))
@@ -177,8 +178,17 @@ impl Site {
 
 /// Whether a value can be made right behind `norm`, by arithmetic and products of less than `wide` columns.
 fn follows(g: &Graph, v: Value, norm: usize, wide: usize) -> bool {
-    let node = &g.nodes[v.node];
-    let narrow = node.op::<Matmul>().is_some() && node.outputs[0].dim(0) < wide;
-    let little = narrow || node.is_view() || node.op::<Pointwise>().is_some() || node.op::<Concat>().is_some();
-    v.node <= norm || node.is_source() || little && node.inputs.iter().all(|&w| follows(g, w, norm, wide))
+    let (mut left, mut seen) = (vec![v.node], HashSet::new());
+    while let Some(i) = left.pop() {
+        let node = &g.nodes[i];
+        if i <= norm || node.is_source() || !seen.insert(i) {
+            continue;
+        }
+        let narrow = node.op::<Matmul>().is_some() && node.outputs[0].dim(0) < wide;
+        if !(narrow || node.is_view() || node.op::<Pointwise>().is_some() || node.op::<Concat>().is_some()) {
+            return false;
+        }
+        left.extend(node.inputs.iter().map(|v| v.node));
+    }
+    true
 }

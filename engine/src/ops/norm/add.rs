@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 /// y = rms_norm(a + b) * weight. Inputs: a [.., d]; b, of the same shape or one row; perhaps a weight [d].
 /// Outputs: y, rstd [rows], and with `sum` (b of a's shape) a + b. Without a weight, only that has a gradient.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct AddRmsNorm {
     pub eps: f32,
     pub sum: bool,
