@@ -1,7 +1,8 @@
-//! What an adapter adds to a product becomes more terms of that product.
+//! What an adapter adds to a product becomes more terms of that product. Those of other adapters at the same rows it multiplies by zero, so that an infinity
+//! among them, in a run that is broken anyway, spreads.
 
 use super::epilogue::{is_sum, unshaped};
-use super::merge_products::{early, source, turned};
+use super::merge_products::{early, source, transposed, turned};
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Value};
@@ -11,14 +12,13 @@ use crate::ops::concat::extend::{Beside, Extend};
 use crate::ops::matmul::Matmul;
 use crate::ops::norm::add::AddRmsNorm;
 use crate::ops::pointwise::Pointwise;
-use crate::ops::view::Permute;
 use crate::plan::view_roots;
 use crate::record::{Recorder, Var};
 use std::collections::{HashMap, HashSet};
 
 pub struct ExtendProducts;
 
-/// A product has so many times the terms of the narrow one that is added to it.
+/// Rows have so many times the terms that are put beside them, each of which every product of these rows then has.
 const TIMES: usize = 8;
 /// Rows to a term from which reading and writing the weights once more is little.
 const ROWS: usize = 4;
@@ -43,9 +43,13 @@ impl Pass for ExtendProducts {
         let old = g.clone();
         let mut groups: HashMap<usize, Vec<Site>> = HashMap::new(); // by the norm
         for site in sites(&old) {
-            match site.refused(&old) {
+            let rows = site.rows(&old);
+            let beside = |sites: &Vec<Site>| sites.iter().map(|s| s.added(&old)).sum::<usize>();
+            let more = groups.get(&rows.node).map_or(0, beside) + site.added(&old);
+            let many = (TIMES * more > old.meta(rows).dim(0)).then(|| format!("{more} terms are many beside those of the rows"));
+            match site.refused(&old).or(many) {
                 Some(reason) => receipt.decline(reason, &old.nodes[site.sum].scope),
-                None => groups.entry(site.rows(&old).node).or_default().push(site),
+                None => groups.entry(rows.node).or_default().push(site),
             }
         }
         receipt.applied = groups.values().map(|sites| sites.len()).sum();
@@ -96,11 +100,11 @@ impl Pass for ExtendProducts {
 
     fn example(&self, r: &Recorder) {
         let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
-        let [x, more] = ["x", "more"].map(|name| r.feed(name, &[2, 150, 64], DType::F32));
-        let rows = (x + more).rms_norm(param("norm", &[64]), 1e-6);
+        let [x, more] = ["x", "more"].map(|name| r.feed(name, &[2, 512, 256], DType::F32));
+        let rows = (x + more).rms_norm(param("norm", &[256]), 1e-6);
         let adapted = |name: &str, n: usize| {
-            let [a, b] = [("a", [8, 64]), ("b", [n, 8])].map(|(part, shape)| param(&format!("{name}.{part}"), &shape));
-            rows.linear(param(name, &[n, 64])) + (rows.linear(a) * 2.0).linear(b)
+            let [a, b] = [("a", [8, 256]), ("b", [n, 8])].map(|(part, shape)| param(&format!("{name}.{part}"), &shape));
+            rows.linear(param(name, &[n, 256])) + (rows.linear(a) * 2.0).linear(b)
         };
         // Too wide to be merged.
         let loss = adapted("gate", 1024).silu().mean() + adapted("up", 1032).mean() + adapted("more", 1024).square().mean();
@@ -164,7 +168,7 @@ impl Site {
             Some("what is multiplied is not made by a norm of a sum, which could leave room beside it".into())
         } else if product.dim(1) < ROWS * product.dim(0) {
             Some(format!("{} rows are few for {} terms", product.dim(1), product.dim(0)))
-        } else if weights.iter().any(|&v| source(g, v).is_none() || g.nodes[v.node].op::<Permute>().is_none()) {
+        } else if weights.iter().any(|&v| source(g, v).is_none() || transposed(g, v).is_none()) {
             Some("the weights are no parameters, each row of which has all terms of a column".into())
         } else if !product.dim(0).is_multiple_of(8) || !self.added(g).is_multiple_of(8) {
             Some(format!("{} or {} terms are no multiple of 8", product.dim(0), self.added(g)))

@@ -131,11 +131,12 @@ fn side_by_side<'g>(weights: &[Var<'g>]) -> Var<'g> {
 
 /// What all of these are transposes of.
 pub(super) fn turned<'g>(weights: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
-    let base = |v: &Var<'g>| {
-        v.recorder().with_graph(|g| {
-            let node = &g.nodes[v.value().node];
-            node.op::<Permute>().map(|_| node.inputs[0])
-        })
-    };
-    weights.iter().map(|w| base(w).map(|v| w.recorder().var(v))).collect()
+    let base = |w: &Var<'g>| w.recorder().with_graph(|g| transposed(g, w.value())).map(|v| w.recorder().var(v));
+    weights.iter().map(base).collect()
+}
+
+/// What this matrix is a transpose of.
+pub(super) fn transposed(g: &Graph, v: Value) -> Option<Value> {
+    let node = &g.nodes[v.node];
+    node.op::<Permute>().filter(|p| p.0 == [1, 0]).map(|_| node.inputs[0])
 }

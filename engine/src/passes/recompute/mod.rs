@@ -52,11 +52,11 @@ impl Pass for Recompute {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let (price, spare) = (settings.number("price")?, settings.number_or_none("spare")?.saturating_mul(1 << 20));
         let mut again = match settings.one_of("what", &["siblings", "memory-bound", "blocks"])? {
             "siblings" => choose::siblings(g),
             "memory-bound" => {
-                let (again, (saved, moved)) =
-                    choose::by_price(g, settings.number("price")?, settings.number_or_none("spare")?.saturating_mul(1 << 20));
+                let (again, (saved, moved)) = choose::by_price(g, price, spare);
                 receipt.notes.push(format!("{} MiB less kept for {} MiB more moved", saved >> 20, moved >> 20));
                 again
             }
