@@ -22,7 +22,7 @@ pub struct ExtendProducts;
 const TIMES: usize = 8;
 /// Rows to a term from which reading and writing the weights once more is little.
 const ROWS: usize = 4;
-/// On a GPU, rows of both sides start at multiples of so many elements: others are slower to multiply.
+/// On a GPU, rows of both sides are multiples of so many elements: whole lines of memory.
 const LINE: usize = 64;
 
 impl Pass for ExtendProducts {
