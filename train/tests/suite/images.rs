@@ -1,8 +1,6 @@
 //! Sets of pictures: written here in the formats they come in, read back, damaged and refused; and the generated ones.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use image::{Rgb, RgbImage};
 use serde_json::Value;
 use std::fs;

@@ -1,9 +1,7 @@
 //! Encoders in sentence-transformers' layout: against plain arithmetic in f64, and refused where anything is not known. Against the package itself:
 //! peers/encoder_check.py.
 
-mod common;
-
-use common::{checkpoint, damage, kiln, resume, same_bytes, text};
+use crate::common::{checkpoint, damage, kiln, resume, same_bytes, text};
 use engine::philox::fill_normal;
 use engine::{Cpu, Data, Device, Recorder, Switches};
 use safetensors::tensor::{Dtype, TensorView};

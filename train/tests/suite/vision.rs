@@ -1,8 +1,6 @@
 //! A classifier from its pictures to its guesses: trained, stopped, resumed, evaluated, asked; on pictures written here.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use engine::philox::philox;
 use engine::{Cpu, Device};
 use image::{Rgb, RgbImage};
@@ -190,7 +188,7 @@ fn evaluation_prediction_and_training_agree() {
     assert_eq!(picture(&drawn), picture(&out.join("confusion.png")), "the picture of the last step is that of the run's end");
 
     // The batch's size decides what fills up the last batch, and nothing else.
-    let found = checkpoint::open(&common::checkpoint(&out, 60)).unwrap();
+    let found = checkpoint::open(&crate::common::checkpoint(&out, 60)).unwrap();
     for batch in [1, 7, 44, 64] {
         let mut config = Config::from_json(&found.meta["config"]).unwrap();
         config.set(&format!("batch={batch}")).unwrap();
@@ -206,7 +204,7 @@ fn evaluation_prediction_and_training_agree() {
 
     // A checkpoint alone, without its data, sees in the files what evaluation saw.
     let alone = dir.path().join("alone");
-    copy(&common::checkpoint(&out, 60), &alone);
+    copy(&crate::common::checkpoint(&out, 60), &alone);
     let files: Vec<(u64, String)> = CLASSES
         .iter()
         .enumerate()

@@ -1,8 +1,6 @@
 //! Model folders and adapters: read against PyTorch's numbers, written, merged, and refused where anything is wrong with them.
 
-mod common;
-
-use common::{checkpoint, kiln, names, text};
+use crate::common::{checkpoint, kiln, names, text};
 use engine::{Cpu, DType, Data, Device, Meta, Recorder, Store, Switches};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -556,10 +554,10 @@ fn runs_are_exported_as_adapters_and_as_models() {
     assert!(fs::read(was).unwrap() == fs::read(is).unwrap());
 
     // The base must stay what it was.
-    common::damage(&at("base/model.safetensors"), |bytes| *bytes.last_mut().unwrap() ^= 1);
+    crate::common::damage(&at("base/model.safetensors"), |bytes| *bytes.last_mut().unwrap() ^= 1);
     kiln(["export", &path("run"), "--out", &path("other")]).fails(&["is not the base"]);
     kiln(["eval", &path("run"), "--threads", "1"]).fails(&["another base"]);
-    common::resume(&at("run"), "--steps 4").fails(&["another base"]);
+    crate::common::resume(&at("run"), "--steps 4").fails(&["another base"]);
     kiln(["export", &path("nothing"), "--out", &path("other")]).fails(&["there is no checkpoint or run folder"]);
     assert!(!at("other").exists() && checkpoint(&at("run"), 3).exists());
 

@@ -1,8 +1,6 @@
 //! Prompts with replies, from files to runs: what is read, refused, packed, resumed; and the base that a run makes for itself.
 
-mod common;
-
-use common::{Ran, checkpoint, finish, kiln, losses, names, resume, same_bytes, signal, text, wait_until};
+use crate::common::{Ran, checkpoint, finish, kiln, losses, names, resume, same_bytes, signal, text, wait_until};
 use std::fs;
 use std::path::{Path, PathBuf};
 use train::data::replies::{Files, Read, Template, TooLong};
@@ -165,7 +163,7 @@ fn all_replies_to_a_prompt_are_on_one_side() {
 
 /// With a cache of its own.
 fn cached(dir: &Path, args: &[&str]) -> Ran {
-    let mut c = common::command(args);
+    let mut c = crate::common::command(args);
     c.env("XDG_CACHE_HOME", dir.join("cache"));
     finish(c)
 }
@@ -216,14 +214,14 @@ fn a_base_that_is_interrupted_is_never_taken() {
     let out = text(&dir.path().join("out"));
     let sets: Vec<&str> = SMALL.iter().chain(&["seq=32", "pretrain=1000000"]).flat_map(|s| ["--set", s]).collect();
     for name in ["INT", "KILL"] {
-        let mut c = common::command([&["train", "polychromic", "--threads", "1", "--out", &out][..], &sets].concat());
+        let mut c = crate::common::command([&["train", "polychromic", "--threads", "1", "--out", &out][..], &sets].concat());
         c.env("XDG_CACHE_HOME", dir.path().join("cache")).stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
         let mut child = c.spawn().unwrap();
         let made = dir.path().join("cache/kiln/bases");
         wait_until(&mut child, || !names(&made).is_empty());
         std::thread::sleep(std::time::Duration::from_millis(300));
         signal(&child, name);
-        let ended = common::end(child);
+        let ended = crate::common::end(child);
         match name {
             "INT" => ended.fails(&["stopped while the base was trained", "nothing is kept"]),
             _ => assert_eq!(ended.code, None),

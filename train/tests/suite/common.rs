@@ -1,8 +1,6 @@
 //! What the tests of the command line share: running the built `kiln` on models of a few thousand weights, and looking at what it
 //! left.
 
-#![allow(dead_code)] // Each test file uses its own part.
-
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,6 @@
 //! hrm against PyTorch's numbers, against a plain model of its slots, and from its puzzles to its answers.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use engine::philox::{fill_halves, rng_feed};
 use engine::{Cpu, Data, Device, Meta, PASSES, Switches};
 use serde_json::Value;

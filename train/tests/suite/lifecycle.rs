@@ -1,8 +1,6 @@
 //! The life of a run: interrupted, killed, resumed, started from other weights, out of disk, out of numbers.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::fs;
 use std::io::{BufRead, BufReader};

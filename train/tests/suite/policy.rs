@@ -1,8 +1,6 @@
 //! Replies that are written on the device, against a plain forward pass; and the policy gradient from settings to adapters.
 
-mod common;
-
-use common::{checkpoint, kiln, resume, same_bytes, text};
+use crate::common::{checkpoint, kiln, resume, same_bytes, text};
 use engine::ops::sample::Nucleus;
 use engine::philox::{fill_normal, rng_feed};
 use engine::{Cpu, DType, Data, Device, Meta, Recorder, Switches};
@@ -116,7 +114,7 @@ const SMALL: &[&str] = &[
     "replies=3",
 ];
 
-fn train(out: &Path, sets: &[&str], more: &[&str]) -> common::Ran {
+fn train(out: &Path, sets: &[&str], more: &[&str]) -> crate::common::Ran {
     let out = text(out);
     let sets = SMALL.iter().chain(sets).flat_map(|s| ["--set", s]);
     kiln(["train", "polychromic", "--threads", "1", "--out", &out].into_iter().chain(sets).chain(more.iter().copied()))

@@ -17,6 +17,6 @@ fn the_example_runs() {
     assert!(folder.join("checkpoints/step-00000150/model.safetensors").exists());
     let sample = text.split("done in").nth(1).unwrap_or_default();
     assert!(sample.contains("\nthe") && sample.len() > 100, "no sample in:\n{text}");
-    let lines = include_str!("../examples/own_recipe.rs").lines().count();
+    let lines = include_str!("../../examples/own_recipe.rs").lines().count();
     assert!(lines < 80, "the example has {lines} lines");
 }

@@ -1,8 +1,6 @@
 //! polychromic against PyTorch's numbers, and its masks, dropout and frozen weights against what they are meant to be.
 
-mod common;
-
-use common::{checkpoint, kiln, resume, same_bytes, text};
+use crate::common::{checkpoint, kiln, resume, same_bytes, text};
 use engine::passes::Target as Machine;
 use engine::philox::{fill_normal, rng_feed};
 use engine::{Compiled, Cpu, DType, Data, Device, Meta, PASSES, Recorder, Role, Switches};
@@ -264,7 +262,7 @@ const SMALL: &[&str] = &[
     "objective.weight=0",
 ];
 
-fn train(out: &std::path::Path, more: &[&str]) -> common::Ran {
+fn train(out: &std::path::Path, more: &[&str]) -> crate::common::Ran {
     let out = text(out);
     let sets = SMALL.iter().flat_map(|s| ["--set", s]);
     kiln(["train", "polychromic", "--threads", "1", "--out", &out].into_iter().chain(sets).chain(more.iter().copied()))

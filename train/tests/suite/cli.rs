@@ -1,8 +1,6 @@
 //! The command line: bad input is refused with a message that names it, output is what scripts expect, and nothing panics.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
 use std::collections::HashMap;

@@ -1,0 +1,6 @@
+//! One binary for all tests of this crate but those that replace the allocator: linking is what takes long.
+
+mod adapters;
+mod graphs;
+mod ops;
+mod passes;

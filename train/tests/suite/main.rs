@@ -1,0 +1,19 @@
+//! One binary for all tests of this crate but those that replace the allocator: linking is what takes long.
+
+mod cli;
+mod common;
+mod encoder;
+mod golden;
+mod hrm;
+mod images;
+mod lifecycle;
+mod lior;
+mod memory;
+mod models;
+mod numbers;
+mod own_recipe;
+mod policy;
+mod polychromic;
+mod puzzles;
+mod replies;
+mod vision;
