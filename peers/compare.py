@@ -1,90 +1,110 @@
 #!/usr/bin/env python3
 """kiln and PyTorch on the same GPU, alternately, with the ratios.
 
-    python3 peers/compare.py hydra hydra-4 [--modes compile,graphs,autotune] [--rounds 1] [--kiln target/release/kiln] [--json out.json]
+    python3 peers/compare.py [ROW ..] [--rounds 3] [--modes graphs,tuned-graphs] [--kiln target/release/kiln] [--json out.json]
 
-PyTorch's side is peers/bench.py, its best mode counts; kiln's is `kiln bench`, everything on. Memory: PyTorch's peak allocation against all that
-kiln holds on the device beyond the CUDA context.
+There are two opponents. The usual one (bench.py) is the reference in a careful user's hands: bf16 autocast, SDPA, fused AdamW, torch.compile. The expert's (tuned/) is
+rewritten by hand for speed. Their modes are `compile`, `graphs`, `autotune` and `eager` of the first, the same behind `tuned-` of the second, with options behind a plus
+(`tuned-graphs+CONV=cudnn`). Without --modes each row has the modes that were fastest when all of them were tried (LOG.md).
+
+All of PyTorch's processes are set up side by side, and wait. Then every round times kiln and each of them in turn, alone on the card. A side's figure is the median of its rounds;
+an opponent's is its best mode's. Memory: all that kiln takes from the card beyond its CUDA context, measured, beside what the plan said, against PyTorch's peak.
 """
-import argparse, json, os, statistics, subprocess, sys, tempfile
+import argparse, json, os, statistics, subprocess, tempfile
+import serve
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# recipe in bench.py -> arguments of `kiln bench`
-OURS = {
-    "hydra": ["hydra", "--preset", "100m", "--set", "batch=64"],
-    "hydra-4": ["hydra", "--preset", "100m", "--set", "batch=4"],
-    "vision_bdh": ["vision_bdh", "--preset", "cifar10"],
-    "hrm": ["hrm", "--preset", "sudoku-moe"],
-    "lior": ["lior", "--preset", "production", "--set", "batch=8"],
-    "lior-1": ["lior", "--preset", "production", "--set", "batch=1"],
-    "lior-64": ["lior", "--preset", "production", "--set", "batch=64"],
-    # As the peer: no dropout; every step of polychromic-step writes replies to prompts of 64 tokens.
-    "polychromic": ["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "objective.weight=0"],
-    "polychromic-step": ["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "every=1", "--set", "prompt_tokens=64"],
-    "generate": ["generate", "--preset", "qwen3-0.6b", "--set", "prompt_tokens=64"],
-    "diversity": ["ops", "--only", "diversity"],
+# row -> arguments of `kiln bench`; conditions; PyTorch's modes by default
+ROWS = {
+    "hydra": (["hydra", "--preset", "100m", "--set", "batch=64"], "64 x 1024 tokens", "graphs,tuned-graphs"),
+    "hydra-4": (["hydra", "--preset", "100m", "--set", "batch=4"], "4 x 1024 tokens", "graphs,tuned-graphs"),
+    "vision_bdh": (["vision_bdh", "--preset", "cifar10"], "2 x 128 images", "graphs,tuned-graphs"),
+    "hrm": (["hrm", "--preset", "sudoku-moe"], "384 puzzles of 81 cells, one segment", "graphs,tuned-graphs"),
+    "lior": (["lior", "--preset", "production", "--set", "batch=8"], "batch 8, 2 x 64 steps", "graphs,tuned-graphs"),
+    "lior-1": (["lior", "--preset", "production", "--set", "batch=1"], "batch 1, 2 x 64 steps", "graphs,tuned-graphs"),
+    "lior-64": (["lior", "--preset", "production", "--set", "batch=64"], "batch 64, 2 x 64 steps", "graphs,tuned-graphs"),
+    # As the peers: no dropout; a quarter of each row is prompt; every step of polychromic-step writes 12 replies of 100 tokens to prompts of 64.
+    "polychromic": (["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "objective.weight=0"], "LoRA 16, 16 x 512 tokens, no dropout", "graphs,tuned-graphs"),
+    "polychromic-step": (["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "every=1", "--set", "prompt_tokens=64"], "the same with 12 replies of 100 tokens, no dropout", "eager,tuned-graphs"),
+    "generate": (["generate", "--preset", "qwen3-0.6b", "--set", "prompt_tokens=64"], "12 replies of 100 tokens, prompts of 64", "compile,tuned-graphs"),
+    "diversity": (["ops", "--only", "diversity"], "4,096 sets of 10 x 384, in L2", "compile,tuned-graphs"),
 }
 
 
 def kiln(binary, name, extra):
     with tempfile.NamedTemporaryFile(suffix=".json") as f:
-        done = subprocess.run([binary, "bench", *OURS[name], "--device", "cuda", "--pass", "bf16=auto", "--warmup", "5", "--repeat", "20", "--json", f.name, *extra], capture_output=True, text=True)
+        done = subprocess.run([binary, "bench", *ROWS[name][0], "--device", "cuda", "--pass", "bf16=auto", "--warmup", "5", "--repeat", "20", "--json", f.name, *extra], capture_output=True, text=True)
         if done.returncode != 0:
             return dict(error=done.stderr.strip()[-300:])
-        if name == "diversity":
-            return mean_distance(done.stdout)
         found = json.load(open(f.name))
-        if name == "generate":   # the base alone, as the peer's
-            return next(g for g in found["generate"] if not g["adapters"])
-        return dict(found, per_s=1e3 / found["ms"]) if name == "polychromic-step" else found
+    if name == "diversity":
+        found = next(r for r in found if r["op"] == "diversity" and r["case"] == "peers" and r["direction"] == "forward")
+        return dict(ms=found["ms"], per_s=4096 / found["ms"] * 1e3, unit="sets")
+    if name == "generate":   # the base alone, as the peers'
+        found = next(g for g in found["generate"] if not g["adapters"])
+    return dict(found, per_s=1e3 / found["ms"], unit="steps") if name == "polychromic-step" else found
 
 
-def mean_distance(table):
-    """The line of `kiln bench ops` at the peer's shape."""
-    line = next(line.split() for line in table.splitlines() if line.startswith("diversity ") and " peers " in line and "pairs" not in line)
-    ms = float(line[line.index("forward") + 1])
-    return dict(ms=ms, per_s=4096 / ms * 1e3, peak_bytes=0)
+def opponent(mode):
+    return "tuned" if mode.startswith("tuned-") else "bench.py"
 
 
-def peer(name, mode):
-    out = subprocess.run([sys.executable, os.path.join(HERE, "bench.py"), name, "--modes", mode], capture_output=True, text=True).stdout
-    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return rows[-1] if rows else dict(error="no answer")
+def median(rows):
+    return dict(rows[-1], per_s=statistics.median(r["per_s"] for r in rows), ms=statistics.median(r["ms"] for r in rows), rounds=[round(r["per_s"], 3) for r in rows])
+
+
+def gib(row, key="measured_bytes"):
+    return row[key] / 2**30 if row.get(key) else None
+
+
+def digits(v):
+    return "-" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3g}"
 
 
 def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("recipes", nargs="+", choices=list(OURS))
-    p.add_argument("--modes", default="compile,graphs,autotune")
-    p.add_argument("--rounds", type=int, default=1)
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("rows", nargs="*", choices=[[], *ROWS])
+    p.add_argument("--modes")
+    p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--kiln", default=os.path.join(HERE, "..", "target", "release", "kiln"))
     p.add_argument("--json")
     a, extra = p.parse_known_args()
+    names = a.rows or list(ROWS)
+    # Every process compiles with as many threads as the machine has, unless told.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    peers = [(name, mode, serve.Row(os.path.join(HERE, opponent(mode)), name, mode.removeprefix("tuned-"))) for name in names for mode in (a.modes or ROWS[name][2]).split(",")]
+    measured = {(name, "kiln"): [] for name in names}
+    for name, mode, row in peers:
+        ready = dict(row.answer(), recipe=name, mode=mode)
+        print(json.dumps(ready), flush=True)
+        if "error" not in ready:
+            measured[name, mode] = []
+    for r in range(a.rounds):
+        for name in names:
+            sides = [("kiln", lambda: kiln(a.kiln, name, extra))] + [(mode, row.time) for n, mode, row in peers if n == name and (name, mode) in measured]
+            for mode, time in sides:
+                found = dict(time(), recipe=name, mode=mode, round=r)
+                found.pop("ledger", None), found.pop("nodes", None)
+                print(json.dumps(found), flush=True)
+                if "per_s" in found:
+                    measured[name, mode].append(found)
+    for _, _, row in peers:
+        row.end()
     results = {}
-    for name in a.recipes:
-        ours, theirs = [], []
-        for r in range(a.rounds):
-            for mode in a.modes.split(","):
-                ours.append(kiln(a.kiln, name, extra))
-                print(json.dumps(dict(kiln=name, **{k: ours[-1].get(k) for k in ("ms", "per_s", "peak_bytes", "setup_s", "error")})), flush=True)
-                theirs.append(peer(name, mode))
-                print(json.dumps(theirs[-1]), flush=True)
-        good, best = [o for o in ours if "per_s" in o], [t for t in theirs if "per_s" in t]
-        if name == "polychromic-step":   # a minute and more each: bench.py's figure has too few digits
-            best = [dict(t, per_s=1e3 / t["ms"]) for t in best]
-        if not good or not best:
-            print(f"{name}: no comparison")
+    print(f"\n{'row':17} {'kiln':>10} {'usual':>10} {'ratio':>6} {'expert':>10} {'ratio':>6}   GiB: kiln (planned), usual, expert   attention, set-up s: kiln, usual, expert")
+    for name in names:
+        sides = {mode: median(rows) for (n, mode), rows in measured.items() if n == name and rows}
+        ours = sides.pop("kiln", None)
+        if not ours:
+            print(f"{name:17} no figure of kiln's")
             continue
-        speed = statistics.median(o["per_s"] for o in good)
-        top = max(best, key=lambda t: t["per_s"])
-        gib = good[-1]["peak_bytes"] / 2**30
-        # A CUDA graph's pool is not in PyTorch's figure for that mode: the largest of its modes is what it needs.
-        whole = [t["peak_gib"] for t in best if t["mode"] != "graphs"]
-        top = dict(top, peak_gib=max(whole) if whole else None)
-        results[name] = dict(kiln=speed, pytorch=top["per_s"], mode=top["mode"], speed_ratio=speed / top["per_s"], kiln_gib=gib, pytorch_gib=top["peak_gib"])
-        memory = f"{gib / top['peak_gib']:.2f}x of {top['peak_gib']:.2f} GiB" if whole else "PyTorch's is not known from graphs alone, add compile to --modes"
-        digits = lambda v: f"{v:.0f}" if v >= 100 else f"{v:.4g}"
-        print(f"{name}: kiln {digits(speed)}/s, PyTorch {digits(top['per_s'])}/s ({top['mode']}): {speed / top['per_s']:.2f}x; memory {gib:.2f} GiB, {memory}")
+        best = lambda who: max((s for mode, s in sides.items() if opponent(mode) == who), key=lambda s: s["per_s"], default={})
+        usual, expert = best("bench.py"), best("tuned")
+        results[name] = dict(conditions=ROWS[name][1], kiln=ours, usual=usual, expert=expert)
+        ratio = lambda o: f"{ours['per_s'] / o['per_s']:.2f}" if o else "-"
+        print(f"{name:17} {digits(ours['per_s']):>10} {digits(usual.get('per_s')):>10} {ratio(usual):>6} {digits(expert.get('per_s')):>10} {ratio(expert):>6}   "
+              f"{digits(gib(ours))} ({digits(gib(ours, 'peak_bytes'))}), {digits(usual.get('peak_gib'))}, {digits(expert.get('peak_gib'))}   "
+              f"{usual.get('mode')} {usual.get('attention')}, {expert.get('mode')} {expert.get('attention')}; {digits(ours.get('setup_s'))}, {digits(usual.get('setup_s'))}, {digits(expert.get('setup_s'))}")
     if a.json:
         json.dump(results, open(a.json, "w"), indent=1)
 

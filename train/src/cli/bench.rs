@@ -54,6 +54,7 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     let started = Instant::now();
     let device = a.device.open()?;
     let opened = started.elapsed();
+    let taken = Taken::new(&device);
     if a.config.recipe.as_deref() == Some("ops") {
         if a.ledger || a.profile {
             bail!("bench ops has neither --ledger nor --profile: they are about a recipe's step");
@@ -64,7 +65,7 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
         bail!("--only is for bench ops");
     }
     if a.config.recipe.as_deref() == Some("generate") {
-        return generate(&a, &device);
+        return generate(&a, &device, &taken);
     }
     let config = a.config.resolve(None)?;
     let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
@@ -75,14 +76,18 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     let ms = times[times.len() / 2];
     let (unit, work) = task.work();
     let planned = run::peak(&s).total() as u64;
-    let resident = peak_resident();
+    let (resident, measured) = (peak_resident(), taken.bytes());
     out!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
     let (name, last) = (task.step_name(), times[times.len() - 1]);
     out!("{ms:.1} ms a {name} (from {:.1} to {last:.1}), {} {unit}/s", times[0], human_count(work / ms * 1e3));
     out!(
-        "planned peak {}, measured {} resident; {:.2} s from the start to the end of the first step: device {:.2}, programs {:.2}, step {:.2}",
+        "planned peak {}, measured {}; {:.2} s from the start to the end of the first step: device {:.2}, programs {:.2}, step {:.2}",
         human_bytes(planned),
-        resident.map_or("unknown".into(), human_bytes),
+        match (measured, resident) {
+            (Some(bytes), _) => format!("{} on the device", human_bytes(bytes)),
+            (None, Some(bytes)) => format!("{} resident", human_bytes(bytes)),
+            (None, None) => "nothing: this system does not tell".into(),
+        },
         setup.as_secs_f64(),
         opened.as_secs_f64(),
         (loaded - opened).as_secs_f64(),
@@ -114,7 +119,7 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
         let value = serde_json::json!({
             "ledger": ledger, "nodes": nodes.iter().map(node).collect::<Vec<_>>(),
             "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,
-            "per_s": work / ms * 1e3, "peak_bytes": planned, "resident_bytes": resident, "setup_s": setup.as_secs_f64(), "repeat": a.repeat,
+            "per_s": work / ms * 1e3, "peak_bytes": planned, "measured_bytes": measured, "resident_bytes": resident, "setup_s": setup.as_secs_f64(), "repeat": a.repeat,
         });
         write_json(Some(path), &value)?;
     }
@@ -122,7 +127,7 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
 }
 
 /// All replies to all prompts of polychromic's objective, by the base alone and with adapters on it.
-fn generate(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
+fn generate(a: &BenchArgs, device: &engine::Device, taken: &Taken) -> Result<ExitCode> {
     if a.ledger {
         bail!("bench generate has no --ledger: switch passes off by hand, --pass few-rows=off");
     }
@@ -157,7 +162,7 @@ fn generate(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
             ms / w.new_tokens as f64,
             human_bytes(peak),
         );
-        figures.push(serde_json::json!({ "adapters": adapters, "ms": ms, "per_s": tokens / ms * 1e3, "unit": "tok", "peak_bytes": peak }));
+        figures.push(serde_json::json!({ "adapters": adapters, "ms": ms, "per_s": tokens / ms * 1e3, "unit": "tok", "peak_bytes": peak, "measured_bytes": taken.bytes() }));
         if a.profile {
             // At the beginning: nodes are run several times, and caches have an end.
             writing.begin(&mut s)?;
@@ -281,6 +286,30 @@ fn profile(all: &[engine::cuda::Timed]) -> Result<()> {
     let kinds = by(&kind);
     out_part!("{}", table(&columns("node"), &kinds[..kinds.len().min(40)]));
     Ok(())
+}
+
+/// What is taken from a GPU's memory between two moments: everything beyond the CUDA context, kernels and libraries' own buffers included. Other processes
+/// on the card must hold still meanwhile.
+struct Taken<'d> {
+    device: &'d engine::Device,
+    free: Option<u64>,
+}
+
+impl Taken<'_> {
+    fn new(device: &engine::Device) -> Taken<'_> {
+        Taken { device, free: free_bytes(device) }
+    }
+
+    fn bytes(&self) -> Option<u64> {
+        Some(self.free?.saturating_sub(free_bytes(self.device)?))
+    }
+}
+
+fn free_bytes(device: &engine::Device) -> Option<u64> {
+    match device {
+        engine::Device::Cpu(..) => None,
+        engine::Device::Cuda(cuda, _) => Some(cuda.memory().1 as u64),
+    }
 }
 
 /// The most memory that this process has had, as Linux counts it.
