@@ -10,7 +10,7 @@ rewritten by hand for speed. Their modes are `compile`, `graphs`, `autotune` and
 All of PyTorch's processes are set up side by side, and wait. Then every round times kiln and each of them in turn, alone on the card. A side's figure is the median of its rounds;
 an opponent's is its best mode's. Memory: all that kiln takes from the card beyond its CUDA context, measured, beside what the plan said, against PyTorch's peak.
 """
-import argparse, json, os, statistics, subprocess, tempfile
+import argparse, json, os, statistics, subprocess, tempfile, threading
 import serve
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -67,18 +67,22 @@ def main():
     p.add_argument("--modes")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--kiln", default=os.path.join(HERE, "..", "target", "release", "kiln"))
+    p.add_argument("--patience", type=int, default=600, help="seconds after which a process that is not set up is left out")
     p.add_argument("--json")
     a, extra = p.parse_known_args()
     names = a.rows or list(ROWS)
     # Every process compiles with as many threads as the machine has, unless told.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     peers = [(name, mode, serve.Row(os.path.join(HERE, opponent(mode)), name, mode.removeprefix("tuned-"))) for name in names for mode in (a.modes or ROWS[name][2]).split(",")]
+    limits = [threading.Timer(a.patience, row.process.kill) for _, _, row in peers]
+    [limit.start() for limit in limits]
     measured = {(name, "kiln"): [] for name in names}
     for name, mode, row in peers:
         ready = dict(row.answer(), recipe=name, mode=mode)
         print(json.dumps(ready), flush=True)
         if "error" not in ready:
             measured[name, mode] = []
+    [limit.cancel() for limit in limits]
     for r in range(a.rounds):
         for name in names:
             sides = [("kiln", lambda: kiln(a.kiln, name, extra))] + [(mode, row.time) for n, mode, row in peers if n == name and (name, mode) in measured]
