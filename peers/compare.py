@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """kiln and PyTorch on the same GPU, alternately, with the ratios.
 
-    python3 peers/compare.py [ROW ..] [--rounds 3] [--modes graphs,tuned-graphs] [--kiln target/release/kiln] [--json out.json]
+    python3 peers/compare.py [ROW[:MODES] ..] [--rounds 3] [--modes graphs,tuned-graphs] [--kiln target/release/kiln] [--json out.json]
 
 There are two opponents. The usual one (bench.py) is the reference in a careful user's hands: bf16 autocast, SDPA, fused AdamW, torch.compile. The expert's (tuned/) is
 rewritten by hand for speed. Their modes are `compile`, `graphs`, `autotune` and `eager` of the first, the same behind `tuned-` of the second, with options behind a plus
@@ -10,7 +10,7 @@ rewritten by hand for speed. Their modes are `compile`, `graphs`, `autotune` and
 All of PyTorch's processes are set up side by side, and wait. Then every round times kiln and each of them in turn, alone on the card. A side's figure is the median of its rounds;
 an opponent's is its best mode's. Memory: all that kiln takes from the card beyond its CUDA context, measured, beside what the plan said, against PyTorch's peak.
 """
-import argparse, json, os, statistics, subprocess, tempfile, threading
+import argparse, concurrent.futures, json, os, statistics, subprocess, tempfile
 import serve
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -50,7 +50,7 @@ def opponent(mode):
 
 
 def median(rows):
-    return dict(rows[-1], per_s=statistics.median(r["per_s"] for r in rows), ms=statistics.median(r["ms"] for r in rows), rounds=[round(r["per_s"], 3) for r in rows])
+    return dict(rows[-1], per_s=statistics.median(r["per_s"] for r in rows), ms=statistics.median(r["ms"] for r in rows), rounds=[round(r["per_s"], 3) for r in rows], set_ups=[r.get("setup_s") for r in rows])
 
 
 def gib(row, key="measured_bytes"):
@@ -63,26 +63,24 @@ def digits(v):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("rows", nargs="*", choices=[[], *ROWS])
+    p.add_argument("rows", nargs="*", metavar="ROW[:MODES]", help="of " + ", ".join(ROWS))
     p.add_argument("--modes")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--kiln", default=os.path.join(HERE, "..", "target", "release", "kiln"))
     p.add_argument("--patience", type=int, default=600, help="seconds after which a process that is not set up is left out")
     p.add_argument("--json")
     a, extra = p.parse_known_args()
-    names = a.rows or list(ROWS)
+    chosen = [(name, (modes or a.modes or ROWS[name][2]).split(",")) for name, _, modes in (row.partition(":") for row in a.rows or ROWS)]
+    names = [name for name, _ in chosen]
     # Every process compiles with as many threads as the machine has, unless told.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-    peers = [(name, mode, serve.Row(os.path.join(HERE, opponent(mode)), name, mode.removeprefix("tuned-"))) for name in names for mode in (a.modes or ROWS[name][2]).split(",")]
-    limits = [threading.Timer(a.patience, row.process.kill) for _, _, row in peers]
-    [limit.start() for limit in limits]
+    peers = [(name, mode, serve.Row(os.path.join(HERE, opponent(mode)), name, mode.removeprefix("tuned-"))) for name, modes in chosen for mode in modes]
     measured = {(name, "kiln"): [] for name in names}
-    for name, mode, row in peers:
-        ready = dict(row.answer(), recipe=name, mode=mode)
-        print(json.dumps(ready), flush=True)
-        if "error" not in ready:
-            measured[name, mode] = []
-    [limit.cancel() for limit in limits]
+    with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:   # each is waited for by itself: one that is slow ends no other
+        for (name, mode, _), ready in zip(peers, pool.map(lambda peer: peer[2].ready(a.patience), peers)):
+            print(json.dumps(dict(ready, recipe=name, mode=mode)), flush=True)
+            if "error" not in ready:
+                measured[name, mode] = []
     for r in range(a.rounds):
         for name in names:
             sides = [("kiln", lambda: kiln(a.kiln, name, extra))] + [(mode, row.time) for n, mode, row in peers if n == name and (name, mode) in measured]
@@ -108,7 +106,7 @@ def main():
         ratio = lambda o: f"{ours['per_s'] / o['per_s']:.2f}" if o else "-"
         print(f"{name:17} {digits(ours['per_s']):>10} {digits(usual.get('per_s')):>10} {ratio(usual):>6} {digits(expert.get('per_s')):>10} {ratio(expert):>6}   "
               f"{digits(gib(ours))} ({digits(gib(ours, 'peak_bytes'))}), {digits(usual.get('peak_gib'))}, {digits(expert.get('peak_gib'))}   "
-              f"{usual.get('mode')} {usual.get('attention')}, {expert.get('mode')} {expert.get('attention')}; {digits(ours.get('setup_s'))}, {digits(usual.get('setup_s'))}, {digits(expert.get('setup_s'))}")
+              f"{usual.get('mode')} {usual.get('attention')}, {expert.get('mode')} {expert.get('attention')}; {digits(ours['set_ups'][0])} then {digits(ours.get('setup_s'))}, {digits(usual.get('setup_s'))}, {digits(expert.get('setup_s'))}")
     if a.json:
         json.dump(results, open(a.json, "w"), indent=1)
 

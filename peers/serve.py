@@ -4,7 +4,7 @@
 the end of its first step) and one for each line that it reads: the median over steps with CUDA events, after warm-up. compare.py talks to such children
 itself, so that all sides are compiled once and then timed alternately.
 """
-import argparse, json, os, statistics, subprocess, sys, time
+import argparse, json, os, statistics, subprocess, sys, threading, time
 
 
 class Row:
@@ -22,6 +22,14 @@ class Row:
                 return dict(json.loads(line), **self.known)
         self.errors.seek(0)
         return dict(self.known, error="\n".join(self.errors.read().strip().splitlines()[-12:])[-1500:] or "no answer")
+
+    def ready(self, seconds):
+        """Its first answer; where that takes longer, the process is ended."""
+        limit = threading.Timer(seconds, self.process.kill)
+        limit.start()
+        found = self.answer()
+        limit.cancel()
+        return found
 
     def time(self):
         """A timing, or why there is none."""
