@@ -176,6 +176,14 @@ pub enum Reading {
 }
 
 impl Reading {
+    /// Whether `finish` would not wait.
+    pub fn is_there(&self) -> bool {
+        match self {
+            Reading::There(_) => true,
+            Reading::Coming(bytes) => bytes.is_there(),
+        }
+    }
+
     pub fn finish(self) -> Result<Vec<f32>, Error> {
         match self {
             Reading::There(numbers) => Ok(numbers),

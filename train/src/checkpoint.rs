@@ -7,15 +7,18 @@
 //! | `.step-00000100.old-PID` | a whole one, set aside while its replacement is renamed in |
 //! | `.step-00000100.tmp-PID` | being written, or being removed; never read |
 //!
+//! | `aside-step-00000100` | a whole or broken one that a run which went back no longer continues; kept, never read by itself |
+//!
 //! A process killed at any point leaves the previous checkpoint or the new one, and `newest` finds it.
 
+use crate::files::{self, stale, sync_folder};
 use memmap2::Mmap;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
@@ -45,13 +48,13 @@ pub struct Tensor<'a> {
     pub bytes: &'a [u8],
 }
 
-/// A checkpoint whose every file was found whole.
+/// A checkpoint whose every file was found whole. They stay open, so that a run which removes it meanwhile takes nothing away.
 #[derive(Debug)]
 pub struct Checkpoint {
     pub path: PathBuf,
     pub step: u64,
     pub meta: Value,
-    files: BTreeMap<String, Sum>,
+    files: BTreeMap<String, (Sum, File)>,
 }
 
 /// A candidate that `newest` passed over.
@@ -92,47 +95,75 @@ pub(crate) struct Sum {
     xxh3: String,
 }
 
+/// What `save` made, and what it could not remove.
+#[derive(Debug)]
+pub struct Saved {
+    pub path: PathBuf,
+    pub left: Vec<CheckpointError>,
+}
+
 /// Saves `files` as `dir/step-NNNNNNNN`, replacing one of the same step. Then of the older whole checkpoints all but
 /// the last `keep - 1` are removed; 0 keeps all. Those of later steps, and broken ones, are left alone.
-pub fn save(dir: &Path, step: u64, files: &[(&str, Vec<Tensor>)], meta: &Value, keep: usize) -> Result<PathBuf, CheckpointError> {
+pub fn save(dir: &Path, step: u64, files: &[(&str, Vec<Tensor>)], meta: &Value, keep: usize) -> Result<Saved, CheckpointError> {
     let pid = std::process::id();
     let path = dir.join(format!("step-{step:08}"));
     let old = dir.join(format!(".step-{step:08}.old-{pid}"));
     let tmp = tmp_path(dir, step);
 
-    fs::create_dir_all(dir).map_err(io_error("create", dir))?;
-    tidy(dir)?;
+    if let Err(e) = fs::create_dir(dir)
+        && e.kind() != io::ErrorKind::AlreadyExists
+    {
+        return Err(io_error("create", dir)(e));
+    }
+    let mut left = tidy(dir)?;
     if let Err(e) = write_folder(&tmp, step, files, meta).and_then(|()| move_in(&tmp, &path, &old)) {
         // Best effort: the error that matters is the first, and the next save tidies.
         let _ = fs::remove_dir_all(&tmp);
         return Err(e);
     }
-    sync_folder(dir)?;
-    if old.exists() {
-        remove(&old)?;
-    }
+    sync_folder(dir).map_err(io_error("sync", dir))?;
+    // The new one is safe: what is in the way of tidiness is no reason to stop.
+    left.extend(remove(&old).err());
     if keep > 0 {
-        prune(dir, step, keep)?;
+        left.extend(prune(dir, step, keep)?);
     }
-    Ok(path)
+    Ok(Saved { path, left })
 }
 
 /// Opens a checkpoint and checks the length and the checksum of everything in it.
 pub fn open(path: &Path) -> Result<Checkpoint, CheckpointError> {
     let checkpoint = read_manifest(path)?;
-    for (name, sum) in &checkpoint.files {
-        let file = path.join(name);
-        sum.check(&file, &sum_of_file(&file)?)?;
+    for (name, (sum, file)) in &checkpoint.files {
+        let path = path.join(name);
+        sum.check(&path, &sum_of_file(&path, file)?)?;
     }
     Ok(checkpoint)
 }
 
-/// The newest whole checkpoint in `dir`, and the newer ones that were passed over. A missing `dir` holds none.
+/// A run that trains meanwhile may remove what was just listed; so often is the folder listed again.
+const LOOKS: usize = 100;
+
+/// The newest whole checkpoint in `dir`, and the newer ones that were passed over because they are broken. One that cannot be read is an
+/// error: it may be whole. A missing `dir` holds none.
 pub fn newest(dir: &Path) -> Result<(Option<Checkpoint>, Vec<Skipped>), CheckpointError> {
+    for i in 0..LOOKS {
+        match look(dir)? {
+            // A listing is no snapshot: it may have passed where the new one appears before the old one went.
+            Some((None, skipped)) if skipped.is_empty() && i < 3 && dir.exists() => {}
+            Some(found) => return Ok(found),
+            None => {}
+        }
+    }
+    Err(broken(dir, "its checkpoints are removed faster than they can be read"))
+}
+
+/// None where a checkpoint went away while it was looked at.
+#[allow(clippy::type_complexity)]
+fn look(dir: &Path) -> Result<Option<(Option<Checkpoint>, Vec<Skipped>)>, CheckpointError> {
     let mut skipped = Vec::new();
     let mut folders = match folders(dir) {
         Err(CheckpointError::Io { cause, .. }) if cause.kind() == io::ErrorKind::NotFound => {
-            return Ok((None, skipped));
+            return Ok(Some((None, skipped)));
         }
         found => found?,
     };
@@ -140,13 +171,35 @@ pub fn newest(dir: &Path) -> Result<(Option<Checkpoint>, Vec<Skipped>), Checkpoi
     folders.sort_by_key(|f| (std::cmp::Reverse(f.step), f.kind));
     for Folder { path, step, .. } in folders {
         let reason = match open(&path) {
-            Ok(found) if found.step == step => return Ok((Some(found), skipped)),
+            Ok(found) if found.step == step => return Ok(Some((Some(found), skipped))),
             Ok(found) => format!("its {MANIFEST} says step {}", found.step),
+            Err(_) if path.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound) => return Ok(None),
+            Err(e @ CheckpointError::Io { .. }) => return Err(e),
             Err(e) => e.to_string(),
         };
         skipped.push(Skipped { path, reason });
     }
-    Ok((None, skipped))
+    Ok(Some((None, skipped)))
+}
+
+/// Renames the checkpoints after `step`, broken ones too, so that a run which goes on from there neither meets nor overwrites them; returns
+/// their new names.
+pub fn set_aside(dir: &Path, after: Option<u64>) -> Result<Vec<PathBuf>, CheckpointError> {
+    let mut moved = vec![];
+    let mut later = match folders(dir) {
+        Err(CheckpointError::Io { cause, .. }) if cause.kind() == io::ErrorKind::NotFound => return Ok(moved),
+        found => found?,
+    };
+    later.retain(|f| !matches!(f.kind, Kind::Tmp(_)) && after.is_none_or(|step| f.step > step));
+    later.sort_by_key(|f| (f.step, f.kind));
+    for Folder { path, step, .. } in later {
+        let name = format!("aside-step-{step:08}");
+        let numbered = (2..).map(|i| dir.join(format!("{name}-{i}")));
+        let to = std::iter::once(dir.join(&name)).chain(numbered).find(|to| to.symlink_metadata().is_err()).expect("numbers do not end");
+        fs::rename(&path, &to).map_err(io_error("set aside", &path))?;
+        moved.push(to);
+    }
+    Ok(moved)
 }
 
 /// Reads a safetensors file that need not be part of a checkpoint.
@@ -158,12 +211,14 @@ impl Checkpoint {
     /// Reads one of the files, for example `model.safetensors`.
     pub fn file(&self, name: &str) -> Result<Loaded, CheckpointError> {
         let path = self.path.join(name);
-        let Some(sum) = self.files.get(name) else {
+        let Some((sum, file)) = self.files.get(name) else {
             let have: Vec<_> = self.files.keys().map(String::as_str).collect();
             let reason = format!("not part of the checkpoint, which has {}", have.join(", "));
             return Err(CheckpointError::Broken { path, reason });
         };
-        let bytes = fs::read(&path).map_err(io_error("read", &path))?;
+        let mut bytes = Vec::with_capacity(sum.bytes as usize);
+        let read = (&*file).rewind().and_then(|()| (&*file).read_to_end(&mut bytes));
+        read.map_err(io_error("read", &path))?;
         // Once more, because it may have changed since it was opened.
         sum.check(&path, &Sum::new(bytes.len() as u64, xxh3_64(&bytes)))?;
         Loaded::parse(&path, bytes)
@@ -231,8 +286,7 @@ impl Sum {
 
 /// A folder, or whatever stands in the place of one.
 fn remove(path: &Path) -> Result<(), CheckpointError> {
-    let gone = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
-    gone.map_err(io_error("remove", path))
+    files::remove(path).map_err(io_error("remove", path))
 }
 
 fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
@@ -292,13 +346,9 @@ fn tmp_path(dir: &Path, step: u64) -> PathBuf {
     dir.join(format!(".step-{step:08}.tmp-{}", std::process::id()))
 }
 
-/// Whether the process that named a folder after itself is gone, or is this one.
-pub fn stale(pid: u32) -> bool {
-    pid == std::process::id() || !Path::new(&format!("/proc/{pid}")).exists()
-}
-
-/// Takes away what killed saves left, before more is written: the disk may be full because of it.
-fn tidy(dir: &Path) -> Result<(), CheckpointError> {
+/// Takes away what killed saves left, before more is written: the disk may be full because of it. Returns what cannot be removed.
+fn tidy(dir: &Path) -> Result<Vec<CheckpointError>, CheckpointError> {
+    let mut left = vec![];
     for Folder { path, step, kind } in folders(dir)? {
         let named = dir.join(format!("step-{step:08}"));
         match kind {
@@ -306,11 +356,11 @@ fn tidy(dir: &Path) -> Result<(), CheckpointError> {
             Kind::Old(pid) if stale(pid) && !named.exists() => {
                 fs::rename(&path, &named).map_err(io_error("restore", &path))?;
             }
-            Kind::Old(pid) | Kind::Tmp(pid) if stale(pid) => remove(&path)?,
+            Kind::Old(pid) | Kind::Tmp(pid) if stale(pid) => left.extend(remove(&path).err()),
             _ => {}
         }
     }
-    Ok(())
+    Ok(left)
 }
 
 fn move_in(tmp: &Path, path: &Path, old: &Path) -> Result<(), CheckpointError> {
@@ -327,23 +377,21 @@ fn move_in(tmp: &Path, path: &Path, old: &Path) -> Result<(), CheckpointError> {
     })
 }
 
-fn prune(dir: &Path, saved: u64, keep: usize) -> Result<(), CheckpointError> {
+/// Returns what cannot be removed.
+fn prune(dir: &Path, saved: u64, keep: usize) -> Result<Vec<CheckpointError>, CheckpointError> {
+    let mut left = vec![];
     let mut older = folders(dir)?;
     older.retain(|f| f.kind == Kind::Named && f.step < saved && read_manifest(&f.path).is_ok());
     older.sort_by_key(|f| std::cmp::Reverse(f.step));
     for Folder { path, step, .. } in older.into_iter().skip(keep - 1) {
         // Renamed first, so that a kill half-way leaves nothing that looks like a checkpoint.
         let tmp = tmp_path(dir, step);
-        fs::rename(&path, &tmp).map_err(io_error("remove", &path))?;
-        fs::remove_dir_all(&tmp).map_err(io_error("remove", &tmp))?;
+        match fs::rename(&path, &tmp) {
+            Ok(()) => left.extend(remove(&tmp).err()),
+            Err(e) => left.push(io_error("remove", &path)(e)),
+        }
     }
-    Ok(())
-}
-
-/// Makes the names in a folder durable; a file's own fsync does not.
-fn sync_folder(dir: &Path) -> Result<(), CheckpointError> {
-    let synced = File::open(dir).and_then(|d| d.sync_all());
-    synced.map_err(io_error("sync", dir))
+    Ok(left)
 }
 
 // ---- writing
@@ -362,8 +410,9 @@ fn write_folder(folder: &Path, step: u64, files: &[(&str, Vec<Tensor>)], meta: &
     let manifest = json!({"format": FORMAT, "step": step, "files": sums, "meta": meta});
     let text = format!("{manifest:#}");
     let unsealed = text.strip_suffix("\n}").unwrap_or(&text);
-    write_synced(&folder.join(MANIFEST), |file| file.write_all(seal(unsealed).as_bytes()))?;
-    sync_folder(folder)
+    let path = folder.join(MANIFEST);
+    files::write_new(&path, seal(unsealed).as_bytes()).map_err(io_error("write", &path))?;
+    sync_folder(folder).map_err(io_error("sync", folder))
 }
 
 /// A name read from a manifest must not lead out of the folder either.
@@ -464,8 +513,7 @@ fn write_synced(path: &Path, fill: impl FnOnce(&mut BufWriter<Hashed>) -> io::Re
 
 // ---- reading
 
-fn sum_of_file(path: &Path) -> Result<Sum, CheckpointError> {
-    let mut file = File::open(path).map_err(io_error("open", path))?;
+fn sum_of_file(path: &Path, mut file: &File) -> Result<Sum, CheckpointError> {
     let mut chunk = vec![0; 1 << 20];
     let (mut hash, mut bytes) = (Xxh3::new(), 0);
     loop {
@@ -492,7 +540,8 @@ fn is_sealed(text: &str) -> bool {
 /// Everything except the content of the files.
 fn read_manifest(folder: &Path) -> Result<Checkpoint, CheckpointError> {
     let path = folder.join(MANIFEST);
-    let text = fs::read_to_string(&path).map_err(missing_or(&path))?;
+    let text = fs::read(&path).map_err(missing_or(&path))?;
+    let text = String::from_utf8(text).map_err(|e| broken(&path, format!("no text: {e}")))?;
     let mut manifest: Map<String, Value> = serde_json::from_str(&text).map_err(|e| broken(&path, format!("not whole JSON: {e}")))?;
     let format = manifest.remove("format").unwrap_or_default();
     if format != FORMAT {
@@ -511,13 +560,14 @@ fn read_manifest(folder: &Path) -> Result<Checkpoint, CheckpointError> {
         let bytes = entry["bytes"].as_u64().ok_or_else(|| without("bytes"))?;
         let xxh3 = entry["xxh3"].as_str().ok_or_else(|| without("xxh3"))?;
         let file = folder.join(name);
-        let has = fs::metadata(&file).map_err(missing_or(&file))?.len();
+        let opened = File::open(&file).map_err(missing_or(&file))?;
+        let has = opened.metadata().map_err(io_error("read", &file))?.len();
         if has != bytes {
             let reason = format!("has {has} bytes, expected {bytes}");
             return Err(broken(&file, reason));
         }
         let xxh3 = xxh3.to_string();
-        files.insert(name.clone(), Sum { bytes, xxh3 });
+        files.insert(name.clone(), (Sum { bytes, xxh3 }, opened));
     }
     Ok(Checkpoint {
         path: folder.to_path_buf(),
@@ -527,10 +577,12 @@ fn read_manifest(folder: &Path) -> Result<Checkpoint, CheckpointError> {
     })
 }
 
+/// What is not there is known to be broken; what cannot be read may be whole.
 fn missing_or(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     let path = path.to_path_buf();
     move |cause| match cause.kind() {
         io::ErrorKind::NotFound => broken(&path, "missing"),
+        io::ErrorKind::NotADirectory => broken(&path, "missing: what should be its folder is a file"),
         _ => io_error("read", &path)(cause),
     }
 }

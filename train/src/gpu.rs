@@ -45,7 +45,7 @@ pub fn open(name: &str, threads: Option<usize>) -> Result<Device, String> {
         "auto" => Ok(gpu(0).unwrap_or_else(|why| {
             // Without a driver there is no GPU to speak of; with one, something is missing.
             if !why.contains("libcuda was not found") {
-                eprintln!("on the CPU, because the GPU cannot be used: {why}");
+                crate::warn!("on the CPU, because the GPU cannot be used: {why}");
             }
             cpu()
         })),

@@ -10,7 +10,7 @@ fn main() -> ExitCode {
         // Whoever read our output has seen enough.
         Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("error: {e:#}");
+            ::train::warn!("error: {e:#}");
             ExitCode::FAILURE
         }
     }

@@ -14,8 +14,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 pub enum MetricsError {
     #[error("cannot {action} {}: {cause}", .path.display())]
     Io { action: &'static str, path: PathBuf, cause: io::Error },
-    #[error("{} line {line}: {reason}", .path.display())]
-    Line { path: PathBuf, line: usize, reason: String },
     #[error("a metric cannot be called {0:?}: every record has that field already")]
     Reserved(String),
 }
@@ -65,22 +63,38 @@ impl Output {
     }
 }
 
-/// The records of a `metrics.jsonl`, sorted by step. A run that was resumed repeats steps: the last record of a step
-/// counts. A last line that was cut is ignored.
-pub fn read(path: &Path) -> Result<Vec<Map<String, Value>>, MetricsError> {
-    let text = fs::read(path).map_err(io_error("read", path))?;
-    let mut records = BTreeMap::new();
-    for (number, line) in text.split_inclusive(|b| *b == b'\n').enumerate() {
-        let bad = |reason: String| MetricsError::Line { path: path.to_path_buf(), line: number + 1, reason };
-        let record: Map<String, Value> = match serde_json::from_slice(line) {
-            Ok(record) => record,
-            Err(_) if line.trim_ascii().is_empty() || !line.ends_with(b"\n") => continue,
-            Err(e) => return Err(bad(format!("not a JSON object: {e}"))),
-        };
-        let step = record.get("step").and_then(Value::as_u64).ok_or_else(|| bad("has no \"step\"".into()))?;
-        records.insert(step, record);
+/// What a `metrics.jsonl` holds.
+#[derive(Debug)]
+pub struct Records {
+    /// By step. A run that was resumed repeats steps: the last record of a step counts.
+    pub all: Vec<Map<String, Value>>,
+    path: PathBuf,
+    /// Lines that are no record, counted from 1. A last line that was cut is none of them.
+    damaged: Vec<usize>,
+}
+
+impl Records {
+    /// `runs/a/metrics.jsonl: 2 damaged lines skipped, the first is line 7`
+    pub fn damage(&self) -> Option<String> {
+        let first = self.damaged.first()?;
+        let lines = if self.damaged.len() == 1 { "line" } else { "lines" };
+        Some(format!("{}: {} damaged {lines} skipped, the first is line {first}", self.path.display(), self.damaged.len()))
     }
-    Ok(records.into_values().collect())
+}
+
+/// Power cuts leave zeros and halves of lines: they are skipped, and counted.
+pub fn read(path: &Path) -> Result<Records, MetricsError> {
+    let text = fs::read(path).map_err(io_error("read", path))?;
+    let (mut records, mut damaged) = (BTreeMap::new(), vec![]);
+    for (number, line) in text.split_inclusive(|b| *b == b'\n').enumerate() {
+        let record = serde_json::from_slice::<Map<String, Value>>(line).ok();
+        match record.and_then(|r| Some((r.get("step")?.as_u64()?, r))) {
+            Some((step, record)) => drop(records.insert(step, record)),
+            None if line.trim_ascii().is_empty() || !line.ends_with(b"\n") => {}
+            None => damaged.push(number + 1),
+        }
+    }
+    Ok(Records { all: records.into_values().collect(), path: path.to_path_buf(), damaged })
 }
 
 fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MetricsError {
@@ -273,7 +287,7 @@ mod tests {
                 metrics.record(step, &[("loss", loss)]).unwrap();
             }
         }
-        let records = read(&dir.path().join("metrics.jsonl")).unwrap();
+        let records = read(&dir.path().join("metrics.jsonl")).unwrap().all;
         let seen: Vec<_> = records.iter().map(|r| (r["step"].as_u64().unwrap(), r["loss"].as_f64().unwrap())).collect();
         assert_eq!(seen, [(1, 5.0), (2, 5.0), (3, 4.0), (4, 4.0), (5, 4.0), (6, 4.0)]);
     }
@@ -294,7 +308,8 @@ mod tests {
         ] {
             fs::write(&path, &before).unwrap();
             let whole = usize::from(!kept.is_empty());
-            assert_eq!(read(&path).unwrap().len(), whole);
+            let read = read(&path).unwrap();
+            assert_eq!((read.all.len(), read.damage()), (whole, None));
             let mut metrics = Metrics::open(dir.path()).unwrap();
             metrics.record(7, &[("loss", 1.0)]).unwrap();
             assert_eq!(text(dir.path()), kept + &line(7) + "\n");
@@ -302,14 +317,15 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_line_is_named() {
+    fn damaged_lines_are_skipped_and_counted() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.jsonl");
-        for (content, reason) in [("\n{\"step\":\n", "line 2: not a JSON object"), ("{\"loss\":1}\n", "line 1: has no")] {
-            fs::write(&path, content).unwrap();
-            let e = read(&path).unwrap_err().to_string();
-            assert!(e.contains(reason), "{e}");
-        }
+        let text = b"\n{\"step\":1}\n{\"step\":\n{\"step\":2}\n\0\0\0\0{\"step\":3}\n{\"loss\":1}\n[3]\n\xff\n{\"step\":4}\n{\"step\":5";
+        fs::write(&path, text).unwrap();
+        let found = read(&path).unwrap();
+        let steps: Vec<_> = found.all.iter().map(|r| r["step"].as_u64().unwrap()).collect();
+        assert_eq!(steps, [1, 2, 4]);
+        assert_eq!(found.damage().unwrap(), format!("{}: 5 damaged lines skipped, the first is line 3", path.display()));
     }
 
     /// The bytes that the tensorboard package writes for the same two events.

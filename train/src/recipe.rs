@@ -37,6 +37,10 @@ pub enum TrainError {
     AllMasked(u64),
     #[error("stopped")]
     Stopped,
+    #[error("{0}; put that right, or go on from a checkpoint that you name with --resume-from PATH, or begin again with --start-over")]
+    NoWayOn(String),
+    #[error("the run's folder {} is gone: it was removed or moved while the run trained, which stops at step {step}", .path.display())]
+    Gone { path: PathBuf, step: u64 },
     #[error(
         "{0} steps in a row had a loss or gradient that is not finite, the last at step {1}: lower train.learning_rate, or look at the data"
     )]
@@ -201,6 +205,11 @@ impl Pending {
     /// And these numbers, which come from elsewhere.
     pub fn beside(self, names: &'static [&'static str], numbers: Reading) -> Pending {
         Pending { beside: Some((names, numbers)), ..self }
+    }
+
+    /// Whether `finish` would not wait.
+    pub fn is_there(&self) -> bool {
+        self.numbers.is_there() && self.beside.as_ref().is_none_or(|(_, numbers)| numbers.is_there())
     }
 
     pub fn finish(self) -> Result<Step, TrainError> {

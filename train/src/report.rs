@@ -14,9 +14,17 @@ macro_rules! say {
     }};
 }
 
+/// Prints a line to stderr, on the same terms.
+#[macro_export]
+macro_rules! warn {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+
 use plotters::element::DashedPathElement;
 use plotters::prelude::*;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -95,20 +103,12 @@ pub fn curves(path: &Path, title: &str, panels: &[Panel]) -> Result<(), ReportEr
         Ok(svg)
     };
     let svg = draw().map_err(|e| ReportError::Draw { path: path.to_path_buf(), reason: e.to_string() })?;
-    write_renamed(path, &svg).map_err(|cause| ReportError::Io { path: path.to_path_buf(), cause })
+    crate::files::write(path, svg.as_bytes()).map_err(|cause| ReportError::Io { path: path.to_path_buf(), cause })
 }
 
 /// Finite as an f32, which every loss is; beyond it the arithmetic of the axes would overflow.
 fn plottable(value: f64) -> bool {
     (value as f32).is_finite()
-}
-
-fn write_renamed(path: &Path, text: &str) -> std::io::Result<()> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let tmp = path.with_file_name(format!(".{name}.tmp-{}", std::process::id()));
-    fs::write(&tmp, text).and_then(|()| fs::rename(&tmp, path)).inspect_err(|_| {
-        let _ = fs::remove_file(&tmp);
-    })
 }
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
@@ -360,6 +360,7 @@ fn is_number(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn falling(n: usize) -> Vec<(f64, f64)> {
         (0..n).map(|i| (i as f64, 2.0 + 8.0 * (-(i as f64) / 30.0).exp())).collect()

@@ -1,23 +1,28 @@
 //! The only training loop: steps, evaluation, metrics, checkpoints, and how it stops.
 
-use crate::checkpoint::{self, Checkpoint, Tensor};
+use crate::checkpoint::{self, Checkpoint, Saved, Skipped, Tensor};
 use crate::config::{Config, TrainConfig};
 use crate::epochs::Epochs;
+use crate::files;
+use crate::memory;
 use crate::metrics::{self, Metrics};
 use crate::optim::schedule::rate;
-use crate::recipe::{Evaluation, Pending, Picture, Session, Task, TrainError, is_kept};
+use crate::recipe::{Evaluation, Pending, Picture, Session, Step, Task, TrainError, is_kept};
 use crate::report::{self, Confusion, Panel, Series, human_bytes, human_count, human_time, table};
-use crate::say;
+use crate::speed::Speed;
+use crate::{say, warn};
 use engine::passes::Receipt;
 use engine::{Compiled, Device, PASSES, Role, Switches};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
+use std::collections::HashSet;
 use std::fs;
 use std::io::IsTerminal;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// So many steps in a row with a loss or gradient that is not finite stop the run.
 const MOST_SKIPPED: u64 = 10;
@@ -28,11 +33,25 @@ const FREE: &[&str] = &["train.steps", "train.log_every", "train.eval_every", "t
 #[derive(Default)]
 pub struct Options {
     pub out: PathBuf,
-    pub resume: bool,
+    pub start: Start,
     /// Set by a signal: finish the step, save, stop.
     pub stop: Arc<AtomicBool>,
     /// Set by who calls, cleared before anything is written: until then the process may be ended at any moment, and nothing is lost.
     pub preparing: Arc<AtomicBool>,
+}
+
+/// Where a run begins.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Start {
+    /// At the first step, in a folder without a run.
+    #[default]
+    New,
+    /// At the run's newest whole checkpoint; at the first step where it has saved none yet.
+    Newest,
+    /// At this checkpoint. Later ones are set aside.
+    From(PathBuf),
+    /// At the first step. All checkpoints are set aside.
+    Over,
 }
 
 /// How a run ended.
@@ -43,10 +62,13 @@ pub struct Finished {
 
 /// A task with its programs loaded.
 pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session, TrainError> {
-    let switches = config.switches()?;
-    let compiled = compile(task, &switches, device)?;
-    fits(task, &compiled, &switches, device)?;
-    let mut s = Session::new(device, &switches, config.seed());
+    load_with(task, &config.switches()?, config.seed(), device)
+}
+
+pub fn load_with(task: &dyn Task, switches: &Switches, seed: u64, device: &Device) -> Result<Session, TrainError> {
+    let compiled = compile(task, switches, device)?;
+    fits(task, &compiled, switches, device)?;
+    let mut s = Session::new(device, switches, seed);
     for (name, c) in compiled {
         s.load_compiled(name, c)?;
     }
@@ -58,7 +80,7 @@ pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session
 type Programs = Vec<(&'static str, Compiled)>;
 
 fn compile(task: &dyn Task, switches: &Switches, device: &Device) -> Result<Programs, TrainError> {
-    task.settle(available_memory(device));
+    task.settle(memory::available(device));
     task.graphs().into_iter().map(|(name, graph)| Ok((name, Compiled::new(graph, switches, device.target())?))).collect()
 }
 
@@ -71,7 +93,7 @@ fn needs(programs: &Programs, device: &Device) -> (u64, u64) {
 /// Refuses what the machine has no memory for, before taking any; and names switches with which it would fit.
 fn fits(task: &dyn Task, programs: &Programs, switches: &Switches, device: &Device) -> Result<(), TrainError> {
     let (state, arena) = needs(programs, device);
-    let Some(free) = available_memory(device) else { return Ok(()) };
+    let Some(free) = memory::available(device) else { return Ok(()) };
     if state.saturating_add(arena) <= free {
         return Ok(());
     }
@@ -104,16 +126,6 @@ fn fits(task: &dyn Task, programs: &Programs, switches: &Switches, device: &Devi
         free: human_bytes(free),
         fit,
     })
-}
-
-/// What the GPU has free, or what Linux says could be taken without swapping.
-fn available_memory(device: &Device) -> Option<u64> {
-    if let Device::Cuda(cuda, _) = device {
-        return Some(cuda.memory().1 as u64);
-    }
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let kib: u64 = text.lines().find(|l| l.starts_with("MemAvailable"))?.split_whitespace().nth(1)?.parse().ok()?;
-    Some(kib * 1024)
 }
 
 /// What every pass did, over all programs: the start-up table.
@@ -186,19 +198,9 @@ pub fn write_whole(path: &Path, text: &str) -> Result<(), TrainError> {
     write_bytes(path, text.as_bytes())
 }
 
-/// Writes a file beside and renames it.
-pub fn write_bytes(path: &Path, text: &[u8]) -> Result<(), TrainError> {
-    // A device or a link is written to as it is: renaming would replace it.
-    if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
-        return fs::write(path, text).map_err(io("cannot write", path));
-    }
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(format!(".tmp-{}", std::process::id()));
-    let temporary = path.with_file_name(name);
-    fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path)).map_err(|cause| {
-        let _ = fs::remove_file(&temporary);
-        TrainError::Io { action: "cannot write", path: path.into(), cause }
-    })
+/// Writes a file that is whole or not there.
+pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+    files::write(path, bytes).map_err(io("cannot write", path))
 }
 
 /// Trains a task to the end of its steps, or until it is told to stop.
@@ -216,7 +218,11 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     let started = Instant::now();
 
     // Everything that can be wrong is found before anything is written.
-    let found = if options.resume { newest(&checkpoints)? } else { None };
+    let found = match &options.start {
+        Start::New | Start::Over => None,
+        Start::Newest => newest(&checkpoints)?,
+        Start::From(path) => Some(checkpoint::open(path)?),
+    };
     if let (Device::Cuda(cuda, _), Some(found)) = (device, &found) {
         let kept: Vec<String> =
             found.meta["choices"].as_array().into_iter().flatten().filter_map(|c| c.as_str().map(str::to_string)).collect();
@@ -236,8 +242,11 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     }
     if start > 0 && out.join("metrics.jsonl").exists() {
         let records = metrics::read(&out.join("metrics.jsonl"))?;
+        if let Some(damaged) = records.damage() {
+            warn!("{damaged}");
+        }
         if let Some(e) = &mut epochs {
-            e.recall(&records, start);
+            e.recall(&records.all, start);
         }
     }
     let frozen = match s.parameters(Role::Frozen) {
@@ -257,8 +266,17 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     say!("steps {start} to {} of a {} schedule over {horizon}; run folder {}", c.steps, c.schedule, out.display());
 
     fs::create_dir_all(out).map_err(io("cannot create the run's folder", out))?;
+    // Best effort: not every folder may be read.
+    let _ = files::sync_folder(files::folder_of(out));
     let _lock = lock(out)?;
-    write_whole(&out.join("config.toml"), &config.to_toml())?;
+    let place = Place::of(out)?;
+    files::sweep(out, None, Duration::ZERO);
+    if options.start != Start::New {
+        for aside in checkpoint::set_aside(&checkpoints, found.as_ref().map(|f| f.step))? {
+            say!("set aside: {} (this run no longer goes on from it; remove it when you do not need it)", aside.display());
+        }
+    }
+    write_whole(&out.join("config.toml"), &format!("{}{END}", config.to_toml()))?;
     write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
     let mut metrics = Metrics::open(out)?;
 
@@ -266,11 +284,12 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     let (unit, work) = task.work();
     let floor = task.floor();
     let mut evaluated: Option<Evaluation> = None;
-    let (mut last, mut last_step) = (Instant::now(), start);
+    let mut speed = Speed::new(start, Instant::now());
+    let mut warned = HashSet::new();
     let mut interrupted = false;
     let mut done = start;
     // A report that is only written down is waited for when the next step has been started.
-    let mut open: Option<(u64, Pending)> = None;
+    let mut open: Option<Awaited> = None;
     for step in start..c.steps {
         task.step(&mut s, step, rate(&c, step))?;
         let now = step + 1;
@@ -279,19 +298,27 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         let due = |every: u64| now.is_multiple_of(every) || end;
         let evaluates = due(c.eval_every) || c.eval_every == 0 && epochs.as_ref().is_some_and(|e| e.ends(now));
         interrupted = options.stop.load(Ordering::Relaxed);
+        // Steps alone are timed: what a record says is the speed of the steps since the record before.
         let mut reports = vec![];
-        if let Some((at, pending)) = open.take() {
-            reports.push((at, pending.finish()?));
+        let mut take = |awaited: Awaited| -> Result<(), TrainError> {
+            let (at, report) = awaited.finish(&mut speed)?;
+            let recorded = at.is_multiple_of(c.log_every) || at == c.steps || at == now && evaluates || report.skipped_in_row > 0;
+            let per_second = if recorded { work * speed.take() } else { 0.0 };
+            reports.push((at, report, per_second));
+            Ok(())
+        };
+        if let Some(awaited) = open.take() {
+            take(awaited)?;
         }
         bar.set_position(now);
         let stops = evaluates || due(c.save_every) || interrupted;
-        if stops {
-            reports.push((now, task.report(&s)?.finish()?));
-        } else if due(c.log_every) {
-            open = Some((now, task.report(&s)?));
+        if stops || due(c.log_every) {
+            let awaited = Awaited { at: now, report: task.report(&s)?, asked: Instant::now() };
+            match stops || awaited.report.is_there() {
+                true => take(awaited)?,
+                false => open = Some(awaited),
+            }
         }
-        // Steps alone are timed, up to the newest report.
-        let per_second = reports.last().map(|(at, _)| work * (at - last_step) as f64 / last.elapsed().as_secs_f64().max(1e-9));
         evaluated = match evaluates.then(|| task.evaluate(&mut s)) {
             // Figures of a part of the set would be others; the step itself is whole.
             Some(Err(TrainError::Stopped)) => {
@@ -301,13 +328,15 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
             other => other.transpose()?,
         };
         let (mut skipped, mut seen) = (0, now);
-        for (at, report) in reports {
+        if !reports.is_empty() {
+            place.check(now)?;
+        }
+        for (at, report, per_second) in reports {
             let own = evaluated.as_ref().filter(|_| at == now);
             (skipped, seen) = (report.skipped_in_row, at);
             if !(at.is_multiple_of(c.log_every) || at == c.steps || own.is_some() || skipped > 0) {
                 continue;
             }
-            let per_second = per_second.unwrap_or_default();
             let mut values: Vec<(String, f64)> = report.values.iter().map(|(n, v)| (n.to_string(), *v)).collect();
             if let Some(e) = &mut epochs {
                 e.add(at, values.clone());
@@ -326,7 +355,6 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
                 say!("step {at}/{}  {line}", c.steps);
             }
             bar.set_message(line);
-            (last, last_step) = (Instant::now(), at);
         }
         if let Some(Evaluation { values, .. }) = &evaluated {
             let found = evaluation_line(values, floor);
@@ -342,11 +370,18 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         // A step that was skipped leaves nothing new to keep, and must not push a good checkpoint out.
         if (due(c.save_every) && skipped == 0) || end || interrupted {
             metrics.flush()?;
-            save(&s, task, config, &checkpoints, now, c.keep)?;
+            place.check(now)?;
+            for problem in save(&s, task, config, &checkpoints, now, c.keep)?.left {
+                // The same at every save: said once.
+                if warned.insert(problem.to_string()) {
+                    bar.suspend(|| warn!("warning: {problem} (the run goes on; remove it by hand)"));
+                }
+            }
         }
         if interrupted {
             break;
         }
+        speed.go_on(now, Instant::now());
     }
     bar.finish_and_clear();
     let drawn = draw(task, out, &name, floor)?;
@@ -380,10 +415,55 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     Ok(Finished { step: done, interrupted: false })
 }
 
-/// One process at a time writes to a run's folder; the lock goes with the process.
+/// The last line of a run's config.toml: without it, the file was cut by a power cut or a full disk, and is not what somebody wrote.
+pub const END: &str = "# end of the run's settings\n";
+
+/// A step's report on its way, and when it was asked for.
+struct Awaited {
+    at: u64,
+    report: Pending,
+    asked: Instant,
+}
+
+impl Awaited {
+    fn finish(self, speed: &mut Speed) -> Result<(u64, Step), TrainError> {
+        // What is there without waiting was there before the steps that were started since.
+        let there = self.report.is_there().then_some(self.asked);
+        let report = self.report.finish()?;
+        speed.reached(self.at, there.unwrap_or_else(Instant::now));
+        Ok((self.at, report))
+    }
+}
+
+/// A run's folder as it was when the run began.
+struct Place<'a> {
+    path: &'a Path,
+    /// Device and inode.
+    is: (u64, u64),
+}
+
+impl Place<'_> {
+    fn of(path: &Path) -> Result<Place<'_>, TrainError> {
+        let m = fs::metadata(path).map_err(io("cannot read", path))?;
+        Ok(Place { path, is: (m.dev(), m.ino()) })
+    }
+
+    /// A folder that was removed or moved is not made again: half a run would be in it.
+    fn check(&self, step: u64) -> Result<(), TrainError> {
+        match fs::metadata(self.path) {
+            Ok(m) if (m.dev(), m.ino()) == self.is => Ok(()),
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(io("cannot read the run's folder", self.path)(e)),
+            _ => Err(TrainError::Gone { path: self.path.into(), step }),
+        }
+    }
+}
+
+/// One process at a time writes to a run's folder; the lock goes with the process. A link in its place leads to a file that is not ours.
 fn lock(out: &Path) -> Result<fs::File, TrainError> {
     let path = out.join(".lock");
-    let file = fs::File::create(&path).map_err(io("cannot create", &path))?;
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create(true).truncate(false).custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32);
+    let file = options.open(&path).map_err(io("cannot open", &path))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(fs::TryLockError::WouldBlock) => Err(TrainError::Other(format!("another process is training in {}", out.display()))),
@@ -433,7 +513,7 @@ fn progress(steps: u64, done: u64) -> ProgressBar {
     bar
 }
 
-fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, keep: usize) -> Result<PathBuf, TrainError> {
+fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, keep: usize) -> Result<Saved, TrainError> {
     let kept = s.store.iter().filter(|(name, t)| is_kept(name) && t.role != Role::Frozen);
     let numbers = kept.map(|(name, t)| Ok((name, t, t.bytes()?))).collect::<Result<Vec<_>, TrainError>>()?;
     let tensors = |role: Role| -> Vec<Tensor> {
@@ -451,7 +531,6 @@ fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, ke
         "receipts": receipts_json(s),
         "choices": choices(&s.device),
     });
-    fs::create_dir_all(dir).map_err(io("cannot create the folder of checkpoints", dir))?;
     Ok(checkpoint::save(
         dir,
         step,
@@ -470,14 +549,25 @@ fn choices(device: &Device) -> Vec<String> {
 }
 
 fn newest(dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
-    let (found, skipped) = checkpoint::newest(dir)?;
+    let (found, skipped) = resumable(dir)?;
     for bad in &skipped {
         say!("skipped {}: {}", bad.path.display(), bad.reason);
     }
     if found.is_none() {
-        say!("no whole checkpoint in {} yet: starting over", dir.display());
+        say!("no checkpoint in {} yet: starting over", dir.display());
     }
     Ok(found)
+}
+
+/// What a run goes on from, and the newer ones that are broken. None where nothing was saved yet: checkpoints of which none can be used are an error,
+/// and so is one that cannot be read, since it may be whole.
+pub fn resumable(dir: &Path) -> Result<(Option<Checkpoint>, Vec<Skipped>), TrainError> {
+    let (found, skipped) = checkpoint::newest(dir).map_err(|e| TrainError::NoWayOn(e.to_string()))?;
+    if found.is_none() && !skipped.is_empty() {
+        let why: Vec<String> = skipped.iter().map(|s| format!("{}: {}", s.path.display(), s.reason)).collect();
+        return Err(TrainError::NoWayOn(format!("no checkpoint in {} is whole ({})", dir.display(), why.join("; "))));
+    }
+    Ok((found, skipped))
 }
 
 /// Restores a checkpoint of this run; returns the steps it has done.
@@ -581,7 +671,7 @@ pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
     }
     let (found, skipped) = checkpoint::newest(&dir)?;
     for bad in skipped.iter().filter(|_| found.is_some()) {
-        eprintln!("skipped {}: {}", bad.path.display(), bad.reason);
+        warn!("skipped {}: {}", bad.path.display(), bad.reason);
     }
     found.ok_or_else(|| {
         let why: Vec<String> = skipped.iter().map(|s| format!("; skipped {}: {}", s.path.display(), s.reason)).collect();
@@ -607,7 +697,7 @@ pub fn init_from(s: &mut Session, task: &dyn Task, from: &Path) -> Result<(), Tr
 
 /// The task's pictures, as far as there is anything to draw.
 fn draw(task: &dyn Task, out: &Path, title: &str, floor: Option<(&'static str, f64)>) -> Result<Vec<Picture>, TrainError> {
-    let records = metrics::read(&out.join("metrics.jsonl"))?;
+    let records = metrics::read(&out.join("metrics.jsonl"))?.all;
     let points =
         |key: &str| -> Vec<(f64, f64)> { records.iter().filter_map(|r| Some((r.get("step")?.as_f64()?, r.get(key)?.as_f64()?))).collect() };
     let mut drawn = vec![];

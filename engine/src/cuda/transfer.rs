@@ -58,6 +58,11 @@ impl Event {
         unsafe { result::event::synchronize(self.0) }.map_err(failed("running on the GPU"))
     }
 
+    fn has_passed(&self) -> bool {
+        // SAFETY: the event is alive. An error here shows when it is waited for.
+        unsafe { result::event::query(self.0) }.is_ok()
+    }
+
     /// A stream waits.
     fn hold(&self, stream: sys::CUstream) -> Result<(), Error> {
         let flags = sys::CUevent_wait_flags_enum::CU_EVENT_WAIT_DEFAULT;
@@ -175,6 +180,11 @@ impl Incoming {
             .map_err(failed("copying from the GPU"))?;
         to.there.record(cuda.0.stream)?;
         Ok(Incoming { cuda: cuda.clone(), to: Some(to), bytes })
+    }
+
+    pub fn is_there(&self) -> bool {
+        self.cuda.current();
+        self.to.as_ref().is_some_and(|to| to.there.has_passed())
     }
 
     pub fn finish(mut self) -> Result<Vec<u8>, Error> {

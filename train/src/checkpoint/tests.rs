@@ -12,7 +12,7 @@ fn tensor<'a>(name: &'a str, dtype: &'a str, shape: &'a [usize], bytes: &'a [u8]
 fn save_small(dir: &Path, step: u64, fill: u8, keep: usize) -> PathBuf {
     let bytes = [fill; 24];
     let model = vec![tensor("w", "F32", &[2, 3], &bytes)];
-    save(dir, step, &[("model.safetensors", model)], &json!({"fill": fill}), keep).unwrap()
+    save(dir, step, &[("model.safetensors", model)], &json!({"fill": fill}), keep).unwrap().path
 }
 
 fn listing(dir: &Path) -> Vec<String> {
@@ -43,7 +43,7 @@ fn reads_back_what_was_saved() {
     // Most of these floats need a parser that rounds correctly to come back bit for bit.
     let floats: Vec<f64> = (1..200).map(|i| (i as f64).sqrt() * 1e-5).collect();
     let meta = json!({"seed": u64::MAX, "floats": floats, "text": "{,\n  \"checksum\"}"});
-    let path = save(dir.path(), 100, &files, &meta, 0).unwrap();
+    let path = save(dir.path(), 100, &files, &meta, 0).unwrap().path;
     assert_eq!(path, dir.path().join("step-00000100"));
 
     let (found, skipped) = newest(dir.path()).unwrap();
@@ -313,4 +313,51 @@ fn a_failed_write_leaves_nothing() {
     assert!(text.contains("model.safetensors: File too large"), "{text}");
     assert_eq!(listing(dir.path()), ["step-00000000"]);
     assert_eq!(open(&saved).unwrap().meta["fill"], 1);
+}
+
+/// A reader beside a run that saves and removes gets the newest whole one, and all of it.
+#[test]
+fn a_checkpoint_that_is_removed_while_it_is_read_is_read_all_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let fill = |found: &Checkpoint| found.file("model.safetensors").unwrap().get("w").unwrap().2[0];
+    save_small(dir.path(), 1, 1, 1);
+    let found = newest(dir.path()).unwrap().0.unwrap();
+    save_small(dir.path(), 2, 2, 1);
+    assert_eq!((found.path.exists(), fill(&found)), (false, 1));
+
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            (3..)
+                .take_while(|_| !stop.load(std::sync::atomic::Ordering::Relaxed))
+                .for_each(|step| drop(save_small(dir.path(), step, step as u8, 1)));
+        });
+        let (mut last, mut seen) = (0, 0);
+        while seen < 20 {
+            let (found, skipped) = newest(dir.path()).unwrap();
+            assert!(skipped.is_empty(), "{skipped:?}");
+            let found = found.unwrap();
+            assert_eq!(fill(&found), found.step as u8);
+            assert!(found.step >= last);
+            seen += usize::from(found.step > last);
+            last = found.step;
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn what_cannot_be_read_is_an_error_and_not_skipped() {
+    let dir = tempfile::tempdir().unwrap();
+    save_small(dir.path(), 1, 1, 0);
+    for name in [MANIFEST, "model.safetensors"] {
+        let path = save_small(dir.path(), 2, 2, 0).join(name);
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&path, &path).unwrap(); // to itself: it cannot be opened
+        let e = newest(dir.path()).unwrap_err();
+        assert!(matches!(&e, CheckpointError::Io { path: named, .. } if *named == path), "{e}");
+    }
+    // What could not be read is not pruned either.
+    save_small(dir.path(), 3, 3, 1);
+    assert_eq!(listing(dir.path()), ["step-00000002", "step-00000003"]);
 }

@@ -70,7 +70,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
     run::same_classes(&found, &*task)?;
     run::same_base(&found, &*task)?;
     if a.data.is_none() && found.meta["identity"]["data"] != task.identity()["data"] {
-        eprintln!(
+        ::train::warn!(
             "the data has changed since {} was trained on it: what validates it now may be what it learnt from",
             found.path.display()
         );
@@ -109,7 +109,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
         match run::draw_confusion(confusion, &name, found.step, &path)? {
             true if a.json => {}
             true => out!("confusion matrix {}", path.display()),
-            false => eprintln!("no confusion matrix: too many classes to draw"),
+            false => ::train::warn!("no confusion matrix: too many classes to draw"),
         }
     }
     Ok(ExitCode::SUCCESS)

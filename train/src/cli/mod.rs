@@ -28,6 +28,7 @@ mod model;
 mod passes;
 mod plan;
 mod predict;
+mod signals;
 mod solve;
 mod train;
 
@@ -155,6 +156,11 @@ pub struct ConfigArgs {
 }
 
 impl ConfigArgs {
+    /// Whether the command line itself says what to train.
+    pub fn is_named(&self) -> bool {
+        self.recipe.is_some() || self.config.is_some()
+    }
+
     /// The preset with everything laid over it; `base`, where given, stands in for the preset.
     pub fn resolve(&self, base: Option<Config>) -> Result<Config> {
         let mut named = (self.recipe.clone(), self.preset.clone());

@@ -65,7 +65,7 @@ pub fn run(a: PredictArgs) -> Result<ExitCode> {
         let file = path.display().to_string();
         if let Err(e) = picture {
             failed = true;
-            eprintln!("error: {e}");
+            ::train::warn!("error: {e}");
             json.push(serde_json::json!({ "picture": file, "error": e.to_string() }));
             continue;
         }

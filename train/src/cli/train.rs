@@ -1,26 +1,29 @@
+use super::signals::Signal;
 use super::{ConfigArgs, DeviceArgs};
 use ::train::config::{Config, named_in, read_file};
-use ::train::recipe;
-use ::train::run::{Options, train};
+use ::train::run::{END, Options, Start, resumable, train};
+use ::train::{checkpoint, recipe, warn};
 use anyhow::{Result, bail};
 use clap::Args;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
-use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln train
   kiln train hydra --preset small --data data/books --out runs/books --set train.batch=4
   kiln train --out runs/books --resume --steps 4000
+  kiln train --resume-from runs/books/checkpoints/step-00002000
   kiln train hydra --pass recompute=auto,what=blocks --pass linear-ce=auto,chunk=128
   kiln train hydra --init-from runs/books --out runs/tuned
 
-Ctrl-C (or SIGTERM) finishes the step, saves and exits; a second one exits at once, and so does one before the first step.")]
+Ctrl-C finishes the step, saves and exits with status 130; so do SIGTERM (143), SIGHUP (129; not under nohup) and SIGUSR1 (138: Slurm's
+--signal=USR1@60). A second signal, a second later or more, exits at once, and so does one before the first step. Status 0 is a run that has all
+its steps, 1 an error, 2 a wrong command line.
+
+A checkpoint that is broken is passed over for the one before; one that cannot be read is an error, as it may be whole. --resume-from and --start-over
+keep the checkpoints that they do not go on from, as checkpoints/aside-step-N.")]
 pub struct TrainArgs {
     #[command(flatten)]
     config: ConfigArgs,
@@ -32,16 +35,35 @@ pub struct TrainArgs {
     /// Goes on from the run's newest whole checkpoint
     #[arg(long)]
     resume: bool,
+    /// Goes on from this checkpoint, of the run that it lies in or of --out; later ones are set aside
+    #[arg(long, value_name = "CHECKPOINT", conflicts_with = "resume")]
+    resume_from: Option<PathBuf>,
+    /// Begins the run in --out again at the first step, with its settings; its checkpoints are set aside
+    #[arg(long, conflicts_with_all = ["resume", "resume_from"], requires = "out")]
+    start_over: bool,
     /// Starts from the weights of a checkpoint, a run's folder or a .safetensors file; polychromic also from an adapter's folder of PEFT's
-    #[arg(long, conflicts_with = "resume")]
+    #[arg(long, conflicts_with_all = ["resume", "resume_from", "start_over"])]
     init_from: Option<PathBuf>,
 }
 
 pub fn run(a: TrainArgs) -> Result<ExitCode> {
     let device = a.device.open()?;
-    let (out, config) = if a.resume {
-        let out = a.out.clone().map_or_else(|| newest_run(&a.config), Ok)?;
-        let base = own_config(&out)?;
+    let start = match a.resume_from {
+        Some(path) => Start::From(path),
+        None if a.resume => Start::Newest,
+        None if a.start_over => Start::Over,
+        None => Start::New,
+    };
+    let (out, config) = if start != Start::New {
+        let out = match (a.out, &start) {
+            (Some(out), _) => out,
+            (None, Start::From(path)) => run_of(path)?,
+            (None, _) => newest_run(&a.config)?,
+        };
+        let base = own_config(&out, &start, a.config.is_named())?;
+        if start == Start::Over && base.is_none() && !a.config.is_named() {
+            bail!("{} holds no run to begin again (name a recipe to begin a new one)", out.display());
+        }
         (out, a.config.resolve(base)?)
     } else {
         let mut config = a.config.resolve(None)?;
@@ -50,7 +72,8 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
         }
         let out = match a.out {
             Some(out) => {
-                if out.join("config.toml").exists() {
+                let saved = std::fs::read_dir(out.join("checkpoints")).is_ok_and(|mut d| d.next().is_some());
+                if saved || out.join("config.toml").exists() {
                     bail!("{} holds a run already: go on with --resume, or choose another --out", out.display());
                 }
                 out
@@ -59,65 +82,79 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
         };
         (out, config)
     };
-    let options = Options { out, resume: a.resume, ..Options::default() };
-    stop_on_signals(&options)?;
+    let options = Options { out, start, ..Options::default() };
+    let signal = Signal::catch(&options.stop, &options.preparing)?;
     let recipe = recipe::find(config.text("recipe"))?;
-    recipe.make_ready(&config, &device, &options.stop)?;
+    match recipe.make_ready(&config, &device, &options.stop) {
+        Err(e) if options.stop.load(Ordering::SeqCst) => {
+            warn!("{e}");
+            return Ok(signal.code());
+        }
+        made => made?,
+    }
     // What is made ready cleans up after itself; what follows leaves nothing until the first step. A signal that came too late for the one
     // is seen here, or sees the flag.
     options.preparing.store(true, Ordering::SeqCst);
     if options.stop.load(Ordering::SeqCst) {
-        end_before_the_first_step();
+        signal.end_before_the_first_step();
     }
     let mut task = recipe.task(&config)?;
-    train(&mut *task, &config, &device, &options)?;
-    Ok(ExitCode::SUCCESS)
+    let ended = train(&mut *task, &config, &device, &options)?;
+    Ok(if ended.interrupted { signal.code() } else { ExitCode::SUCCESS })
 }
 
-/// The first signal sets `stop`, and ends the process where there is nothing to save yet; another one ends it at once. Those that come
-/// together are one: some programs signal a process and then its group.
-fn stop_on_signals(options: &Options) -> Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM])?;
-    let (stop, preparing) = (options.stop.clone(), options.preparing.clone());
-    std::thread::spawn(move || {
-        let mut first: Option<Instant> = None;
-        for _ in signals.forever() {
-            stop.store(true, Ordering::SeqCst);
-            if preparing.load(Ordering::SeqCst) {
-                end_before_the_first_step();
-            }
-            if first.get_or_insert_with(Instant::now).elapsed() > Duration::from_secs(1) {
-                std::process::exit(130);
-            }
-        }
-    });
-    Ok(())
-}
-
-fn end_before_the_first_step() -> ! {
-    // Below the bar of what is being made, where there is one.
-    let bar = if std::io::stderr().is_terminal() { "\n" } else { "" };
-    let _ = writeln!(std::io::stderr(), "{bar}stopped before the first step: nothing is lost");
-    std::process::exit(130);
-}
-
-/// A run's own settings: its config file over the preset that it names, or the newest checkpoint's. None where it has neither, because it
-/// was killed before it wrote them.
-fn own_config(out: &Path) -> Result<Option<Config>> {
-    let path = out.join("config.toml");
-    if path.exists() {
-        let [Some(recipe), Some(preset)] = named_in(&read_file(&path)?, &path)? else {
-            bail!(
-                "{} names no recipe and preset: it is not a run's config any more; restore it, or remove it to take the newest checkpoint's",
-                path.display()
-            );
-        };
-        let mut config = recipe::preset(recipe::find(&recipe)?, Some(&preset))?;
-        config.overlay_run(&path)?;
-        return Ok(Some(config));
+/// The folder of the run that a checkpoint lies in.
+fn run_of(checkpoint: &Path) -> Result<PathBuf> {
+    let path = std::path::absolute(checkpoint)?;
+    match path.parent().filter(|p| p.ends_with("checkpoints")).and_then(Path::parent) {
+        Some(run) => Ok(run.into()),
+        None => bail!("{} does not lie in a run's folder of checkpoints: name the run's folder with --out", checkpoint.display()),
     }
-    let (found, _) = ::train::checkpoint::newest(&out.join("checkpoints"))?;
+}
+
+/// A run's own settings: its config file over the preset that it names; where that is not there or was cut, those of the checkpoint that it goes
+/// on from. None where it has neither, because it was killed before it wrote them.
+fn own_config(out: &Path, start: &Start, named: bool) -> Result<Option<Config>> {
+    let path = out.join("config.toml");
+    let cut = match run_file(&path) {
+        Ok(Some(config)) => return Ok(Some(config)),
+        Ok(None) => None,
+        // What ends as kiln ends it was changed by hand.
+        Err(e) if std::fs::read_to_string(&path).is_ok_and(|text| text.ends_with(END)) => return Err(e),
+        Err(e) => Some(e),
+    };
+    let found = match start {
+        Start::Newest => resumable(&out.join("checkpoints"))?.0,
+        Start::From(path) => Some(checkpoint::open(path)?),
+        Start::New | Start::Over => None,
+    };
+    match (&cut, &found) {
+        (Some(e), Some(found)) => warn!("{e:#}: the file is not whole, so the settings are those of {}", found.path.display()),
+        (Some(e), None) if named => warn!("{e:#}: the file is not whole, so the settings are those of the command line"),
+        (Some(e), None) => {
+            bail!(
+                "{e:#}: the file is not whole, and there is no checkpoint to take the settings from (name the recipe and its settings again)"
+            )
+        }
+        (None, _) => {}
+    }
     found.map(|f| Ok(Config::from_json(&f.meta["config"])?)).transpose()
+}
+
+/// The settings in a run's config.toml, where there is one.
+fn run_file(path: &Path) -> Result<Option<Config>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let [Some(recipe), Some(preset)] = named_in(&read_file(path)?, path)? else {
+        bail!(
+            "{} names no recipe and preset: it is not a run's config any more; restore it, or remove it to take the newest checkpoint's",
+            path.display()
+        );
+    };
+    let mut config = recipe::preset(recipe::find(&recipe)?, Some(&preset))?;
+    config.overlay_run(path)?;
+    Ok(Some(config))
 }
 
 /// runs/NAME, or the first of runs/NAME-2, ... that is not there.

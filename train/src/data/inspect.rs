@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::prepare::folder_of;
 use super::{DataError, Dataset, Shard, ShardSet, Split, Tokenizer};
+use crate::files::folder_of;
 
 #[derive(Debug, Clone, Serialize)]
 pub struct ShardInfo {

@@ -1,11 +1,12 @@
 //! Text files, JSONL or generated text -> a folder of token shards; and a look at such a folder.
 
-use std::fs::File;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
+
+use crate::files::{self, Staged};
 
 use super::{DataError, Dataset, Grammar, ShardWriter, Split, SplitInfo, Tokenizer, hash, jsonl, uniform};
 
@@ -53,7 +54,7 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
     let mut sink = Sink {
         eos: tokenizer.eos().filter(|_| !generated),
         tokenizer: &tokenizer,
-        splits: Split::ALL.map(|split| SplitWriter::new(&folder.temporary, split, options.shard_tokens)),
+        splits: Split::ALL.map(|split| SplitWriter::new(folder.staged.dir(), split, options.shard_tokens)),
         val_share: options.val_share,
         documents: 0,
         text_bytes: 0,
@@ -81,7 +82,7 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
     let mut spec = "byte".to_string();
     if let Tokenizer::Json { path, .. } = &tokenizer {
         spec = "tokenizer.json".into();
-        let copy = folder.temporary.join(&spec);
+        let copy = folder.staged.dir().join(&spec);
         std::fs::copy(path, &copy).map_err(DataError::io("write", &copy))?;
     }
     let dataset = Dataset {
@@ -113,10 +114,10 @@ fn check(options: &PrepareOptions, tokenizer: &Tokenizer) -> Result<(), DataErro
     }
 }
 
-/// The folder is written as `OUT.tmp-PID` and renamed at the end; dropped before that, it is removed.
+/// The folder to make, written beside.
 struct Folder {
     out: PathBuf,
-    temporary: PathBuf,
+    staged: Staged,
 }
 
 impl Folder {
@@ -138,56 +139,16 @@ impl Folder {
                 return Err(refuse("it holds a data set already (name a new folder, or replace it with --force)"));
             }
         }
-        let temporary = beside(out, "tmp");
-        // A process of the same number may have been killed here.
-        let _ = std::fs::remove_dir_all(&temporary);
-        std::fs::create_dir_all(&temporary).map_err(DataError::io("create", &temporary))?;
-        Ok(Folder { out: out.to_owned(), temporary })
+        let staged = Staged::new(out).map_err(DataError::io("create", out))?;
+        Ok(Folder { out: out.to_owned(), staged })
     }
 
     fn finish(self, dataset: &Dataset) -> Result<(), DataError> {
-        let path = self.temporary.join(Dataset::FILE);
+        let path = self.staged.dir().join(Dataset::FILE);
         let text = serde_json::to_string_pretty(dataset).map_err(|e| DataError::Dataset { path: path.clone(), reason: e.to_string() })?;
-        File::create(&path)
-            .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
-            .map_err(DataError::io("write", &path))?;
-        let old = beside(&self.out, "old");
-        let replace = self.out.exists();
-        if replace {
-            std::fs::rename(&self.out, &old).map_err(DataError::io("rename", &self.out))?;
-        }
-        if let Err(error) = std::fs::rename(&self.temporary, &self.out) {
-            if replace {
-                let _ = std::fs::rename(&old, &self.out);
-            }
-            return Err(DataError::io("rename", &self.temporary)(error));
-        }
-        if replace {
-            std::fs::remove_dir_all(&old).map_err(DataError::io("remove", &old))?;
-        }
-        // Best effort: not every file system can sync a folder.
-        if let Ok(parent) = File::open(folder_of(&self.out)) {
-            let _ = parent.sync_all();
-        }
-        Ok(())
+        files::write_new(&path, text.as_bytes()).map_err(DataError::io("write", &path))?;
+        self.staged.replace().map_err(DataError::io("rename a folder to", &self.out))
     }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.temporary);
-    }
-}
-
-/// The folder that holds `path`: "." for a bare name.
-pub(super) fn folder_of(path: &Path) -> &Path {
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    parent.unwrap_or(Path::new("."))
-}
-
-fn beside(out: &Path, what: &str) -> PathBuf {
-    let name = out.file_name().unwrap_or_default().to_string_lossy();
-    out.with_file_name(format!("{name}.{what}-{}", std::process::id()))
 }
 
 /// The shards of one split.

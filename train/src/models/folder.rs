@@ -11,7 +11,6 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 use xxhash_rust::xxh3::Xxh3;
 
 const CONFIG: &str = "config.json";
@@ -285,84 +284,5 @@ impl Shape {
 }
 
 pub(super) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
-    fs::write(path, format!("{value:#}\n")).map_err(ModelError::io("write", path))
-}
-
-/// A hidden folder in which nothing was written for so long was left by a process that is gone.
-const LEFT: Duration = Duration::from_secs(3600);
-
-/// A folder that appears under its name whole or not at all.
-pub struct Staged {
-    path: PathBuf,
-    dir: PathBuf,
-    done: bool,
-}
-
-impl Staged {
-    pub fn new(path: &Path) -> Result<Staged, ModelError> {
-        if path.exists() {
-            return Err(ModelError::bad(path, "is there already: name a folder that is not"));
-        }
-        let Some(name) = path.file_name() else { return Err(ModelError::bad(path, "is no name for a folder")) };
-        let hidden = format!(".{}.tmp-", name.to_string_lossy());
-        // What a killed process left; on a disk that others write to as well, their processes are not seen here.
-        let old = |e: &fs::DirEntry| e.metadata().and_then(|m| m.modified()).is_ok_and(|t| t.elapsed().is_ok_and(|age| age > LEFT));
-        let beside = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        for entry in fs::read_dir(beside).into_iter().flatten().flatten() {
-            let left = entry.file_name().to_str().and_then(|n| n.strip_prefix(&hidden)?.parse().ok());
-            if left.is_some_and(checkpoint::stale) && old(&entry) {
-                let _ = fs::remove_dir_all(entry.path());
-            }
-        }
-        let dir = path.with_file_name(format!("{hidden}{}", std::process::id()));
-        fs::create_dir_all(&dir).map_err(ModelError::io("create", &dir))?;
-        Ok(Staged { path: path.to_path_buf(), dir, done: false })
-    }
-
-    /// Where to write.
-    pub fn dir(&self) -> &Path {
-        &self.dir
-    }
-
-    pub fn finish(mut self) -> Result<(), ModelError> {
-        fs::rename(&self.dir, &self.path).map_err(ModelError::io("rename a folder to", &self.path))?;
-        self.done = true;
-        Ok(())
-    }
-}
-
-impl Drop for Staged {
-    fn drop(&mut self) {
-        if !self.done {
-            // Best effort: the error that matters is on its way.
-            let _ = fs::remove_dir_all(&self.dir);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_a_killed_process_left_is_taken_away() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        let dead = u32::MAX; // no process has this number
-        let before = std::time::SystemTime::now() - 2 * LEFT;
-        for name in [format!(".m.tmp-{dead}"), format!(".other.tmp-{dead}"), ".m.tmp-1".into(), ".m.tmp-x".into()] {
-            fs::create_dir(at(&name)).unwrap();
-            fs::File::open(at(&name)).unwrap().set_modified(before).unwrap();
-        }
-        fs::create_dir(at(&format!(".m.tmp-{}", dead - 1))).unwrap(); // perhaps another machine's
-        let staged = Staged::new(&at("m")).unwrap();
-        fs::write(staged.dir().join("file"), "whole").unwrap();
-        staged.finish().unwrap();
-        let mut names: Vec<String> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        assert_eq!(
-            names,
-            [".m.tmp-1".to_string(), format!(".m.tmp-{}", dead - 1), ".m.tmp-x".into(), format!(".other.tmp-{dead}"), "m".into()]
-        );
-    }
+    crate::files::write_new(path, format!("{value:#}\n").as_bytes()).map_err(ModelError::io("write", path))
 }

@@ -15,12 +15,13 @@ mod peft;
 mod shape;
 
 pub use encoder::{Act, Encoder, EncoderFeeds, EncoderShape, Texts};
-pub use folder::{Folder, Staged, Weight, write_weights};
+pub use folder::{Folder, Weight, write_weights};
 pub use lora::{Lora, Target};
 pub use peft::{Adapter, write_adapter};
 pub use shape::{RopeScaling, Shape};
 
 use crate::checkpoint::CheckpointError;
+use crate::files::Staged;
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, thiserror::Error)]
@@ -36,7 +37,7 @@ pub enum ModelError {
 }
 
 impl ModelError {
-    fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> ModelError {
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> ModelError {
         let path = path.to_path_buf();
         move |cause| ModelError::Io { action, path, cause }
     }
@@ -44,6 +45,14 @@ impl ModelError {
     fn bad(path: &Path, problem: impl Into<String>) -> ModelError {
         ModelError::Bad { path: path.to_path_buf(), problem: problem.into() }
     }
+}
+
+/// A folder to write, which must not be there yet.
+pub fn new_folder(path: &Path) -> Result<Staged, ModelError> {
+    if path.exists() {
+        return Err(ModelError::bad(path, "is there already: name a folder that is not"));
+    }
+    Staged::new(path).map_err(ModelError::io("create", path))
 }
 
 /// A JSON file whose value is a table.

@@ -3,6 +3,7 @@
 mod cli;
 mod common;
 mod encoder;
+mod faults;
 mod golden;
 mod hrm;
 mod images;
@@ -16,4 +17,5 @@ mod policy;
 mod polychromic;
 mod puzzles;
 mod replies;
+mod speed;
 mod vision;

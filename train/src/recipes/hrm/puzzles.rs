@@ -118,7 +118,7 @@ impl Puzzles {
             let (train, test) = (open(&path.join("train.csv"))?, open(&path.join("test.csv"))?);
             match train.shared(&test) {
                 0 => {}
-                n => eprintln!("{}: {n} puzzles of test.csv have a solution, up to symmetry, that train.csv has too", path.display()),
+                n => crate::warn!("{}: {n} puzzles of test.csv have a solution, up to symmetry, that train.csv has too", path.display()),
             }
             (train, test, 0)
         } else {

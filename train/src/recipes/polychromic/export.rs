@@ -3,7 +3,7 @@
 use super::{Adapted, PolychromicConfig};
 use crate::checkpoint::{Checkpoint, Loaded};
 use crate::config::Config;
-use crate::models::{Lora, ModelError, Staged, Target, Weight, write_adapter, write_weights};
+use crate::models::{Lora, ModelError, Target, Weight, new_folder, write_adapter, write_weights};
 use crate::recipe::TrainError;
 use engine::cpu::converted;
 use engine::passes::Target as Machine;
@@ -33,7 +33,7 @@ pub fn export(found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainEr
         )));
     }
     let trained = Trained { file: found.file("model.safetensors")?, path: &found.path };
-    let staged = Staged::new(out)?;
+    let staged = new_folder(out)?;
     if merge {
         write_weights(staged.dir(), &merged(&model, &config, &trained)?, MOST)?;
         match &model.folder {
@@ -45,7 +45,7 @@ pub fn export(found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainEr
         let base = model.folder.as_ref().map_or(String::new(), |f| f.path.display().to_string());
         write_adapter(staged.dir(), &model.lora, &model.shape, &base, tensors.collect::<Result<_, _>>()?)?;
     }
-    Ok(staged.finish()?)
+    Ok(staged.finish().map_err(ModelError::io("rename a folder to", out))?)
 }
 
 /// A checkpoint's own weights.

@@ -149,7 +149,7 @@ impl Policy {
                 let t = encoder.texts(&texts, Some(self.encoder_time(encoder)))?;
                 if t.cut > 0 {
                     let (cut, all, time) = (t.cut, texts.len(), t.time);
-                    self.cut.call_once(|| eprintln!("{cut} of {all} replies have more than {time} tokens of the encoder's: their ends do not count as different (said once)"));
+                    self.cut.call_once(|| crate::warn!("{cut} of {all} replies have more than {time} tokens of the encoder's: their ends do not count as different (said once)"));
                 }
                 let feeds =
                     [("encoder_ids", Data::I32(&t.ids)), ("encoder_until", Data::I32(&t.until)), ("encoder_share", Data::F32(&t.share))];

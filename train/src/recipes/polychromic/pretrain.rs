@@ -4,7 +4,8 @@ use super::{Base, Decoder, Places, PolychromicConfig};
 use crate::config::TrainConfig;
 use crate::data::replies::{Questions, Quiz, Template, TooLong};
 use crate::data::{Source, Split};
-use crate::models::{ModelError, Shape, Staged, Weight, write_weights};
+use crate::files;
+use crate::models::{ModelError, Shape, Weight, new_folder, write_weights};
 use crate::optim::schedule::rate;
 use crate::recipe::{Feeds, Model, Session, Supervised, Task, TrainError};
 use crate::report::human_time;
@@ -106,12 +107,15 @@ pub fn make(c: &PolychromicConfig, device: &Device, stop: &AtomicBool) -> Result
     }
     let (started, train) = (Instant::now(), settings(c.pretrain));
     say!("no model.base: training one on generated questions first, {} steps (once: it is kept in {})", train.steps, path.display());
-    let staged = Staged::new(&path)?;
+    let staged = new_folder(&path)?;
     let mut task = Supervised::new(Pretrained::new(c)?, train.clone(), SEED);
-    let mut s = Session::new(device, &Switches::default(), SEED);
-    for (name, graph) in task.graphs() {
-        s.load(name, graph)?;
-    }
+    let mut s = crate::run::load_with(&task, &Switches::default(), SEED, device).map_err(|e| match e {
+        TrainError::Memory { needs, free, .. } => TrainError::Other(format!(
+            "training a base first (model.base is empty, model.pretrain = {}) needs {needs} of memory, and {free} are free: lower model.seq or the model's sizes, or name a model's folder with model.base",
+            train.steps
+        )),
+        e => e,
+    })?;
     task.begin(0)?;
     for step in 0..train.steps {
         if stop.load(Ordering::Relaxed) {
@@ -135,7 +139,7 @@ pub fn make(c: &PolychromicConfig, device: &Device, stop: &AtomicBool) -> Result
     match staged.finish() {
         // Another process was quicker.
         Err(_) if path.exists() => {}
-        other => other?,
+        other => other.map_err(ModelError::io("rename a folder to", &path))?,
     }
     say!("base trained in {}, validation loss {loss:.4}", human_time(started.elapsed()));
     Ok(())
@@ -162,7 +166,7 @@ fn write(dir: &Path, model: &Pretrained, s: &Session) -> Result<(), TrainError> 
     });
     for (name, text) in [("tokenizer.json", Quiz::get().tokenizer_json()), ("tokenizer_config.json", format!("{config:#}\n"))] {
         let path = dir.join(name);
-        std::fs::write(&path, text).map_err(|cause| ModelError::Io { action: "write", path, cause })?;
+        files::write_new(&path, text.as_bytes()).map_err(ModelError::io("write", &path))?;
     }
     Ok(())
 }

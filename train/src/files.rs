@@ -1,0 +1,232 @@
+//! Files and folders that are there whole or not at all, whatever ends the process or the machine: written beside under the name
+//! `.NAME.tmp-PID`, fsynced, renamed, and the folder fsynced. What a killed process leaves under such a name is removed by the next that writes there.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+/// Writes a small file.
+pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    // A device or a link is written to as it is: renaming would replace it.
+    if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
+        return fs::write(path, bytes);
+    }
+    let beside = beside(path)?;
+    let written = write_new(&beside, bytes).and_then(|()| fs::rename(&beside, path));
+    if let Err(e) = written {
+        // Best effort: the error that matters is the first.
+        let _ = fs::remove_file(&beside);
+        return Err(e);
+    }
+    sync_folder(folder_of(path))
+}
+
+/// A file that is not there yet, in a folder that nobody reads yet; it is on the disk when this returns.
+pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create_new(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+/// Makes the names in a folder durable; a file's own fsync does not.
+pub fn sync_folder(dir: &Path) -> io::Result<()> {
+    match File::open(dir)?.sync_all() {
+        // Some file systems cannot, and do not need it.
+        Err(e) if matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Ok(()),
+        other => other,
+    }
+}
+
+/// The folder that holds `path`: "." for a bare name.
+pub fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// The temporary name of `path`, free to be used.
+fn beside(path: &Path) -> io::Result<PathBuf> {
+    let name = path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "it has no name of its own"))?;
+    let name = name.to_string_lossy();
+    sweep(folder_of(path), Some(&name), LEFT);
+    let beside = path.with_file_name(format!(".{name}.tmp-{}", std::process::id()));
+    // A process of the same number may have been killed here.
+    remove(&beside)?;
+    Ok(beside)
+}
+
+/// A file, a folder, or nothing.
+pub fn remove(path: &Path) -> io::Result<()> {
+    let removed = match path.symlink_metadata() {
+        Ok(m) if m.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(e) => Err(e),
+    };
+    removed.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) })
+}
+
+/// What nobody has written to for so long was left behind. Folders may be shared with other machines, whose processes are not seen here.
+pub const LEFT: Duration = Duration::from_secs(3600);
+
+/// Whether the process that named something after itself is gone, or is this one.
+pub fn stale(pid: u32) -> bool {
+    pid == std::process::id() || !Path::new(&format!("/proc/{pid}")).exists()
+}
+
+/// The process that made a temporary name, and what for: `.NAME.tmp-PID`.
+fn made_by(name: &str) -> Option<(&str, u32)> {
+    let (of, pid) = name.rsplit_once(".tmp-")?;
+    Some((of.strip_prefix('.').unwrap_or(of), pid.split('-').next()?.parse().ok()?))
+}
+
+/// Removes what killed processes left in a folder (of one name, or of any) and have not written to for `idle`. Best effort.
+pub fn sweep(dir: &Path, of: Option<&str>, idle: Duration) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let left = name.to_str().and_then(made_by).is_some_and(|(what, pid)| of.is_none_or(|of| of == what) && stale(pid));
+        if left && is_idle(&entry.path(), idle) {
+            let _ = remove(&entry.path());
+        }
+    }
+}
+
+/// Of a folder, what lies in it counts too.
+fn is_idle(path: &Path, idle: Duration) -> bool {
+    let own = path.symlink_metadata().and_then(|m| m.modified()).ok();
+    let inside = fs::read_dir(path).into_iter().flatten().flatten().filter_map(|e| e.metadata().ok()?.modified().ok());
+    let last = own.into_iter().chain(inside).max();
+    last.is_some_and(|last| SystemTime::now().duration_since(last).is_ok_and(|age| age >= idle))
+}
+
+/// A folder of files, written beside.
+pub struct Staged {
+    path: PathBuf,
+    dir: PathBuf,
+    done: bool,
+}
+
+impl Staged {
+    pub fn new(path: &Path) -> io::Result<Staged> {
+        let dir = beside(path)?;
+        fs::create_dir_all(&dir)?;
+        Ok(Staged { path: path.to_path_buf(), dir, done: false })
+    }
+
+    /// Where to write.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The folder gets its name; one that is there already, and not empty, is an error.
+    pub fn finish(self) -> io::Result<()> {
+        self.move_in(|dir, path| fs::rename(dir, path))
+    }
+
+    /// The folder takes the place of one that may be there.
+    pub fn replace(self) -> io::Result<()> {
+        self.move_in(|dir, path| {
+            if !path.exists() {
+                return fs::rename(dir, path);
+            }
+            use rustix::fs::{CWD, RenameFlags, renameat_with};
+            // At no moment is there none; what was there is then in `dir`. Not every file system can exchange names.
+            if renameat_with(CWD, dir, CWD, path, RenameFlags::EXCHANGE).is_err() {
+                let old = dir.with_extension(format!("old-{}", std::process::id()));
+                fs::rename(path, &old)?;
+                fs::rename(dir, path).inspect_err(|_| drop(fs::rename(&old, path)))?;
+                fs::rename(&old, dir)?;
+            }
+            // Left under its temporary name where it cannot be removed.
+            let _ = remove(dir);
+            Ok(())
+        })
+    }
+
+    fn move_in(mut self, rename: impl FnOnce(&Path, &Path) -> io::Result<()>) -> io::Result<()> {
+        for entry in fs::read_dir(&self.dir)? {
+            File::open(entry?.path())?.sync_all()?;
+        }
+        sync_folder(&self.dir)?;
+        rename(&self.dir, &self.path)?;
+        self.done = true;
+        sync_folder(folder_of(&self.path))
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        if !self.done {
+            // Best effort: the error that matters is on its way.
+            let _ = fs::remove_dir_all(&self.dir);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<String> = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_is_replaced_and_nothing_is_left_beside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        // What a killed process of the same number left.
+        fs::write(dir.path().join(format!(".file.tmp-{}", std::process::id())), "half").unwrap();
+        for text in ["one", "two"] {
+            write(&path, text.as_bytes()).unwrap();
+            assert_eq!((fs::read_to_string(&path).unwrap().as_str(), names(dir.path())), (text, vec!["file".to_string()]));
+        }
+        assert!(write(&path.join("below"), b"").is_err() && write(Path::new("/"), b"").is_err());
+        assert!(write_new(&path, b"").is_err(), "it is there already");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "two");
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_taken_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let dead = u32::MAX; // no process has this number
+        let before = SystemTime::now() - 2 * LEFT;
+        for name in [format!(".m.tmp-{dead}"), format!(".other.tmp-{dead}"), ".m.tmp-1".into(), ".m.tmp-x".into()] {
+            fs::create_dir(at(&name)).unwrap();
+            File::open(at(&name)).unwrap().set_modified(before).unwrap();
+        }
+        fs::create_dir(at(&format!(".m.tmp-{}", dead - 1))).unwrap(); // perhaps another machine's
+        let busy = at(&format!(".m.tmp-{}", dead - 2)); // old itself, but with a file that is being written
+        fs::create_dir(&busy).unwrap();
+        fs::write(busy.join("file"), "").unwrap();
+        File::open(&busy).unwrap().set_modified(before).unwrap();
+        let staged = Staged::new(&at("m")).unwrap();
+        write_new(&staged.dir().join("file"), b"whole").unwrap();
+        staged.finish().unwrap();
+        let left = [".m.tmp-1".to_string(), format!(".m.tmp-{}", dead - 2), format!(".m.tmp-{}", dead - 1), ".m.tmp-x".into()];
+        assert_eq!(names(dir.path()), [&left[..], &[format!(".other.tmp-{dead}"), "m".into()]].concat());
+        sweep(dir.path(), None, Duration::ZERO);
+        assert_eq!(names(dir.path()), [".m.tmp-1", ".m.tmp-x", "m"]);
+    }
+
+    #[test]
+    fn a_folder_appears_or_is_replaced_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m");
+        let staged = |text: &[u8]| {
+            let staged = Staged::new(&path).unwrap();
+            write_new(&staged.dir().join("file"), text).unwrap();
+            staged
+        };
+        let text = || fs::read_to_string(path.join("file")).unwrap();
+        drop(staged(b"given up"));
+        assert!(names(dir.path()).is_empty());
+        staged(b"one").finish().unwrap();
+        assert_eq!(text(), "one");
+        assert!(staged(b"two").finish().is_err(), "it is there already");
+        assert_eq!((text().as_str(), names(dir.path())), ("one", vec!["m".to_string()]));
+        staged(b"three").replace().unwrap();
+        assert_eq!((text().as_str(), names(dir.path())), ("three", vec!["m".to_string()]));
+    }
+}

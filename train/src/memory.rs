@@ -1,0 +1,135 @@
+//! How much memory may be taken: what the GPU has free; or what Linux could give without swapping, and the control groups around this process (a
+//! container's, a Slurm job's) still allow.
+
+use engine::Device;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// None where it is not known.
+pub fn available(device: &Device) -> Option<u64> {
+    if let Device::Cuda(cuda, _) = device {
+        return Some(cuda.memory().1 as u64);
+    }
+    let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| of_machine(&text));
+    let groups = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| of_groups(&text, Path::new("/sys/fs/cgroup")));
+    machine.into_iter().chain(groups).min()
+}
+
+/// From the text of /proc/meminfo.
+fn of_machine(meminfo: &str) -> Option<u64> {
+    let kib: u64 = meminfo.lines().find(|l| l.starts_with("MemAvailable:"))?.split_whitespace().nth(1)?.parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// Names of the files of a version: the limit, what is used, and in `memory.stat` the files' pages among that, which are given back when memory is short.
+struct Version {
+    limit: &'static str,
+    used: &'static str,
+    cached: [&'static str; 2],
+}
+
+const V1: Version =
+    Version { limit: "memory.limit_in_bytes", used: "memory.usage_in_bytes", cached: ["total_inactive_file", "total_active_file"] };
+const V2: Version = Version { limit: "memory.max", used: "memory.current", cached: ["inactive_file", "active_file"] };
+
+/// From the text of /proc/self/cgroup and the folder where control groups are mounted: the least that any of the groups around this process has
+/// left. Version 1 has a line and a folder for each controller, version 2 one for all.
+fn of_groups(cgroup: &str, mounted: &Path) -> Option<u64> {
+    let mut least = None;
+    for line in cgroup.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+        let (version, roots) = match controllers {
+            "" => (V2, vec![mounted.to_path_buf(), mounted.join("unified")]),
+            some if some.split(',').any(|c| c == "memory") => (V1, vec![mounted.join("memory"), mounted.join(some)]),
+            _ => continue,
+        };
+        for root in roots {
+            // Inside a container the path may be the host's, and the container's own group is the mounted folder itself.
+            let below = Path::new(path.trim_start_matches('/'));
+            let groups = below.ancestors().map(|group| root.join(group));
+            least = least.into_iter().chain(groups.filter_map(|group| left(&group, &version))).min();
+        }
+    }
+    least
+}
+
+/// What a group may still take; none where it has no limit.
+fn left(group: &Path, v: &Version) -> Option<u64> {
+    let number = |file: &str| -> Option<u64> { read(group.join(file))?.trim().parse().ok() };
+    // "max" is no number. Version 1 writes a number near 2^63 instead, which is more than any machine has.
+    let (limit, used) = (number(v.limit)?, number(v.used)?);
+    let stat = read(group.join("memory.stat")).unwrap_or_default();
+    let of_stat = |name: &&str| -> u64 {
+        let line = stat.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(' '));
+        line.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
+    };
+    let cached: u64 = v.cached.iter().map(of_stat).fold(0, u64::saturating_add);
+    Some(limit.saturating_sub(used.saturating_sub(cached)))
+}
+
+fn read(path: PathBuf) -> Option<String> {
+    fs::read_to_string(path).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A tree of control groups: folders, and what their files say.
+    fn tree(groups: &[(&str, &[(&str, &str)])]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for (group, files) in groups {
+            fs::create_dir_all(dir.path().join(group)).unwrap();
+            for (name, text) in *files {
+                fs::write(dir.path().join(group).join(name), text).unwrap();
+            }
+        }
+        dir
+    }
+
+    #[test]
+    fn the_machine_says_what_it_could_give() {
+        assert_eq!(of_machine("MemTotal:  100 kB\nMemFree:  10 kB\nMemAvailable:   70 kB\n"), Some(70 * 1024));
+        for bad in ["", "MemAvailable:", "MemAvailable: many kB", "MemAvailable: 18446744073709551615 kB"] {
+            assert_eq!(of_machine(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_tightest_group_of_version_2_counts() {
+        let dir = tree(&[
+            ("", &[("memory.stat", "")]),
+            (
+                "job",
+                &[
+                    ("memory.max", "1000\n"),
+                    ("memory.current", "900\n"),
+                    ("memory.stat", "anon 1\nfile 999\ninactive_file 200\nactive_file 50\n"),
+                ],
+            ),
+            ("job/step", &[("memory.max", "max\n"), ("memory.current", "10\n")]),
+            ("job/step/task", &[("memory.max", "5000\n"), ("memory.current", "100\n")]),
+        ]);
+        let of = |text: &str| of_groups(text, dir.path());
+        assert_eq!(of("0::/job/step/task\n"), Some(350), "1000 less 900, of which 250 are files' pages");
+        assert_eq!(of("0::/job/step\n"), Some(350));
+        assert_eq!(of("0::/elsewhere\n"), None);
+        assert_eq!(of("garbage\n0:cpu\n"), None);
+    }
+
+    #[test]
+    fn version_1_has_a_folder_for_each_controller() {
+        let files = |limit, used| {
+            [("memory.limit_in_bytes", limit), ("memory.usage_in_bytes", used), ("memory.stat", "cache 7\ntotal_inactive_file 30\n")]
+        };
+        let dir = tree(&[("memory/docker/one", &files("1000", "400")), ("memory/docker", &files("9223372036854771712", "800"))]);
+        let of = |text: &str| of_groups(text, dir.path());
+        assert_eq!(of("5:cpu,cpuacct:/docker/one\n4:memory:/docker/one\n0::/docker/one\n"), Some(630));
+        assert_eq!(of("4:memory:/docker\n"), Some(9223372036854771712 - 770));
+        assert_eq!(of("5:cpu:/docker/one\n"), None);
+        // Seen from inside: the path is the host's, the group is what is mounted.
+        let inside = tree(&[("memory", &files("500", "600"))]);
+        assert_eq!(of_groups("4:memory:/docker/one\n", inside.path()), Some(0), "more used than allowed is nothing left");
+    }
+}
