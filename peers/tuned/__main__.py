@@ -9,7 +9,7 @@ input merged; cached RoPE; the loss head in chunks with its gradients made in th
 atomics; clipping inside fused AdamW; SDPA with cuDNN first; and what a recipe allows beside that (its function says so). What is computed stays the same.
 compile: torch.compile.  graphs: the whole step (forward, backward, clip, AdamW) captured as ONE CUDA graph besides.  autotune: the same, max-autotune.
 peak_gib counts what the capture allocates. Options are part of a mode (`graphs+CONV=cudnn`) or environment variables:
-TUNED_CONV=matmul|cudnn  TUNED_BLOCKS=each|whole  TUNED_EXTEND=1|0  TUNED_FIELD=sines|steps  TUNED_CHUNK=rows  TUNED_SDPA=cudnn|flash
+TUNED_CONV=matmul|cudnn  TUNED_EXTEND=1|0  TUNED_FIELD=sines|steps  TUNED_CHUNK=rows  TUNED_SDPA=cudnn|flash
 """
 import time
 STARTED = time.time()

@@ -4,6 +4,7 @@ mod cli;
 mod common;
 mod encoder;
 mod faults;
+mod figures;
 mod golden;
 mod hrm;
 mod images;
