@@ -1,7 +1,7 @@
 """One row (a recipe in one mode) in a process of its own: set up once, then timed whenever asked.
 
 `run` answers the command lines of bench.py and tuned. A child prints a JSON line when it is set up (`setup_s` counts from the start of its process to
-the end of its first step) and one for each line that it reads: the median over steps with CUDA events, after warm-up. compare.py talks to such children
+the end of its first step) and one for each line that it reads: for `time` the median over steps with CUDA events, after warm-up. compare.py talks to such children
 itself, so that all sides are compiled once and then timed alternately.
 """
 import argparse, json, os, statistics, subprocess, sys, threading, time
@@ -31,10 +31,10 @@ class Row:
         limit.cancel()
         return found
 
-    def time(self):
-        """A timing, or why there is none."""
+    def ask(self, what):
+        """For `time` a timing, for `attention` the kernels that a step launches; or why there is none."""
         try:
-            self.process.stdin.write("time\n")
+            self.process.stdin.write(what + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             pass
@@ -71,15 +71,16 @@ def child(recipe, mode, build, started, counts):
     if finish:
         parts = [(finish(), 1)]
     warmup, repeat = counts(recipe)
-    ready["attention"] = attention(step)
     for _ in range(warmup):
         step()
     torch.cuda.synchronize()
     if not finish:   # a capture's own pool stays counted
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     print(json.dumps(ready), flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if line.strip() == "attention":
+            print(json.dumps(dict(attention=attention(step))), flush=True)
+            continue
         ms = 0.0
         for part, often in parts:
             times = []
@@ -110,7 +111,7 @@ def run(program, recipes, modes, build, started, counts=lambda recipe: (5, 20), 
         for mode in a.modes.split(","):   # a fresh process for every row: no compiled code, patched function or memory carries over
             row = Row(program, recipe, mode)
             found = row.answer()
-            rows.append(found if "error" in found else row.time())
+            rows.append(found if "error" in found else dict(row.ask("time"), attention=row.ask("attention").get("attention")))
             row.end()
             print(json.dumps(rows[-1]), flush=True)
     if a.json:
