@@ -141,13 +141,20 @@ impl Session {
 
     /// Takes every parameter from a file; names and shapes must agree exactly.
     pub fn load_params(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
-        let params: Vec<(String, engine::Meta)> =
-            self.store.iter().filter(|(_, t)| t.role == Role::Param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
-        if let Some(extra) = file.names().iter().find(|n| !params.iter().any(|p| p.0 == **n)) {
+        let has = |name: &str| self.store.get(name).is_some_and(|t| t.role == Role::Param);
+        if let Some(extra) = file.names().iter().find(|n| !has(n)) {
             return Err(TrainError::Other(format!(
                 "{what} holds '{extra}', which this model does not have: it is of another model or config"
             )));
         }
+        self.load_used_params(file, what)
+    }
+
+    /// Takes every parameter that the loaded programs read. Of a checkpoint whose own config they are recorded from: it may hold more, which
+    /// training alone reads.
+    pub fn load_used_params(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
+        let params: Vec<(String, engine::Meta)> =
+            self.store.iter().filter(|(_, t)| t.role == Role::Param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
         for (name, meta) in params {
             self.take(file, &name, &meta, what)?;
         }

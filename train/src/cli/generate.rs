@@ -102,7 +102,7 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     let mut s = Session::new(&device, &config.switches()?, config.seed());
     // The programs name the parameters; then the checkpoint fills them.
     generator.begin(&mut s, 1)?;
-    s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
+    s.load_used_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
     out_part!("{}", a.prompt);
     std::io::stdout().flush()?;
     let mut show = Shown::default();

@@ -617,6 +617,18 @@ fn bad_golden_files_are_refused() {
     assert!(!path("out").exists());
 }
 
+/// What decides who enters a recursion is trained all the same, and generation has no use for it.
+#[test]
+fn a_model_whose_every_token_enters_every_recursion_writes_too() {
+    let dir = tempdir().unwrap();
+    for (name, capacity) in [("all", "--set edge_capacity=[1.0] --set middle_capacity=[1.0]"), ("edge", "--set edge_capacity=[1.0,1.0]")] {
+        let run = dir.path().join(name);
+        train(&run, &format!("--steps 2 {capacity}")).ok();
+        let said = kiln(["generate", &text(&run), "--prompt", "the ", "--max-tokens", "4", "--temperature", "0", "--threads", "1"]).ok();
+        assert!(said.out.starts_with("the ") && said.out.len() > 8, "{said:#?}");
+    }
+}
+
 #[test]
 fn a_prompt_is_continued() {
     let dir = tempdir().unwrap();
