@@ -370,7 +370,7 @@ pub trait Solver {
     fn unseen(&self, count: usize) -> Result<PuzzleSet, TrainError>;
     /// Loads what it needs for `batch` puzzles at a time.
     fn begin(&mut self, s: &mut Session, batch: usize) -> Result<(), TrainError>;
-    /// Of each of these puzzles [n, cells] the answer after every segment, until the model halts; or until the limit.
+    /// Of each of these puzzles [n, cells] the answer after every segment, until the model halts (see `Attempt::halts`); or until the limit.
     fn solve(&mut self, s: &mut Session, puzzles: &[u8], to_limit: bool) -> Result<Vec<Vec<Attempt>>, TrainError>;
 }
 
@@ -380,6 +380,14 @@ pub struct Attempt {
     pub answer: Vec<u8>,
     /// Above 0 the model thinks that it is right.
     pub halt: f32,
+}
+
+impl Attempt {
+    /// Whether the model is sure of the same answer for the second time in a row. Once is too early: what tells it learns from puzzles that
+    /// the model comes to know by heart, and takes its first answer to others for as good.
+    pub fn halts(&self, before: Option<&Attempt>) -> bool {
+        self.halt > 0.0 && before.is_some_and(|b| b.halt > 0.0 && b.answer == self.answer)
+    }
 }
 
 /// A model whose loss is differentiated: everything else about its training is the same for all. Feeds that it may use: `ids` and

@@ -15,7 +15,11 @@ use std::process::ExitCode;
   kiln eval runs/vision_bdh-tiny
   kiln eval runs/polychromic-tiny --prompts 500 --replies 8
   kiln eval runs/cifar --data data/other-pictures --picture other.png
-  kiln eval runs/hrm-tiny --data puzzles.csv")]
+  kiln eval runs/hrm-tiny --data puzzles.csv
+
+Of puzzles: exact is the share that is solved at the segment limit, exact_halted where the model halts by itself (sure of the same answer after
+two segments in a row), after `segments` of them on average; cell is the share of blank cells that are right at the limit, halting_accuracy how
+often the model is right about its answer being right.")]
 pub struct EvalArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint)
     checkpoint: PathBuf,

@@ -15,6 +15,8 @@ use std::process::ExitCode;
   kiln solve runs/hrm-tiny '1... ..2. .3.. ...4'
   kiln solve runs/sudoku hard.txt maze.txt --to-limit --json
 
+The model halts where it is sure of the same answer after two segments in a row (`halt` above 0 is sure), or at its segment limit.
+
 A puzzle is a text of its cells, row by row, or a file of that: a Sudoku's digits with . or 0 where it is blank; a maze's walls #, free cells .,
 start S and goal G. White space counts for nothing. An x marks what is wrong, where the puzzle has one solution.")]
 pub struct SolveArgs {
@@ -25,7 +27,7 @@ pub struct SolveArgs {
     /// How many of those
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000), conflicts_with = "puzzles")]
     count: u32,
-    /// Thinks on to the segment limit, though the model halts
+    /// Thinks on to the segment limit, though the model halts before it
     #[arg(long)]
     to_limit: bool,
     #[command(flatten)]
@@ -72,8 +74,9 @@ pub fn run(a: SolveArgs) -> Result<ExitCode> {
             out!();
         }
         out_part!("puzzle {} ({}):\n{}", i + 1, task.name(), task.marked(puzzle, puzzle));
-        let last = attempts.last().expect("at least one segment");
-        let (answer, halted) = (&last.answer, if last.halt > 0.0 { "where the model halts" } else { "the limit" });
+        let (last, before) = attempts.split_last().expect("at least one segment");
+        let halted = !a.to_limit && last.halts(before.last());
+        let (answer, halted) = (&last.answer, if halted { "where the model halts" } else { "the limit" });
         let verdict = match solution.as_ref().map(|right| wrong(answer, right)) {
             Some(0) => "right".into(),
             Some(1) => "1 cell is wrong".into(),

@@ -281,6 +281,22 @@ fn passes_change_nothing_much_and_bf16_learns_too() {
     assert!(on.iter().zip(&half).all(|(a, b)| (a - b).abs() < 0.1) && on != half, "{on:?} {half:?}");
 }
 
+#[test]
+fn being_sure_once_or_of_another_answer_is_not_enough_to_halt() {
+    let attempt = |cell: u8, halt: f32| recipe::Attempt { answer: vec![1, cell], halt };
+    let cases = [
+        (None, (2, 5.0), false),
+        (Some((2, -1.0)), (2, 5.0), false),
+        (Some((3, 5.0)), (2, 5.0), false),
+        (Some((2, 5.0)), (2, -1.0), false),
+        (Some((2, 0.1)), (2, 0.1), true),
+    ];
+    for (before, (cell, halt), halts) in cases {
+        let before = before.map(|(cell, halt)| attempt(cell, halt));
+        assert_eq!(attempt(cell, halt).halts(before.as_ref()), halts);
+    }
+}
+
 /// What evaluation says, counted from the answers one by one.
 #[test]
 fn every_puzzle_counts_once_and_padding_never() {
@@ -309,21 +325,26 @@ fn every_puzzle_counts_once_and_padding_never() {
     let until = solver.solve(&mut other, &set.inputs, false).unwrap();
     let right = |i: usize, answer: &[u8]| answer == set.item(i).1;
     let share = |n: usize, of: usize| n as f64 / of as f64;
-    let (mut cells, mut blank, mut agreed) = (0, 0, 0);
+    let (mut cells, mut blank, mut agreed, mut early, mut once) = (0, 0, 0, 0, 0);
     for i in 0..13 {
         assert_eq!(whole[i].len(), 4);
         for (a, b) in whole[i].iter().zip(&until[i]) {
             assert_eq!((&a.answer, a.halt), (&b.answer, b.halt));
             agreed += ((b.halt > 0.0) == right(i, &b.answer)) as usize;
         }
-        assert!(until[i].iter().rev().skip(1).all(|a| a.halt <= 0.0));
+        // It halts where it is sure of the same answer for the second time in a row.
+        let sure = |at: usize| whole[i][at].halt > 0.0;
+        let halts = (1..4).find(|&at| sure(at) && sure(at - 1) && whole[i][at].answer == whole[i][at - 1].answer);
+        assert_eq!(until[i].len(), halts.unwrap_or(3) + 1);
+        early += halts.is_some_and(|at| at < 3) as usize;
+        once += (0..3).any(|at| sure(at) && !(at > 0 && sure(at - 1))) as usize;
         for cell in (0..16).filter(|&cell| set.item(i).0[cell] == 1) {
             blank += 1;
             cells += (whole[i][3].answer[cell] == set.item(i).1[cell]) as usize;
         }
     }
     let used: usize = until.iter().map(Vec::len).sum();
-    assert!(used > 13 && used < 4 * 13, "some stop early, some do not: {used}");
+    assert!(early > 0 && used > 2 * early && used < 4 * 13 && once > 0, "some halt early, some do not: {used}, {early}, {once}");
     let exact = |all: &[Vec<recipe::Attempt>]| (0..13).filter(|&i| right(i, &all[i].last().unwrap().answer)).count();
     let expected = [
         ("exact", share(exact(&whole), 13)),

@@ -25,27 +25,22 @@ pub fn graph(c: &HrmConfig, batch: usize) -> Graph {
 }
 
 /// What a batch answers after a segment.
-pub struct Said {
-    /// [batch, cells]
-    pub answers: Vec<u8>,
-    /// [batch]
-    pub halts: Vec<f32>,
-}
-
-pub fn segment(s: &mut Session, puzzles: &Puzzles, ids: &[i32], first: bool) -> Result<Said, TrainError> {
+pub fn segment(s: &mut Session, puzzles: &Puzzles, ids: &[i32], first: bool) -> Result<Vec<Attempt>, TrainError> {
     s.run("act", &[("ids", Data::I32(ids)), ("fresh", Data::F32(&[first as u8 as f32]))])?;
     let answers: Vec<u8> = s.read("act", "answer")?.into_iter().map(|token| token as u8).collect();
-    Ok(Said { answers: puzzles.cells(&answers), halts: s.read("act", "halt")? })
+    let answers = puzzles.cells(&answers);
+    let each = answers.chunks(puzzles.task.cells()).zip(s.read("act", "halt")?);
+    Ok(each.map(|(answer, halt)| Attempt { answer: answer.to_vec(), halt }).collect())
 }
 
 /// What a set of answers is worth.
 #[derive(Default)]
 pub struct Score {
-    /// Puzzles, and how many of them are right at the limit, and where the model stopped.
+    /// Puzzles, and how many of them are right at the limit, and where the model halted.
     pub puzzles: usize,
     exact: usize,
     exact_halted: usize,
-    /// Until each stopped; and the segments after which the head was right about its answer.
+    /// Until each halted; and those after which the head was right about its answer.
     segments: usize,
     agreed: usize,
     /// Cells that were blank, and those of them that are right at the limit.
@@ -60,26 +55,28 @@ impl Score {
         let count = set.0.len() / cells;
         let ids = puzzles.ids(set.0, batch);
         let mut thinking = vec![true; count];
+        let mut before: Vec<Attempt> = vec![];
         for segment in 1..=c.max_segments {
             s.go_on()?;
             let said = self::segment(s, puzzles, &ids, segment == 1)?;
             let last = segment == c.max_segments;
-            let answers = said.answers.chunks(cells).zip(set.1.chunks(cells)).zip(set.0.chunks(cells));
-            for (i, ((answer, solution), puzzle)) in answers.enumerate() {
-                let (right, sure) = (answer == solution, said.halts[i] > 0.0);
+            let answers = said.iter().zip(set.1.chunks(cells)).zip(set.0.chunks(cells));
+            for (i, ((attempt, solution), puzzle)) in answers.enumerate() {
+                let right = attempt.answer == solution;
                 if thinking[i] {
                     self.segments += 1;
-                    self.agreed += (sure == right) as usize;
-                    thinking[i] = !(sure || last);
+                    self.agreed += ((attempt.halt > 0.0) == right) as usize;
+                    thinking[i] = !(attempt.halts(before.get(i)) || last);
                     self.exact_halted += (right && !thinking[i]) as usize;
                 }
                 if last {
                     self.exact += right as usize;
                     let open = (0..cells).filter(|&cell| puzzle[cell] == blank);
-                    self.filled += open.clone().filter(|&cell| answer[cell] == solution[cell]).count();
+                    self.filled += open.clone().filter(|&cell| attempt.answer[cell] == solution[cell]).count();
                     self.blank += open.count();
                 }
             }
+            before = said;
         }
         self.puzzles += count;
         Ok(())
@@ -131,13 +128,11 @@ impl Solver for HrmSolver {
         for part in puzzles.chunks(self.batch * cells) {
             let ids = self.puzzles.ids(part, self.batch);
             let mut own: Vec<Vec<Attempt>> = vec![vec![]; part.len() / cells];
-            let ended = |attempts: &Vec<Attempt>| !to_limit && attempts.last().is_some_and(|a| a.halt > 0.0);
+            let halted = |attempts: &[Attempt]| attempts.split_last().is_some_and(|(last, before)| last.halts(before.last()));
+            let ended = |attempts: &Vec<Attempt>| !to_limit && halted(attempts);
             for segment in 0..self.c.max_segments {
                 let said = self::segment(s, &self.puzzles, &ids, segment == 0)?;
-                let said = said.answers.chunks(cells).zip(said.halts);
-                for (attempts, (answer, halt)) in own.iter_mut().zip(said).filter(|(a, _)| !ended(a)) {
-                    attempts.push(Attempt { answer: answer.to_vec(), halt });
-                }
+                own.iter_mut().zip(said).filter(|(attempts, _)| !ended(attempts)).for_each(|(attempts, attempt)| attempts.push(attempt));
                 if own.iter().all(ended) {
                     break;
                 }

@@ -232,9 +232,9 @@ impl Task for HrmTask {
         let ids = self.puzzles.ids(puzzle, self.train.batch);
         let mut answer = vec![];
         for segment in 0..self.c.max_segments {
-            answer = act::segment(s, &self.puzzles, &ids, segment == 0)?.answers;
+            answer = act::segment(s, &self.puzzles, &ids, segment == 0)?.swap_remove(0).answer;
         }
-        let answer = task.marked(&answer[..task.cells()], solution);
+        let answer = task.marked(&answer, solution);
         Ok(Some(format!("{}\n{answer}", task.marked(puzzle, puzzle))))
     }
 
