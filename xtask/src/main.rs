@@ -1,4 +1,6 @@
-//! Chores of the project: `cargo xtask test`, `cargo xtask kernels`.
+//! Chores of the project: `cargo xtask test`, `cargo xtask kernels`, `cargo xtask torture`.
+
+mod torture;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -8,6 +10,7 @@ const HELP: &str = "cargo xtask COMMAND
 
   test      formatting, lints, every test, the examples, every kernel
   kernels   compiles every kernel for every architecture with NVRTC, without a GPU
+  torture   kills kiln, starves it, cuts its power, damages its files, and counts what it does not survive
 ";
 
 /// Newer PTX does not load on a 13.0 driver.
@@ -17,11 +20,15 @@ fn main() -> ExitCode {
     let done = match std::env::args().nth(1).as_deref() {
         Some("test") => test(),
         Some("kernels") => kernels(),
+        Some("torture") => {
+            let args: Vec<String> = std::env::args().skip(2).collect();
+            cargo(&["build", "--package", "train"]).and_then(|()| torture::torture(&root(), &args))
+        }
         Some("--help" | "-h" | "help") | None => {
-            print!("{HELP}");
+            print!("{HELP}{}", torture::help());
             Ok(())
         }
-        Some(other) => Err(format!("there is no '{other}'\n\n{HELP}")),
+        Some(other) => Err(format!("there is no '{other}'\n\n{HELP}{}", torture::help())),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
