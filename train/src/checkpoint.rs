@@ -110,10 +110,10 @@ pub fn save(dir: &Path, step: u64, files: &[(&str, Vec<Tensor>)], meta: &Value, 
     let old = dir.join(format!(".step-{step:08}.old-{pid}"));
     let tmp = tmp_path(dir, step);
 
-    if let Err(e) = fs::create_dir(dir)
-        && e.kind() != io::ErrorKind::AlreadyExists
-    {
-        return Err(io_error("create", dir)(e));
+    match fs::create_dir(dir) {
+        Ok(()) => sync_folder(files::folder_of(dir)).map_err(io_error("sync", files::folder_of(dir)))?,
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(e) => return Err(io_error("create", dir)(e)),
     }
     let mut left = tidy(dir)?;
     if let Err(e) = write_folder(&tmp, step, files, meta).and_then(|()| move_in(&tmp, &path, &old)) {

@@ -38,6 +38,15 @@ pub fn sync_folder(dir: &Path) -> io::Result<()> {
     }
 }
 
+/// A folder, and those that it lies in, as far as they are not there yet; their names are on the disk when this returns.
+pub fn create_folder(dir: &Path) -> io::Result<()> {
+    let new: Vec<&Path> = dir.ancestors().filter(|a| !a.as_os_str().is_empty()).take_while(|a| !a.exists()).collect();
+    fs::create_dir_all(dir)?;
+    // Best effort: a folder may be written to and not be read.
+    new.into_iter().for_each(|made| drop(sync_folder(folder_of(made))));
+    Ok(())
+}
+
 /// The folder that holds `path`: "." for a bare name.
 pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
@@ -107,7 +116,7 @@ pub struct Staged {
 impl Staged {
     pub fn new(path: &Path) -> io::Result<Staged> {
         let dir = beside(path)?;
-        fs::create_dir_all(&dir)?;
+        create_folder(&dir)?;
         Ok(Staged { path: path.to_path_buf(), dir, done: false })
     }
 

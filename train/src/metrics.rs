@@ -3,6 +3,7 @@
 //! The event file is a sequence of TFRecords, each one protobuf message `tensorflow.Event`. Of that schema five fields
 //! are needed, so they are encoded here by hand.
 
+use crate::files;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -39,6 +40,8 @@ impl Metrics {
         let lines = Output { file, path };
         let mut events = create_events(dir)?;
         events.write(&version_event(now()))?;
+        // Their names; `flush` sees to what they hold.
+        files::sync_folder(dir).map_err(io_error("sync", dir))?;
         Ok(Self { lines, events })
     }
 

@@ -265,9 +265,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     let horizon = c.horizon.max(c.steps);
     say!("steps {start} to {} of a {} schedule over {horizon}; run folder {}", c.steps, c.schedule, out.display());
 
-    fs::create_dir_all(out).map_err(io("cannot create the run's folder", out))?;
-    // Best effort: not every folder may be read.
-    let _ = files::sync_folder(files::folder_of(out));
+    files::create_folder(out).map_err(io("cannot create the run's folder", out))?;
     let _lock = lock(out)?;
     let place = Place::of(out)?;
     files::sweep(out, None, Duration::ZERO);
