@@ -517,7 +517,10 @@ fn sum_of_file(path: &Path, mut file: &File) -> Result<Sum, CheckpointError> {
     let mut chunk = vec![0; 1 << 20];
     let (mut hash, mut bytes) = (Xxh3::new(), 0);
     loop {
-        let n = file.read(&mut chunk).map_err(io_error("read", path))?;
+        let n = match file.read(&mut chunk) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            read => read.map_err(io_error("read", path))?,
+        };
         if n == 0 {
             return Ok(Sum::new(bytes, hash.digest()));
         }
