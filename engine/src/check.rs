@@ -152,9 +152,9 @@ impl Guards {
 }
 
 /// Records a case in the middle of a graph: arithmetic before it, a random cotangent behind it.
-struct Recorded {
-    graph: Graph,
-    feeds: Vec<(String, Numbers)>,
+pub(crate) struct Recorded {
+    pub(crate) graph: Graph,
+    pub(crate) feeds: Vec<(String, Numbers)>,
     outputs: Vec<String>,
     /// (index of the feed, name of the output that is its gradient).
     gradients: Vec<(usize, String)>,
@@ -351,24 +351,36 @@ fn narrow(case: &Case, dtype: DType) -> Result<f64, String> {
     compare(&values(case, dtype, false)?, &values(case, DType::F32, false)?, tolerance(dtype, longest(case)))
 }
 
+/// A case with its outputs and gradients, without those of inputs that have none; without numbers where only the graph is looked at.
+pub(crate) fn checked(case: &Case, dtype: DType, numbers: bool) -> Recorded {
+    let mut r = record_with(case, dtype, false, numbers);
+    r.graph.outputs.retain(|o| !frozen(case).iter().any(|i| o.0 == format!("g{i}")));
+    sweep(&mut r.graph);
+    r
+}
+
+/// Outputs and gradients on a device, several times.
+pub(crate) fn outputs_on(case: &Case, dtype: DType, on: &Device, times: usize) -> Result<Vec<Vec<Vec<f32>>>, String> {
+    let r = checked(case, dtype, true);
+    let names: Vec<String> = r.graph.outputs.iter().map(|o| o.0.clone()).collect();
+    let (mut p, guards) = Loaded::guarded(r.graph, on)?;
+    let all = (0..times).map(|_| p.run(&r.feeds, &names)).collect();
+    guards.check()?;
+    all
+}
+
 /// Outputs and gradients, twice on the device and once on the CPU.
 fn against_cpu(case: &Case, dtype: DType, target: &Device) -> Result<f64, String> {
-    let run = |on: &Device, times: usize| -> Result<Vec<Vec<Vec<f32>>>, String> {
-        let mut r = record(case, dtype, false);
-        r.graph.outputs.retain(|o| !frozen(case).iter().any(|i| o.0 == format!("g{i}")));
-        sweep(&mut r.graph);
-        let names: Vec<String> = r.graph.outputs.iter().map(|o| o.0.clone()).collect();
-        let (mut p, guards) = Loaded::guarded(r.graph, on)?;
-        let all = (0..times).map(|_| p.run(&r.feeds, &names)).collect();
-        guards.check()?;
-        all
-    };
-    let (ours, cpu) = (run(target, 2)?, run(&device(), 1)?);
-    if !ours[0].iter().zip(&ours[1]).all(|(a, b)| bitwise(a, b)) {
+    agree(case, dtype, &outputs_on(case, dtype, target, 2)?, &outputs_on(case, dtype, &device(), 1)?[0])
+}
+
+/// What was computed twice is the same, bit for bit, and near enough to the CPU's numbers.
+pub(crate) fn agree(case: &Case, dtype: DType, twice: &[Vec<Vec<f32>>], cpu: &[Vec<f32>]) -> Result<f64, String> {
+    if !twice[0].iter().zip(&twice[1]).all(|(a, b)| bitwise(a, b)) {
         return Err("two runs differ".into());
     }
     // A gradient passes through the case twice, rounding each time.
-    compare(&ours[0], &cpu[0], 2.0 * tolerance(dtype, longest(case)))
+    compare(&twice[0], cpu, 2.0 * tolerance(dtype, longest(case)))
 }
 
 fn compare(a: &[Vec<f32>], b: &[Vec<f32>], allowed: f64) -> Result<f64, String> {
@@ -523,10 +535,7 @@ pub fn time_case(case: &Case, dtype: DType, device: &Device, repeat: usize) -> R
 
 /// The source of every kernel that a case needs, forwards and backwards, on an architecture: for compiling without a GPU.
 pub fn kernel_texts(case: &Case, dtype: DType, arch: Arch) -> Result<Vec<String>, String> {
-    let mut r = record_with(case, dtype, false, false);
-    r.graph.outputs.retain(|o| !frozen(case).iter().any(|i| o.0 == format!("g{i}")));
-    sweep(&mut r.graph);
-    let c = Compiled::new(r.graph, &Switches::default(), Target::Cuda(arch)).map_err(|e| e.to_string())?;
+    let c = Compiled::new(checked(case, dtype, false).graph, &Switches::default(), Target::Cuda(arch)).map_err(|e| e.to_string())?;
     let steps = (0..c.graph.nodes.len()).flat_map(|i| crate::cuda::code(&c.graph, &c.plan.spots, i, arch).steps);
     Ok(steps.filter_map(|s| Some(s.kernel()?.text())).collect())
 }

@@ -1,4 +1,4 @@
-//! Chores of the project: `cargo xtask test`, `cargo xtask kernels`, `cargo xtask torture`.
+//! Chores of the project: `cargo xtask test`, `cargo xtask kernels`, `cargo xtask emulate`, `cargo xtask torture`.
 
 mod torture;
 
@@ -10,6 +10,8 @@ const HELP: &str = "cargo xtask COMMAND
 
   test      formatting, lints, every test, the examples, every kernel
   kernels   compiles every kernel for every architecture with NVRTC, without a GPU
+  emulate [OP ..]
+            runs the kernels of every case of these ops, or of all, on the CPU and compares with the CPU's numbers (`test` runs the small ones)
   torture   kills kiln, starves it, cuts its power, damages its files, and counts what it does not survive
 ";
 
@@ -20,6 +22,7 @@ fn main() -> ExitCode {
     let done = match std::env::args().nth(1).as_deref() {
         Some("test") => test(),
         Some("kernels") => kernels(),
+        Some("emulate") => emulate(&std::env::args().skip(2).collect::<Vec<_>>()),
         Some("torture") => {
             let args: Vec<String> = std::env::args().skip(2).collect();
             cargo(&["build", "--package", "train"]).and_then(|()| torture::torture(&root(), &args))
@@ -60,15 +63,40 @@ fn test() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
     cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
     cargo(&["test", "--workspace"])?;
-    // NVRTC comes as a Python wheel. A machine with Rust alone tests everything else, and is told so; CI must have it.
-    let python = Command::new("python3").args(["-m", "pip", "--version"]).output().is_ok_and(|o| o.status.success());
-    if !python && std::env::var_os("CI").is_none() {
+    // Kernels are run with a C++ compiler, as tests of the engine, and compiled with NVRTC, which comes as a Python wheel. A machine with Rust
+    // alone tests everything else, and is told so; CI must have both.
+    let ci = std::env::var_os("CI").is_some();
+    if !has("g++", &["--version"]) {
+        let missing = "GPU kernels were not emulated, because there is no g++ (`cargo xtask emulate`)";
+        if ci {
+            return Err(missing.into());
+        }
+        println!("\nNOT CHECKED: {missing}");
+    }
+    if !has("python3", &["-m", "pip", "--version"]) && !ci {
         println!(
             "\nNOT CHECKED: GPU kernels were not compiled, because there is no python3 with pip to fetch NVRTC (`cargo xtask kernels`)"
         );
         return Ok(());
     }
     kernels()
+}
+
+/// The engine's own tests of its kernels, with the cases that are left out of `cargo test` because they take long.
+fn emulate(ops: &[String]) -> Result<(), String> {
+    if !has("g++", &["--version"]) {
+        return Err("kernels are emulated with g++, which is not there".into());
+    }
+    let all = ["all".to_string()];
+    let ops = if ops.is_empty() { &all } else { ops };
+    let mut test = Command::new(env!("CARGO"));
+    test.args(["test", "--package", "engine", "--lib", "--", "--nocapture", "emulator::tests::kernels"]);
+    run(test.args(ops.iter().map(|op| format!("op={op}"))))
+}
+
+/// Whether a program is there.
+fn has(program: &str, args: &[&str]) -> bool {
+    Command::new(program).args(args).output().is_ok_and(|o| o.status.success())
 }
 
 /// Installs the pinned wheels under target/ and lets kiln compile everything.

@@ -2,6 +2,8 @@
 #![allow(unsafe_code)]
 
 mod choices;
+#[cfg(test)]
+mod emulator;
 mod gemm;
 mod libraries;
 pub mod nvrtc;

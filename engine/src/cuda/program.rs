@@ -135,7 +135,7 @@ pub fn code(g: &Graph, spots: &[Vec<Spot>], node: usize, arch: crate::kernel::Ar
 }
 
 /// The feed whose numbers these are, all of them.
-fn feed(g: &Graph, v: Value) -> Option<usize> {
+pub(super) fn feed(g: &Graph, v: Value) -> Option<usize> {
     let node = &g.nodes[v.node];
     match &node.kind {
         Kind::Feed(_) => Some(v.node),

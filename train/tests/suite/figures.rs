@@ -45,12 +45,19 @@ fn readme_and_results_agree() {
         }
     }
     let readme = read("README.md");
-    let table: Vec<Vec<&str>> =
-        readme.lines().skip_while(|l| !l.starts_with("| row |")).skip(2).take_while(|l| l.starts_with('|')).map(|l| l.split('|').map(str::trim).collect()).collect();
+    let table: Vec<Vec<&str>> = readme
+        .lines()
+        .skip_while(|l| !l.starts_with("| row |"))
+        .skip(2)
+        .take_while(|l| l.starts_with('|'))
+        .map(|l| l.split('|').map(str::trim).collect())
+        .collect();
     assert!(table.len() >= 11, "README's table against PyTorch has {} rows", table.len());
     for row in &table {
         for (opponent, text) in [("usual", row[4]), ("expert", row[5])] {
-            let f = newest.get(&(row[1].to_string(), opponent.to_string())).unwrap_or_else(|| panic!("{} ({opponent}) is not in results.csv", row[1]));
+            let f = newest
+                .get(&(row[1].to_string(), opponent.to_string()))
+                .unwrap_or_else(|| panic!("{} ({opponent}) is not in results.csv", row[1]));
             let number = |i: usize| f[i].parse::<f64>().unwrap();
             assert_eq!((cell(row[3]).0, cell(text)), (number(4), (number(5), number(6))), "{} ({opponent})", row[1]);
             assert!(f[3].contains(row[2]), "{}: README has the conditions '{}', results.csv '{}'", row[1], row[2], f[3]);
