@@ -123,6 +123,11 @@ impl Job {
 
     /// Nothing has been lost that was there when it was interrupted; then the end of it.
     pub fn goes_on(&self, place: &Place, folder: &Path, left: &Left) -> Result<(), Finding> {
+        self.goes_on_without(place, folder, left, &[])
+    }
+
+    /// The same for a run that was asked to stop after these steps: an evaluation that was cut short then leaves no figures.
+    pub fn goes_on_without(&self, place: &Place, folder: &Path, left: &Left, steps: &[u64]) -> Result<(), Finding> {
         if *left != Left::Whole {
             let ran = self.again(place, folder).run();
             ran.good()?;
@@ -133,7 +138,7 @@ impl Job {
                 return Err(ran.finding(Kind::Loss, &format!("{name} is still there")));
             }
         }
-        self.ended(folder)
+        self.ended_without(folder, steps)
     }
 
     /// A run that goes on takes the newest checkpoint that there was.
@@ -153,6 +158,10 @@ impl Job {
 
     /// Everything is as if nobody had disturbed it.
     pub fn ended(&self, folder: &Path) -> Result<(), Finding> {
+        self.ended_without(folder, &[])
+    }
+
+    fn ended_without(&self, folder: &Path, unmeasured: &[u64]) -> Result<(), Finding> {
         let loss = |what: String| Err(Finding::new(Kind::Loss, format!("{}: {what}", self.name)));
         match self.makes {
             Makes::Run { steps, .. } => {
@@ -163,7 +172,8 @@ impl Job {
                         return loss(format!("{last}/{file} is missing, or has other bits than that of a run that nobody disturbed"));
                     }
                 }
-                let [ours, theirs] = [folder, &self.reference].map(|d| measured(&d.join("run/metrics.jsonl")));
+                let [ours, mut theirs] = [folder, &self.reference].map(|d| measured(&d.join("run/metrics.jsonl")));
+                theirs.retain(|step, _| ours.contains_key(step) || !unmeasured.contains(step));
                 match ours.iter().zip(&theirs).find(|(a, b)| a != b) {
                     Some(((_, a), (_, b))) => loss(format!("metrics.jsonl says {a}, not {b}")),
                     None if ours.len() != theirs.len() => loss(format!("metrics.jsonl has {} steps, not {}", ours.len(), theirs.len())),
@@ -260,6 +270,11 @@ pub fn pictures(place: &Place) -> Result<PathBuf, String> {
         place.must(&format!("data preview --seed {i} --count 10 --split val --out {}", path.display()))?;
     }
     Ok(folder)
+}
+
+/// The step in `stopped after step N, saved`.
+pub fn stopped_after(out: &str) -> Option<u64> {
+    out.split_once("stopped after step ")?.1.split_once(',')?.0.parse().ok()
 }
 
 /// The step in `resumed from FOLDER (step N)`.

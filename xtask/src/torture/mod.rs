@@ -84,7 +84,7 @@ struct Place {
 impl Place {
     fn new(root: &Path, seed: u64) -> Result<Place, String> {
         let dir = tempfile::Builder::new().prefix("kiln-torture-").tempdir().map_err(|e| format!("no temporary folder: {e}"))?;
-        Ok(Place { root: root.into(), kiln: root.join("target/debug/kiln"), dir, seed })
+        Ok(Place { root: root.into(), kiln: dir.path().join("kiln"), dir, seed })
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -161,6 +161,9 @@ pub fn help() -> String {
 pub fn torture(root: &Path, args: &[String]) -> Result<(), String> {
     let asked = Asked::new(args)?;
     let place = Place::new(root, asked.seed)?;
+    // A copy: what is built meanwhile is not what is attacked.
+    let built = root.join("target/debug/kiln");
+    std::fs::copy(&built, &place.kiln).map_err(|e| format!("{}: {e}", built.display()))?;
     println!("seed {}, in {}", asked.seed, place.dir.path().display());
     let kept = root.join("target/torture");
     let _ = std::fs::remove_dir_all(&kept);
