@@ -230,12 +230,16 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
             say!("the run chose its products on another card or library: numbers may differ in the last bits from here on");
         }
     }
+    if let Some(found) = &found {
+        same_run(task, config, found)?;
+    }
     let mut s = load(task, config, device)?;
     s.stop = options.stop.clone();
-    let start = match &found {
-        Some(found) => resume(&mut s, task, config, found)?,
-        None => 0,
-    };
+    if let Some(found) = &found {
+        restore(&mut s, found)?;
+        say!("resumed from {} (step {})", found.path.display(), found.step);
+    }
+    let start = found.as_ref().map_or(0, |f| f.step);
     let from = config.text("init_from");
     if start == 0 && !from.is_empty() {
         init_from(&mut s, task, Path::new(from))?;
@@ -568,8 +572,8 @@ pub fn resumable(dir: &Path) -> Result<(Option<Checkpoint>, Vec<Skipped>), Train
     Ok((found, skipped))
 }
 
-/// Restores a checkpoint of this run; returns the steps it has done.
-fn resume(s: &mut Session, task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<u64, TrainError> {
+/// A checkpoint must be of this config and this data; says what has changed all the same.
+fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<(), TrainError> {
     let theirs = Config::from_json(&found.meta["config"])?;
     let changed = theirs.differences(config);
     if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !FREE.contains(&k.as_str()) && !k.starts_with("passes.")) {
@@ -605,9 +609,7 @@ fn resume(s: &mut Session, task: &dyn Task, config: &Config, found: &Checkpoint)
             found.path.display()
         )));
     }
-    restore(s, found)?;
-    say!("resumed from {} (step {})", found.path.display(), found.step);
-    Ok(found.step)
+    Ok(())
 }
 
 /// A checkpoint's tokenizer must be the data's.

@@ -34,6 +34,14 @@ fn a_resumed_run_is_bit_for_bit_the_run_that_never_stopped() {
     }
 }
 
+/// Before a step of that size is made ready, for which there may be no memory.
+#[test]
+fn another_config_is_said_first() {
+    let dir = tempdir().unwrap();
+    train(dir.path(), "--steps 1").ok();
+    resume(dir.path(), "--steps 2 --set batch=500000").fails(&["another config", "train.batch was 2, now it is 500000"]);
+}
+
 #[test]
 fn a_run_that_has_its_steps_has_nothing_to_do() {
     let dir = tempdir().unwrap();
