@@ -9,7 +9,7 @@ pub enum Error {
     NotDifferentiable { op: String, scope: String },
     #[error("the graph asks for gradients, but pass 'autodiff' is off")]
     NoAutodiff,
-    #[error("no pass is called '{name}'{hint}; `kiln passes` lists them")]
+    #[error("no pass is called '{name}'{hint}; `kiln passes` says what they do")]
     NoPass { name: String, hint: String },
     #[error("pass '{pass}': {problem}")]
     PassSetting { pass: String, problem: String },
@@ -23,6 +23,10 @@ pub enum Error {
     NoState(String),
     #[error("feed '{name}' wants {want:?}, got {got}")]
     Feed { name: String, want: Meta, got: String },
+    #[error("{what} is {meta:?}, which takes more than {} GiB: make the model, the batch or the sequence smaller", .limit >> 30)]
+    TooLarge { what: String, meta: Meta, limit: usize },
+    #[error("there is no memory for {what}: {} MiB", .bytes >> 20)]
+    NoMemory { what: String, bytes: usize },
     #[error("{0}")]
     Cuda(String),
     #[error("the program has no output '{0}'")]

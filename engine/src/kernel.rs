@@ -218,7 +218,8 @@ impl Launch {
             text += &format!("#define {name} {value}\n");
         }
         // Kernels take their turn first (see `in_turn` in the prelude), but for those that have something to do before it.
-        let mut rest = self.source.as_str();
+        let source = crate::mutants::kernel(&self.source);
+        let mut rest = &*source;
         if rest.contains("wait_for_turn();") {
             return text + rest;
         }

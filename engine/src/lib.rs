@@ -31,6 +31,7 @@ pub mod error;
 pub mod graph;
 pub mod kernel;
 pub mod meta;
+pub mod mutants;
 pub mod op;
 pub mod ops;
 pub mod passes;

@@ -65,6 +65,10 @@ pub struct Meta {
     pub dtype: DType,
 }
 
+/// No tensor may have more bytes: a size that no memory holds is a mistake in a config. Below it, no product of sizes that is formed
+/// for arithmetic, strides or offsets overflows 64 bits.
+pub const MOST_BYTES: usize = 1 << 40;
+
 impl Meta {
     pub fn new(shape: &[usize], dtype: DType) -> Meta {
         Meta { shape: shape.to_vec(), dtype }
@@ -74,12 +78,14 @@ impl Meta {
         Meta::new(shape, DType::F32)
     }
 
+    /// More than any memory holds where the product has no room: `passes::run` refuses a graph with such a tensor by its name.
     pub fn elements(&self) -> usize {
-        self.shape.iter().product()
+        product(&self.shape)
     }
 
+    /// As `elements`.
     pub fn bytes(&self) -> usize {
-        self.elements() * self.dtype.size()
+        self.elements().saturating_mul(self.dtype.size())
     }
 
     pub fn rank(&self) -> usize {
@@ -94,7 +100,7 @@ impl Meta {
 
     /// How many rows of the innermost dimension there are.
     pub fn rows(&self) -> usize {
-        self.shape[..self.shape.len().saturating_sub(1)].iter().product()
+        product(&self.shape[..self.shape.len().saturating_sub(1)])
     }
 
     pub fn with(&self, shape: &[usize]) -> Meta {
@@ -108,11 +114,16 @@ impl fmt::Debug for Meta {
     }
 }
 
+fn product(sizes: &[usize]) -> usize {
+    // A 0 behind a product that has no room makes it 0 all the same.
+    sizes.iter().fold(1, |n, &size| n.saturating_mul(size))
+}
+
 /// Strides, in elements, of a tensor without gaps.
 pub fn contiguous(shape: &[usize]) -> Vec<usize> {
-    let mut strides = vec![1; shape.len()];
+    let mut strides: Vec<usize> = vec![1; shape.len()];
     for i in (1..shape.len()).rev() {
-        strides[i - 1] = strides[i] * shape[i];
+        strides[i - 1] = strides[i].saturating_mul(shape[i]);
     }
     strides
 }
@@ -124,7 +135,7 @@ pub fn is_contiguous(shape: &[usize], strides: &[usize]) -> bool {
         if n != 1 && s != expected {
             return false;
         }
-        expected *= n;
+        expected = n.saturating_mul(expected);
     }
     true
 }
@@ -161,7 +172,7 @@ impl Layout {
 pub fn block_stride(shape: &[usize], strides: &[usize], axis: usize) -> Option<usize> {
     let outer: Vec<usize> = (0..axis).filter(|&d| shape[d] != 1).collect();
     let even = outer.windows(2).all(|w| strides[w[0]] == strides[w[1]] * shape[w[1]]);
-    let one = shape[axis..].iter().product();
+    let one = product(&shape[axis..]);
     (even && is_contiguous(&shape[axis..], &strides[axis..])).then(|| outer.last().map_or(one, |&d| strides[d]))
 }
 
@@ -191,6 +202,17 @@ pub fn broadcast_strides(shape: &[usize], strides: &[usize], to: &[usize]) -> Ve
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_without_room_neither_wrap_nor_panic() {
+        let huge = Meta::f32(&[1 << 40, 1 << 40]);
+        assert_eq!((huge.elements(), huge.bytes(), huge.rows()), (usize::MAX, usize::MAX, 1 << 40));
+        assert_eq!(Meta::f32(&[1 << 62]).bytes(), usize::MAX);
+        assert_eq!(Meta::f32(&[1 << 40, 1 << 40, 0]).elements(), 0);
+        assert_eq!(Meta::new(&[3, 5], DType::BF16).bytes(), 30);
+        assert_eq!(contiguous(&[2, 1 << 40, 1 << 40]), [usize::MAX, 1 << 40, 1]);
+        assert!(huge.bytes() > MOST_BYTES);
+    }
 
     #[test]
     fn strides_and_broadcasting() {

@@ -148,15 +148,23 @@ pub struct Case {
     pub build: for<'g> fn(&[Var<'g>]) -> Vec<Var<'g>>,
     /// A recipe's own shape, timed by `kiln bench ops`; too large for the gradient check.
     pub bench: bool,
+    /// Roundings of a narrow type that a result may be off by, where that is more than usual, and why.
+    pub roundings: Option<(f64, &'static str)>,
 }
 
 impl Case {
     pub const fn new(name: &'static str, inputs: &'static [In], build: for<'g> fn(&[Var<'g>]) -> Vec<Var<'g>>) -> Case {
-        Case { name, inputs, build, bench: false }
+        Case { name, inputs, build, bench: false, roundings: None }
     }
 
     pub const fn bench(mut self) -> Case {
         self.bench = true;
+        self
+    }
+
+    /// Allows more roundings of a narrow type than usual, for a reason: something between is rounded, or large terms cancel.
+    pub const fn rounds(mut self, times: f64, why: &'static str) -> Case {
+        self.roundings = Some((times, why));
         self
     }
 }

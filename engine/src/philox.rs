@@ -33,7 +33,14 @@ pub fn rng_feed(seed: u64, step: u64, micro_batch: u32) -> [i32; 4] {
 #[inline(always)]
 pub fn random_words(rng: &[i32], site: u32, block: u64) -> [u32; 4] {
     // The counter's words: draw, site, step, micro-batch with the draw's upper half.
-    philox([block as u32, site, rng[2] as u32, rng[3] as u32 ^ ((block >> 32) as u32) << 16], [rng[0] as u32, rng[1] as u32])
+    let micro_batch = crate::mutant!("draws-ignore-the-micro-batch", rng[3] as u32, 0);
+    let counter = [
+        block as u32,
+        crate::mutant!("draws-ignore-the-site", site, 0),
+        crate::mutant!("draws-ignore-the-step", rng[2] as u32, 0),
+        micro_batch ^ ((block >> 32) as u32) << 16,
+    ];
+    philox(counter, crate::mutant!("draws-ignore-the-seed", [rng[0] as u32, rng[1] as u32], [0; 2]))
 }
 
 /// Uniform draws number `start..start + out.len()` of a site.
@@ -115,6 +122,23 @@ mod tests {
         let mut other = [0.0; 40];
         fill_uniform(&rng_feed(7, 4, 1), 5, 0, &mut other);
         assert_ne!(all, other);
+    }
+
+    #[test]
+    fn a_draw_depends_on_every_part_of_its_key() {
+        let draw =
+            |seed: u64, step: u64, micro_batch: u32, site: u32, block: u64| random_words(&rng_feed(seed, step, micro_batch), site, block);
+        let all = [
+            draw(7, 3, 1, 5, 9),
+            draw(8, 3, 1, 5, 9),
+            draw(7 + (1 << 32), 3, 1, 5, 9),
+            draw(7, 4, 1, 5, 9),
+            draw(7, 3, 2, 5, 9),
+            draw(7, 3, 1, 6, 9),
+            draw(7, 3, 1, 5, 10),
+            draw(7, 3, 1, 5, 9 + (1 << 32)),
+        ];
+        assert_eq!(all.iter().collect::<std::collections::HashSet<_>>().len(), all.len());
     }
 
     #[test]

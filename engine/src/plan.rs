@@ -1,11 +1,13 @@
 //! Which value lives where, for how long, and how much memory that takes: known before anything runs.
 
+mod arena;
+
 use crate::graph::{Graph, Kind, Value};
 use crate::meta::{contiguous, is_contiguous};
-use crate::op::Cost;
+use crate::op::{Cost, Op};
 use crate::ops::concat::Join;
 use crate::ops::view::Reshape;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Offsets are multiples of this, so that every buffer starts on a cache line (and on what vector loads of a GPU want).
 const ALIGN: usize = 256;
@@ -81,8 +83,8 @@ pub struct Plan {
     pub cost: Cost,
 }
 
-/// f32 elements of workspace for a node, on the device that will run it, given where every value lies.
-pub type WorkspaceOf<'a> = &'a dyn Fn(&Graph, &[Vec<Spot>], usize) -> usize;
+/// f32 elements of workspace for every node, on the device that will run it, given where every value lies.
+pub type WorkspaceOf<'a> = &'a dyn Fn(&Graph, &[Vec<Spot>]) -> Vec<usize>;
 
 impl Plan {
     /// Bytes of the arena: activations, and scratch memory between and behind them.
@@ -119,6 +121,7 @@ impl Plan {
         let last_read = last_reads(g, &roots);
         let destined = destinations(g, &roots, &last_read);
         let joined = joined(g, &last_read, &destined);
+        let updates: HashSet<(Value, Value)> = g.updates.iter().copied().collect();
         let mut joints: HashMap<usize, usize> = HashMap::new(); // a Join's node -> its buffer
         let mut plan = Plan {
             spots: vec![],
@@ -138,10 +141,15 @@ impl Plan {
                     vec![Spot { buffer: input.buffer, offset: input.offset + offset, strides }]
                 }
                 Kind::Op(op) => {
-                    let reuse = op.reuse();
+                    let reuse = reused(&**op);
+                    // How often the op reads each value, views of it included.
+                    let mut reads: HashMap<Value, usize> = HashMap::new();
+                    if !reuse.is_empty() {
+                        node.inputs.iter().for_each(|v| *reads.entry(roots[v.node].unwrap_or(*v)).or_default() += 1);
+                    }
                     let mut spot = |plan: &mut Plan, out: usize| {
                         let value = Value { node: i, out };
-                        let pair = reuse.iter().find(|p| p.1 == out).map(|p| p.0);
+                        let pair = reuse.get(&out).copied();
                         let shared = pair.and_then(|input| {
                             let v = node.inputs[input];
                             let from = plan.spots[v.node][v.out].clone();
@@ -150,7 +158,6 @@ impl Plan {
                             let whole =
                                 from.offset == plan.spots[root.node][root.out].offset && g.meta(root).bytes() == g.meta(value).bytes();
                             let whole = whole && is_contiguous(&g.meta(v).shape, &from.strides);
-                            let once = node.inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == root).count() == 1;
                             let free = match plan.buffers[from.buffer].home {
                                 Home::Arena(_) => true,
                                 Home::Source(s) => destined.get(&value) == Some(&s),
@@ -159,9 +166,10 @@ impl Plan {
                             let part = |v: Value| joined.contains_key(&v) || g.nodes[v.node].op::<Join>().is_some();
                             let meant = match joined.get(&value) {
                                 Some(place) => joined.get(&root) == Some(place),
-                                None => !part(root),
+                                None => crate::mutant!("plan-overwrites-what-is-joined", !part(root), true),
                             };
-                            (whole && once && free && meant && last_read[&root] == i).then_some((from.buffer, from.offset))
+                            let last = crate::mutant!("plan-overwrites-what-is-read-later", last_read[&root] == i, true);
+                            (whole && reads[&root] == 1 && free && meant && last).then_some((from.buffer, from.offset))
                         });
                         if let (None, Some(input)) = (shared, pair) {
                             plan.copies.push(Copy { node: i, input, out, at: 0 });
@@ -170,7 +178,7 @@ impl Plan {
                         let direct = || {
                             let s = *destined.get(&value)?;
                             let old = Value { node: s, out: 0 };
-                            let is_update = g.updates.contains(&(old, value));
+                            let is_update = updates.contains(&(old, value));
                             // A state that is recorded later has no place yet.
                             let spot = &plan.spots.get(s)?[0];
                             (is_update && last_read.get(&old).is_none_or(|&r| r < i)).then_some((spot.buffer, 0))
@@ -188,7 +196,8 @@ impl Plan {
                             }
                             (plan.buffers.len() - 1, at)
                         });
-                        let last = last_read.get(&value).copied().unwrap_or(i);
+                        let read = last_read.get(&value).copied().unwrap_or(i);
+                        let last = crate::mutant!("plan-frees-a-node-early", read, read.saturating_sub(1).max(i));
                         plan.buffers[buffer].last = plan.buffers[buffer].last.max(last);
                         Spot { buffer, offset, strides: contiguous(&g.meta(value).shape) }
                     };
@@ -219,8 +228,8 @@ impl Plan {
             plan.spots.push(spots);
             if let Kind::Op(op) = &node.kind {
                 let c = op.cost(&g.inputs(i));
-                plan.cost.flops += c.flops;
-                plan.cost.bytes += c.bytes;
+                plan.cost.flops = plan.cost.flops.saturating_add(c.flops);
+                plan.cost.bytes = plan.cost.bytes.saturating_add(c.bytes);
             }
         }
         for &(state, value) in &g.updates {
@@ -228,13 +237,13 @@ impl Plan {
                 plan.stores.push((state.node, value));
             }
         }
-        plan.memory.activations = assign(&mut plan.buffers);
-        for i in 0..end {
-            let bytes = 4 * workspace(g, &plan.spots, i);
+        plan.memory.activations = arena::assign(&mut plan.buffers);
+        for (i, elements) in workspace(g, &plan.spots).into_iter().enumerate() {
+            let bytes = 4 * elements;
             plan.scratch.push((bytes > 0).then_some(plan.buffers.len()));
             plan.buffers.extend((bytes > 0).then_some(Buffer { home: Home::Arena(0), bytes, first: i, last: i }));
         }
-        plan.memory.workspace = assign(&mut plan.buffers).saturating_sub(plan.memory.activations);
+        plan.memory.workspace = arena::assign(&mut plan.buffers).saturating_sub(plan.memory.activations);
         plan
     }
 
@@ -251,9 +260,10 @@ impl Plan {
         };
         // (position, change in bytes) for every part.
         let mut events: BTreeMap<String, Vec<(usize, isize)>> = BTreeMap::new();
+        let workspace = workspace(g, &self.spots);
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_source() && !n.is_view()) {
             let list = events.entry(part(&node.scope)).or_default();
-            let scratch = 4 * workspace(g, &self.spots, i) as isize;
+            let scratch = 4 * workspace[i] as isize;
             list.extend([(i, scratch), (i + 1, -scratch)]);
             for spot in &self.spots[i] {
                 let b = &self.buffers[spot.buffer];
@@ -320,17 +330,23 @@ pub fn last_reads(g: &Graph, roots: &[Option<Value>]) -> HashMap<Value, usize> {
     last
 }
 
+/// For the outputs that start out in an input's buffer, which input that is.
+fn reused(op: &dyn Op) -> HashMap<usize, usize> {
+    op.reuse().into_iter().rev().map(|(input, out)| (out, input)).collect()
+}
+
 /// Values that may live in a state's buffer: its next value, and what leads to it through ops that work in their input's
 /// buffer, as long as nobody else reads that any later. value -> the state's node.
 fn destinations(g: &Graph, roots: &[Option<Value>], last_read: &HashMap<Value, usize>) -> HashMap<Value, usize> {
     let mut destined = HashMap::new();
+    let mut reuse: HashMap<usize, HashMap<usize, usize>> = HashMap::new(); // by node: an optimizer's has all parameters
     for &(state, value) in &g.updates {
         let mut v = value;
         while let Kind::Op(op) = &g.nodes[v.node].kind {
             if destined.insert(v, state.node).is_some() {
                 break;
             }
-            let Some(&(input, _)) = op.reuse().iter().find(|p| p.1 == v.out) else { break };
+            let Some(&input) = reuse.entry(v.node).or_insert_with(|| reused(&**op)).get(&v.out) else { break };
             let from = g.nodes[v.node].inputs[input];
             // Read for the last time where the next of the chain is made: nothing overwrites what is still wanted.
             if roots[from.node].is_some() || last_read.get(&from) != Some(&v.node) {
@@ -380,39 +396,4 @@ fn joined(g: &Graph, last_read: &HashMap<Value, usize>, destined: &HashMap<Value
         }
     }
     places
-}
-
-/// Gives every arena buffer an offset: the largest first, each in the lowest gap among those alive at the same time. Returns the
-/// bytes needed.
-fn assign(buffers: &mut [Buffer]) -> usize {
-    let mut order: Vec<usize> = (0..buffers.len()).filter(|&b| matches!(buffers[b].home, Home::Arena(_))).collect();
-    order.sort_by_key(|&b| (std::cmp::Reverse(buffers[b].bytes), buffers[b].first));
-    let mut placed: Vec<usize> = vec![];
-    let mut total = 0;
-    for b in order {
-        let size = buffers[b].bytes.next_multiple_of(ALIGN);
-        let mut taken: Vec<(usize, usize)> = placed
-            .iter()
-            .map(|&p| &buffers[p])
-            .filter(|p| p.first <= buffers[b].last && buffers[b].first <= p.last)
-            .map(|p| match p.home {
-                Home::Arena(o) => (o, o + p.bytes.next_multiple_of(ALIGN)),
-                Home::Source(_) => unreachable!("only arena buffers are placed"),
-            })
-            .collect();
-        taken.sort();
-        let (mut best, mut at) = (None, 0);
-        for (start, stop) in taken {
-            let gap = start.saturating_sub(at);
-            if gap >= size && best.is_none_or(|(g, _)| gap < g) {
-                best = Some((gap, at));
-            }
-            at = at.max(stop);
-        }
-        let offset = best.map_or(at, |(_, o)| o);
-        buffers[b].home = Home::Arena(offset);
-        total = total.max(offset + size);
-        placed.push(b);
-    }
-    total
 }

@@ -78,21 +78,21 @@ pub struct Compiled {
 impl Compiled {
     pub fn new(mut graph: Graph, switches: &Switches, target: Target) -> Result<Compiled, Error> {
         let receipts = passes::run(&mut graph, switches, target)?;
-        let plan = Plan::new(&graph, &|g, spots, i| workspace(target, g, spots, i));
+        let plan = Plan::new(&graph, &|g, spots| workspace(target, g, spots));
         Ok(Compiled { graph, plan, receipts, target })
     }
 
     /// See `Plan::by_part`.
     pub fn by_part(&self) -> BTreeMap<String, usize> {
-        self.plan.by_part(&self.graph, &|g, spots, i| workspace(self.target, g, spots, i))
+        self.plan.by_part(&self.graph, &|g, spots| workspace(self.target, g, spots))
     }
 }
 
-/// f32 elements of scratch memory that a node wants on a device.
-fn workspace(target: Target, g: &Graph, spots: &[Vec<Spot>], node: usize) -> usize {
+/// f32 elements of scratch memory that each node wants on a device.
+fn workspace(target: Target, g: &Graph, spots: &[Vec<Spot>]) -> Vec<usize> {
     match target {
-        Target::Cpu => CpuProgram::workspace(g, spots, node),
-        Target::Cuda(arch) => cuda::code(g, spots, node, arch).workspace.div_ceil(4),
+        Target::Cpu => (0..g.nodes.len()).map(|i| CpuProgram::workspace(g, spots, i)).collect(),
+        Target::Cuda(arch) => cuda::codes(g, spots, arch).map(|c| c.workspace.div_ceil(4)).collect(),
     }
 }
 
@@ -126,7 +126,7 @@ impl Program {
         let options =
             cuda::Options { capture: on("cuda-graph"), tf32: on("tf32"), tune: on("tune-products"), overlap: on("overlap-launches") };
         let loaded = match device {
-            Device::Cpu(cpu, arena) => Loaded::Cpu(Box::new(CpuProgram::new(c.graph, c.plan, cpu, arena))),
+            Device::Cpu(cpu, arena) => Loaded::Cpu(Box::new(CpuProgram::new(c.graph, c.plan, cpu, arena)?)),
             Device::Cuda(cuda, arena) => Loaded::Cuda(Box::new(CudaProgram::new(c.graph, c.plan, cuda, arena, options)?)),
         };
         Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded })

@@ -4,11 +4,19 @@ use crate::graph::{Graph, Init, Kind, Node, Role, State, Value};
 use crate::meta::{DType, Meta};
 use crate::op::Op;
 use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+
+/// Bytes of one table that is fixed in a graph, at most.
+pub const MOST_TABLE: usize = 1 << 30;
 
 /// Records operations in the order in which model code names them.
 pub struct Recorder {
     graph: RefCell<Graph>,
+    /// Nodes of feeds and of states, by name.
+    feeds: RefCell<HashMap<String, usize>>,
+    states: RefCell<HashMap<String, usize>>,
+    updated: RefCell<HashSet<Value>>,
     scope: RefCell<Arc<str>>,
     backward: Cell<bool>,
     block: Cell<u32>,
@@ -40,6 +48,9 @@ impl Recorder {
     pub fn new() -> Recorder {
         Recorder {
             graph: RefCell::default(),
+            feeds: RefCell::default(),
+            states: RefCell::default(),
+            updated: RefCell::default(),
             scope: RefCell::new("".into()),
             backward: Cell::new(false),
             block: Cell::new(0),
@@ -83,11 +94,8 @@ impl Recorder {
     /// The same name is the same value.
     #[track_caller]
     fn named(&self, name: &str, kind: Kind, meta: Meta) -> Var<'_> {
-        let known = self.graph.borrow().nodes.iter().position(|n| match (&n.kind, &kind) {
-            (Kind::Feed(a), Kind::Feed(_)) => a == name,
-            (Kind::State(a), Kind::State(_)) => a.name == name,
-            _ => false,
-        });
+        let names = if matches!(kind, Kind::Feed(_)) { &self.feeds } else { &self.states };
+        let known = names.borrow().get(name).copied();
         let Some(node) = known else { return self.push(kind, vec![], vec![meta])[0] };
         let var = self.var(Value { node, out: 0 });
         assert_eq!(var.meta(), meta, "'{name}' was recorded before with another shape or type");
@@ -97,8 +105,15 @@ impl Recorder {
     /// Numbers fixed now.
     #[track_caller]
     pub fn constant(&self, shape: &[usize], numbers: Vec<f32>) -> Var<'_> {
+        self.table(shape, || numbers)
+    }
+
+    /// The same for numbers that may be many: they are made only where there is room. A graph with a larger table is refused.
+    #[track_caller]
+    pub fn table(&self, shape: &[usize], numbers: impl FnOnce() -> Vec<f32>) -> Var<'_> {
         let meta = Meta::f32(shape);
-        assert_eq!(meta.elements(), numbers.len(), "a constant of shape {shape:?}");
+        let numbers = if meta.bytes() > MOST_TABLE { vec![] } else { numbers() };
+        assert!(meta.bytes() > MOST_TABLE || meta.elements() == numbers.len(), "a constant of shape {shape:?}");
         self.push(Kind::Const(Arc::new(numbers)), vec![], vec![meta])[0]
     }
 
@@ -139,7 +154,7 @@ impl Recorder {
         let mut g = self.graph.borrow_mut();
         assert!(matches!(g.nodes[state.value.node].kind, Kind::State(_)), "update wants a state");
         assert_eq!(g.meta(state.value), g.meta(value.value), "update of a state with another shape or type");
-        assert!(g.updates.iter().all(|u| u.0 != state.value), "a state is updated once in a run");
+        assert!(self.updated.borrow_mut().insert(state.value), "a state is updated once in a run");
         g.updates.push((state.value, value.value));
     }
 
@@ -226,6 +241,11 @@ impl Recorder {
         assert!(outputs.iter().all(|m| m.elements() > 0), "a tensor without elements: {outputs:?}");
         let mut g = self.graph.borrow_mut();
         let (node, count) = (g.nodes.len(), outputs.len());
+        match &kind {
+            Kind::Feed(name) => drop(self.feeds.borrow_mut().entry(name.clone()).or_insert(node)),
+            Kind::State(s) => drop(self.states.borrow_mut().entry(s.name.clone()).or_insert(node)),
+            _ => {}
+        }
         let (scope, backward, block) = (self.scope.borrow().clone(), self.backward.get(), self.block.get());
         g.nodes.push(Node { kind, inputs, outputs, scope, backward, block, typed: self.typed.get() });
         (0..count).map(|out| self.var(Value { node, out })).collect()

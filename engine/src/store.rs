@@ -55,12 +55,12 @@ impl Store {
                 Some(t) => return Err(Error::StateShape { name: state.name.clone(), have: t.meta.clone(), want: meta.clone() }),
                 None => {
                     let memory = match gpu {
-                        None => Memory::Host(initial(state.init, self.seed, &state.name, meta)),
+                        None => Memory::Host(initial(state.init, self.seed, &state.name, meta)?),
                         Some(cuda) => {
                             let d = cuda.allocate(meta.bytes())?;
                             match state.init {
                                 Init::Full(0.0) => cuda.fill(&d, 0)?,
-                                init => cuda.upload(&d, initial(init, self.seed, &state.name, meta).bytes())?,
+                                init => cuda.upload(&d, initial(init, self.seed, &state.name, meta)?.bytes())?,
                             }
                             Memory::Gpu(cuda.clone(), d)
                         }
@@ -143,13 +143,16 @@ impl Store {
     }
 }
 
-fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Buffer {
-    let mut data = Buffer::zeroed(meta.bytes());
+fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Result<Buffer, Error> {
+    let lacks = || Error::NoMemory { what: format!("state '{name}' {meta:?}"), bytes: meta.bytes() };
+    let mut data = Buffer::try_zeroed(meta.bytes()).ok_or_else(lacks)?;
     if init == Init::Full(0.0) {
-        return data;
+        return Ok(data);
     }
     let stream = hash_name(name);
-    let mut numbers = vec![0.0f32; meta.elements()];
+    let mut numbers: Vec<f32> = vec![];
+    numbers.try_reserve_exact(meta.elements()).map_err(|_| lacks())?;
+    numbers.resize(meta.elements(), 0.0);
     match init {
         Init::Full(v) => numbers.fill(v),
         Init::Normal { std } => {
@@ -179,5 +182,5 @@ fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Buffer {
         }
     }
     crate::cpu::narrow(&numbers, meta.dtype, data.bytes_mut());
-    data
+    Ok(data)
 }

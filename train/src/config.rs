@@ -2,9 +2,10 @@
 //! a wrong type is known by comparing with them.
 
 use engine::Switches;
-use engine::passes::distance;
+use engine::passes::known;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
@@ -28,6 +29,38 @@ pub enum ConfigError {
     Invalid(String),
     #[error(transparent)]
     Pass(#[from] engine::Error),
+}
+
+/// Refuses a number outside of what it can mean, by its key, value and range.
+pub fn within(key: &str, value: f64, range: RangeInclusive<f64>) -> Result<(), ConfigError> {
+    // A bound that was read as f32 is a little beside itself.
+    let at = |bound: &f64| (value - bound).abs() <= 1e-6 * bound.abs();
+    match range.contains(&value) || at(range.start()) || at(range.end()) {
+        true => Ok(()),
+        false => Err(ConfigError::Invalid(format!("{key} = {value:?}: from {:?} to {:?}", range.start(), range.end()))),
+    }
+}
+
+/// The base of RoPE's frequencies. Below 1 they grow with the dimension, beyond what an angle can be.
+pub const ROPE_THETA: RangeInclusive<f64> = 1.0..=1e12;
+/// What a norm adds to a mean square.
+pub const NORM_EPS: RangeInclusive<f64> = 1e-30..=1.0;
+/// A loss beside others, or a rate: larger ones overflow what they are multiplied with.
+pub const WEIGHT: RangeInclusive<f64> = 0.0..=1e6;
+
+/// Steps are counted exactly up to here in f64, in which rates and metrics are.
+const MOST_STEPS: u64 = 1 << 53;
+
+/// Sizes that f32 has, which everything is computed in; far beyond what any setting means.
+const SIZES: RangeInclusive<f64> = 1e-38..=1e30;
+
+/// Every number of a section, by its key.
+fn numbers<'a>(key: String, value: &'a Value, out: &mut Vec<(String, &'a Value)>) {
+    match value {
+        Value::Table(t) => t.iter().for_each(|(k, v)| numbers(format!("{key}.{k}"), v, out)),
+        Value::Array(all) => all.iter().for_each(|v| numbers(key.clone(), v, out)),
+        _ => out.push((key, value)),
+    }
 }
 
 /// Optimizer, schedule and cadence: the same for every recipe.
@@ -110,15 +143,21 @@ impl TrainConfig {
                 return bad(format!("train.{name} = {v} is not in [0, 1)"));
             }
         }
-        let positive = [("learning_rate", self.learning_rate), ("eps", self.eps as f64), ("clip", self.clip as f64)];
-        if let Some((name, v)) = positive.iter().find(|(_, v)| !(v.is_finite() && *v > 0.0)) {
-            return bad(format!("train.{name} = {v} is not above 0"));
-        }
-        if !(self.weight_decay.is_finite() && self.weight_decay >= 0.0) {
-            return bad(format!("train.weight_decay = {} is negative", self.weight_decay));
-        }
-        if self.log_every == 0 || self.save_every == 0 {
-            return bad("train.log_every and save_every must be at least 1".into());
+        within("train.learning_rate", self.learning_rate, 1e-38..=1e6)?;
+        within("train.eps", self.eps as f64, 1e-38..=1.0)?;
+        within("train.clip", self.clip as f64, 1e-38..=1e30)?;
+        within("train.weight_decay", self.weight_decay as f64, 0.0..=1e3)?;
+        let steps = [
+            ("steps", self.steps, 0),
+            ("horizon", self.horizon, 0),
+            ("warmup", self.warmup, 0),
+            ("log_every", self.log_every, 1),
+            ("eval_every", self.eval_every, 0),
+            ("eval_batches", self.eval_batches, 0),
+            ("save_every", self.save_every, 1),
+        ];
+        if let Some((name, v, least)) = steps.iter().find(|(_, v, least)| !(*least..=MOST_STEPS).contains(v)) {
+            return bad(format!("train.{name} = {v}: from {least} to {MOST_STEPS}"));
         }
         Ok(())
     }
@@ -207,9 +246,9 @@ impl Config {
         let full = [path, std::slice::from_ref(&key)].concat();
         let table = path.iter().fold(&mut self.table, |t, k| t.get_mut(k).and_then(Value::as_table_mut).expect("checked on the way"));
         let name = full.join(".");
-        let known: Vec<String> = table.keys().cloned().collect();
+        let names: Vec<String> = table.keys().cloned().collect();
         let Some(slot) = table.get_mut(&key) else {
-            return Err(ConfigError::Unknown { what: "key", name, near: nearest(&key, known.iter().map(|s| s.as_str())) });
+            return Err(ConfigError::Unknown { what: "key", name, near: known(&key, names.iter().map(|s| s.as_str())) });
         };
         if let Value::Table(inner) = &value
             && slot.is_table()
@@ -239,7 +278,7 @@ impl Config {
                 return self.set_pass(rest, &text);
             }
             if !self.table.get(section).is_some_and(Value::is_table) {
-                let near = nearest(section, SECTIONS.into_iter());
+                let near = known(section, SECTIONS.into_iter().chain(["passes"]));
                 return Err(ConfigError::Unknown { what: "section", name: section.into(), near });
             }
             return self.lay(&[section.to_string()], rest.to_string(), value);
@@ -253,7 +292,7 @@ impl Config {
             [one] => self.lay(&[one.to_string()], key.into(), value),
             [] => {
                 let all = SECTIONS.into_iter().filter_map(|s| self.table.get(s)?.as_table()).flat_map(|t| t.keys()).map(|s| s.as_str());
-                Err(ConfigError::Unknown { what: "key", name: key.into(), near: nearest(key, all) })
+                Err(ConfigError::Unknown { what: "key", name: key.into(), near: known(key, all) })
             }
             _ => Err(ConfigError::Ambiguous { key: key.into(), sections: sections.join(", ") }),
         }
@@ -282,7 +321,17 @@ impl Config {
 
     pub fn section<T: DeserializeOwned>(&self, name: &str) -> Result<T, ConfigError> {
         let value = self.table.get(name).cloned().unwrap_or(Value::Table(Table::new()));
-        value.try_into().map_err(|e: toml::de::Error| ConfigError::Invalid(format!("[{name}] {}", e.message())))
+        let mut all = vec![];
+        numbers(name.into(), &value, &mut all);
+        let unfit = |v: &Value| v.as_float().is_some_and(|v| v != 0.0 && !SIZES.contains(&v.abs()));
+        if let Some((key, v)) = all.iter().find(|(_, v)| unfit(v)) {
+            let (least, most) = (SIZES.start(), SIZES.end());
+            return Err(ConfigError::Invalid(format!("{key} = {v}: 0, or from {least:?} to {most:?} in size (numbers are f32)")));
+        }
+        serde_path_to_error::deserialize(value).map_err(|e| {
+            let key = e.path().to_string();
+            ConfigError::Invalid(format!("{name}{} {}", if key == "." { ":".into() } else { format!(".{key}:") }, e.inner().message()))
+        })
     }
 
     pub fn text(&self, key: &str) -> &str {
@@ -304,6 +353,11 @@ impl Config {
             }
         }
         Ok(())
+    }
+
+    /// Where the data is, if it is not generated.
+    pub fn data_path(&self) -> Option<&str> {
+        self.table.get("data")?.get("path")?.as_str().filter(|path| !path.is_empty())
     }
 
     pub fn set_init_from(&mut self, path: &Path) {
@@ -344,7 +398,7 @@ impl Config {
 
 /// A TOML file, and the recipe and preset that it names.
 pub fn read_file(path: &Path) -> Result<Table, ConfigError> {
-    let text = std::fs::read_to_string(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
+    let text = crate::input::read_to_string(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
     text.parse().map_err(|e: toml::de::Error| ConfigError::Parse { path: path.into(), cause: e.to_string() })
 }
 
@@ -403,15 +457,6 @@ fn fitting(name: &str, slot: &Value, value: Value) -> Result<Value, ConfigError>
     }
 }
 
-/// `; did you mean 'x'?`, or nothing where nothing is near.
-pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> String {
-    let best = known.map(|k| (distance(k, name), k)).min();
-    match best {
-        Some((d, k)) if d <= 2.max(name.len() / 2) => format!("; did you mean '{k}'?"),
-        _ => String::new(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -423,11 +468,18 @@ mod tests {
     #[test]
     fn keys_and_types_are_compared_with_the_preset() {
         let error = |s: &str| base().set(s).unwrap_err().to_string();
-        assert_eq!(error("model.dmi=3"), "there is no key 'model.dmi'; did you mean 'dim'?");
-        assert_eq!(error("learning_rat=3"), "there is no key 'learning_rat'; did you mean 'learning_rate'?");
+        assert_eq!(error("model.dmi=3"), "there is no key 'model.dmi'; did you mean 'dim'? (known: dim, capacity)");
+        assert_eq!(
+            error("learning_rat=3"),
+            "there is no key 'learning_rat'; did you mean 'learning_rate'? (known: learning_rate, capacity, dim, path, steps)"
+        );
         assert_eq!(error("dim=large"), "'model.dim' wants a whole number, not a string (\"large\")");
         assert_eq!(error("dim=-1"), "'model.dim' wants a whole number that is not negative, not -1");
-        assert_eq!(error("modle.dim=3"), "there is no section 'modle'; did you mean 'model'?");
+        assert_eq!(
+            error("modle.dim=3"),
+            "there is no section 'modle'; did you mean 'model'? (known: model, data, train, passes, objective)"
+        );
+        assert_eq!(error("zzzzzzzzzzzz.dim=3"), "there is no section 'zzzzzzzzzzzz' (known: model, data, objective, train, passes)");
         assert_eq!(error("dim"), "--set wants key=value, not 'dim'");
         assert!(error("capacity=[1.0, \"a\"]").contains("'model.capacity' wants a number"));
         assert!(error("passes.fuse-pointwise=on").contains("not off, auto or require"));

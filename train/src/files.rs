@@ -1,5 +1,6 @@
 //! Files and folders that are there whole or not at all, whatever ends the process or the machine: written beside under the name
-//! `.NAME.tmp-PID`, fsynced, renamed, and the folder fsynced. What a killed process leaves under such a name is removed by the next that writes there.
+//! `.NAME.tmp-PID`, fsynced, renamed, and the folder fsynced. What a killed process leaves under such a name is removed by the next that writes there:
+//! a folder at once, because its lock went with the process, anything else when nobody has written to it for an hour.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -92,7 +93,7 @@ pub fn sweep(dir: &Path, of: Option<&str>, idle: Duration) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let left = name.to_str().and_then(made_by).is_some_and(|(what, pid)| of.is_none_or(|of| of == what) && stale(pid));
-        if left && is_idle(&entry.path(), idle) {
+        if left && (is_idle(&entry.path(), idle) || is_let_go(&entry.path())) {
             let _ = remove(&entry.path());
         }
     }
@@ -106,18 +107,30 @@ fn is_idle(path: &Path, idle: Duration) -> bool {
     last.is_some_and(|last| SystemTime::now().duration_since(last).is_ok_and(|age| age >= idle))
 }
 
+/// Held by the process that writes a folder, and let go when it ends, however that may be.
+const LOCK: &str = ".lock";
+
+/// Whether a folder has a lock that nobody holds.
+fn is_let_go(path: &Path) -> bool {
+    File::open(path.join(LOCK)).is_ok_and(|lock| lock.try_lock().is_ok())
+}
+
 /// A folder of files, written beside.
 pub struct Staged {
     path: PathBuf,
     dir: PathBuf,
     done: bool,
+    _lock: File,
 }
 
 impl Staged {
     pub fn new(path: &Path) -> io::Result<Staged> {
         let dir = beside(path)?;
         create_folder(&dir)?;
-        Ok(Staged { path: path.to_path_buf(), dir, done: false })
+        let lock = File::create(dir.join(LOCK))?;
+        // Not every file system has locks: then time has to tell.
+        let _ = lock.try_lock();
+        Ok(Staged { path: path.to_path_buf(), dir, done: false, _lock: lock })
     }
 
     /// Where to write.
@@ -151,6 +164,7 @@ impl Staged {
     }
 
     fn move_in(mut self, rename: impl FnOnce(&Path, &Path) -> io::Result<()>) -> io::Result<()> {
+        fs::remove_file(self.dir.join(LOCK))?;
         for entry in fs::read_dir(&self.dir)? {
             File::open(entry?.path())?.sync_all()?;
         }
@@ -210,10 +224,23 @@ mod tests {
         fs::create_dir(&busy).unwrap();
         fs::write(busy.join("file"), "").unwrap();
         File::open(&busy).unwrap().set_modified(before).unwrap();
+        // Just killed: its lock is there, and nobody holds it. Still written to by a process that is not seen here: its lock is held.
+        let [killed, held] = [dead - 3, dead - 4].map(|pid| at(&format!(".m.tmp-{pid}")));
+        let locks = [&killed, &held].map(|dir| {
+            fs::create_dir(dir).unwrap();
+            File::create(dir.join(LOCK)).unwrap()
+        });
+        locks[1].try_lock().unwrap();
         let staged = Staged::new(&at("m")).unwrap();
         write_new(&staged.dir().join("file"), b"whole").unwrap();
         staged.finish().unwrap();
-        let left = [".m.tmp-1".to_string(), format!(".m.tmp-{}", dead - 2), format!(".m.tmp-{}", dead - 1), ".m.tmp-x".into()];
+        let left = [
+            ".m.tmp-1".to_string(),
+            format!(".m.tmp-{}", dead - 4),
+            format!(".m.tmp-{}", dead - 2),
+            format!(".m.tmp-{}", dead - 1),
+            ".m.tmp-x".into(),
+        ];
         assert_eq!(names(dir.path()), [&left[..], &[format!(".other.tmp-{dead}"), "m".into()]].concat());
         sweep(dir.path(), None, Duration::ZERO);
         assert_eq!(names(dir.path()), [".m.tmp-1", ".m.tmp-x", "m"]);

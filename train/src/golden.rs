@@ -1,9 +1,18 @@
 //! Golden files: a recipe's numbers as plain PyTorch computes them, and how ours are compared with them.
 
+mod choices;
+mod rule;
+
+pub use rule::{Compared, Rule, compare, compare_with};
+
 use crate::checkpoint::{CheckpointError, Loaded, load_safetensors};
 use crate::config::TrainConfig;
 use crate::recipe::{Computed, Session, TrainError};
-use engine::{Data, Device, Meta, Recorder, Role, Switches, Var};
+use choices::Choices;
+use engine::graph::Graph;
+use engine::passes::{Mode, Numerics, Target};
+use engine::{DType, Data, Device, Meta, PASSES, Recorder, Role, Switches, Var};
+use std::collections::HashMap;
 use std::path::Path;
 
 pub struct Golden {
@@ -88,134 +97,138 @@ impl Golden {
 /// A recording of named values.
 pub type Record<'a> = &'a dyn for<'g> Fn(&'g Recorder) -> Vec<(&'static str, Var<'g>)>;
 
-/// Everything that the golden file of a differentiated recipe holds: `losses` (the first is differentiated, the others are metrics) and
-/// `outputs`, over the file's steps with its optimizer. Parameters named in `frozen` are not trained.
-pub fn differentiated(
-    file: &Golden,
-    switches: &Switches,
-    device: &Device,
-    losses: Record,
-    outputs: Record,
-    feeds: &[(&str, Data)],
-    frozen: &[&str],
-) -> Result<Computed, TrainError> {
-    let bad = |m: String| TrainError::Other(format!("this golden file {m}"));
-    let o = &file.optimizer;
-    let train =
-        TrainConfig { beta1: o.beta1, beta2: o.beta2, eps: o.eps, weight_decay: o.weight_decay, clip: o.clip, ..TrainConfig::default() };
-    let mut s = Session::new(device, switches, 0);
-    let r = Recorder::new();
-    let values = losses(&r);
-    let params: Vec<_> = r.params().into_iter().filter(|p| !frozen.contains(&p.0.as_str())).collect();
-    let grads = r.grad(values[0].1, &params.iter().map(|p| p.1).collect::<Vec<_>>());
-    let step = crate::optim::adamw(&r, &params, &grads, values[0].1, &train);
-    params.iter().zip(&grads).for_each(|((name, _), g)| r.output(&format!("grad/{name}"), *g));
-    values.iter().for_each(|(name, v)| r.output(name, *v));
-    r.output("grad_norm", step.norm);
-    let metrics: Vec<&'static str> = values[1..].iter().map(|v| v.0).chain(["grad_norm"]).collect();
-    let (loss, names): (&str, Vec<String>) = (values[0].0, params.iter().map(|p| p.0.clone()).collect());
-    s.load("train", r.finish())?;
+/// Passes that are on and round f32 to narrower types.
+fn rounding(switches: &Switches, target: Target) -> impl Iterator<Item = &'static str> + '_ {
+    let rounds =
+        move |p: &&&dyn engine::passes::Pass| p.numerics(target, DType::F32) == Numerics::LowPrecision && switches.mode(**p) != Mode::Off;
+    PASSES.iter().filter(rounds).map(|p| p.name())
+}
 
-    let r = Recorder::new();
-    let answers: Vec<&'static str> = outputs(&r)
-        .into_iter()
-        .map(|(name, v)| {
-            r.output(name, v);
-            name
-        })
-        .collect();
-    s.load("outputs", r.finish())?;
+/// Whether numbers are rounded to narrower types, so that a golden file is compared by `Rule::Cosine`.
+pub fn rounds(switches: &Switches, target: Target) -> bool {
+    rounding(switches, target).next().is_some()
+}
 
-    let untrained = s.store.iter().filter(|(n, t)| t.role == Role::Frozen || frozen.contains(n));
-    let untrained: Vec<String> = untrained.map(|(n, _)| n.to_string()).collect();
-    for name in names.iter().chain(&untrained) {
-        let want = s.store.get(name).expect("just loaded").meta.shape.clone();
-        let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(format!("has no param/{name}")))?;
-        let shape = file.shape(&format!("param/{name}")).unwrap_or_default();
-        if shape != want {
-            return Err(bad(format!("has param/{name} {shape:?}, but its config makes it {want:?}")));
-        }
-        s.store.set_floats(name, &Meta::f32(&shape), bytemuck::cast_slice(&numbers))?;
+/// What a differentiated recipe computes of a golden file.
+pub struct Steps<'a> {
+    /// The first is differentiated, the others are metrics.
+    pub losses: Record<'a>,
+    pub outputs: Record<'a>,
+    pub feeds: &'a [(&'a str, Data<'a>)],
+    /// Names of parameters that are not trained.
+    pub frozen: &'a [&'a str],
+}
+
+/// Everything that the file holds, over its steps and with its optimizer. Where passes round, what the model chooses is taken from a run
+/// without them.
+pub fn differentiated(file: &Golden, switches: &Switches, device: &Device, steps: &Steps) -> Result<Computed, TrainError> {
+    if !rounds(switches, device.target()) {
+        return Ok(steps.run(file, switches, device, Choosing::Freely)?.0);
     }
-    let rate = [o.lr as f32];
-    let feeds = [feeds, &[("rate", Data::F32(&rate))]].concat();
-    let mut out = Computed::new();
-    s.run("outputs", &feeds)?;
-    for name in answers {
-        out.insert(format!("output/{name}"), s.read("outputs", name)?);
+    let mut wide = switches.clone();
+    for pass in rounding(switches, device.target()) {
+        wide.set(pass, "off")?;
     }
-    for i in 0..file.steps {
-        s.run("train", &feeds)?;
-        let mut push = |name: String, v: f64| out.entry(name).or_default().push(v as f32);
-        push("loss".into(), s.scalar("train", loss)?);
-        for name in &metrics {
-            push(format!("metric/{name}"), s.scalar("train", name)?);
+    let (_, chosen) = steps.run(file, &wide, device, Choosing::Noted)?;
+    Ok(steps.run(file, switches, device, Choosing::Given(&chosen))?.0)
+}
+
+/// How the model chooses, run by run: of the outputs, then of every step.
+#[derive(Clone, Copy)]
+enum Choosing<'a> {
+    Freely,
+    /// Freely, and `run` returns what it chose.
+    Noted,
+    Given(&'a [Choices]),
+}
+
+impl Steps<'_> {
+    fn run(&self, file: &Golden, switches: &Switches, device: &Device, choosing: Choosing) -> Result<(Computed, Vec<Choices>), TrainError> {
+        let bad = |m: String| TrainError::Other(format!("this golden file {m}"));
+        let o = &file.optimizer;
+        let train = TrainConfig {
+            beta1: o.beta1,
+            beta2: o.beta2,
+            eps: o.eps,
+            weight_decay: o.weight_decay,
+            clip: o.clip,
+            ..TrainConfig::default()
+        };
+        let mut s = Session::new(device, switches, 0);
+        let r = Recorder::new();
+        let values = (self.losses)(&r);
+        let params: Vec<_> = r.params().into_iter().filter(|p| !self.frozen.contains(&p.0.as_str())).collect();
+        let grads = r.grad(values[0].1, &params.iter().map(|p| p.1).collect::<Vec<_>>());
+        let step = crate::optim::adamw(&r, &params, &grads, values[0].1, &train);
+        params.iter().zip(&grads).for_each(|((name, _), g)| r.output(&format!("grad/{name}"), *g));
+        values.iter().for_each(|(name, v)| r.output(name, *v));
+        r.output("grad_norm", step.norm);
+        let metrics: Vec<&'static str> = values[1..].iter().map(|v| v.0).chain(["grad_norm"]).collect();
+        let (loss, names): (&str, Vec<String>) = (values[0].0, params.iter().map(|p| p.0.clone()).collect());
+        let mut noted: HashMap<&str, Vec<String>> = HashMap::new();
+        let mut load = |s: &mut Session, name: &'static str, mut graph: Graph| {
+            match choosing {
+                Choosing::Freely => {}
+                Choosing::Noted => drop(noted.insert(name, choices::note(&mut graph))),
+                Choosing::Given(_) => choices::feed(&mut graph),
+            }
+            s.load(name, graph)
+        };
+        load(&mut s, "train", r.finish())?;
+
+        let r = Recorder::new();
+        let answers: Vec<&'static str> = (self.outputs)(&r)
+            .into_iter()
+            .map(|(name, v)| {
+                r.output(name, v);
+                name
+            })
+            .collect();
+        load(&mut s, "outputs", r.finish())?;
+
+        let untrained = s.store.iter().filter(|(n, t)| t.role == Role::Frozen || self.frozen.contains(n));
+        let untrained: Vec<String> = untrained.map(|(n, _)| n.to_string()).collect();
+        for name in names.iter().chain(&untrained) {
+            let want = s.store.get(name).expect("just loaded").meta.shape.clone();
+            let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(format!("has no param/{name}")))?;
+            let shape = file.shape(&format!("param/{name}")).unwrap_or_default();
+            if shape != want {
+                return Err(bad(format!("has param/{name} {shape:?}, but its config makes it {want:?}")));
+            }
+            s.store.set_floats(name, &Meta::f32(&shape), bytemuck::cast_slice(&numbers))?;
         }
-        if i == 0 {
-            for name in &names {
-                out.insert(format!("grad/{name}"), s.read("train", &format!("grad/{name}"))?);
+        let rate = [o.lr as f32];
+        let feeds = [self.feeds, &[("rate", Data::F32(&rate))]].concat();
+        let mut chosen: Vec<Choices> = vec![];
+        let mut run = |s: &mut Session, program: &str| -> Result<(), TrainError> {
+            let given = if let Choosing::Given(all) = choosing { &all[chosen.len()][..] } else { &[] };
+            let given: Vec<_> = given.iter().map(|(name, v)| (name.as_str(), Data::I32(v))).collect();
+            s.run(program, &[&feeds[..], &given].concat())?;
+            let read = |name: &String| Ok((name.clone(), s.read(program, name)?.into_iter().map(|v| v as i32).collect()));
+            chosen.push(noted.get(program).into_iter().flatten().map(read).collect::<Result<_, TrainError>>()?);
+            Ok(())
+        };
+        let mut out = Computed::new();
+        run(&mut s, "outputs")?;
+        for name in answers {
+            out.insert(format!("output/{name}"), s.read("outputs", name)?);
+        }
+        for i in 0..file.steps {
+            run(&mut s, "train")?;
+            let mut push = |name: String, v: f64| out.entry(name).or_default().push(v as f32);
+            push("loss".into(), s.scalar("train", loss)?);
+            for name in &metrics {
+                push(format!("metric/{name}"), s.scalar("train", name)?);
+            }
+            if i == 0 {
+                for name in &names {
+                    out.insert(format!("grad/{name}"), s.read("train", &format!("grad/{name}"))?);
+                }
             }
         }
-    }
-    for name in &names {
-        out.insert(format!("after/{name}"), s.store.get(name).expect("loaded").f32()?);
-    }
-    Ok(out)
-}
-
-/// What counts as the same.
-#[derive(Clone, Copy, Debug)]
-pub enum Rule {
-    /// As golden.py says: norm(a - b) <= tolerance * norm(b) + 1e-6 * sqrt(elements); beside that, an error of half a percent never
-    /// passes for rounding.
-    Tolerance(f64),
-    /// For narrow types: every tensor points in the same direction, to at least this cosine, and is as long to within 10%; a single number,
-    /// often the small sum of large terms, to within half.
-    Cosine(f64),
-}
-
-/// One tensor's comparison.
-pub struct Compared {
-    pub name: String,
-    /// norm(ours - theirs) / norm(theirs)
-    pub error: f64,
-    pub cosine: f64,
-    pub ok: bool,
-}
-
-/// Compares everything that the file holds and that can be computed. A tensor that was not computed fails.
-pub fn compare(file: &Golden, computed: &Computed, rule: Rule) -> Vec<Compared> {
-    let mut all = vec![];
-    let inputs = ["param/", "input/"];
-    for name in file.names().into_iter().filter(|n| !inputs.iter().any(|p| n.starts_with(p))) {
-        let theirs = file.f32(&name).unwrap_or_default();
-        let c = match computed.get(&name) {
-            Some(ours) if ours.len() == theirs.len() => one(name, ours, &theirs, rule),
-            _ => Compared { name, error: f64::INFINITY, cosine: f64::NAN, ok: false },
-        };
-        all.push(c);
-    }
-    all
-}
-
-fn one(name: String, ours: &[f32], theirs: &[f32], rule: Rule) -> Compared {
-    let sum = |it: &mut dyn Iterator<Item = f64>| it.sum::<f64>();
-    let pairs = || ours.iter().zip(theirs).map(|(&a, &b)| (a as f64, b as f64));
-    let difference = sum(&mut pairs().map(|(a, b)| (a - b) * (a - b))).sqrt();
-    let (length, size) = (sum(&mut pairs().map(|(a, _)| a * a)).sqrt(), sum(&mut pairs().map(|(_, b)| b * b)).sqrt());
-    let cosine = sum(&mut pairs().map(|(a, b)| a * b)) / (length * size).max(1e-300);
-    let root = (theirs.len() as f64).sqrt();
-    // Each is written so that a NaN fails.
-    let ok = match rule {
-        Rule::Tolerance(tolerance) => {
-            // The absolute term is for tensors of pure rounding noise; half a percent of anything larger is a mistake.
-            let gross = difference > tolerance.max(5e-3) * size && size > 1e-6 * root;
-            difference <= tolerance * size + 1e-6 * root && !gross
+        for name in &names {
+            out.insert(format!("after/{name}"), s.store.get(name).expect("loaded").f32()?);
         }
-        Rule::Cosine(least) => {
-            (cosine >= least && (length / size - 1.0).abs() <= if theirs.len() > 1 { 0.1 } else { 0.5 })
-                || (size <= 1e-6 * root && length <= 1e-6 * root)
-        }
-    };
-    Compared { name, error: difference / size.max(1e-30), cosine, ok }
+        Ok((out, chosen))
+    }
 }

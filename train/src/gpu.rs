@@ -1,8 +1,14 @@
 //! Finds the GPU's libraries and the cache for the engine, which reads no environment itself.
 
+use crate::files;
+use crate::warn;
 use engine::cuda::Folders;
 use engine::{Cpu, Cuda, Device};
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// Where CUDA's libraries may be: LD_LIBRARY_PATH, a toolkit, the wheels of a Python environment; and where kernels are cached.
 pub fn folders() -> Folders {
@@ -22,10 +28,74 @@ pub fn folders() -> Folders {
     Folders { libraries, cache: cache() }
 }
 
-/// Where everything is kept that could be made again.
+/// A folder and, where it is there for this process alone, that.
+struct Cache {
+    folder: PathBuf,
+    is_own: bool,
+}
+
+static CACHE: OnceLock<Cache> = OnceLock::new();
+
+/// Where everything is kept that could be made again: kernels that are run, weights that are trained on. So it is a folder that nobody else can write to:
+/// this user's, or a fresh one that goes with the process.
 pub fn cache() -> PathBuf {
-    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    env("XDG_CACHE_HOME").or_else(|| env("HOME").map(|h| h.join(".cache"))).unwrap_or_else(std::env::temp_dir).join("kiln")
+    let chosen = CACHE.get_or_init(|| {
+        let env = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+        let home = env("XDG_CACHE_HOME").or_else(|| env("HOME").map(|h| h.join(".cache"))).map(|h| h.join("kiln"));
+        let problem = match home {
+            Some(folder) => match trusted(&folder) {
+                Ok(()) => {
+                    files::sweep(&folder, None, files::LEFT);
+                    return Cache { folder, is_own: false };
+                }
+                Err(problem) => format!("the cache {} is not used: {problem}", folder.display()),
+            },
+            None => "there is no cache: neither XDG_CACHE_HOME nor HOME names a folder".into(),
+        };
+        let folder = private(&std::env::temp_dir());
+        warn!("{problem}; what would be kept there is in {} until this process ends", folder.display());
+        Cache { folder, is_own: true }
+    });
+    chosen.folder.clone()
+}
+
+/// Removes the cache of a process that has one of its own; called when it ends.
+pub fn remove_own_cache() {
+    if let Some(Cache { folder, is_own: true }) = CACHE.get() {
+        // Best effort: the next process that makes one sweeps.
+        let _ = fs::remove_dir_all(folder);
+    }
+}
+
+/// Whether nobody but this user can write to a folder; it is made where it is not there.
+fn trusted(folder: &Path) -> Result<(), String> {
+    // One that cannot be made cannot be written to by others either.
+    let _ = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    let (m, me) = match fs::metadata(folder) {
+        Ok(m) => (m, rustix::process::geteuid().as_raw()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(e.to_string()),
+    };
+    match m.mode() & 0o002 {
+        _ if m.uid() != me => Err(format!("it belongs to user {}, not to user {me} who runs this", m.uid())),
+        0 => Ok(()),
+        _ => Err("everybody may write to it (chmod o-w)".into()),
+    }
+}
+
+/// A fresh folder that only this user can enter.
+fn private(within: &Path) -> PathBuf {
+    const NAME: &str = "kiln-cache";
+    files::sweep(within, Some(NAME), files::LEFT);
+    let name = |i: usize| within.join(format!(".{NAME}.tmp-{}-{i}", std::process::id()));
+    for i in 0..1000 {
+        match DirBuilder::new().mode(0o700).create(name(i)) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            // What cannot be written to is not written to.
+            _ => return name(i),
+        }
+    }
+    name(1000)
 }
 
 /// PREFIX/lib/python3.*/site-packages/nvidia/*/lib
@@ -56,5 +126,43 @@ pub fn open(name: &str, threads: Option<usize>) -> Result<Device, String> {
             }
             _ => Err(format!("--device {other}: there are auto, cpu, cuda and cuda:N")),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{PermissionsExt, chown, symlink};
+
+    #[test]
+    fn a_cache_that_others_can_write_to_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("home/.cache/kiln");
+        let mode = |p: &Path| fs::metadata(p).unwrap().mode() & 0o777;
+        assert_eq!((trusted(&folder), mode(&folder)), (Ok(()), 0o700), "it is made for this user alone");
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(trusted(&folder).unwrap_err().contains("everybody may write"));
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
+        assert_eq!(trusted(&folder), Ok(()));
+        let link = dir.path().join("link");
+        symlink("/tmp", &link).unwrap();
+        assert!(trusted(&link).is_err(), "what a link leads to counts");
+        // Only root can give a folder away.
+        if rustix::process::geteuid().is_root() {
+            chown(&folder, Some(65534), None).unwrap();
+            assert!(trusted(&folder).unwrap_err().contains("belongs to user 65534"));
+        }
+    }
+
+    #[test]
+    fn a_private_cache_is_fresh_and_closed() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = private(dir.path());
+        assert_eq!(fs::metadata(&first).unwrap().mode() & 0o777, 0o700);
+        // What somebody put there before is not taken for it.
+        let squatted = dir.path().join(format!(".kiln-cache.tmp-{}-1", std::process::id()));
+        fs::create_dir(&squatted).unwrap();
+        let second = private(dir.path());
+        assert!(second != first && second != squatted && fs::read_dir(&second).unwrap().next().is_none());
     }
 }

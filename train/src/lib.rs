@@ -7,6 +7,7 @@ pub mod epochs;
 pub mod files;
 pub mod golden;
 pub mod gpu;
+pub mod input;
 pub mod memory;
 pub mod metrics;
 pub mod models;

@@ -87,7 +87,7 @@ impl Records {
 
 /// Power cuts leave zeros and halves of lines: they are skipped, and counted.
 pub fn read(path: &Path) -> Result<Records, MetricsError> {
-    let text = fs::read(path).map_err(io_error("read", path))?;
+    let text = crate::input::read(path).map_err(io_error("read", path))?;
     let (mut records, mut damaged) = (BTreeMap::new(), vec![]);
     for (number, line) in text.split_inclusive(|b| *b == b'\n').enumerate() {
         let record = serde_json::from_slice::<Map<String, Value>>(line).ok();

@@ -1,13 +1,14 @@
 //! What a recipe is to the rest: presets, programs, data, and what it can show.
 
-use crate::checkpoint::{CheckpointError, Loaded};
-use crate::config::{Config, ConfigError, TrainConfig, nearest};
+use crate::checkpoint::{Checkpoint, CheckpointError, Loaded};
+use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::puzzles::{self, PuzzleSet};
 use crate::data::{Batch, DataError, Loader, Source, Tokenizer, positions};
 use crate::golden::Golden;
 use crate::optim;
 use crate::report::Confusion;
 use engine::ops::concat::concat;
+use engine::passes::known;
 use engine::philox::rng_feed;
 use engine::{DType, Data, Device, Graph, Init, Program, Reading, Recorder, Role, Store, Switches, Var};
 use std::collections::BTreeMap;
@@ -67,6 +68,11 @@ pub trait Recipe: Sync {
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
     /// For recipes whose models tell pictures apart: one as a checkpoint's config and identity describe it, without its data.
     fn classifier(&self, _config: &Config, _identity: &serde_json::Value) -> Result<Option<Box<dyn Classifier>>, TrainError> {
+        Ok(None)
+    }
+    /// For recipes whose models continue text: one as a checkpoint's config describes it, with the tokenizer that the checkpoint holds; without a
+    /// checkpoint, with the data's.
+    fn generator(&self, _config: &Config, _found: Option<&Checkpoint>) -> Result<Option<Box<dyn Generator>>, TrainError> {
         Ok(None)
     }
     /// For recipes whose models solve puzzles.
@@ -247,6 +253,33 @@ pub struct Evaluation {
     pub counted: Option<Counted>,
 }
 
+/// How much of the validation data an evaluation reads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Extent {
+    /// Batches that are read.
+    pub batches: u64,
+    /// All that there are; none where the data has no end, because it is made as it is read.
+    pub of: Option<u64>,
+}
+
+impl Extent {
+    /// `limit` as `train.eval_batches` has it: 0 is all.
+    pub fn new(items: u64, batch: usize, limit: u64, endless: bool) -> Extent {
+        let all = items.div_ceil(batch as u64);
+        Extent { batches: if limit == 0 { all } else { limit.min(all) }, of: (!endless).then_some(all) }
+    }
+
+    /// `8 of 26 batches`, `all 26 batches`, `8 batches of data without an end`
+    pub fn line(&self) -> String {
+        let batches = |n: u64| if n == 1 { "1 batch".to_string() } else { format!("{n} batches") };
+        match self.of {
+            Some(all) if self.batches == all => format!("all of the validation split, {}", batches(all)),
+            Some(all) => format!("{} of {}", self.batches, batches(all)),
+            None => format!("{} of generated data, which has no end", batches(self.batches)),
+        }
+    }
+}
+
 /// How many items were evaluated, and how many were not.
 pub struct Counted {
     /// What they are: "puzzles".
@@ -308,6 +341,12 @@ pub trait Task {
     /// Asks for what the last step reports; `Pending::finish` waits for it, and the next step may be started first.
     fn report(&self, s: &Session) -> Result<Pending, TrainError>;
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError>;
+    /// How much `evaluate` reads, where that is counted in batches.
+    fn extent(&self) -> Result<Option<Extent>, TrainError> {
+        Ok(None)
+    }
+    /// Has `evaluate` read at most so many batches, or all of them (0), instead of `train.eval_batches`.
+    fn limit_evaluation(&mut self, _batches: u64) {}
     /// Items of an epoch, for tasks that are counted in epochs.
     fn epoch(&self) -> Option<u64> {
         None
@@ -337,15 +376,15 @@ pub trait Task {
     fn identity(&self) -> serde_json::Value {
         serde_json::Value::Null
     }
-    /// Models that continue text.
-    fn generator(&self) -> Option<Box<dyn Generator>> {
-        None
+    /// Files that a checkpoint holds beside its numbers, so that its model can be used where its data is not.
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        vec![]
     }
 }
 
 /// Continues text token by token.
 pub trait Generator {
-    fn tokenizer(&self) -> Result<Tokenizer, TrainError>;
+    fn tokenizer(&self) -> Result<Arc<Tokenizer>, TrainError>;
     /// Loads what it needs for at most `capacity` tokens.
     fn begin(&mut self, s: &mut Session, capacity: usize) -> Result<(), TrainError>;
     /// Takes in tokens; logits after the last.
@@ -444,8 +483,9 @@ pub trait Model {
     fn identity(&self) -> serde_json::Value {
         serde_json::Value::Null
     }
-    fn generator(&self) -> Option<Box<dyn Generator>> {
-        None
+    /// See `Task::kept`.
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        vec![]
     }
 }
 
@@ -494,6 +534,14 @@ pub struct Supervised<M: Model> {
 impl<M: Model> Supervised<M> {
     pub fn new(model: M, config: TrainConfig, seed: u64) -> Supervised<M> {
         Supervised { model, config, seed, loader: None, validation: None, names: vec![], bench: vec![] }
+    }
+
+    fn validation(&self) -> Result<Arc<dyn Source>, TrainError> {
+        self.validation.as_ref().map_or_else(|| self.model.source(false), |v| Ok(v.clone()))
+    }
+
+    fn extent_of(&self, validation: &dyn Source) -> Extent {
+        Extent::new(validation.len(), self.config.batch, self.config.eval_batches, validation.is_endless())
     }
 
     /// One program where a step is one micro-batch; else one that adds up gradients, and one that applies them.
@@ -559,7 +607,7 @@ impl<M: Model> Supervised<M> {
         rate: f64,
         beside: &[(&str, Data)],
     ) -> Result<(), TrainError> {
-        let rng = rng_feed(self.seed, step, micro as u32);
+        let rng = rng_feed(self.seed, step, engine::mutant!("micro-batches-draw-the-same", micro as u32, 0));
         let (mut ids, weight, rate) = (batch.ids.clone(), [weight], [rate as f32]);
         let position = positions(&batch.until, self.model.seq());
         let more = self.model.more(program != "eval", &mut ids);
@@ -581,7 +629,8 @@ impl<M: Model> Supervised<M> {
     /// With `also` a step is more than its micro-batches: that program, made by `step_graph` where there is one micro-batch and by `micro_graph` where
     /// there are more, with these feeds.
     fn run_step(&self, s: &mut Session, step: u64, rate: f64, batches: &[Batch], also: Option<Also>) -> Result<(), TrainError> {
-        let counted: usize = batches.iter().map(|b| b.counted).sum();
+        let counted: usize =
+            engine::mutant!("accumulation-divides-by-one-micro-batch", batches, &batches[..1]).iter().map(|b| b.counted).sum();
         if counted == 0 {
             return Err(TrainError::AllMasked(step));
         }
@@ -669,7 +718,8 @@ impl<M: Model> Task for Supervised<M> {
         let source = self.model.source(true)?;
         let order = crate::data::Order { seed: self.seed, len: source.len() };
         let items = self.config.batch as u64 * self.config.accumulate as u64;
-        self.loader = Some(Loader::new(source, Some(order), self.config.batch, done * items, 2 * self.config.accumulate)?);
+        let first = engine::mutant!("resume-skips-an-item", done * items, done * items + done.min(1));
+        self.loader = Some(Loader::new(source, Some(order), self.config.batch, first, 2 * self.config.accumulate)?);
         self.validation = Some(self.model.source(false)?);
         let r = Recorder::new();
         self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
@@ -685,15 +735,9 @@ impl<M: Model> Task for Supervised<M> {
     }
 
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
-        let source = match &self.validation {
-            Some(v) => v.clone(),
-            None => self.model.source(false)?,
-        };
+        let source = self.validation()?;
         let (items, batch) = (source.len(), self.config.batch as u64);
-        let batches = match self.config.eval_batches {
-            0 => items.div_ceil(batch),
-            some => some.min(items.div_ceil(batch)),
-        };
+        let Extent { batches, .. } = self.extent_of(&*source);
         let mut loader = Loader::new(source, None, self.config.batch, 0, 2)?;
         let r = Recorder::new();
         let names: Vec<&'static str> = self.model.evaluate(&r, 1).iter().map(|l| l.0).collect();
@@ -703,7 +747,7 @@ impl<M: Model> Task for Supervised<M> {
             s.go_on()?;
             let mut b = loader.next()?;
             // Each item once: those that fill up the last batch do not count.
-            let own = (items - i * batch).min(batch) as usize;
+            let own = engine::mutant!("evaluation-counts-what-fills-up", (items - i * batch).min(batch), batch) as usize;
             b.targets[own * self.model.seq()..].fill(-1);
             let counted = b.targets.iter().filter(|t| **t >= 0).count();
             if counted == 0 {
@@ -725,6 +769,14 @@ impl<M: Model> Task for Supervised<M> {
             return Err(TrainError::Other("the validation targets are all masked (data.ignore_tokens?)".into()));
         }
         Ok(Evaluation { values: names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect(), confusion, counted: None })
+    }
+
+    fn extent(&self) -> Result<Option<Extent>, TrainError> {
+        Ok(Some(self.extent_of(&*self.validation()?)))
+    }
+
+    fn limit_evaluation(&mut self, batches: u64) {
+        self.config.eval_batches = batches;
     }
 
     fn epoch(&self) -> Option<u64> {
@@ -751,8 +803,8 @@ impl<M: Model> Task for Supervised<M> {
         self.model.identity()
     }
 
-    fn generator(&self) -> Option<Box<dyn Generator>> {
-        self.model.generator()
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        self.model.kept()
     }
 }
 
@@ -767,7 +819,7 @@ pub fn find(name: &str) -> Result<&'static dyn Recipe, ConfigError> {
     recipes.iter().find(|r| r.name() == name).copied().ok_or_else(|| ConfigError::Unknown {
         what: "recipe",
         name: name.into(),
-        near: nearest(name, recipes.iter().map(|r| r.name())),
+        near: known(name, recipes.iter().map(|r| r.name())),
     })
 }
 
@@ -778,10 +830,7 @@ pub fn preset(recipe: &dyn Recipe, name: Option<&str>) -> Result<Config, ConfigE
     let (_, text) = presets.iter().find(|p| p.0 == name).ok_or_else(|| ConfigError::Unknown {
         what: "preset",
         name: name.into(),
-        near: match nearest(name, presets.iter().map(|p| p.0)) {
-            near if near.is_empty() => format!("; {} has: {}", recipe.name(), presets.iter().map(|p| p.0).collect::<Vec<_>>().join(", ")),
-            near => near,
-        },
+        near: known(name, presets.iter().map(|p| p.0)),
     })?;
     Ok(Config::preset(recipe.name(), name, text))
 }

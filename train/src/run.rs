@@ -30,10 +30,15 @@ const MOST_SKIPPED: u64 = 10;
 /// Keys that a resumed run may change: none of them touches a number before the step at which it is changed.
 const FREE: &[&str] = &["train.steps", "train.log_every", "train.eval_every", "train.eval_batches", "train.save_every", "train.keep"];
 
+/// Paths that a resumed run may change where what lies there is the same: the key, and what a checkpoint's identity has of it.
+const MOVED: &[(&str, &str)] = &[("data.path", "data"), ("model.base", "base"), ("objective.encoder", "encoder")];
+
 #[derive(Default)]
 pub struct Options {
     pub out: PathBuf,
     pub start: Start,
+    /// Shows every pass, also those with nothing to do.
+    pub verbose: bool,
     /// Set by a signal: finish the step, save, stop.
     pub stop: Arc<AtomicBool>,
     /// Set by who calls, cleared before anything is written: until then the process may be ended at any moment, and nothing is lost.
@@ -128,9 +133,9 @@ fn fits(task: &dyn Task, programs: &Programs, switches: &Switches, device: &Devi
     })
 }
 
-/// What every pass did, over all programs: the start-up table.
-pub fn receipts_table(receipts: &[(&str, &[Receipt])]) -> String {
-    let mut rows = vec![];
+/// What every pass did, over all programs: the start-up table. Those that found nothing to do are counted below it, or shown too (`all`).
+pub fn receipts_table(receipts: &[(&str, &[Receipt])], all: bool) -> String {
+    let (mut rows, mut off, mut idle) = (vec![], 0, 0);
     for pass in PASSES {
         let own: Vec<&Receipt> = receipts.iter().flat_map(|(_, r)| r.iter()).filter(|r| r.pass == pass.name()).collect();
         let applied: usize = own.iter().map(|r| r.applied).sum();
@@ -138,8 +143,12 @@ pub fn receipts_table(receipts: &[(&str, &[Receipt])]) -> String {
         let mode = own.first().map_or("off", |r| r.mode.name());
         let mut notes: Vec<String> = own.iter().map(|r| r.summary()).filter(|s| !s.is_empty()).collect();
         notes.dedup();
-        let off = mode == "off";
-        let count = |n: usize| if off { "-".to_string() } else { n.to_string() };
+        let is_off = mode == "off";
+        if applied + declined == 0 && !all {
+            *(if is_off { &mut off } else { &mut idle }) += 1;
+            continue;
+        }
+        let count = |n: usize| if is_off { "-".to_string() } else { n.to_string() };
         rows.push(vec![
             pass.name().into(),
             mode.into(),
@@ -149,7 +158,11 @@ pub fn receipts_table(receipts: &[(&str, &[Receipt])]) -> String {
             notes.first().cloned().unwrap_or_default(),
         ]);
     }
-    table(&["pass", "mode", "sites", "applied", "declined", "notes"], &rows)
+    let mut text = table(&["pass", "mode", "sites", "applied", "declined", "notes"], &rows);
+    if !all && off + idle > 0 {
+        text += &format!("{} more passes: {idle} have no site here, {off} are off (-v shows them)\n", off + idle);
+    }
+    text
 }
 
 pub fn receipts_json(s: &Session) -> serde_json::Value {
@@ -234,6 +247,14 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         same_run(task, config, found)?;
     }
     let mut s = load(task, config, device)?;
+    if let (Device::Cuda(cuda, _), Some(_)) = (device, &found)
+        && cuda.choices_refused() > 0
+    {
+        say!(
+            "{} of the run's choices of products are none of the library's: numbers may differ in the last bits from here on",
+            cuda.choices_refused()
+        );
+    }
     s.stop = options.stop.clone();
     if let Some(found) = &found {
         restore(&mut s, found)?;
@@ -259,7 +280,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     };
     say!("{name} on {}: {} parameters{frozen}", device.describe(), human_count(s.parameters(Role::Param) as f64));
     let named: Vec<(&str, &[Receipt])> = s.programs.iter().map(|(n, p)| (n.as_str(), &p.receipts[..])).collect();
-    say!("{}{}", receipts_table(&named), peak(&s).line());
+    say!("{}{}", receipts_table(&named, options.verbose), peak(&s).line());
     if start >= c.steps {
         say!("the run has {start} steps already: nothing to do (raise --steps)");
         return Ok(Finished { step: start, interrupted: false });
@@ -287,13 +308,17 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     let floor = task.floor();
     let mut evaluated: Option<Evaluation> = None;
     let mut speed = Speed::new(start, Instant::now());
-    let mut warned = HashSet::new();
+    let (mut warned, mut extent_said) = (HashSet::new(), false);
     let mut interrupted = false;
     let mut done = start;
     // A report that is only written down is waited for when the next step has been started.
     let mut open: Option<Awaited> = None;
     for step in start..c.steps {
-        task.step(&mut s, step, rate(&c, step))?;
+        task.step(
+            &mut s,
+            engine::mutant!("resume-draws-from-the-start", step, step - start),
+            rate(&c, engine::mutant!("rate-of-the-next-step", step, step + 1)),
+        )?;
         let now = step + 1;
         done = now;
         let end = now == c.steps;
@@ -364,6 +389,11 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
                 Some(e) => say!("epoch {} (step {now}): training {}; validation {found}", e.shown(now), epoch_line(e, values)),
                 None => say!("step {now}: {found}"),
             });
+            if !std::mem::replace(&mut extent_said, true)
+                && let Some(extent) = task.extent()?
+            {
+                bar.suspend(|| say!("(each validation reads {}: train.eval_batches = {})", extent.line(), c.eval_batches));
+            }
         }
         if skipped >= MOST_SKIPPED {
             metrics.flush()?;
@@ -537,6 +567,7 @@ fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, ke
         dir,
         step,
         &[("model.safetensors", tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))],
+        &task.kept(),
         &meta,
         keep,
     )?)
@@ -576,7 +607,10 @@ pub fn resumable(dir: &Path) -> Result<(Option<Checkpoint>, Vec<Skipped>), Train
 fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<(), TrainError> {
     let theirs = Config::from_json(&found.meta["config"])?;
     let changed = theirs.differences(config);
-    if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !FREE.contains(&k.as_str()) && !k.starts_with("passes.")) {
+    let identity = &found.meta["identity"];
+    let moved = |k: &str| MOVED.iter().any(|(key, what)| *key == k && identity[what].is_string());
+    let free = |k: &str| FREE.contains(&k) || k.starts_with("passes.") || moved(k);
+    if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !free(k)) {
         return Err(TrainError::Other(format!(
             "checkpoint {} is of another config: {key} was {was}, now it is {is} (start a new run from its weights with --init-from)",
             found.path.display()
@@ -602,12 +636,22 @@ fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<(), 
             found.path.display()
         )));
     }
-    let (theirs, ours) = (&found.meta["identity"]["data"], &task.identity()["data"]);
-    if theirs != ours {
-        return Err(TrainError::Other(format!(
-            "the data is not what checkpoint {} was trained on (it was prepared anew): start a new run from its weights with --init-from",
-            found.path.display()
-        )));
+    let own = task.identity();
+    for (what, key) in [("data", "data"), ("validation data", "validation")] {
+        // Checkpoints of earlier versions do not say what they were validated with.
+        if identity[key] != own[key] && (key == "data" || identity[key].is_string()) {
+            let place = config.data_path().map_or(String::new(), |path| format!(" in {path}"));
+            return Err(TrainError::Other(format!(
+                "the {what}{place} is not that of checkpoint {}: its checksum is {}, and was {} (name the same data with --data, or start a new run \
+                 from its weights with --init-from)",
+                found.path.display(),
+                own[key],
+                identity[key]
+            )));
+        }
+    }
+    for (key, was, is) in changed.iter().filter(|(k, ..)| moved(k)) {
+        say!("{key} was {was}, now it is {is}: the same by its checksum");
     }
     Ok(())
 }
@@ -656,7 +700,7 @@ pub fn same_classes(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainErro
 pub fn restore(s: &mut Session, found: &Checkpoint) -> Result<(), TrainError> {
     let what = found.path.display().to_string();
     s.load_params(&found.file("model.safetensors")?, &what)?;
-    s.load_state(&found.file("state.safetensors")?, &what)
+    engine::mutant!("resume-without-state", s.load_state(&found.file("state.safetensors")?, &what), Ok(()))
 }
 
 /// A checkpoint by its own folder, or the newest of a run.

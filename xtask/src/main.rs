@@ -1,5 +1,6 @@
-//! Chores of the project: `cargo xtask test`, `cargo xtask kernels`, `cargo xtask emulate`, `cargo xtask torture`.
+//! Chores of the project: `cargo xtask test`, `kernels`, `emulate`, `mutants`, `torture`.
 
+mod mutants;
 mod torture;
 
 use std::path::{Path, PathBuf};
@@ -10,6 +11,8 @@ const HELP: &str = "cargo xtask COMMAND
 
   test      formatting, lints, every test, the examples, every kernel
   kernels   compiles every kernel for every architecture with NVRTC, without a GPU
+  mutants   plants errors one at a time and says which test finds each; all, or those whose names hold one of the words that follow.
+            A build of its own and some minutes; what is planted in kernels is tried where there is a GPU. Not part of `test`
   emulate [OP ..]
             runs the kernels of every case of these ops, or of all, on the CPU and compares with the CPU's numbers (`test` runs the small ones)
   torture   kills kiln, starves it, cuts its power, damages its files, and counts what it does not survive
@@ -22,6 +25,7 @@ fn main() -> ExitCode {
     let done = match std::env::args().nth(1).as_deref() {
         Some("test") => test(),
         Some("kernels") => kernels(),
+        Some("mutants") => mutants::run(&std::env::args().skip(2).collect::<Vec<_>>()),
         Some("emulate") => emulate(&std::env::args().skip(2).collect::<Vec<_>>()),
         Some("torture") => {
             let args: Vec<String> = std::env::args().skip(2).collect();

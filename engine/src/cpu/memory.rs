@@ -3,6 +3,7 @@
 
 use super::{Data, DataMut};
 use crate::meta::DType;
+use std::alloc::{Layout, alloc_zeroed};
 
 #[derive(Clone, Copy)]
 #[repr(align(64))]
@@ -16,8 +17,22 @@ pub struct Buffer {
 }
 
 impl Buffer {
+    /// For what is small, or of a size that was allocated before: aborts where there is no memory.
     pub fn zeroed(bytes: usize) -> Buffer {
         Buffer { lines: vec![Line([0; 64]); bytes.div_ceil(64)], bytes }
+    }
+
+    /// For what a config decides the size of: None where there is no memory.
+    pub fn try_zeroed(bytes: usize) -> Option<Buffer> {
+        let count = bytes.div_ceil(64);
+        if count == 0 {
+            return Some(Buffer::zeroed(0));
+        }
+        let layout = Layout::array::<Line>(count).ok()?;
+        // SAFETY: the layout is not empty.
+        let start = unsafe { alloc_zeroed(layout) }.cast::<Line>();
+        // SAFETY: allocated just now by the global allocator, with the layout of `count` lines; zeros are lines.
+        (!start.is_null()).then(|| Buffer { lines: unsafe { Vec::from_raw_parts(start, count, count) }, bytes })
     }
 
     pub fn bytes(&self) -> &[u8] {
@@ -37,6 +52,14 @@ impl Buffer {
     pub fn i32(&self) -> &[i32] {
         bytemuck::cast_slice(self.bytes())
     }
+}
+
+#[test]
+fn memory_that_is_not_there_is_none() {
+    assert!(Buffer::try_zeroed(1 << 62).is_none() && Buffer::try_zeroed(usize::MAX).is_none());
+    let some = Buffer::try_zeroed(100).unwrap();
+    assert_eq!((some.bytes().len(), some.bytes().iter().all(|&b| b == 0)), (100, true));
+    assert!(Buffer::try_zeroed(0).unwrap().bytes().is_empty());
 }
 
 /// A place in memory that the plan gave to a value for one op's run.

@@ -25,7 +25,7 @@ pub struct CpuProgram {
 }
 
 impl CpuProgram {
-    pub fn new(graph: Graph, plan: Plan, cpu: &Cpu, arena: &Arc<Mutex<Buffer>>) -> CpuProgram {
+    pub fn new(graph: Graph, plan: Plan, cpu: &Cpu, arena: &Arc<Mutex<Buffer>>) -> Result<CpuProgram, Error> {
         let constants = graph.nodes.iter().map(|n| match &n.kind {
             Kind::Const(numbers) => {
                 let mut b = Buffer::zeroed(4 * numbers.len());
@@ -38,10 +38,11 @@ impl CpuProgram {
         let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
         if memory.bytes().len() < plan.arena() {
             *memory = Buffer::zeroed(0); // give the smaller one back first
-            *memory = Buffer::zeroed(plan.arena());
+            let lacks = || Error::NoMemory { what: "a program's activations and workspace".into(), bytes: plan.arena() };
+            *memory = Buffer::try_zeroed(plan.arena()).ok_or_else(lacks)?;
         }
         drop(memory);
-        CpuProgram { graph, plan, cpu: cpu.clone(), arena: arena.clone(), constants }
+        Ok(CpuProgram { graph, plan, cpu: cpu.clone(), arena: arena.clone(), constants })
     }
 
     /// f32 elements that a node needs beside its outputs: the op's own, and copies of what is not f32.
@@ -281,14 +282,32 @@ pub fn converted(from: &[u8], dtype: DType, to: DType) -> Buffer {
 /// Rounds to nearest, ties to even.
 pub fn narrow(from: &[f32], dtype: DType, to: &mut [u8]) {
     match dtype {
-        DType::BF16 => {
-            bytemuck::cast_slice_mut::<u8, bf16>(to).par_iter_mut().zip(from).with_min_len(4096).for_each(|(b, a)| *b = bf16::from_f32(*a))
-        }
+        DType::BF16 => bytemuck::cast_slice_mut::<u8, bf16>(to).par_iter_mut().zip(from).with_min_len(4096).for_each(|(b, a)| {
+            *b = crate::mutant!("bf16-cut-off-instead-of-rounded", bf16::from_f32(*a), bf16::from_bits((a.to_bits() >> 16) as u16))
+        }),
         DType::F16 => {
             bytemuck::cast_slice_mut::<u8, f16>(to).par_iter_mut().zip(from).with_min_len(4096).for_each(|(b, a)| *b = f16::from_f32(*a))
         }
         DType::F32 => to.copy_from_slice(bytemuck::cast_slice(from)),
         DType::I32 => bytemuck::cast_slice_mut::<u8, i32>(to).iter_mut().zip(from).for_each(|(b, a)| *b = *a as i32),
         DType::U8 => to.iter_mut().zip(from).for_each(|(b, a)| *b = *a as u8),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn narrow_types_are_rounded_to_the_nearest_and_ties_to_even() {
+        for (dtype, last) in [(DType::BF16, 2f32.powi(-7)), (DType::F16, 2f32.powi(-10))] {
+            // In units of the last place, from 1 up.
+            let rounded = [(0.5, 0.0), (0.501, 1.0), (0.499, 0.0), (1.5, 2.0), (2.5, 2.0), (3.75, 4.0)];
+            let numbers: Vec<f32> = rounded.iter().flat_map(|r| [1.0 + r.0 * last, -1.0 - r.0 * last]).collect();
+            let there = converted(bytemuck::cast_slice(&numbers), DType::F32, dtype);
+            let back = widened(there.bytes(), dtype);
+            let expected: Vec<f32> = rounded.iter().flat_map(|r| [1.0 + r.1 * last, -1.0 - r.1 * last]).collect();
+            assert_eq!(back, expected, "{dtype}");
+        }
     }
 }

@@ -11,6 +11,8 @@ pub struct Choices {
     file: PathBuf,
     /// What they are good for.
     home: String,
+    /// Those that were known and could not be used.
+    pub refused: usize,
 }
 
 impl Choices {
@@ -18,8 +20,7 @@ impl Choices {
     pub fn open(folder: &Path, card: &str, library: usize) -> Choices {
         let card: String = card.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let file = folder.join(format!("products-{card}-{library}.txt"));
-        let known = std::fs::read_to_string(&file).map_or_else(|_| BTreeMap::new(), |text| text.lines().filter_map(parse).collect());
-        Choices { known, used: BTreeMap::new(), file, home: format!("{card} {library}") }
+        Choices { known: stored(&file), used: BTreeMap::new(), file, home: format!("{card} {library}"), refused: 0 }
     }
 
     pub fn get(&mut self, key: &str) -> Option<Algorithm> {
@@ -34,11 +35,10 @@ impl Choices {
             self.used.insert(key.clone(), algorithm);
             self.known.insert(key, algorithm);
         }
-        let others = std::fs::read_to_string(&self.file).unwrap_or_default();
-        let mut all: BTreeMap<String, Algorithm> = others.lines().filter_map(parse).collect();
+        let mut all = stored(&self.file);
         all.extend(self.known.clone());
         let text: String = all.iter().map(|(key, a)| line(key, a) + "\n").collect();
-        super::nvrtc::replace(&self.file, text.as_bytes());
+        super::cache::replace(&self.file, text.as_bytes());
     }
 
     /// For which card and library, then one line a choice.
@@ -46,14 +46,31 @@ impl Choices {
         std::iter::once(self.home.clone()).chain(self.used.iter().map(|(key, a)| line(key, a))).collect()
     }
 
-    /// From now on these, whatever the disk says. False where they are for another card or library, and mean nothing here.
+    /// From now on these, whatever the disk says. False where they are for another card or library, and mean nothing here. They may come from a file
+    /// that anybody made: what they name is compared with what the library has before it is used (`among`).
     pub fn prefer(&mut self, lines: &[String]) -> bool {
         let ours = lines.first() == Some(&self.home);
         if ours {
-            self.known.extend(lines.iter().filter_map(|l| parse(l)));
+            let lines = &lines[1..];
+            let sound: Vec<_> = lines.iter().take(MOST).filter_map(|l| parse(l)).collect();
+            self.refused += lines.len() - sound.len();
+            self.known.extend(sound);
         }
         ours
     }
+}
+
+/// More products than any program has.
+const MOST: usize = 1 << 16;
+
+/// An algorithm that was remembered, if it is one of those that the library has just named for this product: bytes from elsewhere are never handed to it.
+pub fn among(known: Algorithm, candidates: &[Algorithm]) -> Option<Algorithm> {
+    candidates.iter().find(|c| **c == known).copied()
+}
+
+fn stored(file: &Path) -> BTreeMap<String, Algorithm> {
+    let text = super::cache::read(file).and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
+    text.lines().filter_map(parse).collect()
 }
 
 fn line(key: &str, a: &Algorithm) -> String {
@@ -69,7 +86,7 @@ fn parse(line: &str) -> Option<(String, Algorithm)> {
         return None;
     }
     let (key, words) = text.split_once(" = ")?;
-    let word = |w: &str| (w.len() == 16).then(|| u64::from_str_radix(w, 16).ok()).flatten();
+    let word = |w: &str| (w.len() == 16 && w.bytes().all(|b| b.is_ascii_hexdigit())).then(|| u64::from_str_radix(w, 16).ok()).flatten();
     let words: Vec<u64> = words.split(' ').map(word).collect::<Option<_>>()?;
     Some((key.into(), words.try_into().ok()?))
 }
@@ -100,5 +117,33 @@ mod tests {
         assert!(!other.prefer(&kept), "chosen with another version of the library");
         assert_eq!(other.get("x"), None);
         std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn choices_made_by_hand_are_refused_by_form_and_by_what_the_library_has() {
+        let folder = std::env::temp_dir().join(format!("kiln-choices-made-{}", std::process::id()));
+        let mut a = Choices::open(&folder, "Card 1", 7);
+        let whole = line("x", &[1; 8]);
+        let (text, sum) = whole.split_once(" # ").unwrap();
+        let sealed = |text: &str| format!("{text} # {:016x}", super::super::nvrtc::hash(text));
+        let bad = [
+            "".to_string(),
+            "x".into(),
+            format!("{text} # {}", sum.to_uppercase()),
+            format!("{} # {sum}", text.replace("1 0", "2 0")),
+            sealed("x = 0000000000000001"),
+            sealed("x = 1 1 1 1 1 1 1 1"),
+            sealed(&format!("x = {}", ["+00000000000000f"; 8].join(" "))),
+            sealed(&format!("x = {}", ["zzzzzzzzzzzzzzzz"; 8].join(" "))),
+            sealed(&format!("x = {}", ["0000000000000001"; 9].join(" "))),
+        ];
+        let lines: Vec<String> = std::iter::once("Card-1 7".to_string()).chain(bad.clone()).collect();
+        assert!(a.prefer(&lines));
+        assert_eq!((a.get("x"), a.refused), (None, bad.len()));
+        assert!(!a.prefer(&[]) && !a.prefer(std::slice::from_ref(&whole)), "nobody says what they are for");
+        // Of the right form, and yet none of the library's.
+        assert!(a.prefer(&["Card-1 7".into(), whole]));
+        let known = a.get("x").unwrap();
+        assert_eq!((among(known, &[[2; 8], [3; 8]]), among(known, &[[2; 8], [1; 8]]), among(known, &[])), (None, Some([1; 8]), None));
     }
 }

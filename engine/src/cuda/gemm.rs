@@ -61,9 +61,9 @@ impl Handle {
         unsafe { sys::cublasLtGetVersion() }
     }
 
-    /// The product, its algorithm being `known` or else the first that cuBLASLt names; and all that it names, where there is none known.
+    /// The product, its algorithm being the first that cuBLASLt names; and all that it names.
     /// `aligned`: the powers of two that divide the addresses of a, b, what is added and c.
-    pub fn plan(&self, g: &Gemm, tf32: bool, aligned: [u32; 4], known: Option<Algorithm>) -> Result<(Product, Vec<Algorithm>), Error> {
+    pub fn plan(&self, g: &Gemm, tf32: bool, aligned: [u32; 4]) -> Result<(Product, Vec<Algorithm>), Error> {
         let what = || failed(format!("{} x {} x {} of {}, {} at once", g.m, g.k, g.n, g.a.dtype, g.batch));
         let compute = if tf32 && g.a.dtype == DType::F32 {
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32
@@ -114,10 +114,6 @@ impl Handle {
             set(A::CUBLASLT_MATMUL_DESC_TRANSA, &first)?;
             set(A::CUBLASLT_MATMUL_DESC_TRANSB, &second)?;
             set(A::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
-            if let Some(data) = known {
-                product.algorithm.data = data;
-                return Ok((product, vec![]));
-            }
             let preference = result::create_matmul_pref().map_err(what())?;
             let most = GEMM_WORKSPACE;
             let limit = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;

@@ -1,6 +1,7 @@
 //! The GPU executor: libraries loaded at run time, kernels compiled by NVRTC, products by cuBLASLt, programs captured as graphs.
 #![allow(unsafe_code)]
 
+mod cache;
 mod choices;
 #[cfg(test)]
 mod emulator;
@@ -12,7 +13,7 @@ mod program;
 mod transfer;
 
 pub use libraries::{Folders, Found, find};
-pub(crate) use program::code;
+pub(crate) use program::codes;
 pub use program::{CudaProgram, Options, Timed};
 pub use transfer::Incoming;
 
@@ -254,6 +255,11 @@ impl Cuda {
     /// The algorithms of products that this process has used, as text: whoever hands them to `prefer` later gets the same bits.
     pub fn choices(&self) -> Vec<String> {
         self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).used()
+    }
+
+    /// How many of the algorithms that were preferred or remembered are none that the library has for their products: others took their place.
+    pub fn choices_refused(&self) -> usize {
+        self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).refused
     }
 
     /// Uses these algorithms where they fit, instead of what was timed on this machine. False where they are for another card or library.

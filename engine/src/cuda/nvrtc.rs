@@ -1,5 +1,6 @@
 //! CUDA source to machine code, with a cache on disk.
 
+use super::cache;
 use super::libraries::{Folders, find};
 use crate::error::Error;
 use crate::kernel::Arch;
@@ -114,25 +115,13 @@ impl Compiler {
 
 /// The hash of the rest, then the rest: a file that was cut or changed is compiled anew.
 fn read(file: &Path) -> Option<Vec<u8>> {
-    let bytes = std::fs::read(file).ok()?;
+    let bytes = cache::read(file)?;
     let (sum, cubin) = bytes.split_at_checked(8)?;
     (sum == xxh3_64(cubin).to_le_bytes()).then(|| cubin.to_vec())
 }
 
 fn write(file: &Path, cubin: &[u8]) {
-    replace(file, &[&xxh3_64(cubin).to_le_bytes()[..], cubin].concat());
-}
-
-/// Beside, then renamed: readers see a whole file or none, and writers do not meet. A cache that cannot be written is no error.
-pub(super) fn replace(file: &Path, bytes: &[u8]) {
-    static COUNT: AtomicUsize = AtomicUsize::new(0);
-    let Some(folder) = file.parent() else { return };
-    let beside = file.with_extension(format!("tmp-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
-    let written =
-        std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&beside, bytes)).and_then(|()| std::fs::rename(&beside, file));
-    if written.is_err() {
-        let _ = std::fs::remove_file(&beside);
-    }
+    cache::replace(file, &[&xxh3_64(cubin).to_le_bytes()[..], cubin].concat());
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Which algorithm a product of this shape uses: the run's own choice, the disk's, or the fastest of a few.
 
+use super::choices::among;
 use super::gemm::{Algorithm, Product};
 use super::{Cuda, Options, failed};
 use crate::error::Error;
@@ -25,15 +26,20 @@ impl<'a> Products<'a> {
     pub fn plan(&mut self, g: &Gemm, aligned: [u32; 4]) -> Result<Product, Error> {
         let handle = &self.cuda.0.products;
         if !self.options.tune {
-            return Ok(handle.plan(g, self.options.tf32, aligned, None)?.0);
+            return Ok(handle.plan(g, self.options.tf32, aligned)?.0);
         }
         let key = key(g, self.options.tf32, aligned);
         let new = self.new.iter().find(|n| n.0 == key).map(|n| n.1);
-        let known = new.or_else(|| self.cuda.0.choices.lock().unwrap_or_else(PoisonError::into_inner).get(&key));
-        let (mut product, candidates) = handle.plan(g, self.options.tf32, aligned, known)?;
-        if known.is_none() {
-            self.choose(g, &mut product, candidates)?;
-            self.new.push((key, product.algorithm.data));
+        let choices = || self.cuda.0.choices.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = new.or_else(|| choices().get(&key));
+        let (mut product, candidates) = handle.plan(g, self.options.tf32, aligned)?;
+        match known.and_then(|known| among(known, &candidates)) {
+            Some(algorithm) => product.algorithm.data = algorithm,
+            None => {
+                choices().refused += usize::from(known.is_some());
+                self.choose(g, &mut product, candidates)?;
+                self.new.push((key, product.algorithm.data));
+            }
         }
         Ok(product)
     }

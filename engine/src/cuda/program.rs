@@ -121,17 +121,24 @@ struct Captured {
 // SAFETY: handles of the driver, used under the context that `cuda` makes current.
 unsafe impl Send for CudaProgram {}
 
-/// What a node does on this GPU; nothing for views and sources.
-pub fn code(g: &Graph, spots: &[Vec<Spot>], node: usize, arch: crate::kernel::Arch) -> Code {
-    match &g.nodes[node].kind {
+/// What each node does on this GPU; nothing for views and sources.
+pub fn codes<'a>(g: &'a Graph, spots: &'a [Vec<Spot>], arch: crate::kernel::Arch) -> impl Iterator<Item = Code> + 'a {
+    // The first node that writes to each buffer.
+    let mut written: HashMap<usize, usize> = HashMap::new();
+    for (i, _) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_source() && !n.is_view()) {
+        for spot in &spots[i] {
+            written.entry(spot.buffer).or_insert(i);
+        }
+    }
+    (0..g.nodes.len()).map(move |node| match &g.nodes[node].kind {
         Kind::Op(op) if !op.is_view() => {
             let inputs = || g.nodes[node].inputs.iter().map(|v| &spots[v.node][v.out]);
             let (strides, offsets) = (inputs().map(|s| s.strides.clone()).collect(), inputs().map(|s| s.offset).collect());
-            let settled = g.nodes[node].inputs.iter().map(|&v| is_settled(g, spots, node, v)).collect();
+            let settled = g.nodes[node].inputs.iter().map(|&v| is_settled(g, spots, &written, node, v)).collect();
             op.cuda(&Io { x: g.inputs(node), strides, offsets, y: g.nodes[node].outputs.clone(), settled, arch })
         }
         _ => Code::default(),
-    }
+    })
 }
 
 /// The feed whose numbers these are, all of them.
@@ -145,16 +152,13 @@ pub(super) fn feed(g: &Graph, v: Value) -> Option<usize> {
 }
 
 /// A source that nothing before `node` writes to. Feeds are there before the first launch.
-fn is_settled(g: &Graph, spots: &[Vec<Spot>], node: usize, v: Value) -> bool {
+fn is_settled(g: &Graph, spots: &[Vec<Spot>], written: &HashMap<usize, usize>, node: usize, v: Value) -> bool {
     let source = &g.nodes[v.node];
     match &source.kind {
-        Kind::State(_) if g.updates.iter().any(|u| u.0 == v) => {
-            let written = |i: usize| !g.nodes[i].is_source() && spots[i].iter().any(|s| s.buffer == spots[v.node][v.out].buffer);
-            !(0..node).filter(|&i| !g.nodes[i].is_view()).any(written)
-        }
-        Kind::Op(op) => op.is_view() && is_settled(g, spots, node, source.inputs[0]),
+        Kind::State(_) => written.get(&spots[v.node][v.out].buffer).is_none_or(|&first| first >= node),
+        Kind::Op(op) => op.is_view() && is_settled(g, spots, written, node, source.inputs[0]),
         Kind::Grad => false,
-        Kind::State(_) | Kind::Feed(_) | Kind::Const(_) => true,
+        Kind::Feed(_) | Kind::Const(_) => true,
     }
 }
 
@@ -181,7 +185,7 @@ impl CudaProgram {
                 _ => None,
             });
         }
-        let codes: Vec<Code> = (0..graph.nodes.len()).map(|i| code(&graph, &plan.spots, i, cuda.arch())).collect();
+        let codes: Vec<Code> = codes(&graph, &plan.spots, cuda.arch()).collect();
         let texts: Vec<(String, &'static str, u32)> =
             codes.iter().flat_map(|c| &c.steps).filter_map(|s| s.kernel().map(|l| (l.text(), l.entry, l.shared))).collect();
         let mut kernels = cuda.kernels(&texts)?.into_iter();
@@ -536,8 +540,7 @@ mod tests {
         r.output("four", x.nf4_linear(r.nf4("four", 8, 64)));
         let arch = Arch { sm: 90, multiprocessors: 132 };
         let c = Compiled::new(r.finish(), &Switches::default(), Target::Cuda(arch)).unwrap();
-        let texts =
-            (0..c.graph.nodes.len()).flat_map(|i| code(&c.graph, &c.plan.spots, i, arch).steps).filter_map(|s| Some(s.kernel()?.text()));
+        let texts = codes(&c.graph, &c.plan.spots, arch).flat_map(|code| code.steps).filter_map(|s| Some(s.kernel()?.text()));
         // Weights that come in whole rows are early ones.
         let early = |t: String| t.contains("few_rows_whole(") || t.contains("#define EARLY 1");
         let early: Vec<bool> = texts.filter(|t| t.contains("few_rows") || t.contains("nf4_few(")).map(early).collect();

@@ -72,7 +72,8 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         let x: Vec<Var> = node.inputs.iter().map(|&v| recorder.var(v)).collect();
         let y: Vec<Var> = (0..outputs).map(|out| recorder.var(Value { node: i, out })).collect();
         // Up to a parameter, through views of it and casts to a narrower type, flows are not added: that is done in its own type.
-        let rounds: Vec<Vec<Option<Var>>> = if recorder.with_graph(|g| of_state(g, Value { node: i, out: 0 })) {
+        let apart = recorder.with_graph(|g| of_state(g, Value { node: i, out: 0 }));
+        let rounds: Vec<Vec<Option<Var>>> = if crate::mutant!("gradients-of-a-weight-added-in-bf16", apart, false) {
             side_by_side(&flows[0]).into_iter().map(|f| vec![Some(f)]).collect()
         } else {
             vec![flows.iter().map(|f| total(f)).collect()]

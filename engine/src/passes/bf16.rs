@@ -22,7 +22,7 @@ use crate::ops::rows::scaled::ScatterScaled;
 use crate::ops::rows::{GatherRows, ScatterRows};
 use crate::ops::sample::{Sample, TopP};
 use crate::record::{Recorder, Var};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 pub struct Bf16;
@@ -57,8 +57,11 @@ impl Pass for Bf16 {
         // Where gradients are asked for, what leads to their loss; elsewhere everything. Never what is to keep its types.
         let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
         let mut inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
-        inside.iter_mut().zip(&g.nodes).for_each(|(inside, node)| *inside &= !node.typed);
+        let open = |typed: bool| crate::mutant!("bf16-narrows-what-is-typed", !typed, true);
+        inside.iter_mut().zip(&g.nodes).for_each(|(inside, node)| *inside &= open(node.typed));
         let old_updates = g.updates.clone();
+        let mut updates: HashMap<usize, Vec<(Value, Value)>> = HashMap::new(); // by the node that makes the state's next value
+        old_updates.iter().for_each(|u| updates.entry(u.1.node).or_default().push(*u));
         let caches = caches(g, &inside);
         let types: Vec<Vec<DType>> = (0..g.nodes.len()).map(|i| g.inputs(i).iter().map(|m| m.dtype).collect()).collect();
         let mut casts: HashMap<Value, Value> = HashMap::new();
@@ -92,7 +95,7 @@ impl Pass for Bf16 {
                 _ => None,
             };
             // A state keeps its type, unless it is a cache.
-            for &(state, old) in old_updates.iter().filter(|u| u.1.node == i) {
+            for &(state, old) in updates.get(&i).into_iter().flatten() {
                 let dtype = if caches.contains(&state.node) { DType::BF16 } else { node.outputs[old.out].dtype };
                 if let Some(vars) = new.as_ref().filter(|vars| vars[old.out].dtype() != dtype) {
                     restored.insert(old, vars[old.out].cast(dtype).value());
@@ -123,7 +126,7 @@ impl Pass for Bf16 {
 }
 
 /// States of keys and values, which are activations that outlive a run.
-fn caches(g: &Graph, inside: &[bool]) -> Vec<usize> {
+fn caches(g: &Graph, inside: &[bool]) -> HashSet<usize> {
     let of = |(i, node): (usize, &Node)| match inside[i] {
         true if node.op::<CacheWrite>().is_some() => node.inputs[..2].to_vec(),
         true if node.op::<DecodeAttention>().is_some() => node.inputs[3..5].to_vec(),
@@ -195,10 +198,11 @@ fn rewritten<'g>(
         receipt.applied += active as usize;
         return Some(recorder.op_arc(Arc::new(Pointwise { dtypes, ..p.clone() }), &x));
     } else if let Some(r) = node.op::<Reduce>() {
-        return Some(recorder.op_arc(Arc::new(Reduce { wide: true, ..r.clone() }), &x));
+        return Some(recorder.op_arc(Arc::new(Reduce { wide: crate::mutant!("sums-rounded-to-bf16", true, r.wide), ..r.clone() }), &x));
     } else if node.op::<GatherRows>().is_some() {
         // Rows of a parameter are cast after they are gathered, so that its gradient is added up in f32.
-        let y = recorder.op_arc(op.clone(), &x)[0];
+        let table = crate::mutant!("embedding-gradient-summed-in-bf16", x[0], half(x[0]));
+        let y = recorder.op_arc(op.clone(), &[table, x[1]])[0];
         receipt.applied += 1;
         let of_model = recorder.with_graph(|g| of_state(g, x[0].value()));
         return Some(vec![match y.dtype() {

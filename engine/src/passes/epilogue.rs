@@ -84,7 +84,8 @@ impl Pass for Epilogue {
         let loss = h.square().mean();
         r.output("loss", loss);
         r.output("dw", r.grad(loss, &[w])[0]);
-        r.output("y", (x.matmul(w) + b).gelu());
+        // Of a product that nobody else reads.
+        r.output("y", (x.tanh().matmul(w) + b).gelu());
         let (down, up) = (param("down", &[8, 1]), param("up", &[1, 8]));
         r.output("adapted", x.matmul(w) + x.matmul(down).matmul(up) + x.silu().matmul(w));
     }
@@ -193,12 +194,12 @@ impl Folded {
     /// Products of a narrow type that everybody reads in f32, perhaps part by part, write f32.
     fn widen(&mut self, g: &Graph, receipt: &mut Receipt) {
         let readers = g.readers();
-        let roots: Vec<usize> = g.roots().map(|v| v.node).collect();
+        let is_root = g.root_nodes();
         for (m, node) in g.nodes.iter().enumerate() {
             let Some(op) = node.op::<Matmul>().filter(|_| node.outputs[0].dtype != DType::F32) else { continue };
             let (mut left, mut casts, mut others) = (vec![m], vec![], op.add.is_some());
             while let Some(i) = left.pop() {
-                others |= roots.contains(&i) || readers[i].is_empty();
+                others |= is_root[i] || readers[i].is_empty();
                 for &r in &readers[i] {
                     match &g.nodes[r] {
                         n if n.is_view() => left.push(r),
@@ -361,7 +362,9 @@ impl Folded {
             Work::Add(_) if op.add.is_some() || behind => Some("the product adds something else already"),
             Work::Add(v) if self.position(*v) >= m => Some("what is added comes after the product"),
             Work::Bias(_) if behind => Some("the product has an epilogue already"),
-            Work::Bias(v) if self.position(*v) >= m => Some("the bias comes after the product"),
+            Work::Bias(v) if crate::mutant!("epilogue-adds-a-bias-from-behind", self.position(*v) >= m, false) => {
+                Some("the bias comes after the product")
+            }
             Work::Act(_) if op.act.is_some() => Some("the product has an activation already"),
             _ if !g.nodes[m].outputs[0].dim(0).is_multiple_of(8) && !matches!(work, Work::Add(_)) => Some("columns are no multiple of 8"),
             _ => None,

@@ -40,15 +40,14 @@ impl Pass for ExtendProducts {
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let line = if settings.target == Target::Cpu { 8 } else { LINE };
-        let old = g.clone();
         let mut groups: HashMap<usize, Vec<Site>> = HashMap::new(); // by the norm
-        for site in sites(&old) {
-            let rows = site.rows(&old);
-            let beside = |sites: &Vec<Site>| sites.iter().map(|s| s.added(&old)).sum::<usize>();
-            let more = groups.get(&rows.node).map_or(0, beside) + site.added(&old);
-            let many = (TIMES * more > old.meta(rows).dim(0)).then(|| format!("{more} terms are many beside those of the rows"));
-            match site.refused(&old).or(many) {
-                Some(reason) => receipt.decline(reason, &old.nodes[site.sum].scope),
+        for site in sites(g) {
+            let rows = site.rows(g);
+            let beside = |sites: &Vec<Site>| sites.iter().map(|s| s.added(g)).sum::<usize>();
+            let more = groups.get(&rows.node).map_or(0, beside) + site.added(g);
+            let many = (TIMES * more > g.meta(rows).dim(0)).then(|| format!("{more} terms are many beside those of the rows"));
+            match site.refused(g).or(many) {
+                Some(reason) => receipt.decline(reason, &g.nodes[site.sum].scope),
                 None => groups.entry(rows.node).or_default().push(site),
             }
         }
@@ -56,10 +55,12 @@ impl Pass for ExtendProducts {
         if receipt.applied == 0 {
             return Ok(());
         }
-        let roots = view_roots(&old);
+        let old = std::mem::take(g);
+        let mut views: HashMap<Value, Vec<usize>> = HashMap::new(); // of a value
+        view_roots(&old).into_iter().enumerate().for_each(|(i, root)| root.into_iter().for_each(|v| views.entry(v).or_default().push(i)));
         let mut sums: HashMap<usize, (Value, Value)> = HashMap::new(); // a sum's node -> rows and weights, with what is beside them
         let mut values: Vec<Vec<Value>> = vec![vec![]; old.nodes.len()];
-        g.rewrite(|recorder, i, node, inputs| {
+        *g = old.rewritten(|recorder, i, node, inputs| {
             let new = if let Some(sites) = groups.get(&i) {
                 let (op, d, rank) = (node.op::<AddRmsNorm>().expect("a norm"), node.outputs[0].dim(0), node.outputs[0].rank());
                 let pitch = (d + sites.iter().map(|s| s.added(&old)).sum::<usize>()).next_multiple_of(line);
@@ -81,7 +82,7 @@ impl Pass for ExtendProducts {
                     at += weight.dim(0);
                 }
                 // Who comes later sees the rows as they are now.
-                (i + 1..old.nodes.len()).filter(|&j| roots[j] == Some(Value { node: i, out: 0 })).for_each(|j| values[j].clear());
+                views.get(&Value { node: i, out: 0 }).into_iter().flatten().for_each(|&j| values[j].clear());
                 outputs(whole.reshape(&made[0].shape()))
             } else if let Some(&(rows, terms)) = sums.get(&i) {
                 let y = recorder.var(rows).matmul(recorder.var(terms));
@@ -124,18 +125,18 @@ struct Site {
 
 fn sites(g: &Graph) -> Vec<Site> {
     let readers = g.readers();
-    let roots: Vec<usize> = g.roots().map(|v| v.node).collect();
+    let is_root = g.root_nodes();
     let product = |v: Value| {
         let (mut v, end) = (v, unshaped(g, v));
         while v != end {
-            if readers[v.node].len() > 1 || roots.contains(&v.node) {
+            if readers[v.node].len() > 1 || is_root[v.node] {
                 return None;
             }
             v = g.nodes[v.node].inputs[0];
         }
         let node = &g.nodes[v.node];
         let plain = node.op::<Matmul>().is_some_and(|m| *m == Matmul::default()) && node.outputs[0].rank() == 2;
-        (plain && readers[v.node].len() == 1 && !roots.contains(&v.node)).then_some(v.node)
+        (plain && readers[v.node].len() == 1 && !is_root[v.node]).then_some(v.node)
     };
     let site = |sum: usize| {
         let node = &g.nodes[sum];
@@ -164,7 +165,10 @@ impl Site {
     fn refused(&self, g: &Graph) -> Option<String> {
         let (rows, product) = (self.rows(g), g.meta(g.nodes[self.wide].inputs[0]));
         let weights = [self.wide, self.narrow].map(|m| g.nodes[m].inputs[1]);
-        if rows.out > 0 || g.nodes[rows.node].op::<AddRmsNorm>().is_none() || g.meta(rows).dim(0) != product.dim(0) {
+        if rows.out > 0
+            || g.nodes[rows.node].op::<AddRmsNorm>().is_none()
+            || crate::mutant!("extend-products-of-other-rows", g.meta(rows).dim(0) != product.dim(0), false)
+        {
             Some("what is multiplied is not made by a norm of a sum, which could leave room beside it".into())
         } else if product.dim(1) < ROWS * product.dim(0) {
             Some(format!("{} rows are few for {} terms", product.dim(1), product.dim(0)))

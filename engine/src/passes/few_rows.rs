@@ -13,7 +13,7 @@ use crate::ops::norm::add::AddRmsNorm;
 use crate::ops::pointwise::Pointwise;
 use crate::ops::view::{Permute, Reshape};
 use crate::record::{Recorder, Var};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub struct FewRowsPass;
 
@@ -156,7 +156,7 @@ impl<'a> Sites<'a> {
     /// By the node that is replaced: first what reads products, then the products that are left, those of the same rows together.
     fn launches(&self) -> HashMap<usize, Launch> {
         let mut all: HashMap<usize, Launch> = (0..self.g.nodes.len()).filter_map(|i| Some((i, self.behind(i)?))).collect();
-        let taken: Vec<usize> = all.values().flat_map(|l| l.products.clone()).collect();
+        let taken: HashSet<usize> = all.values().flat_map(|l| l.products.clone()).collect();
         let mut groups: BTreeMap<Value, Vec<usize>> = BTreeMap::new();
         for (&i, p) in self.products.iter().filter(|(i, _)| !taken.contains(i)) {
             groups.entry(p.x).or_default().push(i);

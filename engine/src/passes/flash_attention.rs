@@ -4,7 +4,7 @@ use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init};
 use crate::meta::DType;
-use crate::ops::attention::{Attention, FlashAttention, attention};
+use crate::ops::attention::{Attention, FlashAttention, LONGEST_HEAD, attention};
 use crate::record::Recorder;
 
 pub struct FlashAttentionPass;
@@ -22,9 +22,14 @@ impl Pass for FlashAttentionPass {
         Numerics::Reordered
     }
 
-    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         g.rewrite(|recorder, _, node, inputs| {
             let Some(a) = node.op::<Attention>() else { return Ok(None) };
+            let head = inputs[0].dim(0);
+            if settings.target != Target::Cpu && head > LONGEST_HEAD {
+                receipt.decline(format!("heads of {head}: a GPU's kernels take up to {LONGEST_HEAD}"), &node.scope);
+                return Ok(None);
+            }
             receipt.applied += 1;
             let y = recorder.op(FlashAttention { causal: a.causal, scale: a.scale }, inputs);
             Ok(Some(vec![y[0]]))

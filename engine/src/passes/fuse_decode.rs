@@ -2,7 +2,7 @@
 
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Value};
+use crate::graph::{Graph, Init, Uses, Value};
 use crate::meta::DType;
 use crate::ops::cache::{DecodeAttention, Turn, decode_attention};
 use crate::ops::rope::norm::NormRope;
@@ -25,12 +25,12 @@ impl Pass for FuseDecode {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let old = g.clone();
-        let readers = g.readers();
+        let old = std::mem::take(g);
+        let uses = Uses::new(&old);
         let mut values: Vec<Vec<Value>> = vec![];
-        g.rewrite(|recorder, i, node, inputs| {
+        *g = old.rewritten(|recorder, i, node, inputs| {
             let keep = || recorder.keep(node, inputs.iter().map(|v| v.value()).collect());
-            let new = match site(&old, &readers, i) {
+            let new = match site(&old, &uses, i) {
                 Some(Ok((op, turned))) => {
                     receipt.applied += 1;
                     let at = |&v: &Value| recorder.var(values[v.node][v.out]);
@@ -74,7 +74,7 @@ impl Pass for FuseDecode {
 }
 
 /// The op that turns, and its inputs: heads before they are turned, then tables and weights. Or why it does not.
-fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<(DecodeAttention, Vec<Value>), &'static str>> {
+fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<(DecodeAttention, Vec<Value>), &'static str>> {
     let op = g.nodes[i].op::<DecodeAttention>().filter(|op| op.turn.is_none())?;
     let made = [0, 1].map(|n| g.nodes[i].inputs[n]);
     let nodes = made.map(|v| &g.nodes[v.node]);
@@ -84,7 +84,7 @@ fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<(DecodeAtt
         _ => None,
     };
     let (turn, of_key) = (turn(0)?, turn(1)?);
-    let alone = |v: Value| readers[v.node].len() == 1 && !g.roots().any(|r| r.node == v.node);
+    let alone = |v: Value| uses.only_reader(v.node).is_some();
     let weights = nodes.map(|n| n.inputs.get(3));
     let [of_q, of_k] = weights.map(|w| w.map(|w| g.meta(*w)));
     Some(if g.meta(made[0]).shape[1] != 1 {

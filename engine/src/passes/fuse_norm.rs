@@ -3,7 +3,7 @@
 use super::epilogue::unshaped;
 use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Value};
+use crate::graph::{Graph, Init, Kind, Uses, Value};
 use crate::meta::DType;
 use crate::ops::matmul::Matmul;
 use crate::ops::norm::add::{AddRmsNorm, is_row};
@@ -42,11 +42,12 @@ impl Pass for FuseNorm {
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let apart = settings.one_of("blocks", &["apart", "joined"])? == "apart";
+        let mut uses = Uses::new(g);
         for i in 0..g.nodes.len() {
             let Some((p, terms)) = added(g, i) else { continue };
-            match sum_is_read(g, p, i, terms, apart) {
+            match sum_is_read(g, &uses, p, i, terms, apart) {
                 Ok(sum) => {
-                    join(g, i, terms, sum);
+                    join(g, &mut uses, i, terms, sum);
                     receipt.applied += 1;
                 }
                 Err(reason) => receipt.decline(reason, &g.nodes[i].scope),
@@ -54,9 +55,9 @@ impl Pass for FuseNorm {
         }
         for i in 0..g.nodes.len() {
             let Some(m) = meeting(g, i) else { continue };
-            match m.refused(g, i) {
+            match m.refused(g, &uses, i) {
                 None => {
-                    m.join(g, i);
+                    m.join(g, &mut uses, i);
                     receipt.applied += 1;
                 }
                 Some(reason) => receipt.decline(reason, &g.nodes[i].scope),
@@ -107,20 +108,20 @@ pub fn binary(g: &Graph, node: usize, op: Bin) -> Option<[Value; 2]> {
 }
 
 /// Whether the sum of node `p` is read by others than the norm `i`; or why the norm cannot add.
-fn sum_is_read(g: &Graph, p: usize, i: usize, terms: [Value; 2], apart: bool) -> Result<bool, &'static str> {
+fn sum_is_read(g: &Graph, uses: &Uses, p: usize, i: usize, terms: [Value; 2], apart: bool) -> Result<bool, &'static str> {
     let (sum, weightless) = (&g.nodes[p].outputs[0], g.nodes[i].inputs.len() == 1);
     let full = terms.map(|v| g.meta(v) == sum);
     let row = terms.map(|v| is_row(&g.meta(v).shape, sum.dim(0)));
-    let readers = g.readers();
-    let read = readers[p].len() > 1 || g.roots().any(|v| v.node == p);
+    let read = uses.only_reader(p).is_none();
     if full == [true; 2] {
         // A term that is arithmetic of its own would have to be written, to be read once; but for sums that a product makes anyway.
         let product = |v: Value| g.nodes[unshaped(g, v).node].op::<Matmul>().is_some();
         let summed = |v: Value| binary(g, v.node, Bin::Add).is_some_and(|terms| terms.into_iter().any(product));
-        let fuses = |v: Value| g.nodes[v.node].op::<Pointwise>().is_some() && readers[v.node] == [p] && !summed(v);
-        if readers[p][0] < i {
+        let readers = || uses.readers(p, 0..g.nodes.len());
+        let fuses = |v: Value| g.nodes[v.node].op::<Pointwise>().is_some() && uses.all_by(v.node, p) && !summed(v);
+        if crate::mutant!("fuse-norm-of-a-sum-read-before", readers().any(|n| n < i), false) {
             Err("the sum is read before its norm")
-        } else if readers[p].iter().any(|&n| matches!(g.nodes[n].kind, Kind::Grad)) {
+        } else if readers().any(|n| matches!(g.nodes[n].kind, Kind::Grad)) {
             Err("a gradient by the sum is asked for")
         } else if apart && g.nodes[p].block != g.nodes[i].block {
             Err("the sum enters a block, and alone should")
@@ -142,30 +143,19 @@ fn sum_is_read(g: &Graph, p: usize, i: usize, terms: [Value; 2], apart: bool) ->
 }
 
 /// Makes the norm add; who read the sum reads it there.
-fn join(g: &mut Graph, i: usize, [a, b]: [Value; 2], sum: bool) {
+fn join(g: &mut Graph, uses: &mut Uses, i: usize, [a, b]: [Value; 2], sum: bool) {
     let old = g.nodes[i].inputs[0];
     let meta = g.meta(old).clone();
     let (a, b) = if g.meta(a).shape == meta.shape { (a, b) } else { (b, a) };
     let node = &mut g.nodes[i];
     let eps = node.op::<RmsNorm>().expect("a norm").eps;
-    node.inputs.splice(..1, [a, b]);
+    let inputs = [&[a, b], &node.inputs[1..]].concat();
     node.kind = Kind::Op(Arc::new(AddRmsNorm { eps, sum, room: 0 }));
-    if !sum {
-        return;
+    node.outputs.extend(sum.then_some(meta));
+    uses.set_inputs(g, i, inputs);
+    if sum {
+        uses.redirect(g, old.node, |v| if v == old { Value { node: i, out: 2 } } else { v });
     }
-    node.outputs.push(meta);
-    let moved = |v: &mut Value| {
-        if *v == old {
-            *v = Value { node: i, out: 2 };
-        }
-    };
-    redirect(g, moved);
-}
-
-fn redirect(g: &mut Graph, moved: impl Fn(&mut Value)) {
-    g.nodes.iter_mut().for_each(|n| n.inputs.iter_mut().for_each(&moved));
-    g.outputs.iter_mut().for_each(|o| moved(&mut o.1));
-    g.updates.iter_mut().for_each(|u| moved(&mut u.1));
 }
 
 /// norm(s), s = norm(x + norm(o)): the nodes of the second norm, of the sum and of the branch's norm.
@@ -194,9 +184,8 @@ fn meeting(g: &Graph, i: usize) -> Option<Meeting> {
 }
 
 impl Meeting {
-    fn refused(&self, g: &Graph, i: usize) -> Option<&'static str> {
-        let readers = g.readers();
-        let alone = |node: usize, by: usize| readers[node] == [by] && !g.roots().any(|v| v.node == node);
+    fn refused(&self, g: &Graph, uses: &Uses, i: usize) -> Option<&'static str> {
+        let alone = |node: usize, by: usize| uses.only_reader(node) == Some(by);
         if !alone(self.branch, self.sum) || !alone(self.sum, self.second) {
             Some("the branch's norm or the sum is read elsewhere")
         } else if g.nodes[self.second].block != g.nodes[i].block {
@@ -208,19 +197,15 @@ impl Meeting {
         }
     }
 
-    fn join(&self, g: &mut Graph, i: usize) {
+    fn join(&self, g: &mut Graph, uses: &mut Uses, i: usize) {
         let o = g.nodes[self.branch].inputs[0];
         let op = ResidualNorm { eps: self.eps };
         let metas = crate::op::Op::infer(&op, &[g.meta(self.x).clone(), g.meta(o).clone()]);
         let second = self.second;
         let node = &mut g.nodes[second];
-        (node.inputs, node.outputs, node.kind) = (vec![self.x, o], metas, Kind::Op(Arc::new(op)));
-        redirect(g, |v: &mut Value| {
-            if *v == (Value { node: second, out: 0 }) {
-                v.out = 1;
-            } else if *v == (Value { node: i, out: 0 }) {
-                *v = Value { node: second, out: 2 };
-            }
-        });
+        (node.outputs, node.kind) = (metas, Kind::Op(Arc::new(op)));
+        uses.set_inputs(g, second, vec![self.x, o]);
+        uses.redirect(g, second, |v| if v.out == 0 { Value { out: 1, ..v } } else { v });
+        uses.redirect(g, i, |v| if v.out == 0 { Value { node: second, out: 2 } } else { v });
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Value};
+use crate::graph::{Graph, Init, Kind, Uses, Value};
 use crate::meta::DType;
 use crate::ops::pointwise::{Expr, Pointwise};
 use crate::ops::reduce::{Reduce, Reduction};
@@ -37,12 +37,13 @@ impl Pass for FusePointwise {
         few_terms(g);
         // Position by position: node i takes in producers of which it is the first reader. Those vanish, their outputs that
         // others read becoming outputs of node i.
+        let mut uses = Uses::new(g);
         for i in 0..g.nodes.len() {
             let mut refused = vec![];
-            while let Some((p, reason)) = candidate(g, i, &refused) {
+            while let Some((p, reason)) = candidate(g, &uses, i, &refused) {
                 match reason {
                     None => {
-                        join(g, p, i);
+                        join(g, &mut uses, p, i);
                         receipt.applied += 1;
                     }
                     Some(reason) => {
@@ -53,10 +54,10 @@ impl Pass for FusePointwise {
             }
         }
         super::dead_code::sweep(g);
-        let mut gone = vec![false; g.nodes.len()];
+        let (mut gone, mut uses) = (vec![false; g.nodes.len()], Uses::new(g));
         for q in 0..g.nodes.len() {
             if let Some(p) = sibling(g, q, &gone) {
-                join_sibling(g, p, q);
+                join_sibling(g, &mut uses, p, q);
                 gone[q] = true;
                 receipt.applied += 1;
             }
@@ -95,29 +96,28 @@ fn few_terms(g: &mut Graph) {
 }
 
 /// A pointwise producer that node `i` is the first to read, and why it may not be taken in, if so.
-fn candidate(g: &Graph, i: usize, refused: &[usize]) -> Option<(usize, Option<&'static str>)> {
+fn candidate(g: &Graph, uses: &Uses, i: usize, refused: &[usize]) -> Option<(usize, Option<&'static str>)> {
     let consumer = g.nodes[i].op::<Pointwise>()?;
     for (k, v) in g.nodes[i].inputs.iter().enumerate() {
         let p = v.node;
         let Some(producer) = g.nodes[p].op::<Pointwise>() else { continue };
         // A cast to integers rounds, which an expression would not; counters are read as they are.
         let rounds = g.nodes[i].inputs.iter().any(|w| w.node == p && !g.meta(*w).dtype.is_float());
-        if rounds || consumer.expr.uses_rng(k) {
+        if crate::mutant!("fuse-pointwise-through-integers", rounds, false) || consumer.expr.uses_rng(k) {
             continue;
         }
         if refused.contains(&p) {
             continue;
         }
         // What is the same for several elements is computed for each, if that is next to nothing and nobody else wants it.
-        let readers = || g.roots().chain(g.nodes.iter().flat_map(|n| n.inputs.iter().copied())).filter(|r| r.node == p).count();
-        let little = || producer.expr.flops() <= LITTLE && !producer.expr.draws() && readers() == 1;
+        let little = || producer.expr.flops() <= LITTLE && !producer.expr.draws() && uses.count(p) == 1;
         if g.nodes[p].outputs[0].shape != g.nodes[i].outputs[0].shape && !little() {
             continue;
         }
         // A backward node must not hold back a value until then that the forward pass computed: only if nobody else wants it.
         let crosses = g.nodes[p].backward != g.nodes[i].backward;
-        let elsewhere = g.roots().any(|r| r.node == p) || g.nodes[i + 1..].iter().any(|n| n.inputs.iter().any(|w| w.node == p));
-        if g.nodes[p + 1..i].iter().any(|n| n.inputs.iter().any(|w| w.node == p)) || (crosses && elsewhere) {
+        let elsewhere = uses.is_root(p) || uses.readers(p, i + 1..g.nodes.len()).next().is_some();
+        if uses.readers(p, 0..i).next().is_some() || (crosses && elsewhere) {
             continue;
         }
         let inputs = g.nodes[p].inputs.len() + g.nodes[i].inputs.len() - 1;
@@ -157,7 +157,7 @@ fn sibling(g: &Graph, q: usize, gone: &[bool]) -> Option<usize> {
 }
 
 /// Lets node `p` compute what node `q` does.
-fn join_sibling(g: &mut Graph, p: usize, q: usize) {
+fn join_sibling(g: &mut Graph, uses: &mut Uses, p: usize, q: usize) {
     let (a, b) = (g.nodes[p].op::<Pointwise>().expect("a sibling").clone(), g.nodes[q].op::<Pointwise>().expect("a sibling").clone());
     let mut inputs = g.nodes[p].inputs.clone();
     let from: Vec<usize> = g.nodes[q]
@@ -177,25 +177,14 @@ fn join_sibling(g: &mut Graph, p: usize, q: usize) {
     let metas = g.nodes[q].outputs.clone();
     let node = &mut g.nodes[p];
     node.outputs.extend(metas);
-    node.inputs = inputs;
     node.kind = Kind::Op(Arc::new(Pointwise::new(expr, [a.dtypes, b.dtypes].concat())));
-    let moved = |v: &mut Value| {
-        if v.node == q {
-            *v = Value { node: p, out: first + v.out };
-        }
-    };
-    g.nodes.iter_mut().for_each(|n| n.inputs.iter_mut().for_each(moved));
-    g.outputs.iter_mut().for_each(|o| moved(&mut o.1));
-    g.updates.iter_mut().for_each(|u| moved(&mut u.1));
+    uses.set_inputs(g, p, inputs);
+    uses.redirect(g, q, |v| Value { node: p, out: first + v.out });
 }
 
 /// Takes producer `p` into node `i`.
-fn join(g: &mut Graph, p: usize, i: usize) {
-    let elsewhere = |out: usize| {
-        let v = Value { node: p, out };
-        g.roots().any(|r| r == v) || g.nodes[i + 1..].iter().any(|n| n.inputs.contains(&v))
-    };
-    let keep: Vec<usize> = (0..g.nodes[p].outputs.len()).filter(|&o| elsewhere(o)).collect();
+fn join(g: &mut Graph, uses: &mut Uses, p: usize, i: usize) {
+    let keep = uses.read_apart_from(g, p, i);
     let (a, b) = (g.nodes[p].op::<Pointwise>().expect("a candidate").clone(), g.nodes[i].op::<Pointwise>().expect("a candidate").clone());
     let mut inputs: Vec<Value> = vec![];
     let mut number = |v: Value| {
@@ -223,14 +212,8 @@ fn join(g: &mut Graph, p: usize, i: usize) {
     let metas: Vec<_> = keep.iter().map(|&o| g.nodes[p].outputs[o].clone()).collect();
     let node = &mut g.nodes[i];
     node.outputs.extend(metas);
-    node.inputs = inputs;
     node.kind = Kind::Op(Arc::new(Pointwise::new(expr, dtypes)));
-    let moved = |v: &mut Value| {
-        if v.node == p {
-            *v = Value { node: i, out: first + keep.iter().position(|&o| o == v.out).expect("kept because it is read") };
-        }
-    };
-    g.nodes[i + 1..].iter_mut().for_each(|n| n.inputs.iter_mut().for_each(moved));
-    g.outputs.iter_mut().for_each(|o| moved(&mut o.1));
-    g.updates.iter_mut().for_each(|u| moved(&mut u.1));
+    uses.set_inputs(g, i, inputs);
+    let at = |out: usize| keep.iter().position(|&o| o == out).expect("kept because it is read");
+    uses.redirect(g, p, |v| Value { node: i, out: first + at(v.out) });
 }

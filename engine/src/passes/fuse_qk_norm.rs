@@ -3,7 +3,7 @@
 use super::fuse_norm::binary;
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Value};
+use crate::graph::{Graph, Init, Uses, Value};
 use crate::meta::DType;
 use crate::ops::norm::RmsNorm;
 use crate::ops::pointwise::Bin;
@@ -27,11 +27,11 @@ impl Pass for FuseQkNorm {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let old = g.clone();
-        let readers = g.readers();
+        let old = std::mem::take(g);
+        let uses = Uses::new(&old);
         let mut values: Vec<Vec<Value>> = vec![];
-        g.rewrite(|recorder, i, node, inputs| {
-            let new = match site(&old, &readers, i) {
+        *g = old.rewritten(|recorder, i, node, inputs| {
+            let new = match site(&old, &uses, i) {
                 Some(Ok(found)) => {
                     receipt.applied += 1;
                     let at = |v: Value| recorder.var(values[v.node][v.out]);
@@ -79,11 +79,11 @@ struct Site {
 }
 
 /// A rotary embedding of a norm, or of a norm times one number; or why the two stay apart.
-fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<Site, &'static str>> {
+fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<Site, &'static str>> {
     let rope = g.nodes[i].op::<Rope>().filter(|r| !r.inverse)?;
     let v = g.nodes[i].inputs[0];
     let norm = |v: Value| g.nodes[v.node].op::<RmsNorm>().filter(|_| v.out == 0);
-    let alone = |v: Value| !g.roots().any(|r| r.node == v.node) && readers[v.node].len() == 1;
+    let alone = |v: Value| uses.only_reader(v.node).is_some();
     let (normed, number) = match (norm(v), binary(g, v.node, Bin::Mul)) {
         (Some(_), _) => (v, None),
         (_, Some([a, b])) if norm(a).is_some() && g.meta(b).shape == [1] => (a, Some(b)),
@@ -94,7 +94,7 @@ fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<Site, &'st
     let inputs = &g.nodes[normed.node].inputs;
     let reason = if !alone(normed) || !alone(v) {
         "the normed heads are read elsewhere"
-    } else if number.is_some() && inputs.len() > 1 {
+    } else if crate::mutant!("fuse-qk-norm-drops-a-weight", number.is_some() && inputs.len() > 1, false) {
         "a norm with a weight, times a number"
     } else if g.meta(normed).dim(0) > LONGEST {
         "the heads are too long"

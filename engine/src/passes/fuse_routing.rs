@@ -3,7 +3,7 @@
 use super::fuse_norm::binary;
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Value};
+use crate::graph::{Graph, Init, Kind, Uses, Value};
 use crate::meta::DType;
 use crate::ops::pointwise::Bin;
 use crate::ops::rows::scaled::ScatterScaled;
@@ -27,9 +27,9 @@ impl Pass for FuseRouting {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let readers = g.readers();
+        let uses = Uses::new(g);
         for i in 0..g.nodes.len() {
-            match site(g, &readers, i) {
+            match site(g, &uses, i) {
                 Some(Ok([source, scale])) => {
                     let node = &mut g.nodes[i];
                     node.inputs = vec![node.inputs[0], node.inputs[1], source, scale];
@@ -61,7 +61,7 @@ impl Pass for FuseRouting {
 }
 
 /// Rows and a number for each, whose product is added to a table; or why the product is made first.
-fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<[Value; 2], &'static str>> {
+fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<[Value; 2], &'static str>> {
     g.nodes[i].op::<ScatterRows>().filter(|s| s.write == Write::AddOnce)?;
     let product = g.nodes[i].inputs[2];
     let [a, b] = binary(g, product.node, Bin::Mul)?;
@@ -76,7 +76,7 @@ fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<[Value; 2]
     } else {
         return None;
     };
-    Some(if readers[product.node].len() > 1 || g.roots().any(|v| v.node == product.node) {
+    Some(if crate::mutant!("fuse-routing-of-rows-read-elsewhere", uses.only_reader(product.node).is_none(), false) {
         Err("the scaled rows are read elsewhere")
     } else if g.meta(pair[0]).dtype != meta.dtype {
         Err("the rows are of another type than their product")

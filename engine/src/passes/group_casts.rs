@@ -41,9 +41,9 @@ impl Pass for GroupCasts {
         let first: BTreeMap<usize, _> =
             groups.values().map(|group| (group.1.iter().flat_map(|item| &item.casts).copied().min().expect("a cast"), group)).collect();
         let mut made: BTreeMap<usize, Value> = BTreeMap::new(); // a node -> what stands for it
-        let old = g.clone();
+        let old = std::mem::take(g);
         let mut values: Vec<Vec<Value>> = vec![];
-        g.rewrite(|recorder, i, node, inputs| {
+        *g = old.rewritten(|recorder, i, node, inputs| {
             if let Some((dtype, group)) = first.get(&i) {
                 let casts = group.iter().flat_map(|item| &item.casts);
                 let from: Vec<_> = casts.map(|&m| recorder.var(values[old.nodes[m].inputs[0].node][0])).collect();
@@ -80,7 +80,7 @@ struct Item {
 
 fn items(g: &Graph) -> Vec<Item> {
     let readers = g.readers();
-    let roots: Vec<usize> = g.roots().map(|v| v.node).collect();
+    let is_root = g.root_nodes();
     let is_cast = |i: usize| {
         let node = &g.nodes[i];
         let state = || matches!(g.nodes[node.inputs[0].node].kind, Kind::State(_)) && g.meta(node.inputs[0]).dtype.is_float();
@@ -89,8 +89,7 @@ fn items(g: &Graph) -> Vec<Item> {
     // Whoever joins casts that nobody else reads takes them; a kernel writes four elements at a time.
     let joins = |node: &Node| {
         let casts: Vec<usize> = node.inputs.iter().map(|v| v.node).collect();
-        let alone =
-            |&i: &usize| is_cast(i) && readers[i].len() == 1 && !roots.contains(&i) && g.nodes[i].outputs[0].elements().is_multiple_of(4);
+        let alone = |&i: &usize| is_cast(i) && readers[i].len() == 1 && !is_root[i] && g.nodes[i].outputs[0].elements().is_multiple_of(4);
         (node.op::<Concat>().is_some_and(|c| c.axis == 0) && casts.iter().all(alone)).then_some(casts)
     };
     let mut items: Vec<Item> = g.nodes.iter().enumerate().filter_map(|(result, node)| Some(Item { casts: joins(node)?, result })).collect();

@@ -37,13 +37,13 @@ impl Pass for Hoist {
         let mut early: Vec<bool> = (0..g.nodes.len()).map(|i| g.nodes[i].backward && ready[i] < last).collect();
         let roots = view_roots(g);
         let readers = g.readers();
-        let results: Vec<usize> = g.roots().map(|v| v.node).collect();
+        let is_root = g.root_nodes();
         // From the end: what others wait for must be small beside what it was made from.
         for i in (0..g.nodes.len()).rev().filter(|&i| g.nodes[i].backward) {
             if !early[i] || g.nodes[i].is_view() && readers[i].iter().any(|&r| early[r]) {
                 continue;
             }
-            let waits = results.contains(&i) || readers[i].iter().any(|&r| !early[r]);
+            let waits = is_root[i] || readers[i].iter().any(|&r| !early[r]);
             let made: usize = g.nodes[i].outputs.iter().map(|m| m.bytes()).sum();
             let from = |v: &Value| g.meta(roots[v.node].unwrap_or(*v)).bytes();
             let read: usize = g.nodes[i].inputs.iter().filter(|v| !g.nodes[roots[v.node].unwrap_or(**v).node].is_source()).map(from).sum();
@@ -51,7 +51,8 @@ impl Pass for Hoist {
         }
         // An early node's inputs are early too, or of the forward pass.
         for i in 0..g.nodes.len() {
-            early[i] = early[i] && g.nodes[i].inputs.iter().all(|v| !g.nodes[v.node].backward || early[v.node]);
+            let ready = g.nodes[i].inputs.iter().all(|v| !g.nodes[v.node].backward || early[v.node]);
+            early[i] = early[i] && crate::mutant!("hoist-before-its-inputs", ready, true);
         }
         receipt.applied = (0..g.nodes.len()).filter(|&i| early[i] && !g.nodes[i].is_view()).count();
         let mut order: Vec<usize> = (0..g.nodes.len()).collect();

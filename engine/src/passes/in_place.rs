@@ -11,6 +11,7 @@ use crate::ops::pointwise::Pointwise;
 use crate::ops::view::Reshape;
 use crate::plan::{last_reads, view_roots};
 use crate::record::Recorder;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 pub struct InPlace;
@@ -32,7 +33,8 @@ impl Pass for InPlace {
         let roots = view_roots(g);
         let last = last_reads(g, &roots);
         // What is joined lies in another's buffer, which lives on.
-        let joined: Vec<Value> = g.nodes.iter().filter(|n| n.op::<Join>().is_some()).flat_map(|n| n.inputs.clone()).collect();
+        let joined: HashSet<Value> = g.nodes.iter().filter(|n| n.op::<Join>().is_some()).flat_map(|n| n.inputs.clone()).collect();
+        let updates: HashSet<(Value, Value)> = g.updates.iter().copied().collect();
         for i in 0..g.nodes.len() {
             if let Some(m) = g.nodes[i].op::<Matmul>().filter(|m| m.add.is_some()) {
                 // A sum may grow where it lies, if this is its last reader and the product reads nothing else of it.
@@ -61,7 +63,7 @@ impl Pass for InPlace {
                     let whole = if product.is_some() { reshaped(g, v) } else { v };
                     let node = &g.nodes[whole.node];
                     // A state may be overwritten by its own next value.
-                    let owned = !node.is_source() || g.updates.contains(&(whole, Value { node: i, out }));
+                    let owned = !node.is_source() || updates.contains(&(whole, Value { node: i, out }));
                     let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == whole).count() == 1;
                     let unused = pairs.iter().all(|&(used, _)| used != k);
                     g.meta(v) == meta

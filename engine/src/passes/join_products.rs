@@ -8,7 +8,7 @@ use crate::ops::concat::Join;
 use crate::ops::matmul::Matmul;
 use crate::ops::view::Permute;
 use crate::record::Recorder;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 pub struct JoinProducts;
 
@@ -28,10 +28,10 @@ impl Pass for JoinProducts {
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let chains = chains(g, receipt);
         receipt.applied = chains.values().map(|c| c.len()).sum();
-        let old = g.clone();
+        let old = std::mem::take(g);
         let mut values: Vec<Vec<Value>> = vec![];
         let mut joins: HashMap<Vec<Value>, Value> = HashMap::new();
-        g.rewrite(|recorder, i, node, inputs| {
+        *g = old.rewritten(|recorder, i, node, inputs| {
             let made = match chains.get(&i) {
                 Some(chain) => {
                     let mut join = |parts: Vec<Value>| {
@@ -82,7 +82,7 @@ fn chains(g: &Graph, receipt: &mut Receipt) -> HashMap<usize, Vec<usize>> {
         let v = *product(i).and_then(|_| g.nodes[i].inputs.get(2))?;
         (reads[&v] == 1 && product(v.node).is_some()).then_some(v.node)
     };
-    let inner: Vec<usize> = (0..g.nodes.len()).filter_map(before).collect();
+    let inner: HashSet<usize> = (0..g.nodes.len()).filter_map(before).collect();
     let mut chains = HashMap::new();
     for i in (0..g.nodes.len()).filter(|&i| before(i).is_some() && !inner.contains(&i)) {
         let mut chain = vec![i];

@@ -5,7 +5,7 @@ use crate::meta::{Layout, contiguous};
 use crate::ops::pointwise::{Expr, Pointwise};
 use crate::plan::view_roots;
 use crate::record::Var;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// A pointwise op that does nothing: its output lies without gaps.
 fn copy<'g>(v: Var<'g>) -> Var<'g> {
@@ -26,9 +26,9 @@ pub fn apply(g: &mut Graph) {
     // memory of a state that is about to change.
     let roots = view_roots(g);
     let root = |v: Value| roots[v.node].unwrap_or(v);
-    let updated: Vec<Value> = g.updates.iter().map(|u| u.0).collect();
+    let updated: HashSet<Value> = g.updates.iter().map(|u| u.0).collect();
     let unsafe_update = |v: Value| g.nodes[root(v).node].is_source() || g.nodes[v.node].is_view();
-    let mut targets: Vec<Value> = g.updates.iter().map(|u| u.1).filter(|&v| unsafe_update(v)).collect();
+    let mut targets: HashSet<Value> = g.updates.iter().map(|u| u.1).filter(|&v| unsafe_update(v)).collect();
     targets.extend(g.outputs.iter().map(|o| o.1).filter(|&v| updated.contains(&root(v))));
     let before: (Vec<Value>, Vec<Value>) = (g.updates.iter().map(|u| u.1).collect(), g.outputs.iter().map(|o| o.1).collect());
     let mut copied: HashMap<Value, Value> = HashMap::new();
@@ -38,10 +38,11 @@ pub fn apply(g: &mut Graph) {
     let done: Result<(), std::convert::Infallible> = g.rewrite(|recorder, i, node, inputs| {
         let mut ready = inputs.to_vec();
         if let Kind::Op(op) = &node.kind {
+            let reuse: HashSet<usize> = op.reuse().into_iter().map(|p| p.0).collect();
             for (k, v) in ready.iter_mut().enumerate() {
                 let shape = v.shape();
                 let lies = &strides[&v.value()];
-                let reused = op.reuse().iter().any(|p| p.0 == k);
+                let reused = reuse.contains(&k);
                 let fits = match op.is_view() {
                     true => op.alias(&v.meta(), lies).is_some(),
                     false => op.layout(k).accepts(&shape, lies) && (!reused || Layout::Contiguous.accepts(&shape, lies)),

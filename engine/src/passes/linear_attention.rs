@@ -2,7 +2,7 @@
 
 use super::{Numerics, Pass, Receipt, Settings, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Value};
+use crate::graph::{Graph, Init, Uses, Value};
 use crate::meta::DType;
 use crate::ops::linear_attention::LinearAttention;
 use crate::ops::matmul::Matmul;
@@ -28,13 +28,13 @@ impl Pass for LinearAttentionPass {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let old = g.clone();
-        let readers = g.readers();
+        let old = std::mem::take(g);
+        let uses = Uses::new(&old);
         let mut values: Vec<Vec<Value>> = vec![];
         let mut normed: HashMap<usize, Vec<Value>> = HashMap::new();
-        g.rewrite(|recorder, i, node, inputs| {
+        *g = old.rewritten(|recorder, i, node, inputs| {
             let at = |v: Value| recorder.var(values[v.node][v.out]);
-            let found = site(&old, &readers, i);
+            let found = site(&old, &uses, i);
             if let Some(Err(reason)) = &found {
                 receipt.decline(*reason, &node.scope);
             }
@@ -96,7 +96,7 @@ struct Norm {
 }
 
 /// Node `i` as the product with the values; or why it stays one.
-fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<Site, &'static str>> {
+fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<Site, &'static str>> {
     let product = |node: usize| g.nodes[node].op::<Matmul>().filter(|&m| *m == Matmul::default()).map(|_| &g.nodes[node].inputs);
     let permuted =
         |v: Value, order: [usize; 4]| g.nodes[v.node].op::<Permute>().filter(|p| p.0 == order).map(|_| g.nodes[v.node].inputs[0]);
@@ -106,8 +106,8 @@ fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<Site, &'st
     let rope = g.nodes[turned.node].op::<Rope>().filter(|r| !r.inverse)?;
     let &[xs, cos, sin] = &g.nodes[turned.node].inputs[..] else { return None };
     // Whether a value is read by these alone.
-    let only = |v: Value, by: &[usize]| !g.roots().any(|r| r.node == v.node) && readers[v.node].iter().all(|r| by.contains(r));
-    let reason = if rope.pairs != Pairs::Adjacent {
+    let only = |v: Value, by: &[usize]| !uses.is_root(v.node) && uses.readers(v.node, 0..g.nodes.len()).all(|r| by.contains(&r));
+    let reason = if crate::mutant!("linear-attention-of-other-pairs", rope.pairs != Pairs::Adjacent, false) {
         "pairs are not neighbours"
     } else if g.meta(cos).rank() != 2 || g.meta(cos).rows() != g.meta(xs).shape[1] {
         "each batch element has a table of its own"
@@ -120,19 +120,15 @@ fn site(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Result<Site, &'st
     } else if !only(turned, &[q.node]) || !only(q, &[transposed.node, s.node]) || !only(transposed, &[s.node]) || !only(s, &[i]) {
         "the turned heads or their products are read elsewhere"
     } else {
-        return Some(Ok(Site { xs, cos, sin, v, norm: norm(g, readers, i) }));
+        return Some(Ok(Site { xs, cos, sin, v, norm: norm(g, uses, i) }));
     };
     Some(Err(reason))
 }
 
 /// The norm of node `i`, seen with its heads inside or outside, if nobody else reads it.
-fn norm(g: &Graph, readers: &[Vec<usize>], i: usize) -> Option<Norm> {
-    let reader = |i: usize| match readers[i][..] {
-        [r] if !g.roots().any(|v| v.node == i) => Some(r),
-        _ => None,
-    };
-    let next = reader(i)?;
+fn norm(g: &Graph, uses: &Uses, i: usize) -> Option<Norm> {
+    let next = uses.only_reader(i)?;
     let heads_outside = g.nodes[next].op::<Permute>().is_some_and(|p| p.0 == HEADS);
-    let node = if heads_outside { reader(next)? } else { next };
+    let node = if heads_outside { uses.only_reader(next)? } else { next };
     g.nodes[node].op::<LayerNorm>().map(|n| Norm { node, eps: n.eps, heads_outside })
 }

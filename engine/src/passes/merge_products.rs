@@ -39,7 +39,8 @@ impl Pass for MergeProducts {
                 && let Some(role) = source(g, node.inputs[1])
             {
                 // What is trained stays apart from what is not, which has no gradient.
-                groups.entry((node.inputs[0], node.block, role == Role::Frozen)).or_default().push(i);
+                let frozen = crate::mutant!("merge-products-trained-with-frozen", role == Role::Frozen, false);
+                groups.entry((node.inputs[0], node.block, frozen)).or_default().push(i);
             }
         }
         let mut first_of: HashMap<usize, Vec<usize>> = HashMap::new();
@@ -55,10 +56,10 @@ impl Pass for MergeProducts {
         }
         receipt.declined.sort();
         // Where everything that a member needs is copied to: in front of the group's first product.
-        let old = g.clone();
+        let old = std::mem::take(g);
         let mut parts: HashMap<usize, Value> = HashMap::new();
         let mut values: Vec<Vec<Value>> = vec![];
-        g.rewrite(|recorder, i, node, inputs| {
+        *g = old.rewritten(|recorder, i, node, inputs| {
             let new = if let Some(group) = first_of.get(&i) {
                 let mut weights = vec![];
                 for &member in group {
@@ -83,7 +84,8 @@ impl Pass for MergeProducts {
             }
             values[i] = new.clone();
             Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
-        })
+        })?;
+        Ok(())
     }
 
     fn example(&self, r: &Recorder) {

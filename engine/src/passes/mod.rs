@@ -33,10 +33,10 @@ mod recompute;
 mod share;
 
 use crate::error::Error;
-use crate::graph::Graph;
+use crate::graph::{Graph, Kind};
 use crate::kernel::Arch;
-use crate::meta::DType;
-use crate::record::Recorder;
+use crate::meta::{DType, MOST_BYTES};
+use crate::record::{MOST_TABLE, Recorder};
 use std::collections::BTreeMap;
 
 /// In running order.
@@ -230,10 +230,10 @@ pub struct Switches {
 impl Switches {
     /// `value` is `off`, `auto` or `require`, then `,setting=value` any number of times.
     pub fn set(&mut self, pass: &str, value: &str) -> Result<(), Error> {
-        let found = PASSES.iter().find(|p| p.name() == pass).ok_or_else(|| {
-            let near = PASSES.iter().map(|p| p.name()).min_by_key(|n| distance(n, pass)).filter(|n| distance(n, pass) <= 4);
-            Error::NoPass { name: pass.into(), hint: near.map_or(String::new(), |n| format!("; did you mean '{n}'?")) }
-        })?;
+        let found = PASSES
+            .iter()
+            .find(|p| p.name() == pass)
+            .ok_or_else(|| Error::NoPass { name: pass.into(), hint: known(pass, PASSES.iter().map(|p| p.name())) })?;
         let wrong = |problem: String| Error::PassSetting { pass: pass.into(), problem };
         let mut parts = value.split(',').map(str::trim);
         let mode = match parts.next() {
@@ -246,11 +246,7 @@ impl Switches {
         for part in parts {
             let (name, v) = part.split_once('=').ok_or_else(|| wrong(format!("'{part}' is not setting=value")))?;
             if !found.settings().iter().any(|s| s.name == name) {
-                let known: Vec<&str> = found.settings().iter().map(|s| s.name).collect();
-                return Err(wrong(format!(
-                    "has no setting '{name}' (it has: {})",
-                    if known.is_empty() { "none".into() } else { known.join(", ") }
-                )));
+                return Err(wrong(format!("has no setting '{name}'{}", known(name, found.settings().iter().map(|s| s.name)))));
             }
             values.insert(name.to_string(), v.to_string());
         }
@@ -273,16 +269,19 @@ impl Switches {
 pub fn run(g: &mut Graph, switches: &Switches, target: Target) -> Result<Vec<Receipt>, Error> {
     let mut receipts = vec![];
     let none = BTreeMap::new();
+    check_sizes(g)?;
     for pass in PASSES {
         if pass.name() == "bf16" {
             expand::apply(g);
+            check_sizes(g)?;
         }
         let mode = switches.mode(*pass);
         let mut receipt = Receipt { pass: pass.name(), mode, applied: 0, declined: vec![], notes: vec![] };
         if mode != Mode::Off {
             let values = switches.chosen.get(pass.name()).map_or(&none, |c| &c.1);
             pass.apply(g, &Settings { target, pass: *pass, values }, &mut receipt)?;
-        } else if pass.name() == "autodiff" && g.nodes.iter().any(|n| matches!(n.kind, crate::graph::Kind::Grad)) {
+            check_sizes(g)?;
+        } else if pass.name() == "autodiff" && g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad)) {
             return Err(Error::NoAutodiff);
         }
         if let (Mode::Require, Some((reason, site))) = (mode, receipt.declined.first()) {
@@ -292,6 +291,24 @@ pub fn run(g: &mut Graph, switches: &Switches, target: Target) -> Result<Vec<Rec
     }
     layout::apply(g);
     Ok(receipts)
+}
+
+/// Refuses tensors that no memory holds, by name: before anything forms products of their sizes, or asks for that memory.
+fn check_sizes(g: &Graph) -> Result<(), Error> {
+    for node in &g.nodes {
+        let limit = if matches!(node.kind, Kind::Const(_)) { MOST_TABLE } else { MOST_BYTES };
+        if let Some(meta) = node.outputs.iter().find(|m| m.bytes() > limit) {
+            let scope = if node.scope.is_empty() { "the top level" } else { &*node.scope };
+            let what = match &node.kind {
+                Kind::State(s) => format!("state '{}'", s.name),
+                Kind::Feed(name) => format!("feed '{name}'"),
+                Kind::Const(_) => format!("a table (in {scope})"),
+                _ => format!("a result of {} (in {scope})", node.name()),
+            };
+            return Err(Error::TooLarge { what, meta: meta.clone(), limit });
+        }
+    }
+    Ok(())
 }
 
 /// A pass that is required must have applied somewhere in the programs that run together.
@@ -305,8 +322,17 @@ pub fn all_applied<'a>(programs: impl Iterator<Item = &'a [Receipt]> + Clone) ->
     Ok(())
 }
 
+/// What may stand in the place of a name that is not known: `; did you mean 'x'? (known: x, y, z)`, the nearest first.
+pub fn known<'a>(name: &str, all: impl IntoIterator<Item = &'a str>) -> String {
+    let mut all: Vec<&str> = all.into_iter().collect();
+    all.sort_by_key(|k| distance(k, name));
+    let near =
+        all.first().filter(|k| distance(k, name) <= 2.max(name.len() / 2)).map_or(String::new(), |k| format!("; did you mean '{k}'?"));
+    format!("{near} (known: {})", if all.is_empty() { "none".into() } else { all.join(", ") })
+}
+
 /// Edits that turn one word into the other.
-pub fn distance(a: &str, b: &str) -> usize {
+fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.chars().enumerate() {

@@ -10,7 +10,7 @@ use crate::ops::matmul::Matmul;
 use crate::ops::narrow::NarrowProducts;
 use crate::ops::view::Permute;
 use crate::record::Recorder;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 pub struct NarrowProductsPass;
 
@@ -33,7 +33,7 @@ impl Pass for NarrowProductsPass {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let old = g.clone();
+        let old = std::mem::take(g);
         let mut pairs = vec![];
         for pair in sites(&old) {
             match refused(&old, pair) {
@@ -48,15 +48,16 @@ impl Pass for NarrowProductsPass {
         if apart > 0 {
             receipt.notes.push(format!("{apart} that are put side by side made apart: not all is there when the first is, or they differ"));
         }
+        let grouped: HashSet<usize> = together.iter().flat_map(|(_, members)| members).map(|pair| pair.by_row).collect();
+        pairs.retain(|pair| !grouped.contains(&pair.by_row));
         for (concat, members) in together {
-            pairs.retain(|pair| !members.contains(pair));
             groups.insert(first(&members), (members, Some(concat)));
         }
         groups.extend(pairs.into_iter().map(|pair| (first(&[pair]), (vec![pair], None))));
 
         let mut values: Vec<Vec<Value>> = vec![];
         let mut made: HashMap<usize, Value> = HashMap::new(); // a node -> what stands for its result
-        g.rewrite(|recorder, i, node, inputs| {
+        *g = old.rewritten(|recorder, i, node, inputs| {
             if let Some((pairs, concat)) = groups.get(&i) {
                 // A reshape that stands behind this is made here.
                 let at = |v: Value| {
@@ -153,6 +154,7 @@ fn side_by_side(g: &Graph, pairs: &[Pair]) -> (Vec<(usize, Vec<Pair>)>, usize) {
         by_row.get(&from.node).copied().filter(|_| g.meta(from).shape == g.meta(v).shape)
     };
     let (mut found, mut apart): (Vec<(usize, Vec<Pair>)>, usize) = (vec![], 0);
+    let mut taken: HashSet<usize> = HashSet::new();
     for (i, node) in g.nodes.iter().enumerate() {
         if node.op::<Concat>().is_none_or(|c| c.axis != 1) {
             continue;
@@ -160,10 +162,15 @@ fn side_by_side(g: &Graph, pairs: &[Pair]) -> (Vec<(usize, Vec<Pair>)>, usize) {
         let Some(members) = node.inputs.iter().map(|&v| source(v)).collect::<Option<Vec<Pair>>>() else { continue };
         let r = g.meta(node.inputs[0]).dim(0);
         let alike = node.inputs.iter().all(|&v| g.meta(v).dim(0) == r);
-        let taken = |p: &Pair| members.iter().filter(|m| *m == p).count() > 1 || found.iter().any(|f| f.1.contains(p));
+        let twice = |p: &Pair| members.iter().filter(|m| *m == p).count() > 1 || taken.contains(&p.by_row);
         let start = first(&members);
         let ready = members.iter().flat_map(|m| m.inputs(g)).all(|v| unshaped(g, v).node < start);
-        if alike && ready && members.len() <= MOST && !members.iter().any(taken) {
+        if alike
+            && crate::mutant!("narrow-products-before-all-is-there", ready, true)
+            && members.len() <= MOST
+            && !members.iter().any(twice)
+        {
+            taken.extend(members.iter().map(|p| p.by_row));
             found.push((i, members));
         } else {
             apart += 1;

@@ -2,7 +2,7 @@
 
 use engine::ops::attention::attention_until;
 use engine::ops::cache::decode_attention;
-use engine::ops::concat::concat;
+use engine::ops::concat::{Join, concat};
 use engine::ops::pointwise::{Bin, pointwise};
 use engine::passes::Target;
 use engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches, Var, check};
@@ -113,6 +113,24 @@ fn what_is_joined_is_not_overwritten_before_its_last_reader() {
     }
 }
 
+/// A part lies in the memory of what it is joined to: who writes over it later must not write there.
+#[test]
+fn what_is_joined_is_not_overwritten_by_who_reads_a_part_of_it() {
+    let record = |r: &Recorder| {
+        let x = r.feed("x", &[8, 64], DType::F32);
+        let (a, b) = (x.silu(), x.abs());
+        let both = r.op1(Join, &[a, b]);
+        let changed = a.scatter_add_rows(r.constant(&[1], vec![3.0]).cast(DType::I32), r.full(&[1, 64], 100.0));
+        r.output("changed", changed);
+        r.output("both", both.exp());
+    };
+    let numbers: Vec<f32> = (0..8 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+    let (y, _) = run(record, DEFAULT, &[("x", Data::F32(&numbers))]).unwrap();
+    let expected: Vec<f32> = numbers.iter().map(|x| x / (1.0 + (-x).exp())).chain(numbers.iter().map(|x| x.abs())).map(f32::exp).collect();
+    assert!(y[1].iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5));
+    assert!((y[0][3 * 64] - 100.0 - expected[3 * 64].ln()).abs() < 1e-4);
+}
+
 /// Equal values are one, except where a gradient by one of them is asked for.
 #[test]
 fn a_gradient_by_a_value_is_not_that_of_its_equal() {
@@ -157,6 +175,21 @@ fn a_product_may_be_a_bias() {
     let x: Vec<f32> = (0..64).map(|i| (i as f32).sin()).collect();
     let feeds = [("x", Data::F32(&x))];
     let (on, off) = (run(record, DEFAULT, &feeds).unwrap().0, run(record, ("epilogue", "off"), &feeds).unwrap().0);
+    assert!(engine::check::relative(&on[0], &off[0]) < 1e-6);
+}
+
+/// A product cannot add what is made behind it.
+#[test]
+fn a_bias_that_is_made_behind_its_product_is_added_there() {
+    let record = |r: &Recorder| {
+        let w = r.param("w", &[16, 16], Init::Normal { std: 0.3 });
+        let product = r.feed("x", &[4, 16], DType::F32).matmul(w);
+        let bias = r.param("bias", &[16], Init::Normal { std: 1.0 }).reshape(&[1, 16]).softmax().reshape(&[16]);
+        r.output("y", product + bias);
+    };
+    let x: Vec<f32> = (0..64).map(|i| (i as f32).sin()).collect();
+    let feeds = [("x", Data::F32(&x))];
+    let (on, off) = (run(record, ("epilogue", "auto"), &feeds).unwrap().0, run(record, ("epilogue", "off"), &feeds).unwrap().0);
     assert!(engine::check::relative(&on[0], &off[0]) < 1e-6);
 }
 
@@ -273,8 +306,12 @@ fn the_engine_reads_no_environment() {
     }
     let mut found = vec![];
     look(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
-    assert!(found.is_empty(), "{found:?}");
+    // But for planted errors, in builds that are made for them alone.
+    let (always, planted) = include_str!("../../src/mutants.rs").split_once("#[cfg(feature = \"mutants\")]\nmod planted").unwrap();
+    assert!(!always.contains("env::var") && planted.contains("env::var"));
+    assert!(found.len() == 1 && found[0].ends_with("src/mutants.rs"), "{found:?}");
     let manifest = include_str!("../../Cargo.toml");
+    assert!(!manifest.contains("default ="), "no feature is on unless it is asked for");
     assert!(!manifest.contains("../train"), "the engine does not depend on train");
 }
 
@@ -321,4 +358,56 @@ fn a_cache_is_filled_in_place_token_by_token() {
         }
         assert_eq!(store.get("keys").unwrap().meta.dtype, dtype);
     }
+}
+
+/// 257 is no number of bf16: that many ones tell whether they were added, and their sum kept, in f32.
+#[test]
+fn sums_under_bf16_are_made_in_f32() {
+    let ids = [1; 257];
+    // Rows of a table that are all the same one: nothing of what flows back is lost.
+    let embedding = |r: &Recorder| {
+        let table = r.param("table", &[3, 8], Init::Full(1.0));
+        let rows = table.gather_rows(r.feed("ids", &[257], DType::I32));
+        r.output("g", r.grad(rows.sum(), &[table])[0]);
+    };
+    let (y, _) = run(embedding, ("bf16", "require"), &[("ids", Data::I32(&ids))]).unwrap();
+    assert_eq!(y[0], [[0.0; 8], [257.0; 8], [0.0; 8]].concat());
+
+    // Activations.
+    let ones = [1.0; 257];
+    let reduced = |r: &Recorder| {
+        let w = r.param("w", &[1, 8], Init::Full(1.0));
+        r.output("sum", r.feed("x", &[257, 1], DType::F32).matmul(w).sum_axis(0));
+    };
+    let (y, _) = run(reduced, ("bf16", "require"), &[("x", Data::F32(&ones))]).unwrap();
+    assert_eq!(y[0], [257.0; 8]);
+
+    // What flows into a weight from its two readers: 256 and 1.
+    let (many, one) = ([128.0; 16], [0.5; 16]);
+    let shared = |r: &Recorder| {
+        let w = r.param("w", &[8, 8], Init::Full(1.0));
+        let [many, one] = ["many", "one"].map(|name| r.feed(name, &[2, 8], DType::F32).matmul(w).sum());
+        r.output("g", r.grad(many + one, &[w])[0]);
+    };
+    for fused in ["off", "auto"] {
+        let r = Recorder::new();
+        shared(&r);
+        let mut switches = Switches::default().with("bf16", "require").unwrap();
+        ["fuse-pointwise", "epilogue", "join-products"].iter().for_each(|pass| switches.set(pass, fused).unwrap());
+        let mut store = Store::new(3);
+        let mut p = Program::load(r.finish(), &switches, &device(), &mut store).unwrap();
+        p.run(&mut store, &[("many", Data::F32(&many)), ("one", Data::F32(&one))]).unwrap();
+        assert_eq!(p.read("g", &store).unwrap(), [257.0; 64], "fused: {fused}");
+    }
+}
+
+#[test]
+fn of_equal_maxima_each_has_its_share_of_the_gradient() {
+    let record = |r: &Recorder| {
+        let x = r.param("x", &[2, 4], Init::Full(2.0));
+        let shifted = x + r.constant(&[2, 4], vec![1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 5.0, 0.0]);
+        r.output("g", r.grad(shifted.max_axis(1).sum() * 3.0, &[x])[0]);
+    };
+    let (y, _) = run(record, DEFAULT, &[]).unwrap();
+    assert_eq!(y[0], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 3.0, 0.0]);
 }

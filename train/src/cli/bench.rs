@@ -8,6 +8,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use engine::check::time_case;
 use engine::op::{Case, Fill, In};
+use engine::passes::known;
 use engine::{DType, OPS, PASSES};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -324,7 +325,8 @@ fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
     let wanted = |name: &str| a.only.as_deref().is_none_or(|part| name.contains(part));
     let timed = || OPS.iter().filter(|o| wanted(o.name)).flat_map(|o| o.cases.iter().filter(|c| c.bench).map(move |c| (o, c)));
     if timed().next().is_none() {
-        bail!("no op that is timed has '{}' in its name", a.only.as_deref().unwrap_or_default());
+        let name = a.only.as_deref().unwrap_or_default();
+        bail!("no op that is timed has '{name}' in its name{}", known(name, OPS.iter().map(|o| o.name)));
     }
     let (mut rows, mut json) = (vec![], vec![]);
     let gpu = match device {

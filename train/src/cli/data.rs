@@ -1,14 +1,17 @@
+use super::signals::Signal;
 use super::write_json;
 use ::train::data::images::{self, Block, Format};
-use ::train::data::{Dataset, Input, PrepareOptions, Split, inspect, prepare};
+use ::train::data::{DataError, Dataset, Input, PrepareOptions, Split, inspect, prepare};
 use ::train::recipe::Session;
 use ::train::run::write_bytes;
+use ::train::warn;
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use engine::philox::rng_feed;
 use engine::{Cpu, DType, Data, Device, Recorder, Switches};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
@@ -22,10 +25,13 @@ pub struct DataArgs {
 
 #[derive(Subcommand)]
 enum DataCommand {
-    /// Turns text into memory-mapped token shards
-    #[command(after_help = "Examples:
+    /// Turns text into token shards
+    #[command(after_help = "Ctrl-C (or SIGTERM) leaves nothing behind; what a killed process left is removed by the next one.
+
+Examples:
   kiln data prepare book.txt --out data/book
   kiln data prepare a.jsonl b.jsonl --field body --tokenizer tokenizer.json --out data/web
+  kiln data prepare book.txt --tokenizer models/qwen3-0.6b/tokenizer.json --eos '<|endoftext|>' --out data/book
   kiln data prepare --generated 20000 --out data/made")]
     Prepare {
         /// UTF-8 text files, or .jsonl files with one object a line
@@ -36,6 +42,10 @@ enum DataCommand {
         /// byte, or the path of a tokenizer.json
         #[arg(long, default_value = "byte")]
         tokenizer: String,
+        /// The token that ends a document: its name or number, or none. If not given: what generation_config.json, tokenizer_config.json or
+        /// config.json beside the tokenizer name, or an added special token of a well-known name
+        #[arg(long, value_name = "TOKEN_OR_ID|none")]
+        eos: Option<String>,
         /// The folder to make
         #[arg(long)]
         out: PathBuf,
@@ -66,10 +76,11 @@ enum DataCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Draws a sheet of a set's pictures, a row for each class: as they are, and as training sees them (cut and mirrored by chance)
+    /// Draws a sheet of a set's pictures, a row for each class: as they are, and as training sees them (cut, and mirrored by chance)
     #[command(after_help = "Examples:
   kiln data preview --out sheet.png
   kiln data preview --data photos --least-area 0.3 --out sheet.png
+  kiln data preview --data digits --mirror false --out sheet.png
   kiln data preview --data data/cifar-10-batches-bin --split val --count 100 --out sheet.png")]
     Preview {
         /// A folder: CIFAR-10 or CIFAR-100 (binary version), or pictures in a folder for each class; or generated
@@ -87,6 +98,9 @@ enum DataCommand {
         /// Of a picture's area, what a random cut leaves at least: a preset's data.least_area
         #[arg(long, default_value_t = 0.8)]
         least_area: f32,
+        /// Whether pictures are mirrored every other time: a preset's data.mirror
+        #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
+        mirror: bool,
         /// Decides which pictures are shown, how they are augmented, and how generated ones are drawn
         #[arg(long, default_value_t = 0)]
         seed: u64,
@@ -101,15 +115,22 @@ enum DataCommand {
 
 pub fn run(a: DataArgs) -> Result<ExitCode> {
     match a.command {
-        DataCommand::Prepare { files, field, tokenizer, out, val_share, shard_tokens, generated, seed, force } => {
+        DataCommand::Prepare { files, field, tokenizer, eos, out, val_share, shard_tokens, generated, seed, force } => {
             let input = match generated {
                 Some(0) => bail!("--generated 0: at least one sentence"),
                 Some(sentences) => Input::Generated { seed, sentences },
                 None if files.is_empty() => bail!("name at least one text or .jsonl file, or --generated SENTENCES"),
                 None => Input::Files { paths: files, field },
             };
-            let options = PrepareOptions { val_share, shard_tokens, force, ..PrepareOptions::new(input, &tokenizer, &out) };
-            let s = prepare(&options)?;
+            let options = PrepareOptions { val_share, shard_tokens, force, eos, ..PrepareOptions::new(input, &tokenizer, &out) };
+            let signal = Signal::catch(&options.stop, &Arc::default())?;
+            let s = match prepare(&options) {
+                Err(e @ DataError::Interrupted) => {
+                    warn!("{e}");
+                    return Ok(signal.code());
+                }
+                other => other?,
+            };
             let d = &s.dataset;
             out!(
                 "{}: {} training and {} validation tokens of {} ({} tokens in its vocabulary)",
@@ -119,6 +140,9 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
                 d.tokenizer,
                 d.vocab
             );
+            for note in &s.notes {
+                out!("{note}");
+            }
             out!("train on it with: kiln train hydra --data {} --set model.vocab={}", s.out.display(), d.vocab);
         }
         DataCommand::Inspect { path, json } => {
@@ -140,6 +164,11 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
                         d.val.tokens,
                         d.val.documents
                     );
+                    match &found.end {
+                        Some(end) => out!("{end}"),
+                        None if d.eos.is_none() => out!("which token ends documents is not said: it was prepared by an earlier version"),
+                        None => {}
+                    }
                     if let Some(floor) = d.entropy_floor {
                         out!("entropy {floor:.4} nats a token");
                     }
@@ -156,7 +185,7 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
                 bail!("{} has corrupted shards", path.display());
             }
         }
-        DataCommand::Preview { data, out, count, split, least_area, seed, format, size } => {
+        DataCommand::Preview { data, out, count, split, least_area, mirror, seed, format, size } => {
             if !(least_area > 0.0 && least_area <= 1.0) {
                 bail!("--least-area {least_area} is not above 0 and at most 1");
             }
@@ -183,7 +212,7 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
             };
             let mut blocks = vec![block("as they are", &pixels.concat())];
             if !val {
-                blocks.push(block("as training sees them", &augmented(&pixels.concat(), set.size, least_area, seed)?));
+                blocks.push(block("as training sees them", &augmented(&pixels.concat(), set.size, least_area, mirror, seed)?));
             }
             let sheet = images::sheet(&blocks, set.size);
             let mut png = std::io::Cursor::new(vec![]);
@@ -196,12 +225,12 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
 }
 
 /// Pictures [n, 3, size, size] as a step of training would draw them.
-fn augmented(pictures: &[u8], size: usize, least_area: f32, seed: u64) -> Result<Vec<u8>> {
+fn augmented(pictures: &[u8], size: usize, least_area: f32, mirror: bool, seed: u64) -> Result<Vec<u8>> {
     let n = pictures.len() / (images::CHANNELS * size * size);
     let r = Recorder::new();
     let set = r.feed("pictures", &[n, images::CHANNELS, size, size], DType::U8);
     let (index, rng) = (r.feed("index", &[n], DType::I32), r.feed("rng", &[4], DType::I32));
-    r.output("seen", set.augmented_pictures(index, rng, least_area));
+    r.output("seen", set.augmented_pictures(index, rng, least_area, mirror));
     let mut s = Session::new(&Device::cpu(Cpu::all_cores()), &Switches::default(), seed);
     s.load("augment", r.finish())?;
     let index: Vec<i32> = (0..n as i32).collect();

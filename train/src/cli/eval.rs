@@ -29,7 +29,7 @@ pub struct EvalArgs {
     /// learn from
     #[arg(long)]
     data: Option<PathBuf>,
-    /// At most this many batches of the validation data
+    /// At most this many batches of the validation data; if not given, all of it, or of generated data, which has no end, train.eval_batches
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 53))]
     batches: Option<u64>,
     /// Has replies to this many prompts written and says what they are like: diversity, distinct-2, self-BLEU, pass@k (polychromic)
@@ -79,6 +79,11 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
             found.path.display()
         );
     }
+    // A checkpoint is worth all of the split, however little of it training looked at.
+    if a.batches.is_none() && task.extent()?.is_some_and(|e| e.of.is_some()) {
+        task.limit_evaluation(0);
+    }
+    let extent = task.extent()?;
     let mut s = run::load(&*task, &config, &device)?;
     run::restore(&mut s, &found)?;
     let Evaluation { values, confusion, counted } = task.evaluate(&mut s)?;
@@ -89,6 +94,10 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
     if a.json {
         let mut object = serde_json::json!({ "checkpoint": found.path, "step": found.step });
         values.iter().for_each(|(n, v)| object[*n] = (*v).into());
+        if let Some(extent) = &extent {
+            object["batches"] = extent.batches.into();
+            object["of_batches"] = extent.of.into();
+        }
         if let Some((_, floor)) = task.floor() {
             object["floor"] = floor.into();
         }
@@ -104,6 +113,9 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
             out_part!("{}", confusion.table());
         }
         out!("{} (step {}): {}", found.path.display(), found.step, run::evaluation_line(&values, task.floor()));
+        if let Some(extent) = &extent {
+            out!("{}", extent.line());
+        }
         if let Some(counted) = &counted {
             out!("{}", counted.line());
         }

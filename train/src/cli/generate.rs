@@ -21,8 +21,8 @@ use std::process::ExitCode;
 pub struct GenerateArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint); or a model's folder in the Hugging Face layout (Qwen3, Llama)
     checkpoint: PathBuf,
-    /// Text to continue; models that were taught to reply are given it as a prompt
-    #[arg(long, default_value = "the ")]
+    /// Text to continue; models that were taught to reply are given it as a prompt. Escapes such as \n are undone; a backslash is \\
+    #[arg(long, default_value = "the ", value_parser = super::unescaped)]
     prompt: String,
     /// The prompt as it is, without the model's chat template around it
     #[arg(long)]
@@ -47,8 +47,8 @@ pub struct GenerateArgs {
     /// At most; may go past the length that the model was trained on, for models that reply to prompts not past their positions
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
-    /// Ends the text: a text that is one token, escapes such as \n allowed (repeatable)
-    #[arg(long)]
+    /// Ends the text: a text that is one token, escapes such as \n are undone (repeatable)
+    #[arg(long, value_parser = super::unescaped)]
     stop: Vec<String>,
     /// Ends the text: a token's number (repeatable)
     #[arg(long)]
@@ -94,9 +94,7 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     if recipe.classifier(&config, &found.meta["identity"])?.is_some() {
         bail!("{} is a checkpoint of {name}, which does not write text (to classify pictures: kiln predict)", found.path.display());
     }
-    let task = recipe.task(&config)?;
-    run::same_tokenizer(&found, &*task)?;
-    let Some(mut generator) = task.generator() else { bail!("{name} does not write text") };
+    let Some(mut generator) = recipe.generator(&config, Some(&found))? else { bail!("{name} does not write text") };
     let tokenizer = generator.tokenizer()?;
     let sampling = a.sampling(&tokenizer)?;
     let mut s = Session::new(&device, &config.switches()?, config.seed());
@@ -118,10 +116,11 @@ impl GenerateArgs {
             bail!("--stop-id {id}: {} has tokens 0 to {}", tokenizer.name(), tokenizer.vocab() - 1);
         }
         for text in &self.stop {
-            let text = text.replace("\\n", "\n").replace("\\t", "\t");
-            match tokenizer.encode(&text)?[..] {
+            match tokenizer.encode(text)?[..] {
                 [one] => stop.push(one),
-                ref more => bail!("--stop '{text}' is {} tokens of {}, not one; use --stop-id", more.len(), tokenizer.name()),
+                ref more => {
+                    bail!("--stop '{}' is {} tokens of {}, not one; use --stop-id", text.escape_debug(), more.len(), tokenizer.name())
+                }
             }
         }
         Ok(Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed, max_tokens: self.max_tokens, stop })

@@ -107,6 +107,11 @@ pub fn run() -> Result<ExitCode> {
     }
 }
 
+/// For clap: a text in which `\n` and the like stand for what they mean.
+fn unescaped(text: &str) -> Result<String, String> {
+    ::train::data::unescape(text)
+}
+
 /// Where to run.
 #[derive(Args, Clone)]
 pub struct DeviceArgs {
@@ -212,5 +217,108 @@ pub fn write_json(path: Option<&PathBuf>, value: &serde_json::Value) -> Result<(
             out!("{text}");
             Ok(())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+    use clap::error::ErrorKind;
+
+    /// A line of a shell as its words: quotes are taken off, a comment ends it.
+    fn words(line: &str) -> Vec<String> {
+        let (mut words, mut word, mut quote) = (vec![], None::<String>, None);
+        for c in line.chars() {
+            match (quote, c) {
+                (Some(q), c) if c == q => quote = None,
+                (None, '\'' | '"') => {
+                    quote = Some(c);
+                    word.get_or_insert_default();
+                }
+                (None, '#') if word.is_none() => break,
+                (None, ' ') => words.extend(word.take()),
+                (_, c) => word.get_or_insert_default().push(c),
+            }
+        }
+        words.into_iter().chain(word).collect()
+    }
+
+    fn fenced(text: &str) -> Vec<&str> {
+        text.split("```").skip(1).step_by(2).flat_map(str::lines).filter(|l| l.starts_with("kiln ")).collect()
+    }
+
+    /// `kiln ..` inside a sentence, which may leave out what the sentence says.
+    fn inline(text: &str) -> Vec<String> {
+        let outside: Vec<&str> = text.split("```").step_by(2).collect();
+        let spans = outside.iter().flat_map(|part| part.split('`').skip(1).step_by(2)).flat_map(|span| span.split("&&"));
+        let plain = |span: &str| span.split_whitespace().filter(|word| *word != "..").collect::<Vec<_>>().join(" ");
+        spans.map(plain).filter(|span| span.starts_with("kiln ")).collect()
+    }
+
+    fn parsed(line: &str) -> Result<Kiln, clap::Error> {
+        Kiln::try_parse_from(words(line))
+    }
+
+    /// Presets, keys and passes that a command names are there, too.
+    fn resolves(command: Command) -> Result<(), String> {
+        let config = match command {
+            Command::Train(a) if !a.goes_on() => a.config,
+            _ => return Ok(()),
+        };
+        config.resolve(None).map(|_| ()).map_err(|e| format!("{e:#}"))
+    }
+
+    #[test]
+    fn every_command_of_the_readme_parses() {
+        let readme = include_str!("../../../README.md");
+        let lines = fenced(readme);
+        assert!(lines.len() > 15, "{lines:?}");
+        for line in lines {
+            let command = parsed(line).unwrap_or_else(|e| panic!("{line}\n{e}")).command;
+            resolves(command).unwrap_or_else(|e| panic!("{line}: {e}"));
+        }
+        let spans = inline(readme);
+        assert!(spans.len() > 15, "{spans:?}");
+        for span in spans {
+            match parsed(&span) {
+                Ok(kiln) => resolves(kiln.command).unwrap_or_else(|e| panic!("{span}: {e}")),
+                // Left out: a command's argument, or an option's value.
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        ErrorKind::MissingRequiredArgument
+                            | ErrorKind::InvalidValue
+                            | ErrorKind::MissingSubcommand
+                            | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
+                    ) => {}
+                Err(e) => panic!("{span}\n{e}"),
+            }
+        }
+        assert_eq!(
+            words("kiln generate runs/a --prompt 'the ' --stop '\\n'   # let it write"),
+            ["kiln", "generate", "runs/a", "--prompt", "the ", "--stop", "\\n"]
+        );
+        assert!(parsed("kiln train hydra --preseet small").is_err());
+        assert!(resolves(parsed("kiln train hydra --set model.dmi=3").unwrap().command).is_err());
+    }
+
+    #[test]
+    fn every_example_of_the_help_parses() {
+        fn each(command: &clap::Command, visit: &mut dyn FnMut(&str)) {
+            let text = command.get_after_help().map(|t| t.to_string()).unwrap_or_default();
+            // The words of an example end where an explanation is set apart.
+            text.lines()
+                .filter_map(|l| l.strip_prefix("  kiln "))
+                .for_each(|l| visit(&format!("kiln {}", l.split("  ").next().unwrap_or(l))));
+            command.get_subcommands().for_each(|c| each(c, visit));
+        }
+        let mut seen = 0;
+        each(&Kiln::command(), &mut |line| {
+            seen += 1;
+            let command = parsed(line).unwrap_or_else(|e| panic!("{line}\n{e}")).command;
+            resolves(command).unwrap_or_else(|e| panic!("{line}: {e}"));
+        });
+        assert!(seen > 30, "{seen}");
     }
 }

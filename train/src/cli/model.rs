@@ -23,8 +23,8 @@ pub struct ModelArgs {
     /// Tokens to answer, as numbers with spaces or commas between (repeatable: all are answered at once)
     #[arg(long, value_name = "IDS")]
     ids: Vec<String>,
-    /// Text to answer, by the folder's tokenizer (repeatable)
-    #[arg(long)]
+    /// Text to answer, by the folder's tokenizer; escapes such as \n are undone (repeatable)
+    #[arg(long, value_parser = super::unescaped)]
     prompt: Vec<String>,
     /// How many of the likeliest next tokens to show
     #[arg(long, default_value_t = 5)]
@@ -49,6 +49,9 @@ pub fn run(a: ModelArgs) -> Result<ExitCode> {
     let adapter = a.adapter.as_ref().map(|path| Adapter::open(path, &folder.shape)).transpose()?;
     describe(&folder, adapter.as_ref())?;
     let tokenizer = folder.tokenizer().map(|p| Tokenizer::from_spec(&p.display().to_string())).transpose()?;
+    if let Some(t) = &tokenizer {
+        out!("{}: {}", t.name(), t.describe_end(&t.end()));
+    }
     let prompts = prompts(&a, &folder.shape, tokenizer.as_ref())?;
     if prompts.is_empty() {
         if a.write.is_some() {

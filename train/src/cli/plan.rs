@@ -5,6 +5,7 @@ use ::train::run::receipts_table;
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::Compiled;
+use engine::passes::known;
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -20,6 +21,9 @@ pub struct PlanArgs {
     /// Plans for a GPU that is not here: 90 for compute capability 9.0
     #[arg(long, value_name = "SM", value_parser = clap::value_parser!(u32).range(80..=130))]
     for_sm: Option<u32>,
+    /// Shows every pass, also those that are off or find nothing to do
+    #[arg(long, short)]
+    verbose: bool,
     /// Prints JSON
     #[arg(long)]
     json: bool,
@@ -44,7 +48,7 @@ pub fn run(a: PlanArgs) -> Result<ExitCode> {
     if let Some(wanted) = &a.nodes {
         let names: Vec<&str> = compiled.iter().map(|c| c.0).collect();
         let Some((_, c)) = compiled.iter().find(|c| c.0 == wanted) else {
-            bail!("--nodes {wanted}: the programs are {}", names.join(", "))
+            bail!("--nodes {wanted}: there is no such program{}", known(wanted, names))
         };
         return nodes(c);
     }
@@ -91,7 +95,7 @@ pub fn run(a: PlanArgs) -> Result<ExitCode> {
     }
     out!();
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
-    out_part!("{}", receipts_table(&named));
+    out_part!("{}", receipts_table(&named, a.verbose));
     Ok(ExitCode::SUCCESS)
 }
 

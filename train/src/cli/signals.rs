@@ -33,7 +33,7 @@ impl Signal {
                     signal.end_before_the_first_step();
                 }
                 if first.get_or_insert_with(Instant::now).elapsed() > ONE {
-                    std::process::exit(128 + number);
+                    leave(128 + number);
                 }
             }
         });
@@ -52,8 +52,13 @@ impl Signal {
         // Below the bar of what is being made, where there is one.
         let bar = if std::io::stderr().is_terminal() { "\n" } else { "" };
         ::train::warn!("{bar}stopped before the first step: nothing is lost");
-        std::process::exit(self.status());
+        leave(self.status());
     }
+}
+
+fn leave(status: i32) -> ! {
+    ::train::gpu::remove_own_cache();
+    std::process::exit(status);
 }
 
 /// Whether this process was started with a signal ignored, as nohup does with SIGHUP: that is to stay.

@@ -1,6 +1,7 @@
 use super::{DeviceArgs, write_json};
 use ::train::config::Config;
 use ::train::data::puzzles::Task;
+use ::train::input;
 use ::train::recipe::{self, Attempt, Session};
 use ::train::report::table;
 use ::train::run;
@@ -102,7 +103,7 @@ pub fn run(a: SolveArgs) -> Result<ExitCode> {
 
 fn read(task: Task, argument: &str) -> Result<Vec<u8>> {
     let text = match Path::new(argument).is_file() {
-        true => std::fs::read_to_string(argument).with_context(|| format!("cannot read {argument}"))?,
+        true => input::read_to_string(Path::new(argument)).with_context(|| format!("cannot read {argument}"))?,
         false => argument.into(),
     };
     task.parse(&text).map_err(|problem| anyhow::anyhow!("puzzle '{argument}': {problem}"))

@@ -26,7 +26,7 @@ A checkpoint that is broken is passed over for the one before; one that cannot b
 keep the checkpoints that they do not go on from, as checkpoints/aside-step-N.")]
 pub struct TrainArgs {
     #[command(flatten)]
-    config: ConfigArgs,
+    pub config: ConfigArgs,
     #[command(flatten)]
     device: DeviceArgs,
     /// The run's folder; a new one under runs/ if not given
@@ -41,9 +41,20 @@ pub struct TrainArgs {
     /// Begins the run in --out again at the first step, with its settings; its checkpoints are set aside
     #[arg(long, conflicts_with_all = ["resume", "resume_from"], requires = "out")]
     start_over: bool,
+    /// Shows every pass in the table at the start, also those that are off or find nothing to do
+    #[arg(long, short)]
+    verbose: bool,
     /// Starts from the weights of a checkpoint, a run's folder or a .safetensors file; polychromic also from an adapter's folder of PEFT's
     #[arg(long, conflicts_with_all = ["resume", "resume_from", "start_over"])]
     init_from: Option<PathBuf>,
+}
+
+#[cfg(test)]
+impl TrainArgs {
+    /// With a run's own settings, and not a preset's.
+    pub fn goes_on(&self) -> bool {
+        self.resume || self.resume_from.is_some() || self.start_over
+    }
 }
 
 pub fn run(a: TrainArgs) -> Result<ExitCode> {
@@ -82,7 +93,7 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
         };
         (out, config)
     };
-    let options = Options { out, start, ..Options::default() };
+    let options = Options { out, start, verbose: a.verbose, ..Options::default() };
     let signal = Signal::catch(&options.stop, &options.preparing)?;
     let recipe = recipe::find(config.text("recipe"))?;
     match recipe.make_ready(&config, &device, &options.stop) {
@@ -120,7 +131,7 @@ fn own_config(out: &Path, start: &Start, named: bool) -> Result<Option<Config>> 
         Ok(Some(config)) => return Ok(Some(config)),
         Ok(None) => None,
         // What ends as kiln ends it was changed by hand.
-        Err(e) if std::fs::read_to_string(&path).is_ok_and(|text| text.ends_with(END)) => return Err(e),
+        Err(e) if ::train::input::read_to_string(&path).is_ok_and(|text| text.ends_with(END)) => return Err(e),
         Err(e) => Some(e),
     };
     let found = match start {

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::{DataError, Shard, Tokenizer};
+use super::{DataError, Eos, Shard, Tokenizer};
+use crate::input;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
@@ -48,6 +49,9 @@ pub struct Dataset {
     pub entropy_floor: Option<f64>,
     pub train: SplitInfo,
     pub val: SplitInfo,
+    /// What ends a document; data sets of earlier versions do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eos: Option<Eos>,
 }
 
 impl Dataset {
@@ -57,8 +61,8 @@ impl Dataset {
     pub fn checksum(&self, dir: &Path) -> Result<u64, DataError> {
         let mut hash = xxhash_rust::xxh3::Xxh3::new();
         for name in Split::ALL.iter().flat_map(|split| &self.split(*split).shards) {
-            let (path, mut header) = (dir.join(name), [0; 64]);
-            let mut file = std::fs::File::open(&path).map_err(DataError::io("read", &path))?;
+            let (path, mut header) = (inside(dir, name)?, [0; 64]);
+            let mut file = input::open(&path).map_err(DataError::io("read", &path))?;
             std::io::Read::read_exact(&mut file, &mut header).map_err(DataError::io("read", &path))?;
             hash.update(&header);
         }
@@ -67,8 +71,14 @@ impl Dataset {
 
     /// Reads dataset.json and checks that the folder holds exactly the shards that it lists.
     pub fn open(dir: &Path) -> Result<Self, DataError> {
+        if dir.is_file() {
+            return Err(DataError::not_prepared(dir, ""));
+        }
+        if !dir.exists() {
+            return Err(DataError::NoData { path: dir.to_owned() });
+        }
         let path = dir.join(Self::FILE);
-        let text = std::fs::read_to_string(&path).map_err(DataError::io("read", &path))?;
+        let text = input::read_to_string(&path).map_err(DataError::io("read", &path))?;
         let malformed = |reason: String| DataError::Dataset { path: path.clone(), reason };
         let dataset: Dataset = serde_json::from_str(&text).map_err(|e| malformed(e.to_string()))?;
         for split in Split::ALL {
@@ -77,9 +87,10 @@ impl Dataset {
                     let expected = split.shard_name(i);
                     return Err(malformed(format!("it lists the shard {name:?} instead of {expected:?}")));
                 }
-                if !dir.join(name).is_file() {
+                if !dir.join(name).exists() {
                     return Err(DataError::MissingShard { path: dir.join(name) });
                 }
+                inside(dir, name)?;
             }
         }
         for entry in std::fs::read_dir(dir).map_err(DataError::io("list", dir))? {
@@ -106,13 +117,26 @@ impl Dataset {
     pub fn load_tokenizer(&self, dir: &Path) -> Result<Tokenizer, DataError> {
         let spec = match self.tokenizer.as_str() {
             "byte" => "byte".into(),
-            file => dir.join(file).to_string_lossy().into_owned(),
+            file => inside(dir, file)?.to_string_lossy().into_owned(),
         };
-        let tokenizer = Tokenizer::from_spec(&spec)?;
+        let mut tokenizer = Tokenizer::from_spec(&spec)?;
         let found = tokenizer.fingerprint();
         same(Path::new(&spec), "the tokenizer's fingerprint", found, self.fingerprint)?;
+        self.eos.iter().for_each(|eos| tokenizer.set_end(eos));
         Ok(tokenizer)
     }
+}
+
+/// A file of a data set by the name that dataset.json has for it. Such a folder may come from anywhere: it names no file that is not in it.
+fn inside(dir: &Path, name: &str) -> Result<PathBuf, DataError> {
+    let path = dir.join(name);
+    if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
+        let reason = format!("it names {name:?}, which is not a plain file name");
+        return Err(DataError::Dataset { path: dir.join(Dataset::FILE), reason });
+    }
+    let [folder, to] = [dir, &path].map(|p| p.canonicalize().map_err(DataError::io("read", p)));
+    let (folder, to) = (folder?, to?);
+    if to.starts_with(&folder) { Ok(path) } else { Err(DataError::Outside { path, to }) }
 }
 
 fn same(path: &Path, what: &'static str, found: u64, expected: u64) -> Result<(), DataError> {
@@ -131,6 +155,9 @@ pub struct ShardSet {
     shards: Vec<Shard>,
 }
 
+/// Files that a split keeps open: half of what a process may have where nobody raised that.
+const MOST_OPEN: usize = 256;
+
 impl ShardSet {
     /// Reads every token once, for the checksums.
     pub fn open(dir: &Path, split: Split) -> Result<Self, DataError> {
@@ -139,10 +166,13 @@ impl ShardSet {
         let mut shards = Vec::new();
         for name in &info.shards {
             let path = dir.join(name);
-            let shard = Shard::open(&path)?;
+            let mut shard = Shard::open(&path)?;
             same(&path, "the tokenizer's fingerprint", shard.fingerprint(), dataset.fingerprint)?;
             same(&path, "the vocabulary", shard.vocab() as u64, dataset.vocab as u64)?;
             shard.verify()?;
+            if shards.len() >= MOST_OPEN {
+                shard.close();
+            }
             shards.push(shard);
         }
         let tokens = shards.iter().map(|shard| shard.tokens()).sum();
@@ -167,15 +197,15 @@ impl ShardSet {
     }
 
     /// The tokens of `range`, as far as they exist, across the borders of shards.
-    pub fn get(&self, range: Range<u64>) -> Vec<u32> {
+    pub fn get(&self, range: Range<u64>) -> Result<Vec<u32>, DataError> {
         let mut out = Vec::new();
         let mut start = 0;
         for shard in &self.shards {
             let local = range.start.saturating_sub(start)..range.end.saturating_sub(start);
-            out.extend(shard.iter(local));
+            shard.read(local, &mut out)?;
             start += shard.tokens();
         }
-        out
+        Ok(out)
     }
 }
 
@@ -192,8 +222,15 @@ pub(super) mod tests {
             train.shards.push(Split::Train.shard_name(i));
             write_shard(&dir.join(&train.shards[i]), 1000, part);
         }
-        let dataset =
-            Dataset { tokenizer: "byte".into(), fingerprint: 9, vocab: 1000, entropy_floor: None, train, val: SplitInfo::default() };
+        let dataset = Dataset {
+            tokenizer: "byte".into(),
+            fingerprint: 9,
+            vocab: 1000,
+            entropy_floor: None,
+            train,
+            val: SplitInfo::default(),
+            eos: None,
+        };
         std::fs::write(dir.join(Dataset::FILE), serde_json::to_string(&dataset).unwrap()).unwrap();
     }
 
@@ -205,10 +242,58 @@ pub(super) mod tests {
         assert_eq!(set.tokens(), 25);
         for start in 0..25 {
             for end in start..=25 {
-                assert_eq!(set.get(start..end), (start as u32..end as u32).collect::<Vec<_>>());
+                assert_eq!(set.get(start..end).unwrap(), (start as u32..end as u32).collect::<Vec<_>>());
             }
         }
         assert_eq!(ShardSet::open(dir.path(), Split::Val).unwrap().tokens(), 0);
+    }
+
+    #[test]
+    fn more_shards_than_a_process_may_have_files_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        write_set(dir.path(), 2 * MOST_OPEN as u32 + 1, 1);
+        let set = ShardSet::open(dir.path(), Split::Train).unwrap();
+        assert_eq!(set.shards.iter().filter(|shard| shard.is_open()).count(), MOST_OPEN);
+        assert_eq!(set.get(0..set.tokens()).unwrap(), (0..2 * MOST_OPEN as u32 + 1).collect::<Vec<_>>());
+    }
+
+    /// A data set may come from anywhere.
+    #[test]
+    fn paths_in_dataset_json_stay_inside_the_folder() {
+        let outside = tempfile::tempdir().unwrap();
+        let secret = outside.path().join("tokenizer.json");
+        super::super::tokenizer::tests::write_json(&secret);
+        write_shard(&outside.path().join("a.tokens"), 1000, &[1]);
+        let made = |tokenizer: &str| {
+            let dir = tempfile::tempdir().unwrap();
+            write_set(dir.path(), 25, 7);
+            let path = dir.path().join(Dataset::FILE);
+            let text = std::fs::read_to_string(&path).unwrap();
+            std::fs::write(path, text.replace("\"byte\"", &format!("{tokenizer:?}"))).unwrap();
+            dir
+        };
+        let error = |dir: &Path| Dataset::open(dir).and_then(|d| d.load_tokenizer(dir)).err().unwrap().to_string();
+        for name in [secret.to_str().unwrap(), "../tokenizer.json", "below/../../x", "..", "", ".hidden"] {
+            let dir = made(name);
+            assert!(error(dir.path()).contains("not a plain file name"), "{name}");
+        }
+        let dir = made("tokenizer.json");
+        std::os::unix::fs::symlink(&secret, dir.path().join("tokenizer.json")).unwrap();
+        let said = error(dir.path());
+        assert!(said.contains("leads out of the data set's folder") && said.contains(secret.to_str().unwrap()), "{said}");
+
+        let dir = made("byte");
+        let shard = dir.path().join("train-00001.tokens");
+        std::fs::remove_file(&shard).unwrap();
+        std::os::unix::fs::symlink(outside.path().join("a.tokens"), &shard).unwrap();
+        assert!(error(dir.path()).contains("leads out"));
+        // A link that stays inside is nobody's loss; a pipe in the place of a file is refused at once.
+        std::fs::remove_file(&shard).unwrap();
+        std::fs::rename(dir.path().join("train-00002.tokens"), dir.path().join("kept")).unwrap();
+        std::os::unix::fs::symlink("kept", dir.path().join("train-00002.tokens")).unwrap();
+        crate::input::tests::pipe(&shard);
+        let said = ShardSet::open(dir.path(), Split::Train).unwrap_err().to_string();
+        assert!(said.contains("train-00001.tokens") && said.contains("it is a pipe"), "{said}");
     }
 
     #[test]

@@ -8,6 +8,8 @@ pub enum DataError {
     Io { doing: &'static str, path: PathBuf, error: std::io::Error },
     #[error("tokenizer {path}: {reason} (use \"byte\", or the path of a Hugging Face tokenizer.json)")]
     Tokenizer { path: PathBuf, reason: String },
+    #[error("{path}: {reason} (correct the file, or name the token that ends a document with --eos)")]
+    Eos { path: PathBuf, reason: String },
     #[error("{path} is no token shard: it begins with {found:?} (make shards with `kiln data prepare`)")]
     Magic { path: PathBuf, found: String },
     #[error("{path} has shard version {found}, this program reads version {known} (prepare the data again)")]
@@ -22,6 +24,14 @@ pub enum DataError {
     Checksum { path: PathBuf, expected: u64, found: u64 },
     #[error("{path}: token {token} at position {at} is outside the vocabulary of {vocab} (prepare the data with the model's tokenizer)")]
     Vocabulary { path: PathBuf, token: u32, at: u64, vocab: usize },
+    #[error("there is no data set {path} (make one with `kiln data prepare`; if it moved, say with --data where it is now)")]
+    NoData { path: PathBuf },
+    #[error("{path} was replaced while it was in use (start again)")]
+    Replaced { path: PathBuf },
+    #[error("{path} is a file, and no folder that `kiln data prepare` made: {command}, then --data {out}")]
+    NotPrepared { path: PathBuf, command: String, out: String },
+    #[error("{path} leads out of the data set's folder, to {to} (copy the file there, or prepare the data again)")]
+    Outside { path: PathBuf, to: PathBuf },
     #[error("{path}: malformed: {reason} (prepare the data again)")]
     Dataset { path: PathBuf, reason: String },
     #[error("{path} is listed in dataset.json but missing (copy it there, or prepare the data again)")]
@@ -54,11 +64,20 @@ pub enum DataError {
     Label { path: PathBuf, record: usize, label: u8, values: u8 },
     #[error("{path}: not a readable picture: {reason} (replace or remove it)")]
     Picture { path: PathBuf, reason: String },
+    #[error("stopped: nothing was written")]
+    Interrupted,
     #[error("the loader stopped after an earlier error (make a new Loader from the item where it stopped)")]
     Stopped,
 }
 
 impl DataError {
+    /// A text file in the place of a data set, and how to make one of it.
+    pub fn not_prepared(path: &Path, tokenizer: &str) -> DataError {
+        let out = format!("data/{}", path.file_stem().unwrap_or_default().to_string_lossy());
+        let command = format!("kiln data prepare {}{tokenizer} --out {out}", path.display());
+        DataError::NotPrepared { path: path.to_owned(), command, out }
+    }
+
     /// For `map_err`: which path, and what was being done to it.
     pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> DataError {
         let path = path.to_owned();

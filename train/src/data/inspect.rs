@@ -25,6 +25,8 @@ pub struct Inspection {
     pub first_tokens: Vec<u32>,
     /// The first tokens as text, where the tokenizer is at hand.
     pub first_text: Option<String>,
+    /// For people: which token ends a document, where the tokenizer is at hand and the data set says so.
+    pub end: Option<String>,
 }
 
 /// A data set's folder, or one shard.
@@ -52,7 +54,7 @@ pub fn inspect(path: &Path) -> Result<Inspection, DataError> {
     for path in files {
         let shard = Shard::open(&path)?;
         if shards.is_empty() {
-            first_tokens = shard.get(0..64);
+            first_tokens = shard.get(0..64)?;
             fingerprint = Some(shard.fingerprint());
         }
         shards.push(ShardInfo {
@@ -66,7 +68,14 @@ pub fn inspect(path: &Path) -> Result<Inspection, DataError> {
     }
     let recorded = dataset.as_ref().and_then(|dataset| dataset.load_tokenizer(dir).ok());
     let tokenizer = recorded.into_iter().chain([Tokenizer::Byte]).find(|tokenizer| Some(tokenizer.fingerprint()) == fingerprint);
-    Ok(Inspection { first_text: tokenizer.map(|tokenizer| tokenizer.decode(&first_tokens)), dataset, shards, first_tokens })
+    let eos = dataset.as_ref().and_then(|dataset| dataset.eos.as_ref());
+    Ok(Inspection {
+        first_text: tokenizer.as_ref().map(|tokenizer| tokenizer.decode(&first_tokens)),
+        end: tokenizer.as_ref().zip(eos).map(|(tokenizer, eos)| tokenizer.describe_end(eos)),
+        dataset,
+        shards,
+        first_tokens,
+    })
 }
 
 #[cfg(test)]
@@ -87,6 +96,7 @@ mod tests {
         let seen = inspect(&options.out).unwrap();
         let first = seen.first_text.unwrap();
         assert!(first.starts_with("héllo") && first.ends_with("<|endoftext|>"), "{first}");
+        assert_eq!(seen.end.unwrap(), "documents end in token 300 \"<|endoftext|>\" (its name is well known)");
         assert!(seen.shards.iter().all(|shard| shard.checksum_ok) && seen.shards.len() == 2);
 
         let shard = options.out.join("train-00000.tokens");

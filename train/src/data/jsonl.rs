@@ -1,12 +1,12 @@
 //! Files of JSON, one object a line.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use serde_json::{Map, Value};
 
 use super::DataError;
+use crate::input;
 
 /// A line that is not empty.
 pub struct Line<'a> {
@@ -32,7 +32,7 @@ impl Line<'_> {
 }
 
 pub fn each_line(path: &Path, visit: &mut dyn FnMut(&Line) -> Result<(), DataError>) -> Result<(), DataError> {
-    let mut reader = BufReader::new(File::open(path).map_err(DataError::io("open", path))?);
+    let mut reader = BufReader::new(input::open(path).map_err(DataError::io("open", path))?);
     let (mut buffer, mut offset) = (Vec::new(), 0);
     for number in 1.. {
         buffer.clear();

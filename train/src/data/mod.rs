@@ -1,12 +1,15 @@
 //! Text files -> token shards -> windows -> batches; prompts with replies; pictures; puzzles. Item i of every source is a pure function of the seed and i.
 
 mod dataset;
+mod eos;
 mod error;
+mod escape;
 mod grammar;
 pub mod images;
 mod inspect;
 mod jsonl;
 mod loader;
+mod pieces;
 mod prepare;
 pub mod puzzles;
 pub mod replies;
@@ -15,12 +18,13 @@ mod source;
 mod tokenizer;
 
 pub use dataset::{Dataset, ShardSet, Split, SplitInfo};
+pub use eos::Eos;
 pub use error::DataError;
+pub use escape::unescape;
 pub use grammar::Grammar;
 pub use inspect::{Inspection, ShardInfo, inspect};
 pub use loader::{Batch, Loader};
 pub use prepare::{Input, PrepareOptions, Summary, prepare};
-pub(crate) use shards::map;
 pub use shards::{Shard, ShardWriter};
 pub use source::{Generated, Item, Order, Source, TokenWindows, order, positions};
 pub use tokenizer::{Stream, Tokenizer};

@@ -1,14 +1,18 @@
-//! Text files, JSONL or generated text -> a folder of token shards; and a look at such a folder.
+//! Text files, JSONL or generated text -> a folder of token shards.
 
-use std::io::IsTerminal;
+mod read;
+mod sink;
+
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
+use super::{DataError, Dataset, Eos, Grammar, Tokenizer};
 use crate::files::{self, Staged};
-
-use super::{DataError, Dataset, Grammar, ShardWriter, Split, SplitInfo, Tokenizer, hash, jsonl, uniform};
+use sink::Sink;
+pub(super) use sink::is_val;
 
 #[derive(Debug, Clone)]
 pub enum Input {
@@ -29,11 +33,24 @@ pub struct PrepareOptions {
     pub shard_tokens: u64,
     /// Replace an existing data set.
     pub force: bool,
+    /// The token that ends a document, by name or id, or "none". Not given: what the tokenizer's folder says.
+    pub eos: Option<String>,
+    /// Set when it is to end early, leaving nothing.
+    pub stop: Arc<AtomicBool>,
 }
 
 impl PrepareOptions {
     pub fn new(input: Input, tokenizer: &str, out: &Path) -> Self {
-        PrepareOptions { input, tokenizer: tokenizer.into(), out: out.to_owned(), val_share: 0.05, shard_tokens: 100_000_000, force: false }
+        PrepareOptions {
+            input,
+            tokenizer: tokenizer.into(),
+            out: out.to_owned(),
+            val_share: 0.05,
+            shard_tokens: 100_000_000,
+            force: false,
+            eos: None,
+            stop: Arc::default(),
+        }
     }
 }
 
@@ -43,30 +60,34 @@ pub struct Summary {
     /// Bytes of text, without the markup of JSONL.
     pub text_bytes: u64,
     pub dataset: Dataset,
+    /// For people: which token ends a document, and what else they should know.
+    pub notes: Vec<String>,
 }
 
 pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
-    let tokenizer = Tokenizer::from_spec(&options.tokenizer)?;
+    let (tokenizer, mut eos) = match &options.eos {
+        Some(end) => Tokenizer::with_end(&options.tokenizer, end)?,
+        None => {
+            let tokenizer = Tokenizer::from_spec(&options.tokenizer)?;
+            let end = tokenizer.end();
+            (tokenizer, end)
+        }
+    };
     check(options, &tokenizer)?;
     let folder = Folder::create(&options.out, options.force)?;
 
     let generated = matches!(options.input, Input::Generated { .. });
-    let mut sink = Sink {
-        eos: tokenizer.eos().filter(|_| !generated),
-        tokenizer: &tokenizer,
-        splits: Split::ALL.map(|split| SplitWriter::new(folder.staged.dir(), split, options.shard_tokens)),
-        val_share: options.val_share,
-        documents: 0,
-        text_bytes: 0,
-    };
+    if generated && options.eos.is_none() {
+        eos = Eos { id: None, from: "generated text has none, so that its entropy stays known".into() };
+    }
+    let mut sink = Sink::new(&tokenizer, eos.id, folder.staged.dir(), options.shard_tokens, options.val_share, &options.stop);
     match &options.input {
-        Input::Files { paths, field } => read_files(paths, field, &mut sink)?,
-        Input::Generated { seed, sentences } => generate(*seed, *sentences, &mut sink)?,
+        Input::Files { paths, field } => read::read_files(paths, field, &mut sink)?,
+        Input::Generated { seed, sentences } => read::generate(*seed, *sentences, &mut sink)?,
     }
 
     let (documents, text_bytes) = (sink.documents, sink.text_bytes);
-    let [train, val] = sink.splits.map(SplitWriter::finish);
-    let (train, val) = (train?, val?);
+    let ([train, val], mut notes) = sink.finish()?;
     let empty = |split, way: String| DataError::Setting {
         what: "val_share",
         value: options.val_share.to_string(),
@@ -80,10 +101,10 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
         return Err(empty("val", format!("use {least} or more, more documents, or 0 for none")));
     }
     let mut spec = "byte".to_string();
-    if let Tokenizer::Json { path, .. } = &tokenizer {
+    if let Some(json) = tokenizer.json() {
         spec = "tokenizer.json".into();
         let copy = folder.staged.dir().join(&spec);
-        std::fs::copy(path, &copy).map_err(DataError::io("write", &copy))?;
+        files::write_new(&copy, json).map_err(DataError::io("write", &copy))?;
     }
     let dataset = Dataset {
         tokenizer: spec,
@@ -92,9 +113,12 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
         entropy_floor: generated.then(|| Grammar::new().entropy_per_byte()),
         train,
         val,
+        eos: Some(eos.clone()),
     };
     folder.finish(&dataset)?;
-    Ok(Summary { out: options.out.clone(), text_bytes, dataset })
+    let hint = if eos.id.is_none() && options.eos.is_none() && !generated { ": name one with --eos" } else { "" };
+    notes.insert(0, format!("{}{hint}", tokenizer.describe_end(&eos)));
+    Ok(Summary { out: options.out.clone(), text_bytes, dataset, notes })
 }
 
 fn check(options: &PrepareOptions, tokenizer: &Tokenizer) -> Result<(), DataError> {
@@ -151,164 +175,9 @@ impl Folder {
     }
 }
 
-/// The shards of one split.
-struct SplitWriter {
-    dir: PathBuf,
-    split: Split,
-    shard_tokens: u64,
-    shard: Option<ShardWriter>,
-    info: SplitInfo,
-}
-
-impl SplitWriter {
-    fn new(dir: &Path, split: Split, shard_tokens: u64) -> Self {
-        SplitWriter { dir: dir.to_owned(), split, shard_tokens, shard: None, info: SplitInfo::default() }
-    }
-
-    fn push(&mut self, mut ids: &[u32], tokenizer: &Tokenizer) -> Result<(), DataError> {
-        self.info.documents += 1;
-        self.info.tokens += ids.len() as u64;
-        while !ids.is_empty() {
-            let shard = match &mut self.shard {
-                Some(shard) => shard,
-                none => {
-                    let name = self.split.shard_name(self.info.shards.len());
-                    let path = self.dir.join(&name);
-                    self.info.shards.push(name);
-                    none.insert(ShardWriter::create(&path, tokenizer.vocab(), tokenizer.fingerprint())?)
-                }
-            };
-            let room = (self.shard_tokens - shard.tokens()).min(ids.len() as u64) as usize;
-            shard.push(&ids[..room])?;
-            ids = &ids[room..];
-            if shard.tokens() == self.shard_tokens {
-                self.close()?;
-            }
-        }
-        Ok(())
-    }
-
-    fn close(&mut self) -> Result<(), DataError> {
-        self.shard.take().map_or(Ok(()), ShardWriter::finish)
-    }
-
-    fn finish(mut self) -> Result<SplitInfo, DataError> {
-        self.close()?;
-        Ok(self.info)
-    }
-}
-
-struct Sink<'a> {
-    tokenizer: &'a Tokenizer,
-    eos: Option<u32>,
-    splits: [SplitWriter; 2],
-    val_share: f64,
-    documents: u64,
-    text_bytes: u64,
-}
-
-impl Sink<'_> {
-    fn document(&mut self, text: &str) -> Result<(), DataError> {
-        let split = if is_val(self.documents, self.val_share) { Split::Val } else { Split::Train };
-        self.document_to(split, text)
-    }
-
-    fn document_to(&mut self, split: Split, text: &str) -> Result<(), DataError> {
-        if text.is_empty() {
-            return Ok(());
-        }
-        let mut ids = self.tokenizer.encode(text)?;
-        ids.extend(self.eos);
-        self.documents += 1;
-        self.text_bytes += text.len() as u64;
-        self.splits[split as usize].push(&ids, self.tokenizer)
-    }
-}
-
-/// One document of every 1 / share, at a random place among them: even for few documents, blind to periods in many.
-pub(super) fn is_val(document: u64, share: f64) -> bool {
-    if share <= 0.0 {
-        return false;
-    }
-    let stratum = |document: u64| (document as f64 * share) as u64;
-    // A document may lie across the border of two strata.
-    (stratum(document)..=stratum(document + 1)).any(|k| ((k as f64 + uniform(&[0x76a1, k])) / share) as u64 == document)
-}
-
-fn progress(length: u64, template: &str) -> ProgressBar {
-    if !std::io::stderr().is_terminal() {
-        return ProgressBar::hidden();
-    }
-    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    ProgressBar::new(length).with_style(style)
-}
-
-fn read_files(paths: &[PathBuf], field: &str, sink: &mut Sink) -> Result<(), DataError> {
-    let mut total = 0;
-    for path in paths {
-        total += std::fs::metadata(path).map_err(DataError::io("read", path))?.len();
-    }
-    let bar = progress(total, "{bar:40} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}");
-    for path in paths {
-        if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl")) {
-            read_jsonl(path, field, sink, &bar)?;
-            continue;
-        }
-        let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
-        let text = jsonl::utf8(path, 0, &bytes)?;
-        if paths.len() == 1 {
-            let (train, val) = text.split_at(tail(text, sink.val_share));
-            sink.document_to(Split::Train, train)?;
-            sink.document_to(Split::Val, val)?;
-        } else {
-            sink.document(text)?;
-        }
-        bar.inc(bytes.len() as u64);
-    }
-    bar.finish_and_clear();
-    Ok(())
-}
-
-/// Where the last `share` of the text begins: after an empty line if there is one nearby, else a line, else a character.
-fn tail(text: &str, share: f64) -> usize {
-    if share <= 0.0 {
-        return text.len();
-    }
-    let at = |share: f64| {
-        let at = (text.len() as f64 * (1.0 - share).max(0.0)) as usize;
-        (0..=at).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0)
-    };
-    let (earliest, cut) = (at(2.0 * share), at(share));
-    let after = |mark: &str| text[earliest..cut].rfind(mark).map(|i| earliest + i + mark.len());
-    after("\n\n").or_else(|| after("\n")).unwrap_or(cut)
-}
-
-fn read_jsonl(path: &Path, field: &str, sink: &mut Sink, bar: &ProgressBar) -> Result<(), DataError> {
-    jsonl::each_line(path, &mut |line| {
-        bar.inc(line.bytes);
-        let document = line.object().and_then(|object| jsonl::text(&object, field));
-        sink.document(&document.map_err(|problem| line.error(problem))?)
-    })
-}
-
-fn generate(seed: u64, sentences: u64, sink: &mut Sink) -> Result<(), DataError> {
-    let grammar = Grammar::new();
-    let seed = hash(&[seed, 0x7072_6570]);
-    let bar = progress(sentences, "{bar:40} {pos}/{len} sentences, eta {eta}");
-    let mut text = Vec::new();
-    for i in 0..sentences {
-        text.clear();
-        grammar.sentence(seed, i, &mut text);
-        sink.document(&String::from_utf8_lossy(&text))?;
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
-    Ok(())
-}
-
 #[cfg(test)]
 pub(super) mod tests {
-    use super::super::ShardSet;
+    use super::super::{ShardSet, Split};
     use super::*;
 
     pub fn files(dir: &Path, files: &[(&str, &[u8])]) -> PrepareOptions {
@@ -323,7 +192,7 @@ pub(super) mod tests {
 
     fn text(out: &Path, split: Split) -> String {
         let set = ShardSet::open(out, split).unwrap();
-        Tokenizer::Byte.decode(&set.get(0..set.tokens()))
+        Tokenizer::Byte.decode(&set.get(0..set.tokens()).unwrap())
     }
 
     fn failure(options: &PrepareOptions) -> String {
@@ -352,15 +221,6 @@ pub(super) mod tests {
         assert_eq!(summary.text_bytes, body.len() as u64);
         assert_eq!(summary.dataset, Dataset::open(&options.out).unwrap());
         assert_eq!(entries(dir.path()), 2, "nothing is left beside");
-    }
-
-    #[test]
-    fn the_tail_is_at_a_character_where_there_is_no_line() {
-        let text = "ä".repeat(100);
-        assert_eq!(tail(&text, 0.255), 148);
-        assert_eq!(tail(&text, 0.0), 200);
-        assert_eq!(tail("ab\ncdefgh", 0.5), 3);
-        assert_eq!(tail("", 0.5), 0);
     }
 
     #[test]

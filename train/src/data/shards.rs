@@ -11,14 +11,15 @@
 //! | 56..64 | xxh3 of bytes 0..56 |
 
 use std::fs::File;
-use std::io::{BufWriter, Seek, Write};
+use std::io::{BufWriter, ErrorKind, Seek, Write};
 use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::DataError;
+use crate::input;
 
 const MAGIC: &[u8; 8] = b"KILNTOK\0";
 const VERSION: u32 = 1;
@@ -117,21 +118,15 @@ impl Drop for ShardWriter {
     }
 }
 
-/// A file mapped into memory.
-pub fn map(file: &File) -> std::io::Result<Mmap> {
-    // SAFETY: a mapping is sound while nobody truncates or rewrites the file. What this program writes gets its name by a rename once it is
-    // complete, and is not written to after that; a user's own file is read under the same terms.
-    #[allow(unsafe_code)]
-    unsafe {
-        Mmap::map(file)
-    }
-}
-
-/// One shard, mapped into memory.
+/// One shard. It is read where it lies, a window at a time: that a file was cut short meanwhile is then an error, and not the end of the process, as
+/// it would be for a file that is mapped into memory.
 #[derive(Debug)]
 pub struct Shard {
     path: PathBuf,
-    map: Mmap,
+    /// None: it is opened for every read, as it was found.
+    file: Option<File>,
+    /// Device and inode.
+    is: (u64, u64),
     width: usize,
     vocab: usize,
     tokens: u64,
@@ -139,27 +134,32 @@ pub struct Shard {
     checksum: u64,
 }
 
+/// Bytes that are read at once when all are.
+const PART: usize = 1 << 20;
+
 impl Shard {
     /// Checks the header and the length of the file; `verify` checks the tokens.
     pub fn open(path: &Path) -> Result<Self, DataError> {
-        let file = File::open(path).map_err(DataError::io("open", path))?;
-        let found = file.metadata().map_err(DataError::io("read", path))?.len();
+        let file = input::open(path).map_err(DataError::io("open", path))?;
+        let metadata = file.metadata().map_err(DataError::io("read", path))?;
+        let found = metadata.len();
         let wrong_length = |expected: u64| DataError::Length { path: path.to_owned(), expected, found };
         if found < HEADER as u64 {
             return Err(wrong_length(HEADER as u64));
         }
-        let map = map(&file).map_err(DataError::io("map", path))?;
+        let mut header = [0; HEADER];
+        file.read_exact_at(&mut header, 0).map_err(DataError::io("read", path))?;
 
-        let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| map[at + i]));
-        let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| map[at + i]));
-        if map[..8] != MAGIC[..] {
-            return Err(DataError::Magic { path: path.to_owned(), found: String::from_utf8_lossy(&map[..8]).into_owned() });
+        let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| header[at + i]));
+        let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| header[at + i]));
+        if header[..8] != MAGIC[..] {
+            return Err(DataError::Magic { path: path.to_owned(), found: String::from_utf8_lossy(&header[..8]).into_owned() });
         }
         if u32_at(8) != VERSION {
             return Err(DataError::Version { path: path.to_owned(), found: u32_at(8), known: VERSION });
         }
         let broken = |problem: String| DataError::Header { path: path.to_owned(), problem };
-        if u64_at(56) != xxh3_64(&map[..56]) {
+        if u64_at(56) != xxh3_64(&header[..56]) {
             return Err(broken("its checksum does not match".into()));
         }
         let (width, vocab, tokens) = (u32_at(12) as usize, u64_at(16), u64_at(24));
@@ -173,34 +173,106 @@ impl Shard {
         if found != expected {
             return Err(wrong_length(expected));
         }
-        Ok(Shard { path: path.to_owned(), width, vocab: vocab as usize, tokens, fingerprint: u64_at(32), checksum: u64_at(40), map })
+        Ok(Shard {
+            path: path.to_owned(),
+            is: (metadata.dev(), metadata.ino()),
+            width,
+            vocab: vocab as usize,
+            tokens,
+            fingerprint: u64_at(32),
+            checksum: u64_at(40),
+            file: Some(file),
+        })
+    }
+
+    /// Lets go of the file: a process may have only so many.
+    pub(super) fn close(&mut self) {
+        self.file = None;
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_open(&self) -> bool {
+        self.file.is_some()
     }
 
     /// Reads all tokens: their checksum, and that they lie inside the vocabulary.
     pub fn verify(&self) -> Result<(), DataError> {
-        let found = xxh3_64(&self.map[HEADER..]);
+        let (mut hash, mut outside) = (Xxh3::new(), None);
+        let mut at = 0;
+        while at < self.tokens {
+            let end = self.tokens.min(at + (PART / self.width) as u64);
+            let bytes = self.bytes(at..end)?;
+            hash.update(&bytes);
+            outside = outside.or_else(|| self.outside(&self.ids(&bytes), at));
+            at = end;
+        }
+        let found = hash.digest();
         if found != self.checksum {
             return Err(DataError::Checksum { path: self.path.clone(), expected: self.checksum, found });
         }
-        match self.iter(0..self.tokens).enumerate().find(|(_, token)| *token as usize >= self.vocab) {
-            None => Ok(()),
-            Some((at, token)) => Err(DataError::Vocabulary { path: self.path.clone(), token, at: at as u64, vocab: self.vocab }),
+        outside.map_or(Ok(()), Err)
+    }
+
+    /// The first of these tokens, which begin at `at`, that the vocabulary does not have.
+    fn outside(&self, ids: &[u32], at: u64) -> Option<DataError> {
+        let i = ids.iter().position(|&token| token as usize >= self.vocab)?;
+        Some(DataError::Vocabulary { path: self.path.clone(), token: ids[i], at: at + i as u64, vocab: self.vocab })
+    }
+
+    fn ids(&self, bytes: &[u8]) -> Vec<u32> {
+        match self.width {
+            2 => bytes.as_chunks().0.iter().map(|&b| u16::from_le_bytes(b).into()).collect(),
+            _ => bytes.as_chunks().0.iter().map(|&b| u32::from_le_bytes(b)).collect(),
         }
     }
 
-    pub(super) fn iter(&self, range: Range<u64>) -> impl Iterator<Item = u32> {
-        let byte = |token: u64| HEADER + token.min(self.tokens) as usize * self.width;
-        let (start, end) = (byte(range.start), byte(range.end));
-        self.map[start.min(end)..end].chunks_exact(self.width).map(|bytes| {
-            let mut token = [0; 4];
-            token[..bytes.len()].copy_from_slice(bytes);
-            u32::from_le_bytes(token)
-        })
+    /// The tokens of `range`, all of which exist, as they lie in the file.
+    fn bytes(&self, range: Range<u64>) -> Result<Vec<u8>, DataError> {
+        let mut bytes = vec![0; (range.end - range.start) as usize * self.width];
+        let at = HEADER as u64 + range.start * self.width as u64;
+        let opened;
+        let file = match &self.file {
+            Some(file) => file,
+            None => {
+                opened = input::open(&self.path).map_err(DataError::io("open", &self.path))?;
+                let m = opened.metadata().map_err(DataError::io("read", &self.path))?;
+                if (m.dev(), m.ino()) != self.is {
+                    return Err(DataError::Replaced { path: self.path.clone() });
+                }
+                &opened
+            }
+        };
+        file.read_exact_at(&mut bytes, at).map_err(|error| match error.kind() {
+            ErrorKind::UnexpectedEof => DataError::Length {
+                path: self.path.clone(),
+                expected: HEADER as u64 + self.tokens * self.width as u64,
+                found: file.metadata().map_or(0, |m| m.len()),
+            },
+            _ => DataError::io("read", &self.path)(error),
+        })?;
+        Ok(bytes)
+    }
+
+    /// Adds the tokens of `range`, as far as they exist.
+    pub(super) fn read(&self, range: Range<u64>, out: &mut Vec<u32>) -> Result<(), DataError> {
+        let range = range.start..range.end.min(self.tokens);
+        if range.is_empty() {
+            return Ok(());
+        }
+        let ids = self.ids(&self.bytes(range.clone())?);
+        // The file may have changed since it was verified.
+        if let Some(error) = self.outside(&ids, range.start) {
+            return Err(error);
+        }
+        out.extend(ids);
+        Ok(())
     }
 
     /// The tokens of `range`, as far as they exist.
-    pub fn get(&self, range: Range<u64>) -> Vec<u32> {
-        self.iter(range).collect()
+    pub fn get(&self, range: Range<u64>) -> Result<Vec<u32>, DataError> {
+        let mut out = Vec::new();
+        self.read(range, &mut out)?;
+        Ok(out)
     }
 
     pub fn tokens(&self) -> u64 {
@@ -248,8 +320,9 @@ pub(super) mod tests {
             let shard = Shard::open(&path).unwrap();
             shard.verify().unwrap();
             assert_eq!(shard.bytes_per_token(), width);
-            assert_eq!(shard.get(0..5), ids);
-            assert_eq!(shard.get(3..99), ids[3..]);
+            assert_eq!(shard.get(0..5).unwrap(), ids);
+            assert_eq!(shard.get(3..99).unwrap(), ids[3..]);
+            assert!(shard.get(5..9).unwrap().is_empty());
             assert_eq!(std::fs::metadata(&path).unwrap().len(), (64 + 5 * width) as u64);
         }
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no .tmp is left");
@@ -263,6 +336,40 @@ pub(super) mod tests {
         assert!(error.contains("token 10 at position 1"), "{error}");
         drop(writer);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    /// As a memory map this would end the process with SIGBUS.
+    #[test]
+    fn a_shard_that_is_cut_short_or_changed_while_it_is_open_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.tokens");
+        let ids: Vec<u32> = (0..1000).collect();
+        write_shard(&path, 1000, &ids);
+        let mut shard = Shard::open(&path).unwrap();
+        for keeps_open in [true, false] {
+            let file = File::options().write(true).open(&path).unwrap();
+            file.set_len(1000).unwrap();
+            assert_eq!(shard.get(0..100).unwrap(), ids[..100], "what is left can be read");
+            for error in [shard.get(500..600).unwrap_err(), shard.verify().unwrap_err()] {
+                assert!(matches!(error, DataError::Length { expected: 2064, found: 1000, .. }), "{error}");
+            }
+            file.write_all_at(&1000u16.to_le_bytes(), 64 + 2 * 7).unwrap();
+            let error = shard.get(5..9).unwrap_err();
+            assert!(matches!(error, DataError::Vocabulary { token: 1000, at: 7, .. }), "{error}");
+            if keeps_open {
+                std::fs::remove_file(&path).unwrap();
+                write_shard(&path, 1000, &ids);
+                assert!(shard.get(5..9).is_err(), "the file that was opened");
+                shard = Shard::open(&path).unwrap();
+                shard.close();
+                assert_eq!(shard.get(5..9).unwrap(), [5, 6, 7, 8]);
+            }
+        }
+        std::fs::rename(&path, dir.path().join("old")).unwrap();
+        write_shard(&path, 1000, &ids);
+        assert!(matches!(shard.get(5..9), Err(DataError::Replaced { .. })));
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(shard.get(5..9), Err(DataError::Io { .. })));
     }
 
     #[test]

@@ -34,6 +34,10 @@ pub trait Source: Send + Sync {
     fn item(&self, i: u64) -> Result<Item, DataError>;
     /// Nats per target that no model can get below, where it is known.
     fn entropy_floor(&self) -> Option<f64>;
+    /// Whether there are more windows than anybody could read: `len` is then no size of anything, but a number that was chosen.
+    fn is_endless(&self) -> bool {
+        false
+    }
 }
 
 /// Window `seq + 1` tokens long -> ids and targets.
@@ -43,7 +47,7 @@ fn item(tokens: impl ExactSizeIterator<Item = u32>, ignore: &[u32]) -> Item {
     for (t, token) in tokens.enumerate() {
         // Vocabularies end at 2^31.
         ids.push(token as i32);
-        if t > 0 {
+        if engine::mutant!("targets-are-the-ids", t > 0, t < seq) {
             targets.push(if ignore.contains(&token) { -1 } else { token as i32 });
         }
     }
@@ -96,7 +100,7 @@ impl Source for TokenWindows {
     fn item(&self, i: u64) -> Result<Item, DataError> {
         check_range(i, self.len())?;
         let start = i * self.seq as u64;
-        let tokens = self.set.get(start..start + self.seq as u64 + 1);
+        let tokens = self.set.get(start..start + self.seq as u64 + 1)?;
         Ok(item(tokens.into_iter(), &self.ignore))
     }
 
@@ -131,7 +135,8 @@ impl Generated {
         }
         let grammar = Grammar::new();
         let floor = grammar.entropy_by_position(seq + 1)[1..].iter().sum::<f64>() / seq as f64;
-        Ok(Generated { grammar, seed: hash(&[seed, split as u64]), seq, windows, floor, ignore })
+        let seed = hash(&[seed, engine::mutant!("validation-is-training-data", split as u64, 0)]);
+        Ok(Generated { grammar, seed, seq, windows, floor, ignore })
     }
 
     /// A sentence has at least one byte, so `seq + 1` sentences always fill a window. 2^40 windows times 2^22 fit in u64.
@@ -178,6 +183,10 @@ impl Source for Generated {
     fn entropy_floor(&self) -> Option<f64> {
         self.ignore.is_empty().then_some(self.floor)
     }
+
+    fn is_endless(&self) -> bool {
+        true
+    }
 }
 
 /// A shuffled order of `len` items, another one in every epoch.
@@ -191,7 +200,7 @@ impl Order {
     /// Which item comes `i`-th, counted on through the epochs.
     pub fn at(&self, i: u64) -> u64 {
         let len = self.len.max(1);
-        order(self.seed, i / len, len, i % len)
+        order(self.seed, engine::mutant!("every-epoch-in-the-same-order", i / len, 0), len, i % len)
     }
 }
 

@@ -4,34 +4,33 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::DataError;
+use super::{DataError, Eos, eos};
+use crate::files::folder_of;
+use crate::input;
 
 /// The fingerprint of the byte tokenizer: "byte" in ASCII.
 const BYTE_FINGERPRINT: u64 = 0x6279_7465;
-const EOS_NAMES: [&str; 4] = ["</s>", "<|endoftext|>", "<eos>", "<|im_end|>"];
 
 pub enum Tokenizer {
     /// Token = byte; 0 ends a document.
     Byte,
-    /// A Hugging Face tokenizer.json.
-    Json { inner: Box<tokenizers::Tokenizer>, path: PathBuf, fingerprint: u64, vocab: usize },
+    Json(Json),
 }
 
-impl Tokenizer {
-    /// "byte", or the path of a tokenizer.json.
-    pub fn from_spec(spec: &str) -> Result<Self, DataError> {
-        if spec == "byte" {
-            return Ok(Tokenizer::Byte);
-        }
-        let path = Path::new(spec);
-        let fail = |e: std::io::Error| DataError::Tokenizer { path: path.to_owned(), reason: e.to_string() };
-        Tokenizer::from_json(path, &std::fs::read(path).map_err(fail)?)
-    }
+/// A Hugging Face tokenizer.json.
+pub struct Json {
+    pub(super) inner: Box<tokenizers::Tokenizer>,
+    path: PathBuf,
+    text: Vec<u8>,
+    vocab: usize,
+    end: Eos,
+}
 
-    /// From the text of a tokenizer.json; `path` is what it is called.
-    pub fn from_json(path: &Path, json: &[u8]) -> Result<Self, DataError> {
+impl Json {
+    /// From the text of such a file; `path` is what it is called, `folder` where files lie that say which token ends a document.
+    fn new(path: &Path, text: Vec<u8>, folder: Option<&Path>) -> Result<Self, DataError> {
         let fail = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|e| fail(format!("not a readable tokenizer.json: {e}")))?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| fail(format!("not a readable tokenizer.json: {e}")))?;
         // A limit on the length, kept in some files, would cut documents in silence.
         inner.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         inner.with_padding(None);
@@ -39,13 +38,62 @@ impl Tokenizer {
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err(fail("its vocabulary is empty".into()));
         };
-        Ok(Tokenizer::Json { inner: Box::new(inner), path: path.to_owned(), fingerprint: xxh3_64(json), vocab: last as usize + 1 })
+        let end = eos::choose(&inner, folder)?;
+        Ok(Json { inner: Box::new(inner), path: path.to_owned(), text, vocab: last as usize + 1, end })
+    }
+
+    fn read(path: &Path, folder: Option<&Path>) -> Result<Self, DataError> {
+        let fail = |e: std::io::Error| DataError::Tokenizer { path: path.to_owned(), reason: e.to_string() };
+        Json::new(path, input::read(path).map_err(fail)?, folder)
+    }
+}
+
+impl Tokenizer {
+    /// "byte", or the path of a tokenizer.json.
+    pub fn from_spec(spec: &str) -> Result<Self, DataError> {
+        match spec {
+            "byte" => Ok(Tokenizer::Byte),
+            path => Ok(Tokenizer::Json(Json::read(Path::new(path), Some(folder_of(Path::new(path))))?)),
+        }
+    }
+
+    /// The same with this token at the end of documents, whatever the files beside it say: a name, an id, or "none".
+    pub fn with_end(spec: &str, end: &str) -> Result<(Self, Eos), DataError> {
+        let mut tokenizer = match spec {
+            "byte" => Tokenizer::Byte,
+            path => Tokenizer::Json(Json::read(Path::new(path), None)?),
+        };
+        let id = match end {
+            "none" => None,
+            _ => {
+                let id = end.parse().ok().filter(|id| (*id as usize) < tokenizer.vocab());
+                let known = id.or_else(|| tokenizer.token(end));
+                let need = || format!("{} has no such token; its ids go up to {}", tokenizer.name(), tokenizer.vocab() - 1);
+                Some(known.ok_or_else(|| DataError::Setting { what: "--eos", value: end.into(), need: need() })?)
+            }
+        };
+        let eos = Eos { id, from: "--eos".into() };
+        tokenizer.set_end(&eos);
+        Ok((tokenizer, eos))
+    }
+
+    /// From the text of a tokenizer.json; `path` is what it is called.
+    pub fn from_json(path: &Path, json: &[u8]) -> Result<Self, DataError> {
+        Ok(Tokenizer::Json(Json::new(path, json.to_vec(), None)?))
+    }
+
+    /// The text of the tokenizer.json, where it is one.
+    pub fn json(&self) -> Option<&[u8]> {
+        match self {
+            Tokenizer::Byte => None,
+            Tokenizer::Json(json) => Some(&json.text),
+        }
     }
 
     pub fn name(&self) -> String {
         match self {
             Tokenizer::Byte => "byte".into(),
-            Tokenizer::Json { path, .. } => path.display().to_string(),
+            Tokenizer::Json(json) => json.path.display().to_string(),
         }
     }
 
@@ -53,22 +101,42 @@ impl Tokenizer {
     pub fn vocab(&self) -> usize {
         match self {
             Tokenizer::Byte => 256,
-            Tokenizer::Json { vocab, .. } => *vocab,
+            Tokenizer::Json(json) => json.vocab,
         }
     }
 
     pub fn fingerprint(&self) -> u64 {
         match self {
             Tokenizer::Byte => BYTE_FINGERPRINT,
-            Tokenizer::Json { fingerprint, .. } => *fingerprint,
+            Tokenizer::Json(json) => xxh3_64(&json.text),
         }
     }
 
     /// The token that ends a document.
     pub fn eos(&self) -> Option<u32> {
+        self.end().id
+    }
+
+    /// The same, and who says so.
+    pub fn end(&self) -> Eos {
         match self {
-            Tokenizer::Byte => Some(0),
-            Tokenizer::Json { inner, .. } => EOS_NAMES.iter().find_map(|name| inner.token_to_id(name)),
+            Tokenizer::Byte => Eos { id: Some(0), from: "the byte tokenizer".into() },
+            Tokenizer::Json(json) => json.end.clone(),
+        }
+    }
+
+    /// What a data set was prepared with; the byte tokenizer keeps its own.
+    pub fn set_end(&mut self, end: &Eos) {
+        if let Tokenizer::Json(json) = self {
+            json.end = end.clone();
+        }
+    }
+
+    /// For people: which token ends a document, and who says so.
+    pub fn describe_end(&self, end: &Eos) -> String {
+        match end.id {
+            Some(id) => format!("documents end in token {id} {:?} ({})", self.decode(&[id]), end.from),
+            None => format!("no token ends documents ({})", end.from),
         }
     }
 
@@ -76,7 +144,7 @@ impl Tokenizer {
     pub fn token(&self, name: &str) -> Option<u32> {
         match self {
             Tokenizer::Byte => None,
-            Tokenizer::Json { inner, .. } => inner.token_to_id(name),
+            Tokenizer::Json(json) => json.inner.token_to_id(name),
         }
     }
 
@@ -84,11 +152,12 @@ impl Tokenizer {
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         match self {
             Tokenizer::Byte => Ok(text.bytes().map(u32::from).collect()),
-            Tokenizer::Json { inner, path, .. } => match inner.encode_fast(text, false) {
+            Tokenizer::Json(json) => match json.inner.encode_fast(text, false) {
                 Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-                Err(error) => {
-                    Err(DataError::Tokenizer { path: path.clone(), reason: format!("cannot encode {} bytes of text: {error}", text.len()) })
-                }
+                Err(error) => Err(DataError::Tokenizer {
+                    path: json.path.clone(),
+                    reason: format!("cannot encode {} bytes of text: {error}", text.len()),
+                }),
             },
         }
     }
@@ -100,7 +169,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(0xff)).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            Tokenizer::Json { inner, .. } => inner.decode(ids, false).unwrap_or_else(|_| "\u{fffd}".into()),
+            Tokenizer::Json(json) => json.inner.decode(ids, false).unwrap_or_else(|_| "\u{fffd}".into()),
         }
     }
 
@@ -150,24 +219,32 @@ impl Stream<'_> {
 pub(super) mod tests {
     use super::*;
 
-    /// A byte-level BPE without merges, with an end-of-text token, and a truncation that must not apply.
-    pub fn write_json(path: &Path) {
+    /// The vocabulary of a byte-level BPE: a letter for each byte, and these ordinary entries from 256 on.
+    pub fn letters(more: &[&str]) -> serde_json::Map<String, serde_json::Value> {
         let mut letters: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
         letters.sort();
-        let mut vocab = serde_json::Map::new();
-        for (id, letter) in letters.iter().enumerate() {
-            vocab.insert(letter.to_string(), id.into());
-        }
-        vocab.insert("<|endoftext|>".into(), 300.into());
-        let level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
-        let json = serde_json::json!({
-            "version": "1.0",
-            "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
-            "added_tokens": [{"id": 300, "content": "<|endoftext|>", "single_word": false, "lstrip": false,
-                "rstrip": false, "normalized": false, "special": true}],
-            "pre_tokenizer": level, "decoder": level,
-            "model": {"type": "BPE", "vocab": vocab, "merges": []}
+        let all = letters.iter().map(char::to_string).chain(more.iter().map(|name| name.to_string()));
+        all.enumerate().map(|(id, entry)| (entry, id.into())).collect()
+    }
+
+    /// A byte-level BPE without merges, and these added special tokens behind its vocabulary.
+    pub fn byte_level(vocab: serde_json::Map<String, serde_json::Value>, special: &[&str]) -> serde_json::Value {
+        let added = special.iter().zip(vocab.len()..).map(|(name, id)| {
+            serde_json::json!({"id": id, "content": name, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true})
         });
+        let level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+        serde_json::json!({"version": "1.0", "added_tokens": added.collect::<Vec<_>>(), "pre_tokenizer": level, "decoder": level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": []}})
+    }
+
+    /// With an end-of-text token that has the id 300, and a truncation that must not apply.
+    pub fn write_json(path: &Path) {
+        let mut vocab = letters(&[]);
+        vocab.insert("<|endoftext|>".into(), 300.into());
+        let mut json = byte_level(vocab, &["<|endoftext|>"]);
+        json["added_tokens"][0]["id"] = 300.into();
+        json["truncation"] = serde_json::json!({"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0});
         std::fs::write(path, json.to_string()).unwrap();
     }
 

@@ -82,7 +82,7 @@ impl Encoder {
         let Limits { longest, lower_case } = limits(&inner, shape.positions)?;
 
         let file = inner.join("tokenizer.json");
-        let bytes = std::fs::read(&file).map_err(ModelError::io("read", &file))?;
+        let bytes = crate::input::read(&file).map_err(ModelError::io("read", &file))?;
         let bad = |e: tokenizers::Error| ModelError::bad(&file, format!("not a readable tokenizer.json: {e}"));
         let words = xxh3_64(&bytes);
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes).map_err(bad)?;
@@ -327,7 +327,7 @@ fn modules(path: &Path) -> Result<Modules, ModelError> {
     if !file.exists() {
         return Err(ModelError::bad(path, "has no modules.json: it is no folder of sentence-transformers"));
     }
-    let text = std::fs::read_to_string(&file).map_err(ModelError::io("read", &file))?;
+    let text = crate::input::read_to_string(&file).map_err(ModelError::io("read", &file))?;
     let list: Vec<Map<String, Value>> =
         serde_json::from_str(&text).map_err(|e| ModelError::bad(&file, format!("not a list of modules: {e}")))?;
     let mut found = vec![];

@@ -162,7 +162,7 @@ impl Folder {
     pub fn chat_template(&self) -> Result<Option<String>, ModelError> {
         let own = self.path.join("chat_template.jinja");
         if own.exists() {
-            return Ok(Some(fs::read_to_string(&own).map_err(ModelError::io("read", &own))?));
+            return Ok(Some(crate::input::read_to_string(&own).map_err(ModelError::io("read", &own))?));
         }
         let config = self.path.join("tokenizer_config.json");
         if !config.exists() {

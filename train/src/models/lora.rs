@@ -1,6 +1,7 @@
 //! Low-rank adapters: y = x W^T + (alpha / rank) x A^T B^T, with W frozen, on some of a decoder's matrices.
 
 use super::Shape;
+use crate::config::within;
 use engine::cpu::gemm::{Into, Mat, gemm};
 use serde::Deserialize;
 
@@ -81,9 +82,7 @@ impl Lora {
         if !(1..=4096).contains(&self.rank) {
             return Err(format!("rank = {}: from 1 to 4096", self.rank));
         }
-        if !self.alpha.is_finite() {
-            return Err(format!("alpha = {} is no number", self.alpha));
-        }
+        within("alpha", self.alpha, -1e6..=1e6).map_err(|e| e.to_string())?;
         if !(0.0..1.0).contains(&self.dropout) {
             return Err(format!("dropout = {} is not in [0, 1)", self.dropout));
         }
@@ -109,6 +108,7 @@ impl Lora {
     /// w [outputs, inputs] + scale b a.
     pub fn merge(&self, w: &mut [f32], a: &[f32], b: &[f32]) {
         let (outputs, inputs) = (b.len() / self.rank, a.len() / self.rank);
-        gemm(w, inputs, Into::Add, outputs, self.rank, inputs, Mat::rows(b, self.rank), Mat::rows(a, inputs), self.scale(), true);
+        let scale = engine::mutant!("merged-without-alpha", self.scale(), 1.0);
+        gemm(w, inputs, Into::Add, outputs, self.rank, inputs, Mat::rows(b, self.rank), Mat::rows(a, inputs), scale, true);
     }
 }

@@ -57,6 +57,6 @@ pub fn new_folder(path: &Path) -> Result<Staged, ModelError> {
 
 /// A JSON file whose value is a table.
 fn read_table(path: &Path) -> Result<serde_json::Map<String, serde_json::Value>, ModelError> {
-    let text = std::fs::read_to_string(path).map_err(ModelError::io("read", path))?;
+    let text = crate::input::read_to_string(path).map_err(ModelError::io("read", path))?;
     serde_json::from_str(&text).map_err(|e| ModelError::bad(path, format!("not a table of JSON: {e}")))
 }

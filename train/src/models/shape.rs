@@ -1,6 +1,7 @@
 //! What a decoder looks like, and what config.json says about it.
 
 use super::{ModelError, read_table};
+use crate::config::{NORM_EPS, ROPE_THETA, within};
 use engine::ops::rope::rope_frequencies;
 use serde_json::{Map, Value, json};
 use std::f64::consts::PI;
@@ -67,12 +68,8 @@ impl Shape {
         if !self.head_dim.is_multiple_of(2) {
             return Err(format!("head_dim = {} is odd: it has no pairs to rotate", self.head_dim));
         }
-        for (name, v) in [("rope_theta", self.rope_theta), ("norm_eps", self.norm_eps)] {
-            if !(v.is_finite() && v > 0.0) {
-                return Err(format!("{name} = {v} is not above 0"));
-            }
-        }
-        Ok(())
+        within("rope_theta", self.rope_theta, ROPE_THETA).map_err(|e| e.to_string())?;
+        within("norm_eps", self.norm_eps, NORM_EPS).map_err(|e| e.to_string())
     }
 
     /// Angles of a head's pairs for each position.

@@ -24,7 +24,7 @@ pub fn adamw<'g>(r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>
     let norm = global_norm(grads);
     let finite = norm.is_finite() * loss.is_finite();
     let room = r.full(&[1], c.clip) / (norm + 1e-6);
-    let scale = room.min(r.full(&[1], 1.0));
+    let scale = engine::mutant!("gradients-not-clipped", room, r.full(&[1], 1.0)).min(r.full(&[1], 1.0));
     let (count, skipped, row) = (one("adam.step"), one("adam.skipped"), one("adam.skipped_in_row"));
     let next = count + finite;
     let missed = -finite + 1.0;
@@ -37,7 +37,7 @@ pub fn adamw<'g>(r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>
         let (m, v) = (moment("m"), moment("v"));
         inputs.extend([*p, *g, m, v]);
         states.extend([*p, m, v]);
-        decay.push(if p.shape().len() >= 2 { c.weight_decay } else { 0.0 });
+        decay.push(if p.shape().len() >= engine::mutant!("adamw-decays-rows-too", 2, 1) { c.weight_decay } else { 0.0 });
     }
     let op = AdamW { beta1: c.beta1, beta2: c.beta2, eps: c.eps, decay };
     for (state, value) in states.into_iter().zip(r.op(op, &inputs)) {
@@ -47,4 +47,42 @@ pub fn adamw<'g>(r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>
     r.update(skipped, skipped_next);
     r.update(row, row_next);
     Stepped { norm, clipped: norm * scale, skipped: skipped_next, skipped_in_row: row_next }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::{Cpu, Data, Device, Program, Store, Switches};
+
+    /// Two steps of a matrix and of a row, whose gradients are constant, in f64.
+    #[test]
+    fn gradients_are_clipped_together_and_matrices_alone_decay() {
+        let c = TrainConfig { weight_decay: 0.5, clip: 2.0, beta2: 0.9, ..TrainConfig::default() };
+        let r = Recorder::new();
+        let params = vec![
+            ("matrix".to_string(), r.param("matrix", &[2, 2], Init::Full(1.0))),
+            ("row".to_string(), r.param("row", &[2], Init::Full(1.0))),
+        ];
+        let loss = params[0].1.sum() * 3.0 + params[1].1.sum() * 4.0;
+        let grads = r.grad(loss, &[params[0].1, params[1].1]);
+        let step = adamw(&r, &params, &grads, loss, &c);
+        [("norm", step.norm), ("clipped", step.clipped)].into_iter().for_each(|(name, v)| r.output(name, v));
+        let mut store = Store::new(0);
+        let mut p = Program::load(r.finish(), &Switches::default(), &Device::cpu(Cpu::new(1)), &mut store).unwrap();
+        for _ in 0..2 {
+            p.run(&mut store, &[("rate", Data::F32(&[0.1]))]).unwrap();
+        }
+        // sqrt(4 * 9 + 2 * 16), and what is left of it.
+        let norm = 68f64.sqrt();
+        assert!((p.scalar("norm", &store).unwrap() as f64 - norm).abs() < 1e-5);
+        assert!((p.scalar("clipped", &store).unwrap() - 2.0).abs() < 1e-5);
+        // A constant gradient moves by the rate, whatever its size; before that a matrix loses a twentieth.
+        let decayed = [1.0, 1.0].iter().fold(1.0, |w, _| w * 0.95 - 0.1);
+        for (name, expected, gradient) in [("matrix", decayed, 3.0), ("row", 0.8, 4.0)] {
+            let (w, v) = (store.get(name).unwrap().f32().unwrap(), store.get(&format!("adam.v/{name}")).unwrap().f32().unwrap());
+            assert!(w.iter().all(|w| (*w as f64 - expected).abs() < 1e-5), "{name}: {w:?}, not {expected}");
+            let second = (gradient * 2.0 / norm).powi(2) * (1.0 - 0.9f64.powi(2));
+            assert!(v.iter().all(|v| (*v as f64 - second).abs() < 1e-5), "{name}: {v:?}, not {second}");
+        }
+    }
 }

@@ -4,10 +4,10 @@ use crate::config::TrainConfig;
 
 /// Steps are counted from 0. The rate rises linearly over `warmup` steps, then follows the schedule to the horizon.
 pub fn rate(c: &TrainConfig, step: u64) -> f64 {
-    let horizon = c.horizon.max(c.steps).max(1) as f64;
+    let horizon = engine::mutant!("schedule-ends-with-the-steps", c.horizon.max(c.steps), c.steps).max(1) as f64;
     let (t, warmup) = (step as f64, c.warmup as f64);
     if t < warmup {
-        return c.learning_rate * (t + 1.0) / warmup;
+        return c.learning_rate * engine::mutant!("warmup-from-zero", t + 1.0, t) / warmup;
     }
     // 0 at the end of the warm-up, 1 at the horizon.
     let share = |from: f64| ((t - from) / (horizon - from).max(1.0)).clamp(0.0, 1.0);
@@ -38,5 +38,13 @@ mod tests {
         assert!(near(rate(&c, 55), 2.0 * (0.1 + 0.9 * 0.5)) && near(rate(&c, 100), 0.2) && near(rate(&c, 500), 0.2));
         assert!(near(rate(&w, 79), 2.0) && near(rate(&w, 90), 2.0 * (0.1 + 0.9 * 0.5)) && near(rate(&w, 100), 0.2));
         assert!(near(rate(&config("constant"), 99), 2.0));
+    }
+
+    #[test]
+    fn the_schedule_spans_the_horizon_and_not_the_steps() {
+        let span = |steps: u64, horizon: u64, step: u64| rate(&TrainConfig { steps, horizon, warmup: 0, ..config("cosine") }, step);
+        assert_eq!(span(10, 100, 9), span(100, 100, 9));
+        assert_eq!(span(100, 10, 50), span(100, 100, 50), "more steps stretch it");
+        assert!(span(10, 100, 9) > span(10, 10, 9));
     }
 }

@@ -87,7 +87,7 @@ fn bad_configurations_are_refused() {
         set("dim=", &["'model.dim'"]),
         set("dim=99999999999999999999", &["'model.dim'"]),
         set("learning_rate=fast", &["'train.learning_rate' wants a number", "fast"]),
-        set("learning_rate=nan", &["train.learning_rate", "NaN"]),
+        set("learning_rate=nan", &["train.learning_rate = nan: "]),
         set("learning_rate=inf", &["train.learning_rate", "inf"]),
         set("edge_capacity=1.0", &["'model.edge_capacity' wants a list"]),
         set("edge_capacity=[1.0,true]", &["'model.edge_capacity'", "true"]),
@@ -114,8 +114,8 @@ fn bad_configurations_are_refused() {
         set("vocab=255", &["model.vocab = 255", "256"]),
         set("batch=0", &["train.batch", "= 0: from 1 to"]),
         set("accumulate=0", &["train.accumulate", "= 0: from 1 to"]),
-        set("log_every=0", &["log_every", "at least 1"]),
-        set("save_every=0", &["save_every", "at least 1"]),
+        set("log_every=0", &["train.log_every = 0: from 1 to"]),
+        set("save_every=0", &["train.save_every = 0: from 1 to"]),
         set("edge_capacity=[0.25, 0.5]", &["model.edge_capacity = [0.25, 0.5] increases"]),
         set("middle_capacity=[0.5, 0.25, 0.3]", &["model.middle_capacity", "increases"]),
         set("edge_capacity=[]", &["model.edge_capacity"]),
@@ -198,7 +198,7 @@ fn bad_data_sets_are_refused() {
     let shard = |d: &Path| d.join("train-00001.tokens");
     type Change<'a> = Box<dyn Fn(&Path) + 'a>;
     let changes: Vec<(&str, Change, &[&str])> = vec![
-        ("no-folder", Box::new(|d| fs::remove_dir_all(d).unwrap()), &["dataset.json", "No such file"]),
+        ("no-folder", Box::new(|d| fs::remove_dir_all(d).unwrap()), &["there is no data set", "--data"]),
         ("no-list", Box::new(|d| fs::remove_file(d.join("dataset.json")).unwrap()), &["dataset.json", "No such file"]),
         ("empty-list", Box::new(|d| fs::write(d.join("dataset.json"), "").unwrap()), &["dataset.json", "malformed"]),
         ("bad-list", Box::new(json("\"vocab\"", "\"vocabulary\"")), &["dataset.json", "vocabulary"]),
@@ -459,7 +459,8 @@ fn a_checkpoint_of_another_tokenizer_is_refused() {
     fs::rename(&other, &mine).unwrap();
     resume(&run, "--steps 4").fails(&["another tokenizer"]);
     kiln(["eval", &text(&run)]).fails(&["another tokenizer"]);
-    kiln(["generate", &text(&run), "--prompt", "red"]).fails(&["another tokenizer"]);
+    // It has its own.
+    kiln(["generate", &text(&run), "--prompt", "red", "--max-tokens", "3"]).ok();
     assert_eq!(names(&run.join("checkpoints")), ["step-00000002"]);
 }
 
@@ -897,4 +898,78 @@ fn what_is_missing_for_a_gpu_is_named() {
     // auto means the CPU then, and says so.
     let (code, text) = run(&["plan", "hydra", "--preset", "tiny"], &bogus);
     assert_eq!(code, Some(0), "{text}");
+}
+
+/// `kiln eval` reads all of a split, whatever training looked at, and says what it read.
+#[test]
+fn eval_reads_the_whole_split_and_says_how_much_it_read() {
+    let dir = tempdir().unwrap();
+    let data = byte_data(&dir.path().join("data"));
+    let (part, whole, made) = (dir.path().join("part"), dir.path().join("whole"), dir.path().join("made"));
+    let said = train(&part, &format!("--steps 3 --set eval_every=1 --data {}", data.display())).ok().out;
+    train(&whole, &format!("--steps 3 --set eval_batches=0 --data {}", data.display())).ok();
+    train(&made, "--steps 3").ok();
+    let json = |args: &[&str]| -> Value { serde_json::from_str(&kiln([&["eval"], args, &["--json"]].concat()).ok().out).unwrap() };
+
+    let all = json(&[&text(&part)]);
+    let batches = all["of_batches"].as_u64().unwrap();
+    assert!(batches > 2 && all["batches"] == batches, "{all}");
+    assert_eq!(all["loss"], records(&whole, "eval").last().unwrap()["val_loss"], "the same weights, all of the split");
+    let two = json(&[&text(&part), "--batches", "2"]);
+    assert_eq!((&two["batches"], &two["of_batches"]), (&2.into(), &batches.into()));
+    let read = |args: &[&str]| kiln([&["eval"], args].concat()).ok().out;
+    assert!(read(&[&text(&part)]).contains(&format!("all of the validation split, {batches} batches")));
+    assert!(read(&[&text(&part), "--batches", "2"]).contains(&format!("2 of {batches} batches")));
+    // Training says once that it reads less.
+    let line = format!("each validation reads 1 of {batches} batches: train.eval_batches = 1");
+    assert_eq!(said.matches(&line).count(), 1, "{said}");
+
+    // Generated data has no end: as much as training reads.
+    let made_json = json(&[&text(&made)]);
+    assert_eq!((&made_json["batches"], &made_json["of_batches"]), (&1.into(), &Value::Null));
+    assert!(read(&[&text(&made)]).contains("1 batch of generated data, which has no end"));
+}
+
+#[test]
+fn the_table_at_the_start_has_the_passes_with_something_to_do() {
+    let rows = |args: &[&str]| -> (Vec<String>, String) {
+        let out = kiln([&["plan", "hydra", "--preset", "tiny"], args].concat()).ok().out;
+        let table: Vec<&str> = out.lines().skip_while(|l| !l.starts_with("pass ")).skip(1).collect();
+        // Columns are as wide as what stands in them.
+        (table.iter().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect(), out)
+    };
+    let sites = |row: &String| row.split_whitespace().nth(2).and_then(|n| n.parse::<usize>().ok());
+    let ((few, _), (all, _)) = (rows(&[]), rows(&["-v"]));
+    assert_eq!(all.len(), engine::PASSES.len(), "{all:#?}");
+    let (shown, last) = few.split_at(few.len() - 1);
+    assert!(!shown.is_empty() && shown.iter().all(|r| sites(r) > Some(0)), "{few:#?}");
+    assert_eq!(shown, all.iter().filter(|r| sites(r) > Some(0)).cloned().collect::<Vec<_>>());
+    let idle = all.iter().filter(|r| sites(r) == Some(0)).count();
+    let off = all.iter().filter(|r| sites(r).is_none()).count();
+    assert_eq!(last[0], format!("{} more passes: {idle} have no site here, {off} are off (-v shows them)", idle + off));
+    let dir = tempdir().unwrap();
+    assert!(train(&dir.path().join("few"), "--steps 1").ok().out.contains("more passes: "));
+    let said = train(&dir.path().join("all"), "--steps 1 --verbose").ok().out;
+    assert!(engine::PASSES.iter().all(|p| said.contains(p.name())) && !said.contains("more passes: "), "{said}");
+}
+
+#[test]
+fn names_that_are_not_known_are_answered_with_those_that_are() {
+    let listed = |args: &str, nearest: &str, others: &[&str]| {
+        let ran = kiln(args.split_whitespace());
+        ran.fails(&[&format!("(known: {nearest}, "), &format!("did you mean '{nearest}'?")]);
+        let list = ran.err.split_once("(known: ").unwrap().1;
+        others.iter().for_each(|name| assert!(list.contains(name), "{name}: {}", ran.err));
+    };
+    listed("train hidra", "hydra", &["vision_bdh", "lior", "hrm", "polychromic"]);
+    listed("train hydra --preset smal", "small", &["tiny", "100m"]);
+    listed("train hydra --set model.dmi=3", "dim", &["vocab", "heads", "seq", "norm_eps"]);
+    listed("train hydra --set learning_rat=1", "learning_rate", &["dim", "path", "steps"]);
+    listed("train hydra --set trian.steps=1", "train", &["model", "data", "passes"]);
+    listed("train hydra --pass flash-atention=off", "flash-attention", &["linear-ce", "recompute", "autodiff"]);
+    listed("check ops sofmax", "softmax", &["matmul"]);
+    kiln(["train", "hydra", "--pass", "linear-ce=auto,chunks=3"]).fails(&["did you mean 'chunk'?"]);
+    kiln(["plan", "hydra", "--nodes", "trian"]).fails(&["did you mean 'train'?", "eval"]);
+    // Where nothing is near, they are listed all the same.
+    kiln(["train", "zzzzzzzzzzzz"]).fails(&["(known: ", "hydra", "hrm"]);
 }

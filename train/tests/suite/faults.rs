@@ -4,7 +4,7 @@ use crate::common::*;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::tempdir;
@@ -356,4 +356,32 @@ fn a_link_in_the_place_of_the_lock_is_not_followed() {
     fs::write(run.join(".lock"), "a note").unwrap();
     train(&run, "--steps 1").ok();
     assert_eq!(fs::read_to_string(run.join(".lock")).unwrap(), "a note", "a lock needs no emptying");
+}
+
+/// (the folder that the cache is said to be in, stderr) of `kiln doctor` with nothing in the environment but this.
+fn cache_of(environment: &[(&str, &Path)]) -> (PathBuf, String) {
+    let mut c = Command::new(env!("CARGO_BIN_EXE_kiln"));
+    c.arg("doctor").env_clear().envs(environment.iter().copied());
+    let ran = finish(c).ok();
+    let line = ran.out.lines().find_map(|l| l.strip_prefix("kernels  cached in "));
+    (line.unwrap_or_else(|| panic!("{ran:#?}")).into(), ran.err)
+}
+
+#[test]
+fn a_cache_is_never_in_a_folder_that_others_write_to() {
+    let dir = tempdir().unwrap();
+    let (home, tmp) = (dir.path().join("home"), dir.path().join("tmp"));
+    [&home, &tmp].iter().for_each(|d| fs::create_dir(d).unwrap());
+    let is_private = |what: &str, (cache, said): (PathBuf, String), why: &str| {
+        assert!(said.contains(why) && said.lines().count() == 1, "{what}: {said}");
+        let name = cache.file_name().unwrap().to_str().unwrap();
+        assert!(cache.parent() == Some(&tmp) && name.starts_with(".kiln-cache.tmp-"), "{what}: {}", cache.display());
+        assert!(names(&tmp).is_empty(), "{what}: it went with the process");
+    };
+    is_private("no home", cache_of(&[("TMPDIR", &tmp)]), "neither XDG_CACHE_HOME nor HOME");
+    is_private("a relative home", cache_of(&[("TMPDIR", &tmp), ("HOME", Path::new("home"))]), "neither XDG_CACHE_HOME nor HOME");
+    assert_eq!(cache_of(&[("TMPDIR", &tmp), ("HOME", &home)]), (home.join(".cache/kiln"), String::new()));
+    assert_eq!(cache_of(&[("XDG_CACHE_HOME", &home)]), (home.join("kiln"), String::new()));
+    fs::set_permissions(home.join("kiln"), fs::Permissions::from_mode(0o777)).unwrap();
+    is_private("open to all", cache_of(&[("TMPDIR", &tmp), ("XDG_CACHE_HOME", &home)]), "everybody may write to it");
 }

@@ -566,7 +566,7 @@ fn what_does_not_fit_is_said() {
         (&["low_cycles=0"], "model.low_cycles = 0"),
         (&["explore=1.5"], "model.explore = 1.5"),
         (&["halt_weight=nan"], "model.halt_weight"),
-        (&["norm_eps=0.0"], "model.norm_eps = 0 must be above 0"),
+        (&["norm_eps=0.0"], "model.norm_eps = 0.0: from 1e-30 to 1.0"),
         (&["seq=16"], "use --set model.seq=17"),
         (&["prefix=3"], "use --set model.seq=19"),
         (&["vocab=5"], "sudoku-4x4 has 6 tokens"),

@@ -1,6 +1,7 @@
 //! Sets of pictures: written here in the formats they come in, read back, damaged and refused; and the generated ones.
 
 use crate::common::*;
+use engine::{Cpu, DType, Data, Device, Recorder, Switches};
 use image::{Rgb, RgbImage};
 use serde_json::Value;
 use std::fs;
@@ -8,6 +9,7 @@ use std::path::Path;
 use tempfile::tempdir;
 use train::data::Split;
 use train::data::images::{self, Format, GENERATED, ImageSet, SIZE, generate};
+use train::recipe::Session;
 use train::report::lettering::length;
 
 const PICTURE: usize = 3 * 32 * 32;
@@ -335,6 +337,41 @@ fn a_preview_shows_a_row_for_each_class() {
     assert_ne!(preview("--count 20 --seed 1").1, first);
     let (_, few) = preview("--count 4 --split val");
     assert_eq!(few.dimensions(), (4 + 200 + 8, 24 + 2 * 112 + 4), "fewer than the classes: one of each");
+}
+
+/// A picture that is brighter to the right, cut and mirrored by the same draws with and without the switch.
+#[test]
+fn pictures_are_mirrored_only_where_the_switch_says_so() {
+    const SIDE: usize = 9;
+    let (n, picture) = (64, (0..SIDE * SIDE).map(|p| (p % SIDE * 25 + p / SIDE) as u8).collect::<Vec<u8>>());
+    let seen = |mirror: bool| {
+        let r = Recorder::new();
+        let set = r.feed("set", &[1, 1, SIDE, SIDE], DType::U8);
+        let (index, rng) = (r.feed("index", &[n], DType::I32), r.feed("rng", &[4], DType::I32));
+        r.output("seen", set.augmented_pictures(index, rng, 0.5, mirror));
+        let mut s = Session::new(&Device::cpu(Cpu::new(1)), &Switches::default(), 0);
+        s.load("augment", r.finish()).unwrap();
+        let rng = engine::philox::rng_feed(3, 0, 0);
+        s.run("augment", &[("set", Data::U8(&picture)), ("index", Data::I32(&vec![0; n])), ("rng", Data::I32(&rng))]).unwrap();
+        s.read("augment", "seen").unwrap()
+    };
+    let (with, without) = (seen(true), seen(false));
+    assert!(without.chunks(SIDE).all(|row| row[0] < row[SIDE - 1]), "none is mirrored");
+    let mut mirrored = 0;
+    for (a, b) in with.chunks(SIDE * SIDE).zip(without.chunks(SIDE * SIDE)) {
+        let turned: Vec<f32> = b.chunks(SIDE).flat_map(|row| row.iter().rev().copied()).collect();
+        assert!(a == b || a == turned, "the cut is the same");
+        mirrored += usize::from(a == turned);
+    }
+    assert!((16..48).contains(&mirrored), "{mirrored} of {n}");
+
+    let dir = tempdir().unwrap();
+    let preview = |args: &str| {
+        let out = dir.path().join("sheet.png");
+        kiln(format!("data preview --count 20 --out {} {args}", out.display()).split_whitespace()).ok();
+        fs::read(out).unwrap()
+    };
+    assert!(preview("") == preview("--mirror true") && preview("") != preview("--mirror false"));
 }
 
 /// Every preview of training pictures shows what the op of training makes of them.

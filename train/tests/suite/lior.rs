@@ -266,7 +266,7 @@ fn what_does_not_fit_is_said() {
         ("after=25", "no position for the rest"),
         ("dt=0.6", "grows without bound"),
         ("memory_alpha=-100.0", "grows without bound"),
-        ("nudge_beta=0.0", "is not above 0"),
+        ("nudge_beta=0.0", "model.nudge_beta = 0.0: from 1e-30"),
         ("train.steps=2000000000", "counter of 32 bits"),
         ("field=[3, 0, 6, 5]", "field's second axis = 0"),
     ];

@@ -1,7 +1,9 @@
 //! One binary for all tests of this crate but those that replace the allocator: linking is what takes long.
 
+mod absurd;
 mod cli;
 mod common;
+mod data;
 mod encoder;
 mod faults;
 mod figures;
@@ -14,9 +16,11 @@ mod memory;
 mod models;
 mod numbers;
 mod own_recipe;
+mod planning;
 mod policy;
 mod polychromic;
 mod puzzles;
 mod replies;
 mod speed;
+mod steps;
 mod vision;

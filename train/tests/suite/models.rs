@@ -445,6 +445,9 @@ fn a_document_ends_with_its_token_too() {
     let tokenizer = json!({"version": "1.0", "added_tokens": added.collect::<Vec<_>>(), "pre_tokenizer": {"type": "Whitespace"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}});
     fs::write(path.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    fs::write(path.join("generation_config.json"), json!({"eos_token_id": [2, 0]}).to_string()).unwrap();
+    let said = kiln(["check", "model", &text(&path)]).ok().out;
+    assert!(said.contains("tokenizer.json: documents end in token 0 \"<|endoftext|>\" (generation_config.json)"), "{said}");
     for raw in [&[][..], &["--raw"]] {
         let own = ["generate", &text(&path), "--prompt", "hm", "--max-tokens", "5", "--threads", "1"];
         let said = |temperature: &str| kiln([&own[..], &["--temperature", temperature], raw].concat());

@@ -140,7 +140,7 @@ fn cached_decoding_equals_uncached() {
     let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
     s.run("uncached", &[("ids", Data::I32(&ids))]).unwrap();
     let whole = s.read("uncached", "logits").unwrap();
-    let steps = cached(&mut s, &mut *t.generator().unwrap(), &tokens, first);
+    let steps = cached(&mut s, &mut *recipe::find("hydra").unwrap().generator(&c, None).unwrap().unwrap(), &tokens, first);
     for (i, logits) in steps.iter().enumerate() {
         let at = first - 1 + i;
         let expected = &whole[at * model.vocab..][..model.vocab];

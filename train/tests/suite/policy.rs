@@ -6,10 +6,13 @@ use engine::philox::{fill_normal, rng_feed};
 use engine::{Cpu, DType, Data, Device, Meta, Recorder, Switches};
 use std::path::Path;
 use train::checkpoint::load_safetensors;
+use train::config::TrainConfig;
+use train::data::Split;
 use train::data::replies::{Asked, Prompt};
 use train::models::{Lora, Shape, Target};
-use train::recipe::Session;
-use train::recipes::polychromic::{Base, Decoder, Places, PolychromicConfig, Rows, Writer, Written};
+use train::recipe::{self, Session};
+use train::recipes::polychromic::{Adapted, Base, Decoder, Lessons, Places, PolychromicConfig, Replies, Rows, Writer, Written};
+use train::{optim, run};
 
 fn shape() -> Shape {
     let text = "base=''\npretrain=0\nbits=16\nvocab=61\ndim=24\nlayers=2\nheads=4\nkv_heads=2\nhead_dim=10\nhidden=52\ntied=true\nqk_norm=true\nrope_theta=100.0\nnorm_eps=1e-6\nseq=32\nrank=3\nalpha=6.0\ndropout=0.0\ntargets=['q']";
@@ -204,4 +207,181 @@ fn a_base_in_four_bits() {
     assert!((full - four).abs() < 0.05 * full && full != four, "{full} {four}");
     let said = kiln(["generate", &text(&at("four")), "--prompt", "what", "--max-tokens", "5", "--threads", "1"]).ok().out;
     assert!(!said.is_empty());
+}
+
+/// The mean over pairs of 1 - cosine, in f64.
+fn diversity(vectors: &[&[f32]]) -> f64 {
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| *x as f64 * *y as f64).sum::<f64>();
+    let distance = |a: &[f32], b: &[f32]| 1.0 - dot(a, b) / (dot(a, a) * dot(b, b)).sqrt();
+    let pairs: Vec<f64> = (0..vectors.len()).flat_map(|j| (0..j).map(move |i| distance(vectors[i], vectors[j]))).collect();
+    pairs.iter().sum::<f64>() / pairs.len() as f64
+}
+
+/// A step of the task, seen from outside: by the replies that it wrote, and how likely they were before it and are behind it.
+#[test]
+fn a_step_makes_replies_of_sets_that_differ_much_more_likely_and_others_less() {
+    let (prompts, replies, new_tokens, time) = (6, 3, 4, 56);
+    for accumulate in ["accumulate=1", "accumulate=2"] {
+        let mut c = recipe::preset(recipe::find("polychromic").unwrap(), None).unwrap();
+        // Nothing but the replies' diversity counts, and none of them ends early.
+        let own = ["weight=1e6", "every=1", "prompts=6", "new_tokens=4", "prompt_tokens=56", "template={prompt}{reply}", "top_p=1.0"];
+        SMALL.iter().chain(&own).chain([&accumulate]).for_each(|s| c.set(s).unwrap());
+        let mut task = recipe::find("polychromic").unwrap().task(&c).unwrap();
+        let mut s = run::load(&*task, &c, &Device::cpu(Cpu::new(2))).unwrap();
+        let adapters: Vec<(String, Meta)> =
+            s.store.iter().filter(|(n, _)| n.contains("lora_")).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+        let before: Vec<Vec<u8>> = adapters.iter().map(|(n, _)| s.store.get(n).unwrap().bytes().unwrap().to_vec()).collect();
+        task.begin(0).unwrap();
+        task.step(&mut s, 0, 1e-2).unwrap();
+
+        let state = |name: &str| s.store.get(name).unwrap().f32().unwrap();
+        let (tokens, embeddings) = (state("scratch/write/tokens"), state("scratch/embeddings"));
+        let width = embeddings.len() / (prompts * replies);
+        let scores: Vec<f64> = embeddings.chunks(replies * width).map(|set| diversity(&set.chunks(width).collect::<Vec<_>>())).collect();
+        let mean = scores.iter().sum::<f64>() / prompts as f64;
+
+        let model: PolychromicConfig = c.section("model").unwrap();
+        let adapted = Adapted::new(&model).unwrap();
+        let lessons = Lessons::new(c.section("data").unwrap(), &adapted, model.seq, c.seed()).unwrap();
+        let asked = lessons.ask(Split::Train, 0..prompts as u64, time).unwrap();
+        let (mut ids, mut real) = (vec![], vec![]);
+        for (row, drawn) in tokens.chunks(new_tokens).enumerate() {
+            let prompt = row / replies * time..(row / replies + 1) * time;
+            ids.extend(asked.ids[prompt.clone()].iter().copied().chain(drawn.iter().map(|&t| t as i32)));
+            real.extend(asked.real[prompt].iter().copied().chain([true; 4]));
+        }
+        let (places, reply) =
+            (Rows::padded(&real, time + new_tokens), [vec![0; time], vec![1; new_tokens]].concat().repeat(prompts * replies));
+        let r = Recorder::new();
+        r.output("log_prob", Replies::fed(&r, &[prompts * replies, time + new_tokens]).log_prob(&adapted.decoder(&r, None)));
+        s.load("log_prob", r.finish()).unwrap();
+        let feeds = [
+            ("set_ids", Data::I32(&ids)),
+            ("set_position", Data::I32(&places.position)),
+            ("set_until", Data::I32(&places.until)),
+            ("set_reply", Data::U8(&reply)),
+        ];
+        s.run("log_prob", &feeds).unwrap();
+        let now = s.read("log_prob", "log_prob").unwrap();
+        adapters.iter().zip(&before).for_each(|((name, meta), bytes)| s.store.set(name, meta, bytes).unwrap());
+        s.run("log_prob", &feeds).unwrap();
+        let then = s.read("log_prob", "log_prob").unwrap();
+        // What the policy gradient climbs.
+        let gain: f64 = (0..prompts * replies).map(|row| (scores[row / replies] - mean) * (now[row] - then[row]) as f64).sum();
+        assert!(gain > 1e-3, "{accumulate}: {gain} with scores {scores:?}");
+    }
+}
+
+/// Prompts of two tokens, replies of one: with a vocabulary of eight their diversity can be computed from the probabilities.
+struct Bandit {
+    shape: Shape,
+    lora: Lora,
+    writer: Writer,
+    asked: Asked,
+    session: Session,
+}
+
+const VOCAB: usize = 8;
+
+impl Bandit {
+    fn new(sign: f32) -> Bandit {
+        let shape = Shape { vocab: VOCAB, dim: 12, layers: 1, hidden: 16, ..shape() };
+        let lora = Lora { rank: 4, alpha: 8.0, dropout: 0.0, targets: Target::ALL.into() };
+        let prompts: Vec<Prompt> = (0..6).map(|i| Prompt { text: String::new(), tokens: vec![i, (3 * i + 1) % 8] }).collect();
+        let writer =
+            Writer { prompts: 6, replies: 8, time: 2, new_tokens: 1, nucleus: Nucleus { temperature: 1.0, top_p: 1.0 }, stop: None };
+        let mut b = Bandit { shape, lora, asked: Asked::new(prompts, 2), session: session(), writer };
+        for (name, graph) in b.writer.graphs(|r| decoder(&b.shape, Some(&b.lora), r)) {
+            b.session.load(name, graph).unwrap();
+        }
+        let (rows, sets) = (b.writer.rows(), b.writer.prompts);
+        let r = Recorder::new();
+        let embedded = Replies::fed(&r, &[rows, 3]).mean_hidden(&decoder(&b.shape, None, &r));
+        r.output("scores", embedded.reshape(&[sets, b.writer.replies, b.shape.dim]).diversity());
+        b.session.load("embed", r.finish()).unwrap();
+
+        let r = Recorder::new();
+        let scores = r.feed("scores", &[sets], DType::F32);
+        let loss = Replies::fed(&r, &[rows, 3]).policy_loss(&decoder(&b.shape, Some(&b.lora), &r), scores, scores.mean_axis(0)) * sign;
+        let params = r.params();
+        let grads = r.grad(loss, &params.iter().map(|p| p.1).collect::<Vec<_>>());
+        optim::adamw(&r, &params, &grads, loss, &TrainConfig { weight_decay: 0.0, ..TrainConfig::default() });
+        b.session.load("learn", r.finish()).unwrap();
+
+        // Every token behind every prompt, and how likely it is there.
+        let r = Recorder::new();
+        r.output("hidden", Replies::fed(&r, &[sets * VOCAB, 3]).mean_hidden(&decoder(&b.shape, None, &r)));
+        b.session.load("hidden", r.finish()).unwrap();
+        let r = Recorder::new();
+        let d = decoder(&b.shape, Some(&b.lora), &r);
+        let last = d.hidden(r.feed("ids", &[sets, 2], DType::I32), None).slice(1, 1, 2).reshape(&[sets, b.shape.dim]);
+        r.output("p", d.logits(last).softmax());
+        b.session.load("p", r.finish()).unwrap();
+
+        // Far enough from zero that tokens can become likely, and near enough that none is yet.
+        let meta = b.session.store.get("embedding").unwrap().meta.clone();
+        let mut numbers = vec![0.0; meta.elements()];
+        fill_normal(4, 0, &mut numbers);
+        numbers.iter_mut().for_each(|v| *v *= 0.4);
+        b.session.store.set("embedding", &meta, bytemuck::cast_slice(&numbers)).unwrap();
+        b
+    }
+
+    fn learn(&mut self, step: u64) {
+        let written = self.writer.write(&mut self.session, &self.asked, rng_feed(5, step, 0)).unwrap();
+        let reply: Vec<u8> = written.reply.iter().map(|&r| r as u8).collect();
+        let places = Rows::padded(&written.real, 3);
+        let mut feeds = vec![
+            ("set_ids", Data::I32(&written.ids)),
+            ("set_position", Data::I32(&places.position)),
+            ("set_until", Data::I32(&places.until)),
+            ("set_reply", Data::U8(&reply)),
+        ];
+        self.session.run("embed", &feeds).unwrap();
+        let scores = self.session.read("embed", "scores").unwrap();
+        feeds.extend([("scores", Data::F32(&scores)), ("rate", Data::F32(&[0.02]))]);
+        self.session.run("learn", &feeds).unwrap();
+    }
+
+    /// What two replies to a prompt differ by, expected over all of both.
+    fn expected(&mut self) -> f64 {
+        let ids: Vec<i32> = self.asked.ids.chunks(2).flat_map(|p| (0..VOCAB as i32).flat_map(|t| [p[0], p[1], t])).collect();
+        let (rows, places) = (ids.len() / 3, Rows::padded(&vec![true; ids.len()], 3));
+        let reply = [0, 0, 1].repeat(rows);
+        let feeds = [
+            ("set_ids", Data::I32(&ids)),
+            ("set_position", Data::I32(&places.position)),
+            ("set_until", Data::I32(&places.until)),
+            ("set_reply", Data::U8(&reply)),
+        ];
+        self.session.run("hidden", &feeds).unwrap();
+        let hidden = self.session.read("hidden", "hidden").unwrap();
+        self.session.run("p", &[("ids", Data::I32(&self.asked.ids))]).unwrap();
+        let p = self.session.read("p", "p").unwrap();
+        let mut sum = 0.0;
+        for (hidden, p) in hidden.chunks(VOCAB * self.shape.dim).zip(p.chunks(VOCAB)) {
+            let vectors: Vec<&[f32]> = hidden.chunks(self.shape.dim).collect();
+            for i in 0..VOCAB {
+                sum += (0..i).map(|j| 2.0 * (p[i] * p[j]) as f64 * diversity(&[vectors[i], vectors[j]])).sum::<f64>();
+            }
+        }
+        sum / self.writer.prompts as f64
+    }
+}
+
+fn decoder<'a, 'g>(shape: &'a Shape, lora: Option<&'a Lora>, r: &'g Recorder) -> Decoder<'a, 'g> {
+    Decoder { shape, lora, base: Base::Drawn, r, rng: None }
+}
+
+#[test]
+fn a_run_gets_more_diverse_and_with_the_sign_turned_less() {
+    let course = |sign: f32| {
+        let mut b = Bandit::new(sign);
+        let before = b.expected();
+        (0..60).for_each(|step| b.learn(step));
+        (before, b.expected())
+    };
+    let ((before, more), (same, less)) = (course(1.0), course(-1.0));
+    assert_eq!(before, same);
+    assert!(more > before + 0.03 && less < before - 0.03, "{before}: {more} and {less}");
 }

@@ -525,6 +525,32 @@ fn files_are_read_as_they_were_written() {
     }
 }
 
+/// The files that the world has: by the names of their columns, or by what is in them.
+#[test]
+fn files_of_other_makers_are_read() {
+    let dir = tempdir().unwrap();
+    let path = dir.path().join("puzzles.csv");
+    let set = hard(6, Split::Train, 5);
+    let pairs: Vec<(String, String)> =
+        (0..set.len()).map(|i| line(&set, i).split_once(',').map(|(p, s)| (p.into(), s.into())).unwrap()).collect();
+    let lines = |write: &dyn Fn(&str, &str) -> String| pairs.iter().map(|(p, s)| write(p, s) + "\n").collect::<String>();
+    let dots = |p: &str| p.replace('0', ".");
+    for (maker, text) in [
+        ("Kaggle", format!("quizzes,solutions\n{}", lines(&|p, s| format!("{p},{s}")))),
+        ("Sudoku-Extreme", format!("source,question,answer,rating\n{}", lines(&|p, s| format!("puzzles0_kaggle,{},{s},17", dots(p))))),
+        ("the same with a comma in a name", format!("source,question,answer,rating\n{}", lines(&|p, s| format!("\"a, b\",{p},{s},0")))),
+        ("qqwing", format!("Puzzle,Solution,\n{}", lines(&|p, s| format!("{},{s},", dots(p))))),
+        ("qqwing without its header", lines(&|p, s| format!("{},{s},", dots(p)))),
+        ("numbered, without a header", lines(&|p, s| format!("12,{p},{s},3.5"))),
+        ("solutions first", format!("Answer;x,ANSWER, Question \n{}", lines(&|p, s| format!("1,{s},{p}")))),
+        ("names that are not known", format!("id,sudoku,filled\n{}", lines(&|p, s| format!("1,{p},{s}")))),
+        ("quoted", format!("\"puzzle\",\"solution\"\r\n{}", lines(&|p, s| format!("\"{p}\",\"{s}\"\r")))),
+    ] {
+        fs::write(&path, text).unwrap();
+        assert_eq!(read_csv(&path, true).unwrap_or_else(|e| panic!("{maker}: {e}")), set, "{maker}");
+    }
+}
+
 #[test]
 fn damaged_files_are_refused_by_line() {
     let dir = tempdir().unwrap();
@@ -560,11 +586,14 @@ fn damaged_files_are_refused_by_line() {
         let error = read_csv(&path, true).unwrap_err().to_string();
         assert!(error.contains("puzzles.csv, line 5: ") && parts.iter().all(|part| error.contains(part)), "{error}\n{parts:?}");
     }
-    let whole: [(&[u8], &str); 6] = [
+    let whole: [(&[u8], &str); 9] = [
         (b"", "line 1: the puzzle has 0 cells"),
         (b"\n", "line 1: the puzzle has 0 cells"),
         (b"puzzle,solution\n", "line 2: no puzzle"),
-        (b"quizzes,solutions\n", "line 1: the puzzle has 7 cells"),
+        (b"quizzes,solutions\n", "line 2: no puzzle"),
+        (b"sudokus,filled\n", "line 1: the puzzle has 7 cells"),
+        (b"Puzzle,\n", "line 1: no column of solutions (solution, "),
+        (b"id,answer\n", "line 1: no column of puzzles (puzzle, "),
         (b"\xff\xfe0000,0000", "line 1: the puzzle has 6 cells"),
         (b"123434122143432\xff,1234341221434321", "line 1: the puzzle has '\\xff' at row 4, column 4"),
     ];

@@ -74,7 +74,7 @@ fn packed_and_padded_rows_have_the_same_loss_and_runs_resume() {
     let mut lines = fs::read_to_string(&data).unwrap();
     lines.push_str("{\"q\": \"new?\", \"a\": \"new\"}\n");
     fs::write(&data, lines).unwrap();
-    resume(&whole, "--steps 7").fails(&["the data is not what checkpoint"]);
+    resume(&whole, "--steps 7").fails(&["is not that of checkpoint"]);
 }
 
 #[test]

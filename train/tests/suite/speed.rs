@@ -67,7 +67,7 @@ fn the_speed_of_a_record_is_that_of_its_own_steps() {
         let what = format!("log {}, evaluate {}, save {}", c.log_every, c.eval_every, c.save_every);
         for (step, per_second) in speeds(c) {
             // A step sleeps for 30 ms at least, and works through 3: on a busy machine it takes longer.
-            assert!((60.0..=100.0).contains(&per_second), "{what}: {per_second} after step {step}");
+            assert!((40.0..=100.0).contains(&per_second), "{what}: {per_second} after step {step}");
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use engine::philox::philox;
-use engine::{Cpu, Device};
+use engine::{Cpu, Data, Device};
 use image::{Rgb, RgbImage};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -319,7 +319,7 @@ fn what_does_not_fit_is_refused() {
     fs::remove_file(data.join("train/row/3.png")).unwrap();
     let ran = kiln(["eval", &run]).ok();
     assert!(ran.err.contains("the data has changed"), "{ran:#?}");
-    resume(&out, "--steps 61").fails(&["the data is not what checkpoint"]);
+    resume(&out, "--steps 61").fails(&["is not that of checkpoint"]);
     assert!(half_written(dir.path()).is_empty());
 }
 
@@ -330,4 +330,32 @@ fn tiny_begins_to_learn_drawn_pictures() {
     kiln(["train", "vision_bdh", "--steps", "400", "--out", &text(dir.path())]).ok();
     let last = by_step(dir.path()).into_values().next_back().unwrap();
     assert!(last["val_accuracy"].as_f64().unwrap() > 0.3, "{last}");
+}
+
+/// Evaluation sees pictures as they are, and drops nothing: whatever is drawn, it answers as a model without dropout does.
+#[test]
+fn evaluation_draws_nothing() {
+    let dir = tempdir().unwrap();
+    let path = format!("data.path={}", write_set(&dir.path().join("data")).display());
+    let answers = |dropout: &str, program: &str| {
+        let mut c = recipe::preset(recipe::find("vision_bdh").unwrap(), None).unwrap();
+        let sizes = ["image=16", "patch=4", "classes=4", "dim=16", "heads=2", "multiplier=4", "loops=2", "batch=16", "least_area=0.3"];
+        sizes.iter().chain([&dropout, &path.as_str()]).for_each(|s| c.set(s).unwrap());
+        let mut task = recipe::find("vision_bdh").unwrap().task(&c).unwrap();
+        let mut s = run::load(&*task, &c, &Device::cpu(Cpu::new(1))).unwrap();
+        task.begin(0).unwrap();
+        let (ids, targets): (Vec<i32>, Vec<i32>) = ((0..16).collect(), (0..16).map(|i| i % 4).collect());
+        let mut run = |rng: [i32; 4]| {
+            let numbers = [("weight", Data::F32(&[0.0625])), ("rate", Data::F32(&[0.0]))];
+            let feeds = [("ids", Data::I32(&ids)), ("targets", Data::I32(&targets)), ("rng", Data::I32(&rng)), numbers[0], numbers[1]];
+            s.run(program, &feeds).unwrap();
+            s.read(program, if program == "eval" { "logits" } else { "report" }).unwrap()
+        };
+        [run([1, 2, 3, 4]), run([5, 6, 7, 8])]
+    };
+    let [first, second] = answers("dropout=0.5", "eval");
+    assert_eq!(first, second);
+    assert_eq!(first, answers("dropout=0.0", "eval")[0]);
+    let [first, second] = answers("dropout=0.5", "train");
+    assert_ne!(first[0], second[0], "training does");
 }

@@ -7,4 +7,4 @@ mod program;
 mod tests;
 mod text;
 
-use super::program::{code, feed};
+use super::program::{codes, feed};

@@ -1,7 +1,7 @@
 //! A planned graph as a GPU would run it, on the CPU: kernels emulated, products made one number after another.
 
 use super::compile::{Kernels, Order};
-use super::{code, feed};
+use super::{codes, feed};
 use crate::cpu::{Buffer, Data, strided, widened};
 use crate::graph::{Graph, Kind, Value};
 use crate::kernel::{Act, Arch, At, Code, Gemm, Launch, Matrix, Place, Step};
@@ -29,7 +29,7 @@ impl Emulated {
     pub fn new(graph: Graph, switches: &Switches, arch: Arch) -> Result<Emulated, String> {
         let mut c = Compiled::new(graph, switches, Target::Cuda(arch)).map_err(|e| e.to_string())?;
         let mut gaps = c.plan.spread(GAP);
-        let codes = (0..c.graph.nodes.len()).map(|i| code(&c.graph, &c.plan.spots, i, arch)).collect();
+        let codes = codes(&c.graph, &c.plan.spots, arch).collect();
         // Sources lie behind the arena, with gaps of their own.
         let (mut at, mut sources) = (c.plan.arena().next_multiple_of(GAP), vec![]);
         for node in &c.graph.nodes {

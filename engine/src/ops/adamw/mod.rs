@@ -69,7 +69,7 @@ impl Op for GlobalNorm {
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
-        x.iter().map(|&v| dy[0].map(|d| v * (d / y[0]))).collect()
+        x.iter().map(|&v| dy[0].map(|d| v * crate::mutant!("global-norm-gradient-forgets-dy", d / y[0], y[0].rsqrt().square()))).collect()
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -144,7 +144,7 @@ impl Op for AdamW {
         if go == 0.0 {
             return;
         }
-        let correct = |beta: f32| (1.0 - (beta as f64).powf(count as f64)) as f32;
+        let correct = |beta: f32| crate::mutant!("adamw-without-bias-correction", (1.0 - (beta as f64).powf(count as f64)) as f32, 1.0);
         let (first, second) = (correct(self.beta1), correct(self.beta2).sqrt());
         for (i, out) in y.chunks_mut(3).enumerate() {
             let [p, m, v] = out else { unreachable!("three outputs for each parameter") };
@@ -159,7 +159,12 @@ impl Op for AdamW {
                             let g = g * scale;
                             *m += (g - *m) * (1.0 - self.beta1);
                             *v = *v * self.beta2 + g * g * (1.0 - self.beta2);
-                            *p = *p * keep - rate / first * *m / (v.sqrt() / second + self.eps);
+                            let root = crate::mutant!(
+                                "adamw-eps-inside-the-root",
+                                v.sqrt() / second + self.eps,
+                                (*v / (second * second) + self.eps).sqrt()
+                            );
+                            *p = *p * keep - rate / first * *m / root;
                         }
                     },
                 )
@@ -240,3 +245,38 @@ pub const CASES: &[Case] = &[
         vec![moved[0], moved[3 * 60], moved[3 * 119], moved[3 * 120], moved[3 * 129]]
     }),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::{Data, DataMut};
+
+    /// Kingma and Ba's algorithm with Loshchilov and Hutter's decay, in f64.
+    #[test]
+    fn three_steps_are_those_of_the_papers() {
+        let (beta1, beta2, eps, decay, rate, scale) = (0.9, 0.95, 1e-3, 0.1, 0.02, 0.5);
+        let op = AdamW { beta1: beta1 as f32, beta2: beta2 as f32, eps: eps as f32, decay: vec![decay as f32] };
+        let (mut p, mut m, mut v) = ([1.0f32, -2.0, 0.5], [0.0f32; 3], [0.0f32; 3]);
+        let (mut theta, mut first, mut second) = (p.map(f64::from), [0.0; 3], [0.0; 3]);
+        for (t, g) in [[0.3f32, -0.01, 0.002], [-0.1, -0.02, 0.0], [0.2, 0.03, 0.004]].into_iter().enumerate() {
+            let numbers = [rate as f32, scale as f32, t as f32 + 1.0, 1.0];
+            let one = |data| View { shape: &[1], strides: &[1], data: Data::F32(data) };
+            let three = |data| View { shape: &[3], strides: &[1], data: Data::F32(data) };
+            let mut x: Vec<View> = numbers.iter().map(|n| one(std::slice::from_ref(n))).collect();
+            x.extend([three(&[]), three(&g), three(&[]), three(&[])]);
+            let mut y = [&mut p, &mut m, &mut v].map(|data| ViewMut { shape: &[3], data: DataMut::F32(data) });
+            op.cpu(&x, &mut y, &mut []);
+            for i in 0..3 {
+                let g = g[i] as f64 * scale;
+                theta[i] -= rate * decay * theta[i];
+                first[i] = beta1 * first[i] + (1.0 - beta1) * g;
+                second[i] = beta2 * second[i] + (1.0 - beta2) * g * g;
+                let [m, v] = [first[i] / (1.0 - beta1.powi(t as i32 + 1)), second[i] / (1.0 - beta2.powi(t as i32 + 1))];
+                theta[i] -= rate * m / (v.sqrt() + eps);
+            }
+        }
+        for (ours, theirs) in [(p, theta), (m, first), (v, second)] {
+            assert!(ours.iter().zip(theirs).all(|(a, b)| (*a as f64 - b).abs() < 1e-6 * (1e-3 + b.abs())), "{ours:?} {theirs:?}");
+        }
+    }
+}

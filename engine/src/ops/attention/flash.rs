@@ -48,7 +48,7 @@ impl<'x> Sizes<'x> {
 
     /// How many keys query `t` sees.
     fn seen(&self, t: usize) -> usize {
-        if self.causal { t + 1 + self.keys - self.time } else { self.keys }
+        if self.causal { crate::mutant!("attention-hides-a-query-from-itself", t + 1, t) + self.keys - self.time } else { self.keys }
     }
 
     /// `until` of `count` keys from k0 on.
@@ -149,7 +149,7 @@ fn forward_block(
     let last = s.seen(t0 + n - 1);
     for k0 in (0..last).step_by(BLOCK) {
         let m = BLOCK.min(last - k0);
-        let limits = s.limits(b, k0, m);
+        let limits = crate::mutant!("attention-sees-other-documents", s.limits(b, k0, m), None);
         if none_from(limits, t0) {
             continue;
         }
@@ -324,6 +324,7 @@ fn backward_block(
         let square = |data| Mat { data, offset: 0, row: BLOCK, column: 1 };
         gemm(&mut dv[k0 * s.d..], s.d, Into::Add, m, n, s.d, square(&p).t(), s.query(dy, b, h, t0), 1.0, false);
         gemm(dq, s.d, Into::Add, n, m, s.d, square(&ds), s.key(k, b, kv, k0), scale, false);
-        gemm(&mut dk[k0 * s.d..], s.d, Into::Add, m, n, s.d, square(&ds).t(), s.query(q, b, h, t0), scale, false);
+        let by_key = crate::mutant!("attention-gradient-without-scale", scale, 1.0);
+        gemm(&mut dk[k0 * s.d..], s.d, Into::Add, m, n, s.d, square(&ds).t(), s.query(q, b, h, t0), by_key, false);
     }
 }

@@ -114,12 +114,15 @@ pub fn backward(io: &Io, causal: bool, scale: f32) -> Code {
     }
 }
 
+/// The longest head whose tiles the plain kernels' blocks have room for, in both directions. The pass declines longer ones.
+pub const LONGEST_HEAD: usize = 384;
+
 /// A thread of a plain kernel owns r x r scores. Returns r and bytes: the largest r whose `heads` tiles of 16 r rows [d] and
 /// `squares` tiles of scores fit into shared memory.
 fn plain_tile(d: usize, heads: usize, squares: usize) -> (usize, usize) {
     let bytes = |r: usize| 4 * 16 * r * (heads * (d.next_multiple_of(16) + 1) + squares * (16 * r + 1));
     let fits = [4, 2, 1].into_iter().find(|&r| bytes(r) <= Arch::LEAST_SHARED && r * d.div_ceil(16) <= 32);
-    let r = fits.unwrap_or_else(|| panic!("attention has no kernel for heads of {d}; the plain one takes up to 384"));
+    let r = fits.unwrap_or_else(|| panic!("attention has no kernel for heads of {d}; the plain one takes up to {LONGEST_HEAD}"));
     (r, bytes(r))
 }
 

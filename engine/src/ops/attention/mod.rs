@@ -13,7 +13,7 @@ pub(crate) mod kernels;
 pub(crate) mod wgmma;
 
 pub use flash::{FlashAttention, FlashAttentionGrad};
-pub use kernels::{Kind, kernel_for};
+pub use kernels::{Kind, LONGEST_HEAD, kernel_for};
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};

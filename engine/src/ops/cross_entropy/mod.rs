@@ -17,7 +17,8 @@ pub struct CrossEntropy;
 pub(super) fn row_loss(x: &[f32], target: i32) -> (f32, f32) {
     let m = max(x);
     let lse = m + sum(x, |v| exp(v - m)).ln();
-    (if target < 0 { 0.0 } else { lse - x[target as usize] }, lse)
+    let loss = if target < 0 { 0.0 } else { lse - x[target as usize] };
+    (crate::mutant!("cross-entropy-counts-ignored-targets", loss, lse - x[target.max(0) as usize]), lse)
 }
 
 /// x becomes the gradient of weight * loss.

@@ -152,8 +152,14 @@ pub const CASES: &[Case] = &[
         let r = (x[0] * 0.1).route(2);
         vec![r.weights, r.probabilities]
     }),
-    Case::new("route, 40 experts", &[In(&[3, 40], Fill::Spread)], |x| vec![(x[0] * 0.15).route(3).weights]),
+    Case::new("route, 40 experts", &[In(&[3, 40], Fill::Spread)], |x| vec![(x[0] * 0.15).route(3).weights])
+        .rounds(6.0, "logits of up to 13 are rounded before their exponentials are taken"),
     Case::new("route, all experts", &[In(&[4, 3], Fill::Spread)], |x| vec![(x[0] * 0.2).route(3).weights]),
+    // Whole numbers, so that many are equal: a GPU decides as the CPU does.
+    Case::new("route, ties", &[In(&[60, 5], Fill::Index(3)), In(&[60, 40], Fill::Index(4))], |x| {
+        let [a, b] = [0, 1].map(|i| x[i].cast(DType::F32).route(3));
+        vec![a.chosen.cast(DType::F32), a.weights, b.chosen.cast(DType::F32)]
+    }),
     Case::new("balance", &[In(&[30, 4], Fill::Spread)], |x| vec![(x[0] * 0.03).route(2).balance()]),
     Case::new("dispatch", &[In(&[700, 3], Fill::Index(5))], |x| {
         let r = x[0].dispatch(6);

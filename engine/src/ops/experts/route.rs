@@ -47,7 +47,10 @@ impl Op for Route {
                         p.iter_mut().for_each(|p| *p *= scale);
                         for j in 0..k {
                             let left = (0..experts as i32).filter(|e| !chosen[..j].contains(e));
-                            let larger = |a: i32, b: i32| if x[b as usize] > x[a as usize] { b } else { a };
+                            let larger = |a: i32, b: i32| {
+                                let (x, y) = (x[a as usize], x[b as usize]);
+                                if crate::mutant!("expert-of-a-tie-is-the-later", y > x, y >= x) { b } else { a }
+                            };
                             chosen[j] = left.reduce(larger).expect("there are k experts at least");
                             weights[j] = p[chosen[j] as usize];
                         }
@@ -149,4 +152,32 @@ fn launch(source: &str, entry: &'static str, tokens: usize, experts: usize, k: u
         .define("EACH", experts.div_ceil(lanes))
         .grid(tokens.div_ceil(THREADS / lanes), 1, 1)
         .block(THREADS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::{Data, DataMut};
+
+    fn chosen(logits: &[f32], k: usize) -> Vec<i32> {
+        let (shape, experts) = ([1, logits.len()], logits.len());
+        let view = View { shape: &shape, strides: &[experts, 1], data: Data::F32(logits) };
+        let (mut p, mut weights, mut chosen) = (vec![0.0; experts], vec![0.0; k], vec![0; k]);
+        let mut y = [
+            ViewMut { shape: &shape, data: DataMut::F32(&mut p) },
+            ViewMut { shape: &[1, k], data: DataMut::F32(&mut weights) },
+            ViewMut { shape: &[1, k], data: DataMut::I32(&mut chosen) },
+        ];
+        Route { k }.cpu(&[view], &mut y, &mut []);
+        chosen
+    }
+
+    /// As reference/hrm.py sorts them: stably, from the largest down.
+    #[test]
+    fn of_equal_experts_the_earlier_are_chosen_first() {
+        assert_eq!(chosen(&[1.0; 4], 2), [0, 1]);
+        assert_eq!(chosen(&[0.0, 2.0, 1.0, 2.0, 2.0], 4), [1, 3, 4, 2]);
+        assert_eq!(chosen(&[-0.0, 0.0], 1), [0]);
+        assert_eq!(chosen(&[3.0; 70], 3), [0, 1, 2]);
+    }
 }

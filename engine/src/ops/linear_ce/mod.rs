@@ -102,7 +102,8 @@ impl Op for ChunkedLinearCrossEntropy {
         let chunk = self.chunk.min(rows);
         let (logits, rest) = work.split_at_mut((chunk * classes).next_multiple_of(16));
         let (losses, picked) = rest.split_at_mut(chunk.next_multiple_of(16));
-        let order: Vec<usize> = (0..rows).filter(|&r| !self.skip || targets[r] >= 0).collect();
+        let order: Vec<usize> =
+            (0..rows).filter(|&r| !self.skip || targets[r] >= crate::mutant!("linear-ce-leaves-out-class-0", 0, 1)).collect();
         let all = order.len() == rows;
         let at_w = 1 + self.grad_h as usize;
         if !all && self.grad_h {

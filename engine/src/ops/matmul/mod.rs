@@ -83,7 +83,7 @@ impl Op for Matmul {
             out.par_chunks_mut(m * n).enumerate().for_each(|(i, o)| product(i, o, false));
         }
         if self.bias || self.act.is_some() {
-            let bias = if self.bias { x[x.len() - 1].f32() } else { &[] };
+            let bias = if crate::mutant!("matmul-forgets-its-bias", self.bias, false) { x[x.len() - 1].f32() } else { &[] };
             out.par_chunks_mut(n).for_each(|row| {
                 row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
                 match self.act {

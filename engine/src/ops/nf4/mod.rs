@@ -107,7 +107,8 @@ fn widen(codes: &[u8], scales: &[u8], largest: &[f32], mean: f32, to: &mut [f32]
         let scale = BYTES[scales[b] as usize] * largest[b / SCALES] + mean;
         for (i, w) in to.iter_mut().enumerate() {
             let two = codes[b * (BLOCK / 2) + i / 2];
-            *w = LEVELS[(if i % 2 == 0 { two >> 4 } else { two & 15 }) as usize] * scale;
+            let code = (if i % 2 == 0 { two >> 4 } else { two & 15 }) as usize;
+            *w = LEVELS[crate::mutant!("nf4-codes-shifted", code, (code + 1) % 16)] * scale;
         }
     });
 }

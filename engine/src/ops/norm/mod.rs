@@ -75,7 +75,8 @@ impl Op for RmsNorm {
             #[inline(always)]
             |row, y, rstd| {
                 let x = &data[row * d..][..d];
-                let r = 1.0 / (sum(x, |v| v * v) / d as f32 + self.eps).sqrt();
+                let mean = sum(x, |v| v * v) / d as f32;
+                let r = 1.0 / crate::mutant!("rms-norm-eps-outside-the-root", (mean + self.eps).sqrt(), mean.sqrt() + self.eps);
                 *rstd = r;
                 match weight {
                     Some(w) => y.iter_mut().zip(x).zip(w).for_each(|((y, &x), &w)| *y = x * r * w),
@@ -279,7 +280,8 @@ impl Op for LayerNormGrad {
                     for (r, dx) in dx.chunks_mut(d).enumerate() {
                         let row = task * ROWS + r;
                         let (y, dy) = (&y[row * d..][..d], &dy[row * d..][..d]);
-                        let (mean, along) = (sum(dy, |v| v) / d as f32, dot(dy, y) / d as f32);
+                        let mean = crate::mutant!("layer-norm-gradient-without-mean", sum(dy, |v| v) / d as f32, 0.0);
+                        let along = dot(dy, y) / d as f32;
                         for i in 0..d {
                             dx[i] = rstd[row] * (dy[i] - mean - y[i] * along);
                         }

@@ -9,10 +9,11 @@ use crate::philox::fill_uniform;
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// A random square of at least `least` of the area, resized to the whole (bilinear), and mirrored every other time.
+/// A random square of at least `least` of the area, resized to the whole (bilinear), and with `mirror` mirrored every other time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Augment {
     pub least: f32,
+    pub mirror: bool,
     /// The place in the recording that draws.
     pub site: u32,
 }
@@ -30,7 +31,7 @@ fn square(a: Augment, rng: &[i32], item: usize, side: usize) -> (f32, f32, f32, 
     fill_uniform(rng, a.site, 4 * item, &mut u);
     let length = side as f32 * (a.least + (1.0 - a.least) * u[0]).sqrt();
     let room = side as f32 - length;
-    (room * u[1], room * u[2], length / side as f32, u[3] < 0.5)
+    (room * u[1], room * u[2], length / side as f32, a.mirror && u[3] < 0.5)
 }
 
 /// The two neighbours of a place between pixels, and the share of the second.
@@ -86,6 +87,7 @@ impl Op for Pictures {
             .define("PICTURES", io.x[0].shape[0])
             .define("N", format!("{}ull", io.y[0].elements()))
             .define("AUGMENT", self.augment.is_some() as u8)
+            .define("MIRROR", self.augment.is_some_and(|a| a.mirror) as u8)
             .define("RNG", if self.augment.is_some() { "const int *rng," } else { "" })
             .define("SITE", format!("{}u", self.augment.map_or(0, |a| a.site)))
             .define_f32("LEAST", self.augment.map_or(1.0, |a| a.least));
@@ -109,11 +111,12 @@ impl<'g> Var<'g> {
         self.recorder().op1(Pictures { augment: None }, &[self, index])
     }
 
-    /// The same, each cut to a random square of at least `least` of its area and mirrored every other time.
+    /// The same, each cut to a random square of at least `least` of its area and, with `mirror`, mirrored every other time. The cuts are the same
+    /// with and without it.
     #[track_caller]
-    pub fn augmented_pictures(self, index: Var<'g>, rng: Var<'g>, least: f32) -> Var<'g> {
+    pub fn augmented_pictures(self, index: Var<'g>, rng: Var<'g>, least: f32, mirror: bool) -> Var<'g> {
         let site = self.recorder().new_site();
-        self.recorder().op1(Pictures { augment: Some(Augment { least, site }) }, &[self, index, rng])
+        self.recorder().op1(Pictures { augment: Some(Augment { least, mirror, site }) }, &[self, index, rng])
     }
 }
 
@@ -122,10 +125,13 @@ pub const CASES: &[Case] = &[
         vec![x[0].pictures(x[1]) * x[2]]
     }),
     Case::new("augmented", &[In(&[7, 3, 9, 9], Fill::Byte), In(&[11], Fill::Index(7)), In(&[4], Fill::Rng), In(&[1], Fill::Normal)], |x| {
-        vec![x[0].augmented_pictures(x[1], x[2], 0.5) * x[3]]
+        vec![x[0].augmented_pictures(x[1], x[2], 0.5, true) * x[3]]
+    }),
+    Case::new("cut alone", &[In(&[7, 3, 9, 9], Fill::Byte), In(&[11], Fill::Index(7)), In(&[4], Fill::Rng), In(&[1], Fill::Normal)], |x| {
+        vec![x[0].augmented_pictures(x[1], x[2], 0.5, false) * x[3]]
     }),
     Case::new("cifar", &[In(&[4096, 3, 32, 32], Fill::Byte), In(&[1024], Fill::Index(4096)), In(&[4], Fill::Rng)], |x| {
-        vec![x[0].augmented_pictures(x[1], x[2], 0.8)]
+        vec![x[0].augmented_pictures(x[1], x[2], 0.8, true)]
     })
     .bench(),
 ];

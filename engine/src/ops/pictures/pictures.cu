@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(256) pictures(const unsigned char *
 #if AUGMENT
     float length = SIDE * sqrtf(LEAST + (1.0f - LEAST) * random_uniform(rng, SITE, 4 * item));
     float room = SIDE - length, step = length / SIDE;
-    if (random_uniform(rng, SITE, 4 * item + 3) < 0.5f) column = SIDE - 1 - column;
+    if (MIRROR && random_uniform(rng, SITE, 4 * item + 3) < 0.5f) column = SIDE - 1 - column;
     float ax = place(room * random_uniform(rng, SITE, 4 * item + 1), column, step);
     float ay = place(room * random_uniform(rng, SITE, 4 * item + 2), row, step);
     int x0 = (int)ax, y0 = (int)ay, x1 = min(x0 + 1, SIDE - 1), y1 = min(y0 + 1, SIDE - 1);

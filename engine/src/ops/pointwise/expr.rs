@@ -185,7 +185,7 @@ impl Expr {
     /// 0 with chance `p`, else a / (1 - p).
     pub fn dropout(&mut self, a: Reg, p: f32, site: u32, rng: usize) -> Reg {
         let (u, chance, zero) = (self.push(Ins::Random { site, rng }), self.c(p), self.c(0.0));
-        let (gone, kept) = (self.bin(Bin::Lt, u, chance), self.scale(a, 1.0 / (1.0 - p)));
+        let (gone, kept) = (self.bin(Bin::Lt, u, chance), self.scale(a, crate::mutant!("dropout-not-scaled", 1.0 / (1.0 - p), 1.0)));
         self.select(gone, zero, kept)
     }
 

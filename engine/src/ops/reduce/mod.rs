@@ -90,7 +90,8 @@ impl Op for Reduce {
         });
         for (out, part) in y.chunks_mut(inner).zip(partial.chunks(blocks * inner)) {
             out.copy_from_slice(&part[..inner]);
-            for p in part[inner..].chunks(inner) {
+            let rest = crate::mutant!("reduce-leaves-out-the-last-block", inner..blocks * inner, inner..(blocks - 1).max(1) * inner);
+            for p in part[rest].chunks(inner) {
                 for (a, &b) in out.iter_mut().zip(p) {
                     *a = match how {
                         Reduction::Sum => *a + b,
@@ -121,7 +122,7 @@ impl Op for Reduce {
             // Shared evenly by all that reach the maximum.
             Reduction::Max => vec![dy[0].map(|d| {
                 let highest = pointwise(&[x[0], y[0]], |e, r| e.bin(Bin::Eq, r[0], r[1]));
-                highest * (d / highest.sum_axis(self.axis))
+                highest * crate::mutant!("maximum-gradient-not-shared", d / highest.sum_axis(self.axis), d)
             })],
         }
     }

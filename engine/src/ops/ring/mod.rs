@@ -28,7 +28,7 @@ impl Op for RingWrite {
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         let (slots, d, first) = (y[0].dim(1), y[0].dim(0), x[1].i32()[0] as usize);
         for (i, row) in x[2].f32().chunks(d).enumerate() {
-            y[0].f32()[(first + i) % slots * d..][..d].copy_from_slice(row);
+            y[0].f32()[(crate::mutant!("ring-writes-one-slot-late", first, first + 1) + i) % slots * d..][..d].copy_from_slice(row);
         }
     }
 

@@ -65,7 +65,7 @@ impl Op for Rope {
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         let (heads, d) = (x[0].dim(1), x[0].dim(0));
         let (data, cos, sin) = (x[0].f32(), x[1].f32(), x[2].f32());
-        let sign = if self.inverse { -1.0 } else { 1.0 };
+        let sign = if crate::mutant!("rope-gradient-turns-the-same-way", self.inverse, false) { -1.0 } else { 1.0 };
         let stride = block_stride(x[0].shape, x[0].strides, 2).expect("blocks evenly apart");
         const PLACES: usize = 32;
         y[0].f32().par_chunks_mut(PLACES * heads * d).enumerate().for_each(|(task, out)| {
@@ -140,8 +140,10 @@ impl Recorder {
     /// The same for frequencies of one's own: angle = t * frequency.
     pub fn rope_tables_of(&self, time: usize, frequencies: &[f32]) -> (Var<'_>, Var<'_>) {
         let half = frequencies.len();
-        let table = |f: fn(f32) -> f32| (0..time * half).map(|k| f((k / half) as f32 * frequencies[k % half])).collect();
-        (self.constant(&[time, half], table(f32::cos)), self.constant(&[time, half], table(f32::sin)))
+        let table = |f: fn(f32) -> f32| {
+            self.table(&[time, half], || (0..time * half).map(|k| f((k / half) as f32 * frequencies[k % half])).collect())
+        };
+        (table(f32::cos), table(f32::sin))
     }
 }
 

@@ -57,7 +57,7 @@ impl Nucleus {
     }
 
     fn inverse(&self) -> f32 {
-        if self.temperature > 0.0 { 1.0 / self.temperature } else { 0.0 }
+        if self.temperature > 0.0 { 1.0 / crate::mutant!("temperature-ignored", self.temperature, 1.0) } else { 0.0 }
     }
 
     /// In units of 2^-32.
@@ -94,7 +94,8 @@ impl Nucleus {
         let mut sum = 0;
         places.into_iter().find_map(|last| {
             sum += mass(f32::from_bits((last >> 32) as u32));
-            (sum >= limit).then_some(Kept { last, mass: sum })
+            let reached = crate::mutant!("top-p-keeps-one-more", sum, sum - mass(f32::from_bits((last >> 32) as u32)));
+            (reached >= limit).then_some(Kept { last, mass: sum })
         })
     }
 

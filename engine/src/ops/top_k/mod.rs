@@ -31,7 +31,9 @@ impl Op for TopK {
             let key = |i: i32| x[i as usize] + 0.0;
             let mut order: Vec<i32> = (0..n as i32).collect();
             if self.k < n {
-                order.select_nth_unstable_by(self.k - 1, |&a, &b| key(b).total_cmp(&key(a)).then(a.cmp(&b)));
+                order.select_nth_unstable_by(self.k - 1, |&a, &b| {
+                    key(b).total_cmp(&key(a)).then(crate::mutant!("top-k-of-a-tie-is-the-later", a.cmp(&b), b.cmp(&a)))
+                });
             }
             order[..self.k].sort();
             out.copy_from_slice(&order[..self.k]);
@@ -73,6 +75,8 @@ impl<'g> Var<'g> {
 
 pub const CASES: &[Case] = &[
     Case::new("gathered by", &[In(&[2, 13], Fill::Distinct), In(&[13, 3], Fill::Normal)], |x| vec![x[1].gather_rows(x[0].top_k(5))]),
+    // Whole numbers, so that many are equal: a GPU decides as the CPU does.
+    Case::new("ties", &[In(&[7, 70], Fill::Index(5))], |x| vec![x[0].cast(DType::F32).top_k(20).cast(DType::F32)]),
     Case::new("routing", &[In(&[64, 1024], Fill::Frozen)], |x| vec![x[0].top_k(512).cast(DType::F32)]).bench(),
 ];
 

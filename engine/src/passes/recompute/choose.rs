@@ -112,12 +112,12 @@ impl<'a> Choice<'a> {
 
     /// A backward node of arithmetic that reads all that this arithmetic does.
     fn beside(&self, v: Value) -> Option<usize> {
-        super::side::beside(self.g, &self.readers, self.forward, v)
+        super::side::beside(self.g, &self.readers, self.forward, v).next()
     }
 
     /// The gradient of the norm whose result this is, which can give it too.
     fn gradient(&self, v: Value) -> Option<usize> {
-        super::side::gradient(self.g, &self.readers, v)
+        super::side::gradient(self.g, &self.readers, v).next()
     }
 
     fn kept(&self, v: Value) -> bool {

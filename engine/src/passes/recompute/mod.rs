@@ -63,11 +63,11 @@ impl Pass for Recompute {
             _ => choose::inside_blocks(g),
         };
         let given = side::arrange(g, &mut again);
-        let old = g.clone();
+        let old = std::mem::take(g);
         let forward = forward(&old);
         let mut copies = Copies { old: &old, again: &again, given: &given, made: HashMap::new(), values: vec![], flops: 0 };
         let mut total = 0;
-        g.rewrite(|recorder, i, node, inputs| {
+        *g = old.rewritten(|recorder, i, node, inputs| {
             let mut ready: Vec<Var> = inputs.to_vec();
             if let Kind::Op(op) = &node.kind {
                 total += op.cost(&old.inputs(i)).flops;

@@ -13,13 +13,13 @@ use std::sync::Arc;
 /// Nodes that wait for another keep at most this share of what is saved alive for longer.
 const SHARE: usize = 4;
 
-/// A backward node of arithmetic that reads all that the forward arithmetic of `v` does, and has its shape.
-pub fn beside(g: &Graph, readers: &[Vec<usize>], forward: usize, v: Value) -> Option<usize> {
+/// Backward nodes of arithmetic that read all that the forward arithmetic of `v` does, and have its shape.
+pub fn beside<'a>(g: &'a Graph, readers: &'a [Vec<usize>], forward: usize, v: Value) -> impl Iterator<Item = usize> + 'a {
     let n = &g.nodes[v.node];
-    if n.op::<Pointwise>().is_none() || n.is_cast() || n.inputs.is_empty() {
-        return None;
-    }
-    let reads_all = |&&m: &&usize| {
+    let arithmetic = n.op::<Pointwise>().is_some() && !n.is_cast();
+    // Whoever reads all of its inputs reads the one that is read least.
+    let least = n.inputs.iter().map(|v| &readers[v.node]).min_by_key(|r| r.len()).filter(|_| arithmetic);
+    let reads_all = move |&m: &usize| {
         let other = &g.nodes[m];
         other.backward
             && m > forward
@@ -27,17 +27,14 @@ pub fn beside(g: &Graph, readers: &[Vec<usize>], forward: usize, v: Value) -> Op
             && other.outputs[0].shape == n.outputs[0].shape
             && n.inputs.iter().all(|w| other.inputs.contains(w))
     };
-    readers[n.inputs[0].node].iter().find(reads_all).copied()
+    least.into_iter().flatten().copied().filter(reads_all)
 }
 
-/// The gradient of the norm whose result `v` is: it reads what was normed, and can give the result again.
-pub fn gradient(g: &Graph, readers: &[Vec<usize>], v: Value) -> Option<usize> {
-    if !is_norm(g, v) {
-        return None;
-    }
+/// Gradients of the norm whose result `v` is: they read what was normed, and can give the result again.
+pub fn gradient<'a>(g: &'a Graph, readers: &'a [Vec<usize>], v: Value) -> impl Iterator<Item = usize> + 'a {
     let rstd = Value { node: v.node, out: 1 };
     let normed = if g.nodes[v.node].op::<RmsNorm>().is_some() { g.nodes[v.node].inputs[0] } else { Value { node: v.node, out: 2 } };
-    let of_it = |&&m: &&usize| {
+    let of_it = move |&m: &usize| {
         let n = &g.nodes[m];
         let weight = |at: usize| n.inputs.get(at) == g.nodes[v.node].inputs.last();
         match (n.op::<RmsNormGrad>(), n.op::<AddRmsNormGrad>()) {
@@ -46,95 +43,110 @@ pub fn gradient(g: &Graph, readers: &[Vec<usize>], v: Value) -> Option<usize> {
             _ => false,
         }
     };
-    readers[v.node].iter().find(of_it).copied()
+    let all = if is_norm(g, v) { &readers[v.node][..] } else { &[] };
+    all.iter().copied().filter(of_it)
 }
 
 /// Moves what reads these values again behind the nodes that can make them on the side, and lets gradients of norms give what they normed:
 /// value -> the gradient's output.
 pub fn arrange(g: &mut Graph, again: &mut HashSet<Value>) -> HashMap<Value, Value> {
+    let mut order = Order::new(g, again);
     let mut given: HashMap<Value, Value> = HashMap::new();
     let mut left: Vec<Value> = again.iter().copied().collect();
     left.sort();
     while let Some(v) = left.pop() {
-        let (readers, forward) = (g.readers(), forward(g));
         let norm = is_norm(g, v);
         // Arithmetic is joined where the other could begin.
-        let begin = |m: usize| g.nodes[m].inputs.iter().map(|v| v.node).max().unwrap_or(m);
-        let by = if norm { gradient(g, &readers, v) } else { beside(g, &readers, forward, v).map(begin) };
-        let moved = by.and_then(|m| behind(g, m, &users(g, again, v), g.meta(v).bytes() / SHARE));
-        match moved {
-            Some(Moved { order, node }) => {
-                let place = places(&order);
-                let at = |v: Value| Value { node: place[v.node], ..v };
-                g.reorder(&order);
-                *again = again.iter().map(|&v| at(v)).collect();
-                left.iter_mut().for_each(|v| *v = at(*v));
-                given = given.into_iter().map(|(v, by)| (at(v), at(by))).collect();
-                if norm {
-                    given.insert(at(v), give(g, node, at(v)));
-                }
-            }
+        let begin = |m: usize| g.nodes[m].inputs.iter().map(|v| v.node).max_by_key(|&n| order.place[n]).unwrap_or(m);
+        let by = match norm {
+            true => gradient(g, &order.readers, v).min_by_key(|&m| order.place[m]),
+            false => beside(g, &order.readers, order.forward, v).min_by_key(|&m| order.place[m]).map(begin),
+        };
+        match by.filter(|&m| order.put_behind(g, m, &order.users(again, v), g.meta(v).bytes() / SHARE)) {
+            Some(m) if norm => drop(given.insert(v, give(g, m, v))),
+            Some(_) => {}
             // A norm that adds first cannot be made again from what is kept.
-            None if norm && g.nodes[v.node].op::<RmsNorm>().is_none() => {
-                again.remove(&v);
-            }
+            None if norm && g.nodes[v.node].op::<RmsNorm>().is_none() => drop(again.remove(&v)),
             None => {}
         }
     }
-    given
+    g.reorder(&order.nodes);
+    let at = |v: Value| Value { node: order.place[v.node], ..v };
+    *again = again.iter().map(|&v| at(v)).collect();
+    given.into_iter().map(|(v, by)| (at(v), at(by))).collect()
 }
 
-/// Backward nodes that read `v`, or what is made again from it.
-fn users(g: &Graph, again: &HashSet<Value>, v: Value) -> Vec<usize> {
-    let (wanted, roots) = (wanted(g), view_roots(g));
-    let (mut left, mut users) = (vec![v], vec![]);
-    while let Some(v) = left.pop() {
-        users.extend(wanted.get(&v).into_iter().flatten());
-        let reads = |w: &&Value| g.nodes[w.node].inputs.iter().any(|x| roots[x.node].unwrap_or(*x) == v);
-        left.extend(again.iter().filter(reads));
-    }
-    users
+/// The order in which nodes are to run. The graph itself stays as it is until all have moved: what is known about it stays true, and a
+/// move costs as much as lies between its two places.
+struct Order {
+    /// Position -> node, and node -> position.
+    nodes: Vec<usize>,
+    place: Vec<usize>,
+    readers: Vec<Vec<usize>>,
+    forward: usize,
+    roots: Vec<Option<Value>>,
+    wanted: HashMap<Value, Vec<usize>>,
+    /// Value -> what is made again from it.
+    makes: HashMap<Value, Vec<Value>>,
+    /// Value -> the nodes that read it, views seen through.
+    read_by: HashMap<Value, Vec<usize>>,
 }
 
-struct Moved {
-    order: Vec<usize>,
-    /// Where the node is now.
-    node: usize,
-}
+impl Order {
+    fn new(g: &Graph, again: &HashSet<Value>) -> Order {
+        let roots = view_roots(g);
+        let root = |v: &Value| roots[v.node].unwrap_or(*v);
+        let mut makes: HashMap<Value, Vec<Value>> = HashMap::new();
+        for &w in again {
+            g.nodes[w.node].inputs.iter().for_each(|v| makes.entry(root(v)).or_default().push(w));
+        }
+        let mut read_by: HashMap<Value, Vec<usize>> = HashMap::new();
+        for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_view()) {
+            node.inputs.iter().for_each(|v| read_by.entry(root(v)).or_default().push(i));
+        }
+        let all: Vec<usize> = (0..g.nodes.len()).collect();
+        Order { nodes: all.clone(), place: all, readers: g.readers(), forward: forward(g), wanted: wanted(g), roots, makes, read_by }
+    }
 
-/// The order in which `users`, and what depends on them, run right behind node `m`. None where it depends on them, or where they would keep
-/// more than `most` bytes alive until then.
-fn behind(g: &Graph, m: usize, users: &[usize], most: usize) -> Option<Moved> {
-    let mut late = vec![false; g.nodes.len()];
-    users.iter().filter(|&&u| u < m).for_each(|&u| late[u] = true);
-    for i in 0..=m {
-        late[i] = late[i] || g.nodes[i].inputs.iter().any(|v| late[v.node]);
+    /// Backward nodes that read `v`, or what is made again from it.
+    fn users(&self, again: &HashSet<Value>, v: Value) -> Vec<usize> {
+        let (mut left, mut seen, mut users) = (vec![v], HashSet::from([v]), vec![]);
+        while let Some(v) = left.pop() {
+            users.extend(self.wanted.get(&v).into_iter().flatten());
+            let made = self.makes.get(&v).into_iter().flatten();
+            left.extend(made.filter(|w| again.contains(w) && seen.insert(**w)));
+        }
+        users
     }
-    if late[m] {
-        return None;
-    }
-    let (roots, mut last) = (view_roots(g), HashMap::new());
-    for (i, node) in g.nodes.iter().enumerate().filter(|(i, n)| !late[*i] && !n.is_view()) {
-        node.inputs.iter().for_each(|v| {
-            last.insert(roots[v.node].unwrap_or(*v), i);
-        });
-    }
-    let held =
-        |i: usize| g.nodes[i].inputs.iter().map(|v| roots[v.node].unwrap_or(*v)).filter(|v| g.nodes[v.node].backward && !late[v.node]);
-    let held: HashSet<Value> = (0..m).filter(|&i| late[i]).flat_map(held).filter(|v| last.get(v).is_none_or(|&l| l < m)).collect();
-    if held.iter().map(|v| g.meta(*v).bytes()).sum::<usize>() > most {
-        return None;
-    }
-    let mut order: Vec<usize> = (0..g.nodes.len()).collect();
-    order.sort_by_key(|&i| if late[i] { (m, 1, i) } else { (i, 0, i) });
-    let node = order.iter().position(|&i| i == m).expect("every node is there");
-    Some(Moved { order, node })
-}
 
-fn places(order: &[usize]) -> Vec<usize> {
-    let mut place = vec![0; order.len()];
-    order.iter().enumerate().for_each(|(new, &old)| place[old] = new);
-    place
+    /// Lets `users`, and what depends on them, run right behind node `m`. False where that depends on them, or where they would keep more
+    /// than `most` bytes alive until then.
+    fn put_behind(&mut self, g: &Graph, m: usize, users: &[usize], most: usize) -> bool {
+        let end = self.place[m];
+        let mut late: HashSet<usize> = users.iter().copied().filter(|&u| self.place[u] < end).collect();
+        let Some(start) = late.iter().map(|&u| self.place[u]).min() else { return true };
+        for &i in &self.nodes[start..=end] {
+            if g.nodes[i].inputs.iter().any(|v| late.contains(&v.node)) {
+                late.insert(i);
+            }
+        }
+        if late.contains(&m) {
+            return false;
+        }
+        let read = |i: &usize| g.nodes[*i].inputs.iter().map(|v| self.roots[v.node].unwrap_or(*v));
+        let later = |v: &Value| self.read_by.get(v).into_iter().flatten().any(|&r| self.place[r] >= end);
+        let held = late.iter().flat_map(read).filter(|v| g.nodes[v.node].backward && !late.contains(&v.node) && !later(v));
+        let held: HashSet<Value> = held.collect();
+        if held.iter().map(|v| g.meta(*v).bytes()).sum::<usize>() > most {
+            return false;
+        }
+        let (moved, stay): (Vec<usize>, Vec<usize>) = self.nodes[start..=end].iter().partition(|i| late.contains(i));
+        for (k, i) in stay.into_iter().chain(moved).enumerate() {
+            self.nodes[start + k] = i;
+            self.place[i] = start + k;
+        }
+        true
+    }
 }
 
 /// Makes the gradient `m` of a norm give the norm's result `v`, too.

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::{CHANNELS, ImageSet, SIZE};
 use crate::data::DataError;
+use crate::input;
 
 const PICTURE: usize = CHANNELS * SIZE * SIZE;
 
@@ -64,7 +65,7 @@ impl Cifar {
                 known => Ok(known.iter().map(|name| name.to_string()).collect()),
             };
         }
-        let text = std::fs::read_to_string(&path).map_err(DataError::io("read", &path))?;
+        let text = input::read_to_string(&path).map_err(DataError::io("read", &path))?;
         let names: Vec<String> = text.lines().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect();
         let expected = usize::from(self.labels[self.labels.len() - 1]);
         if names.len() != expected {
@@ -83,7 +84,7 @@ impl Cifar {
             if !path.exists() {
                 return Err(self.missing(&path));
             }
-            let bytes = std::fs::read(&path).map_err(DataError::io("read", &path))?;
+            let bytes = input::read(&path).map_err(DataError::io("read", &path))?;
             if bytes.is_empty() || bytes.len() % record != 0 {
                 return Err(DataError::Records { path, bytes: bytes.len(), record });
             }

@@ -6,10 +6,11 @@ use image::imageops::{FilterType, crop_imm, resize};
 use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
 
 use crate::data::DataError;
+use crate::input;
 
 /// The middle of a picture file as `out`, [3, size, size].
 pub fn read(path: &Path, size: usize, out: &mut [u8]) -> Result<(), DataError> {
-    let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
+    let bytes = input::read(path).map_err(DataError::io("read", path))?;
     let unreadable = |reason: String| DataError::Picture { path: path.into(), reason };
     let reader = ImageReader::new(std::io::Cursor::new(&bytes)).with_guessed_format().map_err(DataError::io("read", path))?;
     // A camera that was held upright says so beside the pixels, which lie on their side.

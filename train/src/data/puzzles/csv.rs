@@ -1,4 +1,6 @@
-//! Sudokus from a file. A line is `puzzle,solution`, their cells row by row, 0 or . where the puzzle is blank; a header is optional.
+//! Sudokus from a file of comma-separated values: a puzzle and its solution on each line, their cells row by row, 0 or . where the puzzle is blank.
+//! Which columns those are, the first line says (`puzzle,solution`; `quizzes,solutions`; `source,question,answer,rating`), or they are the first two that
+//! look like grids. A comma may stand behind the last one.
 
 use std::path::Path;
 
@@ -6,40 +8,103 @@ use rayon::prelude::*;
 
 use super::sudoku::tokens;
 use super::{DataError, Pair, PuzzleSet, Size, Task, solve};
+use crate::input;
+
+/// What columns are called.
+const PUZZLES: [&str; 6] = ["puzzle", "puzzles", "quiz", "quizzes", "question", "questions"];
+const SOLUTIONS: [&str; 4] = ["solution", "solutions", "answer", "answers"];
 
 /// All puzzles of a file, each of which fits its solution; and no other one, if `unique`.
 pub fn read_csv(path: &Path, unique: bool) -> Result<PuzzleSet, DataError> {
-    let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
+    let bytes = input::read(path).map_err(DataError::io("read", path))?;
     // Spreadsheets put a mark of UTF-8 before the first line.
     let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     let lines = text.strip_suffix(b"\n").unwrap_or(text).split(|&byte| byte == b'\n');
     let mut lines: Vec<(u64, &[u8])> = (1..).zip(lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line))).collect();
-    if lines[0].1 == b"puzzle,solution" {
+    let error = |line, problem| DataError::Line { path: path.to_owned(), line, problem };
+    let (columns, header) = Columns::find(lines[0].1, lines.get(1).map(|line| line.1)).map_err(|problem| error(1, problem))?;
+    if header {
         lines.remove(0);
     }
-    let error = |line, problem| DataError::Line { path: path.to_owned(), line, problem };
     let Some(&(number, first)) = lines.first() else {
         return Err(error(2, "no puzzle follows the header".into()));
     };
-    let size = size(first).map_err(|problem| error(number, problem))?;
-    let pairs: Vec<_> =
-        lines.par_iter().map(|&(number, line)| pair(size, line, unique).map_err(|problem| error(number, problem))).collect();
+    let size = size(columns.puzzle(first)).map_err(|problem| error(number, problem))?;
+    let read = |&(number, line): &(u64, &[u8])| pair(size, columns, line, unique).map_err(|problem| error(number, problem));
+    let pairs: Vec<_> = lines.par_iter().map(read).collect();
     // In the order of lines: the first damage is reported.
     Ok(PuzzleSet::new(Task::Sudoku(size), pairs.into_iter().collect::<Result<_, _>>()?))
 }
 
-fn size(line: &[u8]) -> Result<Size, String> {
-    let cells = line.iter().position(|&byte| byte == b',').unwrap_or(line.len());
-    let known = Size::ALL.into_iter().find(|size| size.cells() == cells);
-    known.ok_or_else(|| format!("the puzzle has {cells} cells; 4x4 has 16 and 9x9 has 81 (lines are `puzzle,solution`)"))
+/// Where on a line the two are, of how many.
+#[derive(Clone, Copy)]
+struct Columns {
+    puzzle: usize,
+    solution: usize,
+    count: usize,
+}
+
+impl Columns {
+    /// From a file's first lines; and whether the first is a header.
+    fn find(first: &[u8], second: Option<&[u8]>) -> Result<(Columns, bool), String> {
+        let heads: Vec<String> = fields(first).iter().map(|f| String::from_utf8_lossy(f).trim().to_ascii_lowercase()).collect();
+        let named = |names: &[&str]| heads.iter().position(|head| names.contains(&head.as_str()));
+        let count = |line: &[u8]| fields(line).len() - usize::from(fields(line).len() > 2 && line.ends_with(b","));
+        match (named(&PUZZLES), named(&SOLUTIONS)) {
+            (Some(puzzle), Some(solution)) => return Ok((Columns { puzzle, solution, count: count(first) }, true)),
+            (Some(_), None) => return Err(format!("no column of solutions ({})", SOLUTIONS.join(", "))),
+            (None, Some(_)) => return Err(format!("no column of puzzles ({})", PUZZLES.join(", "))),
+            (None, None) => {}
+        }
+        let grids = |line: &[u8]| {
+            let places: Vec<usize> = fields(line).iter().enumerate().filter(|(_, field)| is_grid(field)).map(|(i, _)| i).collect();
+            let &[puzzle, solution, ..] = &places[..] else { return None };
+            Some(Columns { puzzle, solution, count: count(line) })
+        };
+        // Names that are not known, above columns that are.
+        let below = second.filter(|_| !fields(first).iter().any(|field| is_grid(field))).and_then(grids);
+        Ok(match (grids(first), below) {
+            (Some(columns), _) => (columns, false),
+            (None, Some(columns)) => (columns, true),
+            (None, None) => (Columns { puzzle: 0, solution: 1, count: 2 }, false),
+        })
+    }
+
+    /// The puzzle of a line, or what stands in its place.
+    fn puzzle<'a>(&self, line: &'a [u8]) -> &'a [u8] {
+        fields(line).get(self.puzzle).copied().unwrap_or_default()
+    }
+}
+
+/// What lies between commas; not between those inside quotes, which are taken off.
+fn fields(line: &[u8]) -> Vec<&[u8]> {
+    let mut quoted = false;
+    let parts = line.split(|&byte| {
+        quoted ^= byte == b'"';
+        byte == b',' && !quoted
+    });
+    parts.map(|part| part.strip_prefix(b"\"").and_then(|part| part.strip_suffix(b"\"")).unwrap_or(part)).collect()
+}
+
+fn is_grid(field: &[u8]) -> bool {
+    Size::ALL.iter().any(|size| size.cells() == field.len()) && field.iter().all(|byte| matches!(byte, b'.' | b'0'..=b'9'))
+}
+
+fn size(puzzle: &[u8]) -> Result<Size, String> {
+    let known = Size::ALL.into_iter().find(|size| size.cells() == puzzle.len());
+    known.ok_or_else(|| format!("the puzzle has {} cells; 4x4 has 16 and 9x9 has 81 (lines are `puzzle,solution`)", puzzle.len()))
 }
 
 /// Both as tokens.
-fn pair(size: Size, line: &[u8], unique: bool) -> Result<Pair, String> {
-    let fields: Vec<&[u8]> = line.split(|&byte| byte == b',').collect();
-    let &[puzzle, solution] = &fields[..] else {
-        return Err(format!("{} fields instead of two (lines are `puzzle,solution`)", fields.len()));
-    };
+fn pair(size: Size, columns: Columns, line: &[u8], unique: bool) -> Result<Pair, String> {
+    let mut fields = fields(line);
+    if fields.len() == columns.count + 1 && line.ends_with(b",") {
+        fields.pop();
+    }
+    if fields.len() != columns.count {
+        return Err(format!("{} fields instead of {} (lines are `puzzle,solution`)", fields.len(), columns.count));
+    }
+    let (puzzle, solution) = (fields[columns.puzzle], fields[columns.solution]);
     let (puzzle, solution) = (digits(size, "puzzle", puzzle)?, digits(size, "solution", solution)?);
     check(size, &solution)?;
     if let Some(cell) = (0..size.cells()).find(|&cell| puzzle[cell] != 0 && puzzle[cell] != solution[cell]) {

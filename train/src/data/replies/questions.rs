@@ -131,6 +131,10 @@ impl Source for Questions {
     fn entropy_floor(&self) -> Option<f64> {
         None
     }
+
+    fn is_endless(&self) -> bool {
+        true
+    }
 }
 
 #[cfg(test)]

@@ -78,11 +78,11 @@ pub fn row<'a>(examples: impl IntoIterator<Item = &'a Example>, seq: usize, whol
     for e in examples {
         let last = (item.ids.len() + e.places() - 1) as i32;
         for (t, pair) in e.tokens.windows(2).enumerate() {
-            let counts = (whole || t + 1 >= e.head) && !ignore.contains(&pair[1]);
+            let counts = (engine::mutant!("prompts-are-learned", whole, true) || t + 1 >= e.head) && !ignore.contains(&pair[1]);
             // Vocabularies end at 2^31.
             item.ids.push(pair[0] as i32);
             item.targets.push(if counts { pair[1] as i32 } else { -1 });
-            item.until.push(last);
+            item.until.push(engine::mutant!("packed-examples-see-each-other", last, seq as i32 - 1));
         }
     }
     assert!(item.ids.len() <= seq, "examples of {} tokens in a row of {seq}", item.ids.len());

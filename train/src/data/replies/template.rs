@@ -1,6 +1,6 @@
 //! Chat templates: where a prompt and its reply stand among a model's special tokens.
 
-use super::super::{DataError, Tokenizer};
+use super::super::{DataError, Tokenizer, unescape};
 
 const PROMPT: &str = "{prompt}";
 const REPLY: &str = "{reply}";
@@ -31,9 +31,11 @@ pub struct Template {
 }
 
 impl Template {
-    /// `{prompt}` and `{reply}` are where those stand, `{eos}` is the token that ends a document; other special tokens go by their names.
+    /// `{prompt}` and `{reply}` are where those stand, `{eos}` is the token that ends a document; other special tokens go by their names. Escape
+    /// sequences are undone.
     pub fn new(text: &str, tokenizer: &Tokenizer) -> Result<Template, DataError> {
-        Template::named("data.template", text, tokenizer)
+        let plain = unescape(text).map_err(|need| DataError::Setting { what: "data.template", value: text.into(), need })?;
+        Template::named("data.template", &plain, tokenizer)
     }
 
     /// The one that fits a tokenizer, and the chat template of its model's folder where there is one.
@@ -89,23 +91,13 @@ fn special_names(text: &str) -> impl Iterator<Item = &str> {
 
 #[cfg(test)]
 pub(in super::super) mod tests {
+    use super::super::super::tokenizer::tests::{byte_level, letters};
     use super::*;
     use std::path::Path;
 
     /// Bytes, and these special tokens from 256 on.
     pub fn tokenizer(special: &[&str]) -> Tokenizer {
-        let mut letters: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
-        letters.sort();
-        let mut vocab: serde_json::Map<String, serde_json::Value> =
-            letters.iter().enumerate().map(|(id, letter)| (letter.to_string(), id.into())).collect();
-        vocab.extend(special.iter().enumerate().map(|(i, name)| (name.to_string(), (256 + i).into())));
-        let added = special.iter().enumerate().map(|(i, name)| {
-            serde_json::json!({"id": 256 + i, "content": name, "single_word": false, "lstrip": false, "rstrip": false,
-                "normalized": false, "special": true})
-        });
-        let level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
-        let json = serde_json::json!({"version": "1.0", "added_tokens": added.collect::<Vec<_>>(), "pre_tokenizer": level, "decoder": level,
-            "model": {"type": "BPE", "vocab": vocab, "merges": []}});
+        let json = byte_level(letters(&[]), special);
         Tokenizer::from_json(Path::new("test.json"), json.to_string().as_bytes()).unwrap()
     }
 
@@ -147,12 +139,15 @@ pub(in super::super) mod tests {
     fn a_template_of_ones_own() {
         let t = Template::new("Q: {prompt}\nA: {reply}{eos}", &Tokenizer::Byte).unwrap();
         assert_eq!(text(&t, &Tokenizer::Byte), ["Q: Why?\nA: ", "So.\0"]);
+        let escaped = Template::new(r"Q: {prompt}\nA: {reply}{eos}", &Tokenizer::Byte).unwrap();
+        assert_eq!(escaped, t, "as a shell hands it over");
         // Places are filled once: a prompt may hold their names.
         assert_eq!(Tokenizer::Byte.decode(&t.head(&Tokenizer::Byte, "{reply}{eos}").unwrap()), "Q: {reply}{eos}\nA: ");
         assert_eq!(Template::new("{prompt}{reply}", &Tokenizer::Byte).unwrap().stop(&Tokenizer::Byte).unwrap(), None);
         let plain = tokenizer(&[]);
         for (text, tokenizer, part) in [
             ("{prompt}", &plain, "{prompt} once and {reply} once"),
+            (r"{prompt}\q{reply}", &plain, r"'\q' is no escape sequence"),
             ("{reply}{prompt}", &plain, "in that order"),
             ("{prompt}{reply}{reply}", &plain, "once"),
             ("{prompt}{reply}{eos}", &plain, "no token that ends a document"),

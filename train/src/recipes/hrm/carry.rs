@@ -44,7 +44,10 @@ impl<'g> Carry<'g> {
         r.scope("refill", || {
             let (row, thought) = (self.done.reshape(&[b, 1]), self.done.reshape(&[b, 1, 1]));
             Carry {
-                thought: Thought { high: thought.choose(start.high, self.thought.high), low: thought.choose(start.low, self.thought.low) },
+                thought: Thought {
+                    high: thought.choose(start.high, self.thought.high),
+                    low: engine::mutant!("hrm-carry-not-reset", thought.choose(start.low, self.thought.low), self.thought.low),
+                },
                 ids: row.choose(ids, self.ids).cast(DType::I32),
                 targets: row.choose(targets, self.targets).cast(DType::I32),
                 segments: self.done.choose(r.zeros(&[b]), self.segments),
@@ -78,7 +81,7 @@ impl<'g> Carry<'g> {
         let r = self.done.recorder();
         r.typed(|| {
             let segments = self.segments + 1.0;
-            let limit = r.full(&[1], max_segments as f32 - 0.5).less(segments);
+            let limit = r.full(&[1], max_segments as f32 - engine::mutant!("hrm-thinks-a-segment-too-long", 0.5, -0.5)).less(segments);
             let sure = r.zeros(&[1]).less(s.halt) * self.minimum.less(segments + 0.5);
             Carry { thought: s.thought, segments, done: limit.max(sure), ..*self }
         })

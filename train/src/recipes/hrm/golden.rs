@@ -2,7 +2,7 @@
 
 use super::carry::Carry;
 use super::model::{Hrm, HrmConfig, STARTS};
-use crate::golden::{Golden, differentiated};
+use crate::golden::{Golden, Steps, differentiated};
 use crate::recipe::{Computed, TrainError};
 use engine::{DType, Data, Device, Recorder, Switches, Var};
 
@@ -20,7 +20,8 @@ pub fn segments(file: &Golden, switches: &Switches, device: &Device) -> Result<C
         return Err(bad("has ids or targets that do not fit its config".into()));
     }
     let feeds = [("ids", Data::I32(&ids)), ("targets", Data::I32(&targets))];
-    differentiated(file, switches, device, &|r| losses(&c, r, batch), &|r| outputs(&c, r, batch), &feeds, &STARTS)
+    let steps = Steps { losses: &|r| losses(&c, r, batch), outputs: &|r| outputs(&c, r, batch), feeds: &feeds, frozen: &STARTS };
+    differentiated(file, switches, device, &steps)
 }
 
 fn feed<'g>(c: &HrmConfig, r: &'g Recorder, batch: usize, name: &str) -> Var<'g> {

@@ -13,7 +13,7 @@ use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::{Loader, Split};
 use crate::golden::Golden;
 use crate::optim;
-use crate::recipe::{Computed, Evaluation, Pending, Picture, Recipe, Session, Solver, Task, TrainError};
+use crate::recipe::{Computed, Evaluation, Extent, Pending, Picture, Recipe, Session, Solver, Task, TrainError};
 use carry::Carry;
 use engine::ops::concat::concat;
 use engine::ops::pointwise::{Bin, pointwise};
@@ -171,10 +171,7 @@ impl Task for HrmTask {
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
         let set = self.puzzles.set(Split::Val)?;
         let batch = self.train.batch;
-        let batches = match self.train.eval_batches {
-            0 => usize::MAX,
-            some => some as usize,
-        };
+        let batches = Extent::new(set.len() as u64, batch, self.train.eval_batches, false).batches as usize;
         let cells = batch * self.puzzles.task.cells();
         let mut score = act::Score::default();
         for (puzzles, solutions) in set.inputs.chunks(cells).zip(set.targets.chunks(cells)).take(batches) {
@@ -182,6 +179,15 @@ impl Task for HrmTask {
         }
         let counted = Some(self.puzzles.counted(score.puzzles, set.len()));
         Ok(Evaluation { values: score.values(), confusion: None, counted })
+    }
+
+    fn extent(&self) -> Result<Option<Extent>, TrainError> {
+        let puzzles = self.puzzles.set(Split::Val)?.len() as u64;
+        Ok(Some(Extent::new(puzzles, self.train.batch, self.train.eval_batches, false)))
+    }
+
+    fn limit_evaluation(&mut self, batches: u64) {
+        self.train.eval_batches = batches;
     }
 
     fn work(&self) -> (&'static str, f64) {

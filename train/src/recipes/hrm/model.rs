@@ -1,7 +1,7 @@
 //! A hierarchical reasoning model: two recurrent modules, one slow (high) and one fast (low), whose feed-forward layers are mixtures of
 //! experts; and a halting head. What the numbers are is said by reference/hrm.py; names of parameters are the same there.
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, WEIGHT, within};
 use engine::ops::attention::attention;
 use engine::ops::experts::{Routing, mixture};
 use engine::ops::matmul::Matmul;
@@ -70,17 +70,10 @@ impl HrmConfig {
         if !(0.0..=1.0).contains(&self.explore) {
             return bad(format!("model.explore = {} is not between 0 and 1", self.explore));
         }
-        for (name, v) in [("balance_weight", self.balance_weight), ("halt_weight", self.halt_weight)] {
-            if !(v.is_finite() && v >= 0.0) {
-                return bad(format!("model.{name} = {v} is not a number from 0 on"));
-            }
-        }
-        for (name, v) in [("rope_theta", self.rope_theta), ("norm_eps", self.norm_eps)] {
-            if !(v.is_finite() && v > 0.0) {
-                return bad(format!("model.{name} = {v} must be above 0"));
-            }
-        }
-        Ok(())
+        within("model.balance_weight", self.balance_weight, WEIGHT)?;
+        within("model.halt_weight", self.halt_weight, WEIGHT)?;
+        within("model.rope_theta", self.rope_theta, ROPE_THETA)?;
+        within("model.norm_eps", self.norm_eps, NORM_EPS)
     }
 
     pub fn is_dense(&self) -> bool {
@@ -228,7 +221,8 @@ impl<'g> Hrm<'_, 'g> {
                     e.select(hit, zero, x[0])
                 });
                 let right = wrong.sum_axis(1).less(r.full(&[1, 1], 0.5)).reshape(&[b]);
-                let (ce, halting) = (ce.mean(), s.halt.bce_with_logits(right).mean());
+                let (ce, halting) =
+                    (ce.mean(), s.halt.bce_with_logits(engine::mutant!("hrm-halts-when-it-is-wrong", right, -right + 1.0)).mean());
                 let balance = s.routings.iter().map(|r| r.balance()).reduce(|a, b| a + b).unwrap_or_else(|| r.zeros(&[1]));
                 let loss = ce + halting * c.halt_weight as f32 + balance * c.balance_weight as f32;
                 Judged { loss, ce, halting, balance, wrong, right }

@@ -219,8 +219,10 @@ impl Puzzles {
 
     /// What a checkpoint notes: nothing about generated puzzles, which its config describes.
     pub fn identity(&self) -> serde_json::Value {
-        let data = (!self.config.path.is_empty()).then(|| self.sets[0].get()).flatten().map(|set| format!("{:016x}", set.fingerprint()));
-        serde_json::json!({ "data": data })
+        let of = |set: &OnceCell<Arc<PuzzleSet>>| {
+            (!self.config.path.is_empty()).then(|| set.get()).flatten().map(|set| format!("{:016x}", set.fingerprint()))
+        };
+        serde_json::json!({ "data": of(&self.sets[0]), "validation": of(&self.sets[1]) })
     }
 }
 

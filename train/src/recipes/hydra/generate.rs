@@ -5,6 +5,7 @@ use super::{Cache, Hydra, HydraModel};
 use crate::data::Tokenizer;
 use crate::recipe::{Generator, Session, TrainError};
 use engine::{DType, Data, Recorder};
+use std::sync::Arc;
 
 /// Tokens of one chunk of a prompt.
 const CHUNK: usize = 64;
@@ -30,8 +31,8 @@ impl HydraGenerator {
 }
 
 impl Generator for HydraGenerator {
-    fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
-        self.model.tokenizer()
+    fn tokenizer(&self) -> Result<Arc<Tokenizer>, TrainError> {
+        self.model.text.tokenizer()
     }
 
     fn begin(&mut self, s: &mut Session, capacity: usize) -> Result<(), TrainError> {

@@ -5,13 +5,15 @@ mod model;
 
 pub use model::{Cache, Hydra, HydraConfig};
 
+use crate::checkpoint::Checkpoint;
 use crate::config::{Config, DataConfig, TrainConfig};
-use crate::data::{Source, Tokenizer};
-use crate::golden::{Golden, differentiated};
+use crate::data::Source;
+use crate::golden::{Golden, Steps, differentiated};
 use crate::recipe::{Computed, Feeds, Generator, Model, Recipe, Session, Supervised, Task, TrainError};
 use crate::sample::{Sampling, continue_tokens};
 use crate::text::Text;
 use engine::{Data, Device, Recorder, Switches, Var};
+use generate::HydraGenerator;
 use std::sync::Arc;
 
 pub struct HydraRecipe;
@@ -40,10 +42,18 @@ impl Recipe for HydraRecipe {
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         model.check_batch(train.batch)?;
-        let text = Text { data, vocab: model.vocab, seq: model.seq, seed: config.seed() };
+        let text = Text::new(data, model.vocab, model.seq, config.seed());
         text.tokenizer()?;
         let model = HydraModel { accumulate: train.accumulate, c: model, text };
         Ok(Box::new(Supervised::new(model, train, config.seed())))
+    }
+
+    fn generator(&self, config: &Config, found: Option<&Checkpoint>) -> Result<Option<Box<dyn Generator>>, TrainError> {
+        let c: HydraConfig = config.section("model")?;
+        c.check()?;
+        let text = Text::new(config.section("data")?, c.vocab, c.seq, config.seed());
+        found.map(|found| text.take_tokenizer(found)).transpose()?;
+        Ok(Some(Box::new(HydraGenerator::new(HydraModel { c, text, accumulate: 1 }))))
     }
 
     fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
@@ -55,12 +65,6 @@ struct HydraModel {
     c: HydraConfig,
     text: Text,
     accumulate: usize,
-}
-
-impl HydraModel {
-    fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
-        self.text.tokenizer()
-    }
 }
 
 impl Model for HydraModel {
@@ -104,19 +108,18 @@ impl Model for HydraModel {
     }
 
     fn show(&self, s: &mut Session) -> Result<Option<String>, TrainError> {
-        let Some(mut g) = self.generator() else { return Ok(None) };
+        let mut g = HydraGenerator::new(HydraModel { c: self.c.clone(), text: self.text.clone(), accumulate: self.accumulate });
         // The first tokens of the validation data, continued.
         let begin = self.source(false)?.item(0)?.ids;
         let prompt: Vec<u32> = begin.iter().take(8).map(|&t| t as u32).collect();
-        let mut text = self.tokenizer()?.decode(&prompt);
+        let mut text = self.text.tokenizer()?.decode(&prompt);
         let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: self.text.seed, max_tokens: 240, stop: vec![] };
-        continue_tokens(&mut *g, s, &prompt, &sampling, &mut |piece| text.push_str(piece))?;
+        continue_tokens(&mut g, s, &prompt, &sampling, &mut |piece| text.push_str(piece))?;
         Ok(Some(text))
     }
 
-    fn generator(&self) -> Option<Box<dyn Generator>> {
-        let model = HydraModel { c: self.c.clone(), text: self.text.clone(), accumulate: self.accumulate };
-        Some(Box::new(generate::HydraGenerator::new(model)))
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        self.text.kept()
     }
 }
 
@@ -139,12 +142,13 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
         return Err(TrainError::AllMasked(0));
     }
     let data = DataConfig { path: String::new(), ignore_tokens: vec![] };
-    let model = HydraModel { c: c.clone(), text: Text { data, vocab: c.vocab, seq, seed: 0 }, accumulate: 1 };
+    let model = HydraModel { c: c.clone(), text: Text::new(data, c.vocab, seq, 0), accumulate: 1 };
     let weight = [1.0 / counted as f32];
     let feeds = [("ids", Data::I32(&ids)), ("targets", Data::I32(&targets)), ("weight", Data::F32(&weight)), ("rng", Data::I32(&[0; 4]))];
     fn outputs<'g>(c: &HydraConfig, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         let (h, f) = (Hydra { c, r }, Feeds::new(r, batch, c.seq));
         vec![("hidden", h.hidden(f.ids).0), ("causal_loss", h.loss(h.causal_hidden(f.ids), f.targets, f.weight))]
     }
-    differentiated(file, switches, device, &|r| model.loss(r, batch), &|r| outputs(&c, r, batch), &feeds, &[])
+    let steps = Steps { losses: &|r| model.loss(r, batch), outputs: &|r| outputs(&c, r, batch), feeds: &feeds, frozen: &[] };
+    differentiated(file, switches, device, &steps)
 }

@@ -1,7 +1,7 @@
 //! HYDRA: compressed convolutional attention, and MLPs that run again on the tokens that a router chooses. What the numbers are
 //! is said by reference/hydra.py; names of parameters are the same there.
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, WEIGHT, within};
 use crate::nn::{linear, offset, row_starts};
 use engine::ops::attention::attention;
 use engine::ops::concat::concat;
@@ -95,15 +95,9 @@ impl HydraConfig {
                 return bad(format!("model.{name} = {shares:?} increases: a recursion works on tokens of the one before it"));
             }
         }
-        for (name, v) in [("rope_theta", self.rope_theta), ("norm_eps", self.norm_eps)] {
-            if !(v.is_finite() && v > 0.0) {
-                return bad(format!("model.{name} = {v} must be above 0"));
-            }
-        }
-        if !(self.router_weight.is_finite() && self.router_weight >= 0.0) {
-            return bad(format!("model.router_weight = {} must not be negative", self.router_weight));
-        }
-        Ok(())
+        within("model.rope_theta", self.rope_theta, ROPE_THETA)?;
+        within("model.norm_eps", self.norm_eps, NORM_EPS)?;
+        within("model.router_weight", self.router_weight, WEIGHT)
     }
 
     /// Rows are numbered in f32, exactly up to 2^24.

@@ -8,7 +8,7 @@ pub use model::{Lior, LiorConfig};
 use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::{Loader, Order, Source};
 use crate::golden::Golden;
-use crate::recipe::{Computed, Evaluation, Pending, Picture, Recipe, Session, Task, TrainError};
+use crate::recipe::{Computed, Evaluation, Extent, Pending, Picture, Recipe, Session, Task, TrainError};
 use crate::text::Text;
 use engine::{Data, Device, Graph, Recorder, Switches};
 use std::sync::Arc;
@@ -47,7 +47,7 @@ impl Recipe for LiorRecipe {
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         c.check_batch(train.batch, train.steps)?;
-        let text = Text { data: config.section("data")?, vocab: c.vocab, seq: c.seq + c.after, seed: config.seed() };
+        let text = Text::new(config.section("data")?, c.vocab, c.seq + c.after, config.seed());
         text.tokenizer()?;
         Ok(Box::new(LiorTask { c, train, text, loader: None, validation: None, bench: None }))
     }
@@ -113,6 +113,14 @@ struct LiorTask {
 }
 
 impl LiorTask {
+    fn validation(&self) -> Result<Arc<dyn Source>, TrainError> {
+        self.validation.as_ref().map_or_else(|| self.text.source(false), |v| Ok(v.clone()))
+    }
+
+    fn extent_of(&self, validation: &dyn Source) -> Extent {
+        Extent::new(validation.len(), self.train.batch, self.train.eval_batches, validation.is_endless())
+    }
+
     fn window(&self, rows: &[i32], place: u64) -> Result<Window, TrainError> {
         let w = Window::new(rows, &self.c, &self.text.data.ignore_tokens);
         match w.mask.chunks(self.c.seq).position(|row| row.iter().all(|&m| m == 0)) {
@@ -153,15 +161,9 @@ impl Task for LiorTask {
 
     /// The free phase alone, on windows that are not learned from.
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
-        let source = match &self.validation {
-            Some(v) => v.clone(),
-            None => self.text.source(false)?,
-        };
+        let source = self.validation()?;
         let (items, batch) = (source.len(), self.train.batch as u64);
-        let batches = match self.train.eval_batches {
-            0 => items.div_ceil(batch),
-            some => some.min(items.div_ceil(batch)),
-        };
+        let Extent { batches, .. } = self.extent_of(&*source);
         let mut loader = Loader::new(source, None, self.train.batch, 0, 2)?;
         let mut sums = [("lior", 0.0), ("speed", 0.0)];
         for i in 0..batches {
@@ -177,6 +179,14 @@ impl Task for LiorTask {
         }
         let count = items.min(batches * batch) as f64;
         Ok(Evaluation { values: sums.map(|(name, sum)| (name, sum / count)).into(), confusion: None, counted: None })
+    }
+
+    fn extent(&self) -> Result<Option<Extent>, TrainError> {
+        Ok(Some(self.extent_of(&*self.validation()?)))
+    }
+
+    fn limit_evaluation(&mut self, batches: u64) {
+        self.train.eval_batches = batches;
     }
 
     fn work(&self) -> (&'static str, f64) {
@@ -216,5 +226,9 @@ impl Task for LiorTask {
 
     fn identity(&self) -> serde_json::Value {
         self.text.identity()
+    }
+
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        self.text.kept()
     }
 }

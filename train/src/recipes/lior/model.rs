@@ -5,7 +5,7 @@
 //! phase is: the field through all its steps, which gives every step's gain; the encoder over all steps as one batch, or over some of them at a
 //! time; then the retrieval over all steps. Nothing is left out, and the numbers are those of the steps one by one.
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, NORM_EPS, within};
 use engine::ops::attention::attention;
 use engine::ops::concat::concat;
 use engine::ops::evolve::evolution;
@@ -110,11 +110,14 @@ impl LiorConfig {
             ("eps", self.eps),
             ("norm_eps", self.norm_eps),
         ];
-        if let Some((name, v)) = numbers.iter().find(|(_, v)| !v.is_finite()) {
-            return bad(format!("model.{name} = {v} is no number"));
-        }
-        if let Some((name, v)) = numbers.iter().find(|(n, v)| ["nudge_beta", "mass", "eps", "norm_eps"].contains(n) && *v <= 0.0) {
-            return bad(format!("model.{name} = {v} is not above 0"));
+        for (name, v) in numbers {
+            let range = match name {
+                "eps" | "norm_eps" => NORM_EPS,
+                // What is divided by.
+                "nudge_beta" | "mass" => 1e-30..=1e6,
+                _ => -1e6..=1e6,
+            };
+            within(&format!("model.{name}"), v, range)?;
         }
         Ok(())
     }
@@ -346,7 +349,7 @@ impl<'g> Lior<'_, 'g> {
         let rate = r.feed("rate", &[1], DType::F32) * (1.0 / c.nudge_beta) as f32;
 
         // The metric: what the nudge makes longer becomes cheaper, coordinate by coordinate.
-        let metric = g.metric - rate * mean(wide("nudged.slope") - wide("free.slope"));
+        let metric = g.metric - engine::mutant!("lior-learns-the-other-way", rate, -rate) * mean(wide("nudged.slope") - wide("free.slope"));
         let metric = metric.max(r.full(&[c.n], 0.01)).min(r.full(&[c.n], 100.0));
         r.update(g.metric, metric);
 
@@ -374,7 +377,7 @@ impl<'g> Lior<'_, 'g> {
 
         r.update(g.coordinates, g.coordinates.ring_write(g.filled, wide("free.coordinate")));
         r.update(g.states, g.states.ring_write(g.filled, self.between("free.state", &[b, c.dim])));
-        r.update(g.filled, g.filled.count(b));
+        r.update(g.filled, g.filled.count(engine::mutant!("lior-counts-one-slot", b, 1)));
         r.update(g.windows, g.windows.count(1));
         r.update(g.re, self.between("free.re", &c.field));
         r.update(g.im, self.between("free.im", &c.field));

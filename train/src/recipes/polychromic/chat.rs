@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 /// A model that replies.
 pub struct Chat {
-    pub tokenizer: Tokenizer,
+    pub tokenizer: Arc<Tokenizer>,
     /// None: prompts are continued as they are.
     template: Option<Template>,
     shape: Shape,
@@ -34,7 +34,7 @@ impl Chat {
         let adapter = adapter.map(|path| Adapter::open(path, &folder.shape)).transpose()?;
         let lora = adapter.as_ref().map(|a| a.lora.clone());
         Ok(Chat {
-            tokenizer,
+            tokenizer: Arc::new(tokenizer),
             template: Some(template),
             shape: folder.shape.clone(),
             lora,
@@ -49,13 +49,14 @@ impl Chat {
         let c: PolychromicConfig = config.section("model")?;
         let (model, data) = (Adapted::new(&c)?, config.section::<RepliesConfig>("data")?);
         model.is_base_of(found)?;
-        let dataset = Path::new(&data.path).join(Dataset::FILE);
-        let (tokenizer, template) = match dataset.exists() {
+        // Checkpoints of earlier versions do not say whether they learned plain text: then the data does.
+        let plain = found.meta["identity"]["plain"] == true || Path::new(&data.path).join(Dataset::FILE).exists();
+        let (tokenizer, template) = match plain {
             true => {
                 let own = DataConfig { path: data.path, ignore_tokens: vec![] };
-                (Text { data: own, vocab: model.shape.vocab, seq: c.seq, seed: 0 }.tokenizer()?, None)
+                (Text::new(own, model.shape.vocab, c.seq, 0).take_tokenizer(found)?, None)
             }
-            false => words(&data.template, model.folder.as_deref()).map(|(tokenizer, template)| (tokenizer, Some(template)))?,
+            false => words(&data.template, model.folder.as_deref()).map(|(tokenizer, template)| (Arc::new(tokenizer), Some(template)))?,
         };
         Ok(Chat { tokenizer, template, shape: model.shape, lora: Some(model.lora), folder: model.folder, base: model.base, adapter: None })
     }

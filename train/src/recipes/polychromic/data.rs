@@ -57,10 +57,15 @@ impl Lessons {
         let (path, vocab) = (Path::new(&config.path), model.shape.vocab);
         if path.join(Dataset::FILE).exists() {
             let data = DataConfig { path: config.path.clone(), ignore_tokens: config.ignore_tokens.clone() };
-            let text = Text { data, vocab, seq, seed };
-            let tokenizer = Arc::new(text.tokenizer()?);
+            let text = Text::new(data, vocab, seq, seed);
+            let tokenizer = text.tokenizer()?;
             model.folder.as_ref().map_or(Ok(()), |folder| same_tokenizer(folder, &tokenizer))?;
             return Ok(Lessons { kind: Kind::Text(text), tokenizer, config, seq, seed });
+        }
+        let plain = ["txt", "text", "md"].iter().any(|e| path.extension().is_some_and(|own| own.eq_ignore_ascii_case(e)));
+        if plain && path.is_file() {
+            let own = model.folder.as_ref().and_then(|f| f.tokenizer()).map_or(String::new(), |t| format!(" --tokenizer {}", t.display()));
+            return Err(DataError::not_prepared(path, &own).into());
         }
         let (tokenizer, template) = words(&config.template, model.folder.as_deref())?;
         let tokenizer = Arc::new(tokenizer);
@@ -155,9 +160,21 @@ impl Lessons {
     /// What a checkpoint notes. Generated questions are described by its config.
     pub fn identity(&self) -> serde_json::Value {
         match &self.kind {
-            Kind::Text(text) => text.identity(),
+            Kind::Text(text) => {
+                let mut identity = text.identity();
+                identity["plain"] = true.into();
+                identity
+            }
             Kind::Files { files, .. } => json!({ "tokenizer": self.fingerprint(), "data": format!("{:016x}", files.fingerprint()) }),
             Kind::Questions { .. } => json!({ "tokenizer": self.fingerprint(), "data": null }),
+        }
+    }
+
+    /// What a checkpoint holds; the base's own tokenizer is in the base's folder.
+    pub fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        match &self.kind {
+            Kind::Text(text) => text.kept(),
+            Kind::Files { .. } | Kind::Questions { .. } => vec![],
         }
     }
 

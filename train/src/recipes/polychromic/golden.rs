@@ -1,7 +1,7 @@
 //! A golden file's steps, computed here: supervised loss plus weight times the policy gradient's, on replies that the file holds.
 
 use super::{Base, Decoder, Objective, Places, PolychromicConfig, Replies, Rows};
-use crate::golden::{Golden, differentiated};
+use crate::golden::{self, Golden, differentiated};
 use crate::models::{Lora, Shape};
 use crate::recipe::{Computed, TrainError};
 use crate::sample::nucleus;
@@ -36,9 +36,7 @@ impl Steps {
         let d = self.decoder(r);
         let hidden = d.hidden(r.feed("ids", &self.rows, DType::I32), Some(Places::fed(r, self.rows[0], self.rows[1])));
         let ce = d.loss(hidden, r.feed("targets", &self.rows, DType::I32), r.feed("weight", &[1], DType::F32));
-        let advantage = r.typed(|| self.score(r) - r.feed("baseline", &[1], DType::F32));
-        let each = advantage.reshape(&[self.objective.prompts, 1]).expand(&[self.objective.prompts, self.objective.replies]);
-        let policy = self.replies(r).policy_loss(&d, each.reshape(&[self.replies[0]]));
+        let policy = self.replies(r).policy_loss(&d, r.typed(|| self.score(r)), r.feed("baseline", &[1], DType::F32));
         vec![("loss", ce + policy * self.objective.weight as f32), ("ce", ce), ("policy", policy)]
     }
 
@@ -131,7 +129,8 @@ pub fn steps(file: &Golden, switches: &Switches, device: &Device) -> Result<Comp
         width: embedded[2],
         objective,
     };
-    let mut out = differentiated(file, switches, device, &|r| steps.losses(r), &|r| steps.outputs(r), &feeds, &[])?;
+    let computed = golden::Steps { losses: &|r| steps.losses(r), outputs: &|r| steps.outputs(r), feeds: &feeds, frozen: &[] };
+    let mut out = differentiated(file, switches, device, &computed)?;
     let logits = out.remove(&format!("output/{LOGITS}")).unwrap_or_default();
     let mut probabilities = vec![0.0; logits.len()];
     for (row, p) in logits.chunks(c.vocab).zip(probabilities.chunks_mut(c.vocab)) {

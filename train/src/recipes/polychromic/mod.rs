@@ -18,7 +18,7 @@ pub use policy::{Policy, Polychromic, Survey, Writing};
 pub use writer::{Writer, Written};
 
 use crate::checkpoint::Checkpoint;
-use crate::config::{Config, ConfigError, TrainConfig};
+use crate::config::{Config, ConfigError, TrainConfig, WEIGHT, within};
 use crate::data::{Source, Split};
 use crate::golden::Golden;
 use crate::models::{Adapter, Folder, Lora, Shape, Target};
@@ -88,6 +88,10 @@ impl PolychromicConfig {
         let bad = |m: String| ConfigError::Invalid(format!("model.{m}"));
         self.shape().check().map_err(bad)?;
         self.lora().check().map_err(bad)?;
+        const MOST: u64 = 1_000_000_000;
+        if self.pretrain > MOST {
+            return Err(bad(format!("pretrain = {}: from 0 to {MOST} steps", self.pretrain)));
+        }
         match self.bits {
             16 => {}
             4 if self.base.is_empty() && self.pretrain == 0 => {
@@ -135,12 +139,18 @@ impl Objective {
         if let Some((name, n)) = counts.iter().find(|(_, n)| !(1..=1 << 16).contains(n)) {
             return bad(format!("{name} = {n}: from 1 to {}", 1 << 16));
         }
+        if self.prompt_tokens > 1 << 16 {
+            return bad(format!("prompt_tokens = {}: 0, or up to {}", self.prompt_tokens, 1 << 16));
+        }
+        if self.eval_prompts > 1 << 32 {
+            return bad(format!("eval_prompts = {}: from 0 to {}", self.eval_prompts, 1u64 << 32));
+        }
+        within("objective.weight", self.weight, WEIGHT)?;
+        within("objective.temperature", self.temperature, 1e-6..=1e6)?;
+        within("objective.top_p", self.top_p, 1e-30..=1.0)?;
+        within("objective.baseline_decay", self.baseline_decay, 0.0..=1.0)?;
         match self {
-            o if !o.weight.is_finite() || o.weight < 0.0 => bad(format!("weight = {}: a number from 0 up", o.weight)),
             o if !(2..=1 << 12).contains(&o.replies) => bad(format!("replies = {}: from 2 to {}, or nothing differs", o.replies, 1 << 12)),
-            o if !(o.temperature > 0.0 && o.temperature.is_finite()) => bad(format!("temperature = {}: above 0", o.temperature)),
-            o if !(o.top_p > 0.0 && o.top_p <= 1.0) => bad(format!("top_p = {}: above 0, at most 1", o.top_p)),
-            o if !(0.0..=1.0).contains(&o.baseline_decay) => bad(format!("baseline_decay = {}: from 0 to 1", o.baseline_decay)),
             _ => Ok(()),
         }
     }
@@ -341,5 +351,9 @@ impl Model for PolychromicModel {
 
     fn identity(&self) -> serde_json::Value {
         self.identity.clone()
+    }
+
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        self.lessons.kept()
     }
 }

@@ -269,14 +269,18 @@ impl<'g> Replies<'g> {
         -(logits.cross_entropy(tokens.reshape(&[rows])).reshape(&shape) * counts).sum_axis(1).reshape(&shape[..1])
     }
 
-    /// The policy gradient's loss: minus the mean over replies of advantage [n] times log p of a token, in the mean over the reply's. As each
-    /// token's weight is known beforehand, it is a sum of weighted cross-entropies.
-    pub fn policy_loss(&self, d: &Decoder<'_, 'g>, advantage: Var<'g>) -> Var<'g> {
-        let n = self.ids.shape()[0];
+    /// The policy gradient's loss, for sets of replies one behind another: minus the mean over replies of advantage times log p of a token, in the
+    /// mean over the reply's. The advantage of a set's replies is how far its score [sets] is above the baseline [1]. As each token's weight is
+    /// known beforehand, this is a sum of weighted cross-entropies.
+    pub fn policy_loss(&self, d: &Decoder<'_, 'g>, scores: Var<'g>, baseline: Var<'g>) -> Var<'g> {
+        let (n, sets) = (self.ids.shape()[0], scores.dim(0));
         let (hidden, tokens, counts) = self.predicted(d);
         let weight = d.r.typed(|| {
+            let above = scores - engine::mutant!("policy-gradient-without-baseline", baseline, d.r.zeros(&[1]));
+            let advantage = engine::mutant!("policy-gradient-of-the-other-sign", above, -above);
+            let advantage = advantage.reshape(&[sets, 1]).expand(&[sets, n / sets]).reshape(&[n, 1]);
             let length = self.reply.cast(DType::F32).sum_axis(1).max(d.r.full(&[1, 1], 1.0));
-            counts * (advantage.reshape(&[n, 1]) / (length * n as f32))
+            counts * (advantage / (engine::mutant!("policy-gradient-not-by-length", length, d.r.full(&[n, 1], 1.0)) * n as f32))
         });
         d.loss(hidden, tokens, weight)
     }

@@ -5,7 +5,7 @@ use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::Split;
 use crate::data::replies::{Asked, Prompt};
 use crate::models::{Encoder, EncoderFeeds};
-use crate::recipe::{Counted, Evaluation, Model, Pending, Session, Supervised, Task, TrainError};
+use crate::recipe::{Counted, Evaluation, Extent, Model, Pending, Session, Supervised, Task, TrainError};
 use crate::run::write_whole;
 use crate::variety;
 use engine::ops::concat::concat;
@@ -112,20 +112,18 @@ impl Policy {
 
     /// The policy gradient's loss for the replies that were embedded last, and the baseline's next value.
     fn loss<'g>(&self, r: &'g Recorder, model: &Adapted) -> Var<'g> {
-        let (sets, replies) = (self.writer.prompts, self.writer.replies);
         let decay = self.objective.baseline_decay as f32;
-        let (advantage, mean, baseline) = r.typed(|| {
+        let (scores, mean, baseline) = r.typed(|| {
             let [baseline, seen] = ["baseline", "baseline_seen"].map(|name| r.state(name, &[1], DType::F32, Init::Full(0.0)));
             let scores = self.embeddings(r).diversity();
-            let mean = scores.sum_axis(0) * (1.0 / sets as f32);
+            let mean = scores.mean_axis(0);
             // The first time it is what is seen.
             let used = seen.less(r.full(&[1], 0.5)).choose(mean, baseline);
             r.update(baseline, mean.is_finite().choose(used * decay + mean * (1.0 - decay), used));
             r.update(seen, r.full(&[1], 1.0));
-            let advantage = (scores - used).reshape(&[sets, 1]).expand(&[sets, replies]).reshape(&[sets * replies]);
-            (advantage, mean, used)
+            (scores, mean, used)
         });
-        let loss = Replies::fed(r, &self.rows()).policy_loss(&model.decoder(r, None), advantage);
+        let loss = Replies::fed(r, &self.rows()).policy_loss(&model.decoder(r, None), scores, baseline);
         let said = [loss, mean, baseline].map(|v| v.cast(DType::F32).reshape(&[1]));
         r.output("said", concat(&said, 0));
         loss * self.objective.weight as f32
@@ -370,6 +368,14 @@ impl Task for Polychromic {
         Ok(found)
     }
 
+    fn extent(&self) -> Result<Option<Extent>, TrainError> {
+        self.inner.extent()
+    }
+
+    fn limit_evaluation(&mut self, batches: u64) {
+        self.inner.limit_evaluation(batches)
+    }
+
     fn epoch(&self) -> Option<u64> {
         self.inner.epoch()
     }
@@ -426,6 +432,10 @@ impl Task for Polychromic {
 
     fn identity(&self) -> serde_json::Value {
         self.inner.identity()
+    }
+
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        self.inner.kept()
     }
 }
 

@@ -8,7 +8,7 @@ pub use model::{VisionBdh, VisionConfig, correct};
 use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::images::{self, GENERATED, ImageSet, generate};
 use crate::data::{DataError, Item, Source, Split};
-use crate::golden::{Golden, differentiated};
+use crate::golden::{Golden, Record, Steps, differentiated};
 use crate::recipe::{Classifier, Computed, Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
 use engine::{DType, Data, Device, Init, Meta, Recorder, Switches, Var};
 use serde::Deserialize;
@@ -28,6 +28,14 @@ struct PictureConfig {
     keep: Keep,
     /// Of the area of a picture, what a random cut leaves at least.
     least_area: f32,
+    /// Whether pictures are mirrored every other time: not where left and right mean something, as in digits. Checkpoints of earlier versions
+    /// do not say; theirs were.
+    #[serde(default = "mirrored")]
+    mirror: bool,
+}
+
+fn mirrored() -> bool {
+    true
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -82,7 +90,7 @@ impl Recipe for VisionRecipe {
         }
         let sets = [Arc::new(learn), Arc::new(validate)];
         Ok(Box::new(Supervised::new(
-            VisionModel { c, least_area: data.least_area, keep: data.keep, resident: OnceCell::new(), sets },
+            VisionModel { c, least_area: data.least_area, mirror: data.mirror, keep: data.keep, resident: OnceCell::new(), sets },
             train,
             seed,
         )))
@@ -100,6 +108,7 @@ impl Recipe for VisionRecipe {
 struct VisionModel {
     c: VisionConfig,
     least_area: f32,
+    mirror: bool,
     keep: Keep,
     /// Whether the sets are on the device; decided once, before the first graph.
     resident: OnceCell<bool>,
@@ -151,14 +160,16 @@ impl Model for VisionModel {
 
     fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         let (set, index, f) = self.feeds(r, batch, 0);
-        let images = set.augmented_pictures(index, f.rng, self.least_area);
+        let images = set.augmented_pictures(index, f.rng, self.least_area, self.mirror);
         let logits = VisionBdh { c: &self.c, r, rng: Some(f.rng) }.logits(images);
         losses(logits, f.targets.reshape(&[batch]), f.weight)
     }
 
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         let (set, index, f) = self.feeds(r, batch, 1);
-        let logits = VisionBdh { c: &self.c, r, rng: None }.logits(set.pictures(index));
+        let pictures =
+            engine::mutant!("augmentation-in-evaluation", set.pictures(index), set.augmented_pictures(index, f.rng, self.least_area));
+        let logits = VisionBdh { c: &self.c, r, rng: engine::mutant!("dropout-in-evaluation", None, Some(f.rng)) }.logits(pictures);
         r.output("logits", logits);
         losses(logits, f.targets.reshape(&[batch]), f.weight)
     }
@@ -208,7 +219,8 @@ impl Model for VisionModel {
     }
 
     fn identity(&self) -> serde_json::Value {
-        serde_json::json!({ "data": format!("{:016x}", self.sets[0].fingerprint()), "classes": self.sets[0].classes })
+        let [data, validation] = [&self.sets[0], &self.sets[1]].map(|set| format!("{:016x}", set.fingerprint()));
+        serde_json::json!({ "data": data, "validation": validation, "classes": self.sets[0].classes })
     }
 }
 
@@ -252,5 +264,6 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
         losses(logits(c, r, shape), r.feed("labels", &shape[..1], DType::I32), r.full(&[1], 1.0 / shape[0] as f32))
     }
     let feeds = [("images", Data::F32(&images)), ("labels", Data::I32(&labels))];
-    differentiated(file, switches, device, &|r| values(&c, r, &shape), &|r| vec![("logits", logits(&c, r, &shape))], &feeds, &[])
+    let outputs: Record = &|r| vec![("logits", logits(&c, r, &shape))];
+    differentiated(file, switches, device, &Steps { losses: &|r| values(&c, r, &shape), outputs, feeds: &feeds, frozen: &[] })
 }

@@ -1,7 +1,7 @@
 //! Vision-BDH: an image classifier whose one layer is applied several times over. What the numbers are is said by
 //! reference/vision_bdh.py; names of parameters are the same there.
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, within};
 use engine::ops::concat::concat;
 use engine::ops::pointwise::{Bin, pointwise};
 use engine::ops::rope::Pairs;
@@ -72,12 +72,8 @@ impl VisionConfig {
         if !(0.0..1.0).contains(&self.dropout) {
             return bad(format!("model.dropout = {} is not in [0, 1)", self.dropout));
         }
-        for (name, v) in [("rope_theta", self.rope_theta), ("norm_eps", self.norm_eps)] {
-            if !(v.is_finite() && v > 0.0) {
-                return bad(format!("model.{name} = {v} must be above 0"));
-            }
-        }
-        Ok(())
+        within("model.rope_theta", self.rope_theta, ROPE_THETA)?;
+        within("model.norm_eps", self.norm_eps, NORM_EPS)
     }
 }
 
@@ -104,8 +100,9 @@ impl<'g> VisionBdh<'_, 'g> {
             let turn = t as f64 * (self.c.rope_theta.powf(-2.0 * pair as f64 / n as f64) / std::f64::consts::TAU);
             (std::f64::consts::TAU * (turn - turn.floor())) as f32
         };
-        let table = |f: fn(f32) -> f32| (0..time * n / 2).map(|k| f(phase(k / (n / 2), k % (n / 2)))).collect();
-        (self.r.constant(&[time, n / 2], table(f32::cos)), self.r.constant(&[time, n / 2], table(f32::sin)))
+        let table =
+            |f: fn(f32) -> f32| self.r.table(&[time, n / 2], || (0..time * n / 2).map(|k| f(phase(k / (n / 2), k % (n / 2)))).collect());
+        (table(f32::cos), table(f32::sin))
     }
 
     /// Pictures [batch, 3, image, image], normalised, as a class token and patches: [batch, tokens, dim].

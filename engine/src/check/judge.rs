@@ -1,0 +1,140 @@
+//! When numbers count as the same. What judges a GPU's results is what judges the CPU's, and what the tests plant mistakes for.
+
+use crate::meta::DType;
+
+/// norm(a - b) / norm(b), with a floor for what is all rounding. Infinite where the two have other elements, or one that is not finite:
+/// what cannot be compared is not the same.
+pub fn relative(a: &[f32], b: &[f32]) -> f64 {
+    if a.len() != b.len() || a.iter().chain(b).any(|v| !v.is_finite()) {
+        return f64::INFINITY;
+    }
+    let square = |it: &mut dyn Iterator<Item = f64>| it.map(|v| v * v).sum::<f64>().sqrt();
+    let difference = square(&mut a.iter().zip(b).map(|(&x, &y)| x as f64 - y as f64));
+    difference / square(&mut b.iter().map(|&y| y as f64)).max(1e-6 * (b.len() as f64).sqrt())
+}
+
+/// How far off the worst element is, relative to itself or to the root mean square of all, whichever is larger: one wrong element among many
+/// drowns in a norm.
+fn worst_element(a: &[f32], b: &[f32]) -> f64 {
+    let mean = b.iter().map(|&y| (y as f64).powi(2)).sum::<f64>() / b.len().max(1) as f64;
+    let floor = mean.sqrt().max(1e-6);
+    let off = |(&x, &y): (&f32, &f32)| (x as f64 - y as f64).abs() / (y as f64).abs().max(floor);
+    a.iter().zip(b).map(off).fold(0.0, |worst, e| if e <= worst { worst } else { e })
+}
+
+/// Roundings that a result in a narrow type may be off by: its own, and what those of the inputs and of a neighbour in the graph come to.
+pub const ROUNDINGS: f64 = 3.0;
+
+/// An element of a narrow result may be off by so many times what the whole may: of ten thousand whose errors are normal, the worst is
+/// at four times the mean.
+const ELEMENT: f64 = 10.0;
+
+/// What a result in a type may be off by.
+#[derive(Clone, Copy, Debug)]
+pub struct Allowed {
+    pub dtype: DType,
+    /// Of a narrow type.
+    pub roundings: f64,
+    /// Terms of the longest sum.
+    pub length: usize,
+}
+
+impl Allowed {
+    pub fn new(dtype: DType, length: usize) -> Allowed {
+        Allowed { dtype, roundings: ROUNDINGS, length }
+    }
+
+    /// Of the norm. Ops add in f32 whatever they read, and round once: some roundings of the type, and of f32 eight times the random walk of
+    /// a sum's roundings.
+    pub fn relative(&self) -> f64 {
+        let sum = 8.0 * DType::F32.rounding() as f64 * (self.length as f64).sqrt();
+        if self.dtype == DType::F32 { sum } else { sum + self.roundings * self.dtype.rounding() as f64 }
+    }
+
+    /// How far off `ours` is, of what is allowed; or what is wrong with it.
+    pub fn judge(&self, name: &str, ours: &[f32], reference: &[f32]) -> Result<f64, String> {
+        if let Some(v) = reference.iter().find(|v| !v.is_finite()) {
+            return Err(format!("{name}: the reference has {v}, with which nothing can be compared"));
+        }
+        let (error, allowed) = (relative(ours, reference), self.relative());
+        // Written so that what is no number fails.
+        let near = crate::mutant!("checks-always-pass", error <= allowed, true);
+        if !near {
+            return Err(format!("{name}: off by {error:.2e}, {allowed:.2e} is allowed"));
+        }
+        let element = if self.dtype == DType::F32 { 0.0 } else { worst_element(ours, reference) };
+        let near = element <= ELEMENT * allowed;
+        if !near {
+            return Err(format!("{name}: an element is off by {element:.2e}, {:.2e} is allowed", ELEMENT * allowed));
+        }
+        Ok(error / allowed)
+    }
+
+    /// The worst of several.
+    pub fn judge_all(&self, names: &[String], ours: &[Vec<f32>], reference: &[Vec<f32>]) -> Result<f64, String> {
+        if ours.len() != names.len() || reference.len() != names.len() {
+            return Err(format!("{} results and {} to compare them with, for {} names", ours.len(), reference.len(), names.len()));
+        }
+        let mut each = names.iter().zip(ours).zip(reference).map(|((name, a), b)| self.judge(name, a, b));
+        each.try_fold(0.0, |worst: f64, share| Ok(worst.max(share?)))
+    }
+}
+
+/// What a result whose longest sum has `length` terms may be off by, relatively.
+pub fn tolerance(dtype: DType, length: usize) -> f64 {
+    Allowed::new(dtype, length).relative()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::bf16;
+
+    fn reference() -> Vec<f32> {
+        super::super::normals(3, 4000)
+    }
+
+    fn verdict(change: impl Fn(usize, f32) -> f32) -> Result<f64, String> {
+        let b = reference();
+        let a: Vec<f32> = b.iter().enumerate().map(|(i, &v)| change(i, v)).collect();
+        Allowed::new(DType::BF16, 4096).judge("y", &a, &b)
+    }
+
+    #[test]
+    fn a_rounding_passes_and_zeros_five_percent_and_no_numbers_fail() {
+        let share = verdict(|_, v| bf16::from_f32(v).to_f32()).unwrap();
+        assert!((0.05..0.3).contains(&share), "{share}");
+        for (name, wrong) in [
+            ("zeros", verdict(|_, _| 0.0)),
+            ("5% off", verdict(|_, v| 1.05 * v)),
+            ("no number", verdict(|i, v| if i == 17 { f32::NAN } else { v })),
+            ("infinity", verdict(|i, v| if i == 17 { f32::INFINITY } else { v })),
+            ("one element", verdict(|i, v| if i == 17 { v + 0.5 } else { v })),
+        ] {
+            assert!(wrong.is_err(), "{name} passes: {wrong:?}");
+        }
+        let allowed = Allowed::new(DType::BF16, 16);
+        assert!(allowed.judge("y", &[1.0, 2.0], &[1.0]).is_err(), "other elements");
+        // A reference that is no number fails, whatever it is compared with.
+        for broken in [f32::NAN, f32::INFINITY] {
+            for ours in [1.0, broken] {
+                let problem = allowed.judge("y", &[2.0, ours], &[2.0, broken]).unwrap_err();
+                assert!(problem.contains("the reference has"), "{problem}");
+            }
+        }
+        let names = ["a".to_string(), "b".to_string()];
+        let results = |v: f32| vec![vec![1.0, 2.0], vec![v, 2.0]];
+        assert!(allowed.judge_all(&names, &results(f32::NAN), &results(1.0)).unwrap_err().starts_with("b: "));
+        assert!(allowed.judge_all(&names, &results(1.0)[..1], &results(1.0)).is_err());
+        assert_eq!(allowed.judge_all(&names, &results(1.0), &results(1.0)), Ok(0.0));
+    }
+
+    #[test]
+    fn no_sum_is_so_long_that_a_few_percent_pass() {
+        for length in [1, 70, 4096, 1 << 20] {
+            assert!(
+                tolerance(DType::BF16, length) < 0.0125 && tolerance(DType::F16, length) < 0.002 && tolerance(DType::F32, length) < 1e-3
+            );
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! How long the cases of ops take.
+
+use super::{Loaded, Numbers, fill, frozen, normals};
+use crate::cpu::Data;
+use crate::meta::DType;
+use crate::op::Case;
+use crate::passes::{Switches, Target};
+use crate::program::Device;
+use crate::record::Recorder;
+
+/// A case's time in one direction, and what it must do at least.
+pub struct Timing {
+    pub backward: bool,
+    pub ms: f64,
+    pub flops: u64,
+    pub bytes: u64,
+}
+
+/// The best of `repeat` runs of a case: forwards, and on a GPU, whose clock tells nodes apart, backwards too.
+pub fn time_case(case: &Case, dtype: DType, device: &Device, repeat: usize) -> Result<Vec<Timing>, String> {
+    let r = Recorder::new();
+    let mut feeds = vec![];
+    let (mut leaves, mut inputs) = (vec![], vec![]);
+    for (i, input) in case.inputs.iter().enumerate() {
+        let numbers = fill(input.1, i as u64, input.0.iter().product());
+        let leaf = r.feed(&format!("x{i}"), input.0, numbers.dtype());
+        let float = numbers.dtype().is_float();
+        inputs.push(if float { r.scope("inputs", || leaf.cast(dtype)) } else { leaf });
+        if float && !frozen(case).contains(&i) {
+            leaves.push(inputs[i]);
+        }
+        feeds.push((format!("x{i}"), numbers));
+    }
+    let outputs = r.scope("case", || (case.build)(&inputs));
+    let gpu = device.target() != Target::Cpu;
+    let mut terms = vec![];
+    for (k, &y) in outputs.iter().enumerate() {
+        r.output(&format!("y{k}"), y);
+        if gpu && y.dtype().is_float() && !leaves.is_empty() {
+            let c = r.feed(&format!("c{k}"), &y.shape(), DType::F32);
+            feeds.push((format!("c{k}"), Numbers::F32(normals(k as u64, y.meta().elements()))));
+            terms.push((y.cast(DType::F32) * c).sum());
+        }
+    }
+    if let Some(loss) = terms.into_iter().reduce(|a, b| a + b) {
+        for (i, g) in r.grad(loss, &leaves).into_iter().enumerate() {
+            r.output(&format!("g{i}"), g);
+        }
+    }
+    let mut p = Loaded::new(r.finish(), &Switches::default(), device)?;
+    if !gpu {
+        let mut ms = f64::INFINITY;
+        for _ in 0..repeat + 1 {
+            let start = std::time::Instant::now();
+            p.run(&feeds, &[])?;
+            ms = ms.min(start.elapsed().as_secs_f64() * 1e3);
+        }
+        return Ok(vec![Timing { backward: false, ms, flops: p.program.flops, bytes: p.program.bytes }]);
+    }
+    let given: Vec<(&str, Data)> = feeds.iter().map(|(n, d)| (n.as_str(), d.data())).collect();
+    let mut best: Vec<Timing> = vec![];
+    for round in 0..repeat + 1 {
+        let nodes = p.program.profile(&mut p.store, &given).map_err(|e| e.to_string())?;
+        for backward in [false, true] {
+            let own = nodes.iter().filter(|n| n.backward == backward && n.scope == "case");
+            let t = own.fold(Timing { backward, ms: 0.0, flops: 0, bytes: 0 }, |t, n| Timing {
+                backward,
+                ms: t.ms + n.ms as f64,
+                flops: t.flops + n.cost.flops,
+                bytes: t.bytes + n.cost.bytes,
+            });
+            match best.iter_mut().find(|b| b.backward == backward) {
+                _ if t.ms == 0.0 => {}
+                Some(b) if round > 0 => b.ms = b.ms.min(t.ms),
+                Some(_) => {}
+                None => best.push(t),
+            }
+        }
+    }
+    Ok(best)
+}

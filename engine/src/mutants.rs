@@ -1,0 +1,93 @@
+//! Errors planted on purpose, which `cargo xtask mutants` switches on one at a time to see that a test fails. A mutant is a line of the table in
+//! xtask/src/mutants.rs and one `mutant!("name", right, wrong)` where it stands. Without the feature `mutants` that is `right` and nothing else.
+
+use std::borrow::Cow;
+
+#[cfg(not(feature = "mutants"))]
+#[macro_export]
+macro_rules! mutant {
+    ($name:literal, $right:expr, $wrong:expr) => {
+        $right
+    };
+}
+
+/// `wrong` where the environment variable KILN_MUTANT is `name`, else `right`.
+#[cfg(feature = "mutants")]
+#[macro_export]
+macro_rules! mutant {
+    ($name:literal, $right:expr, $wrong:expr) => {
+        if $crate::mutants::is($name) { $wrong } else { $right }
+    };
+}
+
+/// A kernel's source, as it is or with a mutant in it.
+#[cfg(not(feature = "mutants"))]
+pub(crate) fn kernel(source: &str) -> Cow<'_, str> {
+    source.into()
+}
+
+#[cfg(feature = "mutants")]
+pub use planted::is;
+#[cfg(feature = "mutants")]
+pub(crate) use planted::kernel;
+
+#[cfg(feature = "mutants")]
+mod planted {
+    use super::Cow;
+    use std::sync::OnceLock;
+
+    /// The engine reads no environment variable but this one, and in no other build.
+    pub fn is(name: &str) -> bool {
+        static CHOSEN: OnceLock<Option<String>> = OnceLock::new();
+        CHOSEN.get_or_init(|| std::env::var("KILN_MUTANT").ok()).as_deref() == Some(name)
+    }
+
+    /// Kernels are text: `right` stands once in all of it.
+    struct InKernel {
+        name: &'static str,
+        right: &'static str,
+        wrong: &'static str,
+    }
+
+    const IN_KERNELS: &[InKernel] = &[
+        InKernel { name: "cuda-attention-without-scale", right: "shown ? SCALE * s[a][c] :", wrong: "shown ? s[a][c] :" },
+        InKernel { name: "cuda-layer-norm-without-mean", right: "(v[i] - mean) * r;", wrong: "v[i] * r;" },
+        InKernel {
+            name: "cuda-loss-without-weight",
+            right: "loss_of(target, picked, lse) * weight",
+            wrong: "loss_of(target, picked, lse)",
+        },
+        InKernel { name: "cuda-expert-of-a-tie", right: "whose < who)", wrong: "whose > who)" },
+        InKernel { name: "cuda-adamw-second-moment-not-corrected", right: "bias[1]};", wrong: "1.0f};" },
+    ];
+
+    pub fn kernel(source: &str) -> Cow<'_, str> {
+        match IN_KERNELS.iter().find(|m| is(m.name) && source.contains(m.right)) {
+            Some(m) => source.replace(m.right, m.wrong).into(),
+            None => source.into(),
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+        use std::path::Path;
+
+        fn kernels(folder: &Path) -> Vec<String> {
+            let of = |path: &Path| match path.extension() {
+                None => kernels(path),
+                Some(e) if e == "cu" || e == "cuh" => vec![std::fs::read_to_string(path).unwrap()],
+                Some(_) => vec![],
+            };
+            std::fs::read_dir(folder).unwrap().flat_map(|entry| of(&entry.unwrap().path())).collect()
+        }
+
+        #[test]
+        fn kernels_hold_what_is_replaced_in_them_once() {
+            let all = kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+            for m in IN_KERNELS {
+                assert_eq!(all.iter().map(|text| text.matches(m.right).count()).sum::<usize>(), 1, "{}: {:?}", m.name, m.right);
+            }
+        }
+    }
+}

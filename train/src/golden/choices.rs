@@ -1,0 +1,60 @@
+//! What a model chooses while it computes: the tokens and experts that its routers rank highest. Rounding sends a token that is as good as
+//! tied another way, and everything behind it differs; so a run that rounds is handed the choices of one that does not, and is compared
+//! on everything that follows from them.
+
+use crate::nn::{offset, row_starts};
+use engine::graph::{Graph, Kind, Value};
+use engine::ops::experts::Route;
+use engine::ops::top_k::TopK;
+use engine::{DType, Recorder, Var};
+use std::collections::HashMap;
+use std::convert::Infallible;
+
+/// What each choice was, by the name that `note` and `feed` give it.
+pub type Choices = Vec<(String, Vec<i32>)>;
+
+/// The choices that a graph's loss depends on, where it has one, in running order. A guess that is only counted is no choice.
+fn choices(g: &Graph) -> Vec<(String, Value)> {
+    let loss = g.nodes.iter().find(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]);
+    let needed = loss.map_or_else(|| vec![true; g.nodes.len()], |loss| g.needed_by(std::iter::once(loss)));
+    let chosen = |(node, n): (usize, &engine::graph::Node)| match (n.op::<TopK>(), n.op::<Route>()) {
+        (Some(_), _) => Some(Value { node, out: 0 }),
+        (_, Some(_)) => Some(Value { node, out: 2 }),
+        _ => None,
+    };
+    let all = g.nodes.iter().enumerate().filter(|(i, _)| needed[*i]).filter_map(chosen);
+    all.enumerate().map(|(k, v)| (format!("choice/{k}"), v)).collect()
+}
+
+/// Lets a run answer with its choices, too; their names.
+pub fn note(g: &mut Graph) -> Vec<String> {
+    let all = choices(g);
+    g.outputs.extend(all.iter().cloned());
+    all.into_iter().map(|c| c.0).collect()
+}
+
+/// Takes the choices from feeds of those names.
+pub fn feed(g: &mut Graph) {
+    let names: HashMap<usize, String> = choices(g).into_iter().map(|(name, v)| (v.node, name)).collect();
+    let done: Result<(), Infallible> = g.rewrite(|r, i, node, inputs| {
+        let Some(name) = names.get(&i) else { return Ok(None) };
+        let given = |out: usize| r.feed(name, &node.outputs[out].shape, DType::I32);
+        Ok(Some(match node.op::<Route>() {
+            Some(route) => routed(r, inputs[0], route.k, given(2)),
+            None => vec![given(0)],
+        }))
+    });
+    done.unwrap_or_else(|never| match never {});
+}
+
+/// As `Route`, to the experts that are given.
+fn routed<'g>(r: &'g Recorder, logits: Var<'g>, k: usize, chosen: Var<'g>) -> Vec<Var<'g>> {
+    let (tokens, experts) = (logits.dim(1), logits.dim(0));
+    let probabilities = r.op(Route { k }, &[logits])[0];
+    let weights = r.typed(|| {
+        let at = offset(chosen, row_starts(r, tokens, experts)).reshape(&[tokens * k]);
+        let own = probabilities.reshape(&[tokens * experts, 1]).gather_rows(at).reshape(&[tokens, k]);
+        own / own.sum_axis(1)
+    });
+    vec![probabilities, weights, chosen]
+}

@@ -1,0 +1,65 @@
+//! Planning: how long it takes, and what it refuses.
+
+use engine::passes::Target;
+use engine::{Compiled, Switches};
+use std::time::{Duration, Instant};
+use train::recipe;
+
+/// Time that this thread has computed, so that others on the machine do not count; where the system does not say, any time.
+fn computed(since: Instant) -> Duration {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    text.split(' ').next().and_then(|n| n.parse().ok()).map_or_else(|| since.elapsed(), Duration::from_nanos)
+}
+
+fn compiled(recipe: &str, settings: &[&str], switches: &Switches) -> Result<Compiled, engine::Error> {
+    let recipe = recipe::find(recipe).unwrap();
+    let mut config = recipe::preset(recipe, Some("tiny")).unwrap();
+    settings.iter().for_each(|s| config.set(s).unwrap());
+    let (_, graph) = recipe.task(&config).unwrap().graphs().into_iter().next().unwrap();
+    Compiled::new(graph, switches, Target::Cpu)
+}
+
+/// What it takes to record, rewrite and plan a training step.
+fn planned(recipe: &str, settings: &[&str]) -> f64 {
+    let since = Instant::now();
+    let start = computed(since);
+    compiled(recipe, settings, &Switches::default()).unwrap();
+    (computed(since) - start).as_secs_f64()
+}
+
+#[test]
+fn planning_takes_time_with_depth_and_not_with_its_square() {
+    // Eight times the blocks. Caches that no longer hold the graph make that up to 15 times the time; a look through the whole graph at
+    // every node made it more than 30. A neighbour may disturb one measurement, but not three.
+    for (recipe, depth, others) in
+        [("hydra", "model.blocks", &["model.edge_capacity=[1.0]", "model.middle_capacity=[0.5]"][..]), ("polychromic", "model.layers", &[])]
+    {
+        let time = |n: usize| planned(recipe, &[others, &[&format!("{depth}={n}")]].concat());
+        let mut ratios = vec![];
+        while ratios.len() < 3 && ratios.iter().all(|r| *r > 20.0) {
+            ratios.push(time(48) / time(6));
+        }
+        assert!(ratios.iter().any(|r| *r <= 20.0), "{recipe}: {ratios:?} times the time for 8 times the depth");
+    }
+}
+
+#[test]
+fn a_tensor_that_no_memory_holds_is_refused_by_name() {
+    let most = ["model.dim=1048576", "model.vocab=1048576", "model.hidden=1048576"];
+    let refused = |settings: &[&str], flash: &str, parts: &[&str]| {
+        let switches = Switches::default().with("flash-attention", flash).unwrap();
+        let error = compiled("hydra", settings, &switches).err().expect("too large").to_string();
+        assert!(parts.iter().all(|p| error.contains(p)), "{error}");
+    };
+    refused(&most, "auto", &["state 'embedding' is f32[1048576, 1048576], which takes more than 1024 GiB"]);
+    // Sizes whose product has no room in 64 bits.
+    refused(&[&most[..], &["train.batch=1048576", "model.seq=16"]].concat(), "auto", &["'embedding'", "1024 GiB"]);
+    // Tables are made while the step is recorded.
+    refused(
+        &["model.dim=131072", "model.heads=2", "model.kv_heads=1", "model.seq=1048576", "train.batch=1"],
+        "auto",
+        &["a table", "1 GiB"],
+    );
+    // Only what a pass writes out is too large.
+    refused(&["model.seq=1048576", "train.batch=16"], "off", &["a result of matmul (in blocks.0)", "1048576, 1048576]", "1024 GiB"]);
+}
