@@ -238,7 +238,8 @@ fn ledger(
         without.set_pass_argument(&format!("{pass}=off"))?;
         let off = measure(a, &without, device)?;
         let differ = |((_, x), (_, y)): (&(String, f64), &(String, f64))| (x - y).abs() / y.abs().max(1e-30);
-        let worst = off.report.iter().zip(&base.report).map(differ).fold(0.0, f64::max);
+        // What is no number differs most of all.
+        let worst = off.report.iter().zip(&base.report).map(differ).fold(0.0, |worst, d| if d <= worst { worst } else { d });
         rows.push(vec![
             pass.into(),
             sites.to_string(),

@@ -282,7 +282,7 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
         out!("{} ({})", path.display(), file.recipe);
         if narrow {
             out!(
-                "in narrower types: the loss to 1%, all else by direction and length, parameters by how they moved; routers choose as in f32"
+                "in narrower types: the loss to 1%, all else by direction and length, parameters by how they moved; routers and guesses choose as in f32"
             );
         }
         let mut rows = vec![];
@@ -291,7 +291,8 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
         {
             let own: Vec<&Compared> = all.iter().filter(|c| c.name.starts_with(prefix)).collect();
             if let Some(worst) = own.iter().max_by(|x, y| x.error.total_cmp(&y.error)) {
-                let least = own.iter().map(|c| c.cosine).fold(1.0, f64::min);
+                // What is no number is the least of all.
+                let least = own.iter().map(|c| c.cosine).fold(1.0, |least, c| if c >= least { least } else { c });
                 rows.push(vec![
                     what.into(),
                     own.len().to_string(),

@@ -72,8 +72,8 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
             (None, _) => newest_run(&a.config)?,
         };
         let base = own_config(&out, &start, a.config.is_named())?;
-        if start == Start::Over && base.is_none() && !a.config.is_named() {
-            bail!("{} holds no run to begin again (name a recipe to begin a new one)", out.display());
+        if base.is_none() && !a.config.is_named() {
+            bail!("{} holds no run to go on with (name the folder of one with --out, or a recipe to begin one there)", out.display());
         }
         (out, a.config.resolve(base)?)
     } else {

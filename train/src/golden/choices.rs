@@ -1,9 +1,9 @@
-//! What a model chooses while it computes: the tokens and experts that its routers rank highest. Rounding sends a token that is as good as
-//! tied another way, and everything behind it differs; so a run that rounds is handed the choices of one that does not, and is compared
-//! on everything that follows from them.
+//! What a model chooses while it computes: the tokens and experts that its routers rank highest, and the classes that it guesses. Rounding
+//! sends a token that is as good as tied another way, and everything behind it differs; so a run that rounds is handed the choices of one
+//! that does not, and is compared on everything that follows from them. How many guesses are right then says nothing about it.
 
 use crate::nn::{offset, row_starts};
-use engine::graph::{Graph, Kind, Value};
+use engine::graph::{Graph, Node, Value};
 use engine::ops::experts::Route;
 use engine::ops::top_k::TopK;
 use engine::{DType, Recorder, Var};
@@ -13,17 +13,14 @@ use std::convert::Infallible;
 /// What each choice was, by the name that `note` and `feed` give it.
 pub type Choices = Vec<(String, Vec<i32>)>;
 
-/// The choices that a graph's loss depends on, where it has one, in running order. A guess that is only counted is no choice.
+/// In running order.
 fn choices(g: &Graph) -> Vec<(String, Value)> {
-    let loss = g.nodes.iter().find(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]);
-    let needed = loss.map_or_else(|| vec![true; g.nodes.len()], |loss| g.needed_by(std::iter::once(loss)));
-    let chosen = |(node, n): (usize, &engine::graph::Node)| match (n.op::<TopK>(), n.op::<Route>()) {
+    let chosen = |(node, n): (usize, &Node)| match (n.op::<TopK>(), n.op::<Route>()) {
         (Some(_), _) => Some(Value { node, out: 0 }),
         (_, Some(_)) => Some(Value { node, out: 2 }),
         _ => None,
     };
-    let all = g.nodes.iter().enumerate().filter(|(i, _)| needed[*i]).filter_map(chosen);
-    all.enumerate().map(|(k, v)| (format!("choice/{k}"), v)).collect()
+    g.nodes.iter().enumerate().filter_map(chosen).enumerate().map(|(k, v)| (format!("choice/{k}"), v)).collect()
 }
 
 /// Lets a run answer with its choices, too; their names.

@@ -19,6 +19,8 @@ pub struct Call {
     notes: [PathBuf; 2],
     /// A signal (KILL, TERM, INT) that it gets after some time.
     signal: Option<(&'static str, Duration)>,
+    /// What its threads were at when its time was up.
+    threads: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,6 +42,7 @@ pub struct Ran {
     pub took: Duration,
     pub out: String,
     pub err: String,
+    pub threads: String,
 }
 
 impl Call {
@@ -50,7 +53,7 @@ impl Call {
         command.args(&args).current_dir(dir).stdin(Stdio::null());
         command.env("CUDA_VISIBLE_DEVICES", "").env("RUST_BACKTRACE", "0").env("XDG_CACHE_HOME", dir.join("cache"));
         let shown = format!("kiln {}", args.iter().map(|a| quoted(a)).collect::<Vec<_>>().join(" "));
-        Call { command, shown, notes: ["stdout", "stderr"].map(|n| dir.join(n)), signal: None }
+        Call { command, shown, notes: ["stdout", "stderr"].map(|n| dir.join(n)), signal: None, threads: String::new() }
     }
 
     pub fn env(mut self, name: &str, value: impl AsRef<std::ffi::OsStr>) -> Call {
@@ -95,10 +98,19 @@ impl Call {
         let (end, status) = self.wait(&mut child, started);
         let text = |p: &Path| String::from_utf8_lossy(&fs::read(p).unwrap_or_default()).into_owned();
         let [out, err] = [text(&self.notes[0]), text(&self.notes[1])];
-        Ran { shown: self.shown, code: status.code(), signal: status.signal(), end, took: started.elapsed(), out, err }
+        Ran {
+            shown: self.shown,
+            code: status.code(),
+            signal: status.signal(),
+            end,
+            took: started.elapsed(),
+            out,
+            err,
+            threads: self.threads,
+        }
     }
 
-    fn wait(&self, child: &mut Child, started: Instant) -> (End, std::process::ExitStatus) {
+    fn wait(&mut self, child: &mut Child, mut started: Instant) -> (End, std::process::ExitStatus) {
         let mut seen = (worked(child), Instant::now());
         let (mut signal, mut end) = (self.signal, End::ByItself);
         let end = loop {
@@ -110,9 +122,13 @@ impl Call {
                 let _ = Command::new("kill").args([format!("-{name}"), child.id().to_string()]).stderr(Stdio::null()).status();
                 end = End::Signalled;
             }
-            // Beside other work a second takes longer: its own time counts, and whether it does anything at all.
+            // Beside other work a second takes longer: its own time counts, and whether it does anything at all, unless someone has stopped it.
             if now > LIMIT {
                 let work = worked(child);
+                if state(child) == 'T' {
+                    seen = (work, Instant::now());
+                    started = Instant::now() - LIMIT;
+                }
                 if work > LIMIT || now > 10 * LIMIT {
                     break End::Busy;
                 }
@@ -124,17 +140,39 @@ impl Call {
             }
             std::thread::sleep(if now.as_millis() < 500 { Duration::from_micros(500) } else { Duration::from_millis(5) });
         };
+        self.threads = threads(child);
         let _ = child.kill();
         (end, child.wait().expect("a child can be waited for"))
     }
 }
 
-/// The processor time of a process: fields 14 and 15 of its stat, in hundredths of a second.
+/// What the system says of a process behind its name: the third field of its stat, and those after it.
+fn stat(child: &Child) -> Vec<String> {
+    let all = fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
+    all.rsplit(')').next().unwrap_or_default().split_whitespace().map(str::to_owned).collect()
+}
+
+/// T: stopped by a signal.
+fn state(child: &Child) -> char {
+    stat(child).first().and_then(|s| s.chars().next()).unwrap_or('?')
+}
+
+/// The processor time of a process: fields 14 and 15, in hundredths of a second.
 fn worked(child: &Child) -> Duration {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
-    let after = stat.rsplit(')').next().unwrap_or_default();
-    let ticks: u64 = after.split_whitespace().skip(11).take(2).filter_map(|t| t.parse::<u64>().ok()).sum();
+    let ticks: u64 = stat(child).iter().skip(11).take(2).filter_map(|t| t.parse::<u64>().ok()).sum();
     Duration::from_millis(10 * ticks)
+}
+
+/// Of each thread its state, the number of the call to the system that it is in with its arguments, and where the kernel is in that.
+fn threads(child: &Child) -> String {
+    let folder = PathBuf::from(format!("/proc/{}/task", child.id()));
+    let one = |thread: String| {
+        let read = |name: &str| fs::read_to_string(folder.join(&thread).join(name)).unwrap_or_default().trim().to_string();
+        let state = read("stat").rsplit(") ").next().and_then(|s| s.chars().next()).unwrap_or('?');
+        let kernel: Vec<String> = read("stack").lines().take(3).map(|l| l.replace("[<0>] ", "")).collect();
+        format!("\n    {} {state} {} {}", read("comm"), read("syscall"), kernel.join(" "))
+    };
+    super::jobs::names(&folder).into_iter().map(one).collect()
 }
 
 fn quoted(arg: &str) -> String {
@@ -158,8 +196,9 @@ impl Ran {
             (_, Some(code), _) => format!("exit {code}"),
             (_, _, signal) => format!("signal {}", signal.unwrap_or_default()),
         };
+        let threads = if self.threads.is_empty() { String::new() } else { format!("\n  threads:{}", self.threads) };
         format!(
-            "{}\n  {end} after {:.1} s\n  stdout:{}\n  stderr:{}",
+            "{}\n  {end} after {:.1} s\n  stdout:{}\n  stderr:{}{threads}",
             self.shown,
             self.took.as_secs_f64(),
             tail(&self.out),
