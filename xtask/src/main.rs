@@ -10,7 +10,7 @@ use std::time::Duration;
 const HELP: &str = "cargo xtask COMMAND
 
   test      formatting, lints, every test, the examples, every kernel
-  kernels   compiles every kernel for every architecture with NVRTC, without a GPU
+  kernels   compiles the kernels of every op for every architecture with NVRTC, without a GPU
   mutants   plants errors one at a time and says which test finds each; all, or those whose names hold one of the words that follow.
             A build of its own and some minutes; what is planted in kernels is tried where there is a GPU. Not part of `test`
   emulate [OP ..]
@@ -103,6 +103,9 @@ fn has(program: &str, args: &[&str]) -> bool {
     Command::new(program).args(args).output().is_ok_and(|o| o.status.success())
 }
 
+/// What is compiled, killed and compiled again.
+const A_FEW: [&str; 3] = ["norm", "--sm", "90"];
+
 /// Installs the pinned wheels under target/ and lets kiln compile everything.
 fn kernels() -> Result<(), String> {
     let folder = root().join("target/cuda-wheels");
@@ -121,18 +124,17 @@ fn kernels() -> Result<(), String> {
     // Killed in the middle of compiling, it leaves nothing that a later run would take for a kernel.
     let killed = root().join("target/cuda-cache-killed");
     let _ = std::fs::remove_dir_all(&killed);
-    let mut child = check(&killed)
-        .args(["--sm", "90"])
-        .current_dir(root())
-        .stdout(Stdio::null())
-        .spawn()
-        .map_err(|e| format!("kiln does not start: {e}"))?;
-    std::thread::sleep(Duration::from_secs(4));
-    child.kill().and_then(|()| child.wait()).map_err(|e| format!("kiln cannot be killed: {e}"))?;
-    if !std::fs::read_dir(killed.join("kiln")).is_ok_and(|mut d| d.next().is_some()) {
-        return Err("nothing was compiled before the kill: the check of an interrupted cache has checked nothing".into());
+    let mut child =
+        check(&killed).args(A_FEW).current_dir(root()).stdout(Stdio::null()).spawn().map_err(|e| format!("kiln does not start: {e}"))?;
+    let compiled = || std::fs::read_dir(killed.join("kiln")).is_ok_and(|mut d| d.next().is_some());
+    while !compiled() && child.try_wait().is_ok_and(|ended| ended.is_none()) {
+        std::thread::sleep(Duration::from_millis(10));
     }
-    run(check(&killed).args(["--sm", "90"]))?;
+    if child.try_wait().map_err(|e| format!("kiln cannot be waited for: {e}"))?.is_some() {
+        return Err("kiln ended before it was killed: the check of an interrupted cache has checked nothing".into());
+    }
+    child.kill().and_then(|()| child.wait()).map_err(|e| format!("kiln cannot be killed: {e}"))?;
+    run(check(&killed).args(A_FEW))?;
     let _ = std::fs::remove_dir_all(&killed);
     run(&mut check(&root().join("target/cuda-cache")))
 }

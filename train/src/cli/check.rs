@@ -10,7 +10,7 @@ use engine::kernel::Arch;
 use engine::passes::known;
 use engine::{DType, Device, OPS, PASSES, Switches};
 use safetensors::tensor::{Dtype, TensorView};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -44,14 +44,20 @@ enum What {
     /// Whether the checks of ops find kernels that are wrong on purpose
     #[command(hide = true)]
     Planted(DeviceArgs),
-    /// Compiles every kernel of every op for every architecture, without a GPU
+    /// Compiles the kernels of every op for every architecture, without a GPU
     #[command(after_help = "Examples:
   kiln check kernels
-  kiln check kernels --sm 90")]
+  kiln check kernels --every-shape --sm 90
+  kiln check kernels attention --sm 90")]
     Kernels {
+        /// Only ops whose name holds this
+        filter: Option<String>,
         /// Compute capabilities, as in 90 for 9.0
         #[arg(long, default_values_t = [80, 89, 90, 100, 120], value_parser = clap::value_parser!(u32).range(80..=130))]
         sm: Vec<u32>,
+        /// Also kernels that differ from another one only in numbers, such as the length of a row
+        #[arg(long)]
+        every_shape: bool,
     },
     /// Everything: ops, passes, the golden files that kiln carries (in f32, and in bf16 by direction); one table at the end
     #[command(after_help = "Examples:
@@ -99,13 +105,7 @@ pub fn run(a: CheckArgs) -> Result<ExitCode> {
     match a.what {
         What::Ops { filter, device } => {
             let device = device.open()?;
-            let wanted = |name: &str| filter.as_ref().is_none_or(|f| name.contains(f.as_str()));
-            let ops: Vec<_> = OPS.iter().filter(|o| wanted(o.name)).collect();
-            if ops.is_empty() {
-                let name = filter.unwrap_or_default();
-                bail!("no op is called '{name}'{}", known(&name, OPS.iter().map(|o| o.name)));
-            }
-            report(ops.into_iter().flat_map(|o| op_outcomes(o, &device)))
+            report(ops_called(filter)?.into_iter().flat_map(|o| op_outcomes(o, &device)))
         }
         What::Passes(d) => {
             let device = d.open()?;
@@ -113,11 +113,21 @@ pub fn run(a: CheckArgs) -> Result<ExitCode> {
         }
         What::Planted(d) => report(check_planted(&d.open()?).into_iter()),
         What::All(d) => everything(&d.open()?),
-        What::Kernels { sm } => kernels(&sm),
+        What::Kernels { filter, sm, every_shape } => kernels(&ops_called(filter)?, &sm, every_shape),
         What::Golden(g) => golden(g),
         What::Model(m) => super::model::run(m),
         What::Encoder(e) => super::encoder::run(e),
     }
+}
+
+/// The ops whose name holds a word; all without one.
+fn ops_called(filter: Option<String>) -> Result<Vec<&'static engine::op::Entry>> {
+    let name = filter.unwrap_or_default();
+    let ops: Vec<_> = OPS.iter().filter(|o| o.name.contains(&name)).collect();
+    if ops.is_empty() {
+        bail!("no op is called '{name}'{}", known(&name, OPS.iter().map(|o| o.name)));
+    }
+    Ok(ops)
 }
 
 fn op_outcomes<'a>(op: &'a engine::op::Entry, device: &'a Device) -> impl Iterator<Item = Outcome> + 'a {
@@ -208,22 +218,37 @@ fn report(outcomes: impl Iterator<Item = Outcome>) -> Result<ExitCode> {
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn kernels(sm: &[u32]) -> Result<ExitCode> {
+/// A kernel's source without its numbers.
+fn without_numbers(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_ascii_digit() {
+            true if out.ends_with('0') => {}
+            true => out.push('0'),
+            false => out.push(c),
+        }
+    }
+    out
+}
+
+fn kernels(ops: &[&engine::op::Entry], sm: &[u32], every_shape: bool) -> Result<ExitCode> {
     let folders = ::train::gpu::folders();
     let mut failed = 0;
     for &sm in sm {
         let arch = Arch { sm, multiprocessors: 132 };
         let compiler = Compiler::without_gpu(arch, &folders)?;
         let mut texts: Vec<(String, String)> = vec![];
-        let cases = OPS.iter().flat_map(|op| op.cases.iter().map(|c| (op.name, c))).chain(PLANTED.iter().map(|c| ("planted", c)));
+        let cases = ops.iter().flat_map(|op| op.cases.iter().map(|c| (op.name, c))).chain(PLANTED.iter().map(|c| ("planted", c)));
         for (op, case) in cases {
             for dtype in [DType::F32, DType::BF16, DType::F16] {
                 let own = kernel_texts(case, dtype, arch).map_err(|e| anyhow::anyhow!("{op}: {}: {e}", case.name))?;
                 texts.extend(own.into_iter().map(|t| (t, format!("{op}: {} ({dtype})", case.name))));
             }
         }
-        texts.sort();
-        texts.dedup_by(|a, b| a.0 == b.0);
+        // Of those that differ only in numbers the shortest, which has the smallest.
+        texts.sort_by(|a, b| (a.0.len(), a).cmp(&(b.0.len(), b)));
+        let mut seen = HashSet::new();
+        texts.retain(|(text, _)| seen.insert(if every_shape { text.clone() } else { without_numbers(text) }));
         let count = texts.len();
         for chunk in texts.chunks(64) {
             // One by one only where something is wrong, to name it.
