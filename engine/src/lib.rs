@@ -2,7 +2,7 @@
 //! again and again.
 //!
 //! ```
-//! use engine::{Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches};
+//! use kiln_engine::{Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches};
 //!
 //! let g = Recorder::new();
 //! let (x, y) = (g.feed("x", &[8, 2], DType::F32), g.feed("y", &[8, 1], DType::F32));

@@ -2,7 +2,7 @@
 //! operand in memory of its own, at most the last-level cache's size.)
 #![allow(unsafe_code)]
 
-use engine::{Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches};
+use kiln_engine::{Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -36,8 +36,8 @@ fn a_run_allocates_no_tensor() {
     let targets = r.feed("targets", &[rows], DType::I32);
     let w = r.param("w", &[rows, dim], Init::Normal { std: 0.1 });
     let shape = [2, rows / 2, 4, dim / 4];
-    let turned = w.reshape(&shape).rope(engine::ops::rope::Pairs::Halves, r.rope_tables(rows / 2, dim / 4, 100.0));
-    let y = engine::ops::attention::attention(turned, x.reshape(&shape), x.reshape(&shape), true, 0.1).reshape(&[rows, dim]);
+    let turned = w.reshape(&shape).rope(kiln_engine::ops::rope::Pairs::Halves, r.rope_tables(rows / 2, dim / 4, 100.0));
+    let y = kiln_engine::ops::attention::attention(turned, x.reshape(&shape), x.reshape(&shape), true, 0.1).reshape(&[rows, dim]);
     let h = (x + y).rms_norm_plain(1e-6).silu().layer_norm(1e-5).softmax();
     let chosen = h.scatter_add_rows(targets, h.gather_rows(targets)).bce_with_logits(x);
     let loss = chosen.cross_entropy(targets.cast(DType::F32).cast(DType::I32)).mean() + chosen.sum_axis(0).mean();

@@ -1,14 +1,14 @@
 //! A model of one's own: recorded, trained, checkpointed, loaded again and sampled.
 //!
-//!     cargo run --release -p train --example own_recipe -- runs/mine
+//!     cargo run --release -p kiln --example own_recipe -- runs/mine
 
 use engine::{Cpu, DType, Data, Device, Init, Recorder, Var};
+use kiln::config::{Config, TrainConfig};
+use kiln::data::{Generated, Source, Split};
+use kiln::recipe::{Feeds, Model, Session, Supervised, TrainError};
+use kiln::run::{Options, find_checkpoint, train};
+use kiln::sample::{Sampling, choose};
 use std::sync::Arc;
-use train::config::{Config, TrainConfig};
-use train::data::{Generated, Source, Split};
-use train::recipe::{Feeds, Model, Session, Supervised, TrainError};
-use train::run::{Options, find_checkpoint, train};
-use train::sample::{Sampling, choose};
 
 /// Bytes in, bytes out: causal convolutions on a residual stream.
 struct Mine {

@@ -2,10 +2,10 @@
 #![allow(unsafe_code)]
 
 use engine::{Cpu, Device};
+use kiln::recipe;
+use kiln::run;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicIsize, Ordering};
-use train::recipe;
-use train::run;
 
 struct Counting;
 

@@ -29,7 +29,7 @@ fn main() -> ExitCode {
         Some("emulate") => emulate(&std::env::args().skip(2).collect::<Vec<_>>()),
         Some("torture") => {
             let args: Vec<String> = std::env::args().skip(2).collect();
-            cargo(&["build", "--package", "train"]).and_then(|()| torture::torture(&root(), &args))
+            cargo(&["build", "--package", "kiln"]).and_then(|()| torture::torture(&root(), &args))
         }
         Some("--help" | "-h" | "help") | None => {
             print!("{HELP}{}", torture::help());
@@ -94,7 +94,7 @@ fn emulate(ops: &[String]) -> Result<(), String> {
     let all = ["all".to_string()];
     let ops = if ops.is_empty() { &all } else { ops };
     let mut test = Command::new(env!("CARGO"));
-    test.args(["test", "--package", "engine", "--lib", "--", "--nocapture", "emulator::tests::kernels"]);
+    test.args(["test", "--package", "kiln-engine", "--lib", "--", "--nocapture", "emulator::tests::kernels"]);
     run(test.args(ops.iter().map(|op| format!("op={op}"))))
 }
 
@@ -115,7 +115,7 @@ fn kernels() -> Result<(), String> {
         pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"]).arg(&folder).args(WHEELS);
         run(&mut pip).map_err(|e| format!("{e}\nkernels need Python with pip once, to fetch NVRTC: {}", WHEELS.join(" ")))?;
     }
-    cargo(&["build", "--package", "train"])?;
+    cargo(&["build", "--package", "kiln"])?;
     let check = |cache: &Path| {
         let mut c = Command::new("target/debug/kiln");
         c.args(["check", "kernels"]).env("LD_LIBRARY_PATH", &libraries).env("XDG_CACHE_HOME", cache);

@@ -293,7 +293,19 @@ impl Built {
     fn new() -> Result<Built, String> {
         let target = root().join("target/mutants");
         let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["test", "--no-run", "--package", "engine", "--package", "train", "--features", "mutants", "--lib", "--test", "suite"]);
+        cargo.args([
+            "test",
+            "--no-run",
+            "--package",
+            "kiln-engine",
+            "--package",
+            "kiln",
+            "--features",
+            "mutants",
+            "--lib",
+            "--test",
+            "suite",
+        ]);
         cargo.args(["--message-format", "json-render-diagnostics", "--target-dir"]).arg(&target).current_dir(root());
         println!("{cargo:?}");
         let built = cargo.stderr(Stdio::inherit()).output().map_err(|e| format!("cargo does not start: {e}"))?;
@@ -302,15 +314,15 @@ impl Built {
         }
         // A line of JSON for each, of which these parts are enough.
         let said = String::from_utf8_lossy(&built.stdout);
-        let executable = |package: &str, name: &str| {
-            let (package, name) = (format!("/{package}/Cargo.toml\""), format!("\"name\":\"{name}\""));
-            let own = said.lines().filter(|l| l.contains(&package) && l.contains(&name));
+        let executable = |package: &str, kind: &str| {
+            let (package, kind) = (format!("/{package}/Cargo.toml\""), format!("\"kind\":[\"{kind}\"]"));
+            let own = said.lines().filter(|l| l.contains(&package) && l.contains(&kind));
             let path = own.filter_map(|l| l.split_once("\"executable\":\"")?.1.split('"').next()).next();
-            path.map(PathBuf::from).ok_or_else(|| format!("cargo says nothing of an executable {name} of {package}"))
+            path.map(PathBuf::from).ok_or_else(|| format!("cargo says nothing of an executable of {kind} of {package}"))
         };
         Ok(Built {
-            engine: [executable("engine", "engine")?, executable("engine", "suite")?],
-            train: [executable("train", "train")?, executable("train", "suite")?],
+            engine: [executable("engine", "lib")?, executable("engine", "test")?],
+            train: [executable("train", "lib")?, executable("train", "test")?],
             kiln: target.join("debug/kiln"),
             target,
         })

@@ -1,15 +1,15 @@
 //! A decoder's layers with adapters on frozen weights: what passes make of their training step.
 
-use engine::graph::Node;
-use engine::kernel::Arch;
-use engine::op::Fill;
-use engine::ops::matmul::Matmul;
-use engine::ops::norm::RmsNormGrad;
-use engine::ops::norm::add::AddRmsNormGrad;
-use engine::ops::rope::Pairs;
-use engine::ops::rope::norm::NormRopeGrad;
-use engine::passes::Target;
-use engine::{Compiled, Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches, Var, check};
+use kiln_engine::graph::Node;
+use kiln_engine::kernel::Arch;
+use kiln_engine::op::Fill;
+use kiln_engine::ops::matmul::Matmul;
+use kiln_engine::ops::norm::RmsNormGrad;
+use kiln_engine::ops::norm::add::AddRmsNormGrad;
+use kiln_engine::ops::rope::Pairs;
+use kiln_engine::ops::rope::norm::NormRopeGrad;
+use kiln_engine::passes::Target;
+use kiln_engine::{Compiled, Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches, Var, check};
 
 const DIM: usize = 128;
 

@@ -1,11 +1,11 @@
 //! Graphs that are easy to get wrong: memory shared between values, states and views; casts; gradients that do not exist.
 
-use engine::ops::attention::attention_until;
-use engine::ops::cache::decode_attention;
-use engine::ops::concat::{Join, concat};
-use engine::ops::pointwise::{Bin, pointwise};
-use engine::passes::Target;
-use engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches, Var, check};
+use kiln_engine::ops::attention::attention_until;
+use kiln_engine::ops::cache::decode_attention;
+use kiln_engine::ops::concat::{Join, concat};
+use kiln_engine::ops::pointwise::{Bin, pointwise};
+use kiln_engine::passes::Target;
+use kiln_engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches, Var, check};
 
 fn device() -> Device {
     Device::cpu(Cpu::new(2))
@@ -84,7 +84,7 @@ fn a_shared_weight_has_one_product_for_its_gradient() {
         p.read("dw", &store).unwrap()
     };
     let (a, b) = (result(on), result(off));
-    assert!(engine::check::relative(&a, &b) < 1e-5);
+    assert!(kiln_engine::check::relative(&a, &b) < 1e-5);
 }
 
 /// Two gradients by the same weights share what is joined for the first: nothing may be written there before the second has read it.
@@ -109,7 +109,7 @@ fn what_is_joined_is_not_overwritten_before_its_last_reader() {
     let feeds = [("x", Data::F32(&numbers))];
     let (on, off) = (run(record, DEFAULT, &feeds).unwrap().0, run(record, ("join-products", "off"), &feeds).unwrap().0);
     for (a, b) in on.iter().zip(&off) {
-        assert!(engine::check::relative(a, b) < 1e-5, "{}", engine::check::relative(a, b));
+        assert!(kiln_engine::check::relative(a, b) < 1e-5, "{}", kiln_engine::check::relative(a, b));
     }
 }
 
@@ -159,7 +159,7 @@ fn bf16_leaves_side_outputs_alone() {
     let x: Vec<f32> = (0..32).map(|i| (i as f32).cos()).collect();
     let feeds = [("x", Data::F32(&x))];
     let (narrow, wide) = (run(record, ("bf16", "auto"), &feeds).unwrap().0, run(record, DEFAULT, &feeds).unwrap().0);
-    assert!(narrow.iter().zip(&wide).all(|(a, b)| engine::check::relative(a, b) < 0.02));
+    assert!(narrow.iter().zip(&wide).all(|(a, b)| kiln_engine::check::relative(a, b) < 0.02));
 }
 
 /// A bias that is a product itself, seen as a row.
@@ -175,7 +175,7 @@ fn a_product_may_be_a_bias() {
     let x: Vec<f32> = (0..64).map(|i| (i as f32).sin()).collect();
     let feeds = [("x", Data::F32(&x))];
     let (on, off) = (run(record, DEFAULT, &feeds).unwrap().0, run(record, ("epilogue", "off"), &feeds).unwrap().0);
-    assert!(engine::check::relative(&on[0], &off[0]) < 1e-6);
+    assert!(kiln_engine::check::relative(&on[0], &off[0]) < 1e-6);
 }
 
 /// A product cannot add what is made behind it.
@@ -190,7 +190,7 @@ fn a_bias_that_is_made_behind_its_product_is_added_there() {
     let x: Vec<f32> = (0..64).map(|i| (i as f32).sin()).collect();
     let feeds = [("x", Data::F32(&x))];
     let (on, off) = (run(record, ("epilogue", "auto"), &feeds).unwrap().0, run(record, ("epilogue", "off"), &feeds).unwrap().0);
-    assert!(engine::check::relative(&on[0], &off[0]) < 1e-6);
+    assert!(kiln_engine::check::relative(&on[0], &off[0]) < 1e-6);
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! Every case of every op: gradient, repeatability, fused against unfused, narrow types.
 
-use engine::cpu::{View, ViewMut};
-use engine::kernel::{Code, Io};
-use engine::op::{Case, Cost, Fill, Grads, In, Op};
-use engine::ops::pointwise::run::unary;
-use engine::{Cpu, DType, Device, Meta, OPS, Var, check};
+use kiln_engine::cpu::{View, ViewMut};
+use kiln_engine::kernel::{Code, Io};
+use kiln_engine::op::{Case, Cost, Fill, Grads, In, Op};
+use kiln_engine::ops::pointwise::run::unary;
+use kiln_engine::{Cpu, DType, Device, Meta, OPS, Var, check};
 
 #[test]
 fn every_case_of_every_op() {
@@ -39,7 +39,7 @@ impl Op for Wrong {
         vec![x[0].clone()]
     }
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
-        let sigmoid = |v| unary(engine::ops::pointwise::Un::Sigmoid, v);
+        let sigmoid = |v| unary(kiln_engine::ops::pointwise::Un::Sigmoid, v);
         y[0].f32().iter_mut().zip(x[0].f32()).for_each(|(y, &x)| *y = x * sigmoid(x));
     }
     fn cuda(&self, _: &Io) -> Code {

@@ -1,16 +1,16 @@
 //! Every pass against itself switched off; receipts, modes, and the errors of bad settings.
 
-use engine::check::Verdict;
-use engine::graph::Graph;
-use engine::kernel::Arch;
-use engine::op::Fill;
-use engine::ops::cache::decode_attention;
-use engine::ops::experts::mixture;
-use engine::ops::linear_attention::LinearAttentionGrad;
-use engine::ops::retrieve::retrieval;
-use engine::ops::rope::Pairs;
-use engine::passes::{Mode, Numerics, Receipt, Target, all_applied};
-use engine::{Cpu, DType, Data, Device, Error, Init, PASSES, Program, Recorder, Store, Switches, Var, check};
+use kiln_engine::check::Verdict;
+use kiln_engine::graph::Graph;
+use kiln_engine::kernel::Arch;
+use kiln_engine::op::Fill;
+use kiln_engine::ops::cache::decode_attention;
+use kiln_engine::ops::experts::mixture;
+use kiln_engine::ops::linear_attention::LinearAttentionGrad;
+use kiln_engine::ops::retrieve::retrieval;
+use kiln_engine::ops::rope::Pairs;
+use kiln_engine::passes::{Mode, Numerics, Receipt, Target, all_applied};
+use kiln_engine::{Cpu, DType, Data, Device, Error, Init, PASSES, Program, Recorder, Store, Switches, Var, check};
 
 #[test]
 fn every_pass_off_and_on() {
@@ -37,7 +37,7 @@ fn without_being_asked_no_pass_rounds_f32() {
     let arch = Arch { sm: 90, multiprocessors: 132 };
     for target in [Target::Cpu, Target::Cuda(arch)] {
         let rounds =
-            |p: &&&dyn engine::passes::Pass| p.numerics(target, DType::F32) == Numerics::LowPrecision && p.default_mode() != Mode::Off;
+            |p: &&&dyn kiln_engine::passes::Pass| p.numerics(target, DType::F32) == Numerics::LowPrecision && p.default_mode() != Mode::Off;
         assert_eq!(PASSES.iter().filter(rounds).map(|p| p.name()).collect::<Vec<_>>(), [""; 0], "{target:?}");
     }
 }
@@ -82,13 +82,13 @@ fn require_turns_a_declined_site_into_an_error() {
         r.finish()
     };
     let switches = |v: &str| Switches::default().with("recompute", v).unwrap();
-    let c = engine::Compiled::new(graph(), &switches("auto"), Target::Cpu).unwrap();
+    let c = kiln_engine::Compiled::new(graph(), &switches("auto"), Target::Cpu).unwrap();
     let receipt = c.receipts.iter().find(|r| r.pass == "recompute").unwrap();
     assert_eq!((receipt.mode, receipt.applied, receipt.sites()), (Mode::Auto, 0, 1));
-    assert!(matches!(engine::Compiled::new(graph(), &switches("require"), Target::Cpu).err(), Some(Error::Declined { .. })));
+    assert!(matches!(kiln_engine::Compiled::new(graph(), &switches("require"), Target::Cpu).err(), Some(Error::Declined { .. })));
     // nothing to apply to at all
     let flash = Switches::default().with("flash-attention", "require").unwrap();
-    let c = engine::Compiled::new(graph(), &flash, Target::Cpu).unwrap();
+    let c = kiln_engine::Compiled::new(graph(), &flash, Target::Cpu).unwrap();
     assert!(matches!(all_applied(std::iter::once(&c.receipts[..])), Err(Error::NoSites(p)) if p == "flash-attention"));
 }
 
@@ -96,7 +96,7 @@ fn require_turns_a_declined_site_into_an_error() {
 fn compiled(pass: &str, switches: Switches, record: impl Fn(&Recorder)) -> (usize, Vec<String>, Vec<String>) {
     let r = Recorder::new();
     record(&r);
-    let c = engine::Compiled::new(r.finish(), &switches, Target::Cpu).unwrap();
+    let c = kiln_engine::Compiled::new(r.finish(), &switches, Target::Cpu).unwrap();
     let receipt = c.receipts.iter().find(|r| r.pass == pass).unwrap();
     let op = |i: usize| format!("{} {:?}", c.graph.nodes[i].name(), c.graph.inputs(i));
     let ops = (0..c.graph.nodes.len()).filter(|&i| c.graph.nodes[i].name().contains("norm")).map(op).collect();
@@ -206,7 +206,7 @@ fn rows_are_scaled_where_they_are_added_unless_their_product_is_wanted() {
 fn a_scaled_update_has_the_type_of_what_it_is_added_to() {
     let r = Recorder::new();
     PASSES.iter().find(|p| p.name() == "fuse-routing").unwrap().example(&r);
-    let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "auto").unwrap(), Target::Cpu).unwrap();
+    let c = kiln_engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "auto").unwrap(), Target::Cpu).unwrap();
     let types = |name: &str| {
         let i = c.graph.nodes.iter().position(|n| n.name() == name).unwrap();
         c.graph.inputs(i).iter().map(|m| m.dtype).collect::<Vec<_>>()
@@ -228,7 +228,7 @@ fn experts(sm: u32, hidden: usize, bf16: &str, gradients: bool) -> (Receipt, Vec
         r.output("dw", r.grad(loss, &[gate_up])[0]);
     }
     let target = Target::Cuda(Arch { sm, multiprocessors: 132 });
-    let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", bf16).unwrap(), target).unwrap();
+    let c = kiln_engine::Compiled::new(r.finish(), &Switches::default().with("bf16", bf16).unwrap(), target).unwrap();
     let types = |i: usize| c.graph.inputs(i).iter().map(|m| m.dtype).collect();
     let ops = c.graph.nodes.iter().enumerate().map(|(i, n)| (n.name().to_string(), types(i), n.outputs.len())).collect();
     (c.receipts.iter().find(|r| r.pass == "grouped-products").unwrap().clone(), ops)
@@ -266,7 +266,7 @@ fn what_is_typed_keeps_its_types_under_bf16() {
     let (h, exact) = (x.matmul(w), r.typed(|| x.matmul(w).softmax()));
     let (narrow, wide) = (h.silu(), r.typed(|| h.softmax().matmul(w)));
     [("narrow", narrow), ("wide", wide), ("exact", exact)].into_iter().for_each(|(name, v)| r.output(name, v));
-    let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "require").unwrap(), Target::Cpu).unwrap();
+    let c = kiln_engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "require").unwrap(), Target::Cpu).unwrap();
     let types: Vec<(&str, DType)> = c.graph.outputs.iter().map(|(name, v)| (name.as_str(), c.graph.meta(*v).dtype)).collect();
     assert_eq!(types, [("narrow", DType::BF16), ("wide", DType::F32), ("exact", DType::F32)]);
     let products = (0..c.graph.nodes.len()).filter(|&i| c.graph.nodes[i].name() == "matmul");
@@ -296,7 +296,7 @@ fn for_gpu(pass: &str, switches: &Switches, record: impl Fn(&Recorder)) -> (Grap
     let r = Recorder::new();
     record(&r);
     let arch = Arch { sm: 90, multiprocessors: 132 };
-    let c = engine::Compiled::new(r.finish(), switches, Target::Cuda(arch)).unwrap();
+    let c = kiln_engine::Compiled::new(r.finish(), switches, Target::Cuda(arch)).unwrap();
     let receipt = c.receipts.iter().find(|r| r.pass == pass).unwrap().clone();
     (c.graph, receipt)
 }
@@ -380,7 +380,7 @@ fn an_unreached_parameter_is_an_error_by_name() {
     let (a, b) = (r.param("used", &[2], Init::Full(1.0)), r.param("forgotten", &[2], Init::Full(1.0)));
     let loss = a.sum();
     r.output("g", r.grad(loss, &[a, b])[1]);
-    let e = engine::Compiled::new(r.finish(), &Switches::default(), Target::Cpu).err().unwrap();
+    let e = kiln_engine::Compiled::new(r.finish(), &Switches::default(), Target::Cpu).err().unwrap();
     assert!(e.to_string().contains("'forgotten'"), "{e}");
 }
 
@@ -424,7 +424,7 @@ fn attention_without_softmax_becomes_one_op_where_it_fits() {
 fn linear_attention_takes_in_what_its_gradient_meets() {
     let r = Recorder::new();
     PASSES.iter().find(|p| p.name() == "linear-attention").unwrap().example(&r);
-    let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "auto").unwrap(), Target::Cpu).unwrap();
+    let c = kiln_engine::Compiled::new(r.finish(), &Switches::default().with("bf16", "auto").unwrap(), Target::Cpu).unwrap();
     let grad = c.graph.nodes.iter().find_map(|n| n.op::<LinearAttentionGrad>()).unwrap();
     assert!(grad.norm && grad.add && grad.relu, "{grad:?}");
     let i = c.graph.nodes.iter().position(|n| n.name() == "linear_attention").unwrap();
@@ -509,7 +509,7 @@ fn attention_of_long_heads_is_declined_on_a_gpu_and_written_out() {
         let w = r.param("w", &[head, 3 * head], Init::Normal { std: 0.05 });
         let qkv = r.feed("x", &[1, 5, head], DType::F32).matmul(w).reshape(&[1, 5, 3, 1, head]);
         let part = |i: usize| qkv.slice(2, i, i + 1).reshape(&[1, 5, 1, head]);
-        let y = engine::ops::attention::attention(part(0), part(1), part(2), true, 0.05);
+        let y = kiln_engine::ops::attention::attention(part(0), part(1), part(2), true, 0.05);
         let loss = y.square().mean();
         r.output("y", y);
         r.output("dw", r.grad(loss, &[w])[0]);
@@ -517,7 +517,7 @@ fn attention_of_long_heads_is_declined_on_a_gpu_and_written_out() {
     let compiled = |head: usize, target: Target, bf16: &str| {
         let r = Recorder::new();
         record(&r, head);
-        let c = engine::Compiled::new(r.finish(), &Switches::default().with("bf16", bf16).unwrap(), target).unwrap();
+        let c = kiln_engine::Compiled::new(r.finish(), &Switches::default().with("bf16", bf16).unwrap(), target).unwrap();
         let fused = c.graph.nodes.iter().any(|n| n.name() == "flash_attention");
         (c.receipts.into_iter().find(|r| r.pass == "flash-attention").unwrap(), fused)
     };

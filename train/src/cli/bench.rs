@@ -1,9 +1,9 @@
 use super::{ConfigArgs, DeviceArgs, write_json};
-use ::train::config::Config;
-use ::train::recipe::{self, Session, Task};
-use ::train::recipes::polychromic::Writing;
-use ::train::report::{human_bytes, human_count, table};
-use ::train::run;
+use ::kiln::config::Config;
+use ::kiln::recipe::{self, Session, Task};
+use ::kiln::recipes::polychromic::Writing;
+use ::kiln::report::{human_bytes, human_count, table};
+use ::kiln::run;
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::check::time_case;

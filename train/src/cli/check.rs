@@ -1,7 +1,7 @@
 use super::DeviceArgs;
-use ::train::golden::{Compared, Golden, Rule, compare, rounds};
-use ::train::recipe;
-use ::train::report::table;
+use ::kiln::golden::{Compared, Golden, Rule, compare, rounds};
+use ::kiln::recipe;
+use ::kiln::report::table;
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use engine::check::{Outcome, PLANTED, Verdict, check_case, check_pass, check_planted, kernel_texts};
@@ -232,9 +232,14 @@ fn without_numbers(text: &str) -> String {
 }
 
 fn kernels(ops: &[&engine::op::Entry], sm: &[u32], every_shape: bool) -> Result<ExitCode> {
-    let folders = ::train::gpu::folders();
+    let folders = ::kiln::gpu::folders();
     let mut failed = 0;
-    for &sm in sm {
+    // What the oldest and the newest architecture compile, those between them do too, as long as the source is the same.
+    let mut sms = sm.to_vec();
+    sms.sort();
+    sms.dedup();
+    let mut same_as_oldest: HashSet<String> = HashSet::new();
+    for &sm in &sms {
         let arch = Arch { sm, multiprocessors: 132 };
         let compiler = Compiler::without_gpu(arch, &folders)?;
         let mut texts: Vec<(String, String)> = vec![];
@@ -250,6 +255,11 @@ fn kernels(ops: &[&engine::op::Entry], sm: &[u32], every_shape: bool) -> Result<
         let mut seen = HashSet::new();
         texts.retain(|(text, _)| seen.insert(if every_shape { text.clone() } else { without_numbers(text) }));
         let count = texts.len();
+        match (sms.first(), sms.last()) {
+            (Some(&oldest), _) if sm == oldest => same_as_oldest = texts.iter().map(|t| t.0.clone()).collect(),
+            (_, Some(&newest)) if sm == newest => {}
+            _ => texts.retain(|(text, _)| !same_as_oldest.contains(text)),
+        }
         for chunk in texts.chunks(64) {
             // One by one only where something is wrong, to name it.
             let sources: Vec<&str> = chunk.iter().map(|t| t.0.as_str()).collect();
@@ -262,9 +272,13 @@ fn kernels(ops: &[&engine::op::Entry], sm: &[u32], every_shape: bool) -> Result<
                 }
             }
         }
-        out!("{}: {count} kernels", arch.name());
+        let same = match count - texts.len() {
+            0 => String::new(),
+            same => format!(", {same} of them the same as for sm_{}", sms[0]),
+        };
+        out!("{}: {count} kernels{same}", arch.name());
     }
-    out!("{} passed, {failed} failed", if failed == 0 { sm.len() } else { 0 });
+    out!("{} passed, {failed} failed", if failed == 0 { sms.len() } else { 0 });
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -301,7 +315,7 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
                 .collect();
             let views = bytes.iter().map(|(n, (shape, b))| Ok((n.as_str(), TensorView::new(Dtype::F32, shape.clone(), b)?)));
             let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
-            ::train::run::write_bytes(out, &safetensors::serialize(views, None)?)?;
+            ::kiln::run::write_bytes(out, &safetensors::serialize(views, None)?)?;
         }
         let all = compare(&file, &computed, rule);
         out!("{} ({})", path.display(), file.recipe);

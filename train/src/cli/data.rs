@@ -1,10 +1,10 @@
 use super::signals::Signal;
 use super::write_json;
-use ::train::data::images::{self, Block, Format};
-use ::train::data::{DataError, Dataset, Input, PrepareOptions, Split, inspect, prepare};
-use ::train::recipe::Session;
-use ::train::run::write_bytes;
-use ::train::warn;
+use ::kiln::data::images::{self, Block, Format};
+use ::kiln::data::{DataError, Dataset, Input, PrepareOptions, Split, inspect, prepare};
+use ::kiln::recipe::Session;
+use ::kiln::run::write_bytes;
+use ::kiln::warn;
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use engine::philox::rng_feed;

@@ -1,6 +1,6 @@
 use super::write_json;
-use ::train::gpu;
-use ::train::report::human_bytes;
+use ::kiln::gpu;
+use ::kiln::report::human_bytes;
 use anyhow::Result;
 use clap::Args;
 use engine::Cuda;

@@ -1,8 +1,8 @@
 use super::{DeviceArgs, write_json};
-use ::train::checkpoint::Checkpoint;
-use ::train::config::Config;
-use ::train::recipe::{self, Evaluation};
-use ::train::run;
+use ::kiln::checkpoint::Checkpoint;
+use ::kiln::config::Config;
+use ::kiln::recipe::{self, Evaluation};
+use ::kiln::run;
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::PathBuf;
@@ -74,7 +74,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
     run::same_classes(&found, &*task)?;
     run::same_base(&found, &*task)?;
     if a.data.is_none() && found.meta["identity"]["data"] != task.identity()["data"] {
-        ::train::warn!(
+        ::kiln::warn!(
             "the data has changed since {} was trained on it: what validates it now may be what it learnt from",
             found.path.display()
         );
@@ -125,7 +125,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
         match run::draw_confusion(confusion, &name, found.step, &path)? {
             true if a.json => {}
             true => out!("confusion matrix {}", path.display()),
-            false => ::train::warn!("no confusion matrix: too many classes to draw"),
+            false => ::kiln::warn!("no confusion matrix: too many classes to draw"),
         }
     }
     Ok(ExitCode::SUCCESS)

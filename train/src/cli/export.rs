@@ -1,5 +1,5 @@
-use ::train::recipes::polychromic;
-use ::train::run;
+use ::kiln::recipes::polychromic;
+use ::kiln::run;
 use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;

@@ -1,10 +1,10 @@
 use super::DeviceArgs;
-use ::train::config::Config;
-use ::train::data::Tokenizer;
-use ::train::recipe::{self, Session};
-use ::train::recipes::polychromic::Chat;
-use ::train::run;
-use ::train::sample::{Sampling, continue_text};
+use ::kiln::config::Config;
+use ::kiln::data::Tokenizer;
+use ::kiln::recipe::{self, Session};
+use ::kiln::recipes::polychromic::Chat;
+use ::kiln::run;
+use ::kiln::sample::{Sampling, continue_text};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::{Device, Switches};

@@ -32,8 +32,8 @@ mod signals;
 mod solve;
 mod train;
 
-use ::train::config::{Config, named_in, read_file};
-use ::train::recipe;
+use ::kiln::config::{Config, named_in, read_file};
+use ::kiln::recipe;
 use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 use engine::Device;
@@ -109,7 +109,7 @@ pub fn run() -> Result<ExitCode> {
 
 /// For clap: a text in which `\n` and the like stand for what they mean.
 fn unescaped(text: &str) -> Result<String, String> {
-    ::train::data::unescape(text)
+    ::kiln::data::unescape(text)
 }
 
 /// Where to run.
@@ -128,7 +128,7 @@ impl DeviceArgs {
         if let Some(n) = self.threads.filter(|n| !(1..=1024).contains(n)) {
             bail!("--threads {n}: from 1 to 1024");
         }
-        ::train::gpu::open(&self.device, self.threads).map_err(anyhow::Error::msg)
+        ::kiln::gpu::open(&self.device, self.threads).map_err(anyhow::Error::msg)
     }
 }
 
@@ -212,7 +212,7 @@ impl ConfigArgs {
 pub fn write_json(path: Option<&PathBuf>, value: &serde_json::Value) -> Result<()> {
     let text = serde_json::to_string_pretty(value)?;
     match path {
-        Some(path) => Ok(::train::run::write_whole(path, &text)?),
+        Some(path) => Ok(::kiln::run::write_whole(path, &text)?),
         None => {
             out!("{text}");
             Ok(())

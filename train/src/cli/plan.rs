@@ -1,7 +1,7 @@
 use super::{ConfigArgs, DeviceArgs, write_json};
-use ::train::recipe;
-use ::train::report::{human_bytes, human_count, table};
-use ::train::run::receipts_table;
+use ::kiln::recipe;
+use ::kiln::report::{human_bytes, human_count, table};
+use ::kiln::run::receipts_table;
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::Compiled;

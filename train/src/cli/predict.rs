@@ -1,9 +1,9 @@
 use super::{DeviceArgs, write_json};
-use ::train::config::Config;
-use ::train::data::DataError;
-use ::train::data::images::{CHANNELS, read_picture};
-use ::train::recipe::{self, Session};
-use ::train::run;
+use ::kiln::config::Config;
+use ::kiln::data::DataError;
+use ::kiln::data::images::{CHANNELS, read_picture};
+use ::kiln::recipe::{self, Session};
+use ::kiln::run;
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -65,7 +65,7 @@ pub fn run(a: PredictArgs) -> Result<ExitCode> {
         let file = path.display().to_string();
         if let Err(e) = picture {
             failed = true;
-            ::train::warn!("error: {e}");
+            ::kiln::warn!("error: {e}");
             json.push(serde_json::json!({ "picture": file, "error": e.to_string() }));
             continue;
         }

@@ -1,10 +1,10 @@
 use super::{DeviceArgs, write_json};
-use ::train::config::Config;
-use ::train::data::puzzles::Task;
-use ::train::input;
-use ::train::recipe::{self, Attempt, Session};
-use ::train::report::table;
-use ::train::run;
+use ::kiln::config::Config;
+use ::kiln::data::puzzles::Task;
+use ::kiln::input;
+use ::kiln::recipe::{self, Attempt, Session};
+use ::kiln::report::table;
+use ::kiln::run;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::path::{Path, PathBuf};

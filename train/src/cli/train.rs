@@ -1,8 +1,8 @@
 use super::signals::Signal;
 use super::{ConfigArgs, DeviceArgs};
-use ::train::config::{Config, named_in, read_file};
-use ::train::run::{END, Options, Start, resumable, train};
-use ::train::{checkpoint, recipe, warn};
+use ::kiln::config::{Config, named_in, read_file};
+use ::kiln::run::{END, Options, Start, resumable, train};
+use ::kiln::{checkpoint, recipe, warn};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -131,7 +131,7 @@ fn own_config(out: &Path, start: &Start, named: bool) -> Result<Option<Config>> 
         Ok(Some(config)) => return Ok(Some(config)),
         Ok(None) => None,
         // What ends as kiln ends it was changed by hand.
-        Err(e) if ::train::input::read_to_string(&path).is_ok_and(|text| text.ends_with(END)) => return Err(e),
+        Err(e) if ::kiln::input::read_to_string(&path).is_ok_and(|text| text.ends_with(END)) => return Err(e),
         Err(e) => Some(e),
     };
     let found = match start {

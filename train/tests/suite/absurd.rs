@@ -1,12 +1,12 @@
 //! Numbers of a config that nobody means: refused by key, value and range before anything is recorded, and never a panic.
 
 use engine::{Compiled, Cpu, Device};
+use kiln::config::Config;
+use kiln::recipe::{self, TrainError};
+use kiln::run;
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use train::config::Config;
-use train::recipe::{self, TrainError};
-use train::run;
 
 /// Each recipe as small as it goes.
 const RECIPES: &[(&str, &[&str])] = &[

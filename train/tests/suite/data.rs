@@ -4,13 +4,13 @@ use crate::common::{
     byte_data, command, copy, end, finish, half_written, kiln, names, resume, same_bytes, signal, start, text, train, wait_until,
 };
 use crate::common::{checkpoint, train_args, word_data};
+use kiln::data::replies::Template;
+use kiln::data::{ShardSet, Split, Tokenizer};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::tempdir;
-use train::data::replies::Template;
-use train::data::{ShardSet, Split, Tokenizer};
 
 /// A tokenizer of words that has an ordinary "</s>" (2) and these added special tokens from 3 on.
 fn tokenizer(dir: &Path, special: &[&str]) -> PathBuf {
@@ -238,7 +238,7 @@ fn the_fingerprint_of_the_data_is_that_of_what_was_read() {
     std::thread::sleep(std::time::Duration::from_millis(50));
     signal(&child, "INT");
     assert_eq!(end(child).code, Some(130));
-    let found = train::checkpoint::newest(&run.join("checkpoints")).unwrap().0.unwrap();
+    let found = kiln::checkpoint::newest(&run.join("checkpoints")).unwrap().0.unwrap();
     assert!(found.meta["identity"]["data"].is_string(), "{}", found.meta["identity"]);
     resume(&run, &format!("--steps {} --data {}", found.step + 1, dir.path().join("moved").display())).ok();
 }

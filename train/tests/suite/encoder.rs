@@ -4,14 +4,14 @@
 use crate::common::{checkpoint, damage, kiln, resume, same_bytes, text};
 use engine::philox::fill_normal;
 use engine::{Cpu, Data, Device, Recorder, Switches};
+use kiln::checkpoint::load_safetensors;
+use kiln::models::{Encoder, EncoderFeeds, EncoderShape, Texts};
+use kiln::recipe::Session;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
-use train::checkpoint::load_safetensors;
-use train::models::{Encoder, EncoderFeeds, EncoderShape, Texts};
-use train::recipe::Session;
 
 const WORDS: &[&str] = &["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "a", "mat", "##s", "dog", "ran", ".", "!"];
 
@@ -78,7 +78,7 @@ fn shape() -> EncoderShape {
         positions: 16,
         types: 2,
         norm_eps: 1e-12,
-        act: train::models::Act::Gelu,
+        act: kiln::models::Act::Gelu,
     }
 }
 

@@ -2,12 +2,12 @@
 
 use engine::philox::philox;
 use engine::{Cpu, Device, Switches};
+use kiln::golden::{Golden, Rule, compare, compare_with};
+use kiln::recipe;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use std::fs;
 use std::path::PathBuf;
-use train::golden::{Golden, Rule, compare, compare_with};
-use train::recipe;
 
 fn file() -> Golden {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../reference/golden/hydra.safetensors");
@@ -92,7 +92,7 @@ fn vision_bdh_with_passes_on_and_off() {
     for setting in settings {
         let switches = Switches::default().with(setting.0, setting.1).unwrap();
         let device = Device::cpu(Cpu::new(2));
-        let computed = train::recipe::find("vision_bdh").unwrap().golden(&golden, &switches, &device).unwrap();
+        let computed = kiln::recipe::find("vision_bdh").unwrap().golden(&golden, &switches, &device).unwrap();
         let rule = if setting.0 == "bf16" { Rule::Cosine(0.99) } else { Rule::Tolerance(1e-5) };
         let all = compare(&golden, &computed, rule);
         assert_eq!(all.len(), 2 * 9 + 4);

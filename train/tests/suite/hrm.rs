@@ -3,18 +3,18 @@
 use crate::common::*;
 use engine::philox::{fill_halves, rng_feed};
 use engine::{Cpu, Data, Device, Meta, PASSES, Switches};
+use kiln::config::Config;
+use kiln::data::Split;
+use kiln::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task as Puzzle};
+use kiln::golden::{Golden, Rule, compare};
+use kiln::recipe::{self, Recipe, Session, Task};
+use kiln::recipes::hrm::HrmConfig;
+use kiln::run;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::tempdir;
-use train::config::Config;
-use train::data::Split;
-use train::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task as Puzzle};
-use train::golden::{Golden, Rule, compare};
-use train::recipe::{self, Recipe, Session, Task};
-use train::recipes::hrm::HrmConfig;
-use train::run;
 
 fn hrm() -> &'static dyn Recipe {
     recipe::find("hrm").unwrap()

@@ -3,14 +3,14 @@
 use crate::common::*;
 use engine::{Cpu, DType, Data, Device, Recorder, Switches};
 use image::{Rgb, RgbImage};
+use kiln::data::Split;
+use kiln::data::images::{self, Format, GENERATED, ImageSet, SIZE, generate};
+use kiln::recipe::Session;
+use kiln::report::lettering::length;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
 use tempfile::tempdir;
-use train::data::Split;
-use train::data::images::{self, Format, GENERATED, ImageSet, SIZE, generate};
-use train::recipe::Session;
-use train::report::lettering::length;
 
 const PICTURE: usize = 3 * 32 * 32;
 

@@ -1,6 +1,7 @@
 //! The life of a run: interrupted, killed, resumed, started from other weights, out of disk, out of numbers.
 
 use crate::common::*;
+use kiln::checkpoint::newest;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -8,7 +9,6 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 use tempfile::tempdir;
-use train::checkpoint::newest;
 
 #[test]
 fn a_resumed_run_is_bit_for_bit_the_run_that_never_stopped() {

@@ -2,12 +2,12 @@
 
 use engine::passes::Target;
 use engine::{Compiled, Cpu, Data, Device, Meta, PASSES, Switches};
+use kiln::config::Config;
+use kiln::golden::{Golden, Rule, compare};
+use kiln::recipe::{self, Session, Task};
+use kiln::recipes::lior::LiorConfig;
+use kiln::run;
 use std::path::{Path, PathBuf};
-use train::config::Config;
-use train::golden::{Golden, Rule, compare};
-use train::recipe::{self, Session, Task};
-use train::recipes::lior::LiorConfig;
-use train::run;
 
 fn golden(name: &str) -> Golden {
     Golden::open(&PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()

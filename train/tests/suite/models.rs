@@ -2,15 +2,15 @@
 
 use crate::common::{checkpoint, kiln, names, text};
 use engine::{Cpu, DType, Data, Device, Meta, Recorder, Store, Switches};
+use kiln::checkpoint::load_safetensors;
+use kiln::golden::Golden;
+use kiln::models::{Adapter, Folder, Lora, RopeScaling, Shape, Target, Weight, write_adapter, write_weights};
+use kiln::recipe::Session;
+use kiln::recipes::polychromic::{Base, Decoder, Places, Replies, Rows};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
-use train::checkpoint::load_safetensors;
-use train::golden::Golden;
-use train::models::{Adapter, Folder, Lora, RopeScaling, Shape, Target, Weight, write_adapter, write_weights};
-use train::recipe::Session;
-use train::recipes::polychromic::{Base, Decoder, Places, Replies, Rows};
 
 type Tensors = Vec<(String, Dtype, Vec<usize>, Vec<u8>)>;
 

@@ -3,10 +3,10 @@
 
 use engine::passes::Target;
 use engine::{Compiled, Cpu, DType, Data, Device, Recorder};
-use train::config::Config;
-use train::recipe::{self, Generator, Session, Step, Task};
-use train::recipes::hydra::{Hydra, HydraConfig};
-use train::run;
+use kiln::config::Config;
+use kiln::recipe::{self, Generator, Session, Step, Task};
+use kiln::recipes::hydra::{Hydra, HydraConfig};
+use kiln::run;
 
 fn config(preset: &str, sets: &[&str]) -> Config {
     let mut c = recipe::preset(recipe::find("hydra").unwrap(), Some(preset)).unwrap();
@@ -154,7 +154,7 @@ fn cached_decoding_equals_uncached() {
 #[test]
 fn presets_name_every_key_and_parse() {
     let keys = |v: &serde_json::Value| v.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
-    let known = serde_json::to_value(train::config::TrainConfig::default()).unwrap();
+    let known = serde_json::to_value(kiln::config::TrainConfig::default()).unwrap();
     for (name, _) in recipe::find("hydra").unwrap().presets() {
         let c = config(name, &[]);
         let (mut have, mut want) = (keys(&c.to_json()["train"]), keys(&known));

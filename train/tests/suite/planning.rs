@@ -2,8 +2,8 @@
 
 use engine::passes::Target;
 use engine::{Compiled, Switches};
+use kiln::recipe;
 use std::time::{Duration, Instant};
-use train::recipe;
 
 /// Time that this thread has computed, so that others on the machine do not count; where the system does not say, any time.
 fn computed(since: Instant) -> Duration {

@@ -4,15 +4,15 @@ use crate::common::{checkpoint, kiln, resume, same_bytes, text};
 use engine::ops::sample::Nucleus;
 use engine::philox::{fill_normal, rng_feed};
 use engine::{Cpu, DType, Data, Device, Meta, Recorder, Switches};
+use kiln::checkpoint::load_safetensors;
+use kiln::config::TrainConfig;
+use kiln::data::Split;
+use kiln::data::replies::{Asked, Prompt};
+use kiln::models::{Lora, Shape, Target};
+use kiln::recipe::{self, Session};
+use kiln::recipes::polychromic::{Adapted, Base, Decoder, Lessons, Places, PolychromicConfig, Replies, Rows, Writer, Written};
+use kiln::{optim, run};
 use std::path::Path;
-use train::checkpoint::load_safetensors;
-use train::config::TrainConfig;
-use train::data::Split;
-use train::data::replies::{Asked, Prompt};
-use train::models::{Lora, Shape, Target};
-use train::recipe::{self, Session};
-use train::recipes::polychromic::{Adapted, Base, Decoder, Lessons, Places, PolychromicConfig, Replies, Rows, Writer, Written};
-use train::{optim, run};
 
 fn shape() -> Shape {
     let text = "base=''\npretrain=0\nbits=16\nvocab=61\ndim=24\nlayers=2\nheads=4\nkv_heads=2\nhead_dim=10\nhidden=52\ntied=true\nqk_norm=true\nrope_theta=100.0\nnorm_eps=1e-6\nseq=32\nrank=3\nalpha=6.0\ndropout=0.0\ntargets=['q']";

@@ -4,13 +4,13 @@ use crate::common::{checkpoint, kiln, resume, same_bytes, text};
 use engine::passes::Target as Machine;
 use engine::philox::{fill_normal, rng_feed};
 use engine::{Compiled, Cpu, DType, Data, Device, Meta, PASSES, Recorder, Role, Switches};
+use kiln::checkpoint::load_safetensors;
+use kiln::config::Config;
+use kiln::golden::{Golden, Rule, compare};
+use kiln::models::{Lora, Shape, Target};
+use kiln::recipe::{self, Session};
+use kiln::recipes::polychromic::{Base, Decoder, Places, PolychromicConfig, Rows};
 use std::path::PathBuf;
-use train::checkpoint::load_safetensors;
-use train::config::Config;
-use train::golden::{Golden, Rule, compare};
-use train::models::{Lora, Shape, Target};
-use train::recipe::{self, Session};
-use train::recipes::polychromic::{Base, Decoder, Places, PolychromicConfig, Rows};
 
 fn device() -> Device {
     Device::cpu(Cpu::new(2))

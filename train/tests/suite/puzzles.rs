@@ -5,9 +5,9 @@ use std::fs;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
+use kiln::data::Split;
+use kiln::data::puzzles::{HARD, Mazes, PuzzleSet, Size, Sudokus, Task, canonical, read_csv, solve};
 use tempfile::tempdir;
-use train::data::Split;
-use train::data::puzzles::{HARD, Mazes, PuzzleSet, Size, Sudokus, Task, canonical, read_csv, solve};
 
 /// Solved by singles alone; and one that was published as the hardest of all (A. Inkala, 2012).
 const EASY: &str = "530070000600195000098000060800060003400803001700020006060000280000419005000080079";
@@ -477,7 +477,7 @@ fn items_are_a_function_of_seed_split_and_number() {
 #[test]
 fn impossible_settings_are_refused() {
     let none = |result: Result<PuzzleSet, _>, parts: &[&str]| {
-        let error = result.err().map(|error: train::data::DataError| error.to_string()).unwrap();
+        let error = result.err().map(|error: kiln::data::DataError| error.to_string()).unwrap();
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     };
     let make = |size, clues, guesses| Sudokus { size, clues, guesses }.generate(0, Split::Train, 2);

@@ -1,10 +1,10 @@
 //! Prompts with replies, from files to runs: what is read, refused, packed, resumed; and the base that a run makes for itself.
 
 use crate::common::{Ran, checkpoint, finish, kiln, losses, names, resume, same_bytes, signal, text, wait_until};
+use kiln::data::replies::{Files, Read, Template, TooLong};
+use kiln::data::{Source, Split, Tokenizer};
 use std::fs;
 use std::path::{Path, PathBuf};
-use train::data::replies::{Files, Read, Template, TooLong};
-use train::data::{Source, Split, Tokenizer};
 
 /// A run whose step takes a few milliseconds.
 const SMALL: &[&str] = &["dim=24", "layers=2", "head_dim=8", "hidden=40", "batch=2", "rank=2", "objective.weight=0"];

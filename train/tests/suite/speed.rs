@@ -1,11 +1,11 @@
 //! The speed that a run says is that of its steps, whatever is done between them.
 
 use engine::{Cpu, Device, Graph, Reading};
+use kiln::config::TrainConfig;
+use kiln::recipe::{self, Evaluation, Pending, Session, Task, TrainError};
+use kiln::run::{Options, train};
 use std::fs;
 use std::time::Duration;
-use train::config::TrainConfig;
-use train::recipe::{self, Evaluation, Pending, Session, Task, TrainError};
-use train::run::{Options, train};
 
 /// Steps that take as long as they are told to, and evaluations that take longer.
 struct Slow {

@@ -2,13 +2,13 @@
 
 use engine::philox::{fill_halves, rng_feed};
 use engine::{Cpu, Device, Init, Recorder, Var};
+use kiln::checkpoint::load_safetensors;
+use kiln::config::{Config, TrainConfig};
+use kiln::data::{DataError, Item, Source};
+use kiln::recipe::{Feeds, Model, Supervised, Task, TrainError};
+use kiln::run;
 use std::path::Path;
 use std::sync::Arc;
-use train::checkpoint::load_safetensors;
-use train::config::{Config, TrainConfig};
-use train::data::{DataError, Item, Source};
-use train::recipe::{Feeds, Model, Supervised, Task, TrainError};
-use train::run;
 
 const WEIGHTS: usize = 64;
 const SEED: u64 = 11;

@@ -4,14 +4,14 @@ use crate::common::*;
 use engine::philox::philox;
 use engine::{Cpu, Data, Device};
 use image::{Rgb, RgbImage};
+use kiln::checkpoint;
+use kiln::config::Config;
+use kiln::{recipe, run};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use tempfile::{TempDir, tempdir};
-use train::checkpoint;
-use train::config::Config;
-use train::{recipe, run};
 
 const CLASSES: [&str; 4] = ["column", "corner", "frame", "row"];
 const SIDE: u32 = 16;
