@@ -167,8 +167,11 @@ impl Model for VisionModel {
 
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         let (set, index, f) = self.feeds(r, batch, 1);
-        let pictures =
-            engine::mutant!("augmentation-in-evaluation", set.pictures(index), set.augmented_pictures(index, f.rng, self.least_area));
+        let pictures = engine::mutant!(
+            "augmentation-in-evaluation",
+            set.pictures(index),
+            set.augmented_pictures(index, f.rng, self.least_area, self.mirror)
+        );
         let logits = VisionBdh { c: &self.c, r, rng: engine::mutant!("dropout-in-evaluation", None, Some(f.rng)) }.logits(pictures);
         r.output("logits", logits);
         losses(logits, f.targets.reshape(&[batch]), f.weight)

@@ -1,0 +1,155 @@
+//! What a recipe is to the rest: presets, programs, data, and what it can show.
+//!
+//! | file | is |
+//! |---|---|
+//! | `mod.rs` | the traits `Recipe` and `Task` |
+//! | `supervised.rs` | the trait `Model`, and the task that trains one |
+//! | `capabilities.rs` | what a trained model can be asked to do: continue text, classify pictures, solve puzzles |
+//! | `session.rs` | programs and the state that they share |
+//! | `evaluation.rs` | what an evaluation found |
+//! | `errors.rs` | what can go wrong |
+
+mod capabilities;
+mod errors;
+mod evaluation;
+mod session;
+mod supervised;
+
+pub use capabilities::{Attempt, Classifier, Generator, Solver};
+pub use errors::TrainError;
+pub use evaluation::{Counted, Evaluation, Extent, LeftOut};
+pub use session::{Pending, Session, Step, is_kept};
+pub use supervised::{Also, Feeds, Losses, Model, Supervised, largest};
+
+use crate::checkpoint::Checkpoint;
+use crate::config::{Config, ConfigError, TrainConfig};
+use crate::golden::Golden;
+use engine::passes::known;
+use engine::{Device, Graph, Switches};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+/// A line of RECIPES.
+pub trait Recipe: Sync {
+    fn name(&self) -> &'static str;
+    fn about(&self) -> &'static str;
+    /// (name, TOML), the default first.
+    fn presets(&self) -> &'static [(&'static str, &'static str)];
+    /// Makes what a run begins with, where that is not there yet; `stop` is set when it is to end at once.
+    fn make_ready(&self, _config: &Config, _device: &Device, _stop: &AtomicBool) -> Result<(), TrainError> {
+        Ok(())
+    }
+    /// Checks the configuration and makes what trains.
+    fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
+    /// For recipes whose models tell pictures apart: one as a checkpoint's config and identity describe it, without its data.
+    fn classifier(&self, _config: &Config, _identity: &serde_json::Value) -> Result<Option<Box<dyn Classifier>>, TrainError> {
+        Ok(None)
+    }
+    /// For recipes whose models continue text: one as a checkpoint's config describes it, with the tokenizer that the checkpoint holds; without a
+    /// checkpoint, with the data's.
+    fn generator(&self, _config: &Config, _found: Option<&Checkpoint>) -> Result<Option<Box<dyn Generator>>, TrainError> {
+        Ok(None)
+    }
+    /// For recipes whose models solve puzzles.
+    fn solver(&self, _config: &Config) -> Result<Option<Box<dyn Solver>>, TrainError> {
+        Ok(None)
+    }
+    /// Everything that a golden file holds, computed here, by the file's own names.
+    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError>;
+}
+
+pub type Computed = BTreeMap<String, Vec<f32>>;
+
+/// A picture of a run's metrics, in its folder.
+pub struct Picture {
+    pub what: &'static str,
+    pub file: &'static str,
+    /// One below the other: what the numbers are, and of each line its label and the key of its numbers. Those without any are left out.
+    pub panels: Vec<(&'static str, Vec<(String, String)>)>,
+}
+
+/// A configured recipe, as the training loop sees it.
+pub trait Task {
+    fn train_config(&self) -> &TrainConfig;
+    /// The programs of training and evaluation.
+    fn graphs(&self) -> Vec<(&'static str, Graph)>;
+    /// Told before `graphs` how many bytes the device has free, where that is known: what is kept there may depend on it.
+    fn settle(&self, _free: Option<u64>) {}
+    /// Fills states that programs read and nobody trains: a data set that is kept on the device.
+    fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
+        Ok(())
+    }
+    /// Takes weights to begin with from a place that only the recipe can read; false where this is none.
+    fn init_from(&self, _: &mut Session, _from: &Path) -> Result<bool, TrainError> {
+        Ok(false)
+    }
+    /// Called once, before the first step, with the number of steps already done.
+    fn begin(&mut self, done: u64) -> Result<(), TrainError>;
+    /// Starts a step; on a GPU it may still run when this returns.
+    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError>;
+    /// Asks for what the last step reports; `Pending::finish` waits for it, and the next step may be started first.
+    fn report(&self, s: &Session) -> Result<Pending, TrainError>;
+    fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError>;
+    /// How much `evaluate` reads, where that is counted in batches.
+    fn extent(&self) -> Result<Option<Extent>, TrainError> {
+        Ok(None)
+    }
+    /// Has `evaluate` read at most so many batches, or all of them (0), instead of `train.eval_batches`.
+    fn limit_evaluation(&mut self, _batches: u64) {}
+    /// Items of an epoch, for tasks that are counted in epochs.
+    fn epoch(&self) -> Option<u64> {
+        None
+    }
+    /// What a step works through: ("tok", how many).
+    fn work(&self) -> (&'static str, f64);
+    /// What a step is called.
+    fn step_name(&self) -> &'static str {
+        "step"
+    }
+    /// A step's feeds filled with made-up numbers, for `kiln bench`.
+    fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError>;
+    /// The loss that no model can go below, if it is known, and its name.
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        None
+    }
+    /// What is drawn of the run's metrics when it ends.
+    fn pictures(&self) -> Vec<Picture> {
+        let lines = [("training", "loss"), ("validation", "val_loss")].map(|(label, key)| (label.to_string(), key.to_string()));
+        vec![Picture { what: "loss curve", file: "loss.svg", panels: vec![("loss", lines.into())] }]
+    }
+    /// Something to look at when training ends.
+    fn show(&mut self, _: &mut Session) -> Result<Option<String>, TrainError> {
+        Ok(None)
+    }
+    /// What a checkpoint notes beside the config, and a later one must agree with.
+    fn identity(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
+    /// Files that a checkpoint holds beside its numbers, so that its model can be used where its data is not.
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        vec![]
+    }
+}
+
+/// The recipe of this name, or an error that names the nearest.
+pub fn find(name: &str) -> Result<&'static dyn Recipe, ConfigError> {
+    let recipes = crate::recipes::RECIPES;
+    recipes.iter().find(|r| r.name() == name).copied().ok_or_else(|| ConfigError::Unknown {
+        what: "recipe",
+        name: name.into(),
+        near: known(name, recipes.iter().map(|r| r.name())),
+    })
+}
+
+/// A preset of a recipe, resolved.
+pub fn preset(recipe: &dyn Recipe, name: Option<&str>) -> Result<Config, ConfigError> {
+    let presets = recipe.presets();
+    let name = name.unwrap_or(presets[0].0);
+    let (_, text) = presets.iter().find(|p| p.0 == name).ok_or_else(|| ConfigError::Unknown {
+        what: "preset",
+        name: name.into(),
+        near: known(name, presets.iter().map(|p| p.0)),
+    })?;
+    Ok(Config::preset(recipe.name(), name, text))
+}

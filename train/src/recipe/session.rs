@@ -1,0 +1,166 @@
+//! Programs on a device, the state that they share, and what a step reports.
+
+use super::TrainError;
+use crate::checkpoint::Loaded;
+use engine::{Data, Device, Graph, Program, Reading, Role, Store, Switches};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Programs and the state that they share.
+pub struct Session {
+    pub device: Device,
+    pub store: Store,
+    pub switches: Switches,
+    pub programs: BTreeMap<String, Program>,
+    /// Where there is one, runs are timed node by node into it.
+    pub profile: Option<Vec<engine::cuda::Timed>>,
+    /// Set when work is to end early.
+    pub stop: Arc<AtomicBool>,
+}
+
+impl Session {
+    pub fn new(device: &Device, switches: &Switches, seed: u64) -> Session {
+        Session {
+            device: device.clone(),
+            store: Store::new(seed),
+            switches: switches.clone(),
+            programs: BTreeMap::new(),
+            profile: None,
+            stop: Arc::default(),
+        }
+    }
+
+    /// For loops that are long and leave nothing half done.
+    pub fn go_on(&self) -> Result<(), TrainError> {
+        match self.stop.load(Ordering::Relaxed) {
+            true => Err(TrainError::Stopped),
+            false => Ok(()),
+        }
+    }
+
+    pub fn load(&mut self, name: &str, graph: Graph) -> Result<(), TrainError> {
+        let program = Program::load(graph, &self.switches, &self.device, &mut self.store)?;
+        self.programs.insert(name.into(), program);
+        Ok(())
+    }
+
+    pub fn load_compiled(&mut self, name: &str, compiled: engine::Compiled) -> Result<(), TrainError> {
+        self.programs.insert(name.into(), Program::from_compiled(compiled, &self.device, &mut self.store)?);
+        Ok(())
+    }
+
+    pub fn run(&mut self, name: &str, feeds: &[(&str, Data)]) -> Result<(), TrainError> {
+        let program = self.programs.get_mut(name).ok_or_else(|| TrainError::Other(format!("program '{name}' is not loaded")))?;
+        if let Some(profile) = &mut self.profile {
+            profile.extend(program.profile(&mut self.store, feeds)?);
+            return Ok(());
+        }
+        Ok(program.run(&mut self.store, feeds)?)
+    }
+
+    pub fn read(&self, program: &str, output: &str) -> Result<Vec<f32>, TrainError> {
+        Ok(self.programs[program].read(output, &self.store)?)
+    }
+
+    pub fn scalar(&self, program: &str, output: &str) -> Result<f64, TrainError> {
+        Ok(self.read(program, output)?[0] as f64)
+    }
+
+    /// Takes every parameter from a file; names and shapes must agree exactly.
+    pub fn load_params(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
+        let has = |name: &str| self.store.get(name).is_some_and(|t| t.role == Role::Param);
+        if let Some(extra) = file.names().iter().find(|n| !has(n)) {
+            return Err(TrainError::Other(format!(
+                "{what} holds '{extra}', which this model does not have: it is of another model or config"
+            )));
+        }
+        self.load_used_params(file, what)
+    }
+
+    /// Takes every parameter that the loaded programs read. Of a checkpoint whose own config they are recorded from: it may hold more, which
+    /// training alone reads.
+    pub fn load_used_params(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
+        let params: Vec<(String, engine::Meta)> =
+            self.store.iter().filter(|(_, t)| t.role == Role::Param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+        for (name, meta) in params {
+            self.take(file, &name, &meta, what)?;
+        }
+        Ok(())
+    }
+
+    /// Takes every other state that outlives a run.
+    pub fn load_state(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
+        let kept: Vec<(String, engine::Meta)> = self
+            .store
+            .iter()
+            .filter(|(n, t)| t.role == Role::Carried && is_kept(n))
+            .map(|(n, t)| (n.to_string(), t.meta.clone()))
+            .collect();
+        for (name, meta) in kept {
+            self.take(file, &name, &meta, what)?;
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, file: &Loaded, name: &str, meta: &engine::Meta, what: &str) -> Result<(), TrainError> {
+        let (dtype, shape, bytes) =
+            file.get(name).ok_or_else(|| TrainError::Other(format!("{what} has no '{name}': it is of another model or config")))?;
+        if dtype != meta.dtype.name() || shape != meta.shape {
+            return Err(TrainError::Other(format!("{what}: '{name}' is {dtype} {shape:?}, but this model has {meta:?}: another config")));
+        }
+        Ok(self.store.set(name, meta, bytes)?)
+    }
+
+    /// Numbers that are trained, or that are loaded and stay as they are.
+    pub fn parameters(&self, role: Role) -> usize {
+        self.store.iter().filter(|(_, t)| t.role == role).map(|(_, t)| t.meta.elements()).sum()
+    }
+}
+
+/// Scratch states (caches, gradients between micro-batches) mean nothing after a step.
+pub fn is_kept(name: &str) -> bool {
+    !name.starts_with("scratch/")
+}
+
+/// A step's report on its way.
+pub struct Pending {
+    names: Vec<String>,
+    numbers: Reading,
+    /// Of another program.
+    beside: Option<(&'static [&'static str], Reading)>,
+}
+
+impl Pending {
+    /// `numbers` has a value for each name; the last is how many steps in a row were skipped.
+    pub fn new(names: impl IntoIterator<Item = impl Into<String>>, numbers: Reading) -> Pending {
+        Pending { names: names.into_iter().map(Into::into).collect(), numbers, beside: None }
+    }
+
+    /// And these numbers, which come from elsewhere.
+    pub fn beside(self, names: &'static [&'static str], numbers: Reading) -> Pending {
+        Pending { beside: Some((names, numbers)), ..self }
+    }
+
+    /// Whether `finish` would not wait.
+    pub fn is_there(&self) -> bool {
+        self.numbers.is_there() && self.beside.as_ref().is_none_or(|(_, numbers)| numbers.is_there())
+    }
+
+    pub fn finish(self) -> Result<Step, TrainError> {
+        let numbers = self.numbers.finish()?;
+        let skipped_in_row = numbers[self.names.len()] as u64;
+        let mut values: Vec<_> = self.names.into_iter().zip(numbers.into_iter().map(f64::from)).collect();
+        if let Some((names, numbers)) = self.beside {
+            values.extend(names.iter().map(|n| n.to_string()).zip(numbers.finish()?.into_iter().map(f64::from)));
+        }
+        Ok(Step { values, skipped_in_row })
+    }
+}
+
+/// What one step reports.
+pub struct Step {
+    /// The first is what the step is about: the loss, where there is one.
+    pub values: Vec<(String, f64)>,
+    pub skipped_in_row: u64,
+}

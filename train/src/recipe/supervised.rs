@@ -1,0 +1,396 @@
+//! The task of most recipes: a `Model` whose loss is differentiated, with accumulation, clipping, AdamW and evaluation.
+
+use super::{Evaluation, Extent, Pending, Session, Task, TrainError};
+use crate::config::TrainConfig;
+use crate::data::{Batch, Loader, Source, positions};
+use crate::optim;
+use crate::report::Confusion;
+use engine::ops::concat::concat;
+use engine::philox::rng_feed;
+use engine::{DType, Data, Graph, Init, Recorder, Var};
+use std::path::Path;
+use std::sync::Arc;
+
+/// A model whose loss is differentiated: everything else about its training is the same for all. Feeds that it may use: `ids` and
+/// `targets` i32 [batch, seq], `weight` f32 [1] (1 / targets that count in the whole step), `rng` i32 [4]; of rows with several sequences or padding
+/// also `until` and `position` i32 [batch, seq] (see `data::Item` and `data::positions`).
+pub trait Model {
+    fn seq(&self) -> usize;
+    /// Records the loss of one micro-batch, then what else is worth reporting; all [1]. Over a step's micro-batches each is summed.
+    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Losses<'g>;
+    /// The same for evaluation. A classifier also outputs `logits` [batch, classes].
+    fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Losses<'g> {
+        self.loss(r, batch)
+    }
+    /// See `Task::settle`.
+    fn settle(&self, _free: Option<u64>) {}
+    /// A micro-batch's feed beside those that all have, where items are more than `ids` can say: its name and bytes. May number the
+    /// ids anew.
+    fn more(&self, _train: bool, _ids: &mut [i32]) -> Option<(&'static str, Vec<u8>)> {
+        None
+    }
+    /// See `Task::prepare`.
+    fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
+        Ok(())
+    }
+    /// See `Task::init_from`.
+    fn init_from(&self, _: &mut Session, _from: &Path) -> Result<bool, TrainError> {
+        Ok(false)
+    }
+    /// Whether its items say `until`.
+    fn has_places(&self) -> bool {
+        false
+    }
+    /// What `seq` counts.
+    fn unit(&self) -> &'static str {
+        "tok"
+    }
+    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError>;
+    /// See `Task::epoch`.
+    fn epoch(&self) -> Option<u64> {
+        None
+    }
+    /// For classifiers: what a class is called.
+    fn classes(&self) -> &[String] {
+        &[]
+    }
+    /// Classes of the random targets of `bench`.
+    fn vocab(&self) -> usize;
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        None
+    }
+    fn show(&self, _: &mut Session) -> Result<Option<String>, TrainError> {
+        Ok(None)
+    }
+    fn identity(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
+    /// See `Task::kept`.
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        vec![]
+    }
+}
+
+/// Feeds that every supervised graph may read.
+pub struct Feeds<'g> {
+    pub ids: Var<'g>,
+    pub targets: Var<'g>,
+    pub weight: Var<'g>,
+    pub rng: Var<'g>,
+}
+
+impl<'g> Feeds<'g> {
+    pub fn new(r: &'g Recorder, batch: usize, seq: usize) -> Feeds<'g> {
+        Feeds {
+            ids: r.feed("ids", &[batch, seq], DType::I32),
+            targets: r.feed("targets", &[batch, seq], DType::I32),
+            weight: r.feed("weight", &[1], DType::F32),
+            rng: r.feed("rng", &[4], DType::I32),
+        }
+    }
+}
+
+/// What is recorded of a step, by name: the first is the loss.
+pub type Losses<'g> = Vec<(&'static str, Var<'g>)>;
+
+/// All parameters, and the gradients of a loss by them.
+fn differentiated<'g>(r: &'g Recorder, loss: Var<'g>) -> (Vec<(String, Var<'g>)>, Vec<Var<'g>>) {
+    let params = r.params();
+    let by: Vec<Var> = params.iter().map(|p| p.1).collect();
+    let grads = r.grad(loss, &by);
+    (params, grads)
+}
+
+/// Trains a `Model`: accumulation, clipping, AdamW, evaluation.
+pub struct Supervised<M: Model> {
+    pub model: M,
+    config: TrainConfig,
+    seed: u64,
+    loader: Option<Loader>,
+    validation: Option<Arc<dyn Source>>,
+    names: Vec<&'static str>,
+    /// What `bench_step` feeds, made once.
+    bench: Vec<Batch>,
+}
+
+impl<M: Model> Supervised<M> {
+    pub fn new(model: M, config: TrainConfig, seed: u64) -> Supervised<M> {
+        Supervised { model, config, seed, loader: None, validation: None, names: vec![], bench: vec![] }
+    }
+
+    fn validation(&self) -> Result<Arc<dyn Source>, TrainError> {
+        self.validation.as_ref().map_or_else(|| self.model.source(false), |v| Ok(v.clone()))
+    }
+
+    fn extent_of(&self, validation: &dyn Source) -> Extent {
+        Extent::new(validation.len(), self.config.batch, self.config.eval_batches, validation.is_endless())
+    }
+
+    /// One program where a step is one micro-batch; else one that adds up gradients, and one that applies them.
+    fn training_graphs(&self) -> Vec<(&'static str, Graph)> {
+        let batch = self.config.batch;
+        if self.config.accumulate == 1 {
+            return vec![("train", self.step_graph(|r| self.model.loss(r, batch)))];
+        }
+        let r = Recorder::new();
+        let losses = self.model.loss(&r, batch);
+        let params = r.params();
+        let u = Recorder::new();
+        let zeroed = |name: String, shape: &[usize]| {
+            let state = u.state(&name, shape, DType::F32, Init::Full(0.0));
+            u.update(state, u.zeros(shape));
+            state
+        };
+        let metas: Vec<(String, Vec<usize>)> = params.iter().map(|(n, v)| (n.clone(), v.shape())).collect();
+        let own: Vec<(String, Var)> = metas.iter().map(|(n, s)| (n.clone(), u.param(n, s, Init::Full(0.0)))).collect();
+        let sums: Vec<Var> = metas.iter().map(|(n, s)| zeroed(format!("scratch/grad/{n}"), s)).collect();
+        let losses: Vec<(&'static str, Var)> = losses.iter().map(|(n, _)| (*n, zeroed(format!("scratch/sum/{n}"), &[1]))).collect();
+        // No loss is differentiated here that bf16 could go by: what is summed up is f32.
+        u.typed(|| self.finish(&u, &own, &sums, &losses));
+        vec![("micro", self.micro_graph(|r| self.model.loss(r, batch))), ("update", u.finish())]
+    }
+
+    /// A whole step: losses, of which the first is differentiated, and the update.
+    pub fn step_graph(&self, losses: impl for<'g> FnOnce(&'g Recorder) -> Losses<'g>) -> Graph {
+        let r = Recorder::new();
+        let losses = losses(&r);
+        let (params, grads) = differentiated(&r, losses[0].1);
+        self.finish(&r, &params, &grads, &losses);
+        r.finish()
+    }
+
+    /// A part of a step: gradients of the first of these losses, and all of them, are added to what `update` takes.
+    pub fn micro_graph(&self, losses: impl for<'g> FnOnce(&'g Recorder) -> Losses<'g>) -> Graph {
+        let r = Recorder::new();
+        let losses = losses(&r);
+        let (params, grads) = differentiated(&r, losses[0].1);
+        let add = |name: String, v: Var| {
+            let state = r.state(&name, &v.shape(), DType::F32, Init::Full(0.0));
+            r.update(state, state + v);
+        };
+        params.iter().zip(&grads).for_each(|((name, _), g)| add(format!("scratch/grad/{name}"), *g));
+        losses.iter().for_each(|(name, v)| add(format!("scratch/sum/{name}"), *v));
+        r.finish()
+    }
+
+    fn finish<'g>(&self, r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>], losses: &[(&'static str, Var<'g>)]) {
+        let step = optim::adamw(r, params, grads, losses[0].1, &self.config);
+        let own = [step.norm, step.clipped, step.skipped, step.skipped_in_row];
+        let all: Vec<Var> = losses.iter().map(|l| l.1).chain(own).map(|v| v.cast(DType::F32).reshape(&[1])).collect();
+        r.output("report", concat(&all, 0));
+    }
+
+    fn micro(
+        &self,
+        s: &mut Session,
+        program: &str,
+        (step, micro): (u64, usize),
+        (batch, weight): (&Batch, f32),
+        rate: f64,
+        beside: &[(&str, Data)],
+    ) -> Result<(), TrainError> {
+        let rng = rng_feed(self.seed, step, engine::mutant!("micro-batches-draw-the-same", micro as u32, 0));
+        let (mut ids, weight, rate) = (batch.ids.clone(), [weight], [rate as f32]);
+        let position = positions(&batch.until, self.model.seq());
+        let more = self.model.more(program != "eval", &mut ids);
+        let mut feeds = vec![
+            ("ids", Data::I32(&ids)),
+            ("targets", Data::I32(&batch.targets)),
+            ("weight", Data::F32(&weight)),
+            ("rng", Data::I32(&rng)),
+            ("rate", Data::F32(&rate)),
+        ];
+        if self.model.has_places() {
+            feeds.extend([("until", Data::I32(&batch.until)), ("position", Data::I32(&position))]);
+        }
+        feeds.extend(more.iter().map(|(name, bytes)| (*name, Data::U8(bytes))));
+        feeds.extend_from_slice(beside);
+        s.run(program, &feeds)
+    }
+
+    /// With `also` a step is more than its micro-batches: that program, made by `step_graph` where there is one micro-batch and by `micro_graph` where
+    /// there are more, with these feeds.
+    fn run_step(&self, s: &mut Session, step: u64, rate: f64, batches: &[Batch], also: Option<Also>) -> Result<(), TrainError> {
+        let counted: usize =
+            engine::mutant!("accumulation-divides-by-one-micro-batch", batches, &batches[..1]).iter().map(|b| b.counted).sum();
+        if counted == 0 {
+            return Err(TrainError::AllMasked(step));
+        }
+        let weight = 1.0 / counted as f32;
+        if let [batch] = batches {
+            let (program, feeds) = also.unwrap_or(("train", &[]));
+            return self.micro(s, program, (step, 0), (batch, weight), rate, feeds);
+        }
+        for (m, batch) in batches.iter().enumerate() {
+            self.micro(s, "micro", (step, m), (batch, weight), rate, &[])?;
+        }
+        if let Some((program, feeds)) = also {
+            s.run(program, feeds)?;
+        }
+        s.run("update", &[("rate", Data::F32(&[rate as f32]))])
+    }
+
+    /// `Task::step`, and another program in it.
+    pub fn step_with(&mut self, s: &mut Session, step: u64, rate: f64, also: Option<Also>) -> Result<(), TrainError> {
+        let loader = self.loader.as_mut().expect("begin comes first");
+        let batches = (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
+        self.run_step(s, step, rate, &batches, also)
+    }
+
+    /// `Task::report` of a step whose program, where that is one, was this.
+    pub fn report_of(&self, s: &Session, program: &str) -> Result<Pending, TrainError> {
+        let program = if self.config.accumulate == 1 { program } else { "update" };
+        let names = self.names.iter().copied().chain(["grad_norm", "clipped_norm", "skipped"]);
+        Ok(Pending::new(names, s.programs[program].start_read("report", &s.store)?))
+    }
+
+    /// `Task::bench_step`, and another program in it.
+    pub fn bench_step_with(&mut self, s: &mut Session, step: u64, also: Option<Also>) -> Result<(), TrainError> {
+        let (seq, n) = (self.model.seq(), self.config.batch * self.model.seq());
+        if self.bench.is_empty() {
+            let draw = |salt: u32, i: usize| engine::philox::philox([i as u32, 0, salt, 0], [1, 2])[0] as usize % self.model.vocab();
+            let one = |salt: u32| (0..n).map(|i| draw(salt, i) as i32).collect();
+            // Where rows have places, each is one sequence, and its first quarter a prompt that is not learned, as peers/bench.py has it.
+            let until = if self.model.has_places() { vec![seq as i32 - 1; n] } else { vec![] };
+            let prompt = if self.model.has_places() { seq / 4 } else { 0 };
+            let batch = |m: u32| {
+                let mut targets: Vec<i32> = one(2 * m + 1);
+                targets.chunks_mut(seq).for_each(|row| row[..prompt].fill(-1));
+                Batch { ids: one(2 * m), counted: n / seq * (seq - prompt), targets, until: until.clone(), first_item: 0 }
+            };
+            self.bench = (0..self.config.accumulate as u32).map(batch).collect();
+            let r = Recorder::new();
+            self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
+        }
+        self.run_step(s, step, 1e-4, &self.bench, also)
+    }
+}
+
+/// A program, and what it is fed beside what every program is.
+pub type Also<'a> = (&'a str, &'a [(&'a str, Data<'a>)]);
+
+impl<M: Model> Task for Supervised<M> {
+    fn train_config(&self) -> &TrainConfig {
+        &self.config
+    }
+
+    fn graphs(&self) -> Vec<(&'static str, Graph)> {
+        let mut all = self.training_graphs();
+        let r = Recorder::new();
+        for (name, v) in self.model.evaluate(&r, self.config.batch) {
+            r.output(name, v);
+        }
+        all.push(("eval", r.finish()));
+        all
+    }
+
+    fn settle(&self, free: Option<u64>) {
+        self.model.settle(free)
+    }
+
+    fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
+        self.model.prepare(s)
+    }
+
+    fn init_from(&self, s: &mut Session, from: &Path) -> Result<bool, TrainError> {
+        self.model.init_from(s, from)
+    }
+
+    fn begin(&mut self, done: u64) -> Result<(), TrainError> {
+        let source = self.model.source(true)?;
+        let order = crate::data::Order { seed: self.seed, len: source.len() };
+        let items = self.config.batch as u64 * self.config.accumulate as u64;
+        let first = engine::mutant!("resume-skips-an-item", done * items, done * items + done.min(1));
+        self.loader = Some(Loader::new(source, Some(order), self.config.batch, first, 2 * self.config.accumulate)?);
+        self.validation = Some(self.model.source(false)?);
+        let r = Recorder::new();
+        self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
+        Ok(())
+    }
+
+    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError> {
+        self.step_with(s, step, rate, None)
+    }
+
+    fn report(&self, s: &Session) -> Result<Pending, TrainError> {
+        self.report_of(s, "train")
+    }
+
+    fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
+        let source = self.validation()?;
+        let (items, batch) = (source.len(), self.config.batch as u64);
+        let Extent { batches, .. } = self.extent_of(&*source);
+        let mut loader = Loader::new(source, None, self.config.batch, 0, 2)?;
+        let r = Recorder::new();
+        let names: Vec<&'static str> = self.model.evaluate(&r, 1).iter().map(|l| l.0).collect();
+        let (mut sums, mut total) = (vec![0.0; names.len()], 0.0);
+        let mut confusion = Some(self.model.classes()).filter(|c| !c.is_empty()).map(Confusion::new);
+        for i in 0..batches {
+            s.go_on()?;
+            let mut b = loader.next()?;
+            // Each item once: those that fill up the last batch do not count.
+            let own = engine::mutant!("evaluation-counts-what-fills-up", (items - i * batch).min(batch), batch) as usize;
+            b.targets[own * self.model.seq()..].fill(-1);
+            let counted = b.targets.iter().filter(|t| **t >= 0).count();
+            if counted == 0 {
+                continue;
+            }
+            let share = counted as f64;
+            self.micro(s, "eval", (i, 0), (&b, 1.0 / counted as f32), 0.0, &[])?;
+            for (sum, name) in sums.iter_mut().zip(&names) {
+                *sum += s.scalar("eval", name)? * share;
+            }
+            total += share;
+            if let Some(confusion) = &mut confusion {
+                let logits = s.read("eval", "logits")?;
+                let rows = logits.chunks(self.model.classes().len()).zip(&b.targets);
+                rows.filter(|(_, target)| **target >= 0).for_each(|(row, target)| confusion.add(*target as usize, largest(row)));
+            }
+        }
+        if total == 0.0 {
+            return Err(TrainError::Other("the validation targets are all masked (data.ignore_tokens?)".into()));
+        }
+        Ok(Evaluation { values: names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect(), confusion, counted: None })
+    }
+
+    fn extent(&self) -> Result<Option<Extent>, TrainError> {
+        Ok(Some(self.extent_of(&*self.validation()?)))
+    }
+
+    fn limit_evaluation(&mut self, batches: u64) {
+        self.config.eval_batches = batches;
+    }
+
+    fn epoch(&self) -> Option<u64> {
+        self.model.epoch()
+    }
+
+    fn work(&self) -> (&'static str, f64) {
+        (self.model.unit(), (self.config.batch * self.config.accumulate * self.model.seq()) as f64)
+    }
+
+    fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError> {
+        self.bench_step_with(s, step, None)
+    }
+
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        self.model.floor()
+    }
+
+    fn show(&mut self, s: &mut Session) -> Result<Option<String>, TrainError> {
+        self.model.show(s)
+    }
+
+    fn identity(&self) -> serde_json::Value {
+        self.model.identity()
+    }
+
+    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+        self.model.kept()
+    }
+}
+
+/// The place of the largest number; of equal ones the first, as in `top_k`.
+pub fn largest(numbers: &[f32]) -> usize {
+    (1..numbers.len()).fold(0, |best, i| if numbers[i] > numbers[best] { i } else { best })
+}

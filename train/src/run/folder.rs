@@ -1,0 +1,101 @@
+//! A run's folder: its lock, its files, its checkpoints.
+
+use super::receipts_json;
+use crate::checkpoint::{self, Saved, Tensor};
+use crate::config::Config;
+use crate::files;
+use crate::recipe::{Session, Task, TrainError, is_kept};
+use engine::{Device, Role};
+use serde_json::json;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+/// The last line of a run's config.toml: without it, the file was cut by a power cut or a full disk, and is not what somebody wrote.
+pub const END: &str = "# end of the run's settings\n";
+
+pub fn io(action: &'static str, path: &Path) -> impl Fn(std::io::Error) -> TrainError {
+    let path = path.to_path_buf();
+    move |cause| TrainError::Io { action, path: path.clone(), cause }
+}
+
+pub fn write_whole(path: &Path, text: &str) -> Result<(), TrainError> {
+    write_bytes(path, text.as_bytes())
+}
+
+/// Writes a file that is whole or not there.
+pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+    files::write(path, bytes).map_err(io("cannot write", path))
+}
+
+/// A run's folder as it was when the run began.
+pub struct Place<'a> {
+    path: &'a Path,
+    /// Device and inode.
+    is: (u64, u64),
+}
+
+impl Place<'_> {
+    pub fn of(path: &Path) -> Result<Place<'_>, TrainError> {
+        let m = fs::metadata(path).map_err(io("cannot read", path))?;
+        Ok(Place { path, is: (m.dev(), m.ino()) })
+    }
+
+    /// A folder that was removed or moved is not made again: half a run would be in it.
+    pub fn check(&self, step: u64) -> Result<(), TrainError> {
+        match fs::metadata(self.path) {
+            Ok(m) if (m.dev(), m.ino()) == self.is => Ok(()),
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(io("cannot read the run's folder", self.path)(e)),
+            _ => Err(TrainError::Gone { path: self.path.into(), step }),
+        }
+    }
+}
+
+/// One process at a time writes to a run's folder; the lock goes with the process. A link in its place leads to a file that is not ours.
+pub fn lock(out: &Path) -> Result<fs::File, TrainError> {
+    let path = out.join(".lock");
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create(true).truncate(false).custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32);
+    let file = options.open(&path).map_err(io("cannot open", &path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => Err(TrainError::Other(format!("another process is training in {}", out.display()))),
+        Err(fs::TryLockError::Error(cause)) => Err(io("cannot lock", &path)(cause)),
+    }
+}
+
+pub fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, keep: usize) -> Result<Saved, TrainError> {
+    let kept = s.store.iter().filter(|(name, t)| is_kept(name) && t.role != Role::Frozen);
+    let numbers = kept.map(|(name, t)| Ok((name, t, t.bytes()?))).collect::<Result<Vec<_>, TrainError>>()?;
+    let tensors = |role: Role| -> Vec<Tensor> {
+        let own = numbers.iter().filter(|(_, t, _)| t.role == role);
+        own.map(|(name, t, bytes)| Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes }).collect()
+    };
+    let c = task.train_config();
+    let meta = json!({
+        "recipe": config.text("recipe"),
+        "config": config.to_json(),
+        "step": step,
+        "data_position": step * (c.batch * c.accumulate) as u64,
+        "identity": task.identity(),
+        "device": s.device.describe(),
+        "receipts": receipts_json(s),
+        "choices": choices(&s.device),
+    });
+    Ok(checkpoint::save(
+        dir,
+        step,
+        &[("model.safetensors", tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))],
+        &task.kept(),
+        &meta,
+        keep,
+    )?)
+}
+
+/// What was chosen by timing: a resumed run takes the same again.
+fn choices(device: &Device) -> Vec<String> {
+    match device {
+        Device::Cpu(..) => vec![],
+        Device::Cuda(cuda, _) => cuda.choices(),
+    }
+}

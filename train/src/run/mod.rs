@@ -1,0 +1,85 @@
+//! The only training loop.
+//!
+//! | file | is |
+//! |---|---|
+//! | `mod.rs` | what a run is told, and how it ended |
+//! | `start.rs` | everything before the first step: programs, checkpoint, what is said of them |
+//! | `steps.rs` | `Run`: steps, logs, evaluates, saves |
+//! | `load.rs` | a task's programs, and whether they fit in memory |
+//! | `resume.rs` | checkpoints and weights to go on from |
+//! | `folder.rs` | the run's folder |
+//! | `receipts.rs` | what the passes did |
+//! | `show.rs` | lines, progress bar, pictures |
+
+mod folder;
+mod load;
+mod receipts;
+mod resume;
+mod show;
+mod start;
+mod steps;
+
+pub use folder::{END, write_bytes, write_whole};
+pub use load::{Peak, load, load_with, peak};
+pub use receipts::{receipts_json, receipts_table};
+pub use resume::{find_checkpoint, init_from, restore, resumable, same_base, same_classes, same_tokenizer};
+pub use show::{draw_confusion, evaluation_line};
+
+use crate::config::Config;
+use crate::recipe::{Task, TrainError};
+use crate::say;
+use engine::Device;
+use start::Ready;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+use steps::Run;
+
+#[derive(Default)]
+pub struct Options {
+    pub out: PathBuf,
+    pub start: Start,
+    /// Shows every pass, also those with nothing to do.
+    pub verbose: bool,
+    /// Set by a signal: finish the step, save, stop.
+    pub stop: Arc<AtomicBool>,
+    /// Set by who calls, cleared before anything is written: until then the process may be ended at any moment, and nothing is lost.
+    pub preparing: Arc<AtomicBool>,
+}
+
+/// Where a run begins.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Start {
+    /// At the first step, in a folder without a run.
+    #[default]
+    New,
+    /// At the run's newest whole checkpoint; at the first step where it has saved none yet.
+    Newest,
+    /// At this checkpoint. Later ones are set aside.
+    From(PathBuf),
+    /// At the first step. All checkpoints are set aside.
+    Over,
+}
+
+/// How a run ended.
+pub struct Finished {
+    pub step: u64,
+    pub interrupted: bool,
+}
+
+/// Trains a task to the end of its steps, or until it is told to stop.
+pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Options) -> Result<Finished, TrainError> {
+    let started = Instant::now();
+    let ready = Ready::new(task, config, device, options)?;
+    let steps = task.train_config().steps;
+    if ready.done() >= steps {
+        say!("the run has {} steps already: nothing to do (raise --steps)", ready.done());
+        return Ok(Finished { step: ready.done(), interrupted: false });
+    }
+    let mut run = Run::begin(task, config, options, ready)?;
+    while run.done < steps && !run.interrupted {
+        run.step()?;
+    }
+    run.finish(started)
+}

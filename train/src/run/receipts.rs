@@ -1,0 +1,45 @@
+//! What every pass did, as a table and as JSON.
+
+use crate::recipe::Session;
+use crate::report::table;
+use engine::PASSES;
+use engine::passes::Receipt;
+use serde_json::json;
+
+/// What every pass did, over all programs: the start-up table. Those that found nothing to do are counted below it, or shown too (`all`).
+pub fn receipts_table(receipts: &[(&str, &[Receipt])], all: bool) -> String {
+    let (mut rows, mut off, mut idle) = (vec![], 0, 0);
+    for pass in PASSES {
+        let own: Vec<&Receipt> = receipts.iter().flat_map(|(_, r)| r.iter()).filter(|r| r.pass == pass.name()).collect();
+        let applied: usize = own.iter().map(|r| r.applied).sum();
+        let declined: usize = own.iter().map(|r| r.declined.len()).sum();
+        let mode = own.first().map_or("off", |r| r.mode.name());
+        let mut notes: Vec<String> = own.iter().map(|r| r.summary()).filter(|s| !s.is_empty()).collect();
+        notes.dedup();
+        let is_off = mode == "off";
+        if applied + declined == 0 && !all {
+            *(if is_off { &mut off } else { &mut idle }) += 1;
+            continue;
+        }
+        let count = |n: usize| if is_off { "-".to_string() } else { n.to_string() };
+        rows.push(vec![
+            pass.name().into(),
+            mode.into(),
+            count(applied + declined),
+            count(applied),
+            count(declined),
+            notes.first().cloned().unwrap_or_default(),
+        ]);
+    }
+    let mut text = table(&["pass", "mode", "sites", "applied", "declined", "notes"], &rows);
+    if !all && off + idle > 0 {
+        text += &format!("{} more passes: {idle} have no site here, {off} are off (-v shows them)\n", off + idle);
+    }
+    text
+}
+
+pub fn receipts_json(s: &Session) -> serde_json::Value {
+    let one = |r: &Receipt| json!({ "pass": r.pass, "mode": r.mode.name(), "sites": r.sites(), "applied": r.applied, "declined": r.declined, "notes": r.notes });
+    let all = s.programs.iter().map(|(name, p)| (name.clone(), p.receipts.iter().map(one).collect::<Vec<_>>()));
+    serde_json::Value::Object(all.map(|(n, r)| (n, json!(r))).collect())
+}

@@ -1,0 +1,171 @@
+//! Where weights come from: a run's own checkpoint, which must be of the same config and data, or another run's.
+
+use crate::checkpoint::{self, Checkpoint, Skipped};
+use crate::config::{Config, TrainConfig};
+use crate::recipe::{Session, Task, TrainError};
+use crate::{say, warn};
+use std::path::Path;
+
+/// Keys that a resumed run may change: none of them touches a number before the step at which it is changed.
+const FREE: &[&str] = &["train.steps", "train.log_every", "train.eval_every", "train.eval_batches", "train.save_every", "train.keep"];
+
+/// Paths that a resumed run may change where what lies there is the same: the key, and what a checkpoint's identity has of it.
+const MOVED: &[(&str, &str)] = &[("data.path", "data"), ("model.base", "base"), ("objective.encoder", "encoder")];
+
+pub fn newest(dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
+    let (found, skipped) = resumable(dir)?;
+    for bad in &skipped {
+        say!("skipped {}: {}", bad.path.display(), bad.reason);
+    }
+    if found.is_none() {
+        say!("no checkpoint in {} yet: starting over", dir.display());
+    }
+    Ok(found)
+}
+
+/// What a run goes on from, and the newer ones that are broken. None where nothing was saved yet: checkpoints of which none can be used are an error,
+/// and so is one that cannot be read, since it may be whole.
+pub fn resumable(dir: &Path) -> Result<(Option<Checkpoint>, Vec<Skipped>), TrainError> {
+    let (found, skipped) = checkpoint::newest(dir).map_err(|e| TrainError::NoWayOn(e.to_string()))?;
+    if found.is_none() && !skipped.is_empty() {
+        let why: Vec<String> = skipped.iter().map(|s| format!("{}: {}", s.path.display(), s.reason)).collect();
+        return Err(TrainError::NoWayOn(format!("no checkpoint in {} is whole ({})", dir.display(), why.join("; "))));
+    }
+    Ok((found, skipped))
+}
+
+/// A checkpoint must be of this config and this data; says what has changed all the same.
+pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<(), TrainError> {
+    let theirs = Config::from_json(&found.meta["config"])?;
+    let changed = theirs.differences(config);
+    let identity = &found.meta["identity"];
+    let moved = |k: &str| MOVED.iter().any(|(key, what)| *key == k && identity[what].is_string());
+    let free = |k: &str| FREE.contains(&k) || k.starts_with("passes.") || moved(k);
+    if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !free(k)) {
+        return Err(TrainError::Other(format!(
+            "checkpoint {} is of another config: {key} was {was}, now it is {is} (start a new run from its weights with --init-from)",
+            found.path.display()
+        )));
+    }
+    for (key, was, is) in changed.iter().filter(|(k, ..)| k.starts_with("passes.")) {
+        say!("{key} was {was}, now it is {is}: numbers may differ in the last bits from here on");
+    }
+    if let Some((_, was, is)) = changed.iter().find(|(k, ..)| k == "train.steps") {
+        let spans = |c: &Config| c.section::<TrainConfig>("train").map(|t| t.horizon.max(t.steps));
+        let (before, now) = (spans(&theirs)?, spans(config)?);
+        if before != now {
+            say!(
+                "train.steps was {was}, now it is {is}: the schedule spans {now} steps instead of {before}, so the rate differs from here on"
+            );
+        }
+    }
+    same_tokenizer(found, task)?;
+    same_base(found, task)?;
+    if found.meta["identity"]["encoder"] != task.identity()["encoder"] {
+        return Err(TrainError::Other(format!(
+            "objective.encoder is not the encoder that checkpoint {} was trained with: it has changed (start a new run from its weights with --init-from)",
+            found.path.display()
+        )));
+    }
+    let own = task.identity();
+    for (what, key) in [("data", "data"), ("validation data", "validation")] {
+        // Checkpoints of earlier versions do not say what they were validated with.
+        if identity[key] != own[key] && (key == "data" || identity[key].is_string()) {
+            let place = config.data_path().map_or(String::new(), |path| format!(" in {path}"));
+            return Err(TrainError::Other(format!(
+                "the {what}{place} is not that of checkpoint {}: its checksum is {}, and was {} (name the same data with --data, or start a new run \
+                 from its weights with --init-from)",
+                found.path.display(),
+                own[key],
+                identity[key]
+            )));
+        }
+    }
+    for (key, was, is) in changed.iter().filter(|(k, ..)| moved(k)) {
+        say!("{key} was {was}, now it is {is}: the same by its checksum");
+    }
+    Ok(())
+}
+
+/// A checkpoint's tokenizer must be the data's.
+pub fn same_tokenizer(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
+    let (theirs, ours) = (&found.meta["identity"]["tokenizer"], &task.identity()["tokenizer"]);
+    if theirs != ours {
+        return Err(TrainError::Other(format!(
+            "checkpoint {} was trained with another tokenizer: its fingerprint is {theirs}, the data's {ours} (prepare the data with the same one)",
+            found.path.display()
+        )));
+    }
+    Ok(())
+}
+
+/// The frozen weights that a checkpoint was trained on must be the same.
+pub fn same_base(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
+    let (theirs, ours) = (&found.meta["identity"]["base"], &task.identity()["base"]);
+    let is_fingerprint = |v: &serde_json::Value| v.as_str().is_some_and(|v| u64::from_str_radix(v, 16).is_ok());
+    if is_fingerprint(theirs) && !is_fingerprint(ours) {
+        let ours = ours.as_str().unwrap_or("model.base is empty, and model.pretrain is 0");
+        return Err(TrainError::Other(format!("the base that checkpoint {} was trained on is not at hand: {ours}", found.path.display())));
+    }
+    if theirs != ours {
+        return Err(TrainError::Other(format!(
+            "checkpoint {} was trained on another base: its fingerprint is {theirs}, the one of model.base is {ours}",
+            found.path.display()
+        )));
+    }
+    Ok(())
+}
+
+/// A checkpoint's classes must be the data's.
+pub fn same_classes(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
+    let (theirs, ours) = (&found.meta["identity"]["classes"], &task.identity()["classes"]);
+    if theirs != ours {
+        return Err(TrainError::Other(format!(
+            "checkpoint {} tells the classes {theirs} apart, but the data has {ours}",
+            found.path.display()
+        )));
+    }
+    Ok(())
+}
+
+pub fn restore(s: &mut Session, found: &Checkpoint) -> Result<(), TrainError> {
+    let what = found.path.display().to_string();
+    s.load_params(&found.file("model.safetensors")?, &what)?;
+    engine::mutant!("resume-without-state", s.load_state(&found.file("state.safetensors")?, &what), Ok(()))
+}
+
+/// A checkpoint by its own folder, or the newest of a run.
+pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
+    if path.join("checkpoint.json").exists() {
+        return Ok(checkpoint::open(path)?);
+    }
+    let inner = path.join("checkpoints");
+    let dir = if inner.is_dir() { inner } else { path.to_path_buf() };
+    if !dir.is_dir() {
+        return Err(TrainError::Other(format!("there is no checkpoint or run folder {}", path.display())));
+    }
+    let (found, skipped) = checkpoint::newest(&dir)?;
+    for bad in skipped.iter().filter(|_| found.is_some()) {
+        warn!("skipped {}: {}", bad.path.display(), bad.reason);
+    }
+    found.ok_or_else(|| {
+        let why: Vec<String> = skipped.iter().map(|s| format!("; skipped {}: {}", s.path.display(), s.reason)).collect();
+        TrainError::Other(format!("{} holds no whole checkpoint{}", path.display(), why.concat()))
+    })
+}
+
+/// Another run's weights, from a checkpoint, a run's folder, a safetensors file or what the recipe itself can read; the optimizer begins anew.
+pub fn init_from(s: &mut Session, task: &dyn Task, from: &Path) -> Result<(), TrainError> {
+    let what = from.display().to_string();
+    if task.init_from(s, from)? {
+        say!("weights from {what}");
+        return Ok(());
+    }
+    let file = match from.extension().is_some_and(|e| e == "safetensors") {
+        true => checkpoint::load_safetensors(from)?,
+        false => find_checkpoint(from)?.file("model.safetensors")?,
+    };
+    s.load_params(&file, &what)?;
+    say!("weights from {what}");
+    Ok(())
+}

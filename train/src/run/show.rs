@@ -1,0 +1,75 @@
+//! What a run shows: lines about evaluations, the progress bar, pictures of its metrics.
+
+use super::write_bytes;
+use crate::epochs::Epochs;
+use crate::metrics;
+use crate::recipe::{Picture, Task, TrainError};
+use crate::report::{self, Confusion, Panel, Series};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::IsTerminal;
+use std::path::Path;
+
+pub fn indent(text: &str) -> String {
+    let plain = |c: char| if c.is_control() { '\u{b7}' } else { c };
+    text.lines().map(|l| format!("  | {}", l.chars().map(plain).collect::<String>())).collect::<Vec<_>>().join("\n")
+}
+
+/// A confusion matrix as a picture; false where there are too many classes.
+pub fn draw_confusion(confusion: &Confusion, name: &str, step: u64, path: &Path) -> Result<bool, TrainError> {
+    let (right, total) = (confusion.right(), confusion.total());
+    let title = format!("{name}, step {step}: {right} of {total} right ({:.2}%)", 100.0 * right as f64 / total as f64);
+    let png = confusion.draw(&title, path)?;
+    png.map_or(Ok(false), |png| write_bytes(path, &png).map(|()| true))
+}
+
+/// Means over an epoch's steps of what is evaluated too.
+pub fn epoch_line(epochs: &Epochs, values: &[(&'static str, f64)]) -> String {
+    let means: Vec<_> = values.iter().filter_map(|(name, _)| Some((*name, epochs.mean(name)?))).collect();
+    evaluation_line(&means, None)
+}
+
+/// Of what is evaluated, that which is shown in percent.
+const SHARES: [&str; 5] = ["accuracy", "exact", "exact_halted", "cell", "halting_accuracy"];
+
+/// `loss 1.2345, accuracy 87.65% (entropy of the data 1.1000)`
+pub fn evaluation_line(values: &[(&'static str, f64)], floor: Option<(&'static str, f64)>) -> String {
+    let one = |(n, v): &(&str, f64)| if SHARES.contains(n) { format!("{n} {:.2}%", 100.0 * v) } else { format!("{n} {v:.4}") };
+    let all: Vec<String> = values.iter().map(one).collect();
+    let floor = floor.map_or(String::new(), |(n, v)| format!(" ({n}: {v:.4})"));
+    format!("{}{floor}", all.join(", "))
+}
+
+pub fn progress(steps: u64, done: u64) -> ProgressBar {
+    let bar = ProgressBar::new(steps);
+    if !std::io::stderr().is_terminal() {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left").expect("a template that parses");
+    bar.set_style(style);
+    bar.set_position(done);
+    bar.reset_eta();
+    bar
+}
+
+/// The task's pictures, as far as there is anything to draw.
+pub fn draw(task: &dyn Task, out: &Path, title: &str, floor: Option<(&'static str, f64)>) -> Result<Vec<Picture>, TrainError> {
+    let records = metrics::read(&out.join("metrics.jsonl"))?.all;
+    let points =
+        |key: &str| -> Vec<(f64, f64)> { records.iter().filter_map(|r| Some((r.get("step")?.as_f64()?, r.get(key)?.as_f64()?))).collect() };
+    let mut drawn = vec![];
+    for picture in task.pictures() {
+        let lines = |lines: &[(String, String)]| -> Vec<(String, Vec<(f64, f64)>)> {
+            lines.iter().map(|(label, key)| (label.clone(), points(key))).filter(|l| !l.1.is_empty()).collect()
+        };
+        let panels: Vec<_> = picture.panels.iter().map(|(what, own)| (*what, lines(own))).filter(|p| !p.1.is_empty()).collect();
+        if panels.is_empty() {
+            continue;
+        }
+        let series: Vec<(&str, Vec<Series>)> =
+            panels.iter().map(|(what, own)| (*what, own.iter().map(|(label, points)| Series { label, points }).collect())).collect();
+        let panels: Vec<Panel> = series.iter().map(|(what, series)| Panel { what, series, floor }).collect();
+        report::curves(&out.join(picture.file), title, &panels)?;
+        drawn.push(picture);
+    }
+    Ok(drawn)
+}

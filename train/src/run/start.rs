@@ -1,0 +1,111 @@
+//! Everything before the first step. What can be wrong is found here, before anything is written.
+
+use super::resume::{newest, same_run};
+use super::{Options, Start, init_from, load, peak, receipts_table, restore};
+use crate::checkpoint::{self, Checkpoint};
+use crate::config::Config;
+use crate::epochs::Epochs;
+use crate::metrics;
+use crate::recipe::{Session, Task, TrainError};
+use crate::report::human_count;
+use crate::{say, warn};
+use engine::passes::Receipt;
+use engine::{Device, Role};
+use std::path::Path;
+
+/// A task whose programs are loaded and whose state is that of the checkpoint, if there is one.
+pub struct Ready {
+    pub session: Session,
+    /// The checkpoint's step.
+    pub from: Option<u64>,
+    pub epochs: Option<Epochs>,
+    /// Recipe and preset.
+    pub name: String,
+}
+
+impl Ready {
+    pub fn new(task: &dyn Task, config: &Config, device: &Device, options: &Options) -> Result<Ready, TrainError> {
+        let name = format!("{} {}", config.text("recipe"), config.text("preset"));
+        let c = task.train_config();
+        let mut epochs = task.epoch().map(|items| Epochs::new(items, (c.batch * c.accumulate) as u64, c.log_every));
+        if c.eval_every == 0 && epochs.is_none() {
+            return Err(TrainError::Other(format!(
+                "train.eval_every = 0 is once an epoch, but {name} counts no epochs: name a number of steps"
+            )));
+        }
+        let found = match &options.start {
+            Start::New | Start::Over => None,
+            Start::Newest => newest(&options.out.join("checkpoints"))?,
+            Start::From(path) => Some(checkpoint::open(path)?),
+        };
+        let mut session = loaded(task, config, device, found.as_ref())?;
+        session.stop = options.stop.clone();
+        if let Some(found) = &found {
+            restore(&mut session, found)?;
+            say!("resumed from {} (step {})", found.path.display(), found.step);
+        }
+        let (done, weights) = (found.as_ref().map_or(0, |f| f.step), config.text("init_from"));
+        if done == 0 && !weights.is_empty() {
+            init_from(&mut session, task, Path::new(weights))?;
+        }
+        if done > 0 {
+            recall(&options.out.join("metrics.jsonl"), done, epochs.as_mut())?;
+        }
+        let ready = Ready { session, from: found.map(|f| f.step), epochs, name };
+        say_what_runs(&ready.name, &ready.session, options.verbose);
+        Ok(ready)
+    }
+
+    /// Steps that are behind it.
+    pub fn done(&self) -> u64 {
+        self.from.unwrap_or(0)
+    }
+}
+
+/// The programs, with what the checkpoint's run chose by timing.
+fn loaded(task: &dyn Task, config: &Config, device: &Device, found: Option<&Checkpoint>) -> Result<Session, TrainError> {
+    let Some(found) = found else { return load(task, config, device) };
+    if let Device::Cuda(cuda, _) = device {
+        let kept: Vec<String> =
+            found.meta["choices"].as_array().into_iter().flatten().filter_map(|c| c.as_str().map(str::to_string)).collect();
+        if !kept.is_empty() && !cuda.prefer(&kept) {
+            say!("the run chose its products on another card or library: numbers may differ in the last bits from here on");
+        }
+    }
+    same_run(task, config, found)?;
+    let session = load(task, config, device)?;
+    if let Device::Cuda(cuda, _) = device
+        && cuda.choices_refused() > 0
+    {
+        say!(
+            "{} of the run's choices of products are none of the library's: numbers may differ in the last bits from here on",
+            cuda.choices_refused()
+        );
+    }
+    Ok(session)
+}
+
+/// Means of the epoch that the run was stopped in go on from its metrics.
+fn recall(path: &Path, done: u64, epochs: Option<&mut Epochs>) -> Result<(), TrainError> {
+    if !path.exists() {
+        return Ok(());
+    }
+    let records = metrics::read(path)?;
+    if let Some(damaged) = records.damage() {
+        warn!("{damaged}");
+    }
+    if let Some(e) = epochs {
+        e.recall(&records.all, done);
+    }
+    Ok(())
+}
+
+fn say_what_runs(name: &str, s: &Session, verbose: bool) {
+    let frozen = match s.parameters(Role::Frozen) {
+        0 => String::new(),
+        n => format!(", {} more that are frozen", human_count(n as f64)),
+    };
+    say!("{name} on {}: {} parameters{frozen}", s.device.describe(), human_count(s.parameters(Role::Param) as f64));
+    let named: Vec<(&str, &[Receipt])> = s.programs.iter().map(|(n, p)| (n.as_str(), &p.receipts[..])).collect();
+    say!("{}{}", receipts_table(&named, verbose), peak(s).line());
+}

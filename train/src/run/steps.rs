@@ -1,0 +1,303 @@
+//! A run under way: it steps, logs, evaluates and saves.
+
+use super::folder::{Place, io, lock, save};
+use super::show::{draw, epoch_line, indent, progress};
+use super::start::Ready;
+use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, receipts_json, write_whole};
+use crate::config::{Config, TrainConfig};
+use crate::epochs::Epochs;
+use crate::metrics::Metrics;
+use crate::optim::schedule::rate;
+use crate::recipe::{Evaluation, Pending, Session, Step, Task, TrainError};
+use crate::report::{human_count, human_time};
+use crate::speed::Speed;
+use crate::{checkpoint, files, say, warn};
+use indicatif::ProgressBar;
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// So many steps in a row with a loss or gradient that is not finite stop the run.
+const MOST_SKIPPED: u64 = 10;
+
+pub struct Run<'a> {
+    task: &'a mut dyn Task,
+    config: &'a Config,
+    options: &'a Options,
+    c: TrainConfig,
+    /// Recipe and preset.
+    name: String,
+    s: Session,
+    /// Steps before this process: one of the planted errors takes them.
+    #[cfg_attr(not(feature = "mutants"), expect(dead_code))]
+    start: u64,
+    /// Steps in all.
+    pub done: u64,
+    /// Whether a signal told it to stop.
+    pub interrupted: bool,
+    epochs: Option<Epochs>,
+    /// What the last step's evaluation found, where it had one.
+    evaluated: Option<Evaluation>,
+    extent_said: bool,
+    metrics: Metrics,
+    speed: Speed,
+    /// A report that is only written down is waited for when the next step has been started.
+    open: Option<Awaited>,
+    bar: ProgressBar,
+    place: Place<'a>,
+    _lock: fs::File,
+    checkpoints: PathBuf,
+    /// Problems of saving that were said.
+    warned: HashSet<String>,
+}
+
+impl<'a> Run<'a> {
+    /// Takes the run's folder, and writes what is known before the first step.
+    pub fn begin(task: &'a mut dyn Task, config: &'a Config, options: &'a Options, ready: Ready) -> Result<Run<'a>, TrainError> {
+        let start = ready.done();
+        let Ready { session: s, from, epochs, name } = ready;
+        let c = task.train_config().clone();
+        task.begin(start)?;
+        options.preparing.store(false, Ordering::SeqCst);
+        let out: &Path = &options.out;
+        let horizon = c.horizon.max(c.steps);
+        say!("steps {start} to {} of a {} schedule over {horizon}; run folder {}", c.steps, c.schedule, out.display());
+
+        files::create_folder(out).map_err(io("cannot create the run's folder", out))?;
+        let _lock = lock(out)?;
+        let place = Place::of(out)?;
+        files::sweep(out, None, Duration::ZERO);
+        let checkpoints = out.join("checkpoints");
+        if options.start != Start::New {
+            for aside in checkpoint::set_aside(&checkpoints, from)? {
+                say!("set aside: {} (this run no longer goes on from it; remove it when you do not need it)", aside.display());
+            }
+        }
+        write_whole(&out.join("config.toml"), &format!("{}{END}", config.to_toml()))?;
+        write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
+        let metrics = Metrics::open(out)?;
+        let (bar, speed) = (progress(c.steps, start), Speed::new(start, Instant::now()));
+        let (evaluated, open, warned) = (None, None, HashSet::new());
+        let (done, interrupted, extent_said) = (start, false, false);
+        Ok(Run {
+            task,
+            config,
+            options,
+            c,
+            name,
+            s,
+            start,
+            done,
+            interrupted,
+            epochs,
+            evaluated,
+            extent_said,
+            metrics,
+            speed,
+            open,
+            bar,
+            place,
+            _lock,
+            checkpoints,
+            warned,
+        })
+    }
+
+    /// One step, and everything that is due after it.
+    pub fn step(&mut self) -> Result<(), TrainError> {
+        let step = self.done;
+        self.task.step(
+            &mut self.s,
+            engine::mutant!("resume-draws-from-the-start", step, step - self.start),
+            rate(&self.c, engine::mutant!("rate-of-the-next-step", step, step + 1)),
+        )?;
+        self.done = step + 1;
+        self.interrupted = self.options.stop.load(Ordering::Relaxed);
+        let evaluates = self.due(self.c.eval_every) || self.c.eval_every == 0 && self.epochs.as_ref().is_some_and(|e| e.ends(self.done));
+        let reports = self.reports(evaluates)?;
+        self.evaluated = if evaluates { self.evaluate()? } else { None };
+        let (skipped, seen) = self.log(reports)?;
+        self.show_evaluation()?;
+        if skipped >= MOST_SKIPPED {
+            self.metrics.flush()?;
+            return Err(TrainError::NotFinite(skipped, seen));
+        }
+        // A step that was skipped leaves nothing new to keep, and must not push a good checkpoint out.
+        if (self.due(self.c.save_every) && skipped == 0) || self.done == self.c.steps || self.interrupted {
+            self.save()?;
+        }
+        self.speed.go_on(self.done, Instant::now());
+        Ok(())
+    }
+
+    /// After every so many steps, and after the last.
+    fn due(&self, every: u64) -> bool {
+        self.done.is_multiple_of(every) || self.done == self.c.steps
+    }
+
+    /// The reports that are there by now, or must be waited for. Steps alone are timed: what a record says is the speed of the steps since
+    /// the record before.
+    fn reports(&mut self, evaluates: bool) -> Result<Vec<Reported>, TrainError> {
+        let mut reports = vec![];
+        if let Some(awaited) = self.open.take() {
+            reports.push(self.wait_for(awaited, evaluates)?);
+        }
+        self.bar.set_position(self.done);
+        let stops = evaluates || self.due(self.c.save_every) || self.interrupted;
+        if stops || self.due(self.c.log_every) {
+            let awaited = Awaited { at: self.done, report: self.task.report(&self.s)?, asked: Instant::now() };
+            match stops || awaited.report.is_there() {
+                true => reports.push(self.wait_for(awaited, evaluates)?),
+                false => self.open = Some(awaited),
+            }
+        }
+        Ok(reports)
+    }
+
+    fn wait_for(&mut self, awaited: Awaited, evaluates: bool) -> Result<Reported, TrainError> {
+        let (at, report) = awaited.finish(&mut self.speed)?;
+        let recorded = self.is_recorded(at, &report, evaluates);
+        Ok(Reported { at, report, per_second: if recorded { self.task.work().1 * self.speed.take() } else { 0.0 } })
+    }
+
+    fn is_recorded(&self, at: u64, report: &Step, evaluated: bool) -> bool {
+        at.is_multiple_of(self.c.log_every) || at == self.c.steps || at == self.done && evaluated || report.skipped_in_row > 0
+    }
+
+    /// Figures of a part of the set would be others: nothing where a signal stopped it. The step itself is whole.
+    fn evaluate(&mut self) -> Result<Option<Evaluation>, TrainError> {
+        match self.task.evaluate(&mut self.s) {
+            Err(TrainError::Stopped) => {
+                self.interrupted = true;
+                Ok(None)
+            }
+            found => found.map(Some),
+        }
+    }
+
+    /// Writes records of these reports; of the last, how many steps in a row were skipped, and which step it is of.
+    fn log(&mut self, reports: Vec<Reported>) -> Result<(u64, u64), TrainError> {
+        let mut last = (0, self.done);
+        if !reports.is_empty() {
+            self.place.check(self.done)?;
+        }
+        for Reported { at, report, per_second } in reports {
+            last = (report.skipped_in_row, at);
+            if self.is_recorded(at, &report, self.evaluated.is_some()) {
+                self.record(at, &report, per_second)?;
+            }
+        }
+        Ok(last)
+    }
+
+    fn record(&mut self, at: u64, report: &Step, per_second: f64) -> Result<(), TrainError> {
+        let mut values = report.values.clone();
+        if let Some(e) = &mut self.epochs {
+            e.add(at, values.clone());
+            values.push(("epoch".into(), e.after(at)));
+        }
+        values.extend([("learning_rate".into(), rate(&self.c, at - 1)), ("per_second".into(), per_second)]);
+        let evaluated = self.evaluated.as_ref().filter(|_| at == self.done);
+        for (name, value) in evaluated.into_iter().flat_map(|e| &e.values) {
+            values.extend(self.epochs.as_ref().and_then(|e| e.mean(name)).map(|mean| (format!("epoch_{name}"), mean)));
+            values.push((format!("val_{name}"), *value));
+        }
+        self.metrics.record(at, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?;
+        let (name, value) = &report.values[0];
+        let line = format!("{name} {value:.4}  {} {}/s", human_count(per_second), self.task.work().0);
+        let steps = self.c.steps;
+        if self.bar.is_hidden() && (at.is_multiple_of((steps / 20).max(self.c.log_every)) || at == steps) {
+            say!("step {at}/{steps}  {line}");
+        }
+        self.bar.set_message(line);
+        Ok(())
+    }
+
+    fn show_evaluation(&mut self) -> Result<(), TrainError> {
+        let Some(Evaluation { values, .. }) = &self.evaluated else { return Ok(()) };
+        let (now, found) = (self.done, evaluation_line(values, self.task.floor()));
+        self.bar.suspend(|| match &self.epochs {
+            Some(e) => say!("epoch {} (step {now}): training {}; validation {found}", e.shown(now), epoch_line(e, values)),
+            None => say!("step {now}: {found}"),
+        });
+        if !std::mem::replace(&mut self.extent_said, true)
+            && let Some(extent) = self.task.extent()?
+        {
+            self.bar.suspend(|| say!("(each validation reads {}: train.eval_batches = {})", extent.line(), self.c.eval_batches));
+        }
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<(), TrainError> {
+        self.metrics.flush()?;
+        self.place.check(self.done)?;
+        for problem in save(&self.s, self.task, self.config, &self.checkpoints, self.done, self.c.keep)?.left {
+            // The same at every save: said once.
+            if self.warned.insert(problem.to_string()) {
+                self.bar.suspend(|| warn!("warning: {problem} (the run goes on; remove it by hand)"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Draws and says what has become of it.
+    pub fn finish(mut self, started: Instant) -> Result<Finished, TrainError> {
+        self.bar.finish_and_clear();
+        let (out, done) = (&self.options.out, self.done);
+        let drawn = draw(self.task, out, &self.name, self.task.floor())?;
+        if self.interrupted && (done < self.c.steps || self.evaluated.is_none()) {
+            match done < self.c.steps {
+                true => say!("stopped after step {done}, saved; go on with: kiln train --out {} --resume", out.display()),
+                false => say!("stopped in the last validation, saved; its figures come from: kiln eval {}", out.display()),
+            }
+            return Ok(Finished { step: done, interrupted: true });
+        }
+        match self.task.show(&mut self.s) {
+            Ok(Some(text)) => say!("\na sample of what the model writes:\n{}\n", indent(&text)),
+            Ok(None) => {}
+            Err(e) => say!("no sample: {e}"),
+        }
+        if let Some(Evaluation { values, confusion, .. }) = &self.evaluated {
+            say!("validation {}", evaluation_line(values, self.task.floor()));
+            if let Some(confusion) = confusion {
+                let path = out.join("confusion.png");
+                match draw_confusion(confusion, &self.name, done, &path)? {
+                    true => say!("confusion matrix {}", path.display()),
+                    false => say!("no confusion matrix: too many classes to draw"),
+                }
+            }
+        }
+        for p in drawn {
+            say!("{} {}", p.what, out.join(p.file).display());
+        }
+        say!("checkpoint {}", self.checkpoints.join(format!("step-{done:08}")).display());
+        say!("done in {}", human_time(started.elapsed()));
+        Ok(Finished { step: done, interrupted: false })
+    }
+}
+
+/// A step's report on its way, and when it was asked for.
+struct Awaited {
+    at: u64,
+    report: Pending,
+    asked: Instant,
+}
+
+impl Awaited {
+    fn finish(self, speed: &mut Speed) -> Result<(u64, Step), TrainError> {
+        // What is there without waiting was there before the steps that were started since.
+        let there = self.report.is_there().then_some(self.asked);
+        let report = self.report.finish()?;
+        speed.reached(self.at, there.unwrap_or_else(Instant::now));
+        Ok((self.at, report))
+    }
+}
+
+/// A report that came, and what a second of the steps since the last record worked through.
+struct Reported {
+    at: u64,
+    report: Step,
+    per_second: f64,
+}
