@@ -3,7 +3,7 @@
 mod choices;
 mod rule;
 
-pub use rule::{Compared, Rule, compare, compare_with};
+pub use rule::{Compared, Narrow, Rule, compare, compare_with};
 
 use crate::checkpoint::{CheckpointError, Loaded, load_safetensors};
 use crate::config::TrainConfig;
@@ -11,16 +11,21 @@ use crate::recipe::{Computed, Session, TrainError};
 use choices::Choices;
 use engine::graph::Graph;
 use engine::passes::{Mode, Numerics, Target};
+use engine::philox::philox;
 use engine::{DType, Data, Device, Meta, PASSES, Recorder, Role, Switches, Var};
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
+use xxhash_rust::xxh3::xxh3_64;
 
 pub struct Golden {
     pub recipe: String,
     pub config: serde_json::Value,
     pub optimizer: Optimizer,
     pub steps: u64,
-    tensors: Loaded,
+    tensors: Arc<Loaded>,
+    /// Parameters are rounded at random, drawn from this.
+    shaken: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, serde::Deserialize)]
@@ -61,7 +66,7 @@ impl Golden {
         };
         let optimizer = serde_json::from_value(json("optimizer")?).map_err(|e| not(format!("its 'optimizer': {e}")))?;
         let steps = field("steps")?.parse().map_err(|_| not("its 'steps' is no number".into()))?;
-        Ok(Golden { recipe: field("recipe")?, config: json("config")?, optimizer, steps, tensors })
+        Ok(Golden { recipe: field("recipe")?, config: json("config")?, optimizer, steps, tensors: Arc::new(tensors), shaken: None })
     }
 
     pub fn names(&self) -> Vec<String> {
@@ -72,9 +77,32 @@ impl Golden {
         self.tensors.get(name).map(|t| t.1)
     }
 
+    /// Everything that it holds.
+    fn numbers(&self) -> Computed {
+        self.names().into_iter().map(|n| (n.clone(), self.f32(&n).unwrap_or_default())).collect()
+    }
+
+    /// The same file with every parameter rounded, up or down at random, to one bit less of mantissa than bf16 has.
+    fn shaken(&self, seed: Option<u32>) -> Golden {
+        let (recipe, config) = (self.recipe.clone(), self.config.clone());
+        Golden { recipe, config, optimizer: self.optimizer, steps: self.steps, tensors: self.tensors.clone(), shaken: seed }
+    }
+
     /// Any tensor, as f32.
     pub fn f32(&self, name: &str) -> Option<Vec<f32>> {
         let (dtype, _, bytes) = self.tensors.get(name)?;
+        match (dtype.as_str(), self.shaken) {
+            ("F32", Some(seed)) if name.starts_with("param/") => {
+                let word = xxh3_64(name.as_bytes()) as u32;
+                let rounded = |(i, b): (usize, &[u8])| {
+                    let bits = u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+                    let drawn = philox([i as u32, word, 0, 0], [seed, 0])[0];
+                    f32::from_bits(bits.wrapping_add(drawn % (1 << DROPPED)) & !((1 << DROPPED) - 1))
+                };
+                return Some(bytes.chunks_exact(4).enumerate().map(rounded).collect());
+            }
+            _ => {}
+        }
         match dtype.as_str() {
             "F32" => Some(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()),
             "I64" => Some(self.i32(name)?.into_iter().map(|v| v as f32).collect()),
@@ -94,6 +122,11 @@ impl Golden {
     }
 }
 
+/// Bits of an f32 that bf16 does not have, and one more.
+const DROPPED: u32 = 17;
+/// Runs on shaken parameters.
+const SHAKEN: u32 = 3;
+
 /// A recording of named values.
 pub type Record<'a> = &'a dyn for<'g> Fn(&'g Recorder) -> Vec<(&'static str, Var<'g>)>;
 
@@ -104,9 +137,39 @@ fn rounding(switches: &Switches, target: Target) -> impl Iterator<Item = &'stati
     PASSES.iter().filter(rounds).map(|p| p.name())
 }
 
-/// Whether numbers are rounded to narrower types, so that a golden file is compared by `Rule::Cosine`.
-pub fn rounds(switches: &Switches, target: Target) -> bool {
+/// Whether numbers are rounded to narrower types, so that a golden file is compared by `Rule::Narrow`.
+fn rounds(switches: &Switches, target: Target) -> bool {
     rounding(switches, target).next().is_some()
+}
+
+/// The same switches without passes that round.
+fn wide(switches: &Switches, target: Target) -> Result<Switches, TrainError> {
+    let mut wide = switches.clone();
+    for pass in rounding(switches, target) {
+        wide.set(pass, "off")?;
+    }
+    Ok(wide)
+}
+
+/// How a file is compared with what these switches compute: to a tolerance, or, where they round to narrower types, by how the model answers
+/// to rounding. `least` is what a tensor may then be off by anyway.
+pub fn rule(file: &Golden, switches: &Switches, device: &Device, tolerance: f64, least: Option<f64>) -> Result<Rule, TrainError> {
+    if !rounds(switches, device.target()) {
+        return Ok(Rule::Tolerance(tolerance));
+    }
+    let (recipe, wide) = (crate::recipe::find(&file.recipe)?, wide(switches, device.target())?);
+    let exact = recipe.golden(file, &wide, device)?;
+    let mut narrow = Narrow { spread: Default::default(), least };
+    for seed in 0..SHAKEN {
+        let file_of = file.shaken(Some(seed));
+        let computed = recipe.golden(&file_of, &wide, device)?;
+        for (name, error) in rule::errors((&file_of, &computed), (file, &exact)) {
+            let worst = narrow.spread.entry(name).or_insert(0.0);
+            // What is no number stays none, and allows nothing.
+            *worst = if error <= *worst { *worst } else { error };
+        }
+    }
+    Ok(Rule::Narrow(narrow))
 }
 
 /// What a differentiated recipe computes of a golden file.
@@ -119,17 +182,14 @@ pub struct Steps<'a> {
     pub frozen: &'a [&'a str],
 }
 
-/// Everything that the file holds, over its steps and with its optimizer. Where passes round, what the model chooses is taken from a run
-/// without them.
+/// Everything that the file holds, over its steps and with its optimizer. Where passes round, or parameters are, what the model chooses is
+/// taken from a run without that.
 pub fn differentiated(file: &Golden, switches: &Switches, device: &Device, steps: &Steps) -> Result<Computed, TrainError> {
-    if !rounds(switches, device.target()) {
+    if !rounds(switches, device.target()) && file.shaken.is_none() {
         return Ok(steps.run(file, switches, device, Choosing::Freely)?.0);
     }
-    let mut wide = switches.clone();
-    for pass in rounding(switches, device.target()) {
-        wide.set(pass, "off")?;
-    }
-    let (_, chosen) = steps.run(file, &wide, device, Choosing::Noted)?;
+    let wide = wide(switches, device.target())?;
+    let (_, chosen) = steps.run(&file.shaken(None), &wide, device, Choosing::Noted)?;
     Ok(steps.run(file, switches, device, Choosing::Given(&chosen))?.0)
 }
 

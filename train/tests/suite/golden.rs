@@ -2,7 +2,7 @@
 
 use engine::philox::philox;
 use engine::{Cpu, Device, Switches};
-use kiln::golden::{Golden, Rule, compare, compare_with};
+use kiln::golden::{Golden, Rule, compare, compare_with, rule};
 use kiln::recipe;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
@@ -16,6 +16,11 @@ fn file() -> Golden {
 
 fn computed(file: &Golden, switches: &Switches) -> recipe::Computed {
     recipe::find(&file.recipe).unwrap().golden(file, switches, &Device::cpu(Cpu::new(2))).unwrap()
+}
+
+/// The rule for a run with these switches.
+fn by(file: &Golden, switches: &Switches) -> Rule {
+    rule(file, switches, &Device::cpu(Cpu::new(2)), 1e-5, None).unwrap()
 }
 
 #[test]
@@ -39,7 +44,7 @@ fn hydra_with_every_pass_setting() {
     for setting in settings {
         let mut switches = Switches::default();
         setting.iter().for_each(|(name, value)| switches.set(name, value).unwrap());
-        let all = compare(&golden, &computed(&golden, &switches), Rule::Tolerance(1e-5));
+        let all = compare(&golden, &computed(&golden, &switches), &by(&golden, &switches));
         assert_eq!(all.len(), 2 * 56 + 5, "every parameter's gradient and next value, losses, metrics, outputs");
         let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();
         assert!(bad.is_empty(), "{setting:?}: {bad:?}");
@@ -51,7 +56,7 @@ fn hydra_in_bf16_points_the_same_way() {
     let golden = file();
     for residual in ["bf16", "f32"] {
         let switches = Switches::default().with("bf16", &format!("require,residual={residual}")).unwrap();
-        let all = compare(&golden, &computed(&golden, &switches), Rule::Cosine(0.99));
+        let all = compare(&golden, &computed(&golden, &switches), &by(&golden, &switches));
         let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} cosine {:.4}", c.name, c.cosine)).collect();
         assert!(bad.is_empty(), "{residual}: {bad:?}");
     }
@@ -65,15 +70,15 @@ fn one_percent_in_one_tensor_fails_by_its_name() {
     for name in ["loss", "grad/blocks.1.attn.temperature", "after/embedding", "output/hidden"] {
         let mut wrong = right.clone();
         wrong.get_mut(name).unwrap().iter_mut().for_each(|v| *v *= 1.01);
-        let failed: Vec<String> = compare(&golden, &wrong, Rule::Tolerance(1e-4)).into_iter().filter(|c| !c.ok).map(|c| c.name).collect();
+        let failed: Vec<String> = compare(&golden, &wrong, &Rule::Tolerance(1e-4)).into_iter().filter(|c| !c.ok).map(|c| c.name).collect();
         assert_eq!(failed, [name]);
     }
     let mut missing = right.clone();
     missing.remove("grad/norm");
-    assert!(compare(&golden, &missing, Rule::Tolerance(1e-4)).iter().any(|c| c.name == "grad/norm" && !c.ok));
+    assert!(compare(&golden, &missing, &Rule::Tolerance(1e-4)).iter().any(|c| c.name == "grad/norm" && !c.ok));
     let mut broken = right;
     broken.get_mut("loss").unwrap()[1] = f32::NAN;
-    assert!(compare(&golden, &broken, Rule::Tolerance(1e-4)).iter().any(|c| c.name == "loss" && !c.ok));
+    assert!(compare(&golden, &broken, &Rule::Tolerance(1e-4)).iter().any(|c| c.name == "loss" && !c.ok));
 }
 
 #[test]
@@ -93,8 +98,7 @@ fn vision_bdh_with_passes_on_and_off() {
         let switches = Switches::default().with(setting.0, setting.1).unwrap();
         let device = Device::cpu(Cpu::new(2));
         let computed = kiln::recipe::find("vision_bdh").unwrap().golden(&golden, &switches, &device).unwrap();
-        let rule = if setting.0 == "bf16" { Rule::Cosine(0.99) } else { Rule::Tolerance(1e-5) };
-        let all = compare(&golden, &computed, rule);
+        let all = compare(&golden, &computed, &by(&golden, &switches));
         assert_eq!(all.len(), 2 * 9 + 4);
         let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();
         assert!(bad.is_empty(), "{setting:?}: {bad:?}");
@@ -131,8 +135,9 @@ fn in_bf16_models_of_several_seeds_do_as_in_f32() {
     for path in ["../reference/golden/hydra", "../reference/golden/hrm", "tests/golden/hrm-top3", "../reference/golden/vision_bdh"] {
         for seed in 1..=3 {
             let file = shuffled(&format!("{path}.safetensors"), seed);
-            let half = computed(&file, &Switches::default().with("bf16", "require").unwrap());
-            let all = compare_with(&computed(&file, &Switches::default()), &file, &half, Rule::Cosine(0.99));
+            let narrow = Switches::default().with("bf16", "require").unwrap();
+            let half = computed(&file, &narrow);
+            let all = compare_with(&computed(&file, &Switches::default()), &file, &half, &by(&file, &narrow));
             let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} cosine {:.4}", c.name, c.cosine)).collect();
             assert!(bad.is_empty() && all.iter().any(|c| c.name.starts_with("after/")), "{path}, seed {seed}: {bad:?}");
         }
@@ -144,10 +149,11 @@ fn in_bf16_models_of_several_seeds_do_as_in_f32() {
 fn in_bf16_a_step_that_does_not_move_a_loss_and_a_sign_fail_by_their_names() {
     let golden = file();
     let right = computed(&golden, &Switches::default());
+    let rule = by(&golden, &Switches::default().with("bf16", "auto").unwrap());
     let failed = |change: &dyn Fn(&str, &mut Vec<f32>)| {
         let mut wrong = right.clone();
         wrong.iter_mut().for_each(|(name, v)| change(name, v));
-        let all = compare(&golden, &wrong, Rule::Cosine(0.99));
+        let all = compare(&golden, &wrong, &rule);
         all.into_iter().filter(|c| !c.ok).map(|c| c.name).collect::<Vec<_>>()
     };
     assert_eq!(failed(&|_, _| {}), [""; 0]);
@@ -164,7 +170,22 @@ fn in_bf16_a_step_that_does_not_move_a_loss_and_a_sign_fail_by_their_names() {
             }
         })
     };
-    for (name, by) in [("loss", 1.02), ("grad/blocks.1.attn.temperature", -1.0), ("grad/embedding", -1.0), ("output/hidden", 0.0)] {
+    for (name, by) in [
+        ("loss", 1.02),
+        ("metric/ce", 1.02),
+        ("metric/grad_norm", 1.06),
+        ("output/causal_loss", 1.02),
+        ("grad/blocks.1.attn.temperature", -1.0),
+        ("grad/embedding", -1.0),
+        ("grad/embedding", 1.06),
+        ("output/hidden", 0.0),
+        ("output/hidden", 1.06),
+    ] {
         assert_eq!(scaled(name, by), [name], "{name} times {by}");
     }
+    // Of a file that lost its gradients nothing is left to fail.
+    let mut more = right.clone();
+    more.insert("grad/another".into(), vec![1.0]);
+    let all = compare(&golden, &more, &rule);
+    assert!(all.iter().any(|c| c.name == "grad/another" && !c.ok));
 }

@@ -6,7 +6,7 @@ use engine::{Cpu, Data, Device, Meta, PASSES, Switches};
 use kiln::config::Config;
 use kiln::data::Split;
 use kiln::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task as Puzzle};
-use kiln::golden::{Golden, Rule, compare};
+use kiln::golden::{Golden, compare, rule};
 use kiln::recipe::{self, Recipe, Session, Task};
 use kiln::recipes::hrm::HrmConfig;
 use kiln::run;
@@ -24,11 +24,12 @@ fn device() -> Device {
     Device::cpu(Cpu::new(2))
 }
 
-fn check(file: &str, setting: &[(&str, &str)], rule: Rule) {
+fn check(file: &str, setting: &[(&str, &str)]) {
     let golden = Golden::open(&PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
     let mut switches = Switches::default();
     setting.iter().for_each(|(name, value)| switches.set(name, value).unwrap());
-    let all = compare(&golden, &hrm().golden(&golden, &switches, &device()).unwrap(), rule);
+    let rule = rule(&golden, &switches, &device(), 1e-5, None).unwrap();
+    let all = compare(&golden, &hrm().golden(&golden, &switches, &device()).unwrap(), &rule);
     let gradients = all.iter().filter(|c| c.name.starts_with("grad/")).count();
     assert_eq!(all.len(), 2 * gradients + 9, "every gradient and next value, the loss, five metrics, three outputs");
     let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();
@@ -41,7 +42,7 @@ fn golden_with_passes_on_and_off() {
     // Experts; a dense model whose examples go on beyond the segment limit; three of six experts; one example. All of odd sizes but the first.
     for name in ["../reference/golden/hrm", "tests/golden/hrm-dense", "tests/golden/hrm-top3", "tests/golden/hrm-one"] {
         for setting in [&[][..], &off, &[("flash-attention", "require")], &[("recompute", "auto,what=blocks")]] {
-            check(&format!("{name}.safetensors"), setting, Rule::Tolerance(1e-5));
+            check(&format!("{name}.safetensors"), setting);
         }
     }
 }
@@ -49,7 +50,7 @@ fn golden_with_passes_on_and_off() {
 #[test]
 fn in_bf16_everything_points_the_same_way() {
     for file in ["tests/golden/hrm-dense.safetensors", "tests/golden/hrm-top3.safetensors"] {
-        check(file, &[("bf16", "require")], Rule::Cosine(0.99));
+        check(file, &[("bf16", "require")]);
     }
 }
 

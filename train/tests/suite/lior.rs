@@ -3,7 +3,7 @@
 use engine::passes::Target;
 use engine::{Compiled, Cpu, Data, Device, Meta, PASSES, Switches};
 use kiln::config::Config;
-use kiln::golden::{Golden, Rule, compare};
+use kiln::golden::{Golden, compare, rule};
 use kiln::recipe::{self, Session, Task};
 use kiln::recipes::lior::LiorConfig;
 use kiln::run;
@@ -21,11 +21,11 @@ fn off() -> Vec<(&'static str, &'static str)> {
     PASSES.iter().map(|p| (p.name(), "off")).collect()
 }
 
-fn check(file: &Golden, setting: &[(&str, &str)], rule: Rule) {
+fn check(file: &Golden, setting: &[(&str, &str)]) {
     let mut switches = Switches::default();
     setting.iter().for_each(|(name, value)| switches.set(name, value).unwrap());
     let computed = recipe::find("lior").unwrap().golden(file, &switches, &device()).unwrap();
-    let all = compare(file, &computed, rule);
+    let all = compare(file, &computed, &rule(file, &switches, &device(), 1e-5, None).unwrap());
     assert_eq!(all.len(), 12, "four metrics, the loss, and the whole state");
     let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();
     assert!(bad.is_empty(), "{setting:?}: {bad:?}");
@@ -35,15 +35,15 @@ fn check(file: &Golden, setting: &[(&str, &str)], rule: Rule) {
 fn golden_with_passes_on_and_off() {
     let file = golden("../reference/golden/lior.safetensors");
     for setting in [&[][..], &off(), &[("fuse-evolution", "require"), ("fuse-retrieval", "require"), ("flash-attention", "require")]] {
-        check(&file, setting, Rule::Tolerance(1e-5));
+        check(&file, setting);
     }
 }
 
 #[test]
 fn the_encoder_in_bf16_leaves_the_geometry_in_f32() {
     let file = golden("../reference/golden/lior.safetensors");
-    check(&file, &[("bf16", "require")], Rule::Cosine(0.999));
-    check(&file, &[("bf16", "require"), ("fuse-evolution", "off"), ("fuse-retrieval", "off")], Rule::Cosine(0.999));
+    check(&file, &[("bf16", "require")]);
+    check(&file, &[("bf16", "require"), ("fuse-evolution", "off"), ("fuse-retrieval", "off")]);
     // Nothing but the encoder's rows is narrow, whether the geometry is fused or written out.
     let c = config(&[]);
     for fused in ["auto", "off"] {
