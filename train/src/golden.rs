@@ -7,7 +7,7 @@ pub use rule::{Compared, Narrow, Rule, compare, compare_with};
 
 use crate::checkpoint::{CheckpointError, Loaded, load_safetensors};
 use crate::config::TrainConfig;
-use crate::recipe::{Computed, Session, TrainError};
+use crate::recipe::{Computed, Reference, Session, TrainError};
 use choices::Choices;
 use engine::graph::Graph;
 use engine::passes::{Mode, Numerics, Target};
@@ -153,16 +153,23 @@ fn wide(switches: &Switches, target: Target) -> Result<Switches, TrainError> {
 
 /// How a file is compared with what these switches compute: to a tolerance, or, where they round to narrower types, by how the model answers
 /// to rounding. `least` is what a tensor may then be off by anyway.
-pub fn rule(file: &Golden, switches: &Switches, device: &Device, tolerance: f64, least: Option<f64>) -> Result<Rule, TrainError> {
+pub fn rule(
+    reference: &dyn Reference,
+    file: &Golden,
+    switches: &Switches,
+    device: &Device,
+    tolerance: f64,
+    least: Option<f64>,
+) -> Result<Rule, TrainError> {
     if !rounds(switches, device.target()) {
         return Ok(Rule::Tolerance(tolerance));
     }
-    let (recipe, wide) = (crate::recipe::find(&file.recipe)?, wide(switches, device.target())?);
-    let exact = recipe.golden(file, &wide, device)?;
+    let wide = wide(switches, device.target())?;
+    let exact = reference.compute(file, &wide, device)?;
     let mut narrow = Narrow { spread: Default::default(), least };
     for seed in 0..SHAKEN {
         let file_of = file.shaken(Some(seed));
-        let computed = recipe.golden(&file_of, &wide, device)?;
+        let computed = reference.compute(&file_of, &wide, device)?;
         for (name, error) in rule::errors((&file_of, &computed), (file, &exact)) {
             let worst = narrow.spread.entry(name).or_insert(0.0);
             // What is no number stays none, and allows nothing.

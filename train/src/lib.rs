@@ -1,6 +1,7 @@
 //! kiln's recipes, data and training loop. The engine records and runs; this decides what.
 
 pub mod checkpoint;
+mod cli;
 pub mod config;
 pub mod data;
 pub mod epochs;
@@ -21,3 +22,11 @@ pub mod sample;
 pub mod speed;
 pub mod text;
 pub mod variety;
+
+pub use cli::{Recipes, main};
+
+/// What this program is called, for commands that it names.
+pub(crate) fn program() -> String {
+    let path = std::env::args_os().next().map(std::path::PathBuf::from);
+    path.as_deref().and_then(|p| p.file_name()).map_or("kiln".into(), |name| name.to_string_lossy().into_owned())
+}

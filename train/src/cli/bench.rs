@@ -1,9 +1,8 @@
-use super::{ConfigArgs, DeviceArgs, write_json};
-use ::kiln::config::Config;
-use ::kiln::recipe::{self, Session, Task};
-use ::kiln::recipes::polychromic::Writing;
-use ::kiln::report::{human_bytes, human_count, table};
-use ::kiln::run;
+use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
+use crate::config::Config;
+use crate::recipe::{Recipe, Session, Task, find_in};
+use crate::report::{human_bytes, human_count, table};
+use crate::run;
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::check::time_case;
@@ -16,14 +15,14 @@ use std::time::{Duration, Instant};
 
 #[derive(Args)]
 #[command(after_help = "Examples:
-  kiln bench hydra --preset small
-  kiln bench hydra --preset small --set batch=4 --repeat 20 --json small.json
-  kiln bench hydra --preset small --ledger
+  kiln bench {recipe} --preset {preset}
+  kiln bench {recipe} --preset {preset} --set batch=4 --repeat 20 --json small.json
+  kiln bench {recipe} --preset {preset} --ledger
   kiln bench ops --device cuda
   kiln bench ops --only attention --device cuda
-  kiln bench generate --preset qwen3-0.6b --device cuda")]
+  kiln bench generate --device cuda")]
 pub struct BenchArgs {
-    /// A recipe; or `ops` for the table of operations, `generate` for polychromic's replies
+    /// A recipe; or `ops` for the table of operations, `generate` for replies to prompts
     #[command(flatten)]
     config: ConfigArgs,
     #[command(flatten)]
@@ -48,7 +47,7 @@ pub struct BenchArgs {
     json: Option<PathBuf>,
 }
 
-pub fn run(a: BenchArgs) -> Result<ExitCode> {
+pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
     if !(1..=1_000_000).contains(&a.repeat) || a.warmup > 1_000_000 {
         bail!("--repeat {} --warmup {}: from 1, or 0, to a million", a.repeat, a.warmup);
     }
@@ -66,10 +65,11 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
         bail!("--only is for bench ops");
     }
     if a.config.recipe.as_deref() == Some("generate") {
-        return generate(&a, &device, &taken);
+        return generate(&a, &device, &taken, recipes);
     }
-    let config = a.config.resolve(None)?;
-    let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
+    let config = a.config.resolve(recipes, None)?;
+    let recipe = find_in(recipes, config.text("recipe"))?;
+    let mut task = recipe.task(&config)?;
     let mut s = run::load(&*task, &config, &device)?;
     let loaded = started.elapsed();
     let (times, first) = timed(&a, &mut *task, &mut s, &device)?;
@@ -103,7 +103,7 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
                 .map(|p| (p.name(), s.programs.values().flat_map(|q| &q.receipts).filter(|r| r.pass == p.name()).map(|r| r.applied).sum()))
                 .collect();
             drop(s);
-            let lines = ledger(&a, &config, &device, &base, &applied)?;
+            let lines = ledger(&a, recipe, &config, &device, &base, &applied)?;
             s = run::load(&*task, &config, &device)?;
             lines
         }
@@ -127,15 +127,18 @@ pub fn run(a: BenchArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// All replies to all prompts of polychromic's objective, by the base alone and with adapters on it.
-fn generate(a: &BenchArgs, device: &engine::Device, taken: &Taken) -> Result<ExitCode> {
+/// All replies to all prompts of the first recipe that writes them, by the base alone and with adapters on it.
+fn generate(a: &BenchArgs, device: &engine::Device, taken: &Taken, recipes: Recipes) -> Result<ExitCode> {
     if a.ledger {
         bail!("bench generate has no --ledger: switch passes off by hand, --pass few-rows=off");
     }
-    let config = ConfigArgs { recipe: Some("polychromic".into()), ..a.config.clone() }.resolve(None)?;
+    let Some((name, surveys)) = recipes.iter().find_map(|r| Some((r.name(), r.surveys()?))) else {
+        bail!("bench generate: none of the recipes here replies to prompts");
+    };
+    let config = ConfigArgs { recipe: Some(name.into()), ..a.config.clone() }.resolve(recipes, None)?;
     let (mut figures, mut nodes) = (vec![], vec![]);
-    for adapters in [false, true] {
-        let writing = Writing::new(&config, adapters)?;
+    for writing in surveys.writings(&config)? {
+        let adapters = writing.adapters;
         let mut s = Session::new(device, &config.switches()?, config.seed());
         writing.load(&mut s)?;
         let mut times = vec![];
@@ -213,8 +216,8 @@ fn timed(a: &BenchArgs, task: &mut dyn Task, s: &mut Session, device: &engine::D
     Ok((times, first))
 }
 
-fn measure(a: &BenchArgs, config: &Config, device: &engine::Device) -> Result<Line> {
-    let mut task = recipe::find(config.text("recipe"))?.task(config)?;
+fn measure(a: &BenchArgs, recipe: &dyn Recipe, config: &Config, device: &engine::Device) -> Result<Line> {
+    let mut task = recipe.task(config)?;
     let mut s = run::load(&*task, config, device)?;
     let (times, _) = timed(a, &mut *task, &mut s, device)?;
     Ok(Line { ms: times[times.len() / 2], peak: run::peak(&s).total() as u64, report: task.report(&s)?.finish()?.values })
@@ -223,6 +226,7 @@ fn measure(a: &BenchArgs, config: &Config, device: &engine::Device) -> Result<Li
 /// One line a pass: the same steps without it.
 fn ledger(
     a: &BenchArgs,
+    recipe: &dyn Recipe,
     config: &Config,
     device: &engine::Device,
     base: &Line,
@@ -236,7 +240,7 @@ fn ledger(
         }
         let mut without = config.clone();
         without.set_pass_argument(&format!("{pass}=off"))?;
-        let off = measure(a, &without, device)?;
+        let off = measure(a, recipe, &without, device)?;
         let differ = |((_, x), (_, y)): (&(String, f64), &(String, f64))| (x - y).abs() / y.abs().max(1e-30);
         // What is no number differs most of all.
         let worst = off.report.iter().zip(&base.report).map(differ).fold(0.0, |worst, d| if d <= worst { worst } else { d });

@@ -1,7 +1,7 @@
-use super::DeviceArgs;
-use ::kiln::golden::{Compared, Golden, Rule, compare, rule};
-use ::kiln::recipe;
-use ::kiln::report::table;
+use super::{DeviceArgs, Recipes, offered};
+use crate::golden::{Compared, Golden, Rule, compare, rule};
+use crate::recipe::find_in;
+use crate::report::table;
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use engine::check::{Outcome, PLANTED, Verdict, check_case, check_pass, check_planted, kernel_texts};
@@ -18,7 +18,7 @@ use std::process::ExitCode;
 #[command(after_help = "Examples:
   kiln check ops
   kiln check passes
-  kiln check golden reference/golden/hydra.safetensors
+  kiln check golden reference/golden/{golden}.safetensors
   kiln check all --device cuda")]
 pub struct CheckArgs {
     #[command(subcommand)]
@@ -65,9 +65,9 @@ enum What {
     All(DeviceArgs),
     /// Compares with golden files that reference/golden.py made
     #[command(after_help = "Examples:
-  kiln check golden reference/golden/hydra.safetensors
+  kiln check golden reference/golden/{golden}.safetensors
   kiln check golden mine.safetensors --tolerance 1e-5 --write ours.safetensors
-  kiln check golden reference/golden/hydra.safetensors --pass bf16=auto")]
+  kiln check golden reference/golden/{golden}.safetensors --pass bf16=auto")]
     Golden(GoldenArgs),
     /// Opens a model's folder: what it holds, and what the model answers
     #[command(after_help = "Examples:
@@ -101,7 +101,7 @@ struct GoldenArgs {
     device: DeviceArgs,
 }
 
-pub fn run(a: CheckArgs) -> Result<ExitCode> {
+pub fn run(a: CheckArgs, recipes: Recipes) -> Result<ExitCode> {
     match a.what {
         What::Ops { filter, device } => {
             let device = device.open()?;
@@ -112,9 +112,9 @@ pub fn run(a: CheckArgs) -> Result<ExitCode> {
             report(PASSES.iter().map(|p| check_pass(*p, &device)))
         }
         What::Planted(d) => report(check_planted(&d.open()?).into_iter()),
-        What::All(d) => everything(&d.open()?),
+        What::All(d) => everything(&d.open()?, recipes),
         What::Kernels { filter, sm, every_shape } => kernels(&ops_called(filter)?, &sm, every_shape),
-        What::Golden(g) => golden(g),
+        What::Golden(g) => golden(g, recipes),
         What::Model(m) => super::model::run(m),
         What::Encoder(e) => super::encoder::run(e),
     }
@@ -134,16 +134,7 @@ fn op_outcomes<'a>(op: &'a engine::op::Entry, device: &'a Device) -> impl Iterat
     op.cases.iter().filter(|c| !c.bench).flat_map(|c| check_case(op.name, c, device))
 }
 
-/// The golden files of the recipes that are built in.
-const GOLDEN: &[(&str, &[u8])] = &[
-    ("hydra", include_bytes!("../../../reference/golden/hydra.safetensors")),
-    ("vision_bdh", include_bytes!("../../../reference/golden/vision_bdh.safetensors")),
-    ("lior", include_bytes!("../../../reference/golden/lior.safetensors")),
-    ("hrm", include_bytes!("../../../reference/golden/hrm.safetensors")),
-    ("polychromic", include_bytes!("../../../reference/golden/polychromic.safetensors")),
-];
-
-fn everything(device: &Device) -> Result<ExitCode> {
+fn everything(device: &Device, recipes: Recipes) -> Result<ExitCode> {
     let mut rows = vec![];
     let (mut failures, mut missing) = (0, 0);
     let mut add = |what: String, outcomes: &mut dyn Iterator<Item = Outcome>| -> Result<()> {
@@ -173,11 +164,11 @@ fn everything(device: &Device) -> Result<ExitCode> {
     for pass in PASSES {
         add(format!("pass {}", pass.name()), &mut std::iter::once(check_pass(*pass, device)))?;
     }
-    for (name, bytes) in GOLDEN {
+    for (name, reference) in recipes.iter().filter_map(|r| Some((r.name(), r.reference()?))) {
         for (what, switches) in [("f32", Switches::default()), ("bf16", Switches::default().with("bf16", "auto")?)] {
-            let file = Golden::read(name, bytes.to_vec())?;
-            let rule = rule(&file, &switches, device, 1e-4, None)?;
-            let computed = recipe::find(&file.recipe)?.golden(&file, &switches, device)?;
+            let file = Golden::read(name, reference.file().to_vec())?;
+            let rule = rule(reference, &file, &switches, device, 1e-4, None)?;
+            let computed = reference.compute(&file, &switches, device)?;
             let outcome = |c: Compared| {
                 let problem = || format!("off by {:.2e}, cosine {:.5}", c.error, c.cosine);
                 let verdict = if c.ok { Verdict::Passed((c.error / c.allowed).min(1.0)) } else { Verdict::Failed(problem()) };
@@ -230,7 +221,7 @@ fn without_numbers(text: &str) -> String {
 }
 
 fn kernels(ops: &[&engine::op::Entry], sm: &[u32], every_shape: bool) -> Result<ExitCode> {
-    let folders = ::kiln::gpu::folders();
+    let folders = crate::gpu::folders();
     let mut failed = 0;
     // What the oldest and the newest architecture compile, those between them do too, as long as the source is the same.
     let mut sms = sm.to_vec();
@@ -280,7 +271,7 @@ fn kernels(ops: &[&engine::op::Entry], sm: &[u32], every_shape: bool) -> Result<
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn golden(a: GoldenArgs) -> Result<ExitCode> {
+fn golden(a: GoldenArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.write.is_some() && a.files.len() > 1 {
         bail!("--write takes one golden file at a time");
     }
@@ -303,7 +294,8 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
     let mut failed = false;
     for path in &a.files {
         let file = Golden::open(path)?;
-        let computed = recipe::find(&file.recipe)?.golden(&file, &switches, &device).with_context(|| path.display().to_string())?;
+        let reference = offered(recipes, find_in(recipes, &file.recipe)?, "compute golden files", |r| r.reference())?;
+        let computed = reference.compute(&file, &switches, &device).with_context(|| path.display().to_string())?;
         if let Some(out) = &a.write {
             let bytes: HashMap<&String, (Vec<usize>, Vec<u8>)> = computed
                 .iter()
@@ -311,9 +303,9 @@ fn golden(a: GoldenArgs) -> Result<ExitCode> {
                 .collect();
             let views = bytes.iter().map(|(n, (shape, b))| Ok((n.as_str(), TensorView::new(Dtype::F32, shape.clone(), b)?)));
             let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
-            ::kiln::run::write_bytes(out, &safetensors::serialize(views, None)?)?;
+            crate::run::write_bytes(out, &safetensors::serialize(views, None)?)?;
         }
-        let rule = rule(&file, &switches, &device, a.tolerance, a.cosine.map(|c| (2.0 - 2.0 * c).sqrt()))?;
+        let rule = rule(reference, &file, &switches, &device, a.tolerance, a.cosine.map(|c| (2.0 - 2.0 * c).sqrt()))?;
         let all = compare(&file, &computed, &rule);
         out!("{} ({})", path.display(), file.recipe);
         if let Rule::Narrow(_) = rule {

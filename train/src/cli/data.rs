@@ -1,10 +1,10 @@
 use super::signals::Signal;
-use super::write_json;
-use ::kiln::data::images::{self, Block, Format};
-use ::kiln::data::{DataError, Dataset, Input, PrepareOptions, Split, inspect, prepare};
-use ::kiln::recipe::Session;
-use ::kiln::run::write_bytes;
-use ::kiln::warn;
+use super::{Recipes, write_json};
+use crate::data::images::{self, Block, Format};
+use crate::data::{DataError, Dataset, Input, PrepareOptions, Split, inspect, prepare};
+use crate::recipe::{Reads, Session};
+use crate::run::write_bytes;
+use crate::warn;
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use engine::philox::rng_feed;
@@ -113,7 +113,7 @@ Examples:
     },
 }
 
-pub fn run(a: DataArgs) -> Result<ExitCode> {
+pub fn run(a: DataArgs, recipes: Recipes) -> Result<ExitCode> {
     match a.command {
         DataCommand::Prepare { files, field, tokenizer, eos, out, val_share, shard_tokens, generated, seed, force } => {
             let input = match generated {
@@ -143,11 +143,13 @@ pub fn run(a: DataArgs) -> Result<ExitCode> {
             for note in &s.notes {
                 out!("{note}");
             }
-            out!("train on it with: kiln train hydra --data {} --set model.vocab={}", s.out.display(), d.vocab);
+            if let Some(recipe) = reader(recipes, Reads::Text) {
+                out!("train on it with: kiln train {recipe} --data {} --set model.vocab={}", s.out.display(), d.vocab);
+            }
         }
         DataCommand::Inspect { path, json } => {
             if let Some(format) = Format::detect(&path).filter(|_| !path.join(Dataset::FILE).exists()) {
-                inspect_images(&path, format, json)?;
+                inspect_images(&path, format, json, recipes)?;
                 return Ok(ExitCode::SUCCESS);
             }
             let found = inspect(&path)?;
@@ -238,7 +240,12 @@ fn augmented(pictures: &[u8], size: usize, least_area: f32, mirror: bool, seed: 
     Ok(s.read("augment", "seen")?.into_iter().map(|v| ((v + 1.0) * 127.5).round() as u8).collect())
 }
 
-fn inspect_images(path: &Path, format: Format, json: bool) -> Result<()> {
+/// The first recipe that reads such data.
+fn reader(recipes: Recipes, data: Reads) -> Option<&'static str> {
+    recipes.iter().find(|r| r.reads().contains(&data)).map(|r| r.name())
+}
+
+fn inspect_images(path: &Path, format: Format, json: bool, recipes: Recipes) -> Result<()> {
     let found = images::inspect(path, format)?;
     if json {
         return write_json(None, &serde_json::to_value(&found)?);
@@ -251,6 +258,8 @@ fn inspect_images(path: &Path, format: Format, json: bool) -> Result<()> {
     for c in &found.classes {
         out!("  {:width$}  train {:>6}  validation {:>6}", c.name, c.train, c.val);
     }
-    out!("train on it with: kiln train vision_bdh --data {} --set model.classes={}", path.display(), found.classes.len());
+    if let Some(recipe) = reader(recipes, Reads::Pictures) {
+        out!("train on it with: kiln train {recipe} --data {} --set model.classes={}", path.display(), found.classes.len());
+    }
     Ok(())
 }

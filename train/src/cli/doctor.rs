@@ -1,6 +1,6 @@
 use super::write_json;
-use ::kiln::gpu;
-use ::kiln::report::human_bytes;
+use crate::gpu;
+use crate::report::human_bytes;
 use anyhow::Result;
 use clap::Args;
 use engine::Cuda;

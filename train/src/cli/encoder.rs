@@ -1,6 +1,6 @@
 use super::DeviceArgs;
-use ::kiln::models::{Encoder, EncoderFeeds};
-use ::kiln::recipe::Session;
+use crate::models::{Encoder, EncoderFeeds};
+use crate::recipe::Session;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use engine::{Data, Recorder, Switches};
@@ -69,7 +69,7 @@ pub fn run(a: EncoderArgs) -> Result<ExitCode> {
     }
     if let Some(path) = &a.write {
         let view = TensorView::new(Dtype::F32, vec![a.text.len(), s.dim], bytemuck::cast_slice(&embeddings))?;
-        ::kiln::run::write_bytes(path, &safetensors::serialize([("embeddings", view)], None)?)?;
+        crate::run::write_bytes(path, &safetensors::serialize([("embeddings", view)], None)?)?;
         out!("embeddings {}", path.display());
     }
     Ok(ExitCode::SUCCESS)

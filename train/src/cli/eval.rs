@@ -1,8 +1,7 @@
-use super::{DeviceArgs, write_json};
-use ::kiln::checkpoint::Checkpoint;
-use ::kiln::config::Config;
-use ::kiln::recipe::{self, Evaluation};
-use ::kiln::run;
+use super::{DeviceArgs, Opened, Recipes, write_json};
+use crate::checkpoint::Checkpoint;
+use crate::recipe::{Evaluation, Survey};
+use crate::run;
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::PathBuf;
@@ -10,12 +9,11 @@ use std::process::ExitCode;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
-  kiln eval runs/hydra-tiny
+  kiln eval runs/a
   kiln eval runs/a/checkpoints/step-00000400 --batches 64 --json
-  kiln eval runs/vision_bdh-tiny
-  kiln eval runs/polychromic-tiny --prompts 500 --replies 8
+  kiln eval runs/p --prompts 500 --replies 8
   kiln eval runs/cifar --data data/other-pictures --picture other.png
-  kiln eval runs/hrm-tiny --data puzzles.csv
+  kiln eval runs/s --data puzzles.csv
 
 Of puzzles: exact is the share that is solved at the segment limit, exact_halted where the model halts by itself (sure of the same answer after
 two segments in a row), after `segments` of them on average; cell is the share of blank cells that are right at the limit, halting_accuracy how
@@ -32,7 +30,7 @@ pub struct EvalArgs {
     /// At most this many batches of the validation data; if not given, all of it, or of generated data, which has no end, train.eval_batches
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 53))]
     batches: Option<u64>,
-    /// Has replies to this many prompts written and says what they are like: diversity, distinct-2, self-BLEU, pass@k (polychromic)
+    /// Has replies to this many prompts written and says what they are like: diversity, distinct-2, self-BLEU, pass@k (recipes that reply to prompts)
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     prompts: Option<u64>,
     /// To each of those prompts; if not given, as in training
@@ -50,31 +48,26 @@ pub struct EvalArgs {
     json: bool,
 }
 
-pub fn run(a: EvalArgs) -> Result<ExitCode> {
+pub fn run(a: EvalArgs, recipes: Recipes) -> Result<ExitCode> {
     let device = a.device.open()?;
-    let found = run::find_checkpoint(&a.checkpoint)?;
-    let mut config = Config::from_json(&found.meta["config"])?;
+    let opened = Opened::new(&a.checkpoint, recipes)?;
+    let (found, mut config) = (&opened.found, opened.config.clone());
     if let Some(path) = &a.data {
         config.set_value("data.path", path.display().to_string().into())?;
     }
     if let Some(n) = a.batches {
         config.set_value("train.eval_batches", (n as i64).into())?;
     }
-    if let Some(n) = a.prompts {
-        config.set_value("objective.eval_prompts", (n as i64).into())?;
+    if let Some(prompts) = a.prompts {
+        let survey = Survey { prompts, replies: a.replies, file: a.write_replies.as_deref() };
+        opened.offered("reply to prompts", |r| r.surveys())?.ask(&mut config, &survey)?;
     }
-    if let Some(path) = &a.write_replies {
-        config.set_value("objective.eval_file", path.display().to_string().into())?;
-    }
-    if let Some(n) = a.replies {
-        config.set_value("objective.replies", (n as i64).into())?;
-    }
-    let mut task = recipe::find(config.text("recipe"))?.task(&config)?;
-    run::same_tokenizer(&found, &*task)?;
-    run::same_classes(&found, &*task)?;
-    run::same_base(&found, &*task)?;
+    let mut task = opened.recipe.task(&config)?;
+    run::same_tokenizer(found, &*task)?;
+    run::same_classes(found, &*task)?;
+    run::same_base(found, &*task)?;
     if a.data.is_none() && found.meta["identity"]["data"] != task.identity()["data"] {
-        ::kiln::warn!(
+        crate::warn!(
             "the data has changed since {} was trained on it: what validates it now may be what it learnt from",
             found.path.display()
         );
@@ -85,12 +78,12 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
     }
     let extent = task.extent()?;
     let mut s = run::load(&*task, &config, &device)?;
-    run::restore(&mut s, &found)?;
+    run::restore(&mut s, found)?;
     let Evaluation { values, confusion, counted } = task.evaluate(&mut s)?;
     if a.picture.is_some() && confusion.is_none() {
         bail!("--picture is for classifiers: {} has no confusion matrix", config.text("recipe"));
     }
-    let picture = a.picture.clone().or_else(|| beside(&found).filter(|_| a.data.is_none() && a.batches.is_none()));
+    let picture = a.picture.clone().or_else(|| beside(found).filter(|_| a.data.is_none() && a.batches.is_none()));
     if a.json {
         let mut object = serde_json::json!({ "checkpoint": found.path, "step": found.step });
         values.iter().for_each(|(n, v)| object[*n] = (*v).into());
@@ -125,7 +118,7 @@ pub fn run(a: EvalArgs) -> Result<ExitCode> {
         match run::draw_confusion(confusion, &name, found.step, &path)? {
             true if a.json => {}
             true => out!("confusion matrix {}", path.display()),
-            false => ::kiln::warn!("no confusion matrix: too many classes to draw"),
+            false => crate::warn!("no confusion matrix: too many classes to draw"),
         }
     }
     Ok(ExitCode::SUCCESS)

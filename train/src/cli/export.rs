@@ -1,5 +1,4 @@
-use ::kiln::recipes::polychromic;
-use ::kiln::run;
+use super::{Opened, Recipes};
 use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;
@@ -20,9 +19,10 @@ pub struct ExportArgs {
     merge: bool,
 }
 
-pub fn run(a: ExportArgs) -> Result<ExitCode> {
-    let found = run::find_checkpoint(&a.checkpoint)?;
-    polychromic::export(&found, &a.out, a.merge)?;
+pub fn run(a: ExportArgs, recipes: Recipes) -> Result<ExitCode> {
+    let opened = Opened::new(&a.checkpoint, recipes)?;
+    let Opened { found, config, .. } = &opened;
+    opened.offered("export models", |r| r.exports())?.export(config, found, &a.out, a.merge)?;
     let what = if a.merge { "model, adapters merged" } else { "adapters" };
     out!("{what}, of {} (step {}): {}", found.path.display(), found.step, a.out.display());
     Ok(ExitCode::SUCCESS)

@@ -1,10 +1,8 @@
-use super::DeviceArgs;
-use ::kiln::config::Config;
-use ::kiln::data::Tokenizer;
-use ::kiln::recipe::{self, Session};
-use ::kiln::recipes::polychromic::Chat;
-use ::kiln::run;
-use ::kiln::sample::{Sampling, continue_text};
+use super::{DeviceArgs, Opened, Recipes};
+use crate::data::Tokenizer;
+use crate::models::decoder::Chat;
+use crate::recipe::{Generator, Session, TextModel};
+use crate::sample::{Sampling, continue_text};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::{Device, Switches};
@@ -14,10 +12,10 @@ use std::process::ExitCode;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
-  kiln generate runs/hydra-tiny --prompt 'the '
-  kiln generate runs/polychromic-tiny --prompt 'name two numbers that make 5' --replies 4
+  kiln generate runs/a --prompt 'the '
+  kiln generate runs/p --prompt 'name two numbers that make 5' --replies 4
   kiln generate models/Qwen3-0.6B --prompt 'Why is the sky blue?' --adapter runs/adapters
-  kiln generate runs/hydra-tiny --prompt 'the ' --temperature 0 --stop '\\n' --max-tokens 2000")]
+  kiln generate runs/a --prompt 'the ' --temperature 0 --stop '\\n' --max-tokens 2000")]
 pub struct GenerateArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint); or a model's folder in the Hugging Face layout (Qwen3, Llama)
     checkpoint: PathBuf,
@@ -60,7 +58,7 @@ pub struct GenerateArgs {
 /// Caches are as long as the text may become.
 const MOST_TOKENS: usize = 1 << 20;
 
-pub fn run(a: GenerateArgs) -> Result<ExitCode> {
+pub fn run(a: GenerateArgs, recipes: Recipes) -> Result<ExitCode> {
     if !(a.temperature.is_finite() && a.temperature >= 0.0) {
         bail!("--temperature {} is not a number from 0 up", a.temperature);
     }
@@ -80,31 +78,36 @@ pub fn run(a: GenerateArgs) -> Result<ExitCode> {
     if a.adapter.is_some() || !a.passes.is_empty() {
         bail!("--adapter and --pass are for a model's folder; {} has no config.json (a run has its own)", a.checkpoint.display());
     }
-    let found = run::find_checkpoint(&a.checkpoint)?;
-    let config = Config::from_json(&found.meta["config"])?;
-    if config.text("recipe") == "polychromic" {
-        let chat = Chat::of_run(&found, &config)?;
-        let mut s = Session::new(&device, &config.switches()?, config.seed());
-        return talk(&a, &chat, &mut s, |s| Ok(s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?));
+    let opened = Opened::new(&a.checkpoint, recipes)?;
+    let Opened { found, config, recipe, .. } = &opened;
+    let model = opened.offered("write text", |r| r.writes())?.text_model(config, Some(found))?;
+    let mut s = Session::new(&device, &config.switches()?, config.seed());
+    let fill = |s: &mut Session| Ok(s.load_used_params(&found.file("model.safetensors")?, &found.path.display().to_string())?);
+    match model {
+        TextModel::Replies(chat) => talk(&a, &chat, &mut s, fill),
+        TextModel::Continues(_) if a.raw || a.replies > 1 => {
+            bail!("--raw and --replies are for models that reply to prompts, which {} does not", recipe.name())
+        }
+        TextModel::Continues(mut generator) => go_on(&a, &mut *generator, &mut s, fill),
     }
-    if a.raw || a.replies > 1 {
-        bail!("--raw and --replies are for models that reply to prompts, which {} does not", config.text("recipe"));
-    }
-    let (name, recipe) = (config.text("recipe"), recipe::find(config.text("recipe"))?);
-    if recipe.classifier(&config, &found.meta["identity"])?.is_some() {
-        bail!("{} is a checkpoint of {name}, which does not write text (to classify pictures: kiln predict)", found.path.display());
-    }
-    let Some(mut generator) = recipe.generator(&config, Some(&found))? else { bail!("{name} does not write text") };
+}
+
+/// Continues the prompt; `fill` gives the model its weights.
+fn go_on(
+    a: &GenerateArgs,
+    generator: &mut dyn Generator,
+    s: &mut Session,
+    fill: impl FnOnce(&mut Session) -> Result<()>,
+) -> Result<ExitCode> {
     let tokenizer = generator.tokenizer()?;
     let sampling = a.sampling(&tokenizer)?;
-    let mut s = Session::new(&device, &config.switches()?, config.seed());
     // The programs name the parameters; then the checkpoint fills them.
-    generator.begin(&mut s, 1)?;
-    s.load_used_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
+    generator.begin(s, 1)?;
+    fill(s)?;
     out_part!("{}", a.prompt);
     std::io::stdout().flush()?;
     let mut show = Shown::default();
-    continue_text(&mut *generator, &mut s, &a.prompt, &sampling, &mut |piece| show.piece(piece))?;
+    continue_text(generator, s, &a.prompt, &sampling, &mut |piece| show.piece(piece))?;
     out!();
     show.finish()
 }

@@ -1,4 +1,4 @@
-//! One file a subcommand.
+//! The command line: one file a subcommand. It knows recipes by the table that it is given, and asks them for what they can do.
 
 /// Prints a line, or gives the error to the caller: a closed pipe ends the command quietly, a full disk does not.
 macro_rules! out {
@@ -32,13 +32,18 @@ mod signals;
 mod solve;
 mod train;
 
-use ::kiln::config::{Config, named_in, read_file};
-use ::kiln::recipe;
-use anyhow::{Result, bail};
-use clap::{Args, Parser, Subcommand};
+use crate::checkpoint::Checkpoint;
+use crate::config::{Config, named_in, read_file};
+use crate::recipe::{self, Recipe};
+use crate::run::find_checkpoint;
+use anyhow::{Context, Result, bail};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use engine::Device;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+
+/// What the command line trains and uses; the first is trained where none is named.
+pub type Recipes<'a> = &'a [&'a dyn Recipe];
 
 #[derive(Parser)]
 #[command(
@@ -46,16 +51,17 @@ use std::process::ExitCode;
     version,
     about = "A training engine whose every optimisation is a switch with a receipt.",
     after_help = "Examples:
-  kiln train                                  train hydra's tiny preset on generated text
-  kiln train hydra --preset small --out runs/a --set batch=4
+  kiln train                                  train {recipe}'s first preset
+  kiln train {recipe} --preset {preset} --out runs/a --set batch=4
   kiln train --out runs/a --resume            go on where runs/a stopped
+  kiln eval runs/a                            what its newest checkpoint is worth
   kiln generate runs/a --prompt 'the '        let it write
-  kiln train vision_bdh --out runs/v          an image classifier, on drawn pictures
+  kiln train {classifies} --out runs/v          an image classifier, on drawn pictures
   kiln predict runs/v picture.png             what it sees in a picture
-  kiln train hrm --out runs/s                 a model that thinks about 4x4 Sudokus until it is sure
+  kiln train {solves} --out runs/s                 a model that thinks about puzzles until it is sure
   kiln solve runs/s                           its answers, segment by segment
-  kiln plan hydra --preset 100m               memory and arithmetic, without running
-  kiln check golden reference/golden/hydra.safetensors"
+  kiln plan {recipe} --preset {preset}               memory and arithmetic, without running
+  kiln check golden reference/golden/{golden}.safetensors"
 )]
 struct Kiln {
     #[command(subcommand)]
@@ -64,7 +70,7 @@ struct Kiln {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Trains a recipe (hydra if none is named)
+    /// Trains a recipe
     Train(train::TrainArgs),
     /// Validation losses of a checkpoint; of a classifier also the classes and a confusion matrix
     Eval(eval::EvalArgs),
@@ -90,26 +96,118 @@ enum Command {
     Bench(bench::BenchArgs),
 }
 
-pub fn run() -> Result<ExitCode> {
-    match Kiln::parse().command {
-        Command::Train(a) => train::run(a),
-        Command::Eval(a) => eval::run(a),
-        Command::Generate(a) => generate::run(a),
-        Command::Predict(a) => predict::run(a),
-        Command::Solve(a) => solve::run(a),
-        Command::Export(a) => export::run(a),
-        Command::Plan(a) => plan::run(a),
-        Command::Check(a) => check::run(a),
+/// Runs the command line with these recipes: the whole of a program's `main`.
+///
+/// ```no_run
+/// # use kiln::recipes::RECIPES;
+/// kiln::main(RECIPES);
+/// ```
+pub fn main(recipes: Recipes) -> ExitCode {
+    let ended = run(recipes);
+    crate::gpu::remove_own_cache();
+    match ended {
+        Ok(code) => code,
+        // Whoever read our output has seen enough.
+        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
+        Err(e) => {
+            crate::warn!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(recipes: Recipes) -> Result<ExitCode> {
+    let matches = command(recipes).get_matches();
+    match Kiln::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()).command {
+        Command::Train(a) => train::run(a, recipes),
+        Command::Eval(a) => eval::run(a, recipes),
+        Command::Generate(a) => generate::run(a, recipes),
+        Command::Predict(a) => predict::run(a, recipes),
+        Command::Solve(a) => solve::run(a, recipes),
+        Command::Export(a) => export::run(a, recipes),
+        Command::Plan(a) => plan::run(a, recipes),
+        Command::Check(a) => check::run(a, recipes),
         Command::Passes(a) => passes::run(a),
         Command::Doctor(a) => doctor::run(a),
-        Command::Data(a) => data::run(a),
-        Command::Bench(a) => bench::run(a),
+        Command::Data(a) => data::run(a, recipes),
+        Command::Bench(a) => bench::run(a, recipes),
     }
+}
+
+/// The command line, with the names of these recipes in its examples; those of what no recipe offers are left out.
+fn command(recipes: Recipes) -> clap::Command {
+    fn fill(command: clap::Command, names: &[(&str, Option<&str>)], program: &str) -> clap::Command {
+        let text = command.get_after_help().map(|t| t.to_string()).unwrap_or_default();
+        let named = |line: &str| {
+            let whole = names.iter().try_fold(line.to_string(), |line, (key, name)| match line.contains(key) {
+                true => name.map(|name| line.replace(key, name)),
+                false => Some(line),
+            });
+            whole.map(|line| line.strip_prefix("  kiln ").map_or(line.clone(), |rest| format!("  {program} {rest}")))
+        };
+        let lines: Vec<String> = text.lines().filter_map(named).collect();
+        let command = if text.is_empty() { command } else { command.after_help(lines.join("\n")) };
+        command.mut_subcommands(|c| fill(c, names, program))
+    }
+    let first = |has: fn(&dyn Recipe) -> bool| recipes.iter().find(|r| has(**r)).map(|r| r.name());
+    let names = [
+        ("{recipe}", recipes.first().map(|r| r.name())),
+        ("{preset}", recipes.first().and_then(|r| Some(r.presets().last()?.0))),
+        ("{classifies}", first(|r| r.classifies().is_some())),
+        ("{solves}", first(|r| r.solves().is_some())),
+        ("{golden}", first(|r| r.reference().is_some())),
+    ];
+    fill(Kiln::command(), &names, &crate::program())
+}
+
+/// A checkpoint, its config and its recipe.
+struct Opened<'a> {
+    found: Checkpoint,
+    config: Config,
+    recipe: &'a dyn Recipe,
+    recipes: Recipes<'a>,
+}
+
+impl<'a> Opened<'a> {
+    /// By the checkpoint's own folder, or the newest of a run.
+    fn new(path: &Path, recipes: Recipes<'a>) -> Result<Opened<'a>> {
+        let found = find_checkpoint(path)?;
+        let config = Config::from_json(&found.meta["config"])?;
+        let recipe = recipe::find_in(recipes, config.text("recipe"))?;
+        Ok(Opened { found, config, recipe, recipes })
+    }
+
+    fn offered<T: ?Sized>(&self, what: &str, ask: impl Fn(&'a dyn Recipe) -> Option<&'a T>) -> Result<&'a T> {
+        offered(self.recipes, self.recipe, what, ask).with_context(|| self.found.path.display().to_string())
+    }
+}
+
+/// What a recipe offers; or an error that says which recipes do, and what there is for this one.
+fn offered<'a, T: ?Sized>(
+    recipes: Recipes<'a>,
+    recipe: &'a dyn Recipe,
+    what: &str,
+    ask: impl Fn(&'a dyn Recipe) -> Option<&'a T>,
+) -> Result<&'a T> {
+    if let Some(offer) = ask(recipe) {
+        return Ok(offer);
+    }
+    let others: Vec<&str> = recipes.iter().filter(|r| ask(**r).is_some()).map(|r| r.name()).collect();
+    let others = if others.is_empty() { "no recipe here does".into() } else { format!("recipes that do: {}", others.join(", ")) };
+    let own = [
+        ("generate", recipe.writes().is_some()),
+        ("predict", recipe.classifies().is_some()),
+        ("solve", recipe.solves().is_some()),
+        ("export", recipe.exports().is_some()),
+    ];
+    let own: Vec<String> = own.iter().filter(|o| o.1).map(|o| format!("kiln {}", o.0)).collect();
+    let own = if own.is_empty() { String::new() } else { format!("; its models have {}", own.join(", ")) };
+    bail!("{} does not {what} ({others}{own})", recipe.name())
 }
 
 /// For clap: a text in which `\n` and the like stand for what they mean.
 fn unescaped(text: &str) -> Result<String, String> {
-    ::kiln::data::unescape(text)
+    crate::data::unescape(text)
 }
 
 /// Where to run.
@@ -128,14 +226,14 @@ impl DeviceArgs {
         if let Some(n) = self.threads.filter(|n| !(1..=1024).contains(n)) {
             bail!("--threads {n}: from 1 to 1024");
         }
-        ::kiln::gpu::open(&self.device, self.threads).map_err(anyhow::Error::msg)
+        crate::gpu::open(&self.device, self.threads).map_err(anyhow::Error::msg)
     }
 }
 
 /// What to train: a preset and what is laid over it.
 #[derive(Args, Clone)]
 pub struct ConfigArgs {
-    /// The recipe; hydra if none is named
+    /// The recipe; the first if none is named
     recipe: Option<String>,
     /// One of the recipe's presets
     #[arg(long)]
@@ -167,7 +265,7 @@ impl ConfigArgs {
     }
 
     /// The preset with everything laid over it; `base`, where given, stands in for the preset.
-    pub fn resolve(&self, base: Option<Config>) -> Result<Config> {
+    pub fn resolve(&self, recipes: Recipes, base: Option<Config>) -> Result<Config> {
         let mut named = (self.recipe.clone(), self.preset.clone());
         if let Some(path) = &self.config {
             // The file may name recipe and preset; the command line wins.
@@ -183,7 +281,10 @@ impl ConfigArgs {
                 }
                 base
             }
-            None => recipe::preset(recipe::find(named.0.as_deref().unwrap_or("hydra"))?, named.1.as_deref())?,
+            None => {
+                let Some(first) = recipes.first() else { bail!("there are no recipes to train") };
+                recipe::preset(recipe::find_in(recipes, named.0.as_deref().unwrap_or(first.name()))?, named.1.as_deref())?
+            }
         };
         if let Some(path) = &self.config {
             config.overlay_file(path)?;
@@ -212,7 +313,7 @@ impl ConfigArgs {
 pub fn write_json(path: Option<&PathBuf>, value: &serde_json::Value) -> Result<()> {
     let text = serde_json::to_string_pretty(value)?;
     match path {
-        Some(path) => Ok(::kiln::run::write_whole(path, &text)?),
+        Some(path) => Ok(crate::run::write_whole(path, &text)?),
         None => {
             out!("{text}");
             Ok(())
@@ -223,7 +324,7 @@ pub fn write_json(path: Option<&PathBuf>, value: &serde_json::Value) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
+    use crate::recipes::RECIPES;
     use clap::error::ErrorKind;
 
     /// A line of a shell as its words: quotes are taken off, a comment ends it.
@@ -266,7 +367,7 @@ mod tests {
             Command::Train(a) if !a.goes_on() => a.config,
             _ => return Ok(()),
         };
-        config.resolve(None).map(|_| ()).map_err(|e| format!("{e:#}"))
+        config.resolve(RECIPES, None).map(|_| ()).map_err(|e| format!("{e:#}"))
     }
 
     #[test]
@@ -305,16 +406,18 @@ mod tests {
 
     #[test]
     fn every_example_of_the_help_parses() {
-        fn each(command: &clap::Command, visit: &mut dyn FnMut(&str)) {
+        fn each(command: &clap::Command, program: &str, visit: &mut dyn FnMut(&str)) {
             let text = command.get_after_help().map(|t| t.to_string()).unwrap_or_default();
             // The words of an example end where an explanation is set apart.
             text.lines()
-                .filter_map(|l| l.strip_prefix("  kiln "))
+                .filter_map(|l| l.strip_prefix(&format!("  {program} ")))
                 .for_each(|l| visit(&format!("kiln {}", l.split("  ").next().unwrap_or(l))));
-            command.get_subcommands().for_each(|c| each(c, visit));
+            command.get_subcommands().for_each(|c| each(c, program, visit));
         }
         let mut seen = 0;
-        each(&Kiln::command(), &mut |line| {
+        let whole = command(RECIPES);
+        let program = crate::program();
+        each(&whole, &program, &mut |line| {
             seen += 1;
             let command = parsed(line).unwrap_or_else(|e| panic!("{line}\n{e}")).command;
             resolves(command).unwrap_or_else(|e| panic!("{line}: {e}"));

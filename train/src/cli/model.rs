@@ -1,10 +1,10 @@
 use super::DeviceArgs;
-use ::kiln::data::Tokenizer;
-use ::kiln::models::{Adapter, Folder, Shape};
-use ::kiln::recipe::Session;
-use ::kiln::recipes::polychromic::{Base, Decoder, Places, Rows};
-use ::kiln::report::human_count;
-use ::kiln::sample::nucleus;
+use crate::data::Tokenizer;
+use crate::models::decoder::{Base, Decoder, Places, Rows};
+use crate::models::{Adapter, Folder, Shape};
+use crate::recipe::Session;
+use crate::report::human_count;
+use crate::sample::nucleus;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use engine::{DType, Data, Recorder, Switches};
@@ -96,7 +96,7 @@ pub fn run(a: ModelArgs) -> Result<ExitCode> {
             Ok((row.to_string(), TensorView::new(Dtype::F32, shape, bytemuck::cast_slice(own(row)))?))
         });
         let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
-        ::kiln::run::write_bytes(path, &safetensors::serialize(views, None)?)?;
+        crate::run::write_bytes(path, &safetensors::serialize(views, None)?)?;
         out!("logits {}", path.display());
     }
     Ok(ExitCode::SUCCESS)

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln passes
-  kiln train hydra --pass recompute=auto,what=memory-bound --pass flash-attention=require")]
+  kiln train {recipe} --pass recompute=auto,what=memory-bound --pass flash-attention=require")]
 pub struct PassesArgs {
     /// Prints JSON
     #[arg(long)]

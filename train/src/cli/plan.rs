@@ -1,7 +1,7 @@
-use super::{ConfigArgs, DeviceArgs, write_json};
-use ::kiln::recipe;
-use ::kiln::report::{human_bytes, human_count, table};
-use ::kiln::run::receipts_table;
+use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
+use crate::recipe::find_in;
+use crate::report::{human_bytes, human_count, table};
+use crate::run::receipts_table;
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::Compiled;
@@ -10,9 +10,9 @@ use std::process::ExitCode;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
-  kiln plan hydra --preset 100m
-  kiln plan hydra --preset small --pass recompute=auto,what=blocks --json
-  kiln plan hydra --preset 100m --for-sm 90 --pass bf16=auto --nodes train")]
+  kiln plan {recipe} --preset {preset}
+  kiln plan {recipe} --preset {preset} --pass recompute=auto,what=blocks --json
+  kiln plan {recipe} --preset {preset} --for-sm 90 --pass bf16=auto --nodes train")]
 pub struct PlanArgs {
     #[command(flatten)]
     config: ConfigArgs,
@@ -32,9 +32,9 @@ pub struct PlanArgs {
     nodes: Option<String>,
 }
 
-pub fn run(a: PlanArgs) -> Result<ExitCode> {
-    let config = a.config.resolve(None)?;
-    let task = recipe::find(config.text("recipe"))?.task(&config)?;
+pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
+    let config = a.config.resolve(recipes, None)?;
+    let task = find_in(recipes, config.text("recipe"))?.task(&config)?;
     let switches = config.switches()?;
     let target = match a.for_sm {
         Some(sm) => engine::program::imagined(sm),

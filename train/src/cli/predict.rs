@@ -1,9 +1,7 @@
-use super::{DeviceArgs, write_json};
-use ::kiln::config::Config;
-use ::kiln::data::DataError;
-use ::kiln::data::images::{CHANNELS, read_picture};
-use ::kiln::recipe::{self, Session};
-use ::kiln::run;
+use super::{DeviceArgs, Opened, Recipes, write_json};
+use crate::data::DataError;
+use crate::data::images::{CHANNELS, read_picture};
+use crate::recipe::Session;
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -11,7 +9,7 @@ use std::process::ExitCode;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
-  kiln predict runs/vision_bdh-tiny picture.png
+  kiln predict runs/v picture.png
   kiln predict runs/cifar/checkpoints/step-00010000 photos/*.jpg --top 5 --json
 
 A picture is cut to the square in its middle and resized to what the model takes. One that cannot be read is named, the others are
@@ -35,14 +33,11 @@ pub struct PredictArgs {
 /// Pictures that are classified at a time.
 const BATCH: usize = 32;
 
-pub fn run(a: PredictArgs) -> Result<ExitCode> {
+pub fn run(a: PredictArgs, recipes: Recipes) -> Result<ExitCode> {
     let device = a.device.open()?;
-    let found = run::find_checkpoint(&a.checkpoint)?;
-    let config = Config::from_json(&found.meta["config"])?;
-    let name = config.text("recipe");
-    let Some(mut classifier) = recipe::find(name)?.classifier(&config, &found.meta["identity"])? else {
-        bail!("{} is a checkpoint of {name}, which tells no pictures apart; those of vision_bdh do", found.path.display());
-    };
+    let opened = Opened::new(&a.checkpoint, recipes)?;
+    let Opened { found, config, .. } = &opened;
+    let mut classifier = opened.offered("classify pictures", |r| r.classifies())?.classifier(config, &found.meta["identity"])?;
     let size = classifier.size();
     let read = |path: &Path| -> Result<Vec<u8>, DataError> {
         let mut pixels = vec![0; CHANNELS * size * size];
@@ -65,7 +60,7 @@ pub fn run(a: PredictArgs) -> Result<ExitCode> {
         let file = path.display().to_string();
         if let Err(e) = picture {
             failed = true;
-            ::kiln::warn!("error: {e}");
+            crate::warn!("error: {e}");
             json.push(serde_json::json!({ "picture": file, "error": e.to_string() }));
             continue;
         }

@@ -51,13 +51,13 @@ impl Signal {
     pub fn end_before_the_first_step(&self) -> ! {
         // Below the bar of what is being made, where there is one.
         let bar = if std::io::stderr().is_terminal() { "\n" } else { "" };
-        ::kiln::warn!("{bar}stopped before the first step: nothing is lost");
+        crate::warn!("{bar}stopped before the first step: nothing is lost");
         leave(self.status());
     }
 }
 
 fn leave(status: i32) -> ! {
-    ::kiln::gpu::remove_own_cache();
+    crate::gpu::remove_own_cache();
     std::process::exit(status);
 }
 

@@ -1,10 +1,8 @@
-use super::{DeviceArgs, write_json};
-use ::kiln::config::Config;
-use ::kiln::data::puzzles::Task;
-use ::kiln::input;
-use ::kiln::recipe::{self, Attempt, Session};
-use ::kiln::report::table;
-use ::kiln::run;
+use super::{DeviceArgs, Opened, Recipes, write_json};
+use crate::data::puzzles::Task;
+use crate::input;
+use crate::recipe::{Attempt, Session};
+use crate::report::table;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -12,8 +10,8 @@ use std::process::ExitCode;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
-  kiln solve runs/hrm-tiny
-  kiln solve runs/hrm-tiny '1... ..2. .3.. ...4'
+  kiln solve runs/s
+  kiln solve runs/s '1... ..2. .3.. ...4'
   kiln solve runs/sudoku hard.txt maze.txt --to-limit --json
 
 The model halts where it is sure of the same answer after two segments in a row (`halt` above 0 is sure), or at its segment limit.
@@ -43,14 +41,11 @@ const BATCH: usize = 32;
 /// Changes of a segment that are named one by one.
 const NAMED: usize = 8;
 
-pub fn run(a: SolveArgs) -> Result<ExitCode> {
+pub fn run(a: SolveArgs, recipes: Recipes) -> Result<ExitCode> {
     let device = a.device.open()?;
-    let found = run::find_checkpoint(&a.checkpoint)?;
-    let config = Config::from_json(&found.meta["config"])?;
-    let name = config.text("recipe");
-    let Some(mut solver) = recipe::find(name)?.solver(&config)? else {
-        bail!("{} is a checkpoint of {name}, which solves no puzzles", found.path.display());
-    };
+    let opened = Opened::new(&a.checkpoint, recipes)?;
+    let Opened { found, config, .. } = &opened;
+    let mut solver = opened.offered("solve puzzles", |r| r.solves())?.solver(config)?;
     let task = solver.task();
     let puzzles: Vec<u8> = match a.puzzles.is_empty() {
         true => solver.unseen(a.count as usize)?.inputs,

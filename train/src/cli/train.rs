@@ -1,8 +1,8 @@
 use super::signals::Signal;
-use super::{ConfigArgs, DeviceArgs};
-use ::kiln::config::{Config, named_in, read_file};
-use ::kiln::run::{END, Options, Start, resumable, train};
-use ::kiln::{checkpoint, recipe, warn};
+use super::{ConfigArgs, DeviceArgs, Recipes};
+use crate::config::{Config, named_in, read_file};
+use crate::run::{END, Options, Start, resumable, train};
+use crate::{checkpoint, recipe, warn};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -12,11 +12,11 @@ use std::sync::atomic::Ordering;
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln train
-  kiln train hydra --preset small --data data/books --out runs/books --set train.batch=4
+  kiln train {recipe} --preset {preset} --data data/books --out runs/books --set train.batch=4
   kiln train --out runs/books --resume --steps 4000
   kiln train --resume-from runs/books/checkpoints/step-00002000
-  kiln train hydra --pass recompute=auto,what=blocks --pass linear-ce=auto,chunk=128
-  kiln train hydra --init-from runs/books --out runs/tuned
+  kiln train {recipe} --pass recompute=auto,what=blocks --pass linear-ce=auto,chunk=128
+  kiln train {recipe} --init-from runs/books --out runs/tuned
 
 Ctrl-C finishes the step, saves and exits with status 130; so do SIGTERM (143), SIGHUP (129; not under nohup) and SIGUSR1 (138: Slurm's
 --signal=USR1@60). A second signal, a second later or more, exits at once, and so does one before the first step. Status 0 is a run that has all
@@ -44,7 +44,7 @@ pub struct TrainArgs {
     /// Shows every pass in the table at the start, also those that are off or find nothing to do
     #[arg(long, short)]
     verbose: bool,
-    /// Starts from the weights of a checkpoint, a run's folder or a .safetensors file; polychromic also from an adapter's folder of PEFT's
+    /// Starts from the weights of a checkpoint, a run's folder or a .safetensors file; adapters also from a folder of PEFT's
     #[arg(long, conflicts_with_all = ["resume", "resume_from", "start_over"])]
     init_from: Option<PathBuf>,
 }
@@ -57,7 +57,7 @@ impl TrainArgs {
     }
 }
 
-pub fn run(a: TrainArgs) -> Result<ExitCode> {
+pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
     let device = a.device.open()?;
     let start = match a.resume_from {
         Some(path) => Start::From(path),
@@ -71,13 +71,13 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
             (None, Start::From(path)) => run_of(path)?,
             (None, _) => newest_run(&a.config)?,
         };
-        let base = own_config(&out, &start, a.config.is_named())?;
+        let base = own_config(&out, &start, a.config.is_named(), recipes)?;
         if base.is_none() && !a.config.is_named() {
             bail!("{} holds no run to go on with (name the folder of one with --out, or a recipe to begin one there)", out.display());
         }
-        (out, a.config.resolve(base)?)
+        (out, a.config.resolve(recipes, base)?)
     } else {
-        let mut config = a.config.resolve(None)?;
+        let mut config = a.config.resolve(recipes, None)?;
         if let Some(from) = &a.init_from {
             config.set_init_from(&std::path::absolute(from)?);
         }
@@ -95,7 +95,7 @@ pub fn run(a: TrainArgs) -> Result<ExitCode> {
     };
     let options = Options { out, start, verbose: a.verbose, ..Options::default() };
     let signal = Signal::catch(&options.stop, &options.preparing)?;
-    let recipe = recipe::find(config.text("recipe"))?;
+    let recipe = recipe::find_in(recipes, config.text("recipe"))?;
     match recipe.make_ready(&config, &device, &options.stop) {
         Err(e) if options.stop.load(Ordering::SeqCst) => {
             warn!("{e}");
@@ -125,13 +125,13 @@ fn run_of(checkpoint: &Path) -> Result<PathBuf> {
 
 /// A run's own settings: its config file over the preset that it names; where that is not there or was cut, those of the checkpoint that it goes
 /// on from. None where it has neither, because it was killed before it wrote them.
-fn own_config(out: &Path, start: &Start, named: bool) -> Result<Option<Config>> {
+fn own_config(out: &Path, start: &Start, named: bool, recipes: Recipes) -> Result<Option<Config>> {
     let path = out.join("config.toml");
-    let cut = match run_file(&path) {
+    let cut = match run_file(&path, recipes) {
         Ok(Some(config)) => return Ok(Some(config)),
         Ok(None) => None,
         // What ends as kiln ends it was changed by hand.
-        Err(e) if ::kiln::input::read_to_string(&path).is_ok_and(|text| text.ends_with(END)) => return Err(e),
+        Err(e) if crate::input::read_to_string(&path).is_ok_and(|text| text.ends_with(END)) => return Err(e),
         Err(e) => Some(e),
     };
     let found = match start {
@@ -153,7 +153,7 @@ fn own_config(out: &Path, start: &Start, named: bool) -> Result<Option<Config>> 
 }
 
 /// The settings in a run's config.toml, where there is one.
-fn run_file(path: &Path) -> Result<Option<Config>> {
+fn run_file(path: &Path, recipes: Recipes) -> Result<Option<Config>> {
     if !path.exists() {
         return Ok(None);
     }
@@ -163,7 +163,7 @@ fn run_file(path: &Path) -> Result<Option<Config>> {
             path.display()
         );
     };
-    let mut config = recipe::preset(recipe::find(&recipe)?, Some(&preset))?;
+    let mut config = recipe::preset(recipe::find_in(recipes, &recipe)?, Some(&preset))?;
     config.overlay_run(path)?;
     Ok(Some(config))
 }

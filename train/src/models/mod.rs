@@ -7,7 +7,9 @@
 //! | `lora.rs` | what an adapter adds to which matrices |
 //! | `peft.rs` | adapters in PEFT's layout |
 //! | `encoder.rs` | encoders in sentence-transformers' layout: BERT, as MiniLM is |
+//! | `decoder/` | decoders as they are recorded, trained and asked |
 
+pub mod decoder;
 mod encoder;
 mod folder;
 mod lora;

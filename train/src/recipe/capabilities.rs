@@ -1,9 +1,84 @@
-//! What a trained model can be asked to do, one small trait each.
+//! What a recipe's trained models can be asked to do. A recipe offers each by a small trait; the command line asks for it, and where it is missing
+//! says which recipes have it.
 
-use super::{Session, TrainError};
+use super::{Computed, Session, TrainError};
+use crate::checkpoint::Checkpoint;
+use crate::config::{Config, ConfigError};
 use crate::data::Tokenizer;
 use crate::data::puzzles::{self, PuzzleSet};
+use crate::golden::Golden;
+use crate::models::decoder::{Chat, Writing};
+use engine::{Device, Switches};
+use std::path::Path;
 use std::sync::Arc;
+
+/// What lies in the place that `--data` names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reads {
+    /// A folder that `kiln data prepare` made.
+    Text,
+    /// Prompts and replies, as JSONL.
+    Replies,
+    /// Folders of pictures, CIFAR.
+    Pictures,
+    /// CSV of puzzles.
+    Puzzles,
+}
+
+/// Models that write text: `kiln generate`.
+pub trait Writes {
+    /// A model as a config describes it, with the tokenizer that the checkpoint holds; without a checkpoint, with the data's.
+    fn text_model(&self, config: &Config, found: Option<&Checkpoint>) -> Result<TextModel, TrainError>;
+}
+
+pub enum TextModel {
+    /// Goes on with a text as it stands.
+    Continues(Box<dyn Generator>),
+    /// Replies to a prompt.
+    Replies(Box<Chat>),
+}
+
+/// Models that write many replies to many prompts at once: `kiln eval --prompts`, `kiln bench generate`.
+pub trait Surveys {
+    /// Has evaluation write replies to so many prompts, and say what they are like.
+    fn ask(&self, config: &mut Config, survey: &Survey) -> Result<(), ConfigError>;
+    /// Replies to made-up prompts, in every way that is to be timed.
+    fn writings(&self, config: &Config) -> Result<Vec<Writing>, TrainError>;
+}
+
+/// Which replies evaluation is to have written.
+pub struct Survey<'a> {
+    pub prompts: u64,
+    /// To each prompt; if none, as in training.
+    pub replies: Option<u32>,
+    /// Where they are written down.
+    pub file: Option<&'a Path>,
+}
+
+/// Models that classify pictures: `kiln predict`.
+pub trait Classifies {
+    /// One as a checkpoint's config and identity describe it, without its data.
+    fn classifier(&self, config: &Config, identity: &serde_json::Value) -> Result<Box<dyn Classifier>, TrainError>;
+}
+
+/// Models that solve puzzles: `kiln solve`.
+pub trait Solves {
+    fn solver(&self, config: &Config) -> Result<Box<dyn Solver>, TrainError>;
+}
+
+/// Models that other programs can read: `kiln export`.
+pub trait Exports {
+    /// Writes the folder `out`: a checkpoint's adapters, or with `merge` a whole model.
+    fn export(&self, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError>;
+}
+
+/// Numbers that are compared with those of a reference implementation: `kiln check golden`.
+pub trait Reference {
+    /// The golden file that kiln carries.
+    fn file(&self) -> &'static [u8];
+    /// Everything that a golden file holds, computed here, by the file's own names.
+    fn compute(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError>;
+}
 
 /// Continues text token by token.
 pub trait Generator {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `mod.rs` | the traits `Recipe` and `Task` |
 //! | `supervised.rs` | the trait `Model`, and the task that trains one |
-//! | `capabilities.rs` | what a trained model can be asked to do: continue text, classify pictures, solve puzzles |
+//! | `capabilities.rs` | what a trained model can be asked to do: write text, classify pictures, solve puzzles, be exported |
 //! | `session.rs` | programs and the state that they share |
 //! | `evaluation.rs` | what an evaluation found |
 //! | `errors.rs` | what can go wrong |
@@ -15,22 +15,22 @@ mod evaluation;
 mod session;
 mod supervised;
 
-pub use capabilities::{Attempt, Classifier, Generator, Solver};
+pub use capabilities::{
+    Attempt, Classifier, Classifies, Exports, Generator, Reads, Reference, Solver, Solves, Survey, Surveys, TextModel, Writes,
+};
 pub use errors::TrainError;
 pub use evaluation::{Counted, Evaluation, Extent, LeftOut};
 pub use session::{Pending, Session, Step, is_kept};
 pub use supervised::{Also, Feeds, Losses, Model, Supervised, largest};
 
-use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, TrainConfig};
-use crate::golden::Golden;
 use engine::passes::known;
-use engine::{Device, Graph, Switches};
+use engine::{Device, Graph};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-/// A line of RECIPES.
+/// What the command line trains: a line of `recipes::RECIPES`, or a recipe of one's own that is handed to `kiln::main`.
 pub trait Recipe: Sync {
     fn name(&self) -> &'static str;
     fn about(&self) -> &'static str;
@@ -42,21 +42,29 @@ pub trait Recipe: Sync {
     }
     /// Checks the configuration and makes what trains.
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
-    /// For recipes whose models tell pictures apart: one as a checkpoint's config and identity describe it, without its data.
-    fn classifier(&self, _config: &Config, _identity: &serde_json::Value) -> Result<Option<Box<dyn Classifier>>, TrainError> {
-        Ok(None)
+    /// What `--data` may name.
+    fn reads(&self) -> &'static [Reads] {
+        &[]
     }
-    /// For recipes whose models continue text: one as a checkpoint's config describes it, with the tokenizer that the checkpoint holds; without a
-    /// checkpoint, with the data's.
-    fn generator(&self, _config: &Config, _found: Option<&Checkpoint>) -> Result<Option<Box<dyn Generator>>, TrainError> {
-        Ok(None)
+    // What its models can be asked to do: see `capabilities.rs`.
+    fn writes(&self) -> Option<&dyn Writes> {
+        None
     }
-    /// For recipes whose models solve puzzles.
-    fn solver(&self, _config: &Config) -> Result<Option<Box<dyn Solver>>, TrainError> {
-        Ok(None)
+    fn surveys(&self) -> Option<&dyn Surveys> {
+        None
     }
-    /// Everything that a golden file holds, computed here, by the file's own names.
-    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError>;
+    fn classifies(&self) -> Option<&dyn Classifies> {
+        None
+    }
+    fn solves(&self) -> Option<&dyn Solves> {
+        None
+    }
+    fn exports(&self) -> Option<&dyn Exports> {
+        None
+    }
+    fn reference(&self) -> Option<&dyn Reference> {
+        None
+    }
 }
 
 pub type Computed = BTreeMap<String, Vec<f32>>;
@@ -132,9 +140,13 @@ pub trait Task {
     }
 }
 
-/// The recipe of this name, or an error that names the nearest.
+/// The built-in recipe of this name, or an error that names the nearest.
 pub fn find(name: &str) -> Result<&'static dyn Recipe, ConfigError> {
-    let recipes = crate::recipes::RECIPES;
+    find_in(crate::recipes::RECIPES, name)
+}
+
+/// The same among these recipes.
+pub fn find_in<'a>(recipes: &[&'a dyn Recipe], name: &str) -> Result<&'a dyn Recipe, ConfigError> {
     recipes.iter().find(|r| r.name() == name).copied().ok_or_else(|| ConfigError::Unknown {
         what: "recipe",
         name: name.into(),

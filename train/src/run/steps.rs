@@ -248,9 +248,10 @@ impl<'a> Run<'a> {
         let (out, done) = (&self.options.out, self.done);
         let drawn = draw(self.task, out, &self.name, self.task.floor())?;
         if self.interrupted && (done < self.c.steps || self.evaluated.is_none()) {
+            let program = crate::program();
             match done < self.c.steps {
-                true => say!("stopped after step {done}, saved; go on with: kiln train --out {} --resume", out.display()),
-                false => say!("stopped in the last validation, saved; its figures come from: kiln eval {}", out.display()),
+                true => say!("stopped after step {done}, saved; go on with: {program} train --out {} --resume", out.display()),
+                false => say!("stopped in the last validation, saved; its figures come from: {program} eval {}", out.display()),
             }
             return Ok(Finished { step: done, interrupted: true });
         }

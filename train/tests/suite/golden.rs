@@ -15,12 +15,13 @@ fn file() -> Golden {
 }
 
 fn computed(file: &Golden, switches: &Switches) -> recipe::Computed {
-    recipe::find(&file.recipe).unwrap().golden(file, switches, &Device::cpu(Cpu::new(2))).unwrap()
+    recipe::find(&file.recipe).unwrap().reference().unwrap().compute(file, switches, &Device::cpu(Cpu::new(2))).unwrap()
 }
 
 /// The rule for a run with these switches.
 fn by(file: &Golden, switches: &Switches) -> Rule {
-    rule(file, switches, &Device::cpu(Cpu::new(2)), 1e-5, None).unwrap()
+    let reference = recipe::find(&file.recipe).unwrap().reference().unwrap();
+    rule(reference, file, switches, &Device::cpu(Cpu::new(2)), 1e-5, None).unwrap()
 }
 
 #[test]
@@ -97,7 +98,7 @@ fn vision_bdh_with_passes_on_and_off() {
     for setting in settings {
         let switches = Switches::default().with(setting.0, setting.1).unwrap();
         let device = Device::cpu(Cpu::new(2));
-        let computed = kiln::recipe::find("vision_bdh").unwrap().golden(&golden, &switches, &device).unwrap();
+        let computed = kiln::recipe::find("vision_bdh").unwrap().reference().unwrap().compute(&golden, &switches, &device).unwrap();
         let all = compare(&golden, &computed, &by(&golden, &switches));
         assert_eq!(all.len(), 2 * 9 + 4);
         let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();

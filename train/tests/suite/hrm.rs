@@ -28,8 +28,8 @@ fn check(file: &str, setting: &[(&str, &str)]) {
     let golden = Golden::open(&PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
     let mut switches = Switches::default();
     setting.iter().for_each(|(name, value)| switches.set(name, value).unwrap());
-    let rule = rule(&golden, &switches, &device(), 1e-5, None).unwrap();
-    let all = compare(&golden, &hrm().golden(&golden, &switches, &device()).unwrap(), &rule);
+    let rule = rule(hrm().reference().unwrap(), &golden, &switches, &device(), 1e-5, None).unwrap();
+    let all = compare(&golden, &hrm().reference().unwrap().compute(&golden, &switches, &device()).unwrap(), &rule);
     let gradients = all.iter().filter(|c| c.name.starts_with("grad/")).count();
     assert_eq!(all.len(), 2 * gradients + 9, "every gradient and next value, the loss, five metrics, three outputs");
     let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();
@@ -307,7 +307,7 @@ fn every_puzzle_counts_once_and_padding_never() {
     let (mut t, mut s) = loaded(&c);
     t.begin(0).unwrap();
     (0..100).for_each(|i| t.step(&mut s, i, 3e-3).unwrap());
-    let mut solver = hrm().solver(&c).unwrap().unwrap();
+    let mut solver = hrm().solves().unwrap().solver(&c).unwrap();
     let set = solver.unseen(100).unwrap();
     assert_eq!((set.len(), solver.task()), (13, Puzzle::Sudoku(Size::Four)));
     let mut other = Session::new(&device(), &Switches::default(), 1);
@@ -443,11 +443,11 @@ fn answers_are_shown_segment_by_segment() {
     kiln(["solve", &run, "1234"]).fails(&["4 cells", "sudoku-4x4 has 16"]);
     kiln(["solve", &run, "1234 3412 21.. 4325"]).fails(&["'5' is no cell", ".1234"]);
     kiln(["solve", &run, "_234 3412 21.. 4321"]).fails(&["'_' is no cell"]);
-    kiln(["predict", &run, "a.png"]).fails(&["hrm", "tells no pictures apart"]);
+    kiln(["predict", &run, "a.png"]).fails(&["hrm", "does not classify pictures", "vision_bdh", "kiln solve"]);
     kiln(["generate", &run]).fails(&["does not write text"]);
     let hydra = dir.path().join("hydra");
     train(&hydra, "--steps 1").ok();
-    kiln(["solve", &text(&hydra)]).fails(&["hydra", "solves no puzzles"]);
+    kiln(["solve", &text(&hydra)]).fails(&["hydra", "does not solve puzzles", "recipes that do: hrm"]);
 }
 
 #[test]
@@ -494,9 +494,9 @@ fn sudokus_are_read_from_files() {
     // One file is split by class, whatever the order of its lines.
     let all = write("all.csv", &format!("puzzle,solution\n{}{}", csv(&test, 0, 20), csv(&learn, 0, 20)));
     let c = config(&[&all, "train_puzzles=0", "test_puzzles=0"]);
-    let solver = hrm().solver(&c).unwrap().unwrap();
+    let solver = hrm().solves().unwrap().solver(&c).unwrap();
     assert_eq!(solver.unseen(100).unwrap(), test);
-    assert_eq!(hrm().solver(&config(&[&all, "test_puzzles=6"])).unwrap().unwrap().unseen(100).unwrap().len(), 6);
+    assert_eq!(hrm().solves().unwrap().solver(&config(&[&all, "test_puzzles=6"])).unwrap().unseen(100).unwrap().len(), 6);
     let (mut t, mut s) = loaded(&c);
     t.begin(0).unwrap();
     t.step(&mut s, 0, 1e-3).unwrap();
@@ -510,7 +510,7 @@ fn sudokus_are_read_from_files() {
     write("both/train.csv", &csv(&test, 0, 20));
     write("both/test.csv", &csv(&learn, 0, 3));
     let both = format!("data.path={}", dir.path().join("both").display());
-    assert_eq!(hrm().solver(&config(&[&both])).unwrap().unwrap().unseen(100).unwrap(), learn.chosen(|i| i < 3));
+    assert_eq!(hrm().solves().unwrap().solver(&config(&[&both])).unwrap().unseen(100).unwrap(), learn.chosen(|i| i < 3));
 
     // Puzzles of one side alone: what is never learned can be evaluated.
     let one = write("one.csv", &csv(&test, 0, 20));

@@ -24,8 +24,9 @@ fn off() -> Vec<(&'static str, &'static str)> {
 fn check(file: &Golden, setting: &[(&str, &str)]) {
     let mut switches = Switches::default();
     setting.iter().for_each(|(name, value)| switches.set(name, value).unwrap());
-    let computed = recipe::find("lior").unwrap().golden(file, &switches, &device()).unwrap();
-    let all = compare(file, &computed, &rule(file, &switches, &device(), 1e-5, None).unwrap());
+    let reference = recipe::find("lior").unwrap().reference().unwrap();
+    let computed = reference.compute(file, &switches, &device()).unwrap();
+    let all = compare(file, &computed, &rule(reference, file, &switches, &device(), 1e-5, None).unwrap());
     assert_eq!(all.len(), 12, "four metrics, the loss, and the whole state");
     let bad: Vec<String> = all.iter().filter(|c| !c.ok).map(|c| format!("{} off by {:.2e}", c.name, c.error)).collect();
     assert!(bad.is_empty(), "{setting:?}: {bad:?}");

@@ -14,6 +14,7 @@ mod lifecycle;
 mod lior;
 mod memory;
 mod models;
+mod names;
 mod numbers;
 mod own_recipe;
 mod planning;

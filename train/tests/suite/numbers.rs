@@ -4,7 +4,7 @@
 use engine::passes::Target;
 use engine::{Compiled, Cpu, DType, Data, Device, Recorder};
 use kiln::config::Config;
-use kiln::recipe::{self, Generator, Session, Step, Task};
+use kiln::recipe::{self, Generator, Session, Step, Task, TextModel};
 use kiln::recipes::hydra::{Hydra, HydraConfig};
 use kiln::run;
 
@@ -140,7 +140,10 @@ fn cached_decoding_equals_uncached() {
     let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
     s.run("uncached", &[("ids", Data::I32(&ids))]).unwrap();
     let whole = s.read("uncached", "logits").unwrap();
-    let steps = cached(&mut s, &mut *recipe::find("hydra").unwrap().generator(&c, None).unwrap().unwrap(), &tokens, first);
+    let Ok(TextModel::Continues(mut generator)) = recipe::find("hydra").unwrap().writes().unwrap().text_model(&c, None) else {
+        panic!("hydra continues text")
+    };
+    let steps = cached(&mut s, &mut *generator, &tokens, first);
     for (i, logits) in steps.iter().enumerate() {
         let at = first - 1 + i;
         let expected = &whole[at * model.vocab..][..model.vocab];

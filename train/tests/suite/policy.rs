@@ -8,9 +8,10 @@ use kiln::checkpoint::load_safetensors;
 use kiln::config::TrainConfig;
 use kiln::data::Split;
 use kiln::data::replies::{Asked, Prompt};
+use kiln::models::decoder::{Base, Decoder, Lessons, Places, Rows, Writer, Written};
 use kiln::models::{Lora, Shape, Target};
 use kiln::recipe::{self, Session};
-use kiln::recipes::polychromic::{Adapted, Base, Decoder, Lessons, Places, PolychromicConfig, Replies, Rows, Writer, Written};
+use kiln::recipes::polychromic::{PolychromicConfig, Replies};
 use kiln::{optim, run};
 use std::path::Path;
 
@@ -241,7 +242,7 @@ fn a_step_makes_replies_of_sets_that_differ_much_more_likely_and_others_less() {
         let mean = scores.iter().sum::<f64>() / prompts as f64;
 
         let model: PolychromicConfig = c.section("model").unwrap();
-        let adapted = Adapted::new(&model).unwrap();
+        let adapted = model.adapted().unwrap();
         let lessons = Lessons::new(c.section("data").unwrap(), &adapted, model.seq, c.seed()).unwrap();
         let asked = lessons.ask(Split::Train, 0..prompts as u64, time).unwrap();
         let (mut ids, mut real) = (vec![], vec![]);

@@ -274,7 +274,7 @@ fn what_does_not_fit_is_refused() {
     let hydra = text(&hydra);
     let picture = text(&data.join("val/row/1000.png"));
 
-    kiln(["predict", &hydra, &picture]).fails(&["hydra", "tells no pictures apart", "vision_bdh"]);
+    kiln(["predict", &hydra, &picture]).fails(&["hydra", "does not classify pictures", "vision_bdh"]);
     kiln(["generate", &run]).fails(&["vision_bdh", "does not write text", "kiln predict"]);
     kiln(["predict", &run]).fails(&["PICTURES"]);
     kiln(["predict", &run, &picture, "--top", "0"]).fails(&["--top", "0"]);

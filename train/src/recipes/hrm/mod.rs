@@ -13,7 +13,7 @@ use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::{Loader, Split};
 use crate::golden::Golden;
 use crate::optim;
-use crate::recipe::{Computed, Evaluation, Extent, Pending, Picture, Recipe, Session, Solver, Task, TrainError};
+use crate::recipe::{Computed, Evaluation, Extent, Pending, Picture, Reads, Recipe, Reference, Session, Solver, Solves, Task, TrainError};
 use carry::Carry;
 use engine::ops::concat::concat;
 use engine::ops::pointwise::{Bin, pointwise};
@@ -65,11 +65,31 @@ impl Recipe for HrmRecipe {
         Ok(Box::new(HrmTask { c, train, puzzles, seed: config.seed(), loader: None, bench: None }))
     }
 
-    fn solver(&self, config: &Config) -> Result<Option<Box<dyn Solver>>, TrainError> {
-        Ok(Some(Box::new(act::HrmSolver::new(config)?)))
+    fn reads(&self) -> &'static [Reads] {
+        &[Reads::Puzzles]
     }
 
-    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+    fn solves(&self) -> Option<&dyn Solves> {
+        Some(self)
+    }
+
+    fn reference(&self) -> Option<&dyn Reference> {
+        Some(self)
+    }
+}
+
+impl Solves for HrmRecipe {
+    fn solver(&self, config: &Config) -> Result<Box<dyn Solver>, TrainError> {
+        Ok(Box::new(act::HrmSolver::new(config)?))
+    }
+}
+
+impl Reference for HrmRecipe {
+    fn file(&self) -> &'static [u8] {
+        include_bytes!("../../../../reference/golden/hrm.safetensors")
+    }
+
+    fn compute(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
         golden::segments(file, switches, device)
     }
 }

@@ -9,7 +9,7 @@ use crate::checkpoint::Checkpoint;
 use crate::config::{Config, DataConfig, TrainConfig};
 use crate::data::Source;
 use crate::golden::{Golden, Steps, differentiated};
-use crate::recipe::{Computed, Feeds, Generator, Model, Recipe, Session, Supervised, Task, TrainError};
+use crate::recipe::{Computed, Feeds, Model, Reads, Recipe, Reference, Session, Supervised, Task, TextModel, TrainError, Writes};
 use crate::sample::{Sampling, continue_tokens};
 use crate::text::Text;
 use engine::{Data, Device, Recorder, Switches, Var};
@@ -48,15 +48,35 @@ impl Recipe for HydraRecipe {
         Ok(Box::new(Supervised::new(model, train, config.seed())))
     }
 
-    fn generator(&self, config: &Config, found: Option<&Checkpoint>) -> Result<Option<Box<dyn Generator>>, TrainError> {
+    fn reads(&self) -> &'static [Reads] {
+        &[Reads::Text]
+    }
+
+    fn writes(&self) -> Option<&dyn Writes> {
+        Some(self)
+    }
+
+    fn reference(&self) -> Option<&dyn Reference> {
+        Some(self)
+    }
+}
+
+impl Writes for HydraRecipe {
+    fn text_model(&self, config: &Config, found: Option<&Checkpoint>) -> Result<TextModel, TrainError> {
         let c: HydraConfig = config.section("model")?;
         c.check()?;
         let text = Text::new(config.section("data")?, c.vocab, c.seq, config.seed());
         found.map(|found| text.take_tokenizer(found)).transpose()?;
-        Ok(Some(Box::new(HydraGenerator::new(HydraModel { c, text, accumulate: 1 }))))
+        Ok(TextModel::Continues(Box::new(HydraGenerator::new(HydraModel { c, text, accumulate: 1 }))))
+    }
+}
+
+impl Reference for HydraRecipe {
+    fn file(&self) -> &'static [u8] {
+        include_bytes!("../../../../reference/golden/hydra.safetensors")
     }
 
-    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+    fn compute(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
         golden(file, switches, device)
     }
 }

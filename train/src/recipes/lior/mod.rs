@@ -8,7 +8,7 @@ pub use model::{Lior, LiorConfig};
 use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::{Loader, Order, Source};
 use crate::golden::Golden;
-use crate::recipe::{Computed, Evaluation, Extent, Pending, Picture, Recipe, Session, Task, TrainError};
+use crate::recipe::{Computed, Evaluation, Extent, Pending, Picture, Reads, Recipe, Reference, Session, Task, TrainError};
 use crate::text::Text;
 use engine::{Data, Device, Graph, Recorder, Switches};
 use std::sync::Arc;
@@ -52,7 +52,21 @@ impl Recipe for LiorRecipe {
         Ok(Box::new(LiorTask { c, train, text, loader: None, validation: None, bench: None }))
     }
 
-    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+    fn reads(&self) -> &'static [Reads] {
+        &[Reads::Text]
+    }
+
+    fn reference(&self) -> Option<&dyn Reference> {
+        Some(self)
+    }
+}
+
+impl Reference for LiorRecipe {
+    fn file(&self) -> &'static [u8] {
+        include_bytes!("../../../../reference/golden/lior.safetensors")
+    }
+
+    fn compute(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
         golden::windows(file, switches, device)
     }
 }

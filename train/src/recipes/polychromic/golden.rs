@@ -1,7 +1,8 @@
 //! A golden file's steps, computed here: supervised loss plus weight times the policy gradient's, on replies that the file holds.
 
-use super::{Base, Decoder, Objective, Places, PolychromicConfig, Replies, Rows};
+use super::{Objective, PolychromicConfig, Replies};
 use crate::golden::{self, Golden, differentiated};
+use crate::models::decoder::{Base, Decoder, Places, Rows};
 use crate::models::{Lora, Shape};
 use crate::recipe::{Computed, TrainError};
 use crate::sample::nucleus;

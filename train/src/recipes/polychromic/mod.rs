@@ -1,29 +1,24 @@
 //! polychromic: adapters on a frozen decoder, trained to answer well and in different ways: supervised by replies, and by the policy gradient towards
 //! sets of replies that differ.
 
-mod chat;
-mod data;
-mod export;
 mod golden;
-mod model;
 mod policy;
-mod pretrain;
-mod writer;
+mod replies;
 
-pub use chat::{Chat, Talk};
-pub use data::{Lessons, RepliesConfig};
-pub use export::export;
-pub use model::{Base, Decoder, Places, Replies, Rows};
-pub use policy::{Policy, Polychromic, Survey, Writing};
-pub use writer::{Writer, Written};
+pub use policy::{Policy, Polychromic};
+pub use replies::Replies;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, TrainConfig, WEIGHT, within};
 use crate::data::{Source, Split};
 use crate::golden::Golden;
-use crate::models::{Adapter, Folder, Lora, Shape, Target};
-use crate::recipe::{Computed, Feeds, Model, Recipe, Session, Task, TrainError};
+use crate::models::decoder::{Adapted, Chat, Lessons, Places, Pretraining, Writer, Writing, export};
+use crate::models::{Folder, Lora, Shape, Target};
+use crate::recipe::{
+    Computed, Exports, Feeds, Model, Reads, Recipe, Reference, Session, Survey, Surveys, Task, TextModel, TrainError, Writes,
+};
 use crate::say;
+use engine::ops::sample::Nucleus;
 use engine::{Device, Recorder, Switches, Var};
 use serde::Deserialize;
 use std::path::Path;
@@ -82,6 +77,22 @@ impl PolychromicConfig {
         let mut targets = self.targets.clone();
         targets.sort(); // their order means nothing
         Lora { rank: self.rank, alpha: self.alpha, dropout: self.dropout, targets }
+    }
+
+    /// The base that is trained first, where none is named.
+    fn pretraining(&self) -> Option<Pretraining> {
+        (self.base.is_empty() && self.pretrain > 0).then(|| Pretraining { shape: self.shape(), seq: self.seq, steps: self.pretrain })
+    }
+
+    /// The base and its adapters.
+    pub fn adapted(&self) -> Result<Adapted, TrainError> {
+        self.check()?;
+        let folder = match (self.base.as_str(), self.pretraining()) {
+            ("", Some(own)) => Some(own.path()).filter(|path| path.exists()).map(|path| Folder::open(&path)).transpose()?,
+            ("", None) => None,
+            (path, _) => Some(Folder::open(Path::new(path))?),
+        };
+        Adapted::new(folder, self.shape(), self.lora(), self.bits == 4, self.seq)
     }
 
     pub fn check(&self) -> Result<(), ConfigError> {
@@ -155,85 +166,26 @@ impl Objective {
         }
     }
 
+    /// Replies without an end, to prompts of `prompt_tokens`.
+    fn writer(&self) -> Writer {
+        Writer {
+            prompts: self.prompts,
+            replies: self.replies,
+            time: self.prompt_tokens,
+            new_tokens: self.new_tokens,
+            nucleus: Nucleus { temperature: self.temperature as f32, top_p: self.top_p as f32 },
+            stop: None,
+        }
+    }
+
     /// Whether anything is ever written.
     fn writes(&self) -> bool {
         self.weight > 0.0 || self.eval_prompts > 0
     }
 }
 
-/// A base and the adapters on it, as a config names them.
-pub struct Adapted {
-    pub shape: Shape,
-    pub lora: Lora,
-    /// Where the base is read from; none where it is drawn at random, or not trained yet.
-    pub folder: Option<Arc<Folder>>,
-    pub base: Base,
-}
-
 /// What a base that is not trained yet has for a fingerprint.
 const AWAITED: &str = "not trained yet (kiln train polychromic does it first)";
-
-impl Adapted {
-    pub fn new(c: &PolychromicConfig) -> Result<Adapted, TrainError> {
-        c.check()?;
-        let folder = match c.base.as_str() {
-            "" if c.pretrain > 0 => Some(pretrain::path(c)).filter(|path| path.exists()).map(|path| Folder::open(&path)).transpose()?,
-            "" => None,
-            path => Some(Folder::open(Path::new(path))?),
-        };
-        let folder = folder.map(Arc::new);
-        let shape = folder.as_ref().map_or_else(|| c.shape(), |f| f.shape.clone());
-        if c.seq > shape.context {
-            return Err(ConfigError::Invalid(format!("model.seq = {}: the base has {} positions", c.seq, shape.context)).into());
-        }
-        let base = match (c.bits, &folder) {
-            (4, _) => Base::Quantised,
-            (_, Some(_)) => Base::Loaded,
-            (_, None) => Base::Drawn,
-        };
-        Ok(Adapted { shape, lora: c.lora(), folder, base })
-    }
-
-    /// Fills the base's states.
-    fn load(&self, s: &mut Session) -> Result<(), TrainError> {
-        Ok(self.base.load(self.folder.as_deref(), &mut s.store)?)
-    }
-
-    pub fn decoder<'a, 'g>(&'a self, r: &'g Recorder, rng: Option<Var<'g>>) -> Decoder<'a, 'g> {
-        Decoder { shape: &self.shape, lora: Some(&self.lora), base: self.base, r, rng }
-    }
-
-    /// Whether a checkpoint's adapters were trained on this base.
-    fn is_base_of(&self, found: &Checkpoint) -> Result<(), TrainError> {
-        let (theirs, path) = (&found.meta["identity"]["base"], found.path.display());
-        match &self.folder {
-            Some(folder) if *theirs != format!("{:016x}", folder.fingerprint()?) => {
-                Err(TrainError::Other(format!("{} is not the base that {path} was trained on: it has changed", folder.path.display())))
-            }
-            None if !theirs.is_null() => Err(TrainError::Other(format!("the base of {path} is not in the cache any more"))),
-            _ => Ok(()),
-        }
-    }
-
-    /// Takes an adapter in PEFT's layout; it must be what the config makes.
-    fn take(&self, s: &mut Session, path: &Path) -> Result<(), TrainError> {
-        let adapter = Adapter::open(path, &self.shape)?;
-        let (theirs, ours) = (&adapter.lora, &self.lora);
-        let names = |l: &Lora| format!("[{}]", l.targets.iter().map(|t| format!("\"{}\"", t.name())).collect::<Vec<_>>().join(", "));
-        let pairs = [
-            ("rank", theirs.rank.to_string(), ours.rank.to_string()),
-            ("alpha", theirs.alpha.to_string(), ours.alpha.to_string()),
-            ("targets", names(theirs), names(ours)),
-        ];
-        if let Some((key, theirs, ours)) = pairs.iter().find(|(_, theirs, ours)| theirs != ours) {
-            return Err(TrainError::Other(format!(
-                "the adapter {} has {key} = {theirs}, but model.{key} = {ours} (train with --set 'model.{key}={theirs}')",
-                path.display()
-            )));
-        }
-        Ok(adapter.load(&mut s.store)?)
-    }
-}
 
 pub struct PolychromicRecipe;
 
@@ -255,7 +207,7 @@ impl Recipe for PolychromicRecipe {
 
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
         let c: PolychromicConfig = config.section("model")?;
-        let model = Adapted::new(&c)?;
+        let model = c.adapted()?;
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         let lessons = Lessons::new(config.section("data")?, &model, c.seq, config.seed())?;
@@ -274,13 +226,67 @@ impl Recipe for PolychromicRecipe {
     fn make_ready(&self, config: &Config, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
         let c: PolychromicConfig = config.section("model")?;
         c.check()?;
-        match c.base.is_empty() && c.pretrain > 0 {
-            true => pretrain::make(&c, device, stop),
-            false => Ok(()),
-        }
+        c.pretraining().map_or(Ok(()), |own| own.make(device, stop))
     }
 
-    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+    fn reads(&self) -> &'static [Reads] {
+        &[Reads::Replies, Reads::Text]
+    }
+
+    fn writes(&self) -> Option<&dyn Writes> {
+        Some(self)
+    }
+
+    fn surveys(&self) -> Option<&dyn Surveys> {
+        Some(self)
+    }
+
+    fn exports(&self) -> Option<&dyn Exports> {
+        Some(self)
+    }
+
+    fn reference(&self) -> Option<&dyn Reference> {
+        Some(self)
+    }
+}
+
+impl Writes for PolychromicRecipe {
+    fn text_model(&self, config: &Config, found: Option<&Checkpoint>) -> Result<TextModel, TrainError> {
+        let c: PolychromicConfig = config.section("model")?;
+        Ok(TextModel::Replies(Box::new(Chat::of_run(found, c.adapted()?, config.section("data")?, c.seq)?)))
+    }
+}
+
+impl Surveys for PolychromicRecipe {
+    fn ask(&self, config: &mut Config, survey: &Survey) -> Result<(), ConfigError> {
+        config.set_value("objective.eval_prompts", (survey.prompts as i64).into())?;
+        if let Some(n) = survey.replies {
+            config.set_value("objective.replies", (n as i64).into())?;
+        }
+        survey.file.map_or(Ok(()), |path| config.set_value("objective.eval_file", path.display().to_string().into()))
+    }
+
+    /// In the numbers of the config's objective, to prompts of 64 tokens where that names none.
+    fn writings(&self, config: &Config) -> Result<Vec<Writing>, TrainError> {
+        let (c, o): (PolychromicConfig, Objective) = (config.section("model")?, config.section("objective")?);
+        o.check()?;
+        let writer = Writer { time: if o.prompt_tokens == 0 { 64 } else { o.prompt_tokens }, ..o.writer() };
+        [false, true].into_iter().map(|adapters| Ok(Writing::new(writer.clone(), c.adapted()?, adapters, config.seed()))).collect()
+    }
+}
+
+impl Exports for PolychromicRecipe {
+    fn export(&self, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
+        export(&config.section::<PolychromicConfig>("model")?.adapted()?, config, found, out, merge)
+    }
+}
+
+impl Reference for PolychromicRecipe {
+    fn file(&self) -> &'static [u8] {
+        include_bytes!("../../../../reference/golden/polychromic.safetensors")
+    }
+
+    fn compute(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
         golden::steps(file, switches, device)
     }
 }

@@ -1,16 +1,16 @@
 //! The task: supervised training, and every few steps replies that are written, embedded and rewarded where a set of them differs.
 
-use super::{Adapted, Decoder, Objective, PolychromicModel, Replies, Rows, Writer, Written};
-use crate::config::{Config, ConfigError, TrainConfig};
+use super::{Objective, PolychromicModel, Replies};
+use crate::config::{ConfigError, TrainConfig};
 use crate::data::Split;
-use crate::data::replies::{Asked, Prompt};
+use crate::data::replies::Asked;
+use crate::models::decoder::{Adapted, Decoder, Rows, WRITES, Writer, Written, made_up};
 use crate::models::{Encoder, EncoderFeeds};
 use crate::recipe::{Counted, Evaluation, Extent, Model, Pending, Session, Supervised, Task, TrainError};
 use crate::run::write_whole;
 use crate::variety;
 use engine::ops::concat::concat;
-use engine::ops::sample::Nucleus;
-use engine::philox::{philox, rng_feed};
+use engine::philox::rng_feed;
 use engine::{DType, Data, Graph, Init, Recorder, Var};
 use serde::Serialize;
 use std::path::Path;
@@ -26,9 +26,8 @@ pub struct Policy {
     cut: Once,
 }
 
-/// Draws of replies are not those of dropout: they stand where no micro-batch does.
-const WRITES: u32 = 1 << 15;
-const SURVEYS: u32 = (1 << 15) + 1;
+/// Draws of the replies that evaluation has written, beside `WRITES`.
+const SURVEYS: u32 = WRITES + 1;
 
 /// What a step with replies reports beside the loss.
 const SAID: &[&str] = &["policy", "diversity", "baseline"];
@@ -59,14 +58,7 @@ impl Policy {
             "" => None,
             path => Some(Encoder::open(Path::new(path))?),
         };
-        let writer = Writer {
-            prompts: objective.prompts,
-            replies: objective.replies,
-            time,
-            new_tokens: objective.new_tokens,
-            nucleus: Nucleus { temperature: objective.temperature as f32, top_p: objective.top_p as f32 },
-            stop: lessons.stop()?,
-        };
+        let writer = Writer { time, stop: lessons.stop()?, ..objective.writer() };
         let width = encoder.as_ref().map_or(model.model.shape.dim, |e| e.shape.dim);
         Ok(Policy { objective, writer, encoder, width, cut: Once::new() })
     }
@@ -439,57 +431,5 @@ impl Task for Polychromic {
     }
 }
 
-/// Replies to made-up prompts, for `kiln bench generate`.
-pub struct Writing {
-    pub writer: Writer,
-    model: Adapted,
-    adapters: bool,
-    seed: u64,
-}
-
-impl Writing {
-    /// In the numbers of the config's objective; prompts of 64 tokens where that names none.
-    pub fn new(config: &Config, adapters: bool) -> Result<Writing, TrainError> {
-        let o: Objective = config.section("objective")?;
-        o.check()?;
-        let writer = Writer {
-            prompts: o.prompts,
-            replies: o.replies,
-            time: if o.prompt_tokens == 0 { 64 } else { o.prompt_tokens },
-            new_tokens: o.new_tokens,
-            nucleus: Nucleus { temperature: o.temperature as f32, top_p: o.top_p as f32 },
-            stop: None,
-        };
-        Ok(Writing { writer, model: Adapted::new(&config.section("model")?)?, adapters, seed: config.seed() })
-    }
-
-    pub fn load(&self, s: &mut Session) -> Result<(), TrainError> {
-        for (name, graph) in self.writer.graphs(|r| {
-            let d = self.model.decoder(r, None);
-            Decoder { lora: d.lora.filter(|_| self.adapters), ..d }
-        }) {
-            s.load(name, graph)?;
-        }
-        self.model.load(s)
-    }
-
-    pub fn write(&self, s: &mut Session, step: u64) -> Result<(), TrainError> {
-        let asked = made_up(&self.writer, self.model.shape.vocab);
-        self.writer.write(s, &asked, rng_feed(self.seed, step, WRITES)).map(|_| ())
-    }
-
-    /// The prompts alone.
-    pub fn begin(&self, s: &mut Session) -> Result<(), TrainError> {
-        self.writer.begin(s, &made_up(&self.writer, self.model.shape.vocab), rng_feed(self.seed, 0, WRITES))
-    }
-}
-
 /// The most prompts whose replies are looked at when training ends.
 const SHOWN: u64 = 64;
-
-/// Prompts as long as they may be, of tokens drawn at random.
-pub fn made_up(writer: &Writer, vocab: usize) -> Asked {
-    let token = |p: usize, t: usize| philox([p as u32, t as u32, 0x0061_736b, 0], [1, 2])[0] % vocab as u32;
-    let prompt = |p: usize| Prompt { text: String::new(), tokens: (0..writer.time).map(|t| token(p, t)).collect() };
-    Asked::new((0..writer.prompts).map(prompt).collect(), writer.time)
-}

@@ -9,7 +9,7 @@ use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::images::{self, GENERATED, ImageSet, generate};
 use crate::data::{DataError, Item, Source, Split};
 use crate::golden::{Golden, Record, Steps, differentiated};
-use crate::recipe::{Classifier, Computed, Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
+use crate::recipe::{Classifier, Classifies, Computed, Feeds, Model, Reads, Recipe, Reference, Session, Supervised, Task, TrainError};
 use engine::{DType, Data, Device, Init, Meta, Recorder, Switches, Var};
 use serde::Deserialize;
 use std::cell::OnceCell;
@@ -96,11 +96,31 @@ impl Recipe for VisionRecipe {
         )))
     }
 
-    fn classifier(&self, config: &Config, identity: &serde_json::Value) -> Result<Option<Box<dyn Classifier>>, TrainError> {
-        Ok(Some(Box::new(classify::VisionClassifier::new(config, identity)?)))
+    fn reads(&self) -> &'static [Reads] {
+        &[Reads::Pictures]
     }
 
-    fn golden(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+    fn classifies(&self) -> Option<&dyn Classifies> {
+        Some(self)
+    }
+
+    fn reference(&self) -> Option<&dyn Reference> {
+        Some(self)
+    }
+}
+
+impl Classifies for VisionRecipe {
+    fn classifier(&self, config: &Config, identity: &serde_json::Value) -> Result<Box<dyn Classifier>, TrainError> {
+        Ok(Box::new(classify::VisionClassifier::new(config, identity)?))
+    }
+}
+
+impl Reference for VisionRecipe {
+    fn file(&self) -> &'static [u8] {
+        include_bytes!("../../../../reference/golden/vision_bdh.safetensors")
+    }
+
+    fn compute(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
         golden(file, switches, device)
     }
 }

@@ -1,6 +1,6 @@
 //! A run's adapters for other programs: in PEFT's layout, or merged into their base as a model's folder.
 
-use super::{Adapted, PolychromicConfig};
+use super::Adapted;
 use crate::checkpoint::{Checkpoint, Loaded};
 use crate::config::Config;
 use crate::models::{Lora, ModelError, Target, Weight, new_folder, write_adapter, write_weights};
@@ -13,18 +13,8 @@ use std::path::Path;
 /// Bytes of a file of weights, as transformers has it.
 const MOST: usize = 5_000_000_000;
 
-/// Writes the folder `out` from a checkpoint: its adapters, or with `merge` a whole model.
-pub fn export(found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
-    let config = Config::from_json(&found.meta["config"])?;
-    if config.text("recipe") != "polychromic" {
-        return Err(TrainError::Other(format!(
-            "{} is a checkpoint of {}, which has no adapters",
-            found.path.display(),
-            config.text("recipe")
-        )));
-    }
-    let c: PolychromicConfig = config.section("model")?;
-    let model = Adapted::new(&c)?;
+/// Writes the folder `out` from a checkpoint of this model and config: its adapters, or with `merge` a whole model.
+pub fn export(model: &Adapted, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
     model.is_base_of(found)?;
     if model.folder.is_none() && !merge {
         return Err(TrainError::Other(format!(
@@ -35,7 +25,7 @@ pub fn export(found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainEr
     let trained = Trained { file: found.file("model.safetensors")?, path: &found.path };
     let staged = new_folder(out)?;
     if merge {
-        write_weights(staged.dir(), &merged(&model, &config, &trained)?, MOST)?;
+        write_weights(staged.dir(), &merged(model, config, &trained)?, MOST)?;
         match &model.folder {
             Some(folder) => folder.copy_rest(staged.dir())?,
             None => model.shape.write(staged.dir())?,

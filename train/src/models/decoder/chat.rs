@@ -1,9 +1,9 @@
 //! Replies to one prompt, as they are written: of a model's folder, perhaps with an adapter on it, or of a run.
 
-use super::data::words;
-use super::{Adapted, Base, Decoder, PolychromicConfig, RepliesConfig, Writer};
+use super::lessons::words;
+use super::{Adapted, Base, Decoder, RepliesConfig, Writer};
 use crate::checkpoint::Checkpoint;
-use crate::config::{Config, DataConfig};
+use crate::config::DataConfig;
 use crate::data::replies::{Asked, Prompt, Template};
 use crate::data::{Dataset, Tokenizer};
 use crate::models::{Adapter, Folder, Lora, Shape};
@@ -44,17 +44,16 @@ impl Chat {
         })
     }
 
-    /// The model that a checkpoint's adapters are on; `load_params` fills those.
-    pub fn of_run(found: &Checkpoint, config: &Config) -> Result<Chat, TrainError> {
-        let c: PolychromicConfig = config.section("model")?;
-        let (model, data) = (Adapted::new(&c)?, config.section::<RepliesConfig>("data")?);
-        model.is_base_of(found)?;
+    /// The model that a run's adapters are on; its checkpoint fills those.
+    pub fn of_run(found: Option<&Checkpoint>, model: Adapted, data: RepliesConfig, seq: usize) -> Result<Chat, TrainError> {
+        found.map_or(Ok(()), |found| model.is_base_of(found))?;
         // Checkpoints of earlier versions do not say whether they learned plain text: then the data does.
-        let plain = found.meta["identity"]["plain"] == true || Path::new(&data.path).join(Dataset::FILE).exists();
+        let plain = found.is_some_and(|f| f.meta["identity"]["plain"] == true) || Path::new(&data.path).join(Dataset::FILE).exists();
         let (tokenizer, template) = match plain {
             true => {
                 let own = DataConfig { path: data.path, ignore_tokens: vec![] };
-                (Text::new(own, model.shape.vocab, c.seq, 0).take_tokenizer(found)?, None)
+                let text = Text::new(own, model.shape.vocab, seq, 0);
+                (found.map_or_else(|| text.tokenizer(), |found| text.take_tokenizer(found))?, None)
             }
             false => words(&data.template, model.folder.as_deref()).map(|(tokenizer, template)| (Arc::new(tokenizer), Some(template)))?,
         };

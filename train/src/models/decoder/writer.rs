@@ -1,12 +1,13 @@
 //! Replies to prompts, all of them at once: a program that reads the prompts, and one that is run for every token. What they hand on stays on the
 //! device: caches of keys and values, the tokens so far, where each row stands.
 
-use super::{Decoder, Places, Rows};
-use crate::data::replies::Asked;
+use super::{Adapted, Decoder, Places, Rows};
+use crate::data::replies::{Asked, Prompt};
 use crate::recipe::{Session, TrainError};
 use engine::ops::attention::attention_until;
 use engine::ops::cache::{cache_write, decode_attention};
 use engine::ops::sample::Nucleus;
+use engine::philox::{philox, rng_feed};
 use engine::{DType, Data, Graph, Init, Recorder, Var};
 
 /// How many replies are written, how long, and how their tokens are drawn.
@@ -34,6 +35,9 @@ pub struct Written {
     /// Each reply, without the token that ended it.
     pub tokens: Vec<Vec<u32>>,
 }
+
+/// Draws of replies are not those of dropout: they stand where no micro-batch does.
+pub const WRITES: u32 = 1 << 15;
 
 /// Tokens from one look at whether all replies have ended to the next.
 const LOOK: usize = 8;
@@ -214,4 +218,46 @@ impl Writer {
 /// Of whole numbers.
 fn equal<'g>(a: Var<'g>, b: Var<'g>) -> Var<'g> {
     (a - b).abs().less(a.recorder().full(&[1], 0.5))
+}
+
+/// Replies to made-up prompts, for `kiln bench generate`.
+pub struct Writing {
+    pub writer: Writer,
+    model: Adapted,
+    /// Or the base alone.
+    pub adapters: bool,
+    seed: u64,
+}
+
+impl Writing {
+    pub fn new(writer: Writer, model: Adapted, adapters: bool, seed: u64) -> Writing {
+        Writing { writer, model, adapters, seed }
+    }
+
+    pub fn load(&self, s: &mut Session) -> Result<(), TrainError> {
+        for (name, graph) in self.writer.graphs(|r| {
+            let d = self.model.decoder(r, None);
+            Decoder { lora: d.lora.filter(|_| self.adapters), ..d }
+        }) {
+            s.load(name, graph)?;
+        }
+        self.model.load(s)
+    }
+
+    pub fn write(&self, s: &mut Session, step: u64) -> Result<(), TrainError> {
+        let asked = made_up(&self.writer, self.model.shape.vocab);
+        self.writer.write(s, &asked, rng_feed(self.seed, step, WRITES)).map(|_| ())
+    }
+
+    /// The prompts alone.
+    pub fn begin(&self, s: &mut Session) -> Result<(), TrainError> {
+        self.writer.begin(s, &made_up(&self.writer, self.model.shape.vocab), rng_feed(self.seed, 0, WRITES))
+    }
+}
+
+/// Prompts as long as they may be, of tokens drawn at random.
+pub fn made_up(writer: &Writer, vocab: usize) -> Asked {
+    let token = |p: usize, t: usize| philox([p as u32, t as u32, 0x0061_736b, 0], [1, 2])[0] % vocab as u32;
+    let prompt = |p: usize| Prompt { text: String::new(), tokens: (0..writer.time).map(|t| token(p, t)).collect() };
+    Asked::new((0..writer.prompts).map(prompt).collect(), writer.time)
 }

@@ -1,6 +1,6 @@
 //! A base of one's own: a small decoder, trained on generated questions as a language model, and kept in a cache for the runs to come.
 
-use super::{Base, Decoder, Places, PolychromicConfig};
+use super::{Base, Decoder, Places};
 use crate::config::TrainConfig;
 use crate::data::replies::{Questions, Quiz, Template, TooLong};
 use crate::data::{Source, Split};
@@ -34,6 +34,13 @@ fn settings(steps: u64) -> TrainConfig {
     }
 }
 
+/// A base that is yet to be trained.
+pub struct Pretraining {
+    pub shape: Shape,
+    pub seq: usize,
+    pub steps: u64,
+}
+
 /// Learns prompts and replies alike, every way to reply as often as every other.
 struct Pretrained {
     shape: Shape,
@@ -42,8 +49,8 @@ struct Pretrained {
 }
 
 impl Pretrained {
-    fn new(c: &PolychromicConfig) -> Result<Pretrained, TrainError> {
-        let model = Pretrained { shape: c.shape(), seq: c.seq, tokenizer: Arc::new(Quiz::get().tokenizer()?) };
+    fn new(shape: Shape, seq: usize) -> Result<Pretrained, TrainError> {
+        let model = Pretrained { shape, seq, tokenizer: Arc::new(Quiz::get().tokenizer()?) };
         model.questions(Split::Train)?.check()?;
         Ok(model)
     }
@@ -90,59 +97,61 @@ impl Model for Pretrained {
     }
 }
 
-/// Where the base of a config is kept: its name changes with everything that it is made from.
-pub fn path(c: &PolychromicConfig) -> PathBuf {
-    let texts: Vec<String> = (0..64).map(|i| Quiz::get().draw(SEED, i)).map(|q| format!("{} {:?}", q.prompt, q.replies())).collect();
-    let settings = serde_json::to_value(settings(c.pretrain)).expect("plain values");
-    let made_from = format!("1 {:?} {} {settings} {texts:?} {}", c.shape(), c.seq, Quiz::get().tokenizer_json());
-    crate::gpu::cache().join("bases").join(format!("{:016x}", xxh3_64(made_from.as_bytes())))
-}
+impl Pretraining {
+    /// Where the base is kept: its name changes with everything that it is made from.
+    pub fn path(&self) -> PathBuf {
+        let texts: Vec<String> = (0..64).map(|i| Quiz::get().draw(SEED, i)).map(|q| format!("{} {:?}", q.prompt, q.replies())).collect();
+        let settings = serde_json::to_value(settings(self.steps)).expect("plain values");
+        let made_from = format!("1 {:?} {} {settings} {texts:?} {}", self.shape, self.seq, Quiz::get().tokenizer_json());
+        crate::gpu::cache().join("bases").join(format!("{:016x}", xxh3_64(made_from.as_bytes())))
+    }
 
-/// Trains the base of a config, unless it is in the cache. What is stopped leaves nothing there.
-pub fn make(c: &PolychromicConfig, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
-    let path = path(c);
-    if path.exists() {
-        say!("base {} (trained here before)", path.display());
-        return Ok(());
-    }
-    let (started, train) = (Instant::now(), settings(c.pretrain));
-    say!("no model.base: training one on generated questions first, {} steps (once: it is kept in {})", train.steps, path.display());
-    let staged = new_folder(&path)?;
-    let mut task = Supervised::new(Pretrained::new(c)?, train.clone(), SEED);
-    let mut s = crate::run::load_with(&task, &Switches::default(), SEED, device).map_err(|e| match e {
-        TrainError::Memory { needs, free, .. } => TrainError::Other(format!(
-            "training a base first (model.base is empty, model.pretrain = {}) needs {needs} of memory, and {free} are free: lower model.seq or the model's sizes, or name a model's folder with model.base",
-            train.steps
-        )),
-        e => e,
-    })?;
-    task.begin(0)?;
-    for step in 0..train.steps {
-        if stop.load(Ordering::Relaxed) {
-            return Err(TrainError::Other(format!(
-                "stopped while the base was trained, after {step} of {} steps: nothing is kept",
+    /// Trains the base, unless it is in the cache. What is stopped leaves nothing there.
+    pub fn make(&self, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
+        let path = self.path();
+        if path.exists() {
+            say!("base {} (trained here before)", path.display());
+            return Ok(());
+        }
+        let (started, train) = (Instant::now(), settings(self.steps));
+        say!("no model.base: training one on generated questions first, {} steps (once: it is kept in {})", train.steps, path.display());
+        let staged = new_folder(&path)?;
+        let mut task = Supervised::new(Pretrained::new(self.shape.clone(), self.seq)?, train.clone(), SEED);
+        let mut s = crate::run::load_with(&task, &Switches::default(), SEED, device).map_err(|e| match e {
+            TrainError::Memory { needs, free, .. } => TrainError::Other(format!(
+                "training a base first (model.base is empty, model.pretrain = {}) needs {needs} of memory, and {free} are free: lower model.seq or the model's sizes, or name a model's folder with model.base",
                 train.steps
-            )));
-        }
-        task.step(&mut s, step, rate(&train, step))?;
-        if (step + 1).is_multiple_of((train.steps / 5).max(1)) {
-            let report = task.report(&s)?.finish()?;
-            let loss = report.values[0].1;
-            if !loss.is_finite() {
-                return Err(TrainError::NotFinite(report.skipped_in_row, step + 1));
+            )),
+            e => e,
+        })?;
+        task.begin(0)?;
+        for step in 0..train.steps {
+            if stop.load(Ordering::Relaxed) {
+                return Err(TrainError::Other(format!(
+                    "stopped while the base was trained, after {step} of {} steps: nothing is kept",
+                    train.steps
+                )));
             }
-            say!("base: step {}/{}  loss {loss:.4}", step + 1, train.steps);
+            task.step(&mut s, step, rate(&train, step))?;
+            if (step + 1).is_multiple_of((train.steps / 5).max(1)) {
+                let report = task.report(&s)?.finish()?;
+                let loss = report.values[0].1;
+                if !loss.is_finite() {
+                    return Err(TrainError::NotFinite(report.skipped_in_row, step + 1));
+                }
+                say!("base: step {}/{}  loss {loss:.4}", step + 1, train.steps);
+            }
         }
+        let loss = task.evaluate(&mut s)?.values[0].1;
+        write(staged.dir(), &task.model, &s)?;
+        match staged.finish() {
+            // Another process was quicker.
+            Err(_) if path.exists() => {}
+            other => other.map_err(ModelError::io("rename a folder to", &path))?,
+        }
+        say!("base trained in {}, validation loss {loss:.4}", human_time(started.elapsed()));
+        Ok(())
     }
-    let loss = task.evaluate(&mut s)?.values[0].1;
-    write(staged.dir(), &task.model, &s)?;
-    match staged.finish() {
-        // Another process was quicker.
-        Err(_) if path.exists() => {}
-        other => other.map_err(ModelError::io("rename a folder to", &path))?,
-    }
-    say!("base trained in {}, validation loss {loss:.4}", human_time(started.elapsed()));
-    Ok(())
 }
 
 /// A model's folder, as transformers reads it.
