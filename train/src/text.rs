@@ -94,27 +94,56 @@ impl Text {
             path => Arc::new(TokenWindows::new(ShardSet::open(Path::new(path), split)?, self.seq, ignore)?),
         };
         // What is noted is what is read here, whatever becomes of the folder.
-        self.identity();
+        self.identity()?;
         Ok(source)
     }
 
     /// What a checkpoint notes of its tokenizer and data.
-    pub fn identity(&self) -> serde_json::Value {
-        let noted = || {
-            let tokenizer = self.tokenizer().ok();
-            let data = match self.data.path.as_str() {
-                "" => None,
-                path => Dataset::open(Path::new(path)).and_then(|d| d.checksum(Path::new(path))).ok().map(|c| format!("{c:016x}")),
-            };
-            let fingerprint = tokenizer.as_ref().map(|t| format!("{:016x}", t.fingerprint()));
-            serde_json::json!({ "tokenizer": fingerprint, "data": data, "end": tokenizer.map(|t| t.end()) })
+    pub fn identity(&self) -> Result<serde_json::Value, TrainError> {
+        if let Some(identity) = self.identity.get() {
+            return Ok(identity.clone());
+        }
+        let tokenizer = self.tokenizer()?;
+        let data = match self.data.path.as_str() {
+            "" => None,
+            path => Some(format!("{:016x}", Dataset::open(Path::new(path))?.checksum(Path::new(path))?)),
         };
-        self.identity.get_or_init(noted).clone()
+        let fingerprint = format!("{:016x}", tokenizer.fingerprint());
+        let noted = serde_json::json!({ "tokenizer": fingerprint, "data": data, "end": tokenizer.end() });
+        Ok(self.identity.get_or_init(|| noted).clone())
     }
 
     /// What a checkpoint holds so that its model can be used where its data is not.
-    pub fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
-        let tokenizer = self.tokenizer().ok();
-        tokenizer.and_then(|t| t.json().map(<[u8]>::to_vec)).map(|json| (TOKENIZER, json)).into_iter().collect()
+    pub fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
+        let tokenizer = self.tokenizer()?;
+        Ok(tokenizer.json().map(|json| (TOKENIZER, json.to_vec())).into_iter().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{Input, PrepareOptions, prepare};
+
+    /// What cannot be read is neither other data nor none: a checkpoint that noted so could never be resumed.
+    #[test]
+    fn what_cannot_be_read_is_an_error_and_not_noted_as_null() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("data");
+        let input = Input::Generated { sentences: 200, seed: 0 };
+        prepare(&PrepareOptions { val_share: 0.2, ..PrepareOptions::new(input, "byte", &path) }).unwrap();
+        let text = || Text::new(DataConfig { path: path.to_str().unwrap().into(), ignore_tokens: vec![] }, 257, 8, 0);
+        assert!(text().identity().unwrap()["data"].is_string());
+        let shard = path.join("val-00000.tokens");
+        std::fs::remove_file(&shard).unwrap();
+        std::fs::create_dir(&shard).unwrap();
+        // Training reads the other shards.
+        for error in [text().identity().err(), text().source(true).err()] {
+            let said = error.unwrap().to_string();
+            assert!(said.contains("val-00000.tokens") && said.contains("directory"), "{said}");
+        }
+        std::fs::remove_file(path.join(Dataset::FILE)).unwrap();
+        let said = text().kept().unwrap_err().to_string();
+        assert!(said.contains(Dataset::FILE), "{said}");
     }
 }

@@ -66,7 +66,7 @@ pub fn run(a: EvalArgs, recipes: Recipes) -> Result<ExitCode> {
     run::same_tokenizer(found, &*task)?;
     run::same_classes(found, &*task)?;
     run::same_base(found, &*task)?;
-    if a.data.is_none() && found.meta["identity"]["data"] != task.identity()["data"] {
+    if a.data.is_none() && found.meta["identity"]["data"] != task.identity()?["data"] {
         crate::warn!(
             "the data has changed since {} was trained on it: what validates it now may be what it learnt from",
             found.path.display()

@@ -131,12 +131,12 @@ pub trait Task {
         Ok(None)
     }
     /// What a checkpoint notes beside the config, and a later one must agree with.
-    fn identity(&self) -> serde_json::Value {
-        serde_json::Value::Null
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
+        Ok(serde_json::Value::Null)
     }
     /// Files that a checkpoint holds beside its numbers, so that its model can be used where its data is not.
-    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
-        vec![]
+    fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
+        Ok(vec![])
     }
 }
 

@@ -62,12 +62,12 @@ pub trait Model {
     fn show(&self, _: &mut Session) -> Result<Option<String>, TrainError> {
         Ok(None)
     }
-    fn identity(&self) -> serde_json::Value {
-        serde_json::Value::Null
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
+        Ok(serde_json::Value::Null)
     }
     /// See `Task::kept`.
-    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
-        vec![]
+    fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
+        Ok(vec![])
     }
 }
 
@@ -381,11 +381,11 @@ impl<M: Model> Task for Supervised<M> {
         self.model.show(s)
     }
 
-    fn identity(&self) -> serde_json::Value {
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
         self.model.identity()
     }
 
-    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+    fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         self.model.kept()
     }
 }

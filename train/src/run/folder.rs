@@ -77,7 +77,7 @@ pub fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64
         "config": config.to_json(),
         "step": step,
         "data_position": step * (c.batch * c.accumulate) as u64,
-        "identity": task.identity(),
+        "identity": task.identity()?,
         "device": s.device.describe(),
         "receipts": receipts_json(s),
         "choices": choices(&s.device),
@@ -86,7 +86,7 @@ pub fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64
         dir,
         step,
         &[("model.safetensors", tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))],
-        &task.kept(),
+        &task.kept()?,
         &meta,
         keep,
     )?)

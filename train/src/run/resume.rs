@@ -61,13 +61,13 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
     }
     same_tokenizer(found, task)?;
     same_base(found, task)?;
-    if found.meta["identity"]["encoder"] != task.identity()["encoder"] {
+    if found.meta["identity"]["encoder"] != task.identity()?["encoder"] {
         return Err(TrainError::Other(format!(
             "objective.encoder is not the encoder that checkpoint {} was trained with: it has changed (start a new run from its weights with --init-from)",
             found.path.display()
         )));
     }
-    let own = task.identity();
+    let own = task.identity()?;
     for (what, key) in [("data", "data"), ("validation data", "validation")] {
         // Checkpoints of earlier versions do not say what they were validated with.
         if identity[key] != own[key] && (key == "data" || identity[key].is_string()) {
@@ -89,7 +89,7 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
 
 /// A checkpoint's tokenizer must be the data's.
 pub fn same_tokenizer(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
-    let (theirs, ours) = (&found.meta["identity"]["tokenizer"], &task.identity()["tokenizer"]);
+    let (theirs, ours) = (&found.meta["identity"]["tokenizer"], &task.identity()?["tokenizer"]);
     if theirs != ours {
         return Err(TrainError::Other(format!(
             "checkpoint {} was trained with another tokenizer: its fingerprint is {theirs}, the data's {ours} (prepare the data with the same one)",
@@ -101,7 +101,7 @@ pub fn same_tokenizer(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainEr
 
 /// The frozen weights that a checkpoint was trained on must be the same.
 pub fn same_base(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
-    let (theirs, ours) = (&found.meta["identity"]["base"], &task.identity()["base"]);
+    let (theirs, ours) = (&found.meta["identity"]["base"], &task.identity()?["base"]);
     let is_fingerprint = |v: &serde_json::Value| v.as_str().is_some_and(|v| u64::from_str_radix(v, 16).is_ok());
     if is_fingerprint(theirs) && !is_fingerprint(ours) {
         let ours = ours.as_str().unwrap_or("model.base is empty, and model.pretrain is 0");
@@ -118,7 +118,7 @@ pub fn same_base(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> 
 
 /// A checkpoint's classes must be the data's.
 pub fn same_classes(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
-    let (theirs, ours) = (&found.meta["identity"]["classes"], &task.identity()["classes"]);
+    let (theirs, ours) = (&found.meta["identity"]["classes"], &task.identity()?["classes"]);
     if theirs != ours {
         return Err(TrainError::Other(format!(
             "checkpoint {} tells the classes {theirs} apart, but the data has {ours}",

@@ -83,6 +83,24 @@ fn too_few_open_files_never_take_a_run_back() {
     assert!(refused > 0, "the limit was never felt while a checkpoint was opened");
 }
 
+/// Nor do they make the run's data another's.
+#[test]
+fn too_few_open_files_are_not_other_data() {
+    let dir = tempdir().unwrap();
+    let (run, data) = (dir.path().join("run"), byte_data(&dir.path().join("data")));
+    train(&run, &format!("--steps 2 --data {}", data.display())).ok();
+    let mut felt = 0;
+    for files in 4..16 {
+        let mut c = Command::new("sh");
+        c.args(["-c", &format!("ulimit -n {files}; exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_kiln")]);
+        c.args(["train", "--threads", "1", "--out", &text(&run), "--resume"]).env("CUDA_VISIBLE_DEVICES", "").env("RUST_BACKTRACE", "0");
+        let ran = finish(c);
+        felt += usize::from(ran.err.contains(&text(&data)) && ran.err.contains("Too many open files"));
+        assert!(!ran.err.contains("checksum") && !ran.err.contains("null"), "{files} files: {ran:#?}");
+    }
+    assert!(felt > 0, "the limit was never felt while the data was read");
+}
+
 #[test]
 fn resume_from_goes_back_to_a_checkpoint_and_keeps_the_later_ones() {
     let dir = tempdir().unwrap();

@@ -501,10 +501,10 @@ fn sudokus_are_read_from_files() {
     t.begin(0).unwrap();
     t.step(&mut s, 0, 1e-3).unwrap();
     t.evaluate(&mut s).unwrap();
-    let identity = t.identity();
-    assert!(identity["data"].is_string() && hrm().task(&config(&[])).unwrap().identity()["data"].is_null());
+    let identity = t.identity().unwrap();
+    assert!(identity["data"].is_string() && hrm().task(&config(&[])).unwrap().identity().unwrap()["data"].is_null());
     let fewer = write("fewer.csv", &format!("{}{}", csv(&test, 0, 20), csv(&learn, 1, 20)));
-    assert_ne!(hrm().task(&config(&[&fewer])).unwrap().identity(), identity);
+    assert_ne!(hrm().task(&config(&[&fewer])).unwrap().identity().unwrap(), identity);
 
     // A folder says itself what is what.
     write("both/train.csv", &csv(&test, 0, 20));

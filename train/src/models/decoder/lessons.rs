@@ -158,23 +158,23 @@ impl Lessons {
     }
 
     /// What a checkpoint notes. Generated questions are described by its config.
-    pub fn identity(&self) -> serde_json::Value {
-        match &self.kind {
+    pub fn identity(&self) -> Result<serde_json::Value, TrainError> {
+        Ok(match &self.kind {
             Kind::Text(text) => {
-                let mut identity = text.identity();
+                let mut identity = text.identity()?;
                 identity["plain"] = true.into();
                 identity
             }
             Kind::Files { files, .. } => json!({ "tokenizer": self.fingerprint(), "data": format!("{:016x}", files.fingerprint()) }),
             Kind::Questions { .. } => json!({ "tokenizer": self.fingerprint(), "data": null }),
-        }
+        })
     }
 
     /// What a checkpoint holds; the base's own tokenizer is in the base's folder.
-    pub fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+    pub fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         match &self.kind {
             Kind::Text(text) => text.kept(),
-            Kind::Files { .. } | Kind::Questions { .. } => vec![],
+            Kind::Files { .. } | Kind::Questions { .. } => Ok(vec![]),
         }
     }
 

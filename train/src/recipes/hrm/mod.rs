@@ -264,7 +264,7 @@ impl Task for HrmTask {
         Ok(Some(format!("{}\n{answer}", task.marked(puzzle, puzzle))))
     }
 
-    fn identity(&self) -> serde_json::Value {
-        self.puzzles.identity()
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
+        Ok(self.puzzles.identity())
     }
 }

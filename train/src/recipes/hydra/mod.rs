@@ -123,7 +123,7 @@ impl Model for HydraModel {
         Some(("entropy of the data", floor))
     }
 
-    fn identity(&self) -> serde_json::Value {
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
         self.text.identity()
     }
 
@@ -138,7 +138,7 @@ impl Model for HydraModel {
         Ok(Some(text))
     }
 
-    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+    fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         self.text.kept()
     }
 }

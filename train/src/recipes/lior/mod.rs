@@ -238,11 +238,11 @@ impl Task for LiorTask {
         ]
     }
 
-    fn identity(&self) -> serde_json::Value {
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
         self.text.identity()
     }
 
-    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+    fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         self.text.kept()
     }
 }

@@ -211,7 +211,7 @@ impl Recipe for PolychromicRecipe {
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         let lessons = Lessons::new(config.section("data")?, &model, c.seq, config.seed())?;
-        let mut identity = lessons.identity();
+        let mut identity = lessons.identity()?;
         match &model.folder {
             Some(folder) => identity["base"] = format!("{:016x}", folder.fingerprint()?).into(),
             None if c.pretrain > 0 => identity["base"] = AWAITED.into(),
@@ -355,11 +355,11 @@ impl Model for PolychromicModel {
         Some(("entropy of the data", self.lessons.floor()?))
     }
 
-    fn identity(&self) -> serde_json::Value {
-        self.identity.clone()
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
+        Ok(self.identity.clone())
     }
 
-    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+    fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         self.lessons.kept()
     }
 }

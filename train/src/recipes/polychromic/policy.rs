@@ -422,11 +422,11 @@ impl Task for Polychromic {
         Ok(Some(text))
     }
 
-    fn identity(&self) -> serde_json::Value {
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
         self.inner.identity()
     }
 
-    fn kept(&self) -> Vec<(&'static str, Vec<u8>)> {
+    fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         self.inner.kept()
     }
 }

@@ -241,9 +241,9 @@ impl Model for VisionModel {
         self.c.classes.min(self.sets[0].len())
     }
 
-    fn identity(&self) -> serde_json::Value {
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
         let [data, validation] = [&self.sets[0], &self.sets[1]].map(|set| format!("{:016x}", set.fingerprint()));
-        serde_json::json!({ "data": data, "validation": validation, "classes": self.sets[0].classes })
+        Ok(serde_json::json!({ "data": data, "validation": validation, "classes": self.sets[0].classes }))
     }
 }
 
