@@ -1,23 +1,23 @@
-//! A model of one's own: recorded, trained, checkpointed, loaded again and sampled.
+//! A recipe of one's own, with kiln's whole command line: train, resume, eval, plan, bench and the rest.
 //!
-//!     cargo run --release -p kiln --example own_recipe -- runs/mine
+//!     cargo run --release -p kiln --example own_recipe -- train --out runs/mine
 
-use engine::{Cpu, DType, Data, Device, Init, Recorder, Var};
+use engine::{DType, Data, Init, Recorder, Var};
 use kiln::config::{Config, TrainConfig};
 use kiln::data::{Generated, Source, Split};
-use kiln::recipe::{Feeds, Model, Session, Supervised, TrainError};
-use kiln::run::{Options, find_checkpoint, train};
+use kiln::recipe::{Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
 use kiln::sample::{Sampling, choose};
 use std::sync::Arc;
 
-/// Bytes in, bytes out: causal convolutions on a residual stream.
+/// Bytes in, bytes out: causal convolutions on a residual stream. The fields are the keys of the section `model`.
+#[derive(serde::Deserialize)]
 struct Mine {
     dim: usize,
     seq: usize,
 }
 
 impl Mine {
-    /// ids [batch, seq] -> hidden [batch, seq, dim], and the table that is embedding and head.
+    /// ids [batch, time] -> hidden [batch, time, dim], and the table that is embedding and head.
     fn hidden<'g>(&self, r: &'g Recorder, ids: Var<'g>) -> (Var<'g>, Var<'g>) {
         let table = r.param("embedding", &[256, self.dim], Init::Normal { std: 0.1 });
         let mut h = table.gather_rows(ids);
@@ -47,29 +47,39 @@ impl Model for Mine {
         let split = if train { Split::Train } else { Split::Val };
         Ok(Arc::new(Generated::new(0, split, self.seq, 1 << 20, vec![])?))
     }
+    /// A sample when training ends: another program over the same parameters.
+    fn show(&self, s: &mut Session) -> Result<Option<String>, TrainError> {
+        let r = Recorder::new();
+        let (h, table) = self.hidden(&r, r.feed("ids", &[1, 32], DType::I32));
+        r.output("logits", h.slice(1, 31, 32).reshape(&[1, self.dim]).linear(table));
+        s.load("next", r.finish())?;
+        let mut text: Vec<i32> = " ".repeat(28).bytes().chain(*b"\nthe").map(i32::from).collect();
+        let sampling = Sampling { temperature: 0.7, top_p: 0.9, seed: 0, max_tokens: 0, stop: vec![] };
+        for i in 0..100 {
+            s.run("next", &[("ids", Data::I32(&text[text.len() - 32..]))])?;
+            text.push(choose(&s.read("next", "logits")?, &sampling, i) as i32);
+        }
+        Ok(Some(text[29..].iter().map(|&b| b as u8 as char).collect()))
+    }
 }
 
-fn main() -> Result<(), TrainError> {
-    let out = std::env::args().nth(1).unwrap_or("runs/mine".into()).into();
-    let config = Config::preset("mine", "demo", "[train]\nsteps = 150\nbatch = 8\nlearning_rate = 5e-3\n");
-    let device = Device::cpu(Cpu::all_cores());
-    let own = || Mine { dim: 64, seq: 64 };
-    let mut task = Supervised::new(own(), config.section::<TrainConfig>("train")?, config.seed());
-    let options = Options { out, ..Options::default() };
-    train(&mut task, &config, &device, &options)?;
+struct MyRecipe;
 
-    let mut s = Session::new(&device, &config.switches()?, 0);
-    let r = Recorder::new();
-    let (h, table) = own().hidden(&r, r.feed("ids", &[1, 32], DType::I32));
-    r.output("logits", h.slice(1, 31, 32).reshape(&[1, 64]).linear(table));
-    s.load("next", r.finish())?;
-    s.load_params(&find_checkpoint(&options.out)?.file("model.safetensors")?, "the checkpoint")?;
-    let mut text: Vec<i32> = " ".repeat(28).bytes().chain(*b"\nthe").map(i32::from).collect();
-    let sampling = Sampling { temperature: 0.7, top_p: 0.9, seed: 0, max_tokens: 0, stop: vec![] };
-    for i in 0..100 {
-        s.run("next", &[("ids", Data::I32(&text[text.len() - 32..]))])?;
-        text.push(choose(&s.read("next", "logits")?, &sampling, i) as i32);
+impl Recipe for MyRecipe {
+    fn name(&self) -> &'static str {
+        "mine"
     }
-    println!("{}", String::from_utf8_lossy(&text[28..].iter().map(|&b| b as u8).collect::<Vec<_>>()));
-    Ok(())
+    fn about(&self) -> &'static str {
+        "causal convolutions over bytes"
+    }
+    fn presets(&self) -> &'static [(&'static str, &'static str)] {
+        &[("demo", "[model]\ndim = 64\nseq = 64\n[train]\nsteps = 150\nbatch = 8\nlearning_rate = 5e-3\n")]
+    }
+    fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        Ok(Box::new(Supervised::new(config.section::<Mine>("model")?, config.section::<TrainConfig>("train")?, config.seed())))
+    }
+}
+
+fn main() -> std::process::ExitCode {
+    kiln::main(&[&MyRecipe])
 }

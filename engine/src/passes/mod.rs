@@ -325,24 +325,8 @@ pub fn all_applied<'a>(programs: impl Iterator<Item = &'a [Receipt]> + Clone) ->
 /// What may stand in the place of a name that is not known: `; did you mean 'x'? (known: x, y, z)`, the nearest first.
 pub fn known<'a>(name: &str, all: impl IntoIterator<Item = &'a str>) -> String {
     let mut all: Vec<&str> = all.into_iter().collect();
-    all.sort_by_key(|k| distance(k, name));
+    all.sort_by_key(|k| strsim::levenshtein(k, name));
     let near =
-        all.first().filter(|k| distance(k, name) <= 2.max(name.len() / 2)).map_or(String::new(), |k| format!("; did you mean '{k}'?"));
+        all.first().filter(|k| strsim::levenshtein(k, name) <= 2.max(name.len() / 2)).map_or(String::new(), |k| format!("; did you mean '{k}'?"));
     format!("{near} (known: {})", if all.is_empty() { "none".into() } else { all.join(", ") })
-}
-
-/// Edits that turn one word into the other.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, &y) in b.iter().enumerate() {
-            let next = (diagonal + (x != y) as usize).min(row[j] + 1).min(row[j + 1] + 1);
-            diagonal = row[j + 1];
-            row[j + 1] = next;
-        }
-    }
-    row[b.len()]
 }

@@ -1,3 +1,5 @@
+//! Checkpoints are whole, or not there, and broken ones are told apart.
+
 use super::*;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};

@@ -1,3 +1,5 @@
+//! `kiln bench`: the time of a step, of every op, or of writing replies.
+
 use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
 use crate::config::Config;
 use crate::recipe::{Recipe, Session, Task, find_in};
@@ -67,19 +69,29 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.config.recipe.as_deref() == Some("generate") {
         return generate(&a, &device, &taken, recipes);
     }
+    step(&a, &device, &taken, (started, opened), recipes)
+}
+
+/// A recipe's step. The clock began at the first of these times, and the device was open after the second.
+fn step(
+    a: &BenchArgs,
+    device: &engine::Device,
+    taken: &Taken,
+    (started, opened): (Instant, Duration),
+    recipes: Recipes,
+) -> Result<ExitCode> {
     let config = a.config.resolve(recipes, None)?;
     let recipe = find_in(recipes, config.text("recipe"))?;
     let mut task = recipe.task(&config)?;
-    let mut s = run::load(&*task, &config, &device)?;
+    let mut s = run::load(&*task, &config, device)?;
     let loaded = started.elapsed();
-    let (times, first) = timed(&a, &mut *task, &mut s, &device)?;
+    let (times, first) = timed(a, &mut *task, &mut s, device)?;
     let setup = loaded + first;
-    let ms = times[times.len() / 2];
+    let (ms, planned, measured) = (times[times.len() / 2], run::peak(&s).total() as u64, taken.bytes());
     let (unit, work) = task.work();
-    let planned = run::peak(&s).total() as u64;
-    let (resident, measured) = (peak_resident(), taken.bytes());
-    out!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
     let (name, last) = (task.step_name(), times[times.len() - 1]);
+    let resident = peak_resident();
+    out!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
     out!("{ms:.1} ms a {name} (from {:.1} to {last:.1}), {} {unit}/s", times[0], human_count(work / ms * 1e3));
     out!(
         "planned peak {}, measured {}; {:.2} s from the start to the end of the first step: device {:.2}, programs {:.2}, step {:.2}",
@@ -94,21 +106,14 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
         (loaded - opened).as_secs_f64(),
         (setup - loaded).as_secs_f64()
     );
-    let ledger = match a.ledger {
-        true => {
-            let base = Line { ms, peak: planned, report: task.report(&s)?.finish()?.values };
-            let applied: Vec<(&'static str, usize)> = PASSES
-                .iter()
-                .filter(|p| !p.always_on())
-                .map(|p| (p.name(), s.programs.values().flat_map(|q| &q.receipts).filter(|r| r.pass == p.name()).map(|r| r.applied).sum()))
-                .collect();
-            drop(s);
-            let lines = ledger(&a, recipe, &config, &device, &base, &applied)?;
-            s = run::load(&*task, &config, &device)?;
-            lines
-        }
-        false => vec![],
-    };
+    let mut lines = vec![];
+    if a.ledger {
+        let base = Line { ms, peak: planned, report: task.report(&s)?.finish()?.values };
+        let applied = applied(&s);
+        drop(s);
+        lines = ledger(a, recipe, &config, device, &base, &applied)?;
+        s = run::load(&*task, &config, device)?;
+    }
     let mut nodes = vec![];
     if a.profile {
         s.profile = Some(vec![]);
@@ -118,13 +123,19 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
     }
     if let Some(path) = &a.json {
         let value = serde_json::json!({
-            "ledger": ledger, "nodes": nodes.iter().map(node).collect::<Vec<_>>(),
+            "ledger": lines, "nodes": nodes.iter().map(node).collect::<Vec<_>>(),
             "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,
             "per_s": work / ms * 1e3, "peak_bytes": planned, "measured_bytes": measured, "resident_bytes": resident, "setup_s": setup.as_secs_f64(), "repeat": a.repeat,
         });
         write_json(Some(path), &value)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// How often each pass that can be switched off was applied, over all programs.
+fn applied(s: &Session) -> Vec<(&'static str, usize)> {
+    let count = |pass: &str| s.programs.values().flat_map(|q| &q.receipts).filter(|r| r.pass == pass).map(|r| r.applied).sum();
+    PASSES.iter().filter(|p| !p.always_on()).map(|p| (p.name(), count(p.name()))).collect()
 }
 
 /// All replies to all prompts of the first recipe that writes them, by the base alone and with adapters on it.

@@ -1,6 +1,8 @@
+//! `kiln check`: ops, passes, kernels and golden files against what they should be.
+
 use super::{DeviceArgs, Recipes, offered};
 use crate::golden::{Compared, Golden, Rule, compare, rule};
-use crate::recipe::find_in;
+use crate::recipe::{Computed, find_in};
 use crate::report::table;
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
@@ -11,7 +13,7 @@ use engine::passes::known;
 use engine::{DType, Device, OPS, PASSES, Switches};
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::{HashMap, HashSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -297,13 +299,7 @@ fn golden(a: GoldenArgs, recipes: Recipes) -> Result<ExitCode> {
         let reference = offered(recipes, find_in(recipes, &file.recipe)?, "compute golden files", |r| r.reference())?;
         let computed = reference.compute(&file, &switches, &device).with_context(|| path.display().to_string())?;
         if let Some(out) = &a.write {
-            let bytes: HashMap<&String, (Vec<usize>, Vec<u8>)> = computed
-                .iter()
-                .map(|(n, v)| (n, (file.shape(n).unwrap_or_else(|| vec![v.len()]), bytemuck::cast_slice(v).to_vec())))
-                .collect();
-            let views = bytes.iter().map(|(n, (shape, b))| Ok((n.as_str(), TensorView::new(Dtype::F32, shape.clone(), b)?)));
-            let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
-            crate::run::write_bytes(out, &safetensors::serialize(views, None)?)?;
+            write(out, &file, &computed)?;
         }
         let rule = rule(reference, &file, &switches, &device, a.tolerance, a.cosine.map(|c| (2.0 - 2.0 * c).sqrt()))?;
         let all = compare(&file, &computed, &rule);
@@ -313,32 +309,7 @@ fn golden(a: GoldenArgs, recipes: Recipes) -> Result<ExitCode> {
                 "in narrower types: losses and metrics to 1%, tensors to 5%, how parameters moved to 10%, or three times what rounding the parameters changes in f32; routers and guesses choose as in f32"
             );
         }
-        let mut rows = vec![];
-        for (what, prefix) in
-            [("loss", "loss"), ("metrics", "metric/"), ("outputs", "output/"), ("gradients", "grad/"), ("after the last step", "after/")]
-        {
-            let own: Vec<&Compared> = all.iter().filter(|c| c.name.starts_with(prefix)).collect();
-            if let Some(worst) = own.iter().max_by(|x, y| x.error.total_cmp(&y.error)) {
-                // What is no number is the least of all.
-                let least = own.iter().map(|c| c.cosine).fold(1.0, |least, c| if c >= least { least } else { c });
-                rows.push(vec![
-                    what.into(),
-                    own.len().to_string(),
-                    format!("{:.2e}", worst.error),
-                    worst.name.clone(),
-                    format!("{least:.6}"),
-                ]);
-            }
-        }
-        out_part!("{}", table(&["what", "tensors", "worst error", "in", "least cosine"], &rows));
-        let gradients: Vec<Vec<String>> = all
-            .iter()
-            .filter(|c| c.name.starts_with("grad/"))
-            .map(|c| vec![c.name.clone(), format!("{:.2e}", c.error), format!("{:.6}", c.cosine)])
-            .collect();
-        if !gradients.is_empty() {
-            out_part!("{}", table(&["gradient by parameter", "error", "cosine"], &gradients));
-        }
+        summary(&all)?;
         for c in all.iter().filter(|c| !c.ok) {
             failed = true;
             match (file.shape(&c.name), computed.contains_key(&c.name)) {
@@ -350,4 +321,38 @@ fn golden(a: GoldenArgs, recipes: Recipes) -> Result<ExitCode> {
         out!("{} passed, {} failed", all.iter().filter(|c| c.ok).count(), all.iter().filter(|c| !c.ok).count());
     }
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Saves what kiln computed, under the golden file's names.
+fn write(out: &Path, file: &Golden, computed: &Computed) -> Result<()> {
+    let bytes: HashMap<&String, (Vec<usize>, Vec<u8>)> =
+        computed.iter().map(|(n, v)| (n, (file.shape(n).unwrap_or_else(|| vec![v.len()]), bytemuck::cast_slice(v).to_vec()))).collect();
+    let views = bytes.iter().map(|(n, (shape, b))| Ok((n.as_str(), TensorView::new(Dtype::F32, shape.clone(), b)?)));
+    let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
+    Ok(crate::run::write_bytes(out, &safetensors::serialize(views, None)?)?)
+}
+
+/// The worst of each kind, and every gradient.
+fn summary(all: &[Compared]) -> Result<()> {
+    let mut rows = vec![];
+    for (what, prefix) in
+        [("loss", "loss"), ("metrics", "metric/"), ("outputs", "output/"), ("gradients", "grad/"), ("after the last step", "after/")]
+    {
+        let own: Vec<&Compared> = all.iter().filter(|c| c.name.starts_with(prefix)).collect();
+        if let Some(worst) = own.iter().max_by(|x, y| x.error.total_cmp(&y.error)) {
+            // What is no number is the least of all.
+            let least = own.iter().map(|c| c.cosine).fold(1.0, |least, c| if c >= least { least } else { c });
+            rows.push(vec![what.into(), own.len().to_string(), format!("{:.2e}", worst.error), worst.name.clone(), format!("{least:.6}")]);
+        }
+    }
+    out_part!("{}", table(&["what", "tensors", "worst error", "in", "least cosine"], &rows));
+    let gradients: Vec<Vec<String>> = all
+        .iter()
+        .filter(|c| c.name.starts_with("grad/"))
+        .map(|c| vec![c.name.clone(), format!("{:.2e}", c.error), format!("{:.6}", c.cosine)])
+        .collect();
+    if !gradients.is_empty() {
+        out_part!("{}", table(&["gradient by parameter", "error", "cosine"], &gradients));
+    }
+    Ok(())
 }

@@ -1,3 +1,5 @@
+//! `kiln data`: prepares text, inspects data sets, draws sheets of pictures.
+
 use super::signals::Signal;
 use super::{Recipes, write_json};
 use crate::data::images::{self, Block, Format};
@@ -26,45 +28,7 @@ pub struct DataArgs {
 #[derive(Subcommand)]
 enum DataCommand {
     /// Turns text into token shards
-    #[command(after_help = "Ctrl-C (or SIGTERM) leaves nothing behind; what a killed process left is removed by the next one.
-
-Examples:
-  kiln data prepare book.txt --out data/book
-  kiln data prepare a.jsonl b.jsonl --field body --tokenizer tokenizer.json --out data/web
-  kiln data prepare book.txt --tokenizer models/qwen3-0.6b/tokenizer.json --eos '<|endoftext|>' --out data/book
-  kiln data prepare --generated 20000 --out data/made")]
-    Prepare {
-        /// UTF-8 text files, or .jsonl files with one object a line
-        files: Vec<PathBuf>,
-        /// The field of a JSONL object that holds the text
-        #[arg(long, default_value = "text")]
-        field: String,
-        /// byte, or the path of a tokenizer.json
-        #[arg(long, default_value = "byte")]
-        tokenizer: String,
-        /// The token that ends a document: its name or number, or none. If not given: what generation_config.json, tokenizer_config.json or
-        /// config.json beside the tokenizer name, or an added special token of a well-known name
-        #[arg(long, value_name = "TOKEN_OR_ID|none")]
-        eos: Option<String>,
-        /// The folder to make
-        #[arg(long)]
-        out: PathBuf,
-        /// Share of the documents kept for validation
-        #[arg(long, default_value_t = 0.05)]
-        val_share: f64,
-        /// Tokens of one shard
-        #[arg(long, default_value_t = 100_000_000)]
-        shard_tokens: u64,
-        /// Sentences of generated text instead of files
-        #[arg(long, value_name = "SENTENCES", conflicts_with = "files")]
-        generated: Option<u64>,
-        /// Seed of the generated text
-        #[arg(long, default_value_t = 0)]
-        seed: u64,
-        /// Replaces a data set that is there already
-        #[arg(long)]
-        force: bool,
-    },
+    Prepare(PrepareArgs),
     /// What a data set's folder or a shard holds, and whether it is whole
     #[command(after_help = "Examples:
   kiln data inspect data/book
@@ -77,152 +41,199 @@ Examples:
         json: bool,
     },
     /// Draws a sheet of a set's pictures, a row for each class: as they are, and as training sees them (cut, and mirrored by chance)
-    #[command(after_help = "Examples:
+    Preview(PreviewArgs),
+}
+
+#[derive(Args)]
+#[command(after_help = "Ctrl-C (or SIGTERM) leaves nothing behind; what a killed process left is removed by the next one.
+
+Examples:
+  kiln data prepare book.txt --out data/book
+  kiln data prepare a.jsonl b.jsonl --field body --tokenizer tokenizer.json --out data/web
+  kiln data prepare book.txt --tokenizer models/qwen3-0.6b/tokenizer.json --eos '<|endoftext|>' --out data/book
+  kiln data prepare --generated 20000 --out data/made")]
+struct PrepareArgs {
+    /// UTF-8 text files, or .jsonl files with one object a line
+    files: Vec<PathBuf>,
+    /// The field of a JSONL object that holds the text
+    #[arg(long, default_value = "text")]
+    field: String,
+    /// byte, or the path of a tokenizer.json
+    #[arg(long, default_value = "byte")]
+    tokenizer: String,
+    /// The token that ends a document: its name or number, or none. If not given: what generation_config.json, tokenizer_config.json or
+    /// config.json beside the tokenizer name, or an added special token of a well-known name
+    #[arg(long, value_name = "TOKEN_OR_ID|none")]
+    eos: Option<String>,
+    /// The folder to make
+    #[arg(long)]
+    out: PathBuf,
+    /// Share of the documents kept for validation
+    #[arg(long, default_value_t = 0.05)]
+    val_share: f64,
+    /// Tokens of one shard
+    #[arg(long, default_value_t = 100_000_000)]
+    shard_tokens: u64,
+    /// Sentences of generated text instead of files
+    #[arg(long, value_name = "SENTENCES", conflicts_with = "files")]
+    generated: Option<u64>,
+    /// Seed of the generated text
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Replaces a data set that is there already
+    #[arg(long)]
+    force: bool,
+}
+
+#[derive(Args)]
+#[command(after_help = "Examples:
   kiln data preview --out sheet.png
   kiln data preview --data photos --least-area 0.3 --out sheet.png
   kiln data preview --data digits --mirror false --out sheet.png
   kiln data preview --data data/cifar-10-batches-bin --split val --count 100 --out sheet.png")]
-    Preview {
-        /// A folder: CIFAR-10 or CIFAR-100 (binary version), or pictures in a folder for each class; or generated
-        #[arg(long, default_value = "generated")]
-        data: PathBuf,
-        /// The PNG file to write
-        #[arg(long)]
-        out: PathBuf,
-        /// The most pictures to show
-        #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1000))]
-        count: u32,
-        /// The val split is never augmented
-        #[arg(long, default_value = "train", value_parser = Split::ALL.map(Split::name))]
-        split: String,
-        /// Of a picture's area, what a random cut leaves at least: a preset's data.least_area
-        #[arg(long, default_value_t = 0.8)]
-        least_area: f32,
-        /// Whether pictures are mirrored every other time: a preset's data.mirror
-        #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
-        mirror: bool,
-        /// Decides which pictures are shown, how they are augmented, and how generated ones are drawn
-        #[arg(long, default_value_t = 0)]
-        seed: u64,
-        /// cifar-10, cifar-100 or folder; found out if not given
-        #[arg(long)]
-        format: Option<Format>,
-        /// Pixels a side that a folder of pictures is resized to
-        #[arg(long, default_value_t = images::SIZE)]
-        size: usize,
-    },
+struct PreviewArgs {
+    /// A folder: CIFAR-10 or CIFAR-100 (binary version), or pictures in a folder for each class; or generated
+    #[arg(long, default_value = "generated")]
+    data: PathBuf,
+    /// The PNG file to write
+    #[arg(long)]
+    out: PathBuf,
+    /// The most pictures to show
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    count: u32,
+    /// The val split is never augmented
+    #[arg(long, default_value = "train", value_parser = Split::ALL.map(Split::name))]
+    split: String,
+    /// Of a picture's area, what a random cut leaves at least: a preset's data.least_area
+    #[arg(long, default_value_t = 0.8)]
+    least_area: f32,
+    /// Whether pictures are mirrored every other time: a preset's data.mirror
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
+    mirror: bool,
+    /// Decides which pictures are shown, how they are augmented, and how generated ones are drawn
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// cifar-10, cifar-100 or folder; found out if not given
+    #[arg(long)]
+    format: Option<Format>,
+    /// Pixels a side that a folder of pictures is resized to
+    #[arg(long, default_value_t = images::SIZE)]
+    size: usize,
 }
 
 pub fn run(a: DataArgs, recipes: Recipes) -> Result<ExitCode> {
     match a.command {
-        DataCommand::Prepare { files, field, tokenizer, eos, out, val_share, shard_tokens, generated, seed, force } => {
-            let input = match generated {
-                Some(0) => bail!("--generated 0: at least one sentence"),
-                Some(sentences) => Input::Generated { seed, sentences },
-                None if files.is_empty() => bail!("name at least one text or .jsonl file, or --generated SENTENCES"),
-                None => Input::Files { paths: files, field },
-            };
-            let options = PrepareOptions { val_share, shard_tokens, force, eos, ..PrepareOptions::new(input, &tokenizer, &out) };
-            let signal = Signal::catch(&options.stop, &Arc::default())?;
-            let s = match prepare(&options) {
-                Err(e @ DataError::Interrupted) => {
-                    warn!("{e}");
-                    return Ok(signal.code());
-                }
-                other => other?,
-            };
-            let d = &s.dataset;
-            out!(
-                "{}: {} training and {} validation tokens of {} ({} tokens in its vocabulary)",
-                s.out.display(),
-                d.train.tokens,
-                d.val.tokens,
-                d.tokenizer,
-                d.vocab
-            );
-            for note in &s.notes {
-                out!("{note}");
+        DataCommand::Prepare(a) => prepare_text(a, recipes),
+        DataCommand::Inspect { path, json } => inspect_data(&path, json, recipes),
+        DataCommand::Preview(a) => preview(a),
+    }
+}
+
+fn prepare_text(a: PrepareArgs, recipes: Recipes) -> Result<ExitCode> {
+    let PrepareArgs { files, field, tokenizer, eos, out, val_share, shard_tokens, generated, seed, force } = a;
+    let input = match generated {
+        Some(0) => bail!("--generated 0: at least one sentence"),
+        Some(sentences) => Input::Generated { seed, sentences },
+        None if files.is_empty() => bail!("name at least one text or .jsonl file, or --generated SENTENCES"),
+        None => Input::Files { paths: files, field },
+    };
+    let options = PrepareOptions { val_share, shard_tokens, force, eos, ..PrepareOptions::new(input, &tokenizer, &out) };
+    let signal = Signal::catch(&options.stop, &Arc::default())?;
+    let s = match prepare(&options) {
+        Err(e @ DataError::Interrupted) => {
+            warn!("{e}");
+            return Ok(signal.code());
+        }
+        other => other?,
+    };
+    let d = &s.dataset;
+    out!(
+        "{}: {} training and {} validation tokens of {} ({} tokens in its vocabulary)",
+        s.out.display(),
+        d.train.tokens,
+        d.val.tokens,
+        d.tokenizer,
+        d.vocab
+    );
+    for note in &s.notes {
+        out!("{note}");
+    }
+    if let Some(recipe) = reader(recipes, Reads::Text) {
+        out!("train on it with: kiln train {recipe} --data {} --set model.vocab={}", s.out.display(), d.vocab);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn inspect_data(path: &Path, json: bool, recipes: Recipes) -> Result<ExitCode> {
+    if let Some(format) = Format::detect(path).filter(|_| !path.join(Dataset::FILE).exists()) {
+        return inspect_images(path, format, json, recipes);
+    }
+    let found = inspect(path)?;
+    let value = serde_json::to_value(&found)?;
+    if json {
+        write_json(None, &value)?;
+    } else {
+        if let Some(d) = &found.dataset {
+            out!("{}: tokenizer {} (fingerprint {:016x}), vocabulary {}", path.display(), d.tokenizer, d.fingerprint, d.vocab);
+            out!("train {} tokens in {} documents, validation {} in {}", d.train.tokens, d.train.documents, d.val.tokens, d.val.documents);
+            match &found.end {
+                Some(end) => out!("{end}"),
+                None if d.eos.is_none() => out!("which token ends documents is not said: it was prepared by an earlier version"),
+                None => {}
             }
-            if let Some(recipe) = reader(recipes, Reads::Text) {
-                out!("train on it with: kiln train {recipe} --data {} --set model.vocab={}", s.out.display(), d.vocab);
+            if let Some(floor) = d.entropy_floor {
+                out!("entropy {floor:.4} nats a token");
             }
         }
-        DataCommand::Inspect { path, json } => {
-            if let Some(format) = Format::detect(&path).filter(|_| !path.join(Dataset::FILE).exists()) {
-                inspect_images(&path, format, json, recipes)?;
-                return Ok(ExitCode::SUCCESS);
-            }
-            let found = inspect(&path)?;
-            let value = serde_json::to_value(&found)?;
-            if json {
-                write_json(None, &value)?;
-            } else {
-                if let Some(d) = &found.dataset {
-                    out!("{}: tokenizer {} (fingerprint {:016x}), vocabulary {}", path.display(), d.tokenizer, d.fingerprint, d.vocab);
-                    out!(
-                        "train {} tokens in {} documents, validation {} in {}",
-                        d.train.tokens,
-                        d.train.documents,
-                        d.val.tokens,
-                        d.val.documents
-                    );
-                    match &found.end {
-                        Some(end) => out!("{end}"),
-                        None if d.eos.is_none() => out!("which token ends documents is not said: it was prepared by an earlier version"),
-                        None => {}
-                    }
-                    if let Some(floor) = d.entropy_floor {
-                        out!("entropy {floor:.4} nats a token");
-                    }
-                }
-                for s in &found.shards {
-                    let whole = if s.checksum_ok { "whole" } else { "CORRUPTED" };
-                    out!("{}: {} tokens of {} bytes, vocabulary {}, {whole}", s.path.display(), s.tokens, s.bytes_per_token, s.vocab);
-                }
-                if let Some(text) = &found.first_text {
-                    out!("begins: {text:?}");
-                }
-            }
-            if found.shards.iter().any(|s| !s.checksum_ok) {
-                bail!("{} has corrupted shards", path.display());
-            }
+        for s in &found.shards {
+            let whole = if s.checksum_ok { "whole" } else { "CORRUPTED" };
+            out!("{}: {} tokens of {} bytes, vocabulary {}, {whole}", s.path.display(), s.tokens, s.bytes_per_token, s.vocab);
         }
-        DataCommand::Preview { data, out, count, split, least_area, mirror, seed, format, size } => {
-            if !(least_area > 0.0 && least_area <= 1.0) {
-                bail!("--least-area {least_area} is not above 0 and at most 1");
-            }
-            let val = split == Split::Val.name();
-            let set = if data == Path::new("generated") {
-                if format.is_some() || size != images::SIZE {
-                    bail!("--format and --size are for folders; generated pictures have {0}x{0} pixels", images::SIZE);
-                }
-                let split = Split::ALL[usize::from(val)];
-                images::generate(seed, split, images::GENERATED[split as usize])
-            } else {
-                let (train_set, val_set) = images::open(&data, format, size)?;
-                if val { val_set } else { train_set }
-            };
-            let (chosen, columns) = images::by_class(&set, count as usize, seed);
-            let pixels: Vec<&[u8]> = chosen.iter().flatten().map(|i| set.item(*i).0).collect();
-            let block = |heading, pixels: &[u8]| {
-                let mut each = pixels.chunks(images::CHANNELS * set.size * set.size);
-                let one = |i: &Option<usize>| {
-                    let (item, picture) = ((*i)?, each.next()?);
-                    Some((picture.to_vec(), set.classes[set.labels[item] as usize].as_str()))
-                };
-                Block { heading, pictures: chosen.iter().map(one).collect(), columns }
-            };
-            let mut blocks = vec![block("as they are", &pixels.concat())];
-            if !val {
-                blocks.push(block("as training sees them", &augmented(&pixels.concat(), set.size, least_area, mirror, seed)?));
-            }
-            let sheet = images::sheet(&blocks, set.size);
-            let mut png = std::io::Cursor::new(vec![]);
-            sheet.write_to(&mut png, image::ImageFormat::Png)?;
-            write_bytes(&out, png.get_ref())?;
-            out!("{}: from {} pictures of the {split} split, in the order {}", out.display(), set.len(), set.classes.join(", "));
+        if let Some(text) = &found.first_text {
+            out!("begins: {text:?}");
         }
     }
+    if found.shards.iter().any(|s| !s.checksum_ok) {
+        bail!("{} has corrupted shards", path.display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn preview(a: PreviewArgs) -> Result<ExitCode> {
+    let PreviewArgs { data, out, count, split, least_area, mirror, seed, format, size } = a;
+    if !(least_area > 0.0 && least_area <= 1.0) {
+        bail!("--least-area {least_area} is not above 0 and at most 1");
+    }
+    let val = split == Split::Val.name();
+    let set = if data == Path::new("generated") {
+        if format.is_some() || size != images::SIZE {
+            bail!("--format and --size are for folders; generated pictures have {0}x{0} pixels", images::SIZE);
+        }
+        let split = Split::ALL[usize::from(val)];
+        images::generate(seed, split, images::GENERATED[split as usize])
+    } else {
+        let (train_set, val_set) = images::open(&data, format, size)?;
+        if val { val_set } else { train_set }
+    };
+    let (chosen, columns) = images::by_class(&set, count as usize, seed);
+    let pixels: Vec<&[u8]> = chosen.iter().flatten().map(|i| set.item(*i).0).collect();
+    let block = |heading, pixels: &[u8]| {
+        let mut each = pixels.chunks(images::CHANNELS * set.size * set.size);
+        let one = |i: &Option<usize>| {
+            let (item, picture) = ((*i)?, each.next()?);
+            Some((picture.to_vec(), set.classes[set.labels[item] as usize].as_str()))
+        };
+        Block { heading, pictures: chosen.iter().map(one).collect(), columns }
+    };
+    let mut blocks = vec![block("as they are", &pixels.concat())];
+    if !val {
+        blocks.push(block("as training sees them", &augmented(&pixels.concat(), set.size, least_area, mirror, seed)?));
+    }
+    let sheet = images::sheet(&blocks, set.size);
+    let mut png = std::io::Cursor::new(vec![]);
+    sheet.write_to(&mut png, image::ImageFormat::Png)?;
+    write_bytes(&out, png.get_ref())?;
+    out!("{}: from {} pictures of the {split} split, in the order {}", out.display(), set.len(), set.classes.join(", "));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -245,10 +256,11 @@ fn reader(recipes: Recipes, data: Reads) -> Option<&'static str> {
     recipes.iter().find(|r| r.reads().contains(&data)).map(|r| r.name())
 }
 
-fn inspect_images(path: &Path, format: Format, json: bool, recipes: Recipes) -> Result<()> {
+fn inspect_images(path: &Path, format: Format, json: bool, recipes: Recipes) -> Result<ExitCode> {
     let found = images::inspect(path, format)?;
     if json {
-        return write_json(None, &serde_json::to_value(&found)?);
+        write_json(None, &serde_json::to_value(&found)?)?;
+        return Ok(ExitCode::SUCCESS);
     }
     let (train, val) = (&found.train, &found.val);
     out!("{}: {}, {} classes, read as {}x{} pixels", path.display(), found.format, found.classes.len(), found.size, found.size);
@@ -261,5 +273,5 @@ fn inspect_images(path: &Path, format: Format, json: bool, recipes: Recipes) -> 
     if let Some(recipe) = reader(recipes, Reads::Pictures) {
         out!("train on it with: kiln train {recipe} --data {} --set model.classes={}", path.display(), found.classes.len());
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }

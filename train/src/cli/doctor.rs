@@ -1,3 +1,5 @@
+//! `kiln doctor`: what this machine has.
+
 use super::write_json;
 use crate::gpu;
 use crate::report::human_bytes;

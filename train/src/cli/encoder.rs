@@ -1,3 +1,5 @@
+//! `kiln check encoder`: embeddings of a folder in the sentence-transformers layout.
+
 use super::DeviceArgs;
 use crate::models::{Encoder, EncoderFeeds};
 use crate::recipe::Session;

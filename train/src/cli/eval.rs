@@ -1,6 +1,8 @@
+//! `kiln eval`: a checkpoint on the validation data, with what each number means.
+
 use super::{DeviceArgs, Opened, Recipes, write_json};
 use crate::checkpoint::Checkpoint;
-use crate::recipe::{Evaluation, Survey};
+use crate::recipe::{Better, Evaluation, Extent, Metric, Survey, Task};
 use crate::run;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -13,11 +15,7 @@ use std::process::ExitCode;
   kiln eval runs/a/checkpoints/step-00000400 --batches 64 --json
   kiln eval runs/p --prompts 500 --replies 8
   kiln eval runs/cifar --data data/other-pictures --picture other.png
-  kiln eval runs/s --data puzzles.csv
-
-Of puzzles: exact is the share that is solved at the segment limit, exact_halted where the model halts by itself (sure of the same answer after
-two segments in a row), after `segments` of them on average; cell is the share of blank cells that are right at the limit, halting_accuracy how
-often the model is right about its answer being right.")]
+  kiln eval runs/s --data puzzles.csv")]
 pub struct EvalArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint)
     checkpoint: PathBuf,
@@ -79,41 +77,16 @@ pub fn run(a: EvalArgs, recipes: Recipes) -> Result<ExitCode> {
     let extent = task.extent()?;
     let mut s = run::load(&*task, &config, &device)?;
     run::restore(&mut s, found)?;
-    let Evaluation { values, confusion, counted } = task.evaluate(&mut s)?;
-    if a.picture.is_some() && confusion.is_none() {
+    let e = task.evaluate(&mut s)?;
+    if a.picture.is_some() && e.confusion.is_none() {
         bail!("--picture is for classifiers: {} has no confusion matrix", config.text("recipe"));
     }
-    let picture = a.picture.clone().or_else(|| beside(found).filter(|_| a.data.is_none() && a.batches.is_none()));
-    if a.json {
-        let mut object = serde_json::json!({ "checkpoint": found.path, "step": found.step });
-        values.iter().for_each(|(n, v)| object[*n] = (*v).into());
-        if let Some(extent) = &extent {
-            object["batches"] = extent.batches.into();
-            object["of_batches"] = extent.of.into();
-        }
-        if let Some((_, floor)) = task.floor() {
-            object["floor"] = floor.into();
-        }
-        if let Some(confusion) = &confusion {
-            object["confusion"] = confusion.to_json();
-        }
-        if let Some(counted) = &counted {
-            object["counted"] = counted.to_json();
-        }
-        write_json(None, &object)?;
-    } else {
-        if let Some(confusion) = &confusion {
-            out_part!("{}", confusion.table());
-        }
-        out!("{} (step {}): {}", found.path.display(), found.step, run::evaluation_line(&values, task.floor()));
-        if let Some(extent) = &extent {
-            out!("{}", extent.line());
-        }
-        if let Some(counted) = &counted {
-            out!("{}", counted.line());
-        }
+    match a.json {
+        true => write_json(None, &described(found, &*task, &e, extent.as_ref()))?,
+        false => show(found, &*task, &e, extent.as_ref())?,
     }
-    if let (Some(confusion), Some(path)) = (&confusion, picture) {
+    let picture = a.picture.clone().or_else(|| beside(found).filter(|_| a.data.is_none() && a.batches.is_none()));
+    if let (Some(confusion), Some(path)) = (&e.confusion, picture) {
         let name = format!("{} {}", config.text("recipe"), config.text("preset"));
         match run::draw_confusion(confusion, &name, found.step, &path)? {
             true if a.json => {}
@@ -122,6 +95,46 @@ pub fn run(a: EvalArgs, recipes: Recipes) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn described(found: &Checkpoint, task: &dyn Task, e: &Evaluation, extent: Option<&Extent>) -> serde_json::Value {
+    let mut object = serde_json::json!({ "checkpoint": found.path, "step": found.step });
+    e.values.iter().for_each(|(n, v)| object[*n] = (*v).into());
+    let meaning = |(n, _): &(&str, f64)| Some((n.to_string(), Metric::find(task.metrics(), n)?.to_json()));
+    object["metrics"] = serde_json::Value::Object(e.values.iter().filter_map(meaning).collect());
+    if let Some(extent) = extent {
+        object["batches"] = extent.batches.into();
+        object["of_batches"] = extent.of.into();
+    }
+    if let Some((_, floor)) = task.floor() {
+        object["floor"] = floor.into();
+    }
+    if let Some(confusion) = &e.confusion {
+        object["confusion"] = confusion.to_json();
+    }
+    if let Some(counted) = &e.counted {
+        object["counted"] = counted.to_json();
+    }
+    object
+}
+
+/// The same for people, with what each number means.
+fn show(found: &Checkpoint, task: &dyn Task, e: &Evaluation, extent: Option<&Extent>) -> Result<()> {
+    if let Some(confusion) = &e.confusion {
+        out_part!("{}", confusion.table());
+    }
+    out!("{} (step {}): {}", found.path.display(), found.step, run::evaluation_line(&e.values, task.metrics(), task.floor()));
+    for m in e.values.iter().filter_map(|(n, _)| Metric::find(task.metrics(), n)) {
+        let better = if m.better == Better::Neither { String::new() } else { format!(" ({} is better)", m.better.name()) };
+        out!("  {}: {}{better}", m.name, m.about);
+    }
+    if let Some(extent) = extent {
+        out!("{}", extent.line());
+    }
+    if let Some(counted) = &e.counted {
+        out!("{}", counted.line());
+    }
+    Ok(())
 }
 
 /// In the folder of the run that a checkpoint is of; none where it stands alone.

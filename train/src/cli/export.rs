@@ -1,3 +1,5 @@
+//! `kiln export`: a checkpoint for other programs.
+
 use super::{Opened, Recipes};
 use anyhow::Result;
 use clap::Args;

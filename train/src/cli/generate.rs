@@ -1,3 +1,5 @@
+//! `kiln generate`: text from a checkpoint or a model folder.
+
 use super::{DeviceArgs, Opened, Recipes};
 use crate::data::Tokenizer;
 use crate::models::decoder::Chat;

@@ -134,7 +134,7 @@ fn run(recipes: Recipes) -> Result<ExitCode> {
     }
 }
 
-/// The command line, with the names of these recipes in its examples; those of what no recipe offers are left out.
+/// The command line, with the names of these recipes in its examples. Help leaves out what no recipe offers.
 fn command(recipes: Recipes) -> clap::Command {
     fn fill(command: clap::Command, names: &[(&str, Option<&str>)], program: &str) -> clap::Command {
         let text = command.get_after_help().map(|t| t.to_string()).unwrap_or_default();
@@ -157,7 +157,16 @@ fn command(recipes: Recipes) -> clap::Command {
         ("{solves}", first(|r| r.solves().is_some())),
         ("{golden}", first(|r| r.reference().is_some())),
     ];
-    fill(Kiln::command(), &names, &crate::program())
+    let needs = [
+        ("predict", first(|r| r.classifies().is_some())),
+        ("solve", first(|r| r.solves().is_some())),
+        ("export", first(|r| r.exports().is_some())),
+    ];
+    let missing = needs.iter().filter(|n| n.1.is_none()).map(|n| n.0);
+    let whole = missing.clone().fold(Kiln::command(), |command, name| command.mut_subcommand(name, |c| c.hide(true)));
+    let unused: Vec<String> = missing.map(|name| format!("kiln {name} ")).collect();
+    let names: Vec<(&str, Option<&str>)> = names.into_iter().chain(unused.iter().map(|command| (command.as_str(), None))).collect();
+    fill(whole, &names, &crate::program())
 }
 
 /// A checkpoint, its config and its recipe.

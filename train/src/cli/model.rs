@@ -1,3 +1,5 @@
+//! `kiln check model`: what a folder in the Hugging Face layout holds, and the logits of its model.
+
 use super::DeviceArgs;
 use crate::data::Tokenizer;
 use crate::models::decoder::{Base, Decoder, Places, Rows};

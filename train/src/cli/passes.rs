@@ -1,3 +1,5 @@
+//! `kiln passes`: every pass with its modes and settings.
+
 use super::write_json;
 use anyhow::Result;
 use clap::Args;

@@ -1,3 +1,5 @@
+//! `kiln plan`: memory, arithmetic and passes of every program, before anything runs.
+
 use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
 use crate::recipe::find_in;
 use crate::report::{human_bytes, human_count, table};
@@ -53,21 +55,32 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
         return nodes(c);
     }
     if a.json {
-        let one = |(name, c): &(&str, Compiled)| {
-            let m = &c.plan.memory;
-            let passes: Vec<serde_json::Value> = c
-                .receipts
-                .iter()
-                .map(|r| serde_json::json!({ "pass": r.pass, "mode": r.mode.name(), "sites": r.sites(), "applied": r.applied, "declined": r.declined, "notes": r.notes }))
-                .collect();
-            serde_json::json!({
-                "program": name, "ops": c.graph.nodes.len(), "peak": m.peak(), "state": m.state, "activations": m.activations,
-                "workspace": m.workspace, "tables": m.constants, "feeds": m.feeds, "flops": c.plan.cost.flops, "bytes": c.plan.cost.bytes, "parts": c.by_part(), "passes": passes,
-            })
-        };
-        write_json(None, &serde_json::Value::Array(compiled.iter().map(one).collect()))?;
+        write_json(None, &serde_json::Value::Array(compiled.iter().map(described).collect()))?;
         return Ok(ExitCode::SUCCESS);
     }
+    out!("{} {}: each program before it runs (programs share state and arena)", config.text("recipe"), config.text("preset"));
+    show(&compiled)?;
+    let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
+    out_part!("{}", receipts_table(&named, a.verbose));
+    Ok(ExitCode::SUCCESS)
+}
+
+fn described((name, c): &(&str, Compiled)) -> serde_json::Value {
+    let m = &c.plan.memory;
+    let pass = |r: &engine::passes::Receipt| {
+        serde_json::json!({
+            "pass": r.pass, "mode": r.mode.name(), "sites": r.sites(), "applied": r.applied, "declined": r.declined, "notes": r.notes
+        })
+    };
+    serde_json::json!({
+        "program": name, "ops": c.graph.nodes.len(), "peak": m.peak(), "state": m.state, "activations": m.activations,
+        "workspace": m.workspace, "tables": m.constants, "feeds": m.feeds, "flops": c.plan.cost.flops, "bytes": c.plan.cost.bytes,
+        "parts": c.by_part(), "passes": c.receipts.iter().map(pass).collect::<Vec<_>>(),
+    })
+}
+
+/// Memory and arithmetic of each program.
+fn show(compiled: &[(&str, Compiled)]) -> Result<()> {
     let rows: Vec<Vec<String>> = compiled
         .iter()
         .map(|(name, c)| {
@@ -87,16 +100,13 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
             ]
         })
         .collect();
-    out!("{} {}: each program before it runs (programs share state and arena)", config.text("recipe"), config.text("preset"));
     out!("{}", table(&["program", "peak", "state", "activations", "workspace", "tables", "ops", "flops", "bytes moved"], &rows));
-    for (name, c) in &compiled {
+    for (name, c) in compiled {
         let parts: Vec<String> = c.by_part().into_iter().map(|(part, bytes)| format!("{part} {}", human_bytes(bytes as u64))).collect();
         out!("{name}, the most that each part holds at a time: {}", parts.join(", "));
     }
     out!();
-    let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
-    out_part!("{}", receipts_table(&named, a.verbose));
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// One line a node: number, what it is, its inputs, its outputs with their buffers and lifetimes, and where it was recorded.

@@ -1,3 +1,5 @@
+//! `kiln predict`: the classes of pictures.
+
 use super::{DeviceArgs, Opened, Recipes, write_json};
 use crate::data::DataError;
 use crate::data::images::{CHANNELS, read_picture};

@@ -1,3 +1,5 @@
+//! `kiln solve`: answers to puzzles, segment by segment.
+
 use super::{DeviceArgs, Opened, Recipes, write_json};
 use crate::data::puzzles::Task;
 use crate::input;

@@ -1,3 +1,5 @@
+//! `kiln train`: which run to begin or go on with, and how its end becomes an exit status.
+
 use super::signals::Signal;
 use super::{ConfigArgs, DeviceArgs, Recipes};
 use crate::config::{Config, named_in, read_file};

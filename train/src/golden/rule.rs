@@ -79,10 +79,10 @@ pub fn compare_with(reference: &Computed, file: &Golden, computed: &Computed, ru
     let inputs = ["param/", "input/"];
     let one = |(name, theirs): (&String, &Vec<f32>)| match computed.get(name) {
         Some(ours) if ours.len() == theirs.len() => {
-            let ours = engine::mutant!("golden-files-always-pass", ours, theirs);
+            let compared = engine::mutant!("golden-files-always-pass", ours, theirs);
             // Parameters as they moved, but where rounding would be all that is seen of it.
             let by = |v: &[f32]| if matches!(rule, Rule::Narrow(_)) { moved(file, name, v) } else { wide(v) };
-            one(name, &by(ours), &by(theirs), rule)
+            one(name, &by(compared), &by(theirs), rule)
         }
         _ => Compared::missing(name),
     };

@@ -7,11 +7,13 @@
 //! | `capabilities.rs` | what a trained model can be asked to do: write text, classify pictures, solve puzzles, be exported |
 //! | `session.rs` | programs and the state that they share |
 //! | `evaluation.rs` | what an evaluation found |
+//! | `metric.rs` | what its numbers mean |
 //! | `errors.rs` | what can go wrong |
 
 mod capabilities;
 mod errors;
 mod evaluation;
+mod metric;
 mod session;
 mod supervised;
 
@@ -20,6 +22,7 @@ pub use capabilities::{
 };
 pub use errors::TrainError;
 pub use evaluation::{Counted, Evaluation, Extent, LeftOut};
+pub use metric::{Better, Metric, Unit};
 pub use session::{Pending, Session, Step, is_kept};
 pub use supervised::{Also, Feeds, Losses, Model, Supervised, largest};
 
@@ -99,6 +102,10 @@ pub trait Task {
     /// Asks for what the last step reports; `Pending::finish` waits for it, and the next step may be started first.
     fn report(&self, s: &Session) -> Result<Pending, TrainError>;
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError>;
+    /// What the numbers that it reports and evaluates mean.
+    fn metrics(&self) -> &'static [Metric] {
+        &[Metric::LOSS]
+    }
     /// How much `evaluate` reads, where that is counted in batches.
     fn extent(&self) -> Result<Option<Extent>, TrainError> {
         Ok(None)

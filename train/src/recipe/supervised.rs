@@ -1,6 +1,6 @@
 //! The task of most recipes: a `Model` whose loss is differentiated, with accumulation, clipping, AdamW and evaluation.
 
-use super::{Evaluation, Extent, Pending, Session, Task, TrainError};
+use super::{Evaluation, Extent, Metric, Pending, Session, Task, TrainError};
 use crate::config::TrainConfig;
 use crate::data::{Batch, Loader, Source, positions};
 use crate::optim;
@@ -21,6 +21,10 @@ pub trait Model {
     /// The same for evaluation. A classifier also outputs `logits` [batch, classes].
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Losses<'g> {
         self.loss(r, batch)
+    }
+    /// See `Task::metrics`.
+    fn metrics(&self) -> &'static [Metric] {
+        &[Metric::LOSS]
     }
     /// See `Task::settle`.
     fn settle(&self, _free: Option<u64>) {}
@@ -351,6 +355,10 @@ impl<M: Model> Task for Supervised<M> {
             return Err(TrainError::Other("the validation targets are all masked (data.ignore_tokens?)".into()));
         }
         Ok(Evaluation { values: names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect(), confusion, counted: None })
+    }
+
+    fn metrics(&self) -> &'static [Metric] {
+        self.model.metrics()
     }
 
     fn extent(&self) -> Result<Option<Extent>, TrainError> {

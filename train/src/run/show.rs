@@ -3,7 +3,7 @@
 use super::write_bytes;
 use crate::epochs::Epochs;
 use crate::metrics;
-use crate::recipe::{Picture, Task, TrainError};
+use crate::recipe::{Metric, Picture, Task, TrainError};
 use crate::report::{self, Confusion, Panel, Series};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
@@ -23,17 +23,14 @@ pub fn draw_confusion(confusion: &Confusion, name: &str, step: u64, path: &Path)
 }
 
 /// Means over an epoch's steps of what is evaluated too.
-pub fn epoch_line(epochs: &Epochs, values: &[(&'static str, f64)]) -> String {
+pub fn epoch_line(epochs: &Epochs, values: &[(&'static str, f64)], metrics: &[Metric]) -> String {
     let means: Vec<_> = values.iter().filter_map(|(name, _)| Some((*name, epochs.mean(name)?))).collect();
-    evaluation_line(&means, None)
+    evaluation_line(&means, metrics, None)
 }
 
-/// Of what is evaluated, that which is shown in percent.
-const SHARES: [&str; 5] = ["accuracy", "exact", "exact_halted", "cell", "halting_accuracy"];
-
 /// `loss 1.2345, accuracy 87.65% (entropy of the data 1.1000)`
-pub fn evaluation_line(values: &[(&'static str, f64)], floor: Option<(&'static str, f64)>) -> String {
-    let one = |(n, v): &(&str, f64)| if SHARES.contains(n) { format!("{n} {:.2}%", 100.0 * v) } else { format!("{n} {v:.4}") };
+pub fn evaluation_line(values: &[(&'static str, f64)], metrics: &[Metric], floor: Option<(&'static str, f64)>) -> String {
+    let one = |(n, v): &(&str, f64)| format!("{n} {}", Metric::shown(metrics, n, *v));
     let all: Vec<String> = values.iter().map(one).collect();
     let floor = floor.map_or(String::new(), |(n, v)| format!(" ({n}: {v:.4})"));
     format!("{}{floor}", all.join(", "))
@@ -61,12 +58,19 @@ pub fn draw(task: &dyn Task, out: &Path, title: &str, floor: Option<(&'static st
         let lines = |lines: &[(String, String)]| -> Vec<(String, Vec<(f64, f64)>)> {
             lines.iter().map(|(label, key)| (label.clone(), points(key))).filter(|l| !l.1.is_empty()).collect()
         };
-        let panels: Vec<_> = picture.panels.iter().map(|(what, own)| (*what, lines(own))).filter(|p| !p.1.is_empty()).collect();
+        let panels: Vec<_> = picture
+            .panels
+            .iter()
+            .map(|(what, own)| (Metric::label(task.metrics(), what), lines(own)))
+            .filter(|p| !p.1.is_empty())
+            .collect();
         if panels.is_empty() {
             continue;
         }
-        let series: Vec<(&str, Vec<Series>)> =
-            panels.iter().map(|(what, own)| (*what, own.iter().map(|(label, points)| Series { label, points }).collect())).collect();
+        let series: Vec<(&str, Vec<Series>)> = panels
+            .iter()
+            .map(|(what, own)| (what.as_str(), own.iter().map(|(label, points)| Series { label, points }).collect()))
+            .collect();
         let panels: Vec<Panel> = series.iter().map(|(what, series)| Panel { what, series, floor }).collect();
         report::curves(&out.join(picture.file), title, &panels)?;
         drawn.push(picture);

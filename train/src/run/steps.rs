@@ -8,7 +8,7 @@ use crate::config::{Config, TrainConfig};
 use crate::epochs::Epochs;
 use crate::metrics::Metrics;
 use crate::optim::schedule::rate;
-use crate::recipe::{Evaluation, Pending, Session, Step, Task, TrainError};
+use crate::recipe::{Evaluation, Metric, Pending, Session, Step, Task, TrainError};
 use crate::report::{human_count, human_time};
 use crate::speed::Speed;
 use crate::{checkpoint, files, say, warn};
@@ -206,7 +206,8 @@ impl<'a> Run<'a> {
         }
         self.metrics.record(at, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?;
         let (name, value) = &report.values[0];
-        let line = format!("{name} {value:.4}  {} {}/s", human_count(per_second), self.task.work().0);
+        let value = Metric::shown(self.task.metrics(), name, *value);
+        let line = format!("{name} {value}  {} {}/s", human_count(per_second), self.task.work().0);
         let steps = self.c.steps;
         if self.bar.is_hidden() && (at.is_multiple_of((steps / 20).max(self.c.log_every)) || at == steps) {
             say!("step {at}/{steps}  {line}");
@@ -217,9 +218,10 @@ impl<'a> Run<'a> {
 
     fn show_evaluation(&mut self) -> Result<(), TrainError> {
         let Some(Evaluation { values, .. }) = &self.evaluated else { return Ok(()) };
-        let (now, found) = (self.done, evaluation_line(values, self.task.floor()));
+        let (now, metrics) = (self.done, self.task.metrics());
+        let found = evaluation_line(values, metrics, self.task.floor());
         self.bar.suspend(|| match &self.epochs {
-            Some(e) => say!("epoch {} (step {now}): training {}; validation {found}", e.shown(now), epoch_line(e, values)),
+            Some(e) => say!("epoch {} (step {now}): training {}; validation {found}", e.shown(now), epoch_line(e, values, metrics)),
             None => say!("step {now}: {found}"),
         });
         if !std::mem::replace(&mut self.extent_said, true)
@@ -261,7 +263,7 @@ impl<'a> Run<'a> {
             Err(e) => say!("no sample: {e}"),
         }
         if let Some(Evaluation { values, confusion, .. }) = &self.evaluated {
-            say!("validation {}", evaluation_line(values, self.task.floor()));
+            say!("validation {}", evaluation_line(values, self.task.metrics(), self.task.floor()));
             if let Some(confusion) = confusion {
                 let path = out.join("confusion.png");
                 match draw_confusion(confusion, &self.name, done, &path)? {

@@ -781,6 +781,7 @@ fn json_is_json() {
         serde_json::from_str(&ran.out).unwrap_or_else(|e| panic!("{args:?}: {e}: {}", ran.out))
     };
     let evaluated = json(&["eval", &text(&run), "--json"]);
+    all_declared(&evaluated);
     assert_eq!(evaluated["step"], 2);
     assert_eq!(evaluated["loss"], records(&run, "eval").last().unwrap()["val_loss"], "eval repeats what training found");
     assert!(json(&["passes", "--json"]).as_array().unwrap().iter().any(|p| p["name"] == "recompute"));

@@ -167,6 +167,18 @@ pub fn checkpoint(out: &Path, step: u64) -> PathBuf {
     out.join("checkpoints").join(format!("step-{step:08}"))
 }
 
+/// Of what `kiln eval --json` found, every number has its meaning and direction.
+#[track_caller]
+pub fn all_declared(evaluated: &serde_json::Value) {
+    let found = evaluated.as_object().unwrap().iter().filter(|(_, v)| v.is_number()).map(|(name, _)| name);
+    let metrics: Vec<&String> = found.filter(|n| !["step", "batches", "of_batches", "floor"].contains(&n.as_str())).collect();
+    assert!(!metrics.is_empty(), "{evaluated}");
+    for name in metrics {
+        let said = &evaluated["metrics"][name];
+        assert!(said["about"].is_string() && ["higher", "lower", "neither"].map(Some).contains(&said["better"].as_str()), "{name}: {said}");
+    }
+}
+
 /// The names in a folder, hidden ones too, sorted.
 pub fn names(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).map(|d| d.map(|e| e.unwrap().file_name().into_string().unwrap()).collect());

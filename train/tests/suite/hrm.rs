@@ -397,6 +397,7 @@ fn stopped_and_resumed_is_never_having_stopped() {
     // A checkpoint is evaluated as the run was.
     let said = kiln(["eval", &text(&whole), "--json", "--threads", "1"]).ok();
     let value: Value = serde_json::from_str(&said.out).unwrap();
+    all_declared(&value);
     for name in ["exact", "exact_halted", "cell", "segments", "halting_accuracy"] {
         assert_eq!(value[name], last[format!("val_{name}")], "{name}");
     }

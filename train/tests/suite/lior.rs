@@ -254,6 +254,7 @@ fn stopped_and_resumed_is_never_having_stopped_and_the_pictures_are_drawn() {
     assert!(ok, "{text}");
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let recorded: serde_json::Value = serde_json::from_str(last).unwrap();
+    crate::common::all_declared(&value);
     assert_eq!(value["lior"], recorded["val_lior"]);
 }
 

@@ -1,6 +1,6 @@
 //! Prompts with replies, from files to runs: what is read, refused, packed, resumed; and the base that a run makes for itself.
 
-use crate::common::{Ran, checkpoint, finish, kiln, losses, names, resume, same_bytes, signal, text, wait_until};
+use crate::common::{Ran, all_declared, checkpoint, finish, kiln, losses, names, resume, same_bytes, signal, text, wait_until};
 use kiln::data::replies::{Files, Read, Template, TooLong};
 use kiln::data::{Source, Split, Tokenizer};
 use std::fs;
@@ -58,6 +58,7 @@ fn packed_and_padded_rows_have_the_same_loss_and_runs_resume() {
     // No prompt is asked twice, however many are asked for.
     let replies = text(&dir.path().join("replies.jsonl"));
     let eval = kiln(["eval", &text(&whole), "--json", "--threads", "1", "--prompts", "500", "--write-replies", &replies]).ok();
+    all_declared(&serde_json::from_str(&eval.out).unwrap());
     let sets: Vec<serde_json::Value> = fs::read_to_string(&replies).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     let mut asked: Vec<&str> = sets.iter().map(|s| s["prompt"].as_str().unwrap()).collect();
     asked.sort();

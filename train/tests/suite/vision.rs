@@ -168,6 +168,7 @@ fn guesses(evaluated: &Value) -> Guesses {
 fn evaluation_prediction_and_training_agree() {
     let (dir, data, out) = trained();
     let evaluated = json(&["eval", &text(&out), "--json", "--threads", "1"]);
+    all_declared(&evaluated);
     let last = by_step(&out).into_values().next_back().unwrap();
     assert_eq!((&evaluated["loss"], &evaluated["accuracy"]), (&last["val_loss"], &last["val_accuracy"]));
     let accuracy = evaluated["accuracy"].as_f64().unwrap();

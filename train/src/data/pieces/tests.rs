@@ -1,3 +1,5 @@
+//! Text that is encoded in pieces has the tokens of the whole.
+
 use super::super::tokenizer::tests::letters;
 use super::*;
 use serde_json::{Map, json};

@@ -13,7 +13,10 @@ use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::{Loader, Split};
 use crate::golden::Golden;
 use crate::optim;
-use crate::recipe::{Computed, Evaluation, Extent, Pending, Picture, Reads, Recipe, Reference, Session, Solver, Solves, Task, TrainError};
+use crate::recipe::{
+    Better, Computed, Evaluation, Extent, Metric, Pending, Picture, Reads, Recipe, Reference, Session, Solver, Solves, Task, TrainError,
+    Unit,
+};
 use carry::Carry;
 use engine::ops::concat::concat;
 use engine::ops::pointwise::{Bin, pointwise};
@@ -93,6 +96,23 @@ impl Reference for HrmRecipe {
         golden::segments(file, switches, device)
     }
 }
+
+const METRICS: &[Metric] = &[
+    Metric::new("loss", Unit::None, Better::Lower, "what is differentiated: ce, and halting and balance by their weights"),
+    Metric::new("ce", Unit::Nats, Better::Lower, "cross-entropy of a cell"),
+    Metric::new("halting", Unit::Nats, Better::Lower, "cross-entropy of the model's guess whether its answer is right"),
+    Metric::new("balance", Unit::None, Better::Lower, "how unevenly the experts are used"),
+    Metric::new("exact", Unit::Share, Better::Higher, "of the puzzles, those that are solved at the segment limit"),
+    Metric::new(
+        "exact_halted",
+        Unit::Share,
+        Better::Higher,
+        "the same where the model halts by itself: once it is sure of the same answer after two segments in a row",
+    ),
+    Metric::new("cell", Unit::Share, Better::Higher, "of the blank cells, those that are right at the segment limit"),
+    Metric::new("segments", Unit::Count("segments"), Better::Lower, "until the model halts, on average"),
+    Metric::new("halting_accuracy", Unit::Share, Better::Higher, "how often the model is right about its answer being right"),
+];
 
 struct HrmTask {
     c: HrmConfig,
@@ -199,6 +219,10 @@ impl Task for HrmTask {
         }
         let counted = Some(self.puzzles.counted(score.puzzles, set.len()));
         Ok(Evaluation { values: score.values(), confusion: None, counted })
+    }
+
+    fn metrics(&self) -> &'static [Metric] {
+        METRICS
     }
 
     fn extent(&self) -> Result<Option<Extent>, TrainError> {

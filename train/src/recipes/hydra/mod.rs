@@ -9,7 +9,9 @@ use crate::checkpoint::Checkpoint;
 use crate::config::{Config, DataConfig, TrainConfig};
 use crate::data::Source;
 use crate::golden::{Golden, Steps, differentiated};
-use crate::recipe::{Computed, Feeds, Model, Reads, Recipe, Reference, Session, Supervised, Task, TextModel, TrainError, Writes};
+use crate::recipe::{
+    Better, Computed, Feeds, Metric, Model, Reads, Recipe, Reference, Session, Supervised, Task, TextModel, TrainError, Unit, Writes,
+};
 use crate::sample::{Sampling, continue_tokens};
 use crate::text::Text;
 use engine::{Data, Device, Recorder, Switches, Var};
@@ -81,6 +83,13 @@ impl Reference for HydraRecipe {
     }
 }
 
+const METRICS: &[Metric] = &[
+    Metric::new("loss", Unit::Nats, Better::Lower, "of a token; in evaluation with routers that do not look ahead"),
+    Metric::new("ce", Unit::Nats, Better::Lower, "cross-entropy of the next token, without the routers' loss"),
+    Metric::new("router", Unit::None, Better::Lower, "how badly the routers foresee which tokens are chosen"),
+    Metric::new("top_k_loss", Unit::Nats, Better::Lower, "the loss with routers that rank a whole row, as in training"),
+];
+
 struct HydraModel {
     c: HydraConfig,
     text: Text,
@@ -108,6 +117,10 @@ impl Model for HydraModel {
         let honest = h.loss(h.causal_hidden(f.ids), f.targets, f.weight);
         let look_ahead = h.loss(h.hidden(f.ids).0, f.targets, f.weight);
         vec![("loss", honest), ("top_k_loss", look_ahead)]
+    }
+
+    fn metrics(&self) -> &'static [Metric] {
+        METRICS
     }
 
     fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {

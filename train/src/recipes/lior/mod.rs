@@ -8,7 +8,9 @@ pub use model::{Lior, LiorConfig};
 use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::{Loader, Order, Source};
 use crate::golden::Golden;
-use crate::recipe::{Computed, Evaluation, Extent, Pending, Picture, Reads, Recipe, Reference, Session, Task, TrainError};
+use crate::recipe::{
+    Better, Computed, Evaluation, Extent, Metric, Pending, Picture, Reads, Recipe, Reference, Session, Task, TrainError, Unit,
+};
 use crate::text::Text;
 use engine::{Data, Device, Graph, Recorder, Switches};
 use std::sync::Arc;
@@ -116,6 +118,23 @@ fn reported(c: &LiorConfig) -> Vec<String> {
     first.into_iter().chain(numbered("metric", c.n)).chain(numbered("rotor", c.planes())).collect()
 }
 
+const METRICS: &[Metric] = &[
+    Metric::new(
+        "lior",
+        Unit::None,
+        Better::Neither,
+        "length of the query's path in the free phase, each step times the field's curvature there",
+    ),
+    Metric::new("curvature", Unit::None, Better::Neither, "mean size of the field, which is the encoder's gain"),
+    Metric::new("speed", Unit::None, Better::Neither, "mean length of the query's steps, as the metric measures it"),
+    Metric::new(
+        "delta",
+        Unit::None,
+        Better::Neither,
+        "lior of the nudged phase less that of the free one: what the metric and the rotor learn from",
+    ),
+];
+
 struct LiorTask {
     c: LiorConfig,
     train: TrainConfig,
@@ -193,6 +212,10 @@ impl Task for LiorTask {
         }
         let count = items.min(batches * batch) as f64;
         Ok(Evaluation { values: sums.map(|(name, sum)| (name, sum / count)).into(), confusion: None, counted: None })
+    }
+
+    fn metrics(&self) -> &'static [Metric] {
+        METRICS
     }
 
     fn extent(&self) -> Result<Option<Extent>, TrainError> {

@@ -6,7 +6,7 @@ use crate::data::Split;
 use crate::data::replies::Asked;
 use crate::models::decoder::{Adapted, Decoder, Rows, WRITES, Writer, Written, made_up};
 use crate::models::{Encoder, EncoderFeeds};
-use crate::recipe::{Counted, Evaluation, Extent, Model, Pending, Session, Supervised, Task, TrainError};
+use crate::recipe::{Better, Counted, Evaluation, Extent, Metric, Model, Pending, Session, Supervised, Task, TrainError, Unit};
 use crate::run::write_whole;
 use crate::variety;
 use engine::ops::concat::concat;
@@ -28,6 +28,30 @@ pub struct Policy {
 
 /// Draws of the replies that evaluation has written, beside `WRITES`.
 const SURVEYS: u32 = WRITES + 1;
+
+const METRICS: &[Metric] = &[
+    Metric::new(
+        "loss",
+        Unit::Nats,
+        Better::Lower,
+        "of a token of the replies to learn; in training with the policy gradient's, times its weight",
+    ),
+    Metric::new("policy", Unit::None, Better::Lower, "the policy gradient's loss"),
+    Metric::new("baseline", Unit::None, Better::Neither, "moving mean of diversity, which a set of replies is compared with"),
+    Metric::new("diversity", Unit::None, Better::Higher, "mean distance of the embeddings of a prompt's replies, pair by pair"),
+    Metric::new("diversity_error", Unit::None, Better::Lower, "standard error of diversity"),
+    Metric::new(
+        "distinct_2",
+        Unit::Share,
+        Better::Higher,
+        "of the pairs of tokens in a prompt's replies, those that differ from each other",
+    ),
+    Metric::new("self_bleu", Unit::Share, Better::Lower, "BLEU-4 of each reply against the others to its prompt"),
+    Metric::new("pass_1", Unit::Share, Better::Higher, "chance that a reply is right"),
+    Metric::new("pass_2", Unit::Share, Better::Higher, "chance that one of two replies is right"),
+    Metric::new("pass_4", Unit::Share, Better::Higher, "chance that one of four replies is right"),
+    Metric::new("pass_8", Unit::Share, Better::Higher, "chance that one of eight replies is right"),
+];
 
 /// What a step with replies reports beside the loss.
 const SAID: &[&str] = &["policy", "diversity", "baseline"];
@@ -358,6 +382,10 @@ impl Task for Polychromic {
             }
         }
         Ok(found)
+    }
+
+    fn metrics(&self) -> &'static [Metric] {
+        METRICS
     }
 
     fn extent(&self) -> Result<Option<Extent>, TrainError> {

@@ -9,7 +9,9 @@ use crate::config::{Config, ConfigError, TrainConfig};
 use crate::data::images::{self, GENERATED, ImageSet, generate};
 use crate::data::{DataError, Item, Source, Split};
 use crate::golden::{Golden, Record, Steps, differentiated};
-use crate::recipe::{Classifier, Classifies, Computed, Feeds, Model, Reads, Recipe, Reference, Session, Supervised, Task, TrainError};
+use crate::recipe::{
+    Better, Classifier, Classifies, Computed, Feeds, Metric, Model, Reads, Recipe, Reference, Session, Supervised, Task, TrainError, Unit,
+};
 use engine::{DType, Data, Device, Init, Meta, Recorder, Switches, Var};
 use serde::Deserialize;
 use std::cell::OnceCell;
@@ -125,6 +127,11 @@ impl Reference for VisionRecipe {
     }
 }
 
+const METRICS: &[Metric] = &[
+    Metric::new("loss", Unit::Nats, Better::Lower, "cross-entropy of a picture's class"),
+    Metric::new("accuracy", Unit::Share, Better::Higher, "of the pictures, those whose class is guessed"),
+];
+
 struct VisionModel {
     c: VisionConfig,
     least_area: f32,
@@ -195,6 +202,10 @@ impl Model for VisionModel {
         let logits = VisionBdh { c: &self.c, r, rng: engine::mutant!("dropout-in-evaluation", None, Some(f.rng)) }.logits(pictures);
         r.output("logits", logits);
         losses(logits, f.targets.reshape(&[batch]), f.weight)
+    }
+
+    fn metrics(&self) -> &'static [Metric] {
+        METRICS
     }
 
     fn settle(&self, free: Option<u64>) {
