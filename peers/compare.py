@@ -5,7 +5,7 @@
 
 There are two opponents. The usual one (bench.py) is the reference in a careful user's hands: bf16 autocast, SDPA, fused AdamW, torch.compile. The expert's (tuned/) is
 rewritten by hand for speed. Their modes are `compile`, `graphs`, `autotune` and `eager` of the first, the same behind `tuned-` of the second, with options behind a plus
-(`tuned-graphs+CONV=cudnn`). Without --modes each row has the modes that were fastest when all of them were tried (LOG.md).
+(`tuned-graphs+CONV=cudnn`). Without --modes each row has the fastest of the modes that LOG.md says were tried (autotune takes minutes to set up: --patience).
 
 All of PyTorch's processes are set up side by side, and wait. Then every round times kiln and each of them in turn, alone on the card. A side's figure is the median of its rounds;
 an opponent's is its best mode's. Memory: all that kiln takes from the card beyond its CUDA context, measured, beside what the plan said, against PyTorch's peak.
@@ -16,17 +16,17 @@ import serve
 HERE = os.path.dirname(os.path.abspath(__file__))
 # row -> arguments of `kiln bench`; conditions; PyTorch's modes by default
 ROWS = {
-    "hydra": (["hydra", "--preset", "100m", "--set", "batch=64"], "64 x 1024 tokens", "graphs,tuned-graphs"),
-    "hydra-4": (["hydra", "--preset", "100m", "--set", "batch=4"], "4 x 1024 tokens", "graphs,tuned-graphs"),
-    "vision_bdh": (["vision_bdh", "--preset", "cifar10"], "2 x 128 images", "graphs,tuned-graphs"),
-    "hrm": (["hrm", "--preset", "sudoku-moe"], "384 puzzles of 81 cells, one segment", "graphs,tuned-graphs"),
-    "lior": (["lior", "--preset", "production", "--set", "batch=8"], "batch 8, 2 x 64 steps", "graphs,tuned-graphs"),
-    "lior-1": (["lior", "--preset", "production", "--set", "batch=1"], "batch 1, 2 x 64 steps", "graphs,tuned-graphs"),
-    "lior-64": (["lior", "--preset", "production", "--set", "batch=64"], "batch 64, 2 x 64 steps", "graphs,tuned-graphs"),
-    # As the peers: no dropout; a quarter of each row is prompt; every step of polychromic-step writes 12 replies of 100 tokens to prompts of 64.
+    "hydra": (["hydra", "--preset", "100m", "--set", "batch=64"], "64 x 1024 tokens, no dropout", "graphs,tuned-graphs"),
+    "hydra-4": (["hydra", "--preset", "100m", "--set", "batch=4"], "4 x 1024 tokens, no dropout", "graphs,tuned-graphs"),
+    "vision_bdh": (["vision_bdh", "--preset", "cifar10"], "2 x 128 images, dropout 0.1", "autotune,compile,tuned-graphs"),
+    "hrm": (["hrm", "--preset", "sudoku-moe"], "384 puzzles of 81 cells, one segment, no dropout", "graphs,tuned-graphs"),
+    "lior": (["lior", "--preset", "production", "--set", "batch=8"], "batch 8 of 128 tokens, 2 x 64 steps", "graphs,tuned-graphs"),
+    "lior-1": (["lior", "--preset", "production", "--set", "batch=1"], "batch 1 of 128 tokens, 2 x 64 steps", "graphs,tuned-graphs"),
+    "lior-64": (["lior", "--preset", "production", "--set", "batch=64"], "batch 64 of 128 tokens, 2 x 64 steps", "graphs,tuned-graphs"),
+    # As the peers: no dropout; a quarter of each row is prompt; every step of polychromic-step writes 12 replies of 100 tokens to prompts of 64; its usual opponent is the two rows before it together.
     "polychromic": (["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "objective.weight=0"], "LoRA 16, 16 x 512 tokens, no dropout", "graphs,tuned-graphs"),
-    "polychromic-step": (["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "every=1", "--set", "prompt_tokens=64"], "the same with 12 replies of 100 tokens, no dropout", "eager,tuned-graphs"),
     "generate": (["generate", "--preset", "qwen3-0.6b", "--set", "prompt_tokens=64"], "12 replies of 100 tokens, prompts of 64", "compile,tuned-graphs"),
+    "polychromic-step": (["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "every=1", "--set", "prompt_tokens=64"], "the same with 12 replies of 100 tokens, no dropout", "tuned-graphs"),
     "diversity": (["ops", "--only", "diversity"], "4,096 sets of 10 x 384, in L2", "compile,tuned-graphs"),
 }
 
@@ -104,6 +104,11 @@ def main():
             continue
         best = lambda who: max((s for mode, s in sides.items() if opponent(mode) == who), key=lambda s: s["per_s"], default={})
         usual, expert = best("bench.py"), best("tuned")
+        if name == "polychromic-step" and not usual and {"generate", "polychromic"} <= results.keys():
+            # All replies at once, then the supervised step: the two rows together, in favour of PyTorch without the policy gradient.
+            parts = [results[n]["usual"] for n in ("generate", "polychromic")]
+            ms = sum(p["ms"] for p in parts)
+            usual = dict(ms=ms, per_s=1e3 / ms, unit="steps", mode="+".join(p["mode"] for p in parts), peak_gib=max(p["peak_gib"] for p in parts))
         results[name] = dict(conditions=ROWS[name][1], kiln=ours, usual=usual, expert=expert)
         ratio = lambda o: f"{ours['per_s'] / o['per_s']:.2f}" if o else "-"
         print(f"{name:17} {digits(ours['per_s']):>10} {digits(usual.get('per_s')):>10} {ratio(usual):>6} {digits(expert.get('per_s')):>10} {ratio(expert):>6}   "

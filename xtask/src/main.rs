@@ -12,7 +12,7 @@ const HELP: &str = "cargo xtask COMMAND
   test      formatting, lints, every test, the examples, every kernel
   kernels   compiles the kernels of every op for every architecture with NVRTC, without a GPU
   mutants   plants errors one at a time and says which test finds each; all, or those whose names hold one of the words that follow.
-            A build of its own and some minutes; what is planted in kernels is tried where there is a GPU. Not part of `test`
+            A build of its own and some minutes; what is planted in kernels is found by the emulator. Not part of `test`
   emulate [OP ..]
             runs the kernels of every case of these ops, or of all, on the CPU and compares with the CPU's numbers (`test` runs the small ones)
   torture   kills kiln, starves it, cuts its power, damages its files, and counts what it does not survive

@@ -2,7 +2,7 @@
 //! for each. One that no test finds is a test that is missing.
 
 use crate::root;
-use By::{Engine, EngineLib, Gpu, Kiln, Train, TrainLib};
+use By::{Engine, EngineLib, Kiln, Train, TrainLib};
 use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -18,8 +18,6 @@ enum By {
     TrainLib(&'static [&'static str]),
     Train(&'static [&'static str]),
     Kiln(&'static str),
-    /// A command of kiln that needs a GPU.
-    Gpu(&'static str),
 }
 
 /// Name, what is wrong, who finds it.
@@ -34,6 +32,9 @@ const RESUME: By = Train(&["lifecycle::a_resumed_run_is_bit_for_bit_the_run_that
 const EVALUATION: By = Train(&["vision::evaluation_draws_nothing"]);
 const POLICY: By = Train(&["polychromic::golden_with_passes_on_and_off"]);
 const NUCLEUS: By = EngineLib(&["ops::sample::tests::the_nucleus_is_the_references"]);
+
+/// Without a GPU, by the emulator.
+const KERNELS: By = EngineLib(&["cuda::emulator::tests::kernels_give_the_cpus_numbers"]);
 
 const MUTANTS: &[Mutant] = &[
     // Ops, forwards and backwards.
@@ -207,11 +208,11 @@ const MUTANTS: &[Mutant] = &[
         Engine(&["ops::an_op_that_is_not_its_unfused_form_is_found"]),
     ),
     // In kernels.
-    ("cuda-attention-without-scale", "scores are not scaled", Gpu("check ops attention --device cuda")),
-    ("cuda-layer-norm-without-mean", "the mean is not taken off", Gpu("check ops norm --device cuda")),
-    ("cuda-loss-without-weight", "the loss of a row is not weighted", Gpu("check ops linear --device cuda")),
-    ("cuda-expert-of-a-tie", "which of equal experts is taken", Gpu("check ops experts --device cuda")),
-    ("cuda-adamw-second-moment-not-corrected", "a correction is missing", Gpu("check ops adamw --device cuda")),
+    ("cuda-attention-without-scale", "scores are not scaled", KERNELS),
+    ("cuda-layer-norm-without-mean", "the mean is not taken off", KERNELS),
+    ("cuda-loss-without-weight", "the loss of a row is not weighted", KERNELS),
+    ("cuda-expert-of-a-tie", "which of equal experts is taken", KERNELS),
+    ("cuda-adamw-second-moment-not-corrected", "a correction is missing", KERNELS),
 ];
 
 /// What is planted in the text of kernels must still be there; no mutant is needed to see that.
@@ -229,8 +230,6 @@ pub fn run(words: &[String]) -> Result<(), String> {
         return Err(format!("no mutant's name holds {}", words.join(" or ")));
     }
     let built = Built::new()?;
-    let gpu = built.has_gpu()?;
-    let (chosen, not_run): (Vec<&Mutant>, Vec<&Mutant>) = chosen.into_iter().partition(|m| gpu || !matches!(m.2, Gpu(_)));
     // Without a mutant everything must pass, or the failure of a test would say nothing.
     let mut finders = vec![IN_KERNELS];
     for m in &chosen {
@@ -258,14 +257,13 @@ pub fn run(words: &[String]) -> Result<(), String> {
         }
         ended
     });
-    not_run.iter().for_each(|m| line(m, "not run: it needs a GPU"));
     let mut survived = vec![];
     for (m, ended) in chosen.iter().zip(ended) {
         if let Ended::Passed = ended? {
             survived.push(m.0);
         }
     }
-    println!("{} found, {} survived, {} not run", chosen.len() - survived.len(), survived.len(), not_run.len());
+    println!("{} found, {} survived", chosen.len() - survived.len(), survived.len());
     match survived.is_empty() {
         true => Ok(()),
         false => Err(format!("no test finds {}: write one", survived.join(", "))),
@@ -328,11 +326,6 @@ impl Built {
         })
     }
 
-    fn has_gpu(&self) -> Result<bool, String> {
-        let doctor = Command::new(&self.kiln).arg("doctor").output().map_err(|e| format!("kiln does not start: {e}"))?;
-        Ok(!String::from_utf8_lossy(&doctor.stdout).contains("auto means cpu"))
-    }
-
     fn run(&self, by: &By, mutant: Option<&str>) -> Result<Ended, String> {
         static RUNS: AtomicUsize = AtomicUsize::new(0);
         let (binary, package) = match by {
@@ -340,7 +333,7 @@ impl Built {
             Engine(_) => (&self.engine[1], "engine"),
             TrainLib(_) => (&self.train[0], "train"),
             Train(_) => (&self.train[1], "train"),
-            Kiln(_) | Gpu(_) => (&self.kiln, ""),
+            Kiln(_) => (&self.kiln, ""),
         };
         let folder = self.target.join(format!("runs/{}", RUNS.fetch_add(1, Ordering::Relaxed)));
         let problem = |what: &str, e: std::io::Error| format!("{what} {}: {e}", folder.display());
@@ -350,7 +343,7 @@ impl Built {
         let mut command = Command::new(binary);
         match by {
             EngineLib(tests) | Engine(tests) | TrainLib(tests) | Train(tests) => command.args(*tests).arg("--exact"),
-            Kiln(args) | Gpu(args) => command.args(args.split(' ')),
+            Kiln(args) => command.args(args.split(' ')),
         };
         // What it caches is its own: a base that was trained with an error in it must not outlive the run.
         command
@@ -376,7 +369,7 @@ impl Built {
         let _ = fs::remove_dir_all(&folder);
         let asked = match by {
             EngineLib(tests) | Engine(tests) | TrainLib(tests) | Train(tests) => Some(tests.len()),
-            Kiln(_) | Gpu(_) => None,
+            Kiln(_) => None,
         };
         judge(asked, status.success(), &said)
             .ok_or_else(|| format!("{}: {command:?} ended with {status} and said\n{said}", mutant.unwrap_or("no mutant")))
@@ -392,9 +385,12 @@ fn judge(asked: Option<usize>, passed: bool, said: &str) -> Option<Ended> {
     // "test a::b ... FAILED", "FAIL  norm: rms (gradient)   input 0: .."
     let test = |l: &str| l.strip_prefix("test ")?.strip_suffix(" ... FAILED").map(String::from);
     let check = |l: &str| l.strip_prefix("FAIL  ").and_then(|l| l.split("  ").next()).map(String::from);
-    match said.lines().find_map(|l| test(l).or_else(|| check(l))) {
+    let failed: Vec<String> = said.lines().filter_map(|l| test(l).or_else(|| check(l))).collect();
+    // Of several tests each must find it.
+    let all = asked.is_none_or(|asked| failed.len() == asked);
+    match failed.into_iter().next() {
         None if passed => Some(Ended::Passed),
-        Some(by) if !passed => Some(Ended::Failed(by)),
+        Some(by) if !passed && all => Some(Ended::Failed(by)),
         _ => None,
     }
 }
@@ -455,8 +451,9 @@ mod tests {
     #[test]
     fn a_run_that_says_nothing_is_no_verdict() {
         let judged = |asked, passed, said: &str| judge(asked, passed, said).map(|e| format!("{e:?}"));
-        let failed = "running 2 tests\ntest a::b ... ok\ntest a::c ... FAILED\n";
-        assert_eq!(judged(Some(2), false, failed).as_deref(), Some("Failed(\"a::c\")"));
+        let failed = "running 2 tests\ntest a::b ... FAILED\ntest a::c ... FAILED\n";
+        assert_eq!(judged(Some(2), false, failed).as_deref(), Some("Failed(\"a::b\")"));
+        assert_eq!(judged(Some(2), false, &failed.replace("b ... FAILED", "b ... ok")), None, "only one of two finds it");
         assert_eq!(judged(Some(1), true, "running 1 test\ntest a ... ok\n").as_deref(), Some("Passed"));
         assert_eq!(judged(Some(1), true, "running 0 tests\n"), None, "the filter matches nothing");
         assert_eq!(judged(Some(1), false, "running 1 test\n"), None, "it crashed, or the test is not there");

@@ -16,7 +16,7 @@ pub struct Timing {
     pub bytes: u64,
 }
 
-/// The best of `repeat` runs of a case: forwards, and on a GPU, whose clock tells nodes apart, backwards too.
+/// The median of `repeat` runs of a case: forwards, and on a GPU, whose clock tells nodes apart, backwards too.
 pub fn time_case(case: &Case, dtype: DType, device: &Device, repeat: usize) -> Result<Vec<Timing>, String> {
     let r = Recorder::new();
     let mut feeds = vec![];
@@ -49,33 +49,38 @@ pub fn time_case(case: &Case, dtype: DType, device: &Device, repeat: usize) -> R
     }
     let mut p = Loaded::new(r.finish(), &Switches::default(), device)?;
     if !gpu {
-        let mut ms = f64::INFINITY;
-        for _ in 0..repeat + 1 {
+        let mut times = vec![];
+        for round in 0..repeat + 1 {
             let start = std::time::Instant::now();
             p.run(&feeds, &[])?;
-            ms = ms.min(start.elapsed().as_secs_f64() * 1e3);
+            times.extend((round > 0).then_some(start.elapsed().as_secs_f64() * 1e3));
         }
-        return Ok(vec![Timing { backward: false, ms, flops: p.program.flops, bytes: p.program.bytes }]);
+        return Ok(vec![Timing { backward: false, ms: median(times), flops: p.program.flops, bytes: p.program.bytes }]);
     }
     let given: Vec<(&str, Data)> = feeds.iter().map(|(n, d)| (n.as_str(), d.data())).collect();
-    let mut best: Vec<Timing> = vec![];
+    let mut rounds: [Vec<Timing>; 2] = [vec![], vec![]];
     for round in 0..repeat + 1 {
         let nodes = p.program.profile(&mut p.store, &given).map_err(|e| e.to_string())?;
-        for backward in [false, true] {
-            let own = nodes.iter().filter(|n| n.backward == backward && n.scope == "case");
-            let t = own.fold(Timing { backward, ms: 0.0, flops: 0, bytes: 0 }, |t, n| Timing {
+        for (backward, own) in [false, true].into_iter().zip(&mut rounds) {
+            let nodes = nodes.iter().filter(|n| n.backward == backward && n.scope == "case");
+            let t = nodes.fold(Timing { backward, ms: 0.0, flops: 0, bytes: 0 }, |t, n| Timing {
                 backward,
                 ms: t.ms + n.ms as f64,
                 flops: t.flops + n.cost.flops,
                 bytes: t.bytes + n.cost.bytes,
             });
-            match best.iter_mut().find(|b| b.backward == backward) {
-                _ if t.ms == 0.0 => {}
-                Some(b) if round > 0 => b.ms = b.ms.min(t.ms),
-                Some(_) => {}
-                None => best.push(t),
-            }
+            own.extend((round > 0 && t.ms > 0.0).then_some(t));
         }
     }
-    Ok(best)
+    let of_rounds = |own: Vec<Timing>| {
+        let ms = median(own.iter().map(|t| t.ms).collect());
+        own.into_iter().next().map(|t| Timing { ms, ..t })
+    };
+    Ok(rounds.into_iter().filter_map(of_rounds).collect())
+}
+
+/// 0 of nothing.
+fn median(mut all: Vec<f64>) -> f64 {
+    all.sort_by(f64::total_cmp);
+    all.get(all.len() / 2).copied().unwrap_or(0.0)
 }

@@ -326,7 +326,9 @@ pub fn all_applied<'a>(programs: impl Iterator<Item = &'a [Receipt]> + Clone) ->
 pub fn known<'a>(name: &str, all: impl IntoIterator<Item = &'a str>) -> String {
     let mut all: Vec<&str> = all.into_iter().collect();
     all.sort_by_key(|k| strsim::levenshtein(k, name));
-    let near =
-        all.first().filter(|k| strsim::levenshtein(k, name) <= 2.max(name.len() / 2)).map_or(String::new(), |k| format!("; did you mean '{k}'?"));
+    let near = all
+        .first()
+        .filter(|k| strsim::levenshtein(k, name) <= 2.max(name.len() / 2))
+        .map_or(String::new(), |k| format!("; did you mean '{k}'?"));
     format!("{near} (known: {})", if all.is_empty() { "none".into() } else { all.join(", ") })
 }

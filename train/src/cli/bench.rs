@@ -367,7 +367,7 @@ fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
         None => None,
     };
     for (op, case) in timed() {
-        for t in time_case(case, dtype, device, a.repeat.min(5)).map_err(anyhow::Error::msg)? {
+        for t in time_case(case, dtype, device, a.repeat).map_err(anyhow::Error::msg)? {
             let (bytes, flops) = (t.bytes as f64 / t.ms * 1e3, t.flops as f64 / t.ms * 1e3);
             // Of the two, what it is closer to is what holds it.
             let share =

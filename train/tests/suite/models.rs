@@ -476,7 +476,7 @@ fn logits(dir: &Path, args: &[&str]) -> Vec<Vec<f32>> {
 }
 
 fn apart(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
-    a.iter().flatten().zip(b.iter().flatten()).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+    a.iter().flatten().zip(b.iter().flatten()).map(|(x, y)| (x - y).abs()).fold(0.0, |worst, d| if d <= worst { worst } else { d })
 }
 
 /// From a base drawn at random to a folder, from there to adapters, a merged model, and back.
