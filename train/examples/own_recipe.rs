@@ -3,17 +3,20 @@
 //!     cargo run --release -p kiln --example own_recipe -- train --out runs/mine
 
 use engine::{DType, Data, Init, Recorder, Var};
-use kiln::config::{Config, TrainConfig};
+use kiln::config::{Config, Keys, Section, TrainConfig};
 use kiln::data::{Generated, Source, Split};
 use kiln::recipe::{Feeds, Model, Recipe, Session, Supervised, Task, TrainError};
 use kiln::sample::{Sampling, choose};
 use std::sync::Arc;
 
-/// Bytes in, bytes out: causal convolutions on a residual stream. The fields are the keys of the section `model`.
-#[derive(serde::Deserialize)]
-struct Mine {
-    dim: usize,
-    seq: usize,
+kiln::section! {
+    /// Bytes in, bytes out: causal convolutions on a residual stream.
+    struct Mine {
+        /// Width of the residual stream.
+        dim: usize = 64, in 1..=4096;
+        /// Tokens of a sequence.
+        seq: usize = 64, in 32..=4096;
+    }
 }
 
 impl Mine {
@@ -72,8 +75,11 @@ impl Recipe for MyRecipe {
     fn about(&self) -> &'static str {
         "causal convolutions over bytes"
     }
+    fn sections(&self) -> Vec<Keys> {
+        vec![Mine::keys("model"), TrainConfig::keys("train")]
+    }
     fn presets(&self) -> &'static [(&'static str, &'static str)] {
-        &[("demo", "[model]\ndim = 64\nseq = 64\n[train]\nsteps = 150\nbatch = 8\nlearning_rate = 5e-3\n")]
+        &[("demo", "# Half a minute on two cores.\n[train]\nsteps = 150\nbatch = 8\nlearning_rate = 5e-3\n")]
     }
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
         Ok(Box::new(Supervised::new(config.section::<Mine>("model")?, config.section::<TrainConfig>("train")?, config.seed())))

@@ -1,13 +1,19 @@
-//! What a run is made from: a preset, a file over it, `--set` over that. Every key stands in the presets, so an unknown key or
-//! a wrong type is known by comparing with them.
+//! What a run is made from: the defaults of its recipe's sections, a preset over them, a file over that, `--set` over that. An unknown key or a
+//! wrong type is known by comparing with the defaults.
 
+mod section;
+
+pub use section::{Key, Keys, Range, Section, Setting, shown};
+pub use toml::Value;
+
+use crate::section;
 use engine::Switches;
 use engine::passes::known;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
-use toml::{Table, Value};
+use std::sync::Arc;
+use toml::Table;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
@@ -31,6 +37,13 @@ pub enum ConfigError {
     Pass(#[from] engine::Error),
 }
 
+impl ConfigError {
+    /// Of what stands in this file.
+    pub fn in_file(self, path: &Path) -> ConfigError {
+        ConfigError::Parse { path: path.into(), cause: self.to_string() }
+    }
+}
+
 /// Refuses a number outside of what it can mean, by its key, value and range.
 pub fn within(key: &str, value: f64, range: RangeInclusive<f64>) -> Result<(), ConfigError> {
     // A bound that was read as f32 is a little beside itself.
@@ -51,174 +64,162 @@ pub const WEIGHT: RangeInclusive<f64> = 0.0..=1e6;
 /// Steps are counted exactly up to here in f64, in which rates and metrics are.
 const MOST_STEPS: u64 = 1 << 53;
 
-/// Sizes that f32 has, which everything is computed in; far beyond what any setting means.
-const SIZES: RangeInclusive<f64> = 1e-38..=1e30;
-
-/// Every number of a section, by its key.
-fn numbers<'a>(key: String, value: &'a Value, out: &mut Vec<(String, &'a Value)>) {
-    match value {
-        Value::Table(t) => t.iter().for_each(|(k, v)| numbers(format!("{key}.{k}"), v, out)),
-        Value::Array(all) => all.iter().for_each(|v| numbers(key.clone(), v, out)),
-        _ => out.push((key, value)),
-    }
-}
-
-/// Optimizer, schedule and cadence: the same for every recipe.
-#[derive(Clone, Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct TrainConfig {
-    pub steps: u64,
-    /// Steps that the schedule spans; more steps than this stretch it.
-    pub horizon: u64,
-    /// Sequences of one micro-batch.
-    pub batch: usize,
-    /// Micro-batches of one step.
-    pub accumulate: usize,
-    pub learning_rate: f64,
-    pub schedule: String,
-    pub warmup: u64,
-    /// wsd: the share of the horizon over which the rate falls at the end.
-    pub decay_share: f64,
-    /// The rate at the end, as a share of the highest.
-    pub final_rate: f64,
-    pub beta1: f32,
-    pub beta2: f32,
-    pub eps: f32,
-    pub weight_decay: f32,
-    pub clip: f32,
-    pub log_every: u64,
-    /// Steps; 0: once an epoch, in recipes that count epochs.
-    pub eval_every: u64,
-    /// 0: all of the validation data.
-    pub eval_batches: u64,
-    pub save_every: u64,
-    pub keep: usize,
-}
-
-/// For models of one's own; kiln's presets name every key.
-impl Default for TrainConfig {
-    fn default() -> TrainConfig {
-        TrainConfig {
-            steps: 1000,
-            horizon: 0,
-            batch: 16,
-            accumulate: 1,
-            learning_rate: 1e-3,
-            schedule: "cosine".into(),
-            warmup: 0,
-            decay_share: 0.2,
-            final_rate: 0.1,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay: 0.1,
-            clip: 1.0,
-            log_every: 10,
-            eval_every: 100,
-            eval_batches: 8,
-            save_every: 100,
-            keep: 3,
-        }
+section! {
+    /// Optimizer, learning-rate schedule, and how often a run logs, evaluates and saves.
+    #[derive(Serialize)]
+    pub struct TrainConfig {
+        /// Optimizer steps of the whole run.
+        pub steps: u64 = 1000, in 0..=MOST_STEPS, [free];
+        /// Length of the learning-rate schedule in steps. 0: as many as the run has when it begins.
+        pub horizon: u64 = 0, in 0..=MOST_STEPS;
+        /// Sequences, pictures or puzzles of one micro-batch.
+        pub batch: usize = 16, in 1..=1 << 20;
+        /// Micro-batches whose gradients are added up in one step.
+        pub accumulate: usize = 1, in 1..=1 << 15; // draws tell 2^15 micro-batches apart
+        /// Highest learning rate.
+        pub learning_rate: f64 = 1e-3, in 1e-38..=1e6;
+        /// Shape of the schedule after the warm-up: half a cosine, wsd (stable, then a linear decay), or constant.
+        pub schedule: String = "cosine".into(), in ["cosine", "wsd", "constant"];
+        /// Steps of linear warm-up.
+        pub warmup: u64 = 0, in 0..=MOST_STEPS;
+        /// wsd: the share of the schedule over which the rate decays at its end.
+        pub decay_share: f64 = 0.2, in 0.0..=1.0;
+        /// Learning rate at the end of the schedule, as a share of the highest.
+        pub final_rate: f64 = 0.1, in 0.0..=1.0;
+        /// AdamW: decay of the mean of gradients.
+        pub beta1: f32 = 0.9, in 0.0..1.0;
+        /// AdamW: decay of the mean of squared gradients.
+        pub beta2: f32 = 0.95, in 0.0..1.0;
+        /// AdamW: what is added to the root of the mean square.
+        pub eps: f32 = 1e-8, in 1e-38..=1.0;
+        /// AdamW: decoupled weight decay of matrices.
+        pub weight_decay: f32 = 0.1, in 0.0..=1e3;
+        /// Largest norm of all gradients together; beyond it they are scaled down.
+        pub clip: f32 = 1.0, in 1e-38..=1e30;
+        /// Steps from one line of metrics to the next.
+        pub log_every: u64 = 10, in 1..=MOST_STEPS, [free];
+        /// Steps from one evaluation to the next. 0: once an epoch, in recipes that count epochs.
+        pub eval_every: u64 = 100, in 0..=MOST_STEPS, [free];
+        /// Batches of one evaluation. 0: all of the validation data.
+        pub eval_batches: u64 = 8, in 0..=MOST_STEPS, [free];
+        /// Steps from one checkpoint to the next.
+        pub save_every: u64 = 100, in 1..=MOST_STEPS, [free];
+        /// Newest checkpoints that are kept. 0: all of them.
+        pub keep: usize = 3, [free];
     }
 }
 
 impl TrainConfig {
+    /// Steps of the learning-rate schedule.
+    pub fn schedule_steps(&self) -> u64 {
+        if self.horizon == 0 { self.steps } else { self.horizon }
+    }
+
     pub fn check(&self) -> Result<(), ConfigError> {
-        let bad = |m: String| Err(ConfigError::Invalid(m));
-        // Draws tell 2^15 micro-batches apart.
-        for (name, v, most) in [("batch", self.batch, 1 << 20), ("accumulate", self.accumulate, 1 << 15)] {
-            if !(1..=most).contains(&v) {
-                return bad(format!("train.{name} = {v}: from 1 to {most}"));
-            }
-        }
-        if !["cosine", "wsd", "constant"].contains(&self.schedule.as_str()) {
-            return bad(format!("train.schedule is '{}': cosine, wsd (warm-up, stable, decay) or constant", self.schedule));
-        }
-        let shares = [("decay_share", self.decay_share), ("final_rate", self.final_rate)];
-        if let Some((name, v)) = shares.iter().find(|(_, v)| !(0.0..=1.0).contains(v)) {
-            return bad(format!("train.{name} = {v} is not between 0 and 1"));
-        }
-        for (name, v) in [("beta1", self.beta1), ("beta2", self.beta2)] {
-            if !(0.0..1.0).contains(&v) {
-                return bad(format!("train.{name} = {v} is not in [0, 1)"));
-            }
-        }
-        within("train.learning_rate", self.learning_rate, 1e-38..=1e6)?;
-        within("train.eps", self.eps as f64, 1e-38..=1.0)?;
-        within("train.clip", self.clip as f64, 1e-38..=1e30)?;
-        within("train.weight_decay", self.weight_decay as f64, 0.0..=1e3)?;
-        let steps = [
-            ("steps", self.steps, 0),
-            ("horizon", self.horizon, 0),
-            ("warmup", self.warmup, 0),
-            ("log_every", self.log_every, 1),
-            ("eval_every", self.eval_every, 0),
-            ("eval_batches", self.eval_batches, 0),
-            ("save_every", self.save_every, 1),
-        ];
-        if let Some((name, v, least)) = steps.iter().find(|(_, v, least)| !(*least..=MOST_STEPS).contains(v)) {
-            return bad(format!("train.{name} = {v}: from {least} to {MOST_STEPS}"));
-        }
-        Ok(())
+        self.in_range("train")
     }
 }
 
-/// Where tokens come from.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DataConfig {
-    /// A folder that `kiln data prepare` made; empty: generated text.
-    pub path: String,
-    /// Tokens that are not trained on when they are the target.
-    pub ignore_tokens: Vec<u32>,
+section! {
+    /// Where tokens come from.
+    pub struct DataConfig {
+        /// A folder that `kiln data prepare` made. Empty: generated text.
+        pub path: String = String::new(), [path];
+        /// Tokens that are not trained on when they are the target.
+        pub ignore_tokens: Vec<u32> = vec![];
+    }
+}
+
+section! {
+    /// Keys outside of every section.
+    pub struct TopConfig {
+        /// Decides initial values, the order of the data and every random draw.
+        pub seed: i64 = 0;
+        /// The weights that the run begins with, as `--init-from` names them: a checkpoint, a run's folder or a .safetensors file. Empty: drawn at
+        /// random.
+        pub init_from: String = String::new();
+    }
 }
 
 /// A fully resolved configuration.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Config {
     table: Table,
+    /// What its keys are; of a checkpoint that is only read, none.
+    sections: Arc<[Keys]>,
 }
 
-const SECTIONS: [&str; 4] = ["model", "data", "objective", "train"];
+impl PartialEq for Config {
+    fn eq(&self, other: &Config) -> bool {
+        self.table == other.table
+    }
+}
 
 impl Config {
-    /// From a preset's text.
-    pub fn preset(recipe: &str, preset: &str, text: &str) -> Config {
-        let mut table: Table = text.parse().unwrap_or_else(|e| panic!("preset {recipe}-{preset}: {e}"));
+    /// Every key with its default.
+    pub fn new(recipe: &str, preset: &str, sections: Vec<Keys>) -> Config {
+        let mut table = TopConfig::keys("").defaults();
         table.insert("recipe".into(), recipe.into());
         table.insert("preset".into(), preset.into());
-        table.entry("seed").or_insert(Value::Integer(0));
-        // Weights that the run began with: a run that starts over begins with them again.
-        table.entry("init_from").or_insert(Value::String(String::new()));
-        table.entry("passes").or_insert(Value::Table(Table::new()));
-        Config { table }
+        table.insert("passes".into(), Value::Table(Table::new()));
+        table.extend(sections.iter().map(|keys| (keys.name.to_string(), Value::Table(keys.defaults()))));
+        Config { table, sections: sections.into() }
     }
 
+    /// From a preset's text, which holds what differs from the defaults. It is part of the program: what is wrong in it is an error of whoever wrote it.
+    pub fn preset(recipe: &str, preset: &str, sections: Vec<Keys>, text: &str) -> Config {
+        let mut config = Config::new(recipe, preset, sections);
+        let wrong = |e: &dyn std::fmt::Display| -> ! { panic!("preset {recipe}-{preset}: {e}") };
+        let table: Table = text.parse().unwrap_or_else(|e| wrong(&e));
+        config.overlay(table).unwrap_or_else(|e| wrong(&e));
+        config
+    }
+
+    /// The settings of a run, as it wrote them; and the keys that it did not know yet, which have their defaults.
+    pub fn of_run(sections: Vec<Keys>, table: Table) -> Result<(Config, Vec<String>), ConfigError> {
+        let text = |key: &str| table.get(key).and_then(Value::as_str).unwrap_or_default();
+        let mut config = Config::new(text("recipe"), text("preset"), sections);
+        let known: Vec<String> = flat(&table).into_iter().map(|(key, _)| key).collect();
+        let filled = flat(&config.table).into_iter().filter(|(key, _)| !known.contains(key)).map(|(key, value)| format!("{key} = {value}"));
+        let filled = filled.collect();
+        config.overlay(table)?;
+        Ok((config, filled))
+    }
+
+    /// The settings in a checkpoint, as they are there.
     pub fn from_json(value: &serde_json::Value) -> Result<Config, ConfigError> {
-        let table = Table::try_from(value).map_err(|e| ConfigError::Invalid(format!("a checkpoint's config: {e}")))?;
-        Ok(Config { table })
+        Ok(Config { table: json_table(value)?, sections: Arc::default() })
+    }
+
+    /// As `of_run`, from a checkpoint of the same recipe.
+    pub fn of_checkpoint(&self, value: &serde_json::Value) -> Result<(Config, Vec<String>), ConfigError> {
+        Config::of_run(self.sections.to_vec(), json_table(value)?)
+    }
+
+    /// Takes a size from the data where the config leaves it open.
+    pub fn size<E: From<ConfigError>>(&mut self, key: &str, of_data: impl FnOnce(&Config) -> Result<usize, E>) -> Result<(), E> {
+        let (section, name) = key.split_once('.').unwrap_or(("", key));
+        if self.value(section, name).and_then(Value::as_integer) == Some(0) {
+            let size = of_data(self)?;
+            self.set_value(key, (size as i64).into())?;
+        }
+        Ok(())
+    }
+
+    /// Every key of every section.
+    pub fn keys(&self) -> impl Iterator<Item = (&str, &Key)> {
+        self.sections.iter().flat_map(|section| section.keys.iter().map(|key| (section.name, key)))
+    }
+
+    /// Whether a resumed run may change this key.
+    pub fn is_free(&self, name: &str) -> bool {
+        self.keys().any(|(section, key)| key.free && name.split_once('.') == Some((section, key.name)))
     }
 
     /// Lays a TOML file over this.
     pub fn overlay_file(&mut self, path: &Path) -> Result<(), ConfigError> {
         let table = read_file(path)?;
-        self.overlay(table).map_err(|e| ConfigError::Parse { path: path.into(), cause: e.to_string() })
-    }
-
-    /// A run's own config file over the preset that it names: every key must be there.
-    pub fn overlay_run(&mut self, path: &Path) -> Result<(), ConfigError> {
-        let table = read_file(path)?;
-        let keys = |t: &Table| {
-            let mut all = vec![];
-            flatten("", &Value::Table(t.clone()), &mut all);
-            all.into_iter().map(|(k, _)| k).filter(|k| !k.starts_with("passes.")).collect::<Vec<_>>()
-        };
-        let have = keys(&table);
-        self.overlay_file(path)?;
-        match keys(&self.table).into_iter().find(|k| !have.contains(k)) {
-            Some(key) => Err(ConfigError::Parse { path: path.into(), cause: format!("has lost its key '{key}'") }),
-            None => Ok(()),
-        }
+        self.overlay(table).map_err(|e| e.in_file(path))
     }
 
     fn overlay(&mut self, table: Table) -> Result<(), ConfigError> {
@@ -278,7 +279,7 @@ impl Config {
                 return self.set_pass(rest, &text);
             }
             if !self.table.get(section).is_some_and(Value::is_table) {
-                let near = known(section, SECTIONS.into_iter().chain(["passes"]));
+                let near = known(section, self.section_names().chain(["passes"]));
                 return Err(ConfigError::Unknown { what: "section", name: section.into(), near });
             }
             return self.lay(&[section.to_string()], rest.to_string(), value);
@@ -287,11 +288,11 @@ impl Config {
             return self.lay(&[], key.into(), value);
         }
         let has = |s: &&str| self.table.get(*s).and_then(Value::as_table).is_some_and(|t| t.contains_key(key));
-        let sections: Vec<&str> = SECTIONS.into_iter().filter(has).collect();
+        let sections: Vec<&str> = self.section_names().filter(has).collect();
         match sections[..] {
             [one] => self.lay(&[one.to_string()], key.into(), value),
             [] => {
-                let all = SECTIONS.into_iter().filter_map(|s| self.table.get(s)?.as_table()).flat_map(|t| t.keys()).map(|s| s.as_str());
+                let all = self.section_names().filter_map(|s| self.table.get(s)?.as_table()).flat_map(|t| t.keys()).map(|s| s.as_str());
                 Err(ConfigError::Unknown { what: "key", name: key.into(), near: known(key, all) })
             }
             _ => Err(ConfigError::Ambiguous { key: key.into(), sections: sections.join(", ") }),
@@ -319,19 +320,24 @@ impl Config {
         Ok(s)
     }
 
-    pub fn section<T: DeserializeOwned>(&self, name: &str) -> Result<T, ConfigError> {
-        let value = self.table.get(name).cloned().unwrap_or(Value::Table(Table::new()));
-        let mut all = vec![];
-        numbers(name.into(), &value, &mut all);
-        let unfit = |v: &Value| v.as_float().is_some_and(|v| v != 0.0 && !SIZES.contains(&v.abs()));
-        if let Some((key, v)) = all.iter().find(|(_, v)| unfit(v)) {
-            let (least, most) = (SIZES.start(), SIZES.end());
-            return Err(ConfigError::Invalid(format!("{key} = {v}: 0, or from {least:?} to {most:?} in size (numbers are f32)")));
+    /// Every section but `passes`.
+    fn section_names(&self) -> impl Iterator<Item = &str> {
+        self.table.iter().filter(|(name, value)| value.is_table() && *name != "passes").map(|(name, _)| name.as_str())
+    }
+
+    pub fn section<T: Section>(&self, name: &'static str) -> Result<T, ConfigError> {
+        match self.table.get(name).and_then(Value::as_table) {
+            Some(table) => T::read(name, table),
+            None => T::read(name, &Table::new()),
         }
-        serde_path_to_error::deserialize(value).map_err(|e| {
-            let key = e.path().to_string();
-            ConfigError::Invalid(format!("{name}{} {}", if key == "." { ":".into() } else { format!(".{key}:") }, e.inner().message()))
-        })
+    }
+
+    /// The value of a key; `section` is empty for those outside of every section.
+    pub fn value(&self, section: &str, key: &str) -> Option<&Value> {
+        match section {
+            "" => self.table.get(key),
+            _ => self.table.get(section)?.get(key),
+        }
     }
 
     pub fn text(&self, key: &str) -> &str {
@@ -345,8 +351,9 @@ impl Config {
 
     /// A run finds its data, and the model that it begins with, from any folder.
     pub fn absolute_paths(&mut self) -> Result<(), ConfigError> {
-        for (section, key) in [("data", "path"), ("model", "base"), ("objective", "encoder")] {
-            let path = self.table.get(section).and_then(|d| d.get(key)).and_then(Value::as_str).unwrap_or_default();
+        let paths: Vec<(String, &str)> = self.keys().filter(|(_, k)| k.path).map(|(section, k)| (section.to_string(), k.name)).collect();
+        for (section, key) in paths {
+            let path = self.value(&section, key).and_then(Value::as_str).unwrap_or_default();
             if !path.is_empty() {
                 let full = std::path::absolute(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
                 self.set_value(&format!("{section}.{key}"), full.display().to_string().into())?;
@@ -379,12 +386,7 @@ impl Config {
     /// Keys whose values differ, with both: what a resumed run may not change.
     pub fn differences(&self, other: &Config) -> Vec<(String, String, String)> {
         let mut found = vec![];
-        let flat = |c: &Config| {
-            let mut all = vec![];
-            flatten("", &Value::Table(c.table.clone()), &mut all);
-            all
-        };
-        let (a, b) = (flat(self), flat(other));
+        let (a, b) = (flat(&self.table), flat(&other.table));
         for (key, value) in &a {
             let theirs = b.iter().find(|(k, _)| k == key).map_or("nothing".to_string(), |(_, v)| v.clone());
             if *value != theirs {
@@ -412,6 +414,17 @@ pub fn named_in(table: &Table, path: &Path) -> Result<[Option<String>; 2], Confi
         }
     };
     Ok([text("recipe")?, text("preset")?])
+}
+
+fn json_table(value: &serde_json::Value) -> Result<Table, ConfigError> {
+    Table::try_from(value).map_err(|e| ConfigError::Invalid(format!("a checkpoint's config: {e}")))
+}
+
+/// Every key with its section, and its value as text; of the passes those that are named.
+fn flat(table: &Table) -> Vec<(String, String)> {
+    let mut all = vec![];
+    flatten("", &Value::Table(table.clone()), &mut all);
+    all
 }
 
 fn flatten(prefix: &str, value: &Value, out: &mut Vec<(String, String)>) {
@@ -461,25 +474,37 @@ fn fitting(name: &str, slot: &Value, value: Value) -> Result<Value, ConfigError>
 mod tests {
     use super::*;
 
+    section! {
+        /// A model.
+        struct Model {
+            /// Its width.
+            dim: usize = 64, in 1..=1024;
+            /// Shares of the tokens.
+            capacity: Vec<f64> = vec![1.0, 0.5], in 1e-38..=1.0;
+            /// What it tells apart.
+            classes: usize = 0, in 1..=10, [data];
+        }
+    }
+
+    fn sections() -> Vec<Keys> {
+        vec![Model::keys("model"), DataConfig::keys("data"), TrainConfig::keys("train")]
+    }
+
     fn base() -> Config {
-        Config::preset("r", "p", "[model]\ndim = 64\ncapacity = [1.0, 0.5]\n[data]\npath = ''\n[train]\nlearning_rate = 1e-3\nsteps = 5\n")
+        Config::preset("r", "p", sections(), "[train]\nsteps = 5\n")
     }
 
     #[test]
-    fn keys_and_types_are_compared_with_the_preset() {
+    fn keys_and_types_are_compared_with_the_defaults() {
         let error = |s: &str| base().set(s).unwrap_err().to_string();
-        assert_eq!(error("model.dmi=3"), "there is no key 'model.dmi'; did you mean 'dim'? (known: dim, capacity)");
-        assert_eq!(
-            error("learning_rat=3"),
-            "there is no key 'learning_rat'; did you mean 'learning_rate'? (known: learning_rate, capacity, dim, path, steps)"
+        assert_eq!(error("model.dmi=3"), "there is no key 'model.dmi'; did you mean 'dim'? (known: dim, capacity, classes)");
+        assert!(
+            error("learning_rat=3").starts_with("there is no key 'learning_rat'; did you mean 'learning_rate'? (known: learning_rate, ")
         );
         assert_eq!(error("dim=large"), "'model.dim' wants a whole number, not a string (\"large\")");
         assert_eq!(error("dim=-1"), "'model.dim' wants a whole number that is not negative, not -1");
-        assert_eq!(
-            error("modle.dim=3"),
-            "there is no section 'modle'; did you mean 'model'? (known: model, data, train, passes, objective)"
-        );
-        assert_eq!(error("zzzzzzzzzzzz.dim=3"), "there is no section 'zzzzzzzzzzzz' (known: model, data, objective, train, passes)");
+        assert_eq!(error("modle.dim=3"), "there is no section 'modle'; did you mean 'model'? (known: model, data, train, passes)");
+        assert_eq!(error("zzzzzzzzzzzz.dim=3"), "there is no section 'zzzzzzzzzzzz' (known: data, model, train, passes)");
         assert_eq!(error("dim"), "--set wants key=value, not 'dim'");
         assert!(error("capacity=[1.0, \"a\"]").contains("'model.capacity' wants a number"));
         assert!(error("passes.fuse-pointwise=on").contains("not off, auto or require"));
@@ -498,5 +523,57 @@ mod tests {
         again.overlay(c.to_toml().parse().unwrap()).unwrap();
         assert_eq!(again, c);
         assert_eq!(Config::from_json(&c.to_json()).unwrap(), c);
+    }
+
+    #[test]
+    fn values_are_checked_by_the_range_of_their_key() {
+        let error = |s: &str| {
+            let mut c = base();
+            c.set(s).unwrap();
+            (c.section::<Model>("model").map(|_| ()), c.section::<TrainConfig>("train").map(|_| ()))
+        };
+        let model = |s: &str| error(s).0.unwrap_err().to_string();
+        assert_eq!(model("dim=0"), "model.dim = 0: from 1 to 1024");
+        assert_eq!(model("dim=1025"), "model.dim = 1025: from 1 to 1024");
+        assert_eq!(model("capacity=[1.0, 1.5]"), "model.capacity = [1.0, 1.5]: from 1e-38 to 1.0");
+        assert_eq!(model("capacity=[1e-50]"), "model.capacity = [1e-50]: 0, or from 1e-38 to 1e30 in size (numbers are f32)");
+        let train = |s: &str| error(s).1.unwrap_err().to_string();
+        assert_eq!(train("beta1=1.0"), "train.beta1 = 1.0: from 0.0, below 1.0");
+        assert_eq!(train("schedule=linear"), "train.schedule = \"linear\": cosine or wsd or constant");
+        assert!(error("dim=1024").0.is_ok() && error("train.eps=1e-38").1.is_ok());
+        assert!(Model { dim: 0, ..Model::default() }.in_range("model").is_err(), "a struct is checked like a file");
+    }
+
+    #[test]
+    fn sizes_left_open_are_taken_from_the_data() {
+        let mut c = base();
+        assert_eq!(c.section::<Model>("model").unwrap().classes, 0);
+        assert!(
+            c.section::<Model>("model").unwrap().in_range("model").unwrap_err().to_string().contains("model.classes = 0: from 1 to 10")
+        );
+        c.size("model.classes", |_| Ok::<_, ConfigError>(7)).unwrap();
+        c.size("model.classes", |_| Err(ConfigError::Invalid("asked again".into()))).unwrap();
+        c.section::<Model>("model").unwrap().in_range("model").unwrap();
+        assert_eq!(c.section::<Model>("model").unwrap().classes, 7);
+    }
+
+    #[test]
+    fn settings_of_an_earlier_run_are_filled_in() {
+        let old = "recipe = 'r'\npreset = 'p'\nseed = 3\n[model]\ndim = 8\n[train]\nsteps = 9\n[passes]\nrecompute = 'auto'\n";
+        let (c, filled) = Config::of_run(sections(), old.parse().unwrap()).unwrap();
+        let model: Model = c.section("model").unwrap();
+        assert_eq!((c.text("preset"), c.seed(), model.dim, model.capacity), ("p", 3, 8, vec![1.0, 0.5]));
+        assert!(
+            filled.contains(&"model.capacity = [1.0, 0.5]".to_string()) && filled.contains(&"train.batch = 16".to_string()),
+            "{filled:?}"
+        );
+        assert!(
+            !filled.iter().any(|key| key.starts_with("model.dim") || key.starts_with("seed") || key.starts_with("passes")),
+            "{filled:?}"
+        );
+        let (again, filled) = Config::of_run(sections(), c.to_toml().parse().unwrap()).unwrap();
+        assert_eq!((again, filled), (c, vec![]));
+        let unknown = Config::of_run(sections(), "[model]\nwidth = 8\n".parse().unwrap()).unwrap_err().to_string();
+        assert!(unknown.contains("there is no key 'model.width'"), "{unknown}");
     }
 }

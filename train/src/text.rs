@@ -1,7 +1,7 @@
 //! Windows of tokens as recipes read them: a prepared data set, or generated text.
 
 use crate::checkpoint::Checkpoint;
-use crate::config::{ConfigError, DataConfig};
+use crate::config::{Config, ConfigError, DataConfig};
 use crate::data::{Dataset, Generated, ShardSet, Source, Split, TokenWindows, Tokenizer};
 use crate::recipe::TrainError;
 use std::cell::OnceCell;
@@ -20,6 +20,20 @@ pub struct Text {
     identity: OnceCell<serde_json::Value>,
 }
 
+fn tokenizer_of(data: &DataConfig) -> Result<Tokenizer, TrainError> {
+    Ok(match data.path.as_str() {
+        "" => Tokenizer::Byte,
+        path => Dataset::open(Path::new(path))?.load_tokenizer(Path::new(path))?,
+    })
+}
+
+/// The config of a recipe that reads `Text`, with the vocabulary of its tokenizer where it names none.
+pub fn sized(config: &Config) -> Result<Config, TrainError> {
+    let mut config = config.clone();
+    config.size("model.vocab", |c| Ok::<_, TrainError>(tokenizer_of(&c.section("data")?)?.vocab()))?;
+    Ok(config)
+}
+
 /// Windows of generated text to validate with.
 const VALIDATION: u64 = 4096;
 
@@ -36,17 +50,14 @@ impl Text {
         if let Some(tokenizer) = self.tokenizer.get() {
             return Ok(tokenizer.clone());
         }
-        let tokenizer = match self.data.path.as_str() {
-            "" => Tokenizer::Byte,
-            path => Dataset::open(Path::new(path))?.load_tokenizer(Path::new(path))?,
-        };
-        self.fitting(tokenizer)
+        self.fitting(tokenizer_of(&self.data)?)
     }
 
     fn fitting(&self, tokenizer: Tokenizer) -> Result<Arc<Tokenizer>, TrainError> {
         if tokenizer.vocab() > self.vocab {
             return Err(ConfigError::Invalid(format!(
-                "tokenizer {} has {} tokens, but model.vocab = {}: set model.vocab to at least that",
+                "tokenizer {} has {} tokens, but model.vocab = {}: use the tokenizer that the model was trained with; for a new model, set model.vocab to at least that, or to 0 to take it \
+                 from the data",
                 tokenizer.name(),
                 tokenizer.vocab(),
                 self.vocab

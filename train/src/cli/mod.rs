@@ -18,6 +18,7 @@ macro_rules! out_part {
 
 mod bench;
 mod check;
+mod config;
 mod data;
 mod doctor;
 mod encoder;
@@ -28,6 +29,7 @@ mod model;
 mod passes;
 mod plan;
 mod predict;
+mod recipes;
 mod signals;
 mod solve;
 mod train;
@@ -86,6 +88,10 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Checks ops, passes, golden files, or a folder of a model or an encoder
     Check(check::CheckArgs),
+    /// Lists the recipes and their presets
+    Recipes(recipes::RecipesArgs),
+    /// Lists a recipe's config keys: type, default, range and meaning
+    Config(config::ConfigKeysArgs),
     /// Lists the passes: what they do, their modes and settings
     Passes(passes::PassesArgs),
     /// What this machine has, and what kiln makes of it
@@ -127,6 +133,8 @@ fn run(recipes: Recipes) -> Result<ExitCode> {
         Command::Export(a) => export::run(a, recipes),
         Command::Plan(a) => plan::run(a, recipes),
         Command::Check(a) => check::run(a, recipes),
+        Command::Recipes(a) => recipes::run(a, recipes),
+        Command::Config(a) => config::run(a, recipes),
         Command::Passes(a) => passes::run(a),
         Command::Doctor(a) => doctor::run(a),
         Command::Data(a) => data::run(a, recipes),

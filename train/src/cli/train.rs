@@ -4,7 +4,7 @@ use super::signals::Signal;
 use super::{ConfigArgs, DeviceArgs, Recipes};
 use crate::config::{Config, named_in, read_file};
 use crate::run::{END, Options, Start, resumable, train};
-use crate::{checkpoint, recipe, warn};
+use crate::{checkpoint, recipe, say, warn};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -111,6 +111,7 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
     if options.stop.load(Ordering::SeqCst) {
         signal.end_before_the_first_step();
     }
+    let config = recipe.sized(&config)?;
     let mut task = recipe.task(&config)?;
     let ended = train(&mut *task, &config, &device, &options)?;
     Ok(if ended.interrupted { signal.code() } else { ExitCode::SUCCESS })
@@ -125,7 +126,7 @@ fn run_of(checkpoint: &Path) -> Result<PathBuf> {
     }
 }
 
-/// A run's own settings: its config file over the preset that it names; where that is not there or was cut, those of the checkpoint that it goes
+/// A run's own settings, as its config file has them; where that is not there or was cut, those of the checkpoint that it goes
 /// on from. None where it has neither, because it was killed before it wrote them.
 fn own_config(out: &Path, start: &Start, named: bool, recipes: Recipes) -> Result<Option<Config>> {
     let path = out.join("config.toml");
@@ -133,7 +134,7 @@ fn own_config(out: &Path, start: &Start, named: bool, recipes: Recipes) -> Resul
         Ok(Some(config)) => return Ok(Some(config)),
         Ok(None) => None,
         // What ends as kiln ends it was changed by hand.
-        Err(e) if crate::input::read_to_string(&path).is_ok_and(|text| text.ends_with(END)) => return Err(e),
+        Err(e) if is_whole(&path) => return Err(e),
         Err(e) => Some(e),
     };
     let found = match start {
@@ -151,7 +152,11 @@ fn own_config(out: &Path, start: &Start, named: bool, recipes: Recipes) -> Resul
         }
         (None, _) => {}
     }
-    found.map(|f| Ok(Config::from_json(&f.meta["config"])?)).transpose()
+    let Some(found) = found else { return Ok(None) };
+    let recipe = recipe::find_in(recipes, found.meta["recipe"].as_str().unwrap_or_default())?;
+    let (config, filled) = recipe::preset(recipe, None)?.of_checkpoint(&found.meta["config"])?;
+    say_filled(&found.path, &filled);
+    Ok(Some(config))
 }
 
 /// The settings in a run's config.toml, where there is one.
@@ -159,15 +164,30 @@ fn run_file(path: &Path, recipes: Recipes) -> Result<Option<Config>> {
     if !path.exists() {
         return Ok(None);
     }
-    let [Some(recipe), Some(preset)] = named_in(&read_file(path)?, path)? else {
+    let table = read_file(path)?;
+    let [Some(recipe), Some(_)] = named_in(&table, path)? else {
         bail!(
             "{} names no recipe and preset: it is not a run's config any more; restore it, or remove it to take the newest checkpoint's",
             path.display()
         );
     };
-    let mut config = recipe::preset(recipe::find_in(recipes, &recipe)?, Some(&preset))?;
-    config.overlay_run(path)?;
+    let (config, filled) = Config::of_run(recipe::find_in(recipes, &recipe)?.sections(), table).map_err(|e| e.in_file(path))?;
+    if !filled.is_empty() && !is_whole(path) {
+        bail!("config {}: has lost its keys ({})", path.display(), filled.join(", "));
+    }
+    say_filled(path, &filled);
     Ok(Some(config))
+}
+
+/// Whether a run's config.toml ends as kiln ends it.
+fn is_whole(path: &Path) -> bool {
+    crate::input::read_to_string(path).is_ok_and(|text| text.ends_with(END))
+}
+
+fn say_filled(path: &Path, filled: &[String]) {
+    if !filled.is_empty() {
+        say!("{} does not say every key: {} by default", path.display(), filled.join(", "));
+    }
 }
 
 /// runs/NAME, or the first of runs/NAME-2, ... that is not there.

@@ -1,9 +1,9 @@
 //! Low-rank adapters: y = x W^T + (alpha / rank) x A^T B^T, with W frozen, on some of a decoder's matrices.
 
 use super::Shape;
+use crate::choices;
 use crate::config::within;
 use engine::cpu::gemm::{Into, Mat, gemm};
-use serde::Deserialize;
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lora {
@@ -15,8 +15,7 @@ pub struct Lora {
 }
 
 /// A matrix of every layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Target {
     Q,
     K,
@@ -26,6 +25,8 @@ pub enum Target {
     Up,
     Down,
 }
+
+choices!(Target { Q: "q", K: "k", V: "v", O: "o", Gate: "gate", Up: "up", Down: "down" });
 
 impl Target {
     pub const ALL: [Target; 7] = [Target::Q, Target::K, Target::V, Target::O, Target::Gate, Target::Up, Target::Down];

@@ -2,9 +2,9 @@
 
 use crate::config::TrainConfig;
 
-/// Steps are counted from 0. The rate rises linearly over `warmup` steps, then follows the schedule to the horizon.
+/// Steps are counted from 0. The rate rises linearly over `warmup` steps, then follows the schedule to its end, and stays there.
 pub fn rate(c: &TrainConfig, step: u64) -> f64 {
-    let horizon = engine::mutant!("schedule-ends-with-the-steps", c.horizon.max(c.steps), c.steps).max(1) as f64;
+    let horizon = engine::mutant!("schedule-ends-with-the-steps", c.schedule_steps(), c.steps).max(1) as f64;
     let (t, warmup) = (step as f64, c.warmup as f64);
     if t < warmup {
         return c.learning_rate * engine::mutant!("warmup-from-zero", t + 1.0, t) / warmup;
@@ -44,7 +44,10 @@ mod tests {
     fn the_schedule_spans_the_horizon_and_not_the_steps() {
         let span = |steps: u64, horizon: u64, step: u64| rate(&TrainConfig { steps, horizon, warmup: 0, ..config("cosine") }, step);
         assert_eq!(span(10, 100, 9), span(100, 100, 9));
-        assert_eq!(span(100, 10, 50), span(100, 100, 50), "more steps stretch it");
         assert!(span(10, 100, 9) > span(10, 10, 9));
+        // More steps than the schedule has go on at its last rate.
+        assert_eq!(span(100, 10, 50), span(10, 10, 10));
+        // Without a horizon it is as long as the run.
+        assert_eq!(span(10, 0, 9), span(10, 10, 9));
     }
 }

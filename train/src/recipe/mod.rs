@@ -26,7 +26,7 @@ pub use metric::{Better, Metric, Unit};
 pub use session::{Pending, Session, Step, is_kept};
 pub use supervised::{Also, Feeds, Losses, Model, Supervised, largest};
 
-use crate::config::{Config, ConfigError, TrainConfig};
+use crate::config::{Config, ConfigError, Keys, TrainConfig};
 use engine::passes::known;
 use engine::{Device, Graph};
 use std::collections::BTreeMap;
@@ -37,11 +37,17 @@ use std::sync::atomic::AtomicBool;
 pub trait Recipe: Sync {
     fn name(&self) -> &'static str;
     fn about(&self) -> &'static str;
-    /// (name, TOML), the default first.
+    /// The sections of its config, made by `section!`: every key with its type, default, range and meaning.
+    fn sections(&self) -> Vec<Keys>;
+    /// (name, TOML), the default first. A preset holds what differs from the defaults; its first line is a comment that says what it is.
     fn presets(&self) -> &'static [(&'static str, &'static str)];
     /// Makes what a run begins with, where that is not there yet; `stop` is set when it is to end at once.
     fn make_ready(&self, _config: &Config, _device: &Device, _stop: &AtomicBool) -> Result<(), TrainError> {
         Ok(())
+    }
+    /// The config with the sizes that the data knows (vocabulary, classes), where it leaves them open.
+    fn sized(&self, config: &Config) -> Result<Config, TrainError> {
+        Ok(config.clone())
     }
     /// Checks the configuration and makes what trains.
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
@@ -170,5 +176,5 @@ pub fn preset(recipe: &dyn Recipe, name: Option<&str>) -> Result<Config, ConfigE
         name: name.into(),
         near: known(name, presets.iter().map(|p| p.0)),
     })?;
-    Ok(Config::preset(recipe.name(), name, text))
+    Ok(Config::preset(recipe.name(), name, recipe.sections(), text))
 }

@@ -2,7 +2,7 @@
 
 use super::receipts_json;
 use crate::checkpoint::{self, Saved, Tensor};
-use crate::config::Config;
+use crate::config::{Config, TrainConfig};
 use crate::files;
 use crate::recipe::{Session, Task, TrainError, is_kept};
 use engine::{Device, Role};
@@ -64,18 +64,18 @@ pub fn lock(out: &Path) -> Result<fs::File, TrainError> {
     }
 }
 
-pub fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64, keep: usize) -> Result<Saved, TrainError> {
+pub fn save(s: &Session, task: &dyn Task, config: &Config, c: &TrainConfig, dir: &Path, step: u64) -> Result<Saved, TrainError> {
     let kept = s.store.iter().filter(|(name, t)| is_kept(name) && t.role != Role::Frozen);
     let numbers = kept.map(|(name, t)| Ok((name, t, t.bytes()?))).collect::<Result<Vec<_>, TrainError>>()?;
     let tensors = |role: Role| -> Vec<Tensor> {
         let own = numbers.iter().filter(|(_, t, _)| t.role == role);
         own.map(|(name, t, bytes)| Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes }).collect()
     };
-    let c = task.train_config();
     let meta = json!({
         "recipe": config.text("recipe"),
         "config": config.to_json(),
         "step": step,
+        "schedule_steps": c.schedule_steps(),
         "data_position": step * (c.batch * c.accumulate) as u64,
         "identity": task.identity()?,
         "device": s.device.describe(),
@@ -88,7 +88,7 @@ pub fn save(s: &Session, task: &dyn Task, config: &Config, dir: &Path, step: u64
         &[("model.safetensors", tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))],
         &task.kept()?,
         &meta,
-        keep,
+        c.keep,
     )?)
 }
 

@@ -6,9 +6,6 @@ use crate::recipe::{Session, Task, TrainError};
 use crate::{say, warn};
 use std::path::Path;
 
-/// Keys that a resumed run may change: none of them touches a number before the step at which it is changed.
-const FREE: &[&str] = &["train.steps", "train.log_every", "train.eval_every", "train.eval_batches", "train.save_every", "train.keep"];
-
 /// Paths that a resumed run may change where what lies there is the same: the key, and what a checkpoint's identity has of it.
 const MOVED: &[(&str, &str)] = &[("data.path", "data"), ("model.base", "base"), ("objective.encoder", "encoder")];
 
@@ -34,13 +31,29 @@ pub fn resumable(dir: &Path) -> Result<(Option<Checkpoint>, Vec<Skipped>), Train
     Ok((found, skipped))
 }
 
+/// A checkpoint's settings; keys that are newer than it have their defaults.
+fn settings(config: &Config, found: &Checkpoint) -> Result<Config, TrainError> {
+    let read = config.of_checkpoint(&found.meta["config"]);
+    read.map(|(settings, _)| settings).map_err(|e| TrainError::Other(format!("checkpoint {}: {e}", found.path.display())))
+}
+
+/// The length of the schedule that a checkpoint's run began with.
+pub fn schedule_steps(config: &Config, found: &Checkpoint) -> Result<u64, TrainError> {
+    if let Some(steps) = found.meta["schedule_steps"].as_u64() {
+        return Ok(steps);
+    }
+    // Earlier versions do not say it: more steps than the horizon stretched it.
+    let c: TrainConfig = settings(config, found)?.section("train")?;
+    Ok(c.horizon.max(c.steps))
+}
+
 /// A checkpoint must be of this config and this data; says what has changed all the same.
 pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<(), TrainError> {
-    let theirs = Config::from_json(&found.meta["config"])?;
+    let theirs = settings(config, found)?;
     let changed = theirs.differences(config);
     let identity = &found.meta["identity"];
     let moved = |k: &str| MOVED.iter().any(|(key, what)| *key == k && identity[what].is_string());
-    let free = |k: &str| FREE.contains(&k) || k.starts_with("passes.") || moved(k);
+    let free = |k: &str| config.is_free(k) || k.starts_with("passes.") || moved(k);
     if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !free(k)) {
         return Err(TrainError::Other(format!(
             "checkpoint {} is of another config: {key} was {was}, now it is {is} (start a new run from its weights with --init-from)",
@@ -49,15 +62,6 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
     }
     for (key, was, is) in changed.iter().filter(|(k, ..)| k.starts_with("passes.")) {
         say!("{key} was {was}, now it is {is}: numbers may differ in the last bits from here on");
-    }
-    if let Some((_, was, is)) = changed.iter().find(|(k, ..)| k == "train.steps") {
-        let spans = |c: &Config| c.section::<TrainConfig>("train").map(|t| t.horizon.max(t.steps));
-        let (before, now) = (spans(&theirs)?, spans(config)?);
-        if before != now {
-            say!(
-                "train.steps was {was}, now it is {is}: the schedule spans {now} steps instead of {before}, so the rate differs from here on"
-            );
-        }
     }
     same_tokenizer(found, task)?;
     same_base(found, task)?;

@@ -1,6 +1,6 @@
 //! Everything before the first step. What can be wrong is found here, before anything is written.
 
-use super::resume::{newest, same_run};
+use super::resume::{newest, same_run, schedule_steps};
 use super::{Options, Start, init_from, load, peak, receipts_table, restore};
 use crate::checkpoint::{self, Checkpoint};
 use crate::config::Config;
@@ -18,6 +18,8 @@ pub struct Ready {
     pub session: Session,
     /// The checkpoint's step.
     pub from: Option<u64>,
+    /// Steps of the learning-rate schedule: those that the run began with.
+    pub schedule_steps: u64,
     pub epochs: Option<Epochs>,
     /// Recipe and preset.
     pub name: String,
@@ -51,7 +53,8 @@ impl Ready {
         if done > 0 {
             recall(&options.out.join("metrics.jsonl"), done, epochs.as_mut())?;
         }
-        let ready = Ready { session, from: found.map(|f| f.step), epochs, name };
+        let schedule_steps = found.as_ref().map_or(Ok(c.schedule_steps()), |found| schedule_steps(config, found))?;
+        let ready = Ready { session, from: found.map(|f| f.step), schedule_steps, epochs, name };
         say_what_runs(&ready.name, &ready.session, options.verbose);
         Ok(ready)
     }

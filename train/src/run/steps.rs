@@ -57,13 +57,18 @@ impl<'a> Run<'a> {
     /// Takes the run's folder, and writes what is known before the first step.
     pub fn begin(task: &'a mut dyn Task, config: &'a Config, options: &'a Options, ready: Ready) -> Result<Run<'a>, TrainError> {
         let start = ready.done();
-        let Ready { session: s, from, epochs, name } = ready;
-        let c = task.train_config().clone();
+        let Ready { session: s, from, schedule_steps, epochs, name } = ready;
+        let c = TrainConfig { horizon: schedule_steps, ..task.train_config().clone() };
         task.begin(start)?;
         options.preparing.store(false, Ordering::SeqCst);
         let out: &Path = &options.out;
-        let horizon = c.horizon.max(c.steps);
-        say!("steps {start} to {} of a {} schedule over {horizon}; run folder {}", c.steps, c.schedule, out.display());
+        say!("steps {start} to {} of a {} schedule over {schedule_steps}; run folder {}", c.steps, c.schedule, out.display());
+        if c.steps > schedule_steps {
+            let (from, rate) = (schedule_steps.max(start), rate(&c, schedule_steps.max(start)));
+            say!(
+                "the schedule ends at step {schedule_steps}: from step {from} on the learning rate is {rate:.3e} (train.horizon is its length)"
+            );
+        }
 
         files::create_folder(out).map_err(io("cannot create the run's folder", out))?;
         let _lock = lock(out)?;
@@ -235,7 +240,7 @@ impl<'a> Run<'a> {
     fn save(&mut self) -> Result<(), TrainError> {
         self.metrics.flush()?;
         self.place.check(self.done)?;
-        for problem in save(&self.s, self.task, self.config, &self.checkpoints, self.done, self.c.keep)?.left {
+        for problem in save(&self.s, self.task, self.config, &self.c, &self.checkpoints, self.done)?.left {
             // The same at every save: said once.
             if self.warned.insert(problem.to_string()) {
                 self.bar.suspend(|| warn!("warning: {problem} (the run goes on; remove it by hand)"));

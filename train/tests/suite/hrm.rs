@@ -125,7 +125,7 @@ struct Slot {
 
 #[test]
 fn slots_are_what_a_plain_model_of_them_says() {
-    let c = config(&["batch=7", "max_segments=5"]);
+    let c = hrm().sized(&config(&["batch=7", "max_segments=5"])).unwrap();
     let m: HrmConfig = c.section("model").unwrap();
     let (t, mut s) = loaded(&c);
     let (batch, seq) = (7, m.seq);
@@ -178,7 +178,7 @@ fn slots_are_what_a_plain_model_of_them_says() {
 
 #[test]
 fn an_example_that_starts_over_is_thought_about_as_if_it_were_the_first() {
-    let c = config(&["max_segments=2", "explore=0.0"]);
+    let c = hrm().sized(&config(&["max_segments=2", "explore=0.0"])).unwrap();
     let (t, mut s) = loaded(&c);
     let seq = c.section::<HrmConfig>("model").unwrap().seq;
     set(&mut s, "halt_bias", |_| -100.0);
@@ -563,14 +563,14 @@ fn what_does_not_fit_is_said() {
         (&["top_k=4"], "model.top_k = 4: from 1 to model.experts = 3"),
         (&["top_k=0"], "model.top_k = 0"),
         (&["batch=1048576", "experts=200", "top_k=200"], "1048576 x 17 x 200: experts have fewer than 2^31 rows"),
-        (&["experts=2000"], "model.experts = 2000: at most"),
+        (&["experts=2000"], "model.experts = 2000: from 0 to 1024"),
         (&["max_segments=0"], "model.max_segments = 0"),
         (&["low_cycles=0"], "model.low_cycles = 0"),
         (&["explore=1.5"], "model.explore = 1.5"),
         (&["halt_weight=nan"], "model.halt_weight"),
         (&["norm_eps=0.0"], "model.norm_eps = 0.0: from 1e-30 to 1.0"),
         (&["seq=16"], "use --set model.seq=17"),
-        (&["prefix=3"], "use --set model.seq=19"),
+        (&["seq=17", "prefix=3"], "use --set model.seq=19"),
         (&["vocab=5"], "sudoku-4x4 has 6 tokens"),
         (&["vocab=300"], "a token is a byte"),
         (&["side=5"], "4 or 9 cells a side"),

@@ -34,6 +34,53 @@ fn a_resumed_run_is_bit_for_bit_the_run_that_never_stopped() {
     }
 }
 
+/// (step, learning rate) of every training record.
+fn rates(out: &Path) -> Vec<(u64, f64)> {
+    records(out, "train").iter().map(|r| (r["step"].as_u64().unwrap(), r["learning_rate"].as_f64().unwrap())).collect()
+}
+
+/// Half a cosine from 3e-3 to a tenth of it; the rate stays there.
+fn cosine(steps: u64, of: u64) -> Vec<(u64, f64)> {
+    let share = |step: u64| (step.min(of) as f64) / of as f64;
+    (0..steps).map(|step| (step + 1, 3e-3 * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * share(step)).cos())))).collect()
+}
+
+#[track_caller]
+fn near(a: &[(u64, f64)], b: &[(u64, f64)]) {
+    assert!(a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.0 == b.0 && (a.1 - b.1).abs() < 1e-9), "{a:?} {b:?}");
+}
+
+#[test]
+fn a_schedule_is_as_long_as_the_run_that_began_it() {
+    let dir = tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let alone = "--set horizon=0 --set warmup=0";
+    // The number of steps alone says how long the schedule is; a horizon says it instead.
+    train(&at("parts"), &format!("--steps 6 {alone} --set save_every=3")).ok();
+    near(&rates(&at("parts")), &cosine(6, 6));
+    train(&at("longer"), &format!("--steps 6 {alone} --set horizon=9")).ok();
+    near(&rates(&at("longer")), &cosine(6, 9));
+
+    // Stopped half-way and resumed, it is the same to the bit.
+    copy(&at("parts"), &at("stopped"));
+    fs::remove_dir_all(checkpoint(&at("stopped"), 6)).unwrap();
+    let said = resume(&at("stopped"), "").ok().out;
+    assert!(said.contains("steps 3 to 6 of a cosine schedule over 6") && !said.contains("the schedule ends"), "{said}");
+    same_bytes(&checkpoint(&at("stopped"), 6), &checkpoint(&at("parts"), 6));
+
+    // Resumed for more steps it keeps its schedule, and says what comes after it; twice.
+    let said = resume(&at("parts"), "--steps 8").ok().out;
+    assert!(said.contains("steps 6 to 8 of a cosine schedule over 6"), "{said}");
+    assert!(said.contains("the schedule ends at step 6: from step 6 on the learning rate is 3.000e-4"), "{said}");
+    let said = resume(&at("parts"), "--steps 9").ok().out;
+    assert!(said.contains("the schedule ends at step 6: from step 8 on the learning rate is 3.000e-4"), "{said}");
+    near(&rates(&at("parts")), &cosine(9, 6));
+    let said = train(&at("whole"), &format!("--steps 9 {alone} --set horizon=6")).ok().out;
+    assert!(said.contains("the schedule ends at step 6: from step 6 on"), "{said}");
+    same_bytes(&checkpoint(&at("whole"), 9), &checkpoint(&at("parts"), 9));
+    resume(&at("parts"), "--steps 10 --set horizon=10").fails(&["another config", "train.horizon was 0, now it is 10"]);
+}
+
 /// Before a step of that size is made ready, for which there may be no memory.
 #[test]
 fn another_config_is_said_first() {

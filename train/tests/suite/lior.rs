@@ -169,7 +169,7 @@ fn without_a_nudge_nothing_is_learned_exactly() {
 /// One window whose tokens all lie at one place and whose following tokens lie `by` further along one coordinate: (nudge of the first row,
 /// change of the metric). Layers that add nothing leave of the encoder its embedding and its norm.
 fn learned(axis: usize, by: f32) -> (Vec<f32>, Vec<f32>) {
-    let c = config(&["nudge=0.1"]);
+    let c = recipe::find("lior").unwrap().sized(&config(&["nudge=0.1"])).unwrap();
     let model: LiorConfig = c.section("model").unwrap();
     let t = task(&c);
     let mut s = run::load(&*t, &c, &device()).unwrap();
@@ -270,7 +270,7 @@ fn what_does_not_fit_is_said() {
         ("memory_alpha=-100.0", "grows without bound"),
         ("nudge_beta=0.0", "model.nudge_beta = 0.0: from 1e-30"),
         ("train.steps=2000000000", "counter of 32 bits"),
-        ("field=[3, 0, 6, 5]", "field's second axis = 0"),
+        ("field=[3, 0, 6, 5]", "model.field = [3, 0, 6, 5]: from 1 to 4096"),
     ];
     for (set, part) in cases {
         let error = recipe::find("lior").unwrap().task(&config(&[set])).err().map(|e| e.to_string()).unwrap_or_default();

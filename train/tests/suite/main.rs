@@ -3,6 +3,7 @@
 mod absurd;
 mod cli;
 mod common;
+mod config;
 mod data;
 mod encoder;
 mod faults;

@@ -49,6 +49,8 @@ fn it_has_the_other_commands() {
     let others = kiln::recipes::RECIPES.iter().map(|r| r.name()).chain(["predict", "solve", "export"]);
     others.for_each(|other| assert!(!help.contains(other), "{other} in\n{help}"));
     well("train --help", out.path(), &["own_recipe train mine"]);
+    well("recipes", out.path(), &["mine: causal", "--preset demo (default): Half a minute"]);
+    well("config mine dim", out.path(), &["model.dim = 64", "from 1 to 4096", "Width of the residual stream."]);
     well("plan", out.path(), &["mine demo", "train", "peak"]);
     well("plan mine --set dim=32 --json", out.path(), &["\"program\": \"train\""]);
     well("bench mine --repeat 2 --warmup 1 --threads 1", out.path(), &["mine demo on cpu", "ms a step", "tok/s"]);

@@ -5,7 +5,7 @@ use engine::ops::sample::Nucleus;
 use engine::philox::{fill_normal, rng_feed};
 use engine::{Cpu, DType, Data, Device, Meta, Recorder, Switches};
 use kiln::checkpoint::load_safetensors;
-use kiln::config::TrainConfig;
+use kiln::config::{Section, TrainConfig};
 use kiln::data::Split;
 use kiln::data::replies::{Asked, Prompt};
 use kiln::models::decoder::{Base, Decoder, Lessons, Places, Rows, Writer, Written};
@@ -17,7 +17,7 @@ use std::path::Path;
 
 fn shape() -> Shape {
     let text = "base=''\npretrain=0\nbits=16\nvocab=61\ndim=24\nlayers=2\nheads=4\nkv_heads=2\nhead_dim=10\nhidden=52\ntied=true\nqk_norm=true\nrope_theta=100.0\nnorm_eps=1e-6\nseq=32\nrank=3\nalpha=6.0\ndropout=0.0\ntargets=['q']";
-    toml::from_str::<PolychromicConfig>(text).unwrap().shape()
+    PolychromicConfig::read("model", &text.parse().unwrap()).unwrap().shape()
 }
 
 /// Adapters far from the zeros that they begin with.

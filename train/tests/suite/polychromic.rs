@@ -5,7 +5,7 @@ use engine::passes::Target as Machine;
 use engine::philox::{fill_normal, rng_feed};
 use engine::{Compiled, Cpu, DType, Data, Device, Meta, PASSES, Recorder, Role, Switches};
 use kiln::checkpoint::load_safetensors;
-use kiln::config::Config;
+use kiln::config::{Config, Section};
 use kiln::golden::{Golden, compare, rule};
 use kiln::models::decoder::{Base, Decoder, Places, Rows};
 use kiln::models::{Lora, Shape, Target};
@@ -44,7 +44,7 @@ fn golden_with_passes_on_and_off() {
 /// No two of its sizes are the same.
 fn shape() -> Shape {
     let text = "base=''\npretrain=0\nbits=16\nvocab=61\ndim=24\nlayers=2\nheads=4\nkv_heads=2\nhead_dim=10\nhidden=52\ntied=true\nqk_norm=true\nrope_theta=100.0\nnorm_eps=1e-6\nseq=32\nrank=3\nalpha=6.0\ndropout=0.0\ntargets=['q']";
-    toml::from_str::<PolychromicConfig>(text).unwrap().shape()
+    PolychromicConfig::read("model", &text.parse().unwrap()).unwrap().shape()
 }
 
 fn lora(dropout: f64) -> Lora {
@@ -305,7 +305,7 @@ fn settings_that_cannot_be_are_refused_by_name() {
         ("rank=0", "model.rank = 0"),
         ("targets=[]", "model.targets is empty"),
         ("targets=[\"q\", \"q\"]", "names q twice"),
-        ("targets=[\"w\"]", "unknown variant `w`"),
+        ("targets=[\"w\"]", "model.targets = [\"w\"]: list of q or k or v or o or gate or up or down"),
         ("kv_heads=3", "does not divide by kv_heads = 3"),
         ("head_dim=7", "model.head_dim = 7 is odd"),
         ("dropout=1.0", "model.dropout = 1"),

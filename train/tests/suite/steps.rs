@@ -3,7 +3,7 @@
 use engine::philox::{fill_halves, rng_feed};
 use engine::{Cpu, Device, Init, Recorder, Var};
 use kiln::checkpoint::load_safetensors;
-use kiln::config::{Config, TrainConfig};
+use kiln::config::{Config, Section, TrainConfig};
 use kiln::data::{DataError, Item, Source};
 use kiln::recipe::{Feeds, Model, Supervised, Task, TrainError};
 use kiln::run;
@@ -51,7 +51,7 @@ impl Model for Sum {
 }
 
 fn config(train: &str) -> Config {
-    Config::preset("sum", "test", &format!("seed = {SEED}\n[train]\nbatch = 2\n{train}"))
+    Config::preset("sum", "test", vec![TrainConfig::keys("train")], &format!("seed = {SEED}\n[train]\nbatch = 2\n{train}"))
 }
 
 fn task(c: &Config, dropout: f32) -> Supervised<Sum> {

@@ -48,6 +48,10 @@ impl Cifar {
         Ok((self.read(folder, self.train, &classes)?, self.read(folder, &[self.val], &classes)?))
     }
 
+    pub fn class_count(&self) -> usize {
+        usize::from(self.labels[self.labels.len() - 1])
+    }
+
     fn missing(&self, path: &Path) -> DataError {
         let files = self.train.iter().chain([&self.val]).chain(self.known.is_empty().then_some(&self.names));
         let files = files.copied().collect::<Vec<_>>().join(", ");
@@ -67,7 +71,7 @@ impl Cifar {
         }
         let text = input::read_to_string(&path).map_err(DataError::io("read", &path))?;
         let names: Vec<String> = text.lines().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect();
-        let expected = usize::from(self.labels[self.labels.len() - 1]);
+        let expected = self.class_count();
         if names.len() != expected {
             let reason = format!("{} class names, {} has {expected} (download and unpack it again)", names.len(), self.set);
             return Err(DataError::Images { path, reason });

@@ -54,14 +54,25 @@ fn list(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
     Ok(paths)
 }
 
-/// A folder of classes.
-fn read(folder: &Path, size: usize) -> Result<ImageSet, DataError> {
+/// How many classes there are to learn.
+pub fn classes(folder: &Path) -> Result<usize, DataError> {
+    let train = folder.join(Split::Train.name());
+    Ok(class_folders(if train.is_dir() { &train } else { folder })?.len())
+}
+
+fn class_folders(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
     let mut folders = list(folder)?;
     folders.retain(|path| path.is_dir());
     if !(2..=1 << 16).contains(&folders.len()) {
         let reason = format!("holds {} folders; pictures are sorted into one for each class, at least two", folders.len());
         return Err(problem(folder, reason));
     }
+    Ok(folders)
+}
+
+/// A folder of classes.
+fn read(folder: &Path, size: usize) -> Result<ImageSet, DataError> {
+    let folders = class_folders(folder)?;
     let (mut classes, mut files, mut labels) = (Vec::new(), Vec::new(), Vec::new());
     for path in folders {
         let name = path.file_name().and_then(|name| name.to_str());

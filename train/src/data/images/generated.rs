@@ -12,7 +12,7 @@ use super::{CHANNELS, ImageSet, SIZE, Split};
 /// Training and validation pictures, where no other numbers are asked for.
 pub const GENERATED: [usize; 2] = [20_000, 2_000];
 
-const CLASSES: [&str; 10] =
+pub const CLASSES: [&str; 10] =
     ["disc", "ring", "square", "triangle", "cross", "crescent", "lying-stripes", "standing-stripes", "checkerboard", "gradient"];
 
 /// Pictures `0..count` of a split; the classes take turns.

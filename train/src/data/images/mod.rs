@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::{DataError, Split, hash};
 
-pub use generated::{GENERATED, generate};
+pub use generated::{CLASSES as GENERATED_CLASSES, GENERATED, generate};
 pub use picture::read as read_picture;
 pub use sheet::{Block, by_class, sheet};
 
@@ -139,18 +139,30 @@ impl FromStr for Format {
 /// The training and the validation split of a folder, whose format is detected where none is named. `size` is what a folder
 /// of pictures is resized to; CIFAR is 32 pixels wide.
 pub fn open(folder: &Path, format: Option<Format>, size: usize) -> Result<(ImageSet, ImageSet), DataError> {
-    std::fs::read_dir(folder).map_err(DataError::io("list", folder))?;
-    match format.or_else(|| Format::detect(folder)) {
-        Some(Format::Cifar10) => cifar::CIFAR_10.open(folder, size),
-        Some(Format::Cifar100) => cifar::CIFAR_100.open(folder, size),
-        Some(Format::Folder) => folder::open(folder, size),
-        None => Err(DataError::Images {
-            path: folder.into(),
-            reason: "holds no pictures: neither the .bin files of CIFAR-10 or CIFAR-100 nor a folder for each class (name the \
-                     folder that holds them itself)"
-                .into(),
-        }),
+    match format.map_or_else(|| detected(folder), Ok)? {
+        Format::Cifar10 => cifar::CIFAR_10.open(folder, size),
+        Format::Cifar100 => cifar::CIFAR_100.open(folder, size),
+        Format::Folder => folder::open(folder, size),
     }
+}
+
+/// How many classes the set in a folder has; its pictures are not read.
+pub fn classes(folder: &Path) -> Result<usize, DataError> {
+    match detected(folder)? {
+        Format::Cifar10 => Ok(cifar::CIFAR_10.class_count()),
+        Format::Cifar100 => Ok(cifar::CIFAR_100.class_count()),
+        Format::Folder => folder::classes(folder),
+    }
+}
+
+fn detected(folder: &Path) -> Result<Format, DataError> {
+    std::fs::read_dir(folder).map_err(DataError::io("list", folder))?;
+    Format::detect(folder).ok_or_else(|| DataError::Images {
+        path: folder.into(),
+        reason: "holds no pictures: neither the .bin files of CIFAR-10 or CIFAR-100 nor a folder for each class (name the folder that holds them \
+                 itself)"
+            .into(),
+    })
 }
 
 /// What `kiln data inspect` tells of a folder of pictures.

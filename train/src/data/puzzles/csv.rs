@@ -2,6 +2,7 @@
 //! Which columns those are, the first line says (`puzzle,solution`; `quizzes,solutions`; `source,question,answer,rating`), or they are the first two that
 //! look like grids. A comma may stand behind the last one.
 
+use std::io::Read;
 use std::path::Path;
 
 use rayon::prelude::*;
@@ -17,23 +18,44 @@ const SOLUTIONS: [&str; 4] = ["solution", "solutions", "answer", "answers"];
 /// All puzzles of a file, each of which fits its solution; and no other one, if `unique`.
 pub fn read_csv(path: &Path, unique: bool) -> Result<PuzzleSet, DataError> {
     let bytes = input::read(path).map_err(DataError::io("read", path))?;
+    let (lines, columns, size) = lines(path, &bytes)?;
+    let read = |&(number, line): &(u64, &[u8])| pair(size, columns, line, unique).map_err(|problem| error(path, number, problem));
+    let pairs: Vec<_> = lines.par_iter().map(read).collect();
+    // In the order of lines: the first damage is reported.
+    Ok(PuzzleSet::new(Task::Sudoku(size), pairs.into_iter().collect::<Result<_, _>>()?))
+}
+
+/// Cells a side of a file's puzzles, from its first lines.
+pub fn csv_side(path: &Path) -> Result<usize, DataError> {
+    let mut begin = vec![];
+    let read = input::open(path).and_then(|file| file.take(1 << 16).read_to_end(&mut begin));
+    read.map_err(DataError::io("read", path))?;
+    // A header and a puzzle: what follows them may be cut.
+    let two = begin.split_inclusive(|&byte| byte == b'\n').take(2).map(<[u8]>::len).sum();
+    Ok(lines(path, &begin[..two])?.2.side())
+}
+
+fn error(path: &Path, line: u64, problem: String) -> DataError {
+    DataError::Line { path: path.to_owned(), line, problem }
+}
+
+type Numbered<'a> = Vec<(u64, &'a [u8])>;
+
+/// The lines that hold puzzles, with their numbers; where on a line they are; and their size, by the first one.
+fn lines<'a>(path: &Path, bytes: &'a [u8]) -> Result<(Numbered<'a>, Columns, Size), DataError> {
     // Spreadsheets put a mark of UTF-8 before the first line.
-    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
+    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
     let lines = text.strip_suffix(b"\n").unwrap_or(text).split(|&byte| byte == b'\n');
-    let mut lines: Vec<(u64, &[u8])> = (1..).zip(lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line))).collect();
-    let error = |line, problem| DataError::Line { path: path.to_owned(), line, problem };
-    let (columns, header) = Columns::find(lines[0].1, lines.get(1).map(|line| line.1)).map_err(|problem| error(1, problem))?;
+    let mut lines: Numbered = (1..).zip(lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line))).collect();
+    let (columns, header) = Columns::find(lines[0].1, lines.get(1).map(|line| line.1)).map_err(|problem| error(path, 1, problem))?;
     if header {
         lines.remove(0);
     }
     let Some(&(number, first)) = lines.first() else {
-        return Err(error(2, "no puzzle follows the header".into()));
+        return Err(error(path, 2, "no puzzle follows the header".into()));
     };
-    let size = size(columns.puzzle(first)).map_err(|problem| error(number, problem))?;
-    let read = |&(number, line): &(u64, &[u8])| pair(size, columns, line, unique).map_err(|problem| error(number, problem));
-    let pairs: Vec<_> = lines.par_iter().map(read).collect();
-    // In the order of lines: the first damage is reported.
-    Ok(PuzzleSet::new(Task::Sudoku(size), pairs.into_iter().collect::<Result<_, _>>()?))
+    let size = size(columns.puzzle(first)).map_err(|problem| error(path, number, problem))?;
+    Ok((lines, columns, size))
 }
 
 /// Where on a line the two are, of how many.

@@ -18,7 +18,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use super::{DataError, Split, hash};
 
-pub use csv::read_csv;
+pub use csv::{csv_side, read_csv};
 pub use maze::Mazes;
 pub use solver::{Solved, solve};
 pub use sudoku::{HARD, Size, Sudokus};

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use serde::Deserialize;
+use crate::choices;
 
 use super::super::source::{check_range, check_seq};
 use super::super::{DataError, Item, Source, hash};
@@ -25,8 +25,7 @@ impl Example {
 }
 
 /// What becomes of an example that is longer than a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TooLong {
     /// Its reply loses its end.
     Cut,
@@ -35,6 +34,8 @@ pub enum TooLong {
     /// It is an error.
     Refuse,
 }
+
+choices!(TooLong { Cut: "cut", Skip: "skip", Refuse: "refuse" });
 
 /// How an example fits into a row.
 #[derive(Debug, PartialEq)]

@@ -6,32 +6,35 @@ use crate::data::replies::{Asked, Files, Prompt, Questions, Quiz, Read, Rows, Te
 use crate::data::{DataError, Dataset, Source, Split, Tokenizer};
 use crate::models::Folder;
 use crate::recipe::TrainError;
+use crate::section;
 use crate::text::Text;
-use serde::Deserialize;
 use serde_json::json;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RepliesConfig {
-    /// A .jsonl file or a folder of them; a folder that `kiln data prepare` made; empty: generated questions.
-    pub path: String,
-    /// Names of the fields of JSONL.
-    pub prompt: String,
-    pub reply: String,
-    /// Text with {prompt} and {reply}; empty: what fits the base's special tokens.
-    pub template: String,
-    /// Whether a row holds several examples, or one and padding.
-    pub pack: bool,
-    pub too_long: TooLong,
-    /// Of the prompts of JSONL, to validate with.
-    pub val_share: f64,
-    /// Of generated questions: how much rarer each way to reply is than the one before it; 1 for all the same.
-    pub skew: f64,
-    /// Tokens that are not trained on when they are the target.
-    pub ignore_tokens: Vec<u32>,
+section! {
+    /// What is learned: prompts and replies, or plain text.
+    pub struct RepliesConfig {
+        /// A .jsonl file or a folder of them; a folder that `kiln data prepare` made. Empty: generated questions.
+        pub path: String = String::new(), [path];
+        /// The field of a JSONL object that holds the prompt.
+        pub prompt: String = "prompt".into();
+        /// The field of a JSONL object that holds the reply.
+        pub reply: String = "reply".into();
+        /// Chat template: text with {prompt}, {reply} and perhaps {eos}. Empty: by the special tokens of the base's tokenizer.
+        pub template: String = String::new();
+        /// Whether a row holds several examples, which do not see each other, or one and padding.
+        pub pack: bool = true;
+        /// What becomes of an example that is longer than a row.
+        pub too_long: TooLong = TooLong::Cut;
+        /// Share of the prompts of JSONL to validate with.
+        pub val_share: f64 = 0.05, in 0.0..1.0;
+        /// Of generated questions: how many times as likely each way to reply is as the one before it.
+        pub skew: f64 = 0.6, in 1e-38..=1.0;
+        /// Tokens that are not trained on when they are the target.
+        pub ignore_tokens: Vec<u32> = vec![];
+    }
 }
 
 /// A run's data. Everything about it is a pure function of the config and of the files.

@@ -2,13 +2,14 @@
 
 use super::carry::Carry;
 use super::model::{Hrm, HrmConfig, STARTS};
+use crate::config::Section;
 use crate::golden::{Golden, Steps, differentiated};
 use crate::recipe::{Computed, TrainError};
 use engine::{DType, Data, Device, Recorder, Switches, Var};
 
 pub fn segments(file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
     let bad = |m: String| TrainError::Other(format!("this golden file {m}"));
-    let c: HrmConfig = serde_json::from_value(file.config.clone()).map_err(|e| bad(format!("has a config that hrm does not know: {e}")))?;
+    let c = HrmConfig::from_json("model", &file.config).map_err(|e| bad(format!("has a config that hrm does not know: {e}")))?;
     c.check()?;
     let shape = file.shape("input/ids").filter(|s| s.len() == 2 && s[0] > 0 && s[1] == c.seq);
     let batch = shape.ok_or_else(|| bad(format!("has no input/ids [batch, {}] as its config says", c.seq)))?[0];

@@ -9,7 +9,7 @@ mod puzzles;
 
 pub use model::HrmConfig;
 
-use crate::config::{Config, ConfigError, TrainConfig};
+use crate::config::{Config, ConfigError, Keys, Section, TrainConfig};
 use crate::data::{Loader, Split};
 use crate::golden::Golden;
 use crate::optim;
@@ -23,7 +23,7 @@ use engine::ops::pointwise::{Bin, pointwise};
 use engine::philox::{philox, rng_feed};
 use engine::{DType, Data, Device, Graph, Init, Recorder, Switches, Var};
 use model::{Hrm, STARTS};
-use puzzles::Puzzles;
+use puzzles::{PuzzleConfig, Puzzles};
 
 pub struct HrmRecipe;
 
@@ -36,6 +36,11 @@ impl Recipe for HrmRecipe {
         "puzzles: two recurrent modules with experts, thinking in segments until they are sure of their answer"
     }
 
+    fn sections(&self) -> Vec<Keys> {
+        // Examples stay in their slots from step to step, so a step is one batch.
+        vec![HrmConfig::keys("model"), PuzzleConfig::keys("data"), TrainConfig::keys("train").without(&["accumulate"])]
+    }
+
     fn presets(&self) -> &'static [(&'static str, &'static str)] {
         &[
             ("tiny", include_str!("../../../configs/hrm-tiny.toml")),
@@ -45,17 +50,15 @@ impl Recipe for HrmRecipe {
         ]
     }
 
+    fn sized(&self, config: &Config) -> Result<Config, TrainError> {
+        puzzles::sized(config)
+    }
+
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let config = &self.sized(config)?;
         let c: HrmConfig = config.section("model")?;
         let train: TrainConfig = config.section("train")?;
         train.check()?;
-        if train.accumulate != 1 {
-            let n = train.accumulate;
-            return Err(ConfigError::Invalid(format!(
-                "train.accumulate = {n}: hrm's examples stay where they are, so a step is one batch"
-            ))
-            .into());
-        }
         let puzzles = Puzzles::new(config, &c)?;
         if !c.is_dense() && train.batch * c.seq * c.top_k >= 1 << 31 {
             let (b, seq, k) = (train.batch, c.seq, c.top_k);
@@ -83,7 +86,7 @@ impl Recipe for HrmRecipe {
 
 impl Solves for HrmRecipe {
     fn solver(&self, config: &Config) -> Result<Box<dyn Solver>, TrainError> {
-        Ok(Box::new(act::HrmSolver::new(config)?))
+        Ok(Box::new(act::HrmSolver::new(&self.sized(config)?)?))
     }
 }
 

@@ -1,63 +1,57 @@
 //! A hierarchical reasoning model: two recurrent modules, one slow (high) and one fast (low), whose feed-forward layers are mixtures of
 //! experts; and a halting head. What the numbers are is said by reference/hrm.py; names of parameters are the same there.
 
-use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, WEIGHT, within};
+use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, Section, WEIGHT};
+use crate::section;
 use engine::ops::attention::attention;
 use engine::ops::experts::{Routing, mixture};
 use engine::ops::matmul::Matmul;
 use engine::ops::pointwise::{Bin, pointwise};
 use engine::ops::rope::Pairs;
 use engine::{DType, Init, Recorder, Var};
-use serde::{Deserialize, Serialize};
 
-#[derive(Clone, Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct HrmConfig {
-    pub vocab: usize,
-    /// Cells of a puzzle.
-    pub seq: usize,
-    pub dim: usize,
-    pub heads: usize,
-    /// Of each module.
-    pub layers: usize,
-    pub high_cycles: usize,
-    /// Steps of the low module for one of the high.
-    pub low_cycles: usize,
-    /// 0 or 1: dense feed-forward layers.
-    pub experts: usize,
-    /// Experts of a token.
-    pub top_k: usize,
-    /// Of one expert's SwiGLU.
-    pub hidden: usize,
-    pub max_segments: usize,
-    /// The chance that an example must think for a drawn minimum of segments.
-    pub explore: f64,
-    pub balance_weight: f64,
-    pub halt_weight: f64,
-    pub rope_theta: f64,
-    pub norm_eps: f64,
+section! {
+    /// The shape of the model, and how it halts.
+    pub struct HrmConfig {
+        /// Tokens of the puzzle: its symbols, the blank and the filling.
+        pub vocab: usize = 0, in 1..=1 << 16, [data];
+        /// Tokens of a puzzle: its cells and `data.prefix`.
+        pub seq: usize = 0, in 1..=1 << 16, [data];
+        /// Width of both modules.
+        pub dim: usize = 512, in 1..=1 << 16;
+        /// Attention heads.
+        pub heads: usize = 8, in 1..=1 << 12;
+        /// Layers of each module.
+        pub layers: usize = 4, in 1..=1 << 10;
+        /// Steps of the high (slow) module in a segment.
+        pub high_cycles: usize = 2, in 1..=1 << 8;
+        /// Steps of the low (fast) module for each one of the high.
+        pub low_cycles: usize = 2, in 1..=1 << 8;
+        /// Experts of the feed-forward layers. 0 or 1: dense layers.
+        pub experts: usize = 1, in 0..=1 << 10;
+        /// Experts that a token goes through.
+        pub top_k: usize = 1, in 0..=1 << 10;
+        /// Width of one expert's SwiGLU.
+        pub hidden: usize = 1536, in 1..=1 << 20;
+        /// Segments after which a puzzle is given up.
+        pub max_segments: usize = 16, in 1..=1 << 12;
+        /// Chance that a puzzle must be thought about for a drawn minimum of segments.
+        pub explore: f64 = 0.1, in 0.0..=1.0;
+        /// Weight of the experts' load-balancing loss.
+        pub balance_weight: f64 = 0.01, in WEIGHT;
+        /// Weight of the halting head's loss.
+        pub halt_weight: f64 = 0.5, in WEIGHT;
+        /// Base of RoPE's frequencies.
+        pub rope_theta: f64 = 10000.0, in ROPE_THETA;
+        /// What RMS norms add to the mean square.
+        pub norm_eps: f64 = 1e-5, in NORM_EPS;
+    }
 }
 
 impl HrmConfig {
     pub fn check(&self) -> Result<(), ConfigError> {
         let bad = |m: String| Err(ConfigError::Invalid(m));
-        let sizes = [
-            ("vocab", self.vocab, 1 << 16),
-            ("seq", self.seq, 1 << 16),
-            ("dim", self.dim, 1 << 16),
-            ("heads", self.heads, 1 << 12),
-            ("layers", self.layers, 1 << 10),
-            ("high_cycles", self.high_cycles, 1 << 8),
-            ("low_cycles", self.low_cycles, 1 << 8),
-            ("hidden", self.hidden, 1 << 20),
-            ("max_segments", self.max_segments, 1 << 12),
-        ];
-        if let Some((name, v, most)) = sizes.iter().find(|(_, v, most)| *v == 0 || v > most) {
-            return bad(format!("model.{name} = {v}: from 1 to {most}"));
-        }
-        if self.experts > 1 << 10 {
-            return bad(format!("model.experts = {}: at most {}", self.experts, 1 << 10));
-        }
+        self.in_range("model")?;
         if self.experts > 1 && !(1..=self.experts).contains(&self.top_k) {
             return bad(format!("model.top_k = {}: from 1 to model.experts = {}", self.top_k, self.experts));
         }
@@ -67,13 +61,7 @@ impl HrmConfig {
                 self.dim, self.heads
             ));
         }
-        if !(0.0..=1.0).contains(&self.explore) {
-            return bad(format!("model.explore = {} is not between 0 and 1", self.explore));
-        }
-        within("model.balance_weight", self.balance_weight, WEIGHT)?;
-        within("model.halt_weight", self.halt_weight, WEIGHT)?;
-        within("model.rope_theta", self.rope_theta, ROPE_THETA)?;
-        within("model.norm_eps", self.norm_eps, NORM_EPS)
+        Ok(())
     }
 
     pub fn is_dense(&self) -> bool {

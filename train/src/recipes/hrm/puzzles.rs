@@ -2,45 +2,85 @@
 
 use super::model::HrmConfig;
 use crate::config::{Config, ConfigError};
-use crate::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task, read_csv};
+use crate::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task, csv_side, read_csv};
 use crate::data::{DataError, Item, Source, Split, order};
 use crate::recipe::{Counted, LeftOut, TrainError};
-use crate::say;
-use serde::Deserialize;
+use crate::{choices, say, section};
 use std::cell::OnceCell;
 use std::path::Path;
 use std::sync::Arc;
 
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PuzzleConfig {
-    task: Kind,
-    /// Cells a side.
-    side: usize,
-    /// A CSV file of `puzzle,solution`, which is split by class; or a folder with such files, train.csv and test.csv. Empty: generated puzzles.
-    path: String,
-    /// Tokens of filling before the cells. They are the same in every puzzle: from its distance to them a cell knows its place, which
-    /// rotations alone do not tell, and the halting head has a state of its own.
-    prefix: usize,
-    /// How many; of a file at most so many, 0 being all.
-    train_puzzles: usize,
-    test_puzzles: usize,
-    /// Of generated puzzles: the guesses that a Sudoku takes, or the steps of a maze's path, at least.
-    hardness: u32,
-    /// Whether a puzzle is learned in another symmetric form each time.
-    augment: bool,
+section! {
+    /// Which puzzles are learned.
+    pub struct PuzzleConfig {
+        /// The kind of puzzle.
+        task: Kind = Kind::Sudoku;
+        /// Cells a side: 4 or 9 of a Sudoku, 5 to 128 of a maze. From the data: those of the file in `path`; of generated puzzles 9 (Sudoku) and
+        /// 30 (maze).
+        side: usize = 0, in 4..=128, [data];
+        /// A CSV file of `puzzle,solution`, which is split by class; or a folder with such files, train.csv and test.csv. Empty: generated puzzles.
+        path: String = String::new(), [path];
+        /// Tokens of filling before the cells. They are the same in every puzzle: from its distance to them a cell knows its place, which RoPE alone
+        /// does not tell, and the halting head has a state of its own.
+        prefix: usize = 1, in 0..=1 << 16;
+        /// Puzzles to learn from; of a file at most so many, 0 being all.
+        train_puzzles: usize = 1000, in 0..=MOST_CELLS;
+        /// Puzzles to validate with; of a file at most so many, 0 being all.
+        test_puzzles: usize = 1000, in 0..=MOST_CELLS;
+        /// Of generated puzzles: the guesses that a Sudoku takes at least, or the steps of a maze's path.
+        hardness: u32 = 5, in 0..=1 << 31;
+        /// Whether a puzzle is learned in another symmetric form each time.
+        augment: bool = true;
+    }
 }
 
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Kind {
+#[derive(Clone, Copy, Debug)]
+pub enum Kind {
     Sudoku,
     Maze,
 }
 
+choices!(Kind { Sudoku: "sudoku", Maze: "maze" });
+
+impl PuzzleConfig {
+    fn puzzle(&self) -> Result<Task, ConfigError> {
+        let bad = |need: &str| Err(ConfigError::Invalid(format!("data.side = {}: {need}", self.side)));
+        match (self.task, Size::ALL.into_iter().find(|size| size.side() == self.side)) {
+            (Kind::Sudoku, Some(size)) => Ok(Task::Sudoku(size)),
+            (Kind::Sudoku, None) => bad("a Sudoku has 4 or 9 cells a side"),
+            (Kind::Maze, _) if (5..=128).contains(&self.side) => Ok(Task::Maze(self.side)),
+            (Kind::Maze, _) => bad("a maze has 5 to 128 cells a side"),
+        }
+    }
+
+    /// Where no side is named: the file's, or that of the puzzles that are usual.
+    fn side_of_data(&self) -> Result<usize, DataError> {
+        match (self.task, self.path.as_str()) {
+            (Kind::Sudoku, "") => Ok(Size::Nine.side()),
+            (Kind::Sudoku, path) if Path::new(path).is_dir() => csv_side(&Path::new(path).join(TRAIN_FILE)),
+            (Kind::Sudoku, path) => csv_side(Path::new(path)),
+            (Kind::Maze, _) => Ok(30),
+        }
+    }
+}
+
+/// The config with the sizes of its puzzles.
+pub fn sized(config: &Config) -> Result<Config, TrainError> {
+    let mut config = config.clone();
+    config.size("data.side", |c| Ok::<_, TrainError>(c.section::<PuzzleConfig>("data")?.side_of_data()?))?;
+    let data: PuzzleConfig = config.section("data")?;
+    let puzzle = data.puzzle()?;
+    config.size("model.vocab", |_| Ok::<_, TrainError>(puzzle.vocabulary()))?;
+    config.size("model.seq", |_| Ok::<_, TrainError>(puzzle.cells() + data.prefix))?;
+    Ok(config)
+}
+
+/// Of a folder of puzzles, those to learn from.
+const TRAIN_FILE: &str = "train.csv";
+
 /// Cells of all puzzles that are generated to learn from, or to validate with. They are made before the first step and kept: so many take
 /// 2 GiB with their solutions, and up to 10 while they are made (150 bytes for a Sudoku of 4x4).
-const MOST_CELLS: usize = 1 << 30;
+const MOST_CELLS: u64 = 1 << 30;
 
 /// The token that is in no puzzle.
 const FILLING: i32 = 0;
@@ -65,12 +105,7 @@ impl Puzzles {
         c.check()?;
         let data: PuzzleConfig = config.section("data")?;
         let bad = |m: String| Err(TrainError::Config(ConfigError::Invalid(m)));
-        let task = match (data.task, Size::ALL.into_iter().find(|size| size.side() == data.side)) {
-            (Kind::Sudoku, Some(size)) => Task::Sudoku(size),
-            (Kind::Sudoku, None) => return bad(format!("data.side = {}: a Sudoku has 4 or 9 cells a side", data.side)),
-            (Kind::Maze, _) if (5..=128).contains(&data.side) => Task::Maze(data.side),
-            (Kind::Maze, _) => return bad(format!("data.side = {}: a maze has 5 to 128 cells a side", data.side)),
-        };
+        let task = data.puzzle()?;
         let (seq, vocabulary) = (task.cells().saturating_add(data.prefix), task.vocabulary());
         if c.seq != seq {
             let (cells, prefix) = (task.cells(), data.prefix);
@@ -83,7 +118,7 @@ impl Puzzles {
         if !(vocabulary..=256).contains(&c.vocab) {
             return bad(format!("model.vocab = {}: {} has {vocabulary} tokens, and a token is a byte", c.vocab, task.name()));
         }
-        let most = MOST_CELLS / task.cells();
+        let most = MOST_CELLS as usize / task.cells();
         for (name, count) in [("train_puzzles", data.train_puzzles), ("test_puzzles", data.test_puzzles)] {
             if data.path.is_empty() && !(1..=most).contains(&count) {
                 return bad(format!("data.{name} = {count}: from 1 to {most} of {} are generated (0: all, of a file)", task.name()));
@@ -115,7 +150,7 @@ impl Puzzles {
             }
         };
         let (train, test, for_training) = if path.is_dir() {
-            let (train, test) = (open(&path.join("train.csv"))?, open(&path.join("test.csv"))?);
+            let (train, test) = (open(&path.join(TRAIN_FILE))?, open(&path.join("test.csv"))?);
             match train.shared(&test) {
                 0 => {}
                 n => crate::warn!("{}: {n} puzzles of test.csv have a solution, up to symmetry, that train.csv has too", path.display()),

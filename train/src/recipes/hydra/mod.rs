@@ -6,14 +6,14 @@ mod model;
 pub use model::{Cache, Hydra, HydraConfig};
 
 use crate::checkpoint::Checkpoint;
-use crate::config::{Config, DataConfig, TrainConfig};
+use crate::config::{Config, DataConfig, Keys, Section, TrainConfig};
 use crate::data::Source;
 use crate::golden::{Golden, Steps, differentiated};
 use crate::recipe::{
     Better, Computed, Feeds, Metric, Model, Reads, Recipe, Reference, Session, Supervised, Task, TextModel, TrainError, Unit, Writes,
 };
 use crate::sample::{Sampling, continue_tokens};
-use crate::text::Text;
+use crate::text::{self, Text};
 use engine::{Data, Device, Recorder, Switches, Var};
 use generate::HydraGenerator;
 use std::sync::Arc;
@@ -29,6 +29,10 @@ impl Recipe for HydraRecipe {
         "a language model: compressed convolutional attention, recursive routed MLPs"
     }
 
+    fn sections(&self) -> Vec<Keys> {
+        vec![HydraConfig::keys("model"), DataConfig::keys("data"), TrainConfig::keys("train")]
+    }
+
     fn presets(&self) -> &'static [(&'static str, &'static str)] {
         &[
             ("tiny", include_str!("../../../configs/hydra-tiny.toml")),
@@ -37,7 +41,12 @@ impl Recipe for HydraRecipe {
         ]
     }
 
+    fn sized(&self, config: &Config) -> Result<Config, TrainError> {
+        text::sized(config)
+    }
+
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let config = &self.sized(config)?;
         let model: HydraConfig = config.section("model")?;
         model.check()?;
         let data: DataConfig = config.section("data")?;
@@ -65,6 +74,7 @@ impl Recipe for HydraRecipe {
 
 impl Writes for HydraRecipe {
     fn text_model(&self, config: &Config, found: Option<&Checkpoint>) -> Result<TextModel, TrainError> {
+        let config = &self.sized(config)?;
         let c: HydraConfig = config.section("model")?;
         c.check()?;
         let text = Text::new(config.section("data")?, c.vocab, c.seq, config.seed());
@@ -158,8 +168,7 @@ impl Model for HydraModel {
 
 fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
     let bad = |m: &str| TrainError::Other(format!("this golden file {m}"));
-    let c: HydraConfig =
-        serde_json::from_value(file.config.clone()).map_err(|e| bad(&format!("has a config that hydra does not know: {e}")))?;
+    let c = HydraConfig::from_json("model", &file.config).map_err(|e| bad(&format!("has a config that hydra does not know: {e}")))?;
     c.check()?;
     let shape = file.shape("input/ids").filter(|s| s.len() == 2).ok_or_else(|| bad("has no input/ids [batch, seq]"))?;
     let (batch, seq) = (shape[0], shape[1]);
@@ -174,7 +183,7 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
     if counted == 0 {
         return Err(TrainError::AllMasked(0));
     }
-    let data = DataConfig { path: String::new(), ignore_tokens: vec![] };
+    let data = DataConfig::default();
     let model = HydraModel { c: c.clone(), text: Text::new(data, c.vocab, seq, 0), accumulate: 1 };
     let weight = [1.0 / counted as f32];
     let feeds = [("ids", Data::I32(&ids)), ("targets", Data::I32(&targets)), ("weight", Data::F32(&weight)), ("rng", Data::I32(&[0; 4]))];

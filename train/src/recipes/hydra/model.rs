@@ -1,35 +1,46 @@
 //! HYDRA: compressed convolutional attention, and MLPs that run again on the tokens that a router chooses. What the numbers are
 //! is said by reference/hydra.py; names of parameters are the same there.
 
-use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, WEIGHT, within};
+use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, Section, WEIGHT};
 use crate::nn::{linear, offset, row_starts};
+use crate::section;
 use engine::ops::attention::attention;
 use engine::ops::concat::concat;
 use engine::ops::rope::Pairs;
 use engine::{DType, Init, Recorder, Var};
-use serde::{Deserialize, Serialize};
 
-#[derive(Clone, Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct HydraConfig {
-    pub vocab: usize,
-    pub dim: usize,
-    pub blocks: usize,
-    pub heads: usize,
-    pub kv_heads: usize,
-    /// Attention runs in a latent space of dim / compression.
-    pub compression: usize,
-    /// SwiGLU's width.
-    pub hidden: usize,
-    pub seq: usize,
-    /// Share of a sequence's tokens that recursion i of a block's MLP works on; never increasing.
-    pub edge_capacity: Vec<f64>,
-    pub middle_capacity: Vec<f64>,
-    pub conv_width: usize,
-    pub rope_theta: f64,
-    pub norm_eps: f64,
-    /// Weight of the causal router's loss.
-    pub router_weight: f64,
+section! {
+    /// The shape of the model.
+    pub struct HydraConfig {
+        /// Tokens of the vocabulary; at least those of the data's tokenizer.
+        pub vocab: usize = 0, in 1..=1 << 20, [data];
+        /// Width of the residual stream.
+        pub dim: usize = 128, in 1..=1 << 20;
+        /// Blocks of attention and a recursive MLP.
+        pub blocks: usize = 3, in 1..=1024;
+        /// Attention heads.
+        pub heads: usize = 4, in 1..=1 << 20;
+        /// Heads of keys and values, each shared by heads / kv_heads queries (GQA).
+        pub kv_heads: usize = 2, in 1..=1 << 20;
+        /// Attention runs in a latent space of dim / compression.
+        pub compression: usize = 2, in 1..=1 << 20;
+        /// Width of the SwiGLU MLP.
+        pub hidden: usize = 256, in 1..=1 << 20;
+        /// Tokens of a sequence.
+        pub seq: usize = 128, in 1..=1 << 20;
+        /// First and last block: for each recursion of the MLP the share of the sequence's tokens that it works on; never increasing.
+        pub edge_capacity: Vec<f64> = vec![1.0, 0.5, 0.25], in 1e-38..=1.0;
+        /// The same for the blocks in between.
+        pub middle_capacity: Vec<f64> = vec![0.5, 0.25, 0.125], in 1e-38..=1.0;
+        /// Kernel width of the convolutions on queries and keys.
+        pub conv_width: usize = 3, in 1..=1 << 20;
+        /// Base of RoPE's frequencies.
+        pub rope_theta: f64 = 10000.0, in ROPE_THETA;
+        /// What RMS norms add to the mean square.
+        pub norm_eps: f64 = 1e-6, in NORM_EPS;
+        /// Weight of the causal router's loss beside the cross-entropy.
+        pub router_weight: f64 = 0.01, in WEIGHT;
+    }
 }
 
 const STD: f32 = 0.02;
@@ -53,21 +64,7 @@ impl HydraConfig {
 
     pub fn check(&self) -> Result<(), ConfigError> {
         let bad = |m: String| Err(ConfigError::Invalid(m));
-        let sizes = [
-            ("vocab", self.vocab),
-            ("dim", self.dim),
-            ("blocks", self.blocks),
-            ("heads", self.heads),
-            ("kv_heads", self.kv_heads),
-            ("compression", self.compression),
-            ("hidden", self.hidden),
-            ("seq", self.seq),
-            ("conv_width", self.conv_width),
-        ];
-        // Far above any real model, and low enough that no product of a few of them overflows.
-        if let Some((name, v)) = sizes.iter().find(|(name, v)| *v == 0 || *v > if *name == "blocks" { 1024 } else { 1 << 20 }) {
-            return bad(format!("model.{name} = {v}: from 1 to {}", if *name == "blocks" { 1024 } else { 1 << 20 }));
-        }
+        self.in_range("model")?;
         let divides = [
             ("dim", self.dim, "compression", self.compression),
             ("dim / compression", self.latent(), "heads", self.heads),
@@ -88,16 +85,14 @@ impl HydraConfig {
             return bad(format!("model: kv_heads x head size = {} is too small to halve", self.kv_dim()));
         }
         for (name, shares) in [("edge_capacity", &self.edge_capacity), ("middle_capacity", &self.middle_capacity)] {
-            if shares.is_empty() || shares.len() > 64 || shares.iter().any(|s| !(*s > 0.0 && *s <= 1.0)) {
-                return bad(format!("model.{name} = {shares:?}: one to 64 shares, each above 0 and at most 1"));
+            if shares.is_empty() || shares.len() > 64 {
+                return bad(format!("model.{name} = {shares:?}: one to 64 shares"));
             }
             if shares.windows(2).any(|w| w[1] > w[0]) {
                 return bad(format!("model.{name} = {shares:?} increases: a recursion works on tokens of the one before it"));
             }
         }
-        within("model.rope_theta", self.rope_theta, ROPE_THETA)?;
-        within("model.norm_eps", self.norm_eps, NORM_EPS)?;
-        within("model.router_weight", self.router_weight, WEIGHT)
+        Ok(())
     }
 
     /// Rows are numbered in f32, exactly up to 2^24.

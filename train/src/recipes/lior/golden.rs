@@ -2,6 +2,7 @@
 
 use super::model::BROKEN;
 use super::{LiorConfig, Window, programs, reported};
+use crate::config::Section;
 use crate::golden::Golden;
 use crate::recipe::{Computed, Session, TrainError, is_kept};
 use engine::{DType, Device, Meta, Switches};
@@ -21,7 +22,7 @@ pub fn windows(file: &Golden, switches: &Switches, device: &Device) -> Result<Co
     let rows = shape[0].saturating_mul(whole("seq")).saturating_mul(whole("steps").div_ceil(2));
     fields.insert("after".into(), after.into());
     fields.insert("rows".into(), rows.into());
-    let c: LiorConfig = serde_json::from_value(config).map_err(|e| bad(format!("has a config that lior does not know: {e}")))?;
+    let c = LiorConfig::from_json("model", &config).map_err(|e| bad(format!("has a config that lior does not know: {e}")))?;
     c.check()?;
     let batch = shape[0];
     c.check_batch(batch, file.steps)?;

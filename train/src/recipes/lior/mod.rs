@@ -5,13 +5,13 @@ mod model;
 
 pub use model::{Lior, LiorConfig};
 
-use crate::config::{Config, ConfigError, TrainConfig};
+use crate::config::{Config, ConfigError, DataConfig, Keys, Section, TrainConfig};
 use crate::data::{Loader, Order, Source};
 use crate::golden::Golden;
 use crate::recipe::{
     Better, Computed, Evaluation, Extent, Metric, Pending, Picture, Reads, Recipe, Reference, Session, Task, TrainError, Unit,
 };
-use crate::text::Text;
+use crate::text::{self, Text};
 use engine::{Data, Device, Graph, Recorder, Switches};
 use std::sync::Arc;
 
@@ -26,6 +26,12 @@ impl Recipe for LiorRecipe {
         "a metric and a rotor that learn without back-propagation, over a frozen encoder"
     }
 
+    fn sections(&self) -> Vec<Keys> {
+        // There is no gradient: no optimizer, and nothing to add up.
+        let train = TrainConfig::keys("train").without(&["accumulate", "beta1", "beta2", "eps", "weight_decay", "clip"]);
+        vec![LiorConfig::keys("model"), DataConfig::keys("data"), train]
+    }
+
     fn presets(&self) -> &'static [(&'static str, &'static str)] {
         &[
             ("development", include_str!("../../../configs/lior-development.toml")),
@@ -34,7 +40,12 @@ impl Recipe for LiorRecipe {
         ]
     }
 
+    fn sized(&self, config: &Config) -> Result<Config, TrainError> {
+        text::sized(config)
+    }
+
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let config = &self.sized(config)?;
         let c: LiorConfig = config.section("model")?;
         c.check()?;
         // The drag goes one way, so the field's step is largest at one of its ends.

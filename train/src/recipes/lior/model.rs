@@ -5,54 +5,73 @@
 //! phase is: the field through all its steps, which gives every step's gain; the encoder over all steps as one batch, or over some of them at a
 //! time; then the retrieval over all steps. Nothing is left out, and the numbers are those of the steps one by one.
 
-use crate::config::{ConfigError, NORM_EPS, within};
+use crate::config::{ConfigError, NORM_EPS, Section};
+use crate::section;
 use engine::ops::attention::attention;
 use engine::ops::concat::concat;
 use engine::ops::evolve::evolution;
 use engine::ops::pointwise::{Bin, Un, pointwise};
 use engine::ops::retrieve::{PLANES, retrieval};
 use engine::{DType, Init, Recorder, Var};
-use serde::{Deserialize, Serialize};
 use std::f32::consts::PI;
+use std::ops::RangeInclusive;
 
-#[derive(Clone, Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct LiorConfig {
-    pub vocab: usize,
-    pub dim: usize,
-    pub layers: usize,
-    pub heads: usize,
-    /// Tokens of a window.
-    pub seq: usize,
-    /// Tokens behind the window that say where the nudge leads.
-    pub after: usize,
-    /// Coordinates.
-    pub n: usize,
-    pub rotor_layers: usize,
-    /// Slots of the ring of (coordinate, state).
-    pub memory: usize,
-    pub field: [usize; 4],
-    /// Steps of a phase.
-    pub steps: usize,
-    /// Rows (tokens of all sequences, at one or more steps) that the encoder takes at a time: as many as keep a card busy, and no more
-    /// memory than that.
-    pub rows: usize,
-    /// Sharpness of the retrieval.
-    pub beta: f64,
-    pub nudge: f64,
-    /// The contrastive estimate is (nudged - free) / nudge_beta.
-    pub nudge_beta: f64,
-    /// The rotor's rate, as a share of the metric's.
-    pub rotor_rate: f64,
-    pub dt: f64,
-    pub mass: f64,
-    pub memory_alpha: f64,
-    pub memory_lambda: f64,
-    /// Windows after which the drag grows no more.
-    pub history: usize,
-    pub eps: f64,
-    pub norm_eps: f64,
+section! {
+    /// The encoder, the field, the metric and the rotor, and how they learn.
+    pub struct LiorConfig {
+        /// Tokens of the vocabulary; at least those of the data's tokenizer.
+        pub vocab: usize = 0, in 1..=1 << 24, [data];
+        /// Width of the encoder.
+        pub dim: usize = 512, in 1..=1 << 14;
+        /// Layers of the encoder.
+        pub layers: usize = 4, in 1..=1 << 10;
+        /// Attention heads of the encoder.
+        pub heads: usize = 8, in 1..=1 << 10;
+        /// Tokens of a window.
+        pub seq: usize = 128, in 1..=1 << 16;
+        /// Tokens behind the window that say where the nudge leads.
+        pub after: usize = 8, in 1..=1 << 16;
+        /// Coordinates of the space.
+        pub n: usize = 8, in 1..=256;
+        /// Layers of the rotor, each of n / 2 planes.
+        pub rotor_layers: usize = 2, in 1..=256;
+        /// Slots of the ring of (coordinate, state).
+        pub memory: usize = 2048, in 1..=1 << 24;
+        /// Sizes of the complex field: two inner axes, height and width.
+        pub field: [usize; 4] = [8, 8, 16, 16], in 1..=1 << 12;
+        /// Steps of a phase.
+        pub steps: usize = 64, in 1..=1 << 14;
+        /// Rows (tokens of all sequences, at one or more steps) that the encoder takes at a time: enough to keep a GPU busy, and no more memory
+        /// than that.
+        pub rows: usize = 16384, in 1..=1 << 24;
+        /// Sharpness of the retrieval from the memory.
+        pub beta: f64 = 5.0, in NUMBER;
+        /// How far the nudged phase is pulled towards what follows the window.
+        pub nudge: f64 = 0.1, in NUMBER;
+        /// The contrastive estimate is (nudged - free) / nudge_beta.
+        pub nudge_beta: f64 = 0.1, in DIVISOR;
+        /// The rotor's learning rate, as a share of the metric's.
+        pub rotor_rate: f64 = 0.01, in NUMBER;
+        /// Time step of the field.
+        pub dt: f64 = 0.05, in NUMBER;
+        /// Mass of the field.
+        pub mass: f64 = 1.0, in DIVISOR;
+        /// Drag of the field: its strength.
+        pub memory_alpha: f64 = 0.5, in NUMBER;
+        /// Drag of the field: how much each window of history adds.
+        pub memory_lambda: f64 = 0.05, in NUMBER;
+        /// Windows after which the drag grows no more.
+        pub history: usize = 20, in 0..=1 << 20;
+        /// What divisors of the geometry have added.
+        pub eps: f64 = 1e-8, in NORM_EPS;
+        /// What the encoder's norms add to the variance.
+        pub norm_eps: f64 = 1e-5, in NORM_EPS;
+    }
 }
+
+const NUMBER: RangeInclusive<f64> = -1e6..=1e6;
+/// What is divided by.
+const DIVISOR: RangeInclusive<f64> = 1e-30..=1e6;
 
 impl LiorConfig {
     /// Planes of the rotor, over all its layers.
@@ -62,30 +81,7 @@ impl LiorConfig {
 
     pub fn check(&self) -> Result<(), ConfigError> {
         let bad = |m: String| Err(ConfigError::Invalid(m));
-        let [a, b, height, width] = self.field;
-        let sizes = [
-            ("vocab", self.vocab, 1 << 24),
-            ("dim", self.dim, 1 << 14),
-            ("layers", self.layers, 1 << 10),
-            ("heads", self.heads, 1 << 10),
-            ("seq", self.seq, 1 << 16),
-            ("after", self.after, 1 << 16),
-            ("n", self.n, 256),
-            ("rotor_layers", self.rotor_layers, 256),
-            ("memory", self.memory, 1 << 24),
-            ("field's first axis", a, 1 << 12),
-            ("field's second axis", b, 1 << 12),
-            ("field's height", height, 1 << 12),
-            ("field's width", width, 1 << 12),
-            ("steps", self.steps, 1 << 14),
-            ("rows", self.rows, 1 << 24),
-        ];
-        if let Some((name, v, most)) = sizes.iter().find(|(_, v, most)| *v == 0 || v > most) {
-            return bad(format!("model.{name} = {v}: from 1 to {most}"));
-        }
-        if self.history > 1 << 20 {
-            return bad(format!("model.history = {}: at most {}", self.history, 1 << 20));
-        }
+        self.in_range("model")?;
         if !self.dim.is_multiple_of(self.heads) {
             return bad(format!("model.dim = {} does not divide by model.heads = {}", self.dim, self.heads));
         }
@@ -97,27 +93,6 @@ impl LiorConfig {
         }
         if self.after > self.seq {
             return bad(format!("model.after = {} is more than model.seq = {}: there is no position for the rest", self.after, self.seq));
-        }
-        let numbers = [
-            ("beta", self.beta),
-            ("nudge", self.nudge),
-            ("nudge_beta", self.nudge_beta),
-            ("rotor_rate", self.rotor_rate),
-            ("dt", self.dt),
-            ("mass", self.mass),
-            ("memory_alpha", self.memory_alpha),
-            ("memory_lambda", self.memory_lambda),
-            ("eps", self.eps),
-            ("norm_eps", self.norm_eps),
-        ];
-        for (name, v) in numbers {
-            let range = match name {
-                "eps" | "norm_eps" => NORM_EPS,
-                // What is divided by.
-                "nudge_beta" | "mass" => 1e-30..=1e6,
-                _ => -1e6..=1e6,
-            };
-            within(&format!("model.{name}"), v, range)?;
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! A golden file's steps, computed here: supervised loss plus weight times the policy gradient's, on replies that the file holds.
 
 use super::{Objective, PolychromicConfig, Replies};
+use crate::config::{ConfigError, Section};
 use crate::golden::{self, Golden, differentiated};
 use crate::models::decoder::{Base, Decoder, Places, Rows};
 use crate::models::{Lora, Shape};
@@ -65,12 +66,12 @@ pub fn steps(file: &Golden, switches: &Switches, device: &Device) -> Result<Comp
     fields.insert("pretrain".into(), 0.into());
     fields.insert("bits".into(), 16.into());
     fields.insert("dropout".into(), 0.0.into());
-    let unknown = |e: serde_json::Error| bad(&format!("has a config that polychromic does not know: {e}"));
-    let c: PolychromicConfig = serde_json::from_value(fields.into()).map_err(unknown)?;
+    let unknown = |e: ConfigError| bad(&format!("has a config that polychromic does not know: {e}"));
+    let c = PolychromicConfig::from_json("model", &fields.into()).map_err(unknown)?;
     c.check()?;
     objective.extend([("prompt_tokens".into(), 0.into()), ("eval_prompts".into(), 0.into())]);
     objective.extend([("encoder".into(), "".into()), ("eval_file".into(), "".into())]);
-    let objective: Objective = serde_json::from_value(objective.into()).map_err(unknown)?;
+    let objective = Objective::from_json("objective", &objective.into()).map_err(unknown)?;
 
     let shape = |name: &str, rank: usize| file.shape(name).filter(|s| s.len() == rank && s.iter().all(|&n| n > 0));
     let shapes = (shape("input/ids", 2), shape("input/set_ids", 2), shape("input/embeddings", 3));

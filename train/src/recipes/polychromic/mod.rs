@@ -9,48 +9,64 @@ pub use policy::{Policy, Polychromic};
 pub use replies::Replies;
 
 use crate::checkpoint::Checkpoint;
-use crate::config::{Config, ConfigError, TrainConfig, WEIGHT, within};
+use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig, WEIGHT};
 use crate::data::{Source, Split};
 use crate::golden::Golden;
-use crate::models::decoder::{Adapted, Chat, Lessons, Places, Pretraining, Writer, Writing, export};
+use crate::models::decoder::{Adapted, Chat, Lessons, Places, Pretraining, RepliesConfig, Writer, Writing, export};
 use crate::models::{Folder, Lora, Shape, Target};
 use crate::recipe::{
     Computed, Exports, Feeds, Model, Reads, Recipe, Reference, Session, Survey, Surveys, Task, TextModel, TrainError, Writes,
 };
-use crate::say;
+use crate::{say, section};
 use engine::ops::sample::Nucleus;
 use engine::{Device, Recorder, Switches, Var};
-use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PolychromicConfig {
-    /// A model's folder; empty: a model in the shape that follows.
-    pub base: String,
-    /// Steps in which that model learns generated questions first; 0: it stays as it was drawn at random.
-    pub pretrain: u64,
-    /// Of the base's matrices: 16 (or what the base has), or 4 (NF4).
-    pub bits: u32,
-    pub vocab: usize,
-    pub dim: usize,
-    pub layers: usize,
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    pub hidden: usize,
-    pub tied: bool,
-    pub qk_norm: bool,
-    pub rope_theta: f64,
-    pub norm_eps: f64,
-    /// Tokens of a row.
-    pub seq: usize,
-    pub rank: usize,
-    pub alpha: f64,
-    pub dropout: f64,
-    pub targets: Vec<Target>,
+section! {
+    /// The base and the adapters on it. The keys from `vocab` to `norm_eps` are the shape of a base that is trained or drawn here; a folder in `base` brings
+    /// its own.
+    pub struct PolychromicConfig {
+        /// A model's folder in Hugging Face's layout (Qwen3, Llama). Empty: a base in the shape that follows.
+        pub base: String = String::new(), [path];
+        /// Where `base` is empty: steps in which the base learns generated questions first. 0: it stays as it was drawn at random.
+        pub pretrain: u64 = 600, in 0..=1_000_000_000;
+        /// Bits of the base's matrices: 16 (or what the base has), or 4 (NF4).
+        pub bits: u32 = 16, in [16, 4];
+        /// Tokens of the vocabulary.
+        pub vocab: usize = 512, in 1..=1 << 24;
+        /// Width of the residual stream.
+        pub dim: usize = 128, in 1..=1 << 20;
+        /// Layers of the decoder.
+        pub layers: usize = 4, in 1..=1024;
+        /// Attention heads.
+        pub heads: usize = 4, in 1..=1 << 12;
+        /// Heads of keys and values, each shared by heads / kv_heads queries (GQA).
+        pub kv_heads: usize = 2, in 1..=1 << 12;
+        /// Elements of a head.
+        pub head_dim: usize = 32, in 1..=1 << 10;
+        /// Width of the SwiGLU MLP.
+        pub hidden: usize = 384, in 1..=1 << 20;
+        /// Whether the head is the embedding.
+        pub tied: bool = true;
+        /// Whether queries and keys are normed, as Qwen3's are.
+        pub qk_norm: bool = true;
+        /// Base of RoPE's frequencies.
+        pub rope_theta: f64 = 10000.0, in ROPE_THETA;
+        /// What RMS norms add to the mean square.
+        pub norm_eps: f64 = 1e-6, in NORM_EPS;
+        /// Tokens of a row.
+        pub seq: usize = 128, in 1..=1 << 20;
+        /// Rank of the adapters (LoRA).
+        pub rank: usize = 16, in 1..=4096;
+        /// Adapters are scaled by alpha / rank.
+        pub alpha: f64 = 16.0, in -1e6..=1e6;
+        /// Dropout of the adapters' input while training.
+        pub dropout: f64 = 0.0, in 0.0..1.0;
+        /// The matrices of every layer that have an adapter.
+        pub targets: Vec<Target> = Target::ALL.to_vec();
+    }
 }
 
 impl PolychromicConfig {
@@ -96,74 +112,52 @@ impl PolychromicConfig {
     }
 
     pub fn check(&self) -> Result<(), ConfigError> {
+        self.in_range("model")?;
         let bad = |m: String| ConfigError::Invalid(format!("model.{m}"));
         self.shape().check().map_err(bad)?;
         self.lora().check().map_err(bad)?;
-        const MOST: u64 = 1_000_000_000;
-        if self.pretrain > MOST {
-            return Err(bad(format!("pretrain = {}: from 0 to {MOST} steps", self.pretrain)));
-        }
         match self.bits {
-            16 => {}
             4 if self.base.is_empty() && self.pretrain == 0 => {
-                return Err(bad("bits = 4: a base that is drawn at random is not kept in four bits; name model.base".into()));
+                Err(bad("bits = 4: a base that is drawn at random is not kept in four bits; name model.base".into()))
             }
-            4 => {}
-            bits => return Err(bad(format!("bits = {bits}: 16, or 4"))),
-        }
-        match self.seq {
-            1..=0x10_0000 => Ok(()),
-            seq => Err(bad(format!("seq = {seq}: from 1 to {}", 1 << 20))),
+            _ => Ok(()),
         }
     }
 }
 
-/// How replies are sampled, and what their diversity counts.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Objective {
-    /// Of the policy gradient's loss beside the supervised one.
-    pub weight: f64,
-    /// Steps from one set of replies to the next.
-    pub every: u64,
-    pub prompts: usize,
-    /// To each prompt.
-    pub replies: usize,
-    pub new_tokens: usize,
-    /// Of a row with a prompt at its end; 0: as many as the longest prompt has.
-    pub prompt_tokens: usize,
-    pub temperature: f64,
-    pub top_p: f64,
-    pub baseline_decay: f64,
-    /// A folder of sentence-transformers' that embeds replies; empty: the base's own mean hidden state.
-    pub encoder: String,
-    /// Prompts that evaluation has replies written to; 0: it writes none.
-    pub eval_prompts: u64,
-    /// Where those are written, a line of JSON a set, with the distance of each pair; empty: nowhere.
-    pub eval_file: String,
+section! {
+    /// The policy gradient towards replies that differ: how they are sampled, and what their diversity counts.
+    pub struct Objective {
+        /// Weight of the policy gradient's loss beside the supervised one. 0: supervised alone.
+        pub weight: f64 = 0.3, in WEIGHT;
+        /// Steps from one set of replies to the next.
+        pub every: u64 = 5, in 1..=1 << 16;
+        /// Prompts that are replied to at once.
+        pub prompts: usize = 4, in 1..=1 << 16;
+        /// Replies to each prompt; diversity is the mean distance of their pairs.
+        pub replies: usize = 3, in 2..=1 << 12;
+        /// Longest reply, in tokens.
+        pub new_tokens: usize = 100, in 1..=1 << 16;
+        /// Tokens of a row with a prompt at its end. 0: as many as the longest prompt has.
+        pub prompt_tokens: usize = 0, in 0..=1 << 16;
+        /// Sampling temperature.
+        pub temperature: f64 = 0.9, in 1e-6..=1e6;
+        /// Nucleus sampling: the probability that the most likely tokens have together.
+        pub top_p: f64 = 0.9, in 1e-30..=1.0;
+        /// Decay of the moving baseline that rewards are compared with.
+        pub baseline_decay: f64 = 0.9, in 0.0..=1.0;
+        /// A folder of sentence-transformers' (MiniLM) that embeds replies. Empty: the base's own mean hidden state.
+        pub encoder: String = String::new(), [path];
+        /// Prompts that evaluation has replies written to. 0: it writes none.
+        pub eval_prompts: u64 = 0, in 0..=1 << 32;
+        /// Where those replies are written, a line of JSON a set, with the distance of each pair. Empty: nowhere.
+        pub eval_file: String = String::new();
+    }
 }
 
 impl Objective {
     fn check(&self) -> Result<(), ConfigError> {
-        let bad = |m: String| Err(ConfigError::Invalid(format!("objective.{m}")));
-        let counts = [("every", self.every), ("prompts", self.prompts as u64), ("new_tokens", self.new_tokens as u64)];
-        if let Some((name, n)) = counts.iter().find(|(_, n)| !(1..=1 << 16).contains(n)) {
-            return bad(format!("{name} = {n}: from 1 to {}", 1 << 16));
-        }
-        if self.prompt_tokens > 1 << 16 {
-            return bad(format!("prompt_tokens = {}: 0, or up to {}", self.prompt_tokens, 1 << 16));
-        }
-        if self.eval_prompts > 1 << 32 {
-            return bad(format!("eval_prompts = {}: from 0 to {}", self.eval_prompts, 1u64 << 32));
-        }
-        within("objective.weight", self.weight, WEIGHT)?;
-        within("objective.temperature", self.temperature, 1e-6..=1e6)?;
-        within("objective.top_p", self.top_p, 1e-30..=1.0)?;
-        within("objective.baseline_decay", self.baseline_decay, 0.0..=1.0)?;
-        match self {
-            o if !(2..=1 << 12).contains(&o.replies) => bad(format!("replies = {}: from 2 to {}, or nothing differs", o.replies, 1 << 12)),
-            _ => Ok(()),
-        }
+        self.in_range("objective")
     }
 
     /// Replies without an end, to prompts of `prompt_tokens`.
@@ -196,6 +190,11 @@ impl Recipe for PolychromicRecipe {
 
     fn about(&self) -> &'static str {
         "low-rank adapters on a frozen decoder (Qwen3, Llama)"
+    }
+
+    fn sections(&self) -> Vec<Keys> {
+        let (model, data) = (PolychromicConfig::keys("model"), RepliesConfig::keys("data"));
+        vec![model, data, Objective::keys("objective"), TrainConfig::keys("train")]
     }
 
     fn presets(&self) -> &'static [(&'static str, &'static str)] {

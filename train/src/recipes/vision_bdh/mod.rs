@@ -5,48 +5,43 @@ mod model;
 
 pub use model::{VisionBdh, VisionConfig, correct};
 
-use crate::config::{Config, ConfigError, TrainConfig};
+use crate::config::{Config, ConfigError, Keys, Section, TrainConfig};
 use crate::data::images::{self, GENERATED, ImageSet, generate};
 use crate::data::{DataError, Item, Source, Split};
 use crate::golden::{Golden, Record, Steps, differentiated};
 use crate::recipe::{
     Better, Classifier, Classifies, Computed, Feeds, Metric, Model, Reads, Recipe, Reference, Session, Supervised, Task, TrainError, Unit,
 };
+use crate::{choices, section};
 use engine::{DType, Data, Device, Init, Meta, Recorder, Switches, Var};
-use serde::Deserialize;
 use std::cell::OnceCell;
 use std::path::Path;
 use std::sync::Arc;
 
 pub struct VisionRecipe;
 
-/// Where pictures come from.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PictureConfig {
-    /// A folder in the format of CIFAR-10 or CIFAR-100, or one of pictures by class; empty: drawn pictures.
-    path: String,
-    /// Where the set is kept while training: device, host, or auto: on the device where it takes at most half of the free memory.
-    keep: Keep,
-    /// Of the area of a picture, what a random cut leaves at least.
-    least_area: f32,
-    /// Whether pictures are mirrored every other time: not where left and right mean something, as in digits. Checkpoints of earlier versions
-    /// do not say; theirs were.
-    #[serde(default = "mirrored")]
-    mirror: bool,
+section! {
+    /// Where pictures come from, and how they are augmented.
+    struct PictureConfig {
+        /// A folder in the format of CIFAR-10 or CIFAR-100, or one of pictures with a folder for each class. Empty: drawn pictures.
+        path: String = String::new(), [path];
+        /// Where the set is kept while training. auto: on the device where it takes at most half of the free memory.
+        keep: Keep = Keep::Auto;
+        /// Smallest share of a picture's area that a random crop leaves.
+        least_area: f32 = 0.8, in 1e-38..=1.0;
+        /// Whether pictures are mirrored every other time; not where left and right mean something, as in digits.
+        mirror: bool = true;
+    }
 }
 
-fn mirrored() -> bool {
-    true
-}
-
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug)]
 enum Keep {
     Auto,
     Device,
     Host,
 }
+
+choices!(Keep { Auto: "auto", Device: "device", Host: "host" });
 
 impl Recipe for VisionRecipe {
     fn name(&self) -> &'static str {
@@ -57,6 +52,10 @@ impl Recipe for VisionRecipe {
         "an image classifier: one Dragon-Hatchling layer, applied over and over"
     }
 
+    fn sections(&self) -> Vec<Keys> {
+        vec![VisionConfig::keys("model"), PictureConfig::keys("data"), TrainConfig::keys("train")]
+    }
+
     fn presets(&self) -> &'static [(&'static str, &'static str)] {
         &[
             ("tiny", include_str!("../../../configs/vision_bdh-tiny.toml")),
@@ -64,13 +63,21 @@ impl Recipe for VisionRecipe {
         ]
     }
 
+    fn sized(&self, config: &Config) -> Result<Config, TrainError> {
+        let mut config = config.clone();
+        config.size("model.image", |_| Ok::<_, TrainError>(images::SIZE))?;
+        config.size("model.classes", |c| match c.section::<PictureConfig>("data")?.path.as_str() {
+            "" => Ok(images::GENERATED_CLASSES.len()),
+            path => Ok::<_, TrainError>(images::classes(Path::new(path))?),
+        })?;
+        Ok(config)
+    }
+
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let config = &self.sized(config)?;
         let c: VisionConfig = config.section("model")?;
         c.check()?;
         let data: PictureConfig = config.section("data")?;
-        if !(data.least_area > 0.0 && data.least_area <= 1.0) {
-            return Err(ConfigError::Invalid(format!("data.least_area = {} is not above 0 and at most 1", data.least_area)).into());
-        }
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         let seed = config.seed();
@@ -278,8 +285,7 @@ impl Source for Labels {
 
 fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
     let bad = |m: &str| TrainError::Other(format!("this golden file {m}"));
-    let c: VisionConfig =
-        serde_json::from_value(file.config.clone()).map_err(|e| bad(&format!("has a config that vision_bdh does not know: {e}")))?;
+    let c = VisionConfig::from_json("model", &file.config).map_err(|e| bad(&format!("has a config that vision_bdh does not know: {e}")))?;
     c.check()?;
     let shape = file.shape("input/images").filter(|s| s.len() == 4 && s[1..] == [3, c.image, c.image]);
     let shape = shape.ok_or_else(|| bad("has no input/images [batch, 3, image, image] of its config"))?;

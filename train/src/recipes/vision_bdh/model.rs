@@ -1,30 +1,37 @@
 //! Vision-BDH: an image classifier whose one layer is applied several times over. What the numbers are is said by
 //! reference/vision_bdh.py; names of parameters are the same there.
 
-use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, within};
+use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, Section};
+use crate::section;
 use engine::ops::concat::concat;
 use engine::ops::pointwise::{Bin, pointwise};
 use engine::ops::rope::Pairs;
 use engine::{DType, Init, Recorder, Var};
-use serde::{Deserialize, Serialize};
 
-#[derive(Clone, Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct VisionConfig {
-    /// Pixels of a picture's side.
-    pub image: usize,
-    /// Pixels of a patch's side.
-    pub patch: usize,
-    pub classes: usize,
-    pub dim: usize,
-    pub heads: usize,
-    /// Neurons of a head = dim * multiplier / heads.
-    pub multiplier: usize,
-    /// How often the layer is applied.
-    pub loops: usize,
-    pub dropout: f64,
-    pub rope_theta: f64,
-    pub norm_eps: f64,
+section! {
+    /// The shape of the model.
+    pub struct VisionConfig {
+        /// Pixels of a picture's side. A folder of pictures is resized to this, 32 where it is taken from the data; CIFAR has 32.
+        pub image: usize = 0, in 1..=1 << 12, [data];
+        /// Pixels of a patch's side; divides `image`.
+        pub patch: usize = 8, in 1..=1 << 12;
+        /// Classes that are told apart.
+        pub classes: usize = 0, in 1..=1 << 16, [data];
+        /// Width of the residual stream.
+        pub dim: usize = 48, in 1..=1 << 16;
+        /// Heads of the layer.
+        pub heads: usize = 3, in 1..=1 << 12;
+        /// Neurons of a head = dim x multiplier / heads.
+        pub multiplier: usize = 8, in 1..=1 << 12;
+        /// How often the layer is applied.
+        pub loops: usize = 3, in 1..=1 << 10;
+        /// Chance that an element is dropped while training.
+        pub dropout: f64 = 0.0, in 0.0..1.0;
+        /// Base of RoPE's frequencies.
+        pub rope_theta: f64 = 65536.0, in ROPE_THETA;
+        /// What norms add to the variance.
+        pub norm_eps: f64 = 1e-5, in NORM_EPS;
+    }
 }
 
 /// Numbers of the rotation's tables: they are made when a step is recorded, before its memory is planned.
@@ -41,18 +48,7 @@ impl VisionConfig {
 
     pub fn check(&self) -> Result<(), ConfigError> {
         let bad = |m: String| Err(ConfigError::Invalid(m));
-        let sizes = [
-            ("image", self.image, 1 << 12),
-            ("patch", self.patch, 1 << 12),
-            ("classes", self.classes, 1 << 16),
-            ("dim", self.dim, 1 << 16),
-            ("heads", self.heads, 1 << 12),
-            ("multiplier", self.multiplier, 1 << 12),
-            ("loops", self.loops, 1 << 10),
-        ];
-        if let Some((name, v, most)) = sizes.iter().find(|(_, v, most)| *v == 0 || v > most) {
-            return bad(format!("model.{name} = {v}: from 1 to {most}"));
-        }
+        self.in_range("model")?;
         if !self.image.is_multiple_of(self.patch) {
             return bad(format!("model.image = {} does not divide by model.patch = {}", self.image, self.patch));
         }
@@ -69,11 +65,7 @@ impl VisionConfig {
                 self.neurons()
             ));
         }
-        if !(0.0..1.0).contains(&self.dropout) {
-            return bad(format!("model.dropout = {} is not in [0, 1)", self.dropout));
-        }
-        within("model.rope_theta", self.rope_theta, ROPE_THETA)?;
-        within("model.norm_eps", self.norm_eps, NORM_EPS)
+        Ok(())
     }
 }
 
