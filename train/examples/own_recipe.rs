@@ -41,14 +41,12 @@ impl Model for Mine {
         256
     }
     fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
-        let f = Feeds::new(r, batch, self.seq);
+        let (f, rows) = (Feeds::new(r, batch, self.seq), batch * self.seq);
         let (h, table) = self.hidden(r, f.ids);
-        let rows = batch * self.seq;
         vec![("loss", h.reshape(&[rows, self.dim]).linear_cross_entropy(table, f.targets.reshape(&[rows]), f.weight))]
     }
     fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
-        let split = if train { Split::Train } else { Split::Val };
-        Ok(Arc::new(Generated::new(0, split, self.seq, 1 << 20, vec![])?))
+        Ok(Arc::new(Generated::new(0, if train { Split::Train } else { Split::Val }, self.seq, 1 << 20, vec![])?))
     }
     /// A sample when training ends: another program over the same parameters.
     fn show(&self, s: &mut Session) -> Result<Option<String>, TrainError> {
