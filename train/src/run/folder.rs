@@ -3,8 +3,8 @@
 use super::receipts_json;
 use crate::checkpoint::{self, Saved, Tensor};
 use crate::config::{Config, TrainConfig};
-use crate::files;
 use crate::recipe::{Session, Task, TrainError, is_kept};
+use crate::{files, input};
 use engine::{Device, Role};
 use serde_json::json;
 use std::fs;
@@ -61,6 +61,24 @@ pub fn lock(out: &Path) -> Result<fs::File, TrainError> {
         Ok(()) => Ok(file),
         Err(fs::TryLockError::WouldBlock) => Err(TrainError::Other(format!("another process is training in {}", out.display()))),
         Err(fs::TryLockError::Error(cause)) => Err(io("cannot lock", &path)(cause)),
+    }
+}
+
+/// Whether anything was saved since the run began. Without this note, checkpoints that are gone (moved, or on a disk that is not mounted) would look
+/// like a run that was killed before its first save.
+const SAVED: &str = ".saved";
+
+pub fn note_saved(out: &Path, saved: bool) -> Result<(), TrainError> {
+    write_whole(&out.join(SAVED), if saved { "yes\n" } else { "no\n" })
+}
+
+/// What the note says; runs of earlier versions have none.
+pub fn has_saved(out: &Path) -> Result<Option<bool>, TrainError> {
+    let path = out.join(SAVED);
+    match input::read(&path) {
+        Ok(text) => Ok(Some(text == b"yes\n")),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(io("cannot read", &path)(e)),
     }
 }
 

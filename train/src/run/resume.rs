@@ -1,23 +1,45 @@
 //! Where weights come from: a run's own checkpoint, which must be of the same config and data, or another run's.
 
+use super::folder::has_saved;
 use crate::checkpoint::{self, Checkpoint, Skipped};
 use crate::config::{Config, TrainConfig};
 use crate::recipe::{Session, Task, TrainError};
-use crate::{say, warn};
+use crate::{metrics, say, warn};
 use std::path::Path;
 
 /// Paths that a resumed run may change where what lies there is the same: the key, and what a checkpoint's identity has of it.
 const MOVED: &[(&str, &str)] = &[("data.path", "data"), ("model.base", "base"), ("objective.encoder", "encoder")];
 
-pub fn newest(dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
+/// The newest checkpoint of the run in `out`; none where it was stopped before it saved any.
+pub fn newest(task: &dyn Task, out: &Path) -> Result<Option<Checkpoint>, TrainError> {
+    let dir = &out.join("checkpoints");
     let (found, skipped) = resumable(dir)?;
     for bad in &skipped {
         say!("skipped {}: {}", bad.path.display(), bad.reason);
+    }
+    if found.is_none() && was_saved(task, out)? {
+        return Err(TrainError::NoWayOn(format!(
+            "the run in {} was saved, but there is no checkpoint in {}",
+            out.display(),
+            dir.display()
+        )));
     }
     if found.is_none() {
         say!("no checkpoint in {} yet: starting over", dir.display());
     }
     Ok(found)
+}
+
+/// Whether a run has saved checkpoints, wherever they are now. Runs of earlier versions do not note it: theirs were saved where they got so far, or
+/// drew what they draw at the end.
+fn was_saved(task: &dyn Task, out: &Path) -> Result<bool, TrainError> {
+    if let Some(saved) = has_saved(out)? {
+        return Ok(saved);
+    }
+    let path = out.join("metrics.jsonl");
+    let last = if path.exists() { metrics::read(&path)?.all.pop() } else { None };
+    let step = last.and_then(|record| record.get("step")?.as_u64()).unwrap_or(0);
+    Ok(step >= task.train_config().save_every || task.pictures().iter().any(|p| out.join(p.file).exists()))
 }
 
 /// What a run goes on from, and the newer ones that are broken. None where nothing was saved yet: checkpoints of which none can be used are an error,

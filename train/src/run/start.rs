@@ -37,7 +37,7 @@ impl Ready {
         }
         let found = match &options.start {
             Start::New | Start::Over => None,
-            Start::Newest => newest(&options.out.join("checkpoints"))?,
+            Start::Newest => newest(task, &options.out)?,
             Start::From(path) => Some(checkpoint::open(path)?),
         };
         let mut session = loaded(task, config, device, found.as_ref())?;

@@ -1,6 +1,6 @@
 //! A run under way: it steps, logs, evaluates and saves.
 
-use super::folder::{Place, io, lock, save};
+use super::folder::{Place, io, lock, note_saved, save};
 use super::show::{draw, epoch_line, indent, progress};
 use super::start::Ready;
 use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, receipts_json, write_whole};
@@ -51,6 +51,8 @@ pub struct Run<'a> {
     checkpoints: PathBuf,
     /// Problems of saving that were said.
     warned: HashSet<String>,
+    /// Whether the run's folder notes that there is a checkpoint.
+    saved: bool,
 }
 
 impl<'a> Run<'a> {
@@ -75,16 +77,20 @@ impl<'a> Run<'a> {
         let place = Place::of(out)?;
         files::sweep(out, None, Duration::ZERO);
         let checkpoints = out.join("checkpoints");
+        if checkpoints.is_symlink() && !checkpoints.exists() {
+            return Err(TrainError::Other(format!("{} is a link to a folder that is not there", checkpoints.display())));
+        }
         if options.start != Start::New {
             for aside in checkpoint::set_aside(&checkpoints, from)? {
                 say!("set aside: {} (this run no longer goes on from it; remove it when you do not need it)", aside.display());
             }
         }
+        note_saved(out, from.is_some())?;
         write_whole(&out.join("config.toml"), &format!("{}{END}", config.to_toml()))?;
         write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
         let metrics = Metrics::open(out)?;
         let (bar, speed) = (progress(c.steps, start), Speed::new(start, Instant::now()));
-        let (evaluated, open, warned) = (None, None, HashSet::new());
+        let (evaluated, open, warned, saved) = (None, None, HashSet::new(), from.is_some());
         let (done, interrupted, extent_said) = (start, false, false);
         Ok(Run {
             task,
@@ -107,6 +113,7 @@ impl<'a> Run<'a> {
             _lock,
             checkpoints,
             warned,
+            saved,
         })
     }
 
@@ -245,6 +252,9 @@ impl<'a> Run<'a> {
             if self.warned.insert(problem.to_string()) {
                 self.bar.suspend(|| warn!("warning: {problem} (the run goes on; remove it by hand)"));
             }
+        }
+        if !std::mem::replace(&mut self.saved, true) {
+            note_saved(&self.options.out, true)?;
         }
         Ok(())
     }

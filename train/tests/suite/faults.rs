@@ -168,6 +168,63 @@ fn checkpoints_of_which_none_is_whole_are_an_error() {
     train(&run, "--steps 6").fails(&["holds a run already", "--resume"]);
 }
 
+/// Moved away, emptied, only half written, or on a disk that is not mounted: the run is not begun again in silence.
+#[test]
+fn checkpoints_that_are_gone_are_an_error() {
+    let dir = tempdir().unwrap();
+    let whole = dir.path().join("whole");
+    train(&whole, "--steps 4").ok();
+    type Change = fn(&Path);
+    let changes: [(&str, Change); 4] = [
+        ("moved", |d| fs::rename(d, d.with_file_name("away")).unwrap()),
+        ("emptied", |d| fs::remove_dir_all(d.join("step-00000004")).unwrap()),
+        ("half", |d| fs::rename(d.join("step-00000004"), d.join(".step-00000004.tmp-999999")).unwrap()),
+        ("unmounted", |d| {
+            fs::remove_dir_all(d).unwrap();
+            symlink("/nowhere/scratch", d).unwrap();
+        }),
+    ];
+    for (name, change) in changes {
+        let run = dir.path().join(name);
+        copy(&whole, &run);
+        change(&run.join("checkpoints"));
+        let metrics = fs::read(run.join("metrics.jsonl")).unwrap();
+        for noted in [true, false] {
+            let ran = resume(&run, "--steps 8");
+            ran.fails(&[&text(&run.join("checkpoints")), "was saved", "--resume-from", "--start-over"]);
+            assert!(fs::read(run.join("metrics.jsonl")).unwrap() == metrics, "{name}, {noted}");
+            // Earlier versions noted nothing.
+            drop(fs::remove_file(run.join(".saved")));
+        }
+        let ran = kiln(["train", "--threads", "1", "--out", &text(&run), "--start-over"]);
+        match name {
+            "unmounted" => ran.fails(&[&text(&run.join("checkpoints")), "a link"]),
+            _ => {
+                ran.ok();
+                same_bytes(&checkpoint(&whole, 4), &checkpoint(&run, 4));
+            }
+        }
+    }
+}
+
+/// Steps that were never saved are made again, whatever the metrics of an earlier attempt say.
+#[test]
+fn a_run_that_was_killed_before_its_first_save_begins_again() {
+    let dir = tempdir().unwrap();
+    let (whole, run) = (dir.path().join("whole"), dir.path().join("run"));
+    train(&whole, "--steps 4").ok();
+    copy(&whole, &run);
+    let mut args = train_args(&run, ENDLESS);
+    args.push("--start-over".into());
+    let mut child = start(args);
+    wait_until(&mut child, || fs::read(run.join("config.toml")).is_ok_and(|c| String::from_utf8_lossy(&c).contains("steps = 1000000")));
+    child.kill().unwrap();
+    end(child);
+    assert_eq!(names(&run.join("checkpoints")), ["aside-step-00000004"]);
+    let ran = resume(&run, "--steps 4 --set horizon=4 --set eval_every=2 --set save_every=2").ok();
+    assert!(ran.out.contains("starting over"), "{ran:#?}");
+}
+
 #[test]
 fn a_broken_checkpoint_is_kept_aside_when_the_run_goes_on_from_the_one_before() {
     let dir = tempdir().unwrap();
