@@ -2,17 +2,20 @@
 //! `.NAME.tmp-PID`, fsynced, renamed, and the folder fsynced. What a killed process leaves under such a name is removed by the next that writes there:
 //! a folder at once, because its lock went with the process, anything else when nobody has written to it for an hour.
 
+use crate::input;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-/// Writes a small file.
+/// Writes a small file; where `path` is a link, what it leads to.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    // A device or a link is written to as it is: renaming would replace it.
-    if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
-        return fs::write(path, bytes);
+    // A pipe would wait for a reader, and renaming would replace a device.
+    match fs::metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        found => input::regular(&found?)?,
     }
+    let path = &followed(path)?;
     let beside = beside(path)?;
     let written = write_new(&beside, bytes).and_then(|()| fs::rename(&beside, path));
     if let Err(e) = written {
@@ -21,6 +24,21 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
         return Err(e);
     }
     sync_folder(folder_of(path))
+}
+
+/// Where a chain of links ends; nothing need be there.
+fn followed(path: &Path) -> io::Result<PathBuf> {
+    let mut path = path.to_path_buf();
+    // As many as Linux follows.
+    for _ in 0..40 {
+        match path.read_link() {
+            Ok(to) => path = folder_of(&path).join(to),
+            // Not a link, or nothing.
+            Err(e) if matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::NotFound) => return Ok(path),
+            Err(e) => return Err(e),
+        }
+    }
+    Err(rustix::io::Errno::LOOP.into())
 }
 
 /// A file that is not there yet, in a folder that nobody reads yet; it is on the disk when this returns.
@@ -112,7 +130,7 @@ const LOCK: &str = ".lock";
 
 /// Whether a folder has a lock that nobody holds.
 fn is_let_go(path: &Path) -> bool {
-    File::open(path.join(LOCK)).is_ok_and(|lock| lock.try_lock().is_ok())
+    input::open(&path.join(LOCK)).is_ok_and(|lock| lock.try_lock().is_ok())
 }
 
 /// A folder of files, written beside.
@@ -207,6 +225,28 @@ mod tests {
         assert!(write(&path.join("below"), b"").is_err() && write(Path::new("/"), b"").is_err());
         assert!(write_new(&path, b"").is_err(), "it is there already");
         assert_eq!(fs::read_to_string(&path).unwrap(), "two");
+    }
+
+    #[test]
+    fn links_are_followed_and_what_is_no_file_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        fs::create_dir(at("far")).unwrap();
+        // A chain of links, whose end need not be there.
+        std::os::unix::fs::symlink("far/link", at("link")).unwrap();
+        std::os::unix::fs::symlink("file", at("far/link")).unwrap();
+        for text in ["one", "two"] {
+            write(&at("link"), text.as_bytes()).unwrap();
+            assert_eq!(fs::read_to_string(at("far/file")).unwrap(), text);
+            assert_eq!((names(dir.path()), names(&at("far"))), (vec!["far".into(), "link".into()], vec!["file".into(), "link".into()]));
+        }
+        std::os::unix::fs::symlink(at("loop"), at("loop")).unwrap();
+        assert!(write(&at("loop"), b"").is_err());
+        input::tests::pipe(&at("pipe"));
+        for (path, what) in [(at("pipe"), "it is a pipe"), ("/dev/null".into(), "it is a device"), (at("far"), "directory")] {
+            let said = write(&path, b"").unwrap_err().to_string();
+            assert!(said.contains(what), "{said}");
+        }
     }
 
     #[test]

@@ -34,7 +34,8 @@ pub fn length(path: &Path) -> Result<u64> {
     Ok(metadata.len())
 }
 
-fn regular(metadata: &Metadata) -> Result<()> {
+/// Refuses what is no regular file, by what it is.
+pub fn regular(metadata: &Metadata) -> Result<()> {
     let kind = match metadata.file_type() {
         t if t.is_file() => return Ok(()),
         t if t.is_dir() => return Err(Errno::ISDIR.into()),

@@ -114,7 +114,9 @@ fn now() -> Duration {
 /// Opens for appending. A last line without its end was cut by a kill and is taken away, unless it is whole.
 fn open_lines(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
+    // To read and write, a pipe opens at once and is then read for ever.
     let mut file = options.read(true).append(true).create(true).open(path)?;
+    crate::input::regular(&file.metadata()?)?;
     let len = file.metadata()?.len();
     let mut tail = Vec::new();
     let mut window = 4096;

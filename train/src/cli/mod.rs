@@ -330,8 +330,8 @@ impl ConfigArgs {
 pub fn write_json(path: Option<&PathBuf>, value: &serde_json::Value) -> Result<()> {
     let text = serde_json::to_string_pretty(value)?;
     match path {
-        Some(path) => Ok(crate::run::write_whole(path, &text)?),
-        None => {
+        Some(path) if path != Path::new("/dev/stdout") => Ok(crate::run::write_whole(path, &text)?),
+        _ => {
             out!("{text}");
             Ok(())
         }

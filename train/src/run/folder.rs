@@ -6,6 +6,7 @@ use crate::config::{Config, TrainConfig};
 use crate::recipe::{Session, Task, TrainError, is_kept};
 use crate::{files, input};
 use engine::{Device, Role};
+use rustix::fs::OFlags;
 use serde_json::json;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -54,8 +55,11 @@ impl Place<'_> {
 /// One process at a time writes to a run's folder; the lock goes with the process. A link in its place leads to a file that is not ours.
 pub fn lock(out: &Path) -> Result<fs::File, TrainError> {
     let path = out.join(".lock");
+    if let Some(m) = path.symlink_metadata().ok().filter(|m| !m.is_symlink()) {
+        input::regular(&m).map_err(io("cannot open", &path))?;
+    }
     let mut options = fs::OpenOptions::new();
-    options.write(true).create(true).truncate(false).custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32);
+    options.write(true).create(true).truncate(false).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32);
     let file = options.open(&path).map_err(io("cannot open", &path))?;
     match file.try_lock() {
         Ok(()) => Ok(file),

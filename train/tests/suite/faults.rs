@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -223,6 +223,39 @@ fn a_run_that_was_killed_before_its_first_save_begins_again() {
     assert_eq!(names(&run.join("checkpoints")), ["aside-step-00000004"]);
     let ran = resume(&run, "--steps 4 --set horizon=4 --set eval_every=2 --set save_every=2").ok();
     assert!(ran.out.contains("starting over"), "{ran:#?}");
+}
+
+/// A pipe would wait for somebody at its other end.
+#[test]
+fn a_pipe_in_the_place_of_a_file_of_the_run_is_refused_by_name() {
+    let dir = tempdir().unwrap();
+    let whole = dir.path().join("whole");
+    train(&whole, "--steps 2").ok();
+    for name in [".lock", ".saved", "config.toml", "receipts.json", "metrics.jsonl", "loss.svg"] {
+        let run = dir.path().join(name.trim_matches('.'));
+        copy(&whole, &run);
+        fs::remove_file(run.join(name)).unwrap();
+        let made = Command::new("mkfifo").arg(run.join(name)).status().unwrap();
+        assert!(made.success(), "mkfifo");
+        let args = ["train", "--threads", "1", "--out", &text(&run), "--resume", "--steps", "3"];
+        ends(start(args.map(String::from).to_vec())).fails(&[name, "it is a pipe, not a file"]);
+    }
+}
+
+/// Links stay, and what they lead to is written as any other file: whole or not at all.
+#[test]
+fn a_config_behind_a_link_is_written_where_the_link_leads() {
+    let dir = tempdir().unwrap();
+    let (run, kept) = (dir.path().join("run"), dir.path().join("kept"));
+    train(&run, "--steps 2").ok();
+    fs::create_dir(&kept).unwrap();
+    fs::rename(run.join("config.toml"), kept.join("mine.toml")).unwrap();
+    symlink("../kept/mine.toml", run.join("config.toml")).unwrap();
+    let before = fs::metadata(kept.join("mine.toml")).unwrap().ino();
+    resume(&run, "--steps 3").ok();
+    assert!(run.join("config.toml").is_symlink() && names(&kept) == ["mine.toml"]);
+    assert!(fs::read_to_string(kept.join("mine.toml")).unwrap().contains("steps = 3"));
+    assert_ne!(fs::metadata(kept.join("mine.toml")).unwrap().ino(), before, "it was written in place");
 }
 
 #[test]
