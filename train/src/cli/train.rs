@@ -2,7 +2,7 @@
 
 use super::signals::Signal;
 use super::{ConfigArgs, DeviceArgs, Recipes};
-use crate::config::{Config, named_in, read_file};
+use crate::config::{Config, ConfigError, named_in, read_file};
 use crate::run::{END, Options, Start, resumable, train};
 use crate::{checkpoint, recipe, say, warn};
 use anyhow::{Result, bail};
@@ -130,6 +130,10 @@ fn run_of(checkpoint: &Path) -> Result<PathBuf> {
 /// on from. None where it has neither, because it was killed before it wrote them.
 fn own_config(out: &Path, start: &Start, named: bool, recipes: Recipes) -> Result<Option<Config>> {
     let path = out.join("config.toml");
+    // What cannot be read may be whole.
+    if let Some(cause) = crate::input::read(&path).err().filter(|e| e.kind() != std::io::ErrorKind::NotFound) {
+        return Err(ConfigError::Read { path, cause }.into());
+    }
     let cut = match run_file(&path, recipes) {
         Ok(Some(config)) => return Ok(Some(config)),
         Ok(None) => None,

@@ -259,6 +259,21 @@ fn a_config_behind_a_link_is_written_where_the_link_leads() {
 }
 
 #[test]
+fn a_config_that_cannot_be_read_is_an_error_and_not_a_cut_one() {
+    let dir = tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(&run, "--steps 2").ok();
+    make_unreadable(&run.join("config.toml"));
+    for _ in 0..2 {
+        resume(&run, "--steps 3").fails(&["cannot read", "config.toml"]);
+        kiln(["train", "--out", &text(&run), "--start-over"]).fails(&["cannot read", "config.toml"]);
+        assert_eq!(names(&run.join("checkpoints")), ["step-00000002"]);
+        drop(fs::remove_file(run.join("config.toml")));
+        fs::create_dir_all(run.join("config.toml")).unwrap();
+    }
+}
+
+#[test]
 fn a_broken_checkpoint_is_kept_aside_when_the_run_goes_on_from_the_one_before() {
     let dir = tempdir().unwrap();
     let run = dir.path().join("run");
