@@ -160,6 +160,14 @@ pub fn restore(s: &mut Session, found: &Checkpoint) -> Result<(), TrainError> {
     engine::mutant!("resume-without-state", s.load_state(&found.file("state.safetensors")?, &what), Ok(()))
 }
 
+/// The same for a run that goes on: the error names the ways to go on without this checkpoint.
+pub fn go_on(s: &mut Session, found: &Checkpoint) -> Result<(), TrainError> {
+    restore(s, found).map_err(|e| match e {
+        TrainError::Checkpoint(e) => TrainError::NoWayOn(e.to_string()),
+        e => e,
+    })
+}
+
 /// A checkpoint by its own folder, or the newest of a run.
 pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
     if path.join("checkpoint.json").exists() {
@@ -194,4 +202,24 @@ pub fn init_from(s: &mut Session, task: &dyn Task, from: &Path) -> Result<(), Tr
     s.load_params(&file, &what)?;
     say!("weights from {what}");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::{Cpu, Device, Switches};
+
+    /// Found whole, and then no longer to be read: the error names the ways out as those before it do.
+    #[test]
+    fn the_last_read_of_a_checkpoint_names_the_ways_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = [("model.safetensors", vec![]), ("state.safetensors", vec![])];
+        let saved = checkpoint::save(dir.path(), 1, &files, &[], &serde_json::json!({}), 0).unwrap();
+        let found = checkpoint::open(&saved.path).unwrap();
+        let mut s = Session::new(&Device::cpu(Cpu::new(1)), &Switches::default(), 0);
+        go_on(&mut s, &found).unwrap();
+        std::fs::write(saved.path.join("state.safetensors"), "").unwrap();
+        let said = go_on(&mut s, &found).unwrap_err().to_string();
+        assert!(["state.safetensors", "--resume-from", "--start-over"].iter().all(|part| said.contains(part)), "{said}");
+    }
 }

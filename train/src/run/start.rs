@@ -1,7 +1,7 @@
 //! Everything before the first step. What can be wrong is found here, before anything is written.
 
-use super::resume::{newest, same_run, schedule_steps};
-use super::{Options, Start, init_from, load, peak, receipts_table, restore};
+use super::resume::{go_on, newest, same_run, schedule_steps};
+use super::{Options, Start, init_from, load, peak, receipts_table};
 use crate::checkpoint::{self, Checkpoint};
 use crate::config::Config;
 use crate::epochs::Epochs;
@@ -38,12 +38,12 @@ impl Ready {
         let found = match &options.start {
             Start::New | Start::Over => None,
             Start::Newest => newest(task, &options.out)?,
-            Start::From(path) => Some(checkpoint::open(path)?),
+            Start::From(path) => Some(checkpoint::open(path).map_err(|e| TrainError::NoWayOn(e.to_string()))?),
         };
         let mut session = loaded(task, config, device, found.as_ref())?;
         session.stop = options.stop.clone();
         if let Some(found) = &found {
-            restore(&mut session, found)?;
+            go_on(&mut session, found)?;
             say!("resumed from {} (step {})", found.path.display(), found.step);
         }
         let (done, weights) = (found.as_ref().map_or(0, |f| f.step), config.text("init_from"));
