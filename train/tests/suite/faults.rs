@@ -273,6 +273,32 @@ fn a_config_that_cannot_be_read_is_an_error_and_not_a_cut_one() {
     }
 }
 
+/// Text in the place of what a recipe reads: it says at once what it wants.
+#[test]
+fn every_recipe_says_what_data_it_wants() {
+    let dir = tempdir().unwrap();
+    let book = dir.path().join("book.txt");
+    fs::write(&book, "It was a dark and stormy night,\nand the rain fell in torrents.\n").unwrap();
+    let wants: [(&str, &[&str]); 5] = [
+        ("hydra", &["kiln data prepare"]),
+        ("lior", &["kiln data prepare"]),
+        ("polychromic", &["kiln data prepare"]),
+        ("vision_bdh", &["is a file", "for each class", "CIFAR"]),
+        ("hrm", &["Sudokus", "CSV", "puzzle,solution"]),
+    ];
+    for (recipe, parts) in wants {
+        let mut c = command(["train", recipe, "--data", &text(&book), "--out", &text(&dir.path().join("run"))]);
+        c.env("XDG_CACHE_HOME", dir.path().join("cache"));
+        finish(c).fails(&[&[&text(&book)[..]], parts].concat());
+    }
+    fs::write(dir.path().join("chat.jsonl"), "{\"prompt\": \"a\"}\n").unwrap();
+    let mut c = command(["train", "polychromic", "--data", &text(&dir.path().join("chat.jsonl")), "--out", &text(&dir.path().join("run"))]);
+    c.env("XDG_CACHE_HOME", dir.path().join("cache"));
+    finish(c).fails(&["chat.jsonl", "line 1", "no field \"reply\""]);
+    assert!(names(&dir.path().join("cache/kiln/bases")).is_empty(), "a base was trained first");
+    assert!(!dir.path().join("run").exists());
+}
+
 #[test]
 fn a_broken_checkpoint_is_kept_aside_when_the_run_goes_on_from_the_one_before() {
     let dir = tempdir().unwrap();

@@ -156,6 +156,11 @@ pub fn classes(folder: &Path) -> Result<usize, DataError> {
 }
 
 fn detected(folder: &Path) -> Result<Format, DataError> {
+    if folder.is_file() {
+        let reason =
+            "is a file: pictures are read from a folder that has one for each class (photos/cat/..), or from CIFAR's folder of .bin files";
+        return Err(DataError::Images { path: folder.into(), reason: reason.into() });
+    }
     std::fs::read_dir(folder).map_err(DataError::io("list", folder))?;
     Format::detect(folder).ok_or_else(|| DataError::Images {
         path: folder.into(),

@@ -114,7 +114,10 @@ fn is_grid(field: &[u8]) -> bool {
 
 fn size(puzzle: &[u8]) -> Result<Size, String> {
     let known = Size::ALL.into_iter().find(|size| size.cells() == puzzle.len());
-    known.ok_or_else(|| format!("the puzzle has {} cells; 4x4 has 16 and 9x9 has 81 (lines are `puzzle,solution`)", puzzle.len()))
+    known.ok_or_else(|| {
+        let wanted = "a file of Sudokus is CSV, with `puzzle,solution` on each line: digits, row by row";
+        format!("the puzzle has {} cells; 4x4 has 16 and 9x9 has 81 ({wanted})", puzzle.len())
+    })
 }
 
 /// Both as tokens.

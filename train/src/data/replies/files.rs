@@ -61,24 +61,7 @@ impl Files {
             return Err(DataError::Setting { what: "data.val_share", value: how.val_share.to_string(), need });
         }
         let files = list(path)?;
-        let (mut prompts, mut pairs) = (Prompts::default(), vec![]);
-        for (file, path) in files.iter().enumerate() {
-            jsonl::each_line(path, &mut |line| {
-                let object = line.object().map_err(|p| line.error(p))?;
-                let field = |name: &str| jsonl::text(&object, name).map_err(|p| line.error(p));
-                let (prompt, reply) = (field(how.prompt)?, field(how.reply)?);
-                if reply.trim().is_empty() {
-                    return Err(line.error(format!("the field {:?} is empty: there is nothing to learn (remove the line)", how.reply)));
-                }
-                pairs.push(Pair { file, line: line.number, prompt: prompts.number(prompt), reply });
-                Ok(())
-            })?;
-        }
-        if pairs.is_empty() {
-            return Err(DataError::Examples { path: path.to_owned(), reason: "holds no examples".into() });
-        }
-
-        let prompts = prompts.texts;
+        let (prompts, pairs) = lines(path, &files, how.prompt, how.reply)?;
         let encoded: Vec<Result<Fit, DataError>> = pairs
             .par_iter()
             .map(|pair| {
@@ -137,6 +120,11 @@ impl Files {
         }
         let fingerprint = fingerprint(&examples, &splits);
         Ok(Files { counts, examples: Arc::new(examples), prompts, splits, fingerprint })
+    }
+
+    /// Refuses what `read` cannot read, without a tokenizer.
+    pub fn check(path: &Path, prompt: &str, reply: &str) -> Result<(), DataError> {
+        lines(path, &list(path)?, prompt, reply).map(drop)
     }
 
     /// Examples of a split.
@@ -198,6 +186,27 @@ impl Prompts {
             self.texts.push(text.clone());
             next
         })
+    }
+}
+
+/// Prompts and lines of files, which lie at `path`.
+fn lines(path: &Path, files: &[PathBuf], prompt: &str, reply: &str) -> Result<(Vec<String>, Vec<Pair>), DataError> {
+    let (mut prompts, mut pairs) = (Prompts::default(), vec![]);
+    for (file, path) in files.iter().enumerate() {
+        jsonl::each_line(path, &mut |line| {
+            let object = line.object().map_err(|p| line.error(p))?;
+            let field = |name: &str| jsonl::text(&object, name).map_err(|p| line.error(p));
+            let (asked, replied) = (field(prompt)?, field(reply)?);
+            if replied.trim().is_empty() {
+                return Err(line.error(format!("the field {reply:?} is empty: there is nothing to learn (remove the line)")));
+            }
+            pairs.push(Pair { file, line: line.number, prompt: prompts.number(asked), reply: replied });
+            Ok(())
+        })?;
+    }
+    match pairs.is_empty() {
+        true => Err(DataError::Examples { path: path.to_owned(), reason: "holds no examples".into() }),
+        false => Ok((prompts.texts, pairs)),
     }
 }
 

@@ -55,6 +55,25 @@ enum Kind {
 /// Rows of questions to validate with.
 const VALIDATION: u64 = 512;
 
+/// Whether this is a file of plain text, by its name.
+fn is_plain(path: &Path) -> bool {
+    path.is_file() && ["txt", "text", "md"].iter().any(|e| path.extension().is_some_and(|own| own.eq_ignore_ascii_case(e)))
+}
+
+impl RepliesConfig {
+    /// Refuses a path with nothing to learn from, before there is a model.
+    pub fn check(&self) -> Result<(), DataError> {
+        let path = Path::new(&self.path);
+        if self.path.is_empty() || path.join(Dataset::FILE).exists() {
+            return Ok(());
+        }
+        match is_plain(path) {
+            true => Err(DataError::not_prepared(path, "")),
+            false => Files::check(path, &self.prompt, &self.reply),
+        }
+    }
+}
+
 impl Lessons {
     pub fn new(config: RepliesConfig, model: &Adapted, seq: usize, seed: u64) -> Result<Lessons, TrainError> {
         let (path, vocab) = (Path::new(&config.path), model.shape.vocab);
@@ -65,8 +84,7 @@ impl Lessons {
             model.folder.as_ref().map_or(Ok(()), |folder| same_tokenizer(folder, &tokenizer))?;
             return Ok(Lessons { kind: Kind::Text(text), tokenizer, config, seq, seed });
         }
-        let plain = ["txt", "text", "md"].iter().any(|e| path.extension().is_some_and(|own| own.eq_ignore_ascii_case(e)));
-        if plain && path.is_file() {
+        if is_plain(path) {
             let own = model.folder.as_ref().and_then(|f| f.tokenizer()).map_or(String::new(), |t| format!(" --tokenizer {}", t.display()));
             return Err(DataError::not_prepared(path, &own).into());
         }

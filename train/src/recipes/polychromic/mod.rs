@@ -225,7 +225,10 @@ impl Recipe for PolychromicRecipe {
     fn make_ready(&self, config: &Config, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
         let c: PolychromicConfig = config.section("model")?;
         c.check()?;
-        c.pretraining().map_or(Ok(()), |own| own.make(device, stop))
+        let Some(own) = c.pretraining() else { return Ok(()) };
+        // A base takes minutes to train: data that cannot be read is found before.
+        config.section::<RepliesConfig>("data")?.check()?;
+        own.make(device, stop)
     }
 
     fn reads(&self) -> &'static [Reads] {
