@@ -66,9 +66,13 @@ impl Tokenizer {
         let id = match end {
             "none" => None,
             _ => {
-                let id = end.parse().ok().filter(|id| (*id as usize) < tokenizer.vocab());
-                let known = id.or_else(|| tokenizer.token(end));
-                let need = || format!("{} has no such token; its ids go up to {}", tokenizer.name(), tokenizer.vocab() - 1);
+                // A number is an id, also where some word is written like it.
+                let known = match end.bytes().all(|b| b.is_ascii_digit()) {
+                    true => end.parse().ok().filter(|id| (*id as usize) < tokenizer.vocab()),
+                    false => tokenizer.token(end),
+                };
+                let vocab = tokenizer.vocab();
+                let need = || format!("{} has no such token; its ids go up to {} (a vocabulary of {vocab})", tokenizer.name(), vocab - 1);
                 Some(known.ok_or_else(|| DataError::Setting { what: "--eos", value: end.into(), need: need() })?)
             }
         };

@@ -299,6 +299,20 @@ fn every_recipe_says_what_data_it_wants() {
     assert!(!dir.path().join("run").exists());
 }
 
+/// A number is an id, and never the word that is written like it.
+#[test]
+fn an_end_that_is_no_id_of_the_vocabulary_is_refused() {
+    let dir = tempdir().unwrap();
+    word_data(dir.path(), &["a", "999999"], at_spaces());
+    let [input, spec, out] = ["words.txt", "words.json", "new"].map(|name| text(&dir.path().join(name)));
+    let prepare = |eos: &str| kiln(["data", "prepare", &input, "--tokenizer", &spec, "--out", &out, "--eos", eos]);
+    for eos in ["999999", "3", "99999999999999999999"] {
+        prepare(eos).fails(&[&format!("--eos = {eos}"), "a vocabulary of 3"]);
+    }
+    let ran = prepare("1").ok();
+    assert!(ran.out.contains("documents end in token 1 \"999999\" (--eos)"), "{ran:#?}");
+}
+
 #[test]
 fn a_broken_checkpoint_is_kept_aside_when_the_run_goes_on_from_the_one_before() {
     let dir = tempdir().unwrap();
