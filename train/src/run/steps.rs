@@ -85,9 +85,9 @@ impl<'a> Run<'a> {
                 say!("set aside: {} (this run no longer goes on from it; remove it when you do not need it)", aside.display());
             }
         }
-        note_saved(out, from.is_some())?;
         write_whole(&out.join("config.toml"), &format!("{}{END}", config.to_toml()))?;
         write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
+        note_saved(out, from.is_some())?;
         let metrics = Metrics::open(out)?;
         let (bar, speed) = (progress(c.steps, start), Speed::new(start, Instant::now()));
         let (evaluated, open, warned, saved) = (None, None, HashSet::new(), from.is_some());

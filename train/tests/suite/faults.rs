@@ -217,7 +217,7 @@ fn a_run_that_was_killed_before_its_first_save_begins_again() {
     let mut args = train_args(&run, ENDLESS);
     args.push("--start-over".into());
     let mut child = start(args);
-    wait_until(&mut child, || fs::read(run.join("config.toml")).is_ok_and(|c| String::from_utf8_lossy(&c).contains("steps = 1000000")));
+    wait_until(&mut child, || fs::read(run.join(".saved")).is_ok_and(|note| note == b"no\n"));
     child.kill().unwrap();
     end(child);
     assert_eq!(names(&run.join("checkpoints")), ["aside-step-00000004"]);
