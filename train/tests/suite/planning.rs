@@ -29,17 +29,22 @@ fn planned(recipe: &str, settings: &[&str]) -> f64 {
 
 #[test]
 fn planning_takes_time_with_depth_and_not_with_its_square() {
-    // Eight times the blocks. Caches that no longer hold the graph make that up to 15 times the time; a look through the whole graph at
-    // every node made it more than 30. A neighbour may disturb one measurement, but not three.
+    // Eight times the blocks take hydra 11.5 times the time: 4.1 ms a block, and 46 us for every pair of them. A look through the whole graph at
+    // every node made it more than 30. Neighbours only add to a time, so the shortest counts, of as many as it takes.
     for (recipe, depth, others) in
         [("hydra", "model.blocks", &["model.edge_capacity=[1.0]", "model.middle_capacity=[0.5]"][..]), ("polychromic", "model.layers", &[])]
     {
         let time = |n: usize| planned(recipe, &[others, &[&format!("{depth}={n}")]].concat());
-        let mut ratios = vec![];
-        while ratios.len() < 3 && ratios.iter().all(|r| *r > 20.0) {
-            ratios.push(time(48) / time(6));
+        let mut shortest = [f64::INFINITY; 2];
+        let mut ratio = f64::INFINITY;
+        for _ in 0..10 {
+            shortest = [shortest[0].min(time(6)), shortest[1].min(time(48))];
+            ratio = shortest[1] / shortest[0];
+            if ratio <= 14.0 {
+                break;
+            }
         }
-        assert!(ratios.iter().any(|r| *r <= 20.0), "{recipe}: {ratios:?} times the time for 8 times the depth");
+        assert!(ratio <= 14.0, "{recipe}: {ratio} times the time for 8 times the depth ({shortest:?} s)");
     }
 }
 
