@@ -379,10 +379,10 @@ fn a_run_gets_more_diverse_and_with_the_sign_turned_less() {
     let course = |sign: f32| {
         let mut b = Bandit::new(sign);
         let before = b.expected();
-        (0..60).for_each(|step| b.learn(step));
+        (0..120).for_each(|step| b.learn(step));
         (before, b.expected())
     };
     let ((before, more), (same, less)) = (course(1.0), course(-1.0));
     assert_eq!(before, same);
-    assert!(more > before + 0.03 && less < before - 0.03, "{before}: {more} and {less}");
+    assert!(more > before + 0.3 && less < before - 0.05, "{before}: {more} and {less}");
 }
