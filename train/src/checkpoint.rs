@@ -13,13 +13,13 @@
 
 use crate::files::{self, stale, sync_folder};
 use crate::input;
-use memmap2::Mmap;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Seek, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
@@ -68,26 +68,19 @@ pub struct Skipped {
 /// The content of one safetensors file.
 #[derive(Debug)]
 pub struct Loaded {
-    bytes: Bytes,
+    bytes: Vec<u8>,
     data_start: usize,
     header: Metadata,
 }
 
+/// A safetensors file that may be larger than the memory: tensors are read one at a time, when they are asked for. A file that changes meanwhile is an
+/// error then, where a memory map would end the process.
 #[derive(Debug)]
-enum Bytes {
-    Read(Vec<u8>),
-    Mapped(Mmap),
-}
-
-impl std::ops::Deref for Bytes {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Bytes::Read(bytes) => bytes,
-            Bytes::Mapped(map) => map,
-        }
-    }
+pub struct TensorFile {
+    path: PathBuf,
+    file: File,
+    data_start: u64,
+    header: Metadata,
 }
 
 #[derive(Debug)]
@@ -262,17 +255,7 @@ impl Loaded {
         Some((info.dtype.to_string(), info.shape.clone(), bytes))
     }
 
-    /// A file that is read where it lies. It must stay as it is meanwhile.
-    pub fn map(path: &Path) -> Result<Self, CheckpointError> {
-        let file = input::open(path).map_err(io_error("open", path))?;
-        Self::header(path, Bytes::Mapped(map(&file).map_err(io_error("map", path))?))
-    }
-
     pub(crate) fn parse(path: &Path, bytes: Vec<u8>) -> Result<Self, CheckpointError> {
-        Self::header(path, Bytes::Read(bytes))
-    }
-
-    fn header(path: &Path, bytes: Bytes) -> Result<Self, CheckpointError> {
         // read_metadata also checks that the offsets are contiguous and end where the file does.
         let (header_len, header) = SafeTensors::read_metadata(&bytes).map_err(|e| {
             let reason = format!("not a whole safetensors file: {e}");
@@ -283,12 +266,52 @@ impl Loaded {
     }
 }
 
-fn map(file: &File) -> io::Result<Mmap> {
-    // SAFETY: a mapping is sound while nobody truncates or rewrites the file. What this program writes gets its name by a rename once it is
-    // complete, and is not written to after that; a user's own file is read under the same terms.
-    #[allow(unsafe_code)]
-    unsafe {
-        Mmap::map(file)
+/// As the format has it.
+const LONGEST_HEADER: u64 = 100_000_000;
+
+impl TensorFile {
+    /// Reads the header.
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let file = input::open(path).map_err(io_error("open", path))?;
+        let bytes = file.metadata().map_err(io_error("read", path))?.len();
+        let bad = |problem: &dyn std::fmt::Display| broken(path, format!("not a whole safetensors file: {problem}"));
+        let mut length = [0; 8];
+        if bytes < 8 {
+            return Err(bad(&"it is too short"));
+        }
+        file.read_exact_at(&mut length, 0).map_err(io_error("read", path))?;
+        let length = u64::from_le_bytes(length);
+        if length > LONGEST_HEADER.min(bytes - 8) {
+            return Err(bad(&"its header is longer than it can be"));
+        }
+        let mut text = vec![0; length as usize];
+        file.read_exact_at(&mut text, 8).map_err(io_error("read", path))?;
+        // This also checks that the tensors follow one another.
+        let header: Metadata = serde_json::from_slice(&text).map_err(|e| bad(&e))?;
+        let end = header.tensors().values().map(|t| t.data_offsets.1).max().unwrap_or(0) as u64;
+        if (8 + length).checked_add(end) != Some(bytes) {
+            return Err(bad(&format!("it has {bytes} bytes, and its header tells of {}", (8 + length).saturating_add(end))));
+        }
+        Ok(Self { path: path.into(), file, data_start: 8 + length, header })
+    }
+
+    /// The tensors' names, in the order of the file.
+    pub fn names(&self) -> Vec<String> {
+        self.header.offset_keys()
+    }
+
+    /// dtype and shape.
+    pub fn info(&self, name: &str) -> Option<(String, Vec<usize>)> {
+        let info = self.header.info(name)?;
+        Some((info.dtype.to_string(), info.shape.clone()))
+    }
+
+    /// A tensor's bytes.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>, CheckpointError> {
+        let (start, end) = self.header.info(name).ok_or_else(|| broken(&self.path, format!("has no '{name}'")))?.data_offsets;
+        let mut bytes = vec![0; end - start];
+        self.file.read_exact_at(&mut bytes, self.data_start + start as u64).map_err(io_error("read", &self.path))?;
+        Ok(bytes)
     }
 }
 

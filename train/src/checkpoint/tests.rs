@@ -182,6 +182,33 @@ fn plain_safetensors() {
 }
 
 #[test]
+fn a_file_that_is_cut_while_tensors_are_read_from_it_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("weights.safetensors");
+    let (small, large) = ([7; 4], vec![3; 1 << 16]);
+    write_safetensors(&path, &[tensor("a", "F32", &[1], &small), tensor("b", "U8", &[1 << 16], &large)], None).unwrap();
+    let file = TensorFile::open(&path).unwrap();
+    assert_eq!((file.names(), file.info("a"), file.info("c")), (vec!["a".into(), "b".into()], Some(("F32".into(), vec![1])), None));
+    assert!(file.read("a").unwrap() == small && file.read("b").unwrap() == large && file.read("c").is_err());
+    let whole = fs::read(&path).unwrap();
+    for left in [0, 7, 8, 40, whole.len() - 4096, whole.len() - 1, whole.len() + 1] {
+        let mut bytes = whole.clone();
+        bytes.resize(left, 0);
+        fs::write(&path, bytes).unwrap();
+        let said = TensorFile::open(&path).unwrap_err().to_string();
+        assert!(said.contains("weights.safetensors: not a whole safetensors file"), "{left}: {said}");
+        if left < whole.len() {
+            let said = file.read("b").unwrap_err().to_string();
+            assert!(said.contains("cannot read") && said.contains("weights.safetensors"), "{left}: {said}");
+        }
+    }
+    let mut endless = whole;
+    endless[7] = 0xff;
+    fs::write(&path, endless).unwrap();
+    assert!(TensorFile::open(&path).unwrap_err().to_string().contains("header"));
+}
+
+#[test]
 fn keeps_the_last_ones() {
     let dir = tempfile::tempdir().unwrap();
     for step in [10, 20, 30, 99] {

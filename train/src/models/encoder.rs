@@ -1,7 +1,7 @@
 //! Encoders of sentences in the layout of sentence-transformers: BERT, the mean over a text's tokens, perhaps brought to length 1. MiniLM is one.
 
 use super::{ModelError, read_table};
-use crate::checkpoint::Loaded;
+use crate::checkpoint::TensorFile;
 use engine::ops::attention::attention_until;
 use engine::{DType, Init, Meta, Recorder, Store, Var};
 use serde_json::{Map, Value};
@@ -43,7 +43,7 @@ pub struct Encoder {
     tokenizer: tokenizers::Tokenizer,
     /// Of tokenizer.json.
     words: u64,
-    file: Loaded,
+    file: TensorFile,
 }
 
 /// Texts as tokens: all [rows, time].
@@ -101,10 +101,10 @@ impl Encoder {
                 if inner.join("pytorch_model.bin").exists() { " (pytorch_model.bin is not read here: save it as safetensors)" } else { "" };
             return Err(ModelError::bad(&inner, format!("has no model.safetensors{pickled}")));
         }
-        let weights = Loaded::map(&file)?;
+        let weights = TensorFile::open(&file)?;
         let expected = shape.weights();
         for (_, theirs, shape) in &expected {
-            let Some((dtype, has, _)) = weights.get(theirs) else {
+            let Some((dtype, has)) = weights.info(theirs) else {
                 return Err(ModelError::bad(&file, format!("has no weight '{theirs}', which its config.json asks for")));
             };
             if has != *shape {
@@ -155,23 +155,23 @@ impl Encoder {
     /// Fills the states of a graph that `embed` recorded.
     pub fn load(&self, store: &mut Store) -> Result<(), ModelError> {
         for (ours, theirs, _) in self.shape.weights() {
-            let found = self.file.get(&theirs).and_then(|(dtype, shape, bytes)| Some((DType::from_name(&dtype)?, shape, bytes)));
-            let (dtype, shape, bytes) = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))?;
-            store.set_floats(&ours, &Meta::new(&shape, dtype), bytes)?;
+            let found = self.file.info(&theirs).and_then(|(dtype, shape)| Some(Meta::new(&shape, DType::from_name(&dtype)?)));
+            let meta = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))?;
+            store.set_floats(&ours, &meta, &self.file.read(&theirs)?)?;
         }
         Ok(())
     }
 
     /// Of everything that an embedding depends on.
-    pub fn fingerprint(&self) -> u64 {
+    pub fn fingerprint(&self) -> Result<u64, ModelError> {
         let mut hash = Xxh3::new();
         hash.update(format!("{:?} {} {} {} {}", self.shape, self.longest, self.normalise, self.lower_case, self.words).as_bytes());
         for (_, theirs, _) in self.shape.weights() {
-            let (dtype, _, bytes) = self.file.get(&theirs).expect("looked at when it was opened");
+            let (dtype, _) = self.file.info(&theirs).expect("looked at when it was opened");
             hash.update(dtype.as_bytes());
-            hash.update(bytes);
+            hash.update(&self.file.read(&theirs)?);
         }
-        hash.digest()
+        Ok(hash.digest())
     }
 
     /// Embeddings [rows, dim].

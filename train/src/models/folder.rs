@@ -1,13 +1,12 @@
-//! A model's folder: config.json, the weights in one or several safetensors files, perhaps a tokenizer. Weights are mapped into memory and
-//! copied from there straight to where they are used.
+//! A model's folder: config.json, the weights in one or several safetensors files, perhaps a tokenizer. A weight is read when
+//! it is asked for.
 
 use super::{ModelError, Shape, Target, read_table};
-use crate::checkpoint::{self, Loaded, Tensor};
+use crate::checkpoint::{self, Tensor, TensorFile};
 use engine::cpu::converted;
 use engine::ops::nf4::{Nf4, PARTS};
 use engine::{DType, Meta, Store};
 use serde_json::{Value, json};
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,7 +23,7 @@ const HEAD: &str = "lm_head.weight";
 pub struct Folder {
     pub path: PathBuf,
     pub shape: Shape,
-    files: Vec<Loaded>,
+    files: Vec<TensorFile>,
     /// By the names that the files have: which of them holds it.
     holds: BTreeMap<String, usize>,
 }
@@ -65,10 +64,10 @@ impl Folder {
         let shape = Shape::read(&path.join(CONFIG))?;
         let (files, holds) = if path.join(INDEX).exists() { sharded(path)? } else { single(path)? };
         let mut folder = Folder { path: path.to_path_buf(), shape, files, holds };
-        folder.shape.tied &= !folder.has_own_head();
+        folder.shape.tied &= !folder.has_own_head()?;
         let mut expected = BTreeSet::new();
         for (_, theirs, shape) in folder.shape.weights() {
-            let Some((dtype, has, _)) = folder.find(&theirs) else {
+            let Some((dtype, has)) = folder.find(&theirs).and_then(|file| file.info(&theirs)) else {
                 return Err(ModelError::bad(path, format!("has no weight '{theirs}', which its {CONFIG} asks for")));
             };
             if has != shape {
@@ -88,23 +87,28 @@ impl Folder {
     }
 
     /// Whether the files hold a head with other numbers than the embedding's: transformers then takes it, whatever the config says of tying.
-    fn has_own_head(&self) -> bool {
-        self.find(HEAD).is_some_and(|head| self.find(EMBEDDING).is_some_and(|embedding| head != embedding))
+    fn has_own_head(&self) -> Result<bool, ModelError> {
+        let (Some(head), Some(embedding)) = (self.find(HEAD), self.find(EMBEDDING)) else { return Ok(false) };
+        Ok(head.info(HEAD) != embedding.info(EMBEDDING) || head.read(HEAD)? != embedding.read(EMBEDDING)?)
     }
 
-    fn find(&self, theirs: &str) -> Option<(String, Vec<usize>, &[u8])> {
-        self.files[*self.holds.get(theirs)?].get(theirs)
+    /// The file that holds a weight.
+    fn find(&self, theirs: &str) -> Option<&TensorFile> {
+        Some(&self.files[*self.holds.get(theirs)?])
     }
 
     /// A weight by its name in the folder, as it lies there.
-    pub fn weight(&self, theirs: &str) -> Result<Weight<'_>, ModelError> {
-        let found = self.find(theirs).and_then(|(dtype, shape, bytes)| Some((DType::from_name(&dtype)?, shape, bytes)));
-        let (dtype, shape, bytes) = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))?;
-        Ok(Weight { name: theirs.into(), meta: Meta::new(&shape, dtype), bytes: bytes.into() })
+    pub fn weight(&self, theirs: &str) -> Result<Weight, ModelError> {
+        let found = self.find(theirs).and_then(|file| {
+            let (dtype, shape) = file.info(theirs)?;
+            Some((file, Meta::new(&shape, DType::from_name(&dtype)?)))
+        });
+        let (file, meta) = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))?;
+        Ok(Weight { name: theirs.into(), meta, bytes: file.read(theirs)? })
     }
 
     /// Every weight, in the order of `Shape::weights`, with its name here.
-    pub fn weights(&self) -> impl Iterator<Item = Result<(String, Weight<'_>), ModelError>> {
+    pub fn weights(&self) -> impl Iterator<Item = Result<(String, Weight), ModelError>> {
         self.shape.weights().into_iter().map(|(ours, theirs, _)| Ok((ours, self.weight(&theirs)?)))
     }
 
@@ -191,7 +195,7 @@ impl Folder {
     }
 }
 
-type Files = (Vec<Loaded>, BTreeMap<String, usize>);
+type Files = (Vec<TensorFile>, BTreeMap<String, usize>);
 
 fn single(path: &Path) -> Result<Files, ModelError> {
     let file = path.join(ONE);
@@ -200,7 +204,7 @@ fn single(path: &Path) -> Result<Files, ModelError> {
         let why = pickled.map_or(String::new(), |n| format!(" ({n} is not read here: save the model as safetensors)"));
         return Err(ModelError::bad(path, format!("has neither {ONE} nor {INDEX}{why}")));
     }
-    let loaded = Loaded::map(&file)?;
+    let loaded = TensorFile::open(&file)?;
     let holds = loaded.names().into_iter().map(|n| (n, 0)).collect();
     Ok((vec![loaded], holds))
 }
@@ -225,21 +229,21 @@ fn sharded(path: &Path) -> Result<Files, ModelError> {
         });
         holds.insert(weight.clone(), at);
     }
-    let files = names.iter().map(|n| Loaded::map(&path.join(n))).collect::<Result<Vec<_>, _>>()?;
-    match holds.iter().find(|(weight, at)| files[**at].get(weight).is_none()) {
+    let files = names.iter().map(|n| TensorFile::open(&path.join(n))).collect::<Result<Vec<_>, _>>()?;
+    match holds.iter().find(|(weight, at)| files[**at].info(weight).is_none()) {
         Some((weight, at)) => Err(ModelError::bad(&index, format!("says that {} holds '{weight}', which it does not", names[*at]))),
         None => Ok((files, holds)),
     }
 }
 
 /// A weight by its name in a folder.
-pub struct Weight<'a> {
+pub struct Weight {
     pub name: String,
     pub meta: Meta,
-    pub bytes: Cow<'a, [u8]>,
+    pub bytes: Vec<u8>,
 }
 
-impl Weight<'_> {
+impl Weight {
     pub fn tensor(&self) -> Tensor<'_> {
         Tensor { name: &self.name, dtype: self.meta.dtype.name(), shape: &self.meta.shape, bytes: &self.bytes }
     }

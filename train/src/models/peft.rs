@@ -3,7 +3,7 @@
 
 use super::folder::{note, write_json};
 use super::{Lora, ModelError, Shape, Target, Weight, read_table};
-use crate::checkpoint::{self, Loaded, Tensor};
+use crate::checkpoint::{self, Tensor, TensorFile};
 use engine::{DType, Meta, Store};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ const WEIGHTS: &str = "adapter_model.safetensors";
 pub struct Adapter {
     pub path: PathBuf,
     pub lora: Lora,
-    file: Loaded,
+    file: TensorFile,
     /// By the names that they have here, and by those in the file.
     names: Vec<(String, String)>,
 }
@@ -37,11 +37,11 @@ impl Adapter {
         let config = path.join(CONFIG);
         let lora = parse(&read_table(&config)?).map_err(|problem| ModelError::bad(&config, problem))?;
         let file = path.join(WEIGHTS);
-        let weights = Loaded::map(&file)?;
+        let weights = TensorFile::open(&file)?;
         let ours = lora.tensors(shape);
         let theirs = peft_names(&lora, shape);
         for ((_, shape), name) in ours.iter().zip(&theirs) {
-            let Some((dtype, has, _)) = weights.get(name) else {
+            let Some((dtype, has)) = weights.info(name) else {
                 return Err(ModelError::bad(&file, format!("has no '{name}', which its {CONFIG} and the model ask for")));
             };
             if has != shape {
@@ -61,9 +61,9 @@ impl Adapter {
     /// Fills the states of these names.
     pub fn load(&self, store: &mut Store) -> Result<(), ModelError> {
         for (ours, theirs) in &self.names {
-            let found = self.file.get(theirs).and_then(|(dtype, shape, bytes)| Some((DType::from_name(&dtype)?, shape, bytes)));
-            let (dtype, shape, bytes) = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no '{theirs}'")))?;
-            store.set_floats(ours, &Meta::new(&shape, dtype), bytes)?;
+            let found = self.file.info(theirs).and_then(|(dtype, shape)| Some(Meta::new(&shape, DType::from_name(&dtype)?)));
+            let meta = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no '{theirs}'")))?;
+            store.set_floats(ours, &meta, &self.file.read(theirs)?)?;
         }
         Ok(())
     }
@@ -141,7 +141,7 @@ fn parse(table: &Map<String, Value>) -> Result<Lora, String> {
 /// Writes an adapter into a folder. `tensors` are in the order of `Lora::tensors`; `base` is where its model is.
 pub fn write_adapter(dir: &Path, lora: &Lora, shape: &Shape, base: &str, tensors: Vec<(Meta, Vec<u8>)>) -> Result<(), ModelError> {
     let weights: Vec<Weight> =
-        peft_names(lora, shape).into_iter().zip(tensors).map(|(name, (meta, bytes))| Weight { name, meta, bytes: bytes.into() }).collect();
+        peft_names(lora, shape).into_iter().zip(tensors).map(|(name, (meta, bytes))| Weight { name, meta, bytes }).collect();
     let all: Vec<Tensor> = weights.iter().map(Weight::tensor).collect();
     checkpoint::write_safetensors(&dir.join(WEIGHTS), &all, Some(note()))?;
     let alpha = if lora.alpha.fract() == 0.0 { json!(lora.alpha as i64) } else { json!(lora.alpha) };

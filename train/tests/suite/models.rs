@@ -408,7 +408,7 @@ fn what_is_written_is_read_again() {
             .into_iter()
             .map(|(ours, name, _)| {
                 let t = store.get(&ours).unwrap();
-                Weight { name, meta: t.meta.clone(), bytes: t.bytes().unwrap().into_owned().into() }
+                Weight { name, meta: t.meta.clone(), bytes: t.bytes().unwrap().into_owned() }
             })
             .collect();
         write_weights(&path, &weights, if i == 2 { 400 } else { 1 << 30 }).unwrap();

@@ -62,29 +62,29 @@ impl Trained<'_> {
 }
 
 /// The base's weights, in their own type, with the adapters added.
-fn merged<'a>(model: &'a Adapted, config: &Config, trained: &Trained) -> Result<Vec<Weight<'a>>, TrainError> {
+fn merged(model: &Adapted, config: &Config, trained: &Trained) -> Result<Vec<Weight>, TrainError> {
     let base: Vec<(String, Weight)> = match &model.folder {
         Some(folder) => folder.weights().collect::<Result<_, ModelError>>()?,
         None => drawn(model, config)?,
     };
     let adapter = |name: &str| model.lora.targets.iter().find(|t| name.ends_with(&format!(".{}.weight", t.name()))).copied();
-    let add = |(name, w): (String, Weight<'a>)| match adapter(&name) {
+    let add = |(name, w): (String, Weight)| match adapter(&name) {
         None => Ok(w),
         Some(target) => with_adapter(model, trained, target, name.trim_end_matches(".weight"), w),
     };
     base.into_iter().map(add).collect()
 }
 
-fn with_adapter<'a>(model: &Adapted, trained: &Trained, target: Target, matrix: &str, w: Weight) -> Result<Weight<'a>, TrainError> {
+fn with_adapter(model: &Adapted, trained: &Trained, target: Target, matrix: &str, w: Weight) -> Result<Weight, TrainError> {
     let [a, b] = trained.pair(&model.lora, matrix, target.sizes(&model.shape))?;
     let mut sum = converted(&w.bytes, w.meta.dtype, DType::F32).f32().to_vec();
     model.lora.merge(&mut sum, &a, &b);
     let bytes = converted(bytemuck::cast_slice(&sum), DType::F32, w.meta.dtype).bytes().to_vec();
-    Ok(Weight { bytes: bytes.into(), ..w })
+    Ok(Weight { bytes, ..w })
 }
 
 /// A base that was drawn at random: the same again, in the type that the run kept it in.
-fn drawn(model: &Adapted, config: &Config) -> Result<Vec<(String, Weight<'static>)>, TrainError> {
+fn drawn(model: &Adapted, config: &Config) -> Result<Vec<(String, Weight)>, TrainError> {
     let r = Recorder::new();
     let d = model.decoder(&r, None);
     r.output("logits", d.logits(d.hidden(r.feed("ids", &[1, 1], DType::I32), None)));
@@ -93,7 +93,7 @@ fn drawn(model: &Adapted, config: &Config) -> Result<Vec<(String, Weight<'static
     store.ensure(&compiled.graph, None)?;
     let weight = |(ours, theirs, _): (String, String, Vec<usize>)| {
         let t = store.get(&ours).ok_or_else(|| TrainError::Other(format!("the model has no weight '{ours}'")))?;
-        Ok((ours, Weight { name: theirs, meta: t.meta.clone(), bytes: t.bytes()?.into_owned().into() }))
+        Ok((ours, Weight { name: theirs, meta: t.meta.clone(), bytes: t.bytes()?.into_owned() }))
     };
     model.shape.weights().into_iter().map(weight).collect()
 }

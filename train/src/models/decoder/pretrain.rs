@@ -158,7 +158,7 @@ impl Pretraining {
 fn write(dir: &Path, model: &Pretrained, s: &Session) -> Result<(), TrainError> {
     let weight = |(ours, theirs, _): (String, String, Vec<usize>)| {
         let t = s.store.get(&ours).ok_or_else(|| TrainError::Other(format!("the model has no weight '{ours}'")))?;
-        Ok(Weight { name: theirs, meta: t.meta.clone(), bytes: t.bytes()?.into_owned().into() })
+        Ok(Weight { name: theirs, meta: t.meta.clone(), bytes: t.bytes()?.into_owned() })
     };
     let weights = model.shape.weights().into_iter().map(weight).collect::<Result<Vec<_>, TrainError>>()?;
     debug_assert!(weights.iter().all(|w| w.meta.dtype == DType::F32));

@@ -294,7 +294,7 @@ impl Polychromic {
         let policy = objective.writes().then(|| Policy::new(objective, &model)).transpose()?;
         // Where nothing is learned from what it embeds, it may change.
         if let Some(encoder) = policy.as_ref().filter(|p| p.objective.weight > 0.0).and_then(|p| p.encoder.as_ref()) {
-            model.identity["encoder"] = format!("{:016x}", encoder.fingerprint()).into();
+            model.identity["encoder"] = format!("{:016x}", encoder.fingerprint()?).into();
         }
         Ok(Polychromic { inner: Supervised::new(model, train, seed), policy, seed, wrote: false })
     }
