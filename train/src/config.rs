@@ -450,7 +450,8 @@ fn kind(v: &Value) -> &'static str {
 
 /// `value` in the type that the preset has there; whole numbers may stand for any number.
 fn fitting(name: &str, slot: &Value, value: Value) -> Result<Value, ConfigError> {
-    let wrong = |got: &Value| ConfigError::Type { key: name.into(), want: kind(slot).into(), got: format!("{} ({got})", kind(got)) };
+    let wrong =
+        |got: &Value| ConfigError::Type { key: name.into(), want: kind(slot).into(), got: format!("{} ({})", kind(got), shown(got)) };
     match (slot, value) {
         (Value::Float(_), Value::Integer(i)) => Ok(Value::Float(i as f64)),
         (Value::Integer(_), Value::Integer(i)) if i < 0 && name != "seed" => {
@@ -502,6 +503,7 @@ mod tests {
             error("learning_rat=3").starts_with("there is no key 'learning_rat'; did you mean 'learning_rate'? (known: learning_rate, ")
         );
         assert_eq!(error("dim=large"), "'model.dim' wants a whole number, not a string (\"large\")");
+        assert_eq!(error("dim=1e308"), "'model.dim' wants a whole number, not a number (1e308)");
         assert_eq!(error("dim=-1"), "'model.dim' wants a whole number that is not negative, not -1");
         assert_eq!(error("modle.dim=3"), "there is no section 'modle'; did you mean 'model'? (known: model, data, train, passes)");
         assert_eq!(error("zzzzzzzzzzzz.dim=3"), "there is no section 'zzzzzzzzzzzz' (known: data, model, train, passes)");
