@@ -1,4 +1,4 @@
-//! Which token ends a document. Any vocabulary may hold "</s>" as an ordinary piece of text, so only tokens that were added to one count: what
+//! Which token ends a document. Any vocabulary may hold `</s>` as an ordinary piece of text, so only tokens that were added to one count: what
 //! the files beside a tokenizer.json name, then names that are well known.
 
 use std::path::Path;

@@ -147,6 +147,11 @@ pub trait Task {
     fn identity(&self) -> Result<serde_json::Value, TrainError> {
         Ok(serde_json::Value::Null)
     }
+    /// Paths of the config that a resumed run may find elsewhere, where what lies there is the same: the key, and what `identity` calls its
+    /// fingerprint.
+    fn paths(&self) -> &'static [(&'static str, &'static str)] {
+        &[("data.path", "data")]
+    }
     /// Files that a checkpoint holds beside its numbers, so that its model can be used where its data is not.
     fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         Ok(vec![])

@@ -12,11 +12,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// A model whose loss is differentiated: everything else about its training is the same for all. Feeds that it may use: `ids` and
-/// `targets` i32 [batch, seq], `weight` f32 [1] (1 / targets that count in the whole step), `rng` i32 [4]; of rows with several sequences or padding
+/// `targets` i32 [batch, seq], `weight` f32 `[1]` (1 / targets that count in the whole step), `rng` i32 `[4]`; of rows with several sequences or padding
 /// also `until` and `position` i32 [batch, seq] (see `data::Item` and `data::positions`).
 pub trait Model {
     fn seq(&self) -> usize;
-    /// Records the loss of one micro-batch, then what else is worth reporting; all [1]. Over a step's micro-batches each is summed.
+    /// Records the loss of one micro-batch, then what else is worth reporting; all `[1]`. Over a step's micro-batches each is summed.
     fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Losses<'g>;
     /// The same for evaluation. A classifier also outputs `logits` [batch, classes].
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Losses<'g> {

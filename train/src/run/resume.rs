@@ -7,9 +7,6 @@ use crate::recipe::{Session, Task, TrainError};
 use crate::{metrics, say, warn};
 use std::path::Path;
 
-/// Paths that a resumed run may change where what lies there is the same: the key, and what a checkpoint's identity has of it.
-const MOVED: &[(&str, &str)] = &[("data.path", "data"), ("model.base", "base"), ("objective.encoder", "encoder")];
-
 /// The newest checkpoint of the run in `out`; none where it was stopped before it saved any.
 pub fn newest(task: &dyn Task, out: &Path) -> Result<Option<Checkpoint>, TrainError> {
     let dir = &out.join("checkpoints");
@@ -74,7 +71,7 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
     let theirs = settings(config, found)?;
     let changed = theirs.differences(config);
     let identity = &found.meta["identity"];
-    let moved = |k: &str| MOVED.iter().any(|(key, what)| *key == k && identity[what].is_string());
+    let moved = |k: &str| task.paths().iter().any(|(key, what)| *key == k && identity[what].is_string());
     let free = |k: &str| config.is_free(k) || k.starts_with("passes.") || moved(k);
     if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !free(k)) {
         return Err(TrainError::Other(format!(
@@ -87,13 +84,24 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
     }
     same_tokenizer(found, task)?;
     same_base(found, task)?;
-    if found.meta["identity"]["encoder"] != task.identity()?["encoder"] {
+    same_data(found, task, config)?;
+    for (key, was, is) in changed.iter().filter(|(k, ..)| moved(k)) {
+        say!("{key} was {was}, now it is {is}: the same by its checksum");
+    }
+    Ok(())
+}
+
+/// What lies in the places that the config names must be what a checkpoint was trained with.
+fn same_data(found: &Checkpoint, task: &dyn Task, config: &Config) -> Result<(), TrainError> {
+    let (identity, own) = (&found.meta["identity"], task.identity()?);
+    // The base and the data have messages of their own.
+    let others = task.paths().iter().filter(|(_, what)| !["base", "data"].contains(what));
+    if let Some((key, _)) = others.into_iter().find(|(_, what)| identity[what] != own[what]) {
         return Err(TrainError::Other(format!(
-            "objective.encoder is not the encoder that checkpoint {} was trained with: it has changed (start a new run from its weights with --init-from)",
+            "{key} is not what checkpoint {} was trained with: it has changed (start a new run from its weights with --init-from)",
             found.path.display()
         )));
     }
-    let own = task.identity()?;
     for (what, key) in [("data", "data"), ("validation data", "validation")] {
         // Checkpoints of earlier versions do not say what they were validated with.
         if identity[key] != own[key] && (key == "data" || identity[key].is_string()) {
@@ -106,9 +114,6 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
                 identity[key]
             )));
         }
-    }
-    for (key, was, is) in changed.iter().filter(|(k, ..)| moved(k)) {
-        say!("{key} was {was}, now it is {is}: the same by its checksum");
     }
     Ok(())
 }

@@ -29,7 +29,7 @@ pub struct ImageSet {
     pub size: usize,
     /// [n, 3, size, size]
     pub pixels: Vec<u8>,
-    /// [n], numbers of `classes`
+    /// `[n]`, numbers of `classes`
     pub labels: Vec<u16>,
     pub classes: Vec<String>,
 }

@@ -237,7 +237,7 @@ impl<'g> Decoder<'_, 'g> {
         self.r.scope("head", || hidden.linear(self.head()))
     }
 
-    /// Sum over tokens of weight, [1] or one for each, times cross-entropy; a target of -1 counts for nothing.
+    /// Sum over tokens of weight, `[1]` or one for each, times cross-entropy; a target of -1 counts for nothing.
     pub fn loss(&self, hidden: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
         let tokens = targets.meta().elements();
         let rows = hidden.reshape(&[tokens, self.shape.dim]);

@@ -121,7 +121,7 @@ impl HydraConfig {
 pub struct Cache<'g> {
     /// Tokens that the caches hold at most.
     pub capacity: usize,
-    /// i32 [1]: how many tokens came before this chunk.
+    /// i32 `[1]`: how many tokens came before this chunk.
     pub position: Var<'g>,
 }
 
@@ -380,7 +380,7 @@ impl<'g> Hydra<'_, 'g> {
         self.final_norm(x).slice(1, time - 1, time).reshape(&[1, self.c.dim]).linear(self.embedding())
     }
 
-    /// Sum over tokens of weight [1] * cross-entropy; -1 counts for nothing.
+    /// Sum over tokens of weight `[1]` * cross-entropy; -1 counts for nothing.
     pub fn loss(&self, hidden: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
         let tokens = targets.meta().elements();
         let w = self.embedding();

@@ -454,6 +454,10 @@ impl Task for Polychromic {
         self.inner.identity()
     }
 
+    fn paths(&self) -> &'static [(&'static str, &'static str)] {
+        &[("data.path", "data"), ("model.base", "base"), ("objective.encoder", "encoder")]
+    }
+
     fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         self.inner.kept()
     }

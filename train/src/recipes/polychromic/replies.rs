@@ -42,7 +42,7 @@ impl<'g> Replies<'g> {
         (hidden, next(self.ids), next(self.reply).cast(DType::F32))
     }
 
-    /// Sum of log p of each reply's tokens: [n].
+    /// Sum of log p of each reply's tokens: `[n]`.
     pub fn log_prob(&self, d: &Decoder<'_, 'g>) -> Var<'g> {
         let (hidden, tokens, counts) = self.predicted(d);
         let shape = tokens.shape();
@@ -52,7 +52,7 @@ impl<'g> Replies<'g> {
     }
 
     /// The policy gradient's loss, for sets of replies one behind another: minus the mean over replies of advantage times log p of a token, in the
-    /// mean over the reply's. The advantage of a set's replies is how far its score [sets] is above the baseline [1]. As each token's weight is
+    /// mean over the reply's. The advantage of a set's replies is how far its score `[sets]` is above the baseline `[1]`. As each token's weight is
     /// known beforehand, this is a sum of weighted cross-entropies.
     pub fn policy_loss(&self, d: &Decoder<'_, 'g>, scores: Var<'g>, baseline: Var<'g>) -> Var<'g> {
         let (n, sets) = (self.ids.shape()[0], scores.dim(0));

@@ -151,7 +151,7 @@ impl<'g> VisionBdh<'_, 'g> {
     }
 }
 
-/// 1 where the largest logit is the target's: [batch].
+/// 1 where the largest logit is the target's: `[batch]`.
 pub fn correct<'g>(logits: Var<'g>, targets: Var<'g>) -> Var<'g> {
     let b = logits.shape()[0];
     let guess = logits.stop_gradient().top_k(1).reshape(&[b]);
