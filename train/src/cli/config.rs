@@ -109,13 +109,14 @@ pub fn run(a: ConfigKeysArgs, recipes: Recipes) -> Result<ExitCode> {
 }
 
 fn table(keys: &Keys) -> String {
-    let row = |k: &Key| format!("| `{}` | `{}` | {} | {} |\n", k.name, k.default_text(), k.type_and_range(), k.about);
+    let default = |k: &Key| if k.data { k.default_text() } else { format!("`{}`", k.default_text()) };
+    let row = |k: &Key| format!("| `{}` | {} | {} | {} |\n", k.name, default(k), k.type_and_range(), k.about);
     let rows: String = keys.keys.iter().map(row).collect();
-    format!("{}\n\n| key | default | values | meaning |\n|---|---|---|---|\n{rows}\n", keys.about)
+    format!("{}\n\n| key | default | values | meaning |\n|---|---|---|---|\n{rows}", keys.about)
 }
 
 fn recipe_markdown(recipe: &dyn Recipe) -> String {
-    let mut text = format!("## {}\n\n{}.\n\nPresets:\n\n", recipe.name(), recipe.about());
+    let mut text = format!("## {}\n\n`kiln train {}`: {}. Presets:\n\n", recipe.name(), recipe.name(), recipe.about());
     for (name, about) in presets(recipe) {
         text += &format!("- `{name}`: {about}\n");
     }
@@ -128,9 +129,9 @@ fn recipe_markdown(recipe: &dyn Recipe) -> String {
         }
         let missing: Vec<String> = common.keys.iter().filter(|k| section.get(k.name).is_none()).map(|k| format!("`{}`", k.name)).collect();
         text += "The keys of [train](#train)";
-        text += &if missing.is_empty() { ".\n\n".into() } else { format!(", without {}.\n\n", missing.join(", ")) };
+        text += &if missing.is_empty() { ".\n".into() } else { format!(", without {}.\n", missing.join(", ")) };
     }
-    text
+    text + "\n"
 }
 
 /// docs/config.md
@@ -150,8 +151,9 @@ data\", the key is 0 until the data is opened; a value that contradicts the data
 "
     .to_string();
     text += &table(&TopConfig::keys(""));
-    text += "### [train]\n\n";
+    text += "\n### [train]\n\n";
     text += &table(&TrainConfig::keys("train"));
+    text += "\n";
     let all: String = recipes.iter().map(|recipe| recipe_markdown(*recipe)).collect();
     text + all.trim_end() + "\n"
 }

@@ -264,7 +264,7 @@ pub struct ConfigArgs {
     /// A folder made by `kiln data prepare`, or of pictures; a CSV file of Sudokus; JSONL of prompts and replies
     #[arg(long)]
     data: Option<PathBuf>,
-    /// Steps to train in all
+    /// Steps to train in all; the learning-rate schedule of a new run is as long, unless train.horizon is set
     #[arg(long, value_parser = clap::value_parser!(u64).range(..=1 << 53))]
     steps: Option<u64>,
     /// Decides initial values, data order and every draw

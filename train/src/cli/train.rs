@@ -190,7 +190,7 @@ fn is_whole(path: &Path) -> bool {
 
 fn say_filled(path: &Path, filled: &[String]) {
     if !filled.is_empty() {
-        say!("{} does not say every key: {} by default", path.display(), filled.join(", "));
+        say!("{} was written before these keys were there, which have their defaults: {}", path.display(), filled.join(", "));
     }
 }
 

@@ -326,17 +326,25 @@ impl fmt::Display for Range {
                 write!(f, "from {} to 2^{}", range.start(), range.end().ilog2())
             }
             Range::Whole(range) => write!(f, "from {} to {}", range.start(), range.end()),
-            Range::Number(range) => write!(f, "from {:?} to {:?}", range.start(), range.end()),
-            Range::Below(range) => write!(f, "from {:?}, below {:?}", range.start, range.end),
+            Range::Number(range) => write!(f, "from {} to {}", short(*range.start()), short(*range.end())),
+            Range::Below(range) => write!(f, "from {}, below {}", short(range.start), short(range.end)),
             Range::OneOf(words) => write!(f, "{}", words.join(" or ")),
         }
+    }
+}
+
+/// 0.1, 1e12
+fn short(number: f64) -> String {
+    match number.abs() {
+        size if size >= 1e6 || size > 0.0 && size < 1e-3 => format!("{number:e}"),
+        _ => format!("{number:?}"),
     }
 }
 
 /// A value as one would write it: 1e-8, where TOML has all the zeros.
 pub fn shown(value: &Value) -> String {
     match value {
-        Value::Float(number) if number.is_finite() => format!("{number:?}"),
+        Value::Float(number) if number.is_finite() => short(*number),
         Value::Array(all) => format!("[{}]", all.iter().map(shown).collect::<Vec<_>>().join(", ")),
         other => other.to_string(),
     }

@@ -141,7 +141,7 @@ impl Puzzles {
             match set.task == self.task {
                 true => Ok(set),
                 false => Err(TrainError::Other(format!(
-                    "{} holds {}, but data.side = {}: this is {}",
+                    "{} holds {}, but data.side = {}: this is {} (--set data.side=0 takes it from the file)",
                     path.display(),
                     set.task.name(),
                     self.task.side(),
