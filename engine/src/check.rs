@@ -13,7 +13,7 @@ use crate::graph::{Graph, Kind};
 use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Fill};
-use crate::passes::{Mode, Numerics, Pass, Switches, Target, sweep};
+use crate::passes::{Mode, Numerics, Switch, all, Switches, Target, sweep};
 use crate::philox::{fill_normal, hash_name, philox};
 use crate::program::{Compiled, Device, Program};
 use crate::record::{Recorder, Var};
@@ -408,19 +408,19 @@ pub(crate) fn agree(case: &Case, dtype: DType, twice: &[Vec<Vec<f32>>], cpu: &[V
 }
 
 /// The pass's own example with the pass off and on.
-pub fn check_pass(pass: &dyn Pass, target: &Device) -> Outcome {
+pub fn check_pass(pass: &dyn Switch, target: &Device) -> Outcome {
     let verdict = on_off(pass, target).unwrap_or_else(Verdict::Failed);
     Outcome { name: format!("{}: off against on", pass.name()), verdict }
 }
 
-fn on_off(pass: &dyn Pass, target: &Device) -> Result<Verdict, String> {
+fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
     let example = || {
         let r = Recorder::new();
         pass.example(&r);
         r.finish()
     };
     let graph = example();
-    let feeds: Vec<(String, Numbers)> = graph.feeds().map(|(name, meta)| (name.to_string(), feed_numbers(name, meta))).collect();
+    let feeds = feeds_of(&graph);
     // Where there are targets, then with few of them, and again: what has nothing to do is left out, and is not the next time.
     let mut rounds = vec![feeds.clone()];
     if let Some((at, (_, meta))) = graph.feeds().enumerate().find(|(_, f)| f.0 == "targets") {
@@ -436,10 +436,12 @@ fn on_off(pass: &dyn Pass, target: &Device) -> Result<Verdict, String> {
         let found = rounds.iter().map(|feeds| p.run(feeds, &outputs)).collect::<Result<Vec<_>, _>>()?;
         Ok((found.concat(), applied))
     };
-    if pass.always_on() {
-        let (_, applied) = run("auto")?;
-        return match (run("off"), applied) {
-            (Ok(_), _) => Err("runs without it".into()),
+    if pass.required() {
+        // Alone, so that no other pass leaves it nothing to do.
+        let alone = all().filter(|s| !s.required()).try_fold(Switches::default(), |switches, s| switches.with(s.name(), "off"));
+        let p = Loaded::new(example(), &alone.map_err(|e| e.to_string())?, target)?;
+        let applied = p.program.receipts.iter().find(|r| r.pass == pass.name()).map_or(0, |r| r.applied);
+        return match (run("auto")?, applied) {
             (_, 0) => Err("applied nowhere in its own example".into()),
             _ => Ok(Verdict::Passed(0.0)),
         };
@@ -471,6 +473,11 @@ fn on_off(pass: &dyn Pass, target: &Device) -> Result<Verdict, String> {
         }
     }
     Ok(if checked > 0 { Verdict::Passed(worst) } else { Verdict::NotChecked("needs a GPU: on the CPU it has nothing to do".into()) })
+}
+
+/// Numbers for everything that a graph is fed with.
+pub fn feeds_of(g: &Graph) -> Vec<(String, Numbers)> {
+    g.feeds().map(|(name, meta)| (name.to_string(), feed_numbers(name, meta))).collect()
 }
 
 fn feed_numbers(name: &str, meta: &Meta) -> Numbers {

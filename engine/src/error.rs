@@ -7,8 +7,6 @@ pub enum Error {
     Unreached(String),
     #[error("a gradient is asked for through '{op}' (in {scope}), which has none: second derivatives are not supported")]
     NotDifferentiable { op: String, scope: String },
-    #[error("the graph asks for gradients, but pass 'autodiff' is off")]
-    NoAutodiff,
     #[error("no pass is called '{name}'{hint}; `kiln passes` says what they do")]
     NoPass { name: String, hint: String },
     #[error("pass '{pass}': {problem}")]

@@ -28,6 +28,7 @@ pub mod check;
 pub mod cpu;
 pub mod cuda;
 pub mod error;
+pub mod executor;
 pub mod graph;
 pub mod kernel;
 pub mod meta;

@@ -71,15 +71,19 @@ impl Device {
 pub struct Compiled {
     pub graph: Graph,
     pub plan: Plan,
+    /// Of the passes, then of the executor's settings.
     pub receipts: Vec<Receipt>,
+    options: cuda::Options,
     target: Target,
 }
 
 impl Compiled {
     pub fn new(mut graph: Graph, switches: &Switches, target: Target) -> Result<Compiled, Error> {
-        let receipts = passes::run(&mut graph, switches, target)?;
+        let mut receipts = passes::run(&mut graph, switches, target)?;
+        let (options, of_executor) = cuda::Options::new(&graph, switches, target)?;
+        receipts.extend(of_executor);
         let plan = Plan::new(&graph, &|g, spots| workspace(target, g, spots));
-        Ok(Compiled { graph, plan, receipts, target })
+        Ok(Compiled { graph, plan, receipts, options, target })
     }
 
     /// See `Plan::by_part`.
@@ -122,12 +126,9 @@ impl Program {
         if device.gpu().is_some() {
             memory.feeds *= 3; // two more are on their way
         }
-        let on = |pass: &str| c.receipts.iter().any(|r| r.pass == pass && r.applied > 0);
-        let options =
-            cuda::Options { capture: on("cuda-graph"), tf32: on("tf32"), tune: on("tune-products"), overlap: on("overlap-launches") };
         let loaded = match device {
             Device::Cpu(cpu, arena) => Loaded::Cpu(Box::new(CpuProgram::new(c.graph, c.plan, cpu, arena)?)),
-            Device::Cuda(cuda, arena) => Loaded::Cuda(Box::new(CudaProgram::new(c.graph, c.plan, cuda, arena, options)?)),
+            Device::Cuda(cuda, arena) => Loaded::Cuda(Box::new(CudaProgram::new(c.graph, c.plan, cuda, arena, c.options)?)),
         };
         Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded })
     }

@@ -12,7 +12,7 @@ use choices::Choices;
 use engine::graph::Graph;
 use engine::passes::{Mode, Numerics, Target};
 use engine::philox::philox;
-use engine::{DType, Data, Device, Meta, PASSES, Recorder, Role, Switches, Var};
+use engine::{DType, Data, Device, Meta, Recorder, Role, Switches, Var};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -133,8 +133,8 @@ pub type Record<'a> = &'a dyn for<'g> Fn(&'g Recorder) -> Vec<(&'static str, Var
 /// Passes that are on and round f32 to narrower types.
 fn rounding(switches: &Switches, target: Target) -> impl Iterator<Item = &'static str> + '_ {
     let rounds =
-        move |p: &&&dyn engine::passes::Pass| p.numerics(target, DType::F32) == Numerics::LowPrecision && switches.mode(**p) != Mode::Off;
-    PASSES.iter().filter(rounds).map(|p| p.name())
+        move |p: &&'static dyn engine::passes::Switch| p.numerics(target, DType::F32) == Numerics::LowPrecision && switches.mode(*p) != Mode::Off;
+    engine::passes::all().filter(rounds).map(|p| p.name())
 }
 
 /// Whether numbers are rounded to narrower types, so that a golden file is compared by `Rule::Narrow`.

@@ -85,7 +85,7 @@ pub struct CudaProgram {
     captured: Vec<Captured>,
 }
 
-/// What passes decided about how a program runs.
+/// How a program runs (see `executor`).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Replay a captured graph instead of launching one by one.

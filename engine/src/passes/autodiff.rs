@@ -1,6 +1,6 @@
 //! Replaces every Grad node by the operations that compute it, in reverse.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
@@ -11,7 +11,7 @@ use std::collections::HashMap;
 
 pub struct Autodiff;
 
-impl Pass for Autodiff {
+impl Switch for Autodiff {
     fn name(&self) -> &'static str {
         "autodiff"
     }
@@ -24,8 +24,26 @@ impl Pass for Autodiff {
         Numerics::Exact
     }
 
-    fn always_on(&self) -> bool {
+    fn required(&self) -> bool {
         true
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[3, 4], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[5, 3], DType::F32);
+        let loss = x.matmul(w).silu().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+impl Pass for Autodiff {
+    fn stage(&self) -> Stage {
+        Stage::Differentiated
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["bf16", "decompose", "merge-products"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -36,14 +54,6 @@ impl Pass for Autodiff {
             receipt.applied += 1;
             gradients(recorder, inputs[0], &inputs[1..]).map(Some)
         })
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[3, 4], Init::Normal { std: 1.0 });
-        let x = r.feed("x", &[5, 3], DType::F32);
-        let loss = x.matmul(w).silu().mean();
-        r.output("loss", loss);
-        r.output("dw", r.grad(loss, &[w])[0]);
     }
 }
 

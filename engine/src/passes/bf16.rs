@@ -1,6 +1,6 @@
 //! Activations and products in bf16, parameters and their moments in f32.
 
-use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Target};
+use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
@@ -27,7 +27,7 @@ use std::sync::Arc;
 
 pub struct Bf16;
 
-impl Pass for Bf16 {
+impl Switch for Bf16 {
     fn name(&self) -> &'static str {
         "bf16"
     }
@@ -50,6 +50,26 @@ impl Pass for Bf16 {
             default: "bf16",
             about: "bf16: a sum of activations is rounded like any other; f32: what begins as rows of a parameter, and what is added to it, stays f32",
         }]
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[32, 32], Init::Normal { std: 0.2 });
+        let frozen = r.frozen("frozen", &[32, 32], Init::Normal { std: 0.2 });
+        let norm = r.param("norm", &[32], Init::Full(1.0));
+        let x = r.feed("x", &[64, 32], DType::F32);
+        let loss = (x.matmul(w).silu().rms_norm(norm, 1e-6) * x.linear(frozen)).mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+impl Pass for Bf16 {
+    fn stage(&self) -> Stage {
+        Stage::Typed
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["decompose"]
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -112,16 +132,6 @@ impl Pass for Bf16 {
             }
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[32, 32], Init::Normal { std: 0.2 });
-        let frozen = r.frozen("frozen", &[32, 32], Init::Normal { std: 0.2 });
-        let norm = r.param("norm", &[32], Init::Full(1.0));
-        let x = r.feed("x", &[64, 32], DType::F32);
-        let loss = (x.matmul(w).silu().rms_norm(norm, 1e-6) * x.linear(frozen)).mean();
-        r.output("loss", loss);
-        r.output("dw", r.grad(loss, &[w])[0]);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Drops what no output and no state needs.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node};
 use crate::meta::DType;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 pub struct DeadCode;
 
-impl Pass for DeadCode {
+impl Switch for DeadCode {
     fn name(&self) -> &'static str {
         "dead-code"
     }
@@ -28,6 +28,23 @@ impl Pass for DeadCode {
         Numerics::Exact
     }
 
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[5, 4], DType::F32);
+        r.output("y", x.matmul(w).silu());
+        (x * 3.0).exp();
+    }
+}
+
+impl Pass for DeadCode {
+    fn stage(&self) -> Stage {
+        Stage::Differentiated
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["autodiff"]
+    }
+
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let before = g.nodes.len();
         let outputs = drop_outputs(g);
@@ -37,13 +54,6 @@ impl Pass for DeadCode {
             receipt.notes.push(format!("{outputs} outputs of arithmetic, experts and norms"));
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
-        let x = r.feed("x", &[5, 4], DType::F32);
-        r.output("y", x.matmul(w).silu());
-        (x * 3.0).exp();
     }
 }
 

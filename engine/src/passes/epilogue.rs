@@ -1,6 +1,6 @@
 //! A product does itself what would read its result only to write it again: a wider type, a sum, a bias, an activation.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::kernel::Act;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 pub struct Epilogue;
 
-impl Pass for Epilogue {
+impl Switch for Epilogue {
     fn name(&self) -> &'static str {
         "epilogue"
     }
@@ -28,6 +28,31 @@ impl Pass for Epilogue {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.4 });
+        let (w, b) = (param("w", &[8, 8]), param("b", &[8]));
+        let x = r.feed("x", &[2, 5, 8], DType::F32);
+        let h = x + x.silu().matmul(w);
+        let h = h + h.rms_norm(b, 1e-6).matmul(w);
+        let loss = h.square().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+        // Of a product that nobody else reads.
+        r.output("y", (x.tanh().matmul(w) + b).gelu());
+        let (down, up) = (param("down", &[8, 1]), param("up", &[1, 8]));
+        r.output("adapted", x.matmul(w) + x.matmul(down).matmul(up) + x.silu().matmul(w));
+    }
+}
+
+impl Pass for Epilogue {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["recompute", "extend-products"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -73,21 +98,6 @@ impl Pass for Epilogue {
         })?;
         super::dead_code::sweep(g);
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.4 });
-        let (w, b) = (param("w", &[8, 8]), param("b", &[8]));
-        let x = r.feed("x", &[2, 5, 8], DType::F32);
-        let h = x + x.silu().matmul(w);
-        let h = h + h.rms_norm(b, 1e-6).matmul(w);
-        let loss = h.square().mean();
-        r.output("loss", loss);
-        r.output("dw", r.grad(loss, &[w])[0]);
-        // Of a product that nobody else reads.
-        r.output("y", (x.tanh().matmul(w) + b).gelu());
-        let (down, up) = (param("down", &[8, 1]), param("up", &[1, 8]));
-        r.output("adapted", x.matmul(w) + x.matmul(down).matmul(up) + x.silu().matmul(w));
     }
 }
 

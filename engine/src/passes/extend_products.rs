@@ -3,7 +3,7 @@
 
 use super::epilogue::{is_sum, unshaped};
 use super::merge_products::{early, source, transposed, turned};
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Value};
 use crate::meta::DType;
@@ -25,7 +25,7 @@ const ROWS: usize = 4;
 /// On a GPU, rows of both sides are multiples of so many elements: whole lines of memory.
 const LINE: usize = 64;
 
-impl Pass for ExtendProducts {
+impl Switch for ExtendProducts {
     fn name(&self) -> &'static str {
         "extend-products"
     }
@@ -36,6 +36,31 @@ impl Pass for ExtendProducts {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
+        let [x, more] = ["x", "more"].map(|name| r.feed(name, &[2, 512, 256], DType::F32));
+        let rows = (x + more).rms_norm(param("norm", &[256]), 1e-6);
+        let adapted = |name: &str, n: usize| {
+            let [a, b] = [("a", [8, 256]), ("b", [n, 8])].map(|(part, shape)| param(&format!("{name}.{part}"), &shape));
+            rows.linear(param(name, &[n, 256])) + (rows.linear(a) * 2.0).linear(b)
+        };
+        // Too wide to be merged.
+        let loss = adapted("gate", 1024).silu().mean() + adapted("up", 1032).mean() + adapted("more", 1024).square().mean();
+        r.output("loss", loss);
+        let params: Vec<_> = r.params().into_iter().map(|p| p.1).collect();
+        r.grad(loss, &params).into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
+    }
+}
+
+impl Pass for ExtendProducts {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["recompute"]
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -97,21 +122,6 @@ impl Pass for ExtendProducts {
         })?;
         super::dead_code::sweep(g);
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
-        let [x, more] = ["x", "more"].map(|name| r.feed(name, &[2, 512, 256], DType::F32));
-        let rows = (x + more).rms_norm(param("norm", &[256]), 1e-6);
-        let adapted = |name: &str, n: usize| {
-            let [a, b] = [("a", [8, 256]), ("b", [n, 8])].map(|(part, shape)| param(&format!("{name}.{part}"), &shape));
-            rows.linear(param(name, &[n, 256])) + (rows.linear(a) * 2.0).linear(b)
-        };
-        // Too wide to be merged.
-        let loss = adapted("gate", 1024).silu().mean() + adapted("up", 1032).mean() + adapted("more", 1024).square().mean();
-        r.output("loss", loss);
-        let params: Vec<_> = r.params().into_iter().map(|p| p.1).collect();
-        r.grad(loss, &params).into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::epilogue::is_sum;
 use super::merge_products::{early, source};
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::meta::DType;
@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub struct FewRowsPass;
 
-impl Pass for FewRowsPass {
+impl Switch for FewRowsPass {
     fn name(&self) -> &'static str {
         "few-rows"
     }
@@ -28,6 +28,20 @@ impl Pass for FewRowsPass {
 
     fn numerics(&self, _: Target, dtype: DType) -> Numerics {
         if dtype == DType::F32 { Numerics::Exact } else { Numerics::LowPrecision }
+    }
+
+    fn example(&self, r: &Recorder) {
+        layer(r);
+    }
+}
+
+impl Pass for FewRowsPass {
+    fn stage(&self) -> Stage {
+        Stage::Differentiated
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["bf16", "fuse-norm"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -66,10 +80,6 @@ impl Pass for FewRowsPass {
         })?;
         super::dead_code::sweep(g);
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        layer(r);
     }
 }
 

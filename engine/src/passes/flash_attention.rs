@@ -1,6 +1,6 @@
 //! Attention without time x time scores.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init};
 use crate::meta::DType;
@@ -9,7 +9,7 @@ use crate::record::Recorder;
 
 pub struct FlashAttentionPass;
 
-impl Pass for FlashAttentionPass {
+impl Switch for FlashAttentionPass {
     fn name(&self) -> &'static str {
         "flash-attention"
     }
@@ -20,6 +20,22 @@ impl Pass for FlashAttentionPass {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[8, 3 * 8], Init::Normal { std: 0.3 });
+        let x = r.feed("x", &[2, 70, 8], DType::F32);
+        let qkv = x.matmul(w).reshape(&[2, 70, 3, 2, 4]);
+        let part = |i: usize| qkv.slice(2, i, i + 1).reshape(&[2, 70, 2, 4]);
+        let loss = attention(part(0), part(1), part(2), true, 0.5).square().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+impl Pass for FlashAttentionPass {
+    fn stage(&self) -> Stage {
+        Stage::Fused
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -34,15 +50,5 @@ impl Pass for FlashAttentionPass {
             let y = recorder.op(FlashAttention { causal: a.causal, scale: a.scale }, inputs);
             Ok(Some(vec![y[0]]))
         })
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[8, 3 * 8], Init::Normal { std: 0.3 });
-        let x = r.feed("x", &[2, 70, 8], DType::F32);
-        let qkv = x.matmul(w).reshape(&[2, 70, 3, 2, 4]);
-        let part = |i: usize| qkv.slice(2, i, i + 1).reshape(&[2, 70, 2, 4]);
-        let loss = attention(part(0), part(1), part(2), true, 0.5).square().mean();
-        r.output("loss", loss);
-        r.output("dw", r.grad(loss, &[w])[0]);
     }
 }

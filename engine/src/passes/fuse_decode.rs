@@ -1,6 +1,6 @@
 //! Attention of one token over a cache norms and turns its query and key itself.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Uses, Value};
 use crate::meta::DType;
@@ -11,7 +11,7 @@ use crate::record::Recorder;
 
 pub struct FuseDecode;
 
-impl Pass for FuseDecode {
+impl Switch for FuseDecode {
     fn name(&self) -> &'static str {
         "fuse-decode"
     }
@@ -22,6 +22,36 @@ impl Pass for FuseDecode {
 
     fn numerics(&self, _: Target, dtype: DType) -> Numerics {
         if dtype == DType::F32 { Numerics::Reordered } else { Numerics::LowPrecision }
+    }
+
+    fn example(&self, r: &Recorder) {
+        let heads = |name: &str, n: usize| r.feed(name, &[3, 1, n, 8], DType::F32);
+        let norm = |name: &str| r.frozen(name, &[8], Init::Normal { std: 1.0 });
+        let past = r.state("past", &[1], DType::I32, Init::Full(4.0));
+        let tables = r.rope_tables(1, 8, 100.0);
+        for (name, normed) in [("normed", true), ("plain", false)] {
+            let cache = |part: &str| r.state(&format!("{name}.{part}"), &[3, 9, 2, 8], DType::F32, Init::Normal { std: 1.0 });
+            let (mut q, mut k, v) = (heads("q", 4) * 0.5, heads("k", 2) * 0.5, heads("v", 2));
+            if normed {
+                (q, k) = (q.rms_norm(norm("q_norm"), 1e-6), k.rms_norm(norm("k_norm"), 1e-6));
+            }
+            let (q, k) = (q.rope(Pairs::Halves, tables), k.rope(Pairs::Halves, tables));
+            let caches = (cache("keys"), cache("values"));
+            let (y, new) = decode_attention(q, k, v, caches, past, None, 0.35);
+            r.update(caches.0, new.0);
+            r.update(caches.1, new.1);
+            r.output(name, y);
+        }
+    }
+}
+
+impl Pass for FuseDecode {
+    fn stage(&self) -> Stage {
+        Stage::Differentiated
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["few-rows", "fuse-qk-norm"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -50,26 +80,6 @@ impl Pass for FuseDecode {
             super::dead_code::sweep(g);
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let heads = |name: &str, n: usize| r.feed(name, &[3, 1, n, 8], DType::F32);
-        let norm = |name: &str| r.frozen(name, &[8], Init::Normal { std: 1.0 });
-        let past = r.state("past", &[1], DType::I32, Init::Full(4.0));
-        let tables = r.rope_tables(1, 8, 100.0);
-        for (name, normed) in [("normed", true), ("plain", false)] {
-            let cache = |part: &str| r.state(&format!("{name}.{part}"), &[3, 9, 2, 8], DType::F32, Init::Normal { std: 1.0 });
-            let (mut q, mut k, v) = (heads("q", 4) * 0.5, heads("k", 2) * 0.5, heads("v", 2));
-            if normed {
-                (q, k) = (q.rms_norm(norm("q_norm"), 1e-6), k.rms_norm(norm("k_norm"), 1e-6));
-            }
-            let (q, k) = (q.rope(Pairs::Halves, tables), k.rope(Pairs::Halves, tables));
-            let caches = (cache("keys"), cache("values"));
-            let (y, new) = decode_attention(q, k, v, caches, past, None, 0.35);
-            r.update(caches.0, new.0);
-            r.update(caches.1, new.1);
-            r.output(name, y);
-        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! All steps of a field in one launch.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init};
 use crate::meta::DType;
@@ -9,7 +9,7 @@ use crate::record::Recorder;
 
 pub struct FuseEvolution;
 
-impl Pass for FuseEvolution {
+impl Switch for FuseEvolution {
     fn name(&self) -> &'static str {
         "fuse-evolution"
     }
@@ -22,17 +22,23 @@ impl Pass for FuseEvolution {
         Numerics::Reordered // sums of sizes
     }
 
+    fn example(&self, r: &Recorder) {
+        let part = |name: &str| r.state(name, &[2, 3, 5, 7], DType::F32, Init::Normal { std: 1.0 });
+        let (re, im, size) = evolution(part("re"), part("im"), r.full(&[1], 0.1), Some(r.feed("source", &[2], DType::F32)), 6);
+        [("re", re), ("im", im), ("size", size)].into_iter().for_each(|(name, v)| r.output(name, v));
+    }
+}
+
+impl Pass for FuseEvolution {
+    fn stage(&self) -> Stage {
+        Stage::Fused
+    }
+
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         g.rewrite(|recorder, _, node, inputs| {
             let Some(e) = node.op::<Evolution>() else { return Ok(None) };
             receipt.applied += 1;
             Ok(Some(recorder.op(Evolve { steps: e.steps }, inputs)))
         })
-    }
-
-    fn example(&self, r: &Recorder) {
-        let part = |name: &str| r.state(name, &[2, 3, 5, 7], DType::F32, Init::Normal { std: 1.0 });
-        let (re, im, size) = evolution(part("re"), part("im"), r.full(&[1], 0.1), Some(r.feed("source", &[2], DType::F32)), 6);
-        [("re", re), ("im", im), ("size", size)].into_iter().for_each(|(name, v)| r.output(name, v));
     }
 }

@@ -1,7 +1,7 @@
 //! A sum that is normed is never written, or written by the norm; layer norms around a residual are one.
 
 use super::epilogue::unshaped;
-use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
+use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Uses, Value};
 use crate::meta::DType;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 pub struct FuseNorm;
 
-impl Pass for FuseNorm {
+impl Switch for FuseNorm {
     fn name(&self) -> &'static str {
         "fuse-norm"
     }
@@ -38,6 +38,33 @@ impl Pass for FuseNorm {
 
     fn variants(&self) -> &'static [&'static str] {
         &["auto", "auto,blocks=joined"]
+    }
+
+    fn example(&self, r: &Recorder) {
+        let norm = |name: &str| r.param(name, &[24], Init::Normal { std: 1.0 });
+        let row = r.param("row", &[2, 24], Init::Normal { std: 1.0 });
+        let w = r.param("w", &[24, 24], Init::Normal { std: 0.3 });
+        let x = r.feed("x", &[70, 24], DType::F32);
+        let h = x + x.matmul(w);
+        let y = (h.rms_norm(norm("a"), 1e-6) + row.slice(0, 1, 2)).rms_norm(norm("b"), 1e-6);
+        let s = (x.matmul(w) + y.matmul(w).layer_norm(1e-5)).layer_norm(1e-5);
+        let plain = (h + s).rms_norm_plain(1e-6);
+        let entering = y.matmul(w) + h;
+        let inside = r.block("inside", || entering.rms_norm(norm("c"), 1e-6).matmul(w) + entering);
+        let loss = (y * h).mean() + (s * s.layer_norm(1e-5)).sum() + (plain * inside).sum();
+        r.output("loss", loss);
+        let grads = r.grad(loss, &[row, w, norm("a"), norm("b"), norm("c")]);
+        grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
+    }
+}
+
+impl Pass for FuseNorm {
+    fn stage(&self) -> Stage {
+        Stage::Fused
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["linear-attention"]
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -67,23 +94,6 @@ impl Pass for FuseNorm {
             super::dead_code::sweep(g);
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let norm = |name: &str| r.param(name, &[24], Init::Normal { std: 1.0 });
-        let row = r.param("row", &[2, 24], Init::Normal { std: 1.0 });
-        let w = r.param("w", &[24, 24], Init::Normal { std: 0.3 });
-        let x = r.feed("x", &[70, 24], DType::F32);
-        let h = x + x.matmul(w);
-        let y = (h.rms_norm(norm("a"), 1e-6) + row.slice(0, 1, 2)).rms_norm(norm("b"), 1e-6);
-        let s = (x.matmul(w) + y.matmul(w).layer_norm(1e-5)).layer_norm(1e-5);
-        let plain = (h + s).rms_norm_plain(1e-6);
-        let entering = y.matmul(w) + h;
-        let inside = r.block("inside", || entering.rms_norm(norm("c"), 1e-6).matmul(w) + entering);
-        let loss = (y * h).mean() + (s * s.layer_norm(1e-5)).sum() + (plain * inside).sum();
-        r.output("loss", loss);
-        let grads = r.grad(loss, &[row, w, norm("a"), norm("b"), norm("c")]);
-        grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
     }
 }
 

@@ -1,6 +1,6 @@
 //! Arithmetic that feeds arithmetic becomes one expression, so that what lies between never reaches memory.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Uses, Value};
 use crate::meta::DType;
@@ -19,7 +19,7 @@ const FEW: usize = 8;
 /// Instructions that are cheaper to repeat than to read the result of.
 const LITTLE: usize = 4;
 
-impl Pass for FusePointwise {
+impl Switch for FusePointwise {
     fn name(&self) -> &'static str {
         "fuse-pointwise"
     }
@@ -31,6 +31,27 @@ impl Pass for FusePointwise {
     fn numerics(&self, target: Target, dtype: DType) -> Numerics {
         // Narrow types: a value inside an expression is not rounded. A GPU's compiler contracts a product and a sum inside one.
         if dtype == DType::F32 && target == Target::Cpu { Numerics::Exact } else { Numerics::Reordered }
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[5, 4], DType::F32);
+        let rng = r.feed("rng", &[4], DType::I32);
+        let h = x.matmul(w);
+        let s = (h.sigmoid() * h + 1.0).dropout(0.2, rng);
+        let loss = (s * s.exp()).sum();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+impl Pass for FusePointwise {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["epilogue", "narrow-products", "group-casts"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -64,17 +85,6 @@ impl Pass for FusePointwise {
         }
         super::dead_code::sweep(g);
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
-        let x = r.feed("x", &[5, 4], DType::F32);
-        let rng = r.feed("rng", &[4], DType::I32);
-        let h = x.matmul(w);
-        let s = (h.sigmoid() * h + 1.0).dropout(0.2, rng);
-        let loss = (s * s.exp()).sum();
-        r.output("loss", loss);
-        r.output("dw", r.grad(loss, &[w])[0]);
     }
 }
 

@@ -1,6 +1,6 @@
 //! A product's result goes straight into the arithmetic that alone reads it.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::kernel::{Arch, Io};
@@ -17,7 +17,7 @@ pub struct FuseProducts;
 /// The longer the rows, the more time goes into the product, which cuBLASLt makes faster, and the less into its result.
 const MOST_K: usize = 512;
 
-impl Pass for FuseProducts {
+impl Switch for FuseProducts {
     fn name(&self) -> &'static str {
         "fuse-products"
     }
@@ -28,6 +28,30 @@ impl Pass for FuseProducts {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered // and what is narrow is rounded once less
+    }
+
+    fn example(&self, r: &Recorder) {
+        let (w, x) = (r.param("w", &[3, 16, 24], Init::Normal { std: 1.0 }), r.feed("x", &[3, 10, 16], DType::F32));
+        let (other, rng) = (r.feed("other", &[2, 5, 3, 24], DType::F32), r.feed("rng", &[4], DType::I32));
+        let product = x.cast(DType::BF16).matmul(w.cast(DType::BF16)).cast(DType::F32);
+        let gate = product.reshape(&[3, 2, 5, 24]).permute(&[1, 2, 0, 3]).relu();
+        let y = (other * gate).dropout(0.2, rng);
+        r.output("gate", gate);
+        r.output("y", y);
+    }
+
+    fn needs_gpu(&self) -> bool {
+        true
+    }
+}
+
+impl Pass for FuseProducts {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["fuse-pointwise"]
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -72,20 +96,6 @@ impl Pass for FuseProducts {
         })?;
         super::dead_code::sweep(g);
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let (w, x) = (r.param("w", &[3, 16, 24], Init::Normal { std: 1.0 }), r.feed("x", &[3, 10, 16], DType::F32));
-        let (other, rng) = (r.feed("other", &[2, 5, 3, 24], DType::F32), r.feed("rng", &[4], DType::I32));
-        let product = x.cast(DType::BF16).matmul(w.cast(DType::BF16)).cast(DType::F32);
-        let gate = product.reshape(&[3, 2, 5, 24]).permute(&[1, 2, 0, 3]).relu();
-        let y = (other * gate).dropout(0.2, rng);
-        r.output("gate", gate);
-        r.output("y", y);
-    }
-
-    fn needs_gpu(&self) -> bool {
-        true
     }
 }
 

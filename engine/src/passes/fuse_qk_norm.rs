@@ -1,7 +1,7 @@
 //! Queries and keys are normed and turned in one go.
 
 use super::fuse_norm::binary;
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Uses, Value};
 use crate::meta::DType;
@@ -13,7 +13,7 @@ use crate::record::Recorder;
 
 pub struct FuseQkNorm;
 
-impl Pass for FuseQkNorm {
+impl Switch for FuseQkNorm {
     fn name(&self) -> &'static str {
         "fuse-qk-norm"
     }
@@ -24,6 +24,32 @@ impl Pass for FuseQkNorm {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let temperature = r.param("temperature", &[1], Init::Full(1.5));
+        let norm = r.param("norm", &[8], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[2, 17, 3, 8], DType::F32);
+        let w = r.param("w", &[8, 8], Init::Normal { std: 0.3 });
+        let tables = r.rope_tables(17, 8, 100.0);
+        let h = x.matmul(w);
+        let plain = h.rms_norm_plain(1e-6).rope(Pairs::Halves, tables);
+        let scaled = (x.rms_norm_plain(1e-6) * temperature).rope(Pairs::Halves, tables);
+        let weighted = h.rms_norm(norm, 1e-6).rope(Pairs::Adjacent, tables);
+        let loss = (plain * scaled * weighted).mean();
+        r.output("loss", loss);
+        let grads = r.grad(loss, &[temperature, norm, w]);
+        grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
+    }
+}
+
+impl Pass for FuseQkNorm {
+    fn stage(&self) -> Stage {
+        Stage::Fused
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["fuse-norm"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -52,22 +78,6 @@ impl Pass for FuseQkNorm {
             super::dead_code::sweep(g);
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let temperature = r.param("temperature", &[1], Init::Full(1.5));
-        let norm = r.param("norm", &[8], Init::Normal { std: 1.0 });
-        let x = r.feed("x", &[2, 17, 3, 8], DType::F32);
-        let w = r.param("w", &[8, 8], Init::Normal { std: 0.3 });
-        let tables = r.rope_tables(17, 8, 100.0);
-        let h = x.matmul(w);
-        let plain = h.rms_norm_plain(1e-6).rope(Pairs::Halves, tables);
-        let scaled = (x.rms_norm_plain(1e-6) * temperature).rope(Pairs::Halves, tables);
-        let weighted = h.rms_norm(norm, 1e-6).rope(Pairs::Adjacent, tables);
-        let loss = (plain * scaled * weighted).mean();
-        r.output("loss", loss);
-        let grads = r.grad(loss, &[temperature, norm, w]);
-        grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
     }
 }
 

@@ -1,6 +1,6 @@
 //! What queries find, in one pass over the candidates.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init};
 use crate::meta::DType;
@@ -9,7 +9,7 @@ use crate::record::Recorder;
 
 pub struct FuseRetrieval;
 
-impl Pass for FuseRetrieval {
+impl Switch for FuseRetrieval {
     fn name(&self) -> &'static str {
         "fuse-retrieval"
     }
@@ -20,18 +20,6 @@ impl Pass for FuseRetrieval {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
-    }
-
-    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        g.rewrite(|recorder, _, node, inputs| {
-            let Some(&Retrieval { sharpness, eps }) = node.op::<Retrieval>() else { return Ok(None) };
-            if !leaves_out(sharpness) {
-                receipt.decline(format!("a sharpness of {sharpness} gives weight to what does not count"), &node.scope);
-                return Ok(None);
-            }
-            receipt.applied += 1;
-            Ok(Some(recorder.op(Retrieve { sharpness, eps }, inputs)))
-        })
     }
 
     fn example(&self, r: &Recorder) {
@@ -48,5 +36,23 @@ impl Pass for FuseRetrieval {
             state("scale", &[3]).abs() + 0.1,
         ];
         retrieval(&x, 2.0, 1e-6).into_iter().enumerate().for_each(|(i, v)| r.output(&format!("y{i}"), v));
+    }
+}
+
+impl Pass for FuseRetrieval {
+    fn stage(&self) -> Stage {
+        Stage::Fused
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        g.rewrite(|recorder, _, node, inputs| {
+            let Some(&Retrieval { sharpness, eps }) = node.op::<Retrieval>() else { return Ok(None) };
+            if !leaves_out(sharpness) {
+                receipt.decline(format!("a sharpness of {sharpness} gives weight to what does not count"), &node.scope);
+                return Ok(None);
+            }
+            receipt.applied += 1;
+            Ok(Some(recorder.op(Retrieve { sharpness, eps }, inputs)))
+        })
     }
 }

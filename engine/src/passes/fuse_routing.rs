@@ -1,7 +1,7 @@
 //! What a router chose is weighed while it is added.
 
 use super::fuse_norm::binary;
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Uses, Value};
 use crate::meta::DType;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 pub struct FuseRouting;
 
-impl Pass for FuseRouting {
+impl Switch for FuseRouting {
     fn name(&self) -> &'static str {
         "fuse-routing"
     }
@@ -24,6 +24,25 @@ impl Pass for FuseRouting {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[24, 24], Init::Normal { std: 0.3 });
+        let gate = r.param("gate", &[24, 1], Init::Normal { std: 0.3 });
+        let x = r.feed("x", &[70, 24], DType::F32);
+        let rows = x.matmul(gate).reshape(&[1, 70]).top_k(31).reshape(&[31]); // none twice
+        let chosen = x.gather_rows_once(rows);
+        let h = x.matmul(w).scatter_add_rows_once(rows, chosen.matmul(w) * chosen.matmul(gate).sigmoid());
+        let loss = h.silu().mean();
+        r.output("loss", loss);
+        let grads = r.grad(loss, &[w, gate]);
+        grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
+    }
+}
+
+impl Pass for FuseRouting {
+    fn stage(&self) -> Stage {
+        Stage::Fused
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -44,19 +63,6 @@ impl Pass for FuseRouting {
             super::dead_code::sweep(g);
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[24, 24], Init::Normal { std: 0.3 });
-        let gate = r.param("gate", &[24, 1], Init::Normal { std: 0.3 });
-        let x = r.feed("x", &[70, 24], DType::F32);
-        let rows = x.matmul(gate).reshape(&[1, 70]).top_k(31).reshape(&[31]); // none twice
-        let chosen = x.gather_rows_once(rows);
-        let h = x.matmul(w).scatter_add_rows_once(rows, chosen.matmul(w) * chosen.matmul(gate).sigmoid());
-        let loss = h.silu().mean();
-        r.output("loss", loss);
-        let grads = r.grad(loss, &[w, gate]);
-        grads.into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
     }
 }
 

@@ -1,6 +1,6 @@
 //! All weights are rounded in a few launches, before the step, instead of one by one.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Value};
 use crate::meta::DType;
@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 pub struct GroupCasts;
 
-impl Pass for GroupCasts {
+impl Switch for GroupCasts {
     fn name(&self) -> &'static str {
         "group-casts"
     }
@@ -22,6 +22,25 @@ impl Pass for GroupCasts {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Exact
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str| r.param(name, &[8, 8], Init::Normal { std: 0.4 });
+        let (a, b) = (param("a"), param("b"));
+        let x = r.feed("x", &[5, 8], DType::F32).cast(DType::BF16);
+        let y = x.matmul(a.cast(DType::BF16)).silu().matmul(b.cast(DType::BF16));
+        let both = concat(&["c", "d"].map(|name| param(name).cast(DType::BF16)), 0);
+        r.output("y", y.linear(both));
+    }
+}
+
+impl Pass for GroupCasts {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["recompute", "narrow-products"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -60,15 +79,6 @@ impl Pass for GroupCasts {
         })?;
         super::dead_code::sweep(g);
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let param = |name: &str| r.param(name, &[8, 8], Init::Normal { std: 0.4 });
-        let (a, b) = (param("a"), param("b"));
-        let x = r.feed("x", &[5, 8], DType::F32).cast(DType::BF16);
-        let y = x.matmul(a.cast(DType::BF16)).silu().matmul(b.cast(DType::BF16));
-        let both = concat(&["c", "d"].map(|name| param(name).cast(DType::BF16)), 0);
-        r.output("y", y.linear(both));
     }
 }
 

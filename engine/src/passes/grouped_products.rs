@@ -1,6 +1,6 @@
 //! Products of rows with the matrices of their experts, on tensor cores.
 
-use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
+use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind};
 use crate::meta::DType;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 pub struct GroupedProducts;
 
-impl Pass for GroupedProducts {
+impl Switch for GroupedProducts {
     fn name(&self) -> &'static str {
         "grouped-products"
     }
@@ -31,6 +31,28 @@ impl Pass for GroupedProducts {
             default: "wgmma",
             about: "wgmma: the instructions of compute capability 9.0, and mma where there are none; mma: those since 8.0",
         }]
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 }).cast(DType::BF16);
+        let (gate_up, down) = (param("gate_up", &[4, 48, 16]), param("down", &[4, 16, 24]));
+        let x = r.feed("x", &[40, 16], DType::F32).cast(DType::BF16);
+        let (y, _) = mixture(x, Some(param("router", &[4, 16])), gate_up, down, 2);
+        r.output("y", y.cast(DType::F32));
+    }
+
+    fn needs_gpu(&self) -> bool {
+        true
+    }
+}
+
+impl Pass for GroupedProducts {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["fuse-pointwise"]
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -61,17 +83,5 @@ impl Pass for GroupedProducts {
             }
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 }).cast(DType::BF16);
-        let (gate_up, down) = (param("gate_up", &[4, 48, 16]), param("down", &[4, 16, 24]));
-        let x = r.feed("x", &[40, 16], DType::F32).cast(DType::BF16);
-        let (y, _) = mixture(x, Some(param("router", &[4, 16])), gate_up, down, 2);
-        r.output("y", y.cast(DType::F32));
-    }
-
-    fn needs_gpu(&self) -> bool {
-        true
     }
 }

@@ -1,6 +1,6 @@
 //! Gradients that need not wait for the end of the forward pass are computed where their inputs are.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Value};
 use crate::meta::DType;
@@ -12,7 +12,7 @@ pub struct Hoist;
 /// A value that waits for the backward pass takes at most this share of what its making lets go.
 const SHARE: usize = 4;
 
-impl Pass for Hoist {
+impl Switch for Hoist {
     fn name(&self) -> &'static str {
         "hoist"
     }
@@ -23,6 +23,32 @@ impl Pass for Hoist {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered // gradients that meet are added in the order of their nodes
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[8, 8], Init::Normal { std: 0.4 });
+        let router = r.param("router", &[8, 1], Init::Normal { std: 0.4 });
+        let mut h = r.feed("x", &[300, 8], DType::F32);
+        let mut loss = r.zeros(&[1]);
+        for _ in 0..3 {
+            h = h + h.silu().matmul(w);
+            loss = loss + h.stop_gradient().matmul(router).bce_with_logits(r.full(&[1, 1], 1.0)).mean();
+        }
+        let loss = loss + h.square().mean();
+        r.output("loss", loss);
+        for (name, g) in ["dw", "drouter"].iter().zip(r.grad(loss, &[w, router])) {
+            r.output(name, g);
+        }
+    }
+}
+
+impl Pass for Hoist {
+    fn stage(&self) -> Stage {
+        Stage::Scheduled
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["autodiff", "dead-code"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -59,21 +85,5 @@ impl Pass for Hoist {
         order.sort_by_key(|&i| if early[i] { (ready[i], 1, i) } else { (i, 0, i) });
         g.reorder(&order);
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[8, 8], Init::Normal { std: 0.4 });
-        let router = r.param("router", &[8, 1], Init::Normal { std: 0.4 });
-        let mut h = r.feed("x", &[300, 8], DType::F32);
-        let mut loss = r.zeros(&[1]);
-        for _ in 0..3 {
-            h = h + h.silu().matmul(w);
-            loss = loss + h.stop_gradient().matmul(router).bce_with_logits(r.full(&[1, 1], 1.0)).mean();
-        }
-        let loss = loss + h.square().mean();
-        r.output("loss", loss);
-        for (name, g) in ["dw", "drouter"].iter().zip(r.grad(loss, &[w, router])) {
-            r.output(name, g);
-        }
     }
 }

@@ -1,6 +1,6 @@
 //! Arithmetic writes over an input that nothing reads afterwards.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 pub struct InPlace;
 
-impl Pass for InPlace {
+impl Switch for InPlace {
     fn name(&self) -> &'static str {
         "in-place"
     }
@@ -27,6 +27,22 @@ impl Pass for InPlace {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Exact
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[5, 4], DType::F32);
+        r.output("y", x.matmul(w).silu().matmul(w));
+    }
+}
+
+impl Pass for InPlace {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["recompute", "fuse-pointwise", "fuse-products"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -91,12 +107,6 @@ impl Pass for InPlace {
             });
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
-        let x = r.feed("x", &[5, 4], DType::F32);
-        r.output("y", x.matmul(w).silu().matmul(w));
     }
 }
 

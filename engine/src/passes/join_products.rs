@@ -1,6 +1,6 @@
 //! A sum of products is one product of what is put end to end.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Value};
 use crate::meta::DType;
@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 
 pub struct JoinProducts;
 
-impl Pass for JoinProducts {
+impl Switch for JoinProducts {
     fn name(&self) -> &'static str {
         "join-products"
     }
@@ -23,6 +23,27 @@ impl Pass for JoinProducts {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[16, 16], Init::Normal { std: 0.3 });
+        let mut h = r.feed("x", &[64, 16], DType::F32);
+        for _ in 0..3 {
+            h = h.silu().linear(w).silu();
+        }
+        let loss = h.square().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+impl Pass for JoinProducts {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["epilogue"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -56,17 +77,6 @@ impl Pass for JoinProducts {
         })?;
         super::dead_code::sweep(g);
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[16, 16], Init::Normal { std: 0.3 });
-        let mut h = r.feed("x", &[64, 16], DType::F32);
-        for _ in 0..3 {
-            h = h.silu().linear(w).silu();
-        }
-        let loss = h.square().mean();
-        r.output("loss", loss);
-        r.output("dw", r.grad(loss, &[w])[0]);
     }
 }
 

@@ -1,10 +1,12 @@
 //! Copies what an op cannot read where it lies, and what would otherwise be overwritten before it is stored.
 
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
+use crate::error::Error;
 use crate::graph::{Graph, Kind, Value};
-use crate::meta::{Layout, contiguous};
+use crate::meta::{DType, Layout, contiguous};
 use crate::ops::pointwise::{Expr, Pointwise};
 use crate::plan::view_roots;
-use crate::record::Var;
+use crate::record::{Recorder, Var};
 use std::collections::{HashMap, HashSet};
 
 /// A pointwise op that does nothing: its output lies without gaps.
@@ -20,7 +22,49 @@ pub fn sources_first(g: &mut Graph) {
     g.reorder(&order);
 }
 
-pub fn apply(g: &mut Graph) {
+pub struct LayoutPass;
+
+impl Switch for LayoutPass {
+    fn name(&self) -> &'static str {
+        "layout"
+    }
+
+    fn about(&self) -> &'static str {
+        "Copies what an op cannot read where it lies (transposed, strided), and what would be overwritten before it is stored."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Exact
+    }
+
+    fn required(&self) -> bool {
+        true
+    }
+
+    fn example(&self, r: &Recorder) {
+        let x = r.feed("x", &[5, 4], DType::F32);
+        r.output("y", x.permute(&[1, 0]).reshape(&[20]).softmax());
+    }
+}
+
+impl Pass for LayoutPass {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["in-place", "grouped-products"]
+    }
+
+    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let before = g.nodes.len();
+        copies(g);
+        receipt.applied = g.nodes.len() - before;
+        Ok(())
+    }
+}
+
+fn copies(g: &mut Graph) {
     sources_first(g);
     // A state's next value must not be another state's memory, which may be overwritten first; nor may an output be the
     // memory of a state that is about to change.

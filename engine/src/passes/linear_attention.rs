@@ -1,6 +1,6 @@
 //! Attention without softmax, from the rotary embedding to the norm, in one go.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Uses, Value};
 use crate::meta::DType;
@@ -14,7 +14,7 @@ use std::collections::HashMap;
 
 pub struct LinearAttentionPass;
 
-impl Pass for LinearAttentionPass {
+impl Switch for LinearAttentionPass {
     fn name(&self) -> &'static str {
         "linear-attention"
     }
@@ -25,6 +25,24 @@ impl Pass for LinearAttentionPass {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[8, 3 * 8], Init::Normal { std: 0.5 });
+        let x = r.feed("x", &[2, 17, 8], DType::F32);
+        let xs = x.matmul(w).relu().reshape(&[2, 17, 3, 8]);
+        let q = xs.rope(Pairs::Adjacent, r.rope_tables(17, 8, 100.0)).permute(&[0, 2, 1, 3]);
+        let attended = q.matmul(q.t()).matmul(x.reshape(&[2, 1, 17, 8]));
+        let y = attended.permute(&HEADS).layer_norm(1e-3);
+        let loss = (y.permute(&[1, 2, 0, 3]) * xs).square().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+impl Pass for LinearAttentionPass {
+    fn stage(&self) -> Stage {
+        Stage::Fused
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -62,18 +80,6 @@ impl Pass for LinearAttentionPass {
             super::dead_code::sweep(g);
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[8, 3 * 8], Init::Normal { std: 0.5 });
-        let x = r.feed("x", &[2, 17, 8], DType::F32);
-        let xs = x.matmul(w).relu().reshape(&[2, 17, 3, 8]);
-        let q = xs.rope(Pairs::Adjacent, r.rope_tables(17, 8, 100.0)).permute(&[0, 2, 1, 3]);
-        let attended = q.matmul(q.t()).matmul(x.reshape(&[2, 1, 17, 8]));
-        let y = attended.permute(&HEADS).layer_norm(1e-3);
-        let loss = (y.permute(&[1, 2, 0, 3]) * xs).square().mean();
-        r.output("loss", loss);
-        r.output("dw", r.grad(loss, &[w])[0]);
     }
 }
 

@@ -1,6 +1,6 @@
 //! The loss head in chunks: logits never exist whole.
 
-use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
+use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
@@ -9,7 +9,7 @@ use crate::record::Recorder;
 
 pub struct LinearCe;
 
-impl Pass for LinearCe {
+impl Switch for LinearCe {
     fn name(&self) -> &'static str {
         "linear-ce"
     }
@@ -31,6 +31,24 @@ impl Pass for LinearCe {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[300, 8], Init::Normal { std: 1.0 });
+        let v = r.param("v", &[8, 8], Init::Normal { std: 1.0 });
+        let rows = 9000; // three chunks on a GPU, of which two have targets, or one
+        let (x, targets) = (r.feed("x", &[rows, 8], DType::F32), r.feed("targets", &[rows], DType::I32));
+        let loss = x.matmul(v).linear_cross_entropy(w, targets, r.full(&[1], 1.0 / rows as f32));
+        r.output("loss", loss);
+        let grads = r.grad(loss, &[w, v]);
+        r.output("dw", grads[0]);
+        r.output("dv", grads[1]);
+    }
+}
+
+impl Pass for LinearCe {
+    fn stage(&self) -> Stage {
+        Stage::Fused
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -58,17 +76,5 @@ impl Pass for LinearCe {
             let op = ChunkedLinearCrossEntropy { chunk, grad_h: wanted(0), grad_w: wanted(1), skip };
             Ok(Some(vec![recorder.op(op, inputs)[0]]))
         })
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[300, 8], Init::Normal { std: 1.0 });
-        let v = r.param("v", &[8, 8], Init::Normal { std: 1.0 });
-        let rows = 9000; // three chunks on a GPU, of which two have targets, or one
-        let (x, targets) = (r.feed("x", &[rows, 8], DType::F32), r.feed("targets", &[rows], DType::I32));
-        let loss = x.matmul(v).linear_cross_entropy(w, targets, r.full(&[1], 1.0 / rows as f32));
-        r.output("loss", loss);
-        let grads = r.grad(loss, &[w, v]);
-        r.output("dw", grads[0]);
-        r.output("dv", grads[1]);
     }
 }

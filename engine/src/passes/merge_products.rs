@@ -1,6 +1,6 @@
 //! Several narrow products of the same rows become one.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::meta::DType;
@@ -15,7 +15,7 @@ pub struct MergeProducts;
 /// Columns from which a product is as fast alone; its result would have to be cut up and its gradient put together again.
 const WIDE: usize = 1024;
 
-impl Pass for MergeProducts {
+impl Switch for MergeProducts {
     fn name(&self) -> &'static str {
         "merge-products"
     }
@@ -26,6 +26,28 @@ impl Pass for MergeProducts {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str, n: usize| r.param(name, &[n, 8], Init::Normal { std: 0.5 });
+        let (a, b, c) = (param("a", 6), param("b", 3), param("c", 5));
+        let x = r.feed("x", &[7, 8], DType::F32);
+        let h = x.silu();
+        let loss = (h.linear(a).square().sum() + h.linear(b).silu().sum() + h.linear(c).sum()) * 0.1;
+        r.output("loss", loss);
+        for (name, g) in ["da", "db", "dc"].iter().zip(r.grad(loss, &[a, b, c])) {
+            r.output(name, g);
+        }
+    }
+}
+
+impl Pass for MergeProducts {
+    fn stage(&self) -> Stage {
+        Stage::Differentiated
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["bf16"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -86,18 +108,6 @@ impl Pass for MergeProducts {
             Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
         })?;
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let param = |name: &str, n: usize| r.param(name, &[n, 8], Init::Normal { std: 0.5 });
-        let (a, b, c) = (param("a", 6), param("b", 3), param("c", 5));
-        let x = r.feed("x", &[7, 8], DType::F32);
-        let h = x.silu();
-        let loss = (h.linear(a).square().sum() + h.linear(b).silu().sum() + h.linear(c).sum()) * 0.1;
-        r.output("loss", loss);
-        for (name, g) in ["da", "db", "dc"].iter().zip(r.grad(loss, &[a, b, c])) {
-            r.output(name, g);
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Two narrow products of the same large matrix read it once; those of several matrices whose results are put side by side are one kernel.
 
 use super::epilogue::unshaped;
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Value};
 use crate::meta::DType;
@@ -19,7 +19,7 @@ const TIMES: usize = 8;
 /// Pairs of one kernel: every block chooses among them.
 const MOST: usize = 8;
 
-impl Pass for NarrowProductsPass {
+impl Switch for NarrowProductsPass {
     fn name(&self) -> &'static str {
         "narrow-products"
     }
@@ -30,6 +30,30 @@ impl Pass for NarrowProductsPass {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.3 }).cast(DType::BF16);
+        let x = r.feed("x", &[70, 64], DType::F32).cast(DType::BF16);
+        // Two adapters of the same input, whose first products are one.
+        let (a, b, c) = (param("a", &[16, 64]), param("b", &[72, 8]), param("c", &[136, 8]));
+        let narrow = x.linear(a);
+        let mut parts =
+            [b, c].into_iter().enumerate().map(|(i, w)| narrow.slice(1, 8 * i, 8 * i + 8).linear(w).cast(DType::F32).square().mean());
+        let loss = parts.next().expect("two") + parts.next().expect("two");
+        r.output("loss", loss);
+        let params: Vec<_> = r.params().into_iter().map(|p| p.1).collect();
+        r.grad(loss, &params).into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
+    }
+}
+
+impl Pass for NarrowProductsPass {
+    fn stage(&self) -> Stage {
+        Stage::Lowered
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["epilogue", "join-products"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -84,20 +108,6 @@ impl Pass for NarrowProductsPass {
             super::dead_code::sweep(g);
         }
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.3 }).cast(DType::BF16);
-        let x = r.feed("x", &[70, 64], DType::F32).cast(DType::BF16);
-        // Two adapters of the same input, whose first products are one.
-        let (a, b, c) = (param("a", &[16, 64]), param("b", &[72, 8]), param("c", &[136, 8]));
-        let narrow = x.linear(a);
-        let mut parts =
-            [b, c].into_iter().enumerate().map(|(i, w)| narrow.slice(1, 8 * i, 8 * i + 8).linear(w).cast(DType::F32).square().mean());
-        let loss = parts.next().expect("two") + parts.next().expect("two");
-        r.output("loss", loss);
-        let params: Vec<_> = r.params().into_iter().map(|p| p.1).collect();
-        r.grad(loss, &params).into_iter().enumerate().for_each(|(i, g)| r.output(&format!("g{i}"), g));
     }
 }
 

@@ -1,6 +1,6 @@
 //! What is computed twice from the same values is computed once.
 
-use super::{Numerics, Pass, Receipt, Settings, Target};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 
 pub struct Share;
 
-impl Pass for Share {
+impl Switch for Share {
     fn name(&self) -> &'static str {
         "share"
     }
@@ -20,6 +20,25 @@ impl Pass for Share {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Exact
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[5, 4], DType::F32);
+        let table = || r.constant(&[4], vec![1.0, 2.0, 3.0, 4.0]);
+        let loss = (x.matmul(w).silu() * table() + x.matmul(w).silu() * table()).mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+impl Pass for Share {
+    fn stage(&self) -> Stage {
+        Stage::Fused
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["flash-attention", "linear-attention", "fuse-evolution", "fuse-retrieval", "linear-ce"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -49,14 +68,5 @@ impl Pass for Share {
             seen.insert(key, made.clone());
             Ok(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
         })
-    }
-
-    fn example(&self, r: &Recorder) {
-        let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
-        let x = r.feed("x", &[5, 4], DType::F32);
-        let table = || r.constant(&[4], vec![1.0, 2.0, 3.0, 4.0]);
-        let loss = (x.matmul(w).silu() * table() + x.matmul(w).silu() * table()).mean();
-        r.output("loss", loss);
-        r.output("dw", r.grad(loss, &[w])[0]);
     }
 }

@@ -9,14 +9,14 @@ use kiln_engine::ops::experts::mixture;
 use kiln_engine::ops::linear_attention::LinearAttentionGrad;
 use kiln_engine::ops::retrieve::retrieval;
 use kiln_engine::ops::rope::Pairs;
-use kiln_engine::passes::{Mode, Numerics, Receipt, Target, all_applied};
+use kiln_engine::passes::{Mode, Numerics, Receipt, Stage, Switch, Target, all, all_applied};
 use kiln_engine::{Cpu, DType, Data, Device, Error, Init, PASSES, Program, Recorder, Store, Switches, Var, check};
 
 #[test]
 fn every_pass_off_and_on() {
     let (mut problems, mut unchecked) = (vec![], vec![]);
-    for p in PASSES {
-        match check::check_pass(*p, &Device::cpu(Cpu::new(2))).verdict {
+    for p in all() {
+        match check::check_pass(p, &Device::cpu(Cpu::new(2))).verdict {
             Verdict::Passed(_) => {}
             Verdict::Failed(problem) => problems.push(format!("{}: {problem}", p.name())),
             Verdict::NotChecked(why) => {
@@ -27,8 +27,69 @@ fn every_pass_off_and_on() {
     }
     assert!(problems.is_empty(), "{}", problems.join("\n"));
     // A pass that did nothing has not passed.
-    assert_eq!(unchecked, PASSES.iter().filter(|p| p.needs_gpu()).map(|p| p.name()).collect::<Vec<_>>());
+    assert_eq!(unchecked, all().filter(|p| p.needs_gpu()).map(|p| p.name()).collect::<Vec<_>>());
     assert_eq!(unchecked.len(), 6);
+}
+
+#[test]
+fn passes_run_stage_by_stage_and_behind_what_they_need() {
+    let mut seen: Vec<&str> = vec![];
+    let mut stage = Stage::Recorded;
+    for p in PASSES {
+        assert!(p.stage() >= stage && p.stage() > Stage::Recorded, "{} belongs to stage {:?}, behind one of {stage:?}", p.name(), p.stage());
+        for needed in p.after() {
+            assert!(PASSES.iter().any(|q| q.name() == *needed), "{} is to run behind {needed}, which is no pass", p.name());
+            assert!(seen.contains(needed), "{} runs before {needed}", p.name());
+        }
+        stage = p.stage();
+        seen.push(p.name());
+    }
+    assert_eq!(stage, Stage::Lowered);
+    let mut names: Vec<&str> = all().map(|p| p.name()).collect();
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), all().count(), "no two switches have the same name");
+}
+
+#[test]
+fn what_every_program_needs_cannot_be_switched_off() {
+    let required: Vec<&str> = all().filter(|p| p.required()).map(|p| p.name()).collect();
+    assert_eq!(required, ["decompose", "autodiff", "layout"]);
+    for name in required {
+        let problem = Switches::default().with(name, "off").unwrap_err().to_string();
+        assert!(problem.contains(name) && problem.contains("cannot be switched off"), "{problem}");
+    }
+}
+
+/// The examples of all other passes run with any one pass off, and compute what they compute with all of them on.
+#[test]
+fn one_pass_switched_off_breaks_no_other() {
+    let device = Device::cpu(Cpu::new(2));
+    let graph = |example: &dyn Switch| {
+        let r = Recorder::new();
+        example.example(&r);
+        r.finish()
+    };
+    for example in PASSES {
+        let names: Vec<String> = graph(*example).outputs.iter().map(|o| o.0.clone()).collect();
+        let feeds = check::feeds_of(&graph(*example));
+        let run = |switches: &Switches| {
+            let mut store = Store::new(1);
+            let mut p = Program::load(graph(*example), switches, &device, &mut store).unwrap_or_else(|e| panic!("{}: {e}", example.name()));
+            let given: Vec<(&str, Data)> = feeds.iter().map(|(n, d)| (n.as_str(), d.data())).collect();
+            p.run(&mut store, &given).unwrap();
+            names.iter().map(|n| p.read(n, &store).unwrap()).collect::<Vec<_>>()
+        };
+        let on = run(&Switches::default());
+        for off in all().filter(|s| !s.required() && !s.needs_gpu() && s.default_mode() != Mode::Off) {
+            let found = run(&Switches::default().with(off.name(), "off").unwrap());
+            for ((name, a), b) in names.iter().zip(&on).zip(&found) {
+                let size = a.iter().map(|v| (*v as f64).powi(2)).sum::<f64>().sqrt();
+                let apart = a.iter().zip(b).map(|(x, y)| (*x as f64 - *y as f64).powi(2)).sum::<f64>().sqrt();
+                assert!(apart <= 0.03 * size + 1e-6, "{} without {}: {name} is off by {apart:.1e} of {size:.1e}", example.name(), off.name());
+            }
+        }
+    }
 }
 
 /// A golden file is compared by direction alone where a pass that rounds is on: by default none may be.
@@ -37,8 +98,8 @@ fn without_being_asked_no_pass_rounds_f32() {
     let arch = Arch { sm: 90, multiprocessors: 132 };
     for target in [Target::Cpu, Target::Cuda(arch)] {
         let rounds =
-            |p: &&&dyn kiln_engine::passes::Pass| p.numerics(target, DType::F32) == Numerics::LowPrecision && p.default_mode() != Mode::Off;
-        assert_eq!(PASSES.iter().filter(rounds).map(|p| p.name()).collect::<Vec<_>>(), [""; 0], "{target:?}");
+            |p: &&dyn Switch| p.numerics(target, DType::F32) == Numerics::LowPrecision && p.default_mode() != Mode::Off;
+        assert_eq!(all().filter(rounds).map(|p| p.name()).collect::<Vec<_>>(), [""; 0], "{target:?}");
     }
 }
 

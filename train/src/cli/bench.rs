@@ -10,7 +10,7 @@ use clap::Args;
 use engine::check::time_case;
 use engine::op::{Case, Fill, In};
 use engine::passes::known;
-use engine::{DType, OPS, PASSES};
+use engine::{DType, OPS};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -135,7 +135,7 @@ fn step(
 /// How often each pass that can be switched off was applied, over all programs.
 fn applied(s: &Session) -> Vec<(&'static str, usize)> {
     let count = |pass: &str| s.programs.values().flat_map(|q| &q.receipts).filter(|r| r.pass == pass).map(|r| r.applied).sum();
-    PASSES.iter().filter(|p| !p.always_on()).map(|p| (p.name(), count(p.name()))).collect()
+    engine::passes::all().filter(|p| !p.required()).map(|p| (p.name(), count(p.name()))).collect()
 }
 
 /// All replies to all prompts of the first recipe that writes them, by the base alone and with adapters on it.

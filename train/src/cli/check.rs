@@ -10,7 +10,8 @@ use engine::check::{Outcome, PLANTED, Verdict, check_case, check_pass, check_pla
 use engine::cuda::nvrtc::Compiler;
 use engine::kernel::Arch;
 use engine::passes::known;
-use engine::{DType, Device, OPS, PASSES, Switches};
+use engine::passes::all;
+use engine::{DType, Device, OPS, Switches};
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -111,7 +112,7 @@ pub fn run(a: CheckArgs, recipes: Recipes) -> Result<ExitCode> {
         }
         What::Passes(d) => {
             let device = d.open()?;
-            report(PASSES.iter().map(|p| check_pass(*p, &device)))
+            report(all().map(|p| check_pass(p, &device)))
         }
         What::Planted(d) => report(check_planted(&d.open()?).into_iter()),
         What::All(d) => everything(&d.open()?, recipes),
@@ -164,8 +165,8 @@ fn everything(device: &Device, recipes: Recipes) -> Result<ExitCode> {
         add(format!("op {}", op.name), &mut op_outcomes(op, device))?;
     }
     add("planted mistakes".into(), &mut check_planted(device).into_iter())?;
-    for pass in PASSES {
-        add(format!("pass {}", pass.name()), &mut std::iter::once(check_pass(*pass, device)))?;
+    for pass in all() {
+        add(format!("pass {}", pass.name()), &mut std::iter::once(check_pass(pass, device)))?;
     }
     for (name, reference) in recipes.iter().filter_map(|r| Some((r.name(), r.reference()?))) {
         for (what, switches) in [("f32", Switches::default()), ("bf16", Switches::default().with("bf16", "auto")?)] {

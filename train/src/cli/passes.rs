@@ -3,8 +3,7 @@
 use super::write_json;
 use anyhow::Result;
 use clap::Args;
-use engine::PASSES;
-use engine::passes::{Numerics, Target};
+use engine::passes::{Numerics, Switch, Target, all};
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -18,23 +17,23 @@ pub struct PassesArgs {
 }
 
 pub fn run(a: PassesArgs) -> Result<ExitCode> {
-    let numerics = |p: &dyn engine::passes::Pass| match p.numerics(Target::Cpu, engine::DType::F32) {
+    let numerics = |p: &dyn Switch| match p.numerics(Target::Cpu, engine::DType::F32) {
         Numerics::Exact => "bit for bit the same",
         Numerics::Reordered => "the same sums in another order",
         Numerics::LowPrecision => "rounded to a narrower type",
     };
     if a.json {
-        let one = |p: &&dyn engine::passes::Pass| {
+        let one = |p: &'static dyn Switch| {
             let settings: Vec<serde_json::Value> =
                 p.settings().iter().map(|s| serde_json::json!({ "name": s.name, "default": s.default, "about": s.about })).collect();
-            serde_json::json!({ "name": p.name(), "about": p.about(), "default": p.default_mode().name(), "numerics": numerics(*p), "settings": settings })
+            serde_json::json!({ "name": p.name(), "about": p.about(), "default": p.default_mode().name(), "numerics": numerics(p), "settings": settings })
         };
-        write_json(None, &serde_json::Value::Array(PASSES.iter().map(one).collect()))?;
+        write_json(None, &serde_json::Value::Array(all().map(one).collect()))?;
         return Ok(ExitCode::SUCCESS);
     }
     out!("Passes, in running order. Switch one with --pass NAME=off|auto|require[,setting=value].\n");
-    for p in PASSES {
-        out!("{} (default: {})\n    {}\n    f32 on the CPU: {}", p.name(), p.default_mode().name(), p.about(), numerics(*p));
+    for p in all() {
+        out!("{} (default: {})\n    {}\n    f32 on the CPU: {}", p.name(), p.default_mode().name(), p.about(), numerics(p));
         for s in p.settings() {
             out!("    {}={}: {}", s.name, s.default, s.about);
         }

@@ -2,14 +2,13 @@
 
 use crate::recipe::Session;
 use crate::report::table;
-use engine::PASSES;
-use engine::passes::Receipt;
+use engine::passes::{Receipt, all as switches};
 use serde_json::json;
 
 /// What every pass did, over all programs: the start-up table. Those that found nothing to do are counted below it, or shown too (`all`).
 pub fn receipts_table(receipts: &[(&str, &[Receipt])], all: bool) -> String {
     let (mut rows, mut off, mut idle) = (vec![], 0, 0);
-    for pass in PASSES {
+    for pass in switches() {
         let own: Vec<&Receipt> = receipts.iter().flat_map(|(_, r)| r.iter()).filter(|r| r.pass == pass.name()).collect();
         let applied: usize = own.iter().map(|r| r.applied).sum();
         let declined: usize = own.iter().map(|r| r.declined.len()).sum();

@@ -948,7 +948,7 @@ fn the_table_at_the_start_has_the_passes_with_something_to_do() {
     };
     let sites = |row: &String| row.split_whitespace().nth(2).and_then(|n| n.parse::<usize>().ok());
     let ((few, _), (all, _)) = (rows(&[]), rows(&["-v"]));
-    assert_eq!(all.len(), engine::PASSES.len(), "{all:#?}");
+    assert_eq!(all.len(), engine::passes::all().count(), "{all:#?}");
     let (shown, last) = few.split_at(few.len() - 1);
     assert!(!shown.is_empty() && shown.iter().all(|r| sites(r) > Some(0)), "{few:#?}");
     assert_eq!(shown, all.iter().filter(|r| sites(r) > Some(0)).cloned().collect::<Vec<_>>());
@@ -958,7 +958,7 @@ fn the_table_at_the_start_has_the_passes_with_something_to_do() {
     let dir = tempdir().unwrap();
     assert!(train(&dir.path().join("few"), "--steps 1").ok().out.contains("more passes: "));
     let said = train(&dir.path().join("all"), "--steps 1 --verbose").ok().out;
-    assert!(engine::PASSES.iter().all(|p| said.contains(p.name())) && !said.contains("more passes: "), "{said}");
+    assert!(engine::passes::all().all(|p| said.contains(p.name())) && !said.contains("more passes: "), "{said}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use engine::philox::{fill_halves, rng_feed};
-use engine::{Cpu, Data, Device, Meta, PASSES, Switches};
+use engine::{Cpu, Data, Device, Meta, Switches};
 use kiln::config::Config;
 use kiln::data::Split;
 use kiln::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task as Puzzle};
@@ -38,7 +38,7 @@ fn check(file: &str, setting: &[(&str, &str)]) {
 
 #[test]
 fn golden_with_passes_on_and_off() {
-    let off: Vec<(&str, &str)> = PASSES.iter().filter(|p| !p.always_on()).map(|p| (p.name(), "off")).collect();
+    let off: Vec<(&str, &str)> = engine::passes::all().filter(|p| !p.required()).map(|p| (p.name(), "off")).collect();
     // Experts; a dense model whose examples go on beyond the segment limit; three of six experts; one example. All of odd sizes but the first.
     for name in ["../reference/golden/hrm", "tests/golden/hrm-dense", "tests/golden/hrm-top3", "tests/golden/hrm-one"] {
         for setting in [&[][..], &off, &[("flash-attention", "require")], &[("recompute", "auto,what=blocks")]] {
@@ -274,7 +274,7 @@ fn passes_change_nothing_much_and_bf16_learns_too() {
         };
         (0..12).map(one).collect::<Vec<f64>>()
     };
-    let off: Vec<String> = PASSES.iter().filter(|p| !p.always_on()).map(|p| format!("passes.{}=off", p.name())).collect();
+    let off: Vec<String> = engine::passes::all().filter(|p| !p.required()).map(|p| format!("passes.{}=off", p.name())).collect();
     let (on, half) = (losses(&[]), losses(&["passes.bf16=require"]));
     for (a, b) in on.iter().zip(losses(&off.iter().map(String::as_str).collect::<Vec<_>>())) {
         assert!((a - b).abs() < 1e-4, "{a} {b}");

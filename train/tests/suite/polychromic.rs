@@ -3,7 +3,7 @@
 use crate::common::{checkpoint, kiln, resume, same_bytes, text};
 use engine::passes::Target as Machine;
 use engine::philox::{fill_normal, rng_feed};
-use engine::{Compiled, Cpu, DType, Data, Device, Meta, PASSES, Recorder, Role, Switches};
+use engine::{Compiled, Cpu, DType, Data, Device, Meta, Recorder, Role, Switches};
 use kiln::checkpoint::load_safetensors;
 use kiln::config::{Config, Section};
 use kiln::golden::{Golden, compare, rule};
@@ -21,7 +21,7 @@ fn device() -> Device {
 fn golden_with_passes_on_and_off() {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../reference/golden/polychromic.safetensors");
     let file = Golden::open(&path).unwrap();
-    let off: Vec<(&str, &str)> = PASSES.iter().map(|p| p.name()).filter(|n| *n != "autodiff").map(|n| (n, "off")).collect();
+    let off: Vec<(&str, &str)> = engine::passes::all().filter(|p| !p.required()).map(|p| (p.name(), "off")).collect();
     let settings: [&[(&str, &str)]; 5] = [
         &[],
         &off,

@@ -3,7 +3,7 @@
 mod choose;
 mod side;
 
-use super::{Numerics, Pass, Receipt, Setting, Settings, Target};
+use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
@@ -13,7 +13,7 @@ use std::collections::{HashMap, HashSet};
 
 pub struct Recompute;
 
-impl Pass for Recompute {
+impl Switch for Recompute {
     fn name(&self) -> &'static str {
         "recompute"
     }
@@ -49,6 +49,33 @@ impl Pass for Recompute {
     fn numerics(&self, _: Target, dtype: DType) -> Numerics {
         // A norm that adds first sees the sum rounded when it is made again.
         if dtype == DType::F32 { Numerics::Exact } else { Numerics::Reordered }
+    }
+
+    fn example(&self, r: &Recorder) {
+        let mut h = r.feed("x", &[5, 8], DType::F32);
+        let mut params = vec![];
+        for i in 0..3 {
+            h = r.block(&format!("blocks.{i}"), || {
+                let w = r.param(&format!("w{i}"), &[8, 8], Init::Normal { std: 0.3 });
+                params.push(w);
+                h + h.silu().matmul(w).swiglu(h.matmul(w)).matmul(w)
+            });
+        }
+        let loss = h.square().mean();
+        r.output("loss", loss);
+        for (i, g) in r.grad(loss, &params).into_iter().enumerate() {
+            r.output(&format!("dw{i}"), g);
+        }
+    }
+}
+
+impl Pass for Recompute {
+    fn stage(&self) -> Stage {
+        Stage::Scheduled
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["hoist"]
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -92,23 +119,6 @@ impl Pass for Recompute {
         }
         super::dead_code::sweep(g);
         Ok(())
-    }
-
-    fn example(&self, r: &Recorder) {
-        let mut h = r.feed("x", &[5, 8], DType::F32);
-        let mut params = vec![];
-        for i in 0..3 {
-            h = r.block(&format!("blocks.{i}"), || {
-                let w = r.param(&format!("w{i}"), &[8, 8], Init::Normal { std: 0.3 });
-                params.push(w);
-                h + h.silu().matmul(w).swiglu(h.matmul(w)).matmul(w)
-            });
-        }
-        let loss = h.square().mean();
-        r.output("loss", loss);
-        for (i, g) in r.grad(loss, &params).into_iter().enumerate() {
-            r.output(&format!("dw{i}"), g);
-        }
     }
 }
 

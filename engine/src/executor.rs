@@ -1,0 +1,139 @@
+//! Settings of the executor: how a program runs on a GPU, not what it computes. Switched like passes, with receipts of their own.
+
+use crate::cuda::Options;
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind};
+use crate::kernel::{Arch, Io, Step};
+use crate::meta::DType;
+use crate::passes::{Mode, Numerics, Receipt, Switch, Switches, Target};
+use crate::record::Recorder;
+
+/// One of them.
+pub struct Setting {
+    name: &'static str,
+    about: &'static str,
+    default: Mode,
+    numerics: Numerics,
+    example: fn(&Recorder),
+    /// Counts where it applies; declines where it cannot.
+    sites: fn(&Graph, Arch, &mut Receipt),
+    /// Sets it, where it applies.
+    set: fn(&mut Options),
+}
+
+pub const EXECUTOR: &[Setting] = &[
+    Setting {
+        name: "tf32",
+        about: "Rounds the inputs of f32 matmuls to TF32 (10 bits of mantissa), for tensor cores; sums stay f32. Nothing to do on the CPU.",
+        default: Mode::Off,
+        numerics: Numerics::LowPrecision,
+        example: matmuls,
+        sites: |g, arch, receipt| receipt.applied = gemms(g, arch, |d| d == DType::F32),
+        set: |o| o.tf32 = true,
+    },
+    Setting {
+        name: "tune-products",
+        about: "Times the algorithms that cuBLASLt proposes for every new GEMM and keeps the fastest, on disk and with the run. Nothing to do on the CPU.",
+        default: Mode::Auto,
+        numerics: Numerics::Reordered,
+        example: matmuls,
+        sites: |g, arch, receipt| receipt.applied = gemms(g, arch, |_| true),
+        set: |o| o.tune = true,
+    },
+    Setting {
+        name: "overlap-launches",
+        about: "Launches a kernel while the one before it ends (programmatic dependent launch): it waits on the GPU itself. From compute capability 9.0. Nothing to do on the CPU.",
+        default: Mode::Auto,
+        numerics: Numerics::Exact,
+        example: update,
+        sites: |_, arch, receipt| match arch.sm {
+            90.. => receipt.applied = 1,
+            sm => receipt.decline(format!("compute capability {}.{} cannot", sm / 10, sm % 10), ""),
+        },
+        set: |o| o.overlap = true,
+    },
+    Setting {
+        name: "cuda-graph",
+        about: "Captures a program and replays it as one CUDA graph (a graph for every choice of steps, where some may be left out), instead of launching its kernels one by one. Nothing to do on the CPU.",
+        default: Mode::Auto,
+        numerics: Numerics::Exact,
+        example: update,
+        sites: |_, _, receipt| receipt.applied = 1,
+        set: |o| o.capture = true,
+    },
+];
+
+impl Switch for Setting {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn about(&self) -> &'static str {
+        self.about
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        self.numerics
+    }
+
+    fn default_mode(&self) -> Mode {
+        self.default
+    }
+
+    fn needs_gpu(&self) -> bool {
+        true
+    }
+
+    fn example(&self, r: &Recorder) {
+        (self.example)(r);
+    }
+}
+
+impl Options {
+    /// What the switches say about a program, and what came of it.
+    pub fn new(g: &Graph, switches: &Switches, target: Target) -> Result<(Options, Vec<Receipt>), Error> {
+        let (mut options, mut receipts) = (Options::default(), vec![]);
+        for setting in EXECUTOR {
+            let receipt = switches.apply(setting, target, |_, receipt| {
+                match target {
+                    Target::Cpu => receipt.notes.push("the program runs on the CPU".into()),
+                    Target::Cuda(arch) => (setting.sites)(g, arch, receipt),
+                }
+                if receipt.applied > 0 {
+                    (setting.set)(&mut options);
+                }
+                Ok(())
+            })?;
+            receipts.push(receipt);
+        }
+        Ok((options, receipts))
+    }
+}
+
+/// Ops that launch a GEMM of a type that counts.
+fn gemms(g: &Graph, arch: Arch, counts: impl Fn(DType) -> bool) -> usize {
+    let launches = |i: usize| {
+        let Kind::Op(op) = &g.nodes[i].kind else { return false };
+        let inputs = g.inputs(i);
+        if op.is_view() || op.cost(&inputs).memory_bound {
+            return false;
+        }
+        let code = op.cuda(&Io::plain(&inputs, &g.nodes[i].outputs, arch));
+        code.steps.iter().filter_map(Step::product).any(|p| counts(p.a.dtype))
+    };
+    (0..g.nodes.len()).filter(|&i| launches(i)).count()
+}
+
+fn matmuls(r: &Recorder) {
+    let w = r.param("w", &[64, 64], Init::Normal { std: 1.0 });
+    let x = r.feed("x", &[96, 64], DType::F32);
+    r.output("y", x.matmul(w).silu().matmul(w));
+}
+
+fn update(r: &Recorder) {
+    let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
+    let x = r.feed("x", &[5, 4], DType::F32);
+    let y = x.matmul(w).silu();
+    r.update(w, w * 0.5);
+    r.output("y", y);
+}
