@@ -13,7 +13,7 @@ use crate::graph::{Graph, Kind};
 use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Fill};
-use crate::passes::{Mode, Numerics, Switch, all, Switches, Target, sweep};
+use crate::passes::{Mode, Numerics, Switch, Switches, Target, all, sweep};
 use crate::philox::{fill_normal, hash_name, philox};
 use crate::program::{Compiled, Device, Program};
 use crate::record::{Recorder, Var};

@@ -13,7 +13,7 @@ pub struct Setting {
     name: &'static str,
     about: &'static str,
     default: Mode,
-    numerics: Numerics,
+    numerics: fn(DType) -> Numerics,
     example: fn(&Recorder),
     /// Counts where it applies; declines where it cannot.
     sites: fn(&Graph, Arch, &mut Receipt),
@@ -26,25 +26,26 @@ pub const EXECUTOR: &[Setting] = &[
         name: "tf32",
         about: "Rounds the inputs of f32 matmuls to TF32 (10 bits of mantissa), for tensor cores; sums stay f32. Nothing to do on the CPU.",
         default: Mode::Off,
-        numerics: Numerics::LowPrecision,
-        example: matmuls,
+        numerics: |_| Numerics::LowPrecision,
+        example: |r| matmuls(r, DType::F32),
         sites: |g, arch, receipt| receipt.applied = gemms(g, arch, |d| d == DType::F32),
         set: |o| o.tf32 = true,
     },
     Setting {
         name: "tune-products",
-        about: "Times the algorithms that cuBLASLt proposes for every new GEMM and keeps the fastest, on disk and with the run. Nothing to do on the CPU.",
+        about: "Times the algorithms that cuBLASLt proposes for every new GEMM of bf16, f16 or TF32 and keeps the fastest, on disk and with the run. Nothing to do on the CPU.",
         default: Mode::Auto,
-        numerics: Numerics::Reordered,
-        example: matmuls,
-        sites: |g, arch, receipt| receipt.applied = gemms(g, arch, |_| true),
+        // The same sums in another order, rounded to a narrow type.
+        numerics: |dtype| if dtype == DType::F32 { Numerics::Exact } else { Numerics::LowPrecision },
+        example: |r| matmuls(r, DType::BF16),
+        sites: |g, arch, receipt| receipt.applied = gemms(g, arch, |d| d != DType::F32),
         set: |o| o.tune = true,
     },
     Setting {
         name: "overlap-launches",
         about: "Launches a kernel while the one before it ends (programmatic dependent launch): it waits on the GPU itself. From compute capability 9.0. Nothing to do on the CPU.",
         default: Mode::Auto,
-        numerics: Numerics::Exact,
+        numerics: |_| Numerics::Exact,
         example: update,
         sites: |_, arch, receipt| match arch.sm {
             90.. => receipt.applied = 1,
@@ -56,7 +57,7 @@ pub const EXECUTOR: &[Setting] = &[
         name: "cuda-graph",
         about: "Captures a program and replays it as one CUDA graph (a graph for every choice of steps, where some may be left out), instead of launching its kernels one by one. Nothing to do on the CPU.",
         default: Mode::Auto,
-        numerics: Numerics::Exact,
+        numerics: |_| Numerics::Exact,
         example: update,
         sites: |_, _, receipt| receipt.applied = 1,
         set: |o| o.capture = true,
@@ -72,8 +73,8 @@ impl Switch for Setting {
         self.about
     }
 
-    fn numerics(&self, _: Target, _: DType) -> Numerics {
-        self.numerics
+    fn numerics(&self, _: Target, dtype: DType) -> Numerics {
+        (self.numerics)(dtype)
     }
 
     fn default_mode(&self) -> Mode {
@@ -124,10 +125,10 @@ fn gemms(g: &Graph, arch: Arch, counts: impl Fn(DType) -> bool) -> usize {
     (0..g.nodes.len()).filter(|&i| launches(i)).count()
 }
 
-fn matmuls(r: &Recorder) {
-    let w = r.param("w", &[64, 64], Init::Normal { std: 1.0 });
-    let x = r.feed("x", &[96, 64], DType::F32);
-    r.output("y", x.matmul(w).silu().matmul(w));
+fn matmuls(r: &Recorder, dtype: DType) {
+    let w = r.param("w", &[64, 64], Init::Normal { std: 1.0 }).cast(dtype);
+    let x = r.feed("x", &[96, 64], DType::F32).cast(dtype);
+    r.output("y", x.matmul(w).silu().matmul(w).cast(DType::F32));
 }
 
 fn update(r: &Recorder) {

@@ -36,7 +36,12 @@ fn passes_run_stage_by_stage_and_behind_what_they_need() {
     let mut seen: Vec<&str> = vec![];
     let mut stage = Stage::Recorded;
     for p in PASSES {
-        assert!(p.stage() >= stage && p.stage() > Stage::Recorded, "{} belongs to stage {:?}, behind one of {stage:?}", p.name(), p.stage());
+        assert!(
+            p.stage() >= stage && p.stage() > Stage::Recorded,
+            "{} belongs to stage {:?}, behind one of {stage:?}",
+            p.name(),
+            p.stage()
+        );
         for needed in p.after() {
             assert!(PASSES.iter().any(|q| q.name() == *needed), "{} is to run behind {needed}, which is no pass", p.name());
             assert!(seen.contains(needed), "{} runs before {needed}", p.name());
@@ -86,7 +91,12 @@ fn one_pass_switched_off_breaks_no_other() {
             for ((name, a), b) in names.iter().zip(&on).zip(&found) {
                 let size = a.iter().map(|v| (*v as f64).powi(2)).sum::<f64>().sqrt();
                 let apart = a.iter().zip(b).map(|(x, y)| (*x as f64 - *y as f64).powi(2)).sum::<f64>().sqrt();
-                assert!(apart <= 0.03 * size + 1e-6, "{} without {}: {name} is off by {apart:.1e} of {size:.1e}", example.name(), off.name());
+                assert!(
+                    apart <= 0.03 * size + 1e-6,
+                    "{} without {}: {name} is off by {apart:.1e} of {size:.1e}",
+                    example.name(),
+                    off.name()
+                );
             }
         }
     }
@@ -97,8 +107,7 @@ fn one_pass_switched_off_breaks_no_other() {
 fn without_being_asked_no_pass_rounds_f32() {
     let arch = Arch { sm: 90, multiprocessors: 132 };
     for target in [Target::Cpu, Target::Cuda(arch)] {
-        let rounds =
-            |p: &&dyn Switch| p.numerics(target, DType::F32) == Numerics::LowPrecision && p.default_mode() != Mode::Off;
+        let rounds = |p: &&dyn Switch| p.numerics(target, DType::F32) == Numerics::LowPrecision && p.default_mode() != Mode::Off;
         assert_eq!(all().filter(rounds).map(|p| p.name()).collect::<Vec<_>>(), [""; 0], "{target:?}");
     }
 }
