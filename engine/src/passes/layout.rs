@@ -43,7 +43,7 @@ impl Switch for LayoutPass {
 
     fn example(&self, r: &Recorder) {
         let x = r.feed("x", &[5, 4], DType::F32);
-        r.output("y", x.permute(&[1, 0]).reshape(&[20]).softmax());
+        r.output("y", x.permute(&[1, 0]).reshape(&[2, 10]).softmax());
     }
 }
 

@@ -365,7 +365,7 @@ fn a_signal_ends_commands_that_keep_nothing() {
     let run = dir.path().join("run");
     train(&run, "--steps 1").ok();
     for (name, number) in [("INT", 2), ("TERM", 15)] {
-        let mut child = start(vec!["generate".into(), text(&run), "--max-tokens".into(), "100000".into()]);
+        let mut child = start_in_foreground(vec!["generate".into(), text(&run), "--max-tokens".into(), "100000".into()]);
         let mut first = [0; 8];
         std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut first).unwrap();
         signal(&child, name);
