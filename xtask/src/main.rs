@@ -1,6 +1,7 @@
-//! Chores of the project: `cargo xtask test`, `kernels`, `emulate`, `mutants`, `torture`.
+//! Chores of the project: `cargo xtask test`, `kernels`, `emulate`, `mutants`, `size`, `torture`.
 
 mod mutants;
+mod size;
 mod torture;
 
 use std::path::{Path, PathBuf};
@@ -15,6 +16,7 @@ const HELP: &str = "cargo xtask COMMAND
             A build of its own and some minutes; what is planted in kernels is found by the emulator. Not part of `test`
   emulate [OP ..]
             runs the kernels of every case of these ops, or of all, on the CPU and compares with the CPU's numbers (`test` runs the small ones)
+  size      lines of code by part; the core must stay small
   torture   kills kiln, starves it, cuts its power, damages its files, and counts what it does not survive
 ";
 
@@ -27,6 +29,7 @@ fn main() -> ExitCode {
         Some("kernels") => kernels(),
         Some("mutants") => mutants::run(&std::env::args().skip(2).collect::<Vec<_>>()),
         Some("emulate") => emulate(&std::env::args().skip(2).collect::<Vec<_>>()),
+        Some("size") => size::run(),
         Some("torture") => {
             let args: Vec<String> = std::env::args().skip(2).collect();
             cargo(&["build", "--package", "kiln"]).and_then(|()| torture::torture(&root(), &args))

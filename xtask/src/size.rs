@@ -1,0 +1,82 @@
+//! `cargo xtask size`: lines of code by part. The core (what records, plans and holds a program) stays small enough to read in one go.
+
+use crate::root;
+use std::fs;
+use std::path::Path;
+
+/// Lines that the core may have.
+const CORE: usize = 2_000;
+
+/// Names of parts, and what lies in them: files and folders of the repository.
+const PARTS: &[(&str, &[&str])] = &[
+    (
+        "core",
+        &[
+            "engine/src/lib.rs",
+            "engine/src/error.rs",
+            "engine/src/graph.rs",
+            "engine/src/kernel.rs",
+            "engine/src/meta.rs",
+            "engine/src/op.rs",
+            "engine/src/philox.rs",
+            "engine/src/plan.rs",
+            "engine/src/plan",
+            "engine/src/program.rs",
+            "engine/src/record.rs",
+            "engine/src/store.rs",
+        ],
+    ),
+    ("ops", &["engine/src/ops"]),
+    ("passes", &["engine/src/passes"]),
+    ("executors", &["engine/src/cpu", "engine/src/cuda", "engine/src/executor.rs"]),
+    ("checks", &["engine/src/check.rs", "engine/src/check", "engine/src/mutants.rs"]),
+    ("train", &["train/src"]),
+    ("recipes", &["train/src/recipes"]),
+    ("xtask", &["xtask/src"]),
+];
+
+pub fn run() -> Result<(), String> {
+    let mut core = 0;
+    for (name, paths) in PARTS {
+        let lines = paths.iter().map(|path| count(&root().join(path))).sum::<Result<usize, String>>()?;
+        println!("{name:<10} {lines:>6}");
+        core += if *name == "core" { lines } else { 0 };
+    }
+    println!("(code of .rs files, without blank lines, comments and tests; recipes are counted in train, too)");
+    match core <= CORE {
+        true => Ok(()),
+        false => Err(format!("the core has {core} lines; it is to have {CORE} at most")),
+    }
+}
+
+fn count(path: &Path) -> Result<usize, String> {
+    let problem = |e: std::io::Error| format!("cannot read {}: {e}", path.display());
+    if path.is_dir() {
+        let entries = fs::read_dir(path).map_err(problem)?.collect::<Result<Vec<_>, _>>().map_err(problem)?;
+        return entries.iter().map(|e| count(&e.path())).sum();
+    }
+    match path.extension().is_some_and(|e| e == "rs") && !path.ends_with("tests.rs") {
+        true => Ok(code(&fs::read_to_string(path).map_err(problem)?)),
+        false => Ok(0),
+    }
+}
+
+/// Lines of code. Tests stand at a file's end.
+fn code(text: &str) -> usize {
+    let own = text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+    own.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with("//")).count()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn comments_blank_lines_and_tests_do_not_count() {
+        let text = "//! What.\n\nuse a;\n/// Says.\nfn f() {\n    // why\n    g()\n}\n\n#[cfg(test)]\nmod tests {\n    fn t() {}\n}\n";
+        assert_eq!(super::code(text), 4);
+    }
+
+    #[test]
+    fn the_core_is_small() {
+        super::run().unwrap();
+    }
+}
