@@ -119,11 +119,8 @@ impl Handle {
             let limit = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             result::set_matmul_pref_attribute(preference, limit, (&raw const most).cast(), size_of::<usize>()).map_err(what())?;
             use sys::cublasLtMatmulPreferenceAttributes_t as P;
-            // The parts of a sum that is split are added in f32: neither rounded to a narrower output first, nor in place as they arrive.
-            let reduction = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
             let [a, b, c, d] = aligned;
             for (name, bytes) in [
-                (P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reduction),
                 (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
                 (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
                 (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
