@@ -9,6 +9,8 @@ pub enum Error {
     NotDifferentiable { op: String, scope: String },
     #[error("no pass is called '{name}'{hint}; `kiln passes` says what they do")]
     NoPass { name: String, hint: String },
+    #[error("there is an op or a pass '{0}' already: call the new one something else")]
+    Twice(String),
     #[error("pass '{pass}': {problem}")]
     PassSetting { pass: String, problem: String },
     #[error("pass '{pass}' is required, but declined {site}: {reason} (use {pass}=auto)")]

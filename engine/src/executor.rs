@@ -32,7 +32,7 @@ pub const EXECUTOR: &[Setting] = &[
         set: |o| o.tf32 = true,
     },
     Setting {
-        name: "tune-products",
+        name: "autotune",
         about: "Times the algorithms that cuBLASLt proposes for every new GEMM of bf16, f16 or TF32 and keeps the fastest, on disk and with the run. Nothing to do on the CPU.",
         default: Mode::Auto,
         // The same sums in another order, rounded to a narrow type.

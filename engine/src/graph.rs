@@ -3,8 +3,6 @@
 use crate::meta::Meta;
 use crate::op::Op;
 use crate::ops::pointwise::Pointwise;
-use crate::record::{Recorder, Var};
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Output `out` of node `node`.
@@ -134,7 +132,7 @@ impl Graph {
     }
 
     /// The root with this number.
-    fn root(&self, k: usize) -> Value {
+    pub fn root(&self, k: usize) -> Value {
         self.outputs.get(k).map_or_else(|| self.updates[k - self.outputs.len()].1, |o| o.1)
     }
 
@@ -214,125 +212,6 @@ impl Graph {
         for (s, v) in &mut self.updates {
             moved(s);
             moved(v);
-        }
-    }
-
-    /// Records the graph anew, node by node. `f` gets the recorder, the old node's index, the node, and its inputs in the
-    /// new graph; it returns the values that stand for the node's outputs from here on, or None to keep the node.
-    pub fn rewrite<E>(
-        &mut self,
-        f: impl for<'g> FnMut(&'g Recorder, usize, &Node, &[Var<'g>]) -> Result<Option<Vec<Var<'g>>>, E>,
-    ) -> Result<(), E> {
-        *self = std::mem::take(self).rewritten(f)?;
-        Ok(())
-    }
-
-    /// The same, for an `f` that looks at other nodes, too.
-    pub fn rewritten<E>(
-        &self,
-        mut f: impl for<'g> FnMut(&'g Recorder, usize, &Node, &[Var<'g>]) -> Result<Option<Vec<Var<'g>>>, E>,
-    ) -> Result<Graph, E> {
-        let recorder = Recorder::new();
-        let mut values: Vec<Vec<Value>> = Vec::with_capacity(self.nodes.len());
-        for (i, node) in self.nodes.iter().enumerate() {
-            recorder.set_place(node);
-            let inputs: Vec<Var> = node.inputs.iter().map(|v| recorder.var(values[v.node][v.out])).collect();
-            let new = match f(&recorder, i, node, &inputs)? {
-                Some(vars) => vars.iter().map(|v| v.value()).collect(),
-                None => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
-            };
-            values.push(new);
-        }
-        let mut new = recorder.finish();
-        let at = |v: &Value| values[v.node][v.out];
-        new.outputs = self.outputs.iter().map(|(n, v)| (n.clone(), at(v))).collect();
-        new.updates = self.updates.iter().map(|(s, v)| (at(s), at(v))).collect();
-        Ok(new)
-    }
-}
-
-/// Who reads each node's results, kept true while a pass changes nodes in place. A pass that asked the whole graph at every node would
-/// take time with the square of a model's depth.
-pub struct Uses {
-    /// For every node, (reader, which of its inputs), in running order.
-    reads: Vec<BTreeSet<(usize, usize)>>,
-    /// For every node, which of `Graph::roots` are its results.
-    roots: Vec<Vec<usize>>,
-}
-
-impl Uses {
-    pub fn new(g: &Graph) -> Uses {
-        let mut uses = Uses { reads: vec![BTreeSet::new(); g.nodes.len()], roots: vec![vec![]; g.nodes.len()] };
-        for (i, node) in g.nodes.iter().enumerate() {
-            for (k, v) in node.inputs.iter().enumerate() {
-                uses.reads[v.node].insert((i, k));
-            }
-        }
-        g.roots().enumerate().for_each(|(k, v)| uses.roots[v.node].push(k));
-        uses
-    }
-
-    pub fn is_root(&self, node: usize) -> bool {
-        !self.roots[node].is_empty()
-    }
-
-    /// How often results of a node are read, by nodes and as roots.
-    pub fn count(&self, node: usize) -> usize {
-        self.reads[node].len() + self.roots[node].len()
-    }
-
-    /// Nodes that read a node at the positions of a range, as often as they do.
-    pub fn readers(&self, node: usize, among: std::ops::Range<usize>) -> impl Iterator<Item = usize> + '_ {
-        self.reads[node].range((among.start, 0)..(among.end, 0)).map(|r| r.0)
-    }
-
-    /// Whether `reader` reads a node, and no other node does.
-    pub fn all_by(&self, node: usize, reader: usize) -> bool {
-        let ends = (self.reads[node].first(), self.reads[node].last());
-        matches!(ends, (Some(first), Some(last)) if first.0 == reader && last.0 == reader)
-    }
-
-    /// The node that alone reads the results of another, none of which is a root.
-    pub fn only_reader(&self, node: usize) -> Option<usize> {
-        let first = self.reads[node].first()?.0;
-        (self.all_by(node, first) && !self.is_root(node)).then_some(first)
-    }
-
-    /// Outputs of a node that are roots, or that nodes other than `reader` read.
-    pub fn read_apart_from(&self, g: &Graph, node: usize, reader: usize) -> Vec<usize> {
-        let mut read = vec![false; g.nodes[node].outputs.len()];
-        for &(i, k) in self.reads[node].iter().filter(|r| r.0 != reader) {
-            read[g.nodes[i].inputs[k].out] = true;
-        }
-        self.roots[node].iter().for_each(|&k| read[g.root(k).out] = true);
-        (0..read.len()).filter(|&out| read[out]).collect()
-    }
-
-    /// Gives node `i` other inputs.
-    pub fn set_inputs(&mut self, g: &mut Graph, i: usize, inputs: Vec<Value>) {
-        for (k, v) in g.nodes[i].inputs.iter().enumerate() {
-            self.reads[v.node].remove(&(i, k));
-        }
-        for (k, v) in inputs.iter().enumerate() {
-            self.reads[v.node].insert((i, k));
-        }
-        g.nodes[i].inputs = inputs;
-    }
-
-    /// Whoever reads a result of `node` reads from here on what `to` makes of it.
-    pub fn redirect(&mut self, g: &mut Graph, node: usize, to: impl Fn(Value) -> Value) {
-        for (i, k) in std::mem::take(&mut self.reads[node]) {
-            let v = &mut g.nodes[i].inputs[k];
-            *v = to(*v);
-            self.reads[v.node].insert((i, k));
-        }
-        for k in std::mem::take(&mut self.roots[node]) {
-            let v = to(g.root(k));
-            match k.checked_sub(g.outputs.len()) {
-                None => g.outputs[k].1 = v,
-                Some(update) => g.updates[update].1 = v,
-            }
-            self.roots[v.node].push(k);
         }
     }
 }

@@ -2,10 +2,11 @@
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
-use crate::meta::{Layout, Meta};
+use crate::meta::{DType, Layout, Meta};
 use crate::record::Var;
 use std::any::Any;
 use std::fmt::Debug;
+use std::sync::Arc;
 
 /// One gradient for each input; None where there is none to give.
 pub type Grads<'g> = Vec<Option<Var<'g>>>;
@@ -34,6 +35,20 @@ pub trait Op: Any + Debug + Send + Sync {
 
     /// Kernels and matrix products that compute the same on a GPU, in every float type the inputs may have.
     fn cuda(&self, io: &Io) -> Code;
+
+    /// What a pass that computes in a narrow type (bf16) may do with an input or an output; `x`: the inputs as they are then, each rounded
+    /// or kept. Required: an op that adds up many terms in its output, or reads a table of positions, loses digits if nobody asks it.
+    fn precision(&self, at: Port, x: &[Meta]) -> Narrow;
+
+    /// The same op with outputs of these types, where it can choose them.
+    fn with_types(&self, _outputs: &[DType]) -> Option<Arc<dyn Op>> {
+        None
+    }
+
+    /// The op without outputs that nobody reads, where it can do less without them. `read`: for each output, whether it is wanted.
+    fn only(&self, _read: &[bool]) -> Option<Lean> {
+        None
+    }
 
     fn layout(&self, _input: usize) -> Layout {
         Layout::Contiguous
@@ -80,6 +95,56 @@ pub trait Op: Any + Debug + Send + Sync {
 impl dyn Op {
     pub fn is<T: Op>(&self) -> Option<&T> {
         (self as &dyn Any).downcast_ref::<T>()
+    }
+}
+
+/// An input or an output of an op.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Port {
+    In(usize),
+    Out(usize),
+}
+
+/// What a pass in a narrow type may do with a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Narrow {
+    /// Round it to the narrow type.
+    Round,
+    /// Nothing: an input stays in the type that it has, an output stays (or becomes) f32.
+    Keep,
+    /// It has the type of these inputs. Where they differ, the pass decides.
+    Follow(Vec<usize>),
+}
+
+/// The answer of most ops to `Op::precision`: inputs may be rounded, outputs follow the first (or are f32 where `infer` makes them so).
+pub fn rounded(at: Port) -> Narrow {
+    match at {
+        Port::In(_) => Narrow::Round,
+        Port::Out(_) => Narrow::Follow(vec![0]),
+    }
+}
+
+/// As `rounded`, but of the inputs only the first `n`; the others (weights of norms, tables, counters) are kept.
+pub fn rounded_first(n: usize, at: Port) -> Narrow {
+    match at {
+        Port::In(k) if k >= n => Narrow::Keep,
+        _ => rounded(at),
+    }
+}
+
+/// An op that does less: see `Op::only`.
+pub struct Lean {
+    pub op: Arc<dyn Op>,
+    /// Inputs that it still reads, by their old numbers; None: all.
+    pub inputs: Option<Vec<usize>>,
+    /// Outputs that it still has, by their old numbers.
+    pub outputs: Vec<usize>,
+}
+
+impl Lean {
+    /// The op has all of its inputs, and all outputs but the last of so many.
+    pub fn without_last(op: impl Op, outputs: usize) -> Lean {
+        Lean { op: Arc::new(op), inputs: None, outputs: (0..outputs - 1).collect() }
     }
 }
 

@@ -5,6 +5,7 @@ use crate::meta::{DType, Meta};
 use crate::op::Op;
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 /// Bytes of one table that is fixed in a graph, at most.
@@ -99,6 +100,15 @@ impl Recorder {
         let Some(node) = known else { return self.push(kind, vec![], vec![meta])[0] };
         let var = self.var(Value { node, out: 0 });
         assert_eq!(var.meta(), meta, "'{name}' was recorded before with another shape or type");
+        // Two layers that name a parameter alike would silently share it.
+        let (first, scope) = self.with_graph(|g| (g.nodes[node].block, g.nodes[node].scope.clone()));
+        let apart = crate::mutant!("blocks-share-parameters", first != 0 && self.block.get() != 0 && first != self.block.get(), false);
+        assert!(
+            !apart || matches!(kind, Kind::Feed(_)),
+            "parameter '{name}' of block '{}' is that of block '{scope}': give each a name of its own (\"{}.{name}\"), or record it outside of the blocks to share it",
+            self.scope.borrow(),
+            self.scope.borrow(),
+        );
         var
     }
 
@@ -131,7 +141,13 @@ impl Recorder {
     #[track_caller]
     pub fn op_arc<'g>(&'g self, op: Arc<dyn Op>, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
         let metas: Vec<Meta> = inputs.iter().map(|v| v.meta()).collect();
-        let outputs = op.infer(&metas);
+        // Shapes that do not fit are found in `infer`; the panic is to name the line of the model that recorded the op.
+        let outputs = catch_unwind(AssertUnwindSafe(|| op.infer(&metas))).unwrap_or_else(|why| {
+            let why = why.downcast_ref::<String>().cloned().or_else(|| why.downcast_ref::<&str>().map(|s| s.to_string()));
+            let scope = self.scope.borrow().clone();
+            let place = if scope.is_empty() { String::new() } else { format!(" (in {scope})") };
+            panic!("{}: {}{place}", op.name(), why.unwrap_or_default())
+        });
         self.push(Kind::Op(op), inputs.iter().map(|v| v.value).collect(), outputs)
     }
 

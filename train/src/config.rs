@@ -158,6 +158,7 @@ impl PartialEq for Config {
 impl Config {
     /// Every key with its default.
     pub fn new(recipe: &str, preset: &str, sections: Vec<Keys>) -> Config {
+        crate::recipes::register(); // so that all passes can be switched
         let mut table = TopConfig::keys("").defaults();
         table.insert("recipe".into(), recipe.into());
         table.insert("preset".into(), preset.into());
@@ -307,6 +308,15 @@ impl Config {
 
     fn set_pass(&mut self, name: &str, value: &str) -> Result<(), ConfigError> {
         Switches::default().set(name, value)?;
+        // A run keeps the names of today.
+        let name = match Switches::formerly(name) {
+            Some((now, note)) => {
+                crate::warn!("note: {note}");
+                now
+            }
+            None => Some(name),
+        };
+        let Some(name) = name else { return Ok(()) };
         let passes = self.table.get_mut("passes").and_then(Value::as_table_mut).expect("every config has it");
         passes.insert(name.into(), value.into());
         Ok(())

@@ -54,7 +54,7 @@ const MUTANTS: &[Mutant] = &[
         Engine(&["graphs::of_equal_maxima_each_has_its_share_of_the_gradient"]),
     ),
     ("cross-entropy-counts-ignored-targets", "a target of -1 counts as class 0", Kiln("check ops cross_entropy")),
-    ("linear-ce-leaves-out-class-0", "rows with target 0 count as rows without one", PASSES),
+    ("linear-cross-entropy-leaves-out-class-0", "rows with target 0 count as rows without one", PASSES),
     ("dropout-not-scaled", "what is kept is not divided by 1 - p", Engine(&["graphs::dropout_of_a_constant_draws_for_every_element"])),
     ("top-k-of-a-tie-is-the-later", "which of equal numbers is taken", EngineLib(&["ops::top_k::tests::ties_go_to_the_earlier"])),
     (
@@ -91,29 +91,29 @@ const MUTANTS: &[Mutant] = &[
     ),
     // Passes that apply where they must decline.
     ("fuse-norm-of-a-sum-read-before", "a guard is left out", Engine(&["passes::a_norm_adds_only_where_that_saves_something"])),
-    (
-        "fuse-routing-of-rows-read-elsewhere",
-        "a guard is left out",
-        Engine(&["passes::rows_are_scaled_where_they_are_added_unless_their_product_is_wanted"]),
-    ),
+    ("blocks-share-parameters", "a guard is left out", Engine(&["graphs::mistakes_of_a_model_name_its_line_and_its_parameters"])),
     ("linear-attention-of-other-pairs", "a guard is left out", Engine(&["passes::attention_without_softmax_becomes_one_op_where_it_fits"])),
     (
         "fuse-qk-norm-drops-a-weight",
         "a guard is left out",
         Engine(&["passes::heads_are_normed_and_turned_in_one_go_only_where_nothing_is_lost"]),
     ),
-    ("share-merges-what-is-differentiated", "a guard is left out", Engine(&["graphs::a_gradient_by_a_value_is_not_that_of_its_equal"])),
+    ("cse-merges-what-is-differentiated", "a guard is left out", Engine(&["graphs::a_gradient_by_a_value_is_not_that_of_its_equal"])),
     ("bf16-narrows-what-is-typed", "a guard is left out", Engine(&["passes::what_is_typed_keeps_its_types_under_bf16"])),
-    ("epilogue-adds-a-bias-from-behind", "a guard is left out", Engine(&["graphs::a_bias_that_is_made_behind_its_product_is_added_there"])),
+    (
+        "gemm-epilogue-adds-a-bias-from-behind",
+        "a guard is left out",
+        Engine(&["graphs::a_bias_that_is_made_behind_its_product_is_added_there"]),
+    ),
     ("hoist-before-its-inputs", "a guard is left out", PASSES),
     ("fuse-pointwise-through-integers", "a guard is left out", Engine(&["graphs::casts_to_integers_round_whatever_is_fused"])),
     (
-        "narrow-products-before-all-is-there",
+        "lora-backward-before-all-is-there",
         "a guard is left out",
         EngineLib(&["passes::narrow_products::tests::pairs_are_made_together_where_all_is_there"]),
     ),
-    ("merge-products-trained-with-frozen", "a guard is left out", Engine(&["adapters::wide_products_add_what_narrow_ones_made"])),
-    ("extend-products-of-other-rows", "a guard is left out", Engine(&["adapters::other_sums_keep_their_products"])),
+    ("merged-qkv-trained-with-frozen", "a guard is left out", Engine(&["adapters::wide_products_add_what_narrow_ones_made"])),
+    ("lora-forward-of-other-rows", "a guard is left out", Engine(&["adapters::other_sums_keep_their_products"])),
     // The plan.
     ("plan-frees-a-node-early", "a buffer is free one node before its last reader", Engine(&["adapters::other_sums_keep_their_products"])),
     (

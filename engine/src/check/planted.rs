@@ -4,7 +4,7 @@ use super::{Outcome, Verdict, check_case};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::passes::Target;
 use crate::program::Device;
 use crate::record::Var;
@@ -74,6 +74,10 @@ impl Op for Planted {
         let (x, y) = (x[0].f32(), y[0].f32());
         y.iter_mut().zip(x).for_each(|(y, &x)| *y = factor * x);
         y[x.len() - 1] += last;
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -3,8 +3,7 @@
 
 mod cache;
 mod choices;
-#[cfg(test)]
-mod emulator;
+pub mod emulator;
 mod gemm;
 mod libraries;
 pub mod nvrtc;

@@ -3,12 +3,10 @@
 pub mod adamw;
 pub mod attention;
 pub mod cache;
-pub mod cast_all;
 pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
 pub mod diversity;
-pub mod evolve;
 pub mod experts;
 pub mod few_rows;
 pub mod full;
@@ -19,11 +17,8 @@ pub mod matmul_pointwise;
 pub mod narrow;
 pub mod nf4;
 pub mod norm;
-pub mod pictures;
 pub mod pointwise;
 pub mod reduce;
-pub mod retrieve;
-pub mod ring;
 pub mod rope;
 pub mod rows;
 pub mod sample;
@@ -41,7 +36,6 @@ macro_rules! ops {
 
 pub const OPS: &[Entry] = ops! {
     pointwise: "arithmetic on elements, with broadcasting: one op for all of it, SwiGLU and dropout among it",
-    cast_all: "many tensors in another type, at once",
     full: "one number everywhere",
     view: "reshape, permute, slice, expand, stop_gradient: other shapes for the same memory",
     concat: "side by side along an axis; zeros around",
@@ -54,8 +48,7 @@ pub const OPS: &[Entry] = ops! {
     softmax: "softmax of rows, causal or not",
     norm: "RMS norm and layer norm; the RMS norm of a sum",
     rope: "rotary position embedding, both layouts; the same behind an RMS norm",
-    rows: "gather, add to (scaled or not) and replace rows of a table: embedding, routing, caches",
-    pictures: "pictures out of a set of bytes, cut, resized and mirrored at random",
+    rows: "gather, add to and replace rows of a table: embedding, routing, caches",
     top_k: "positions of the k largest, ties to the earlier",
     conv: "causal convolution in groups",
     attention: "attention with grouped heads; flash attention",
@@ -63,9 +56,6 @@ pub const OPS: &[Entry] = ops! {
     experts: "mixtures of experts: routing, products of rows with the matrices of their experts, the balance loss",
     cross_entropy: "cross-entropy of logits",
     linear_ce: "the loss head: linear layer and cross-entropy, whole or in chunks",
-    evolve: "steps of a complex field, and its size at each",
-    retrieve: "what queries find among candidates, under a metric in a rotated frame",
-    ring: "rows written around and around a table; counters",
     cache: "keys and values kept from token to token, and attention over them",
     diversity: "how far the vectors of a set point apart",
     sample: "tokens drawn from their logits: temperature and top-p",

@@ -2,7 +2,7 @@
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Value};
+use crate::graph::{Graph, Init, Kind, Node, Value};
 use crate::meta::DType;
 use crate::ops::concat::{Pad, concat};
 use crate::ops::full::Full;
@@ -43,16 +43,16 @@ impl Pass for Autodiff {
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["bf16", "decompose", "merge-products"]
+        &["bf16", "decompose", "merged-qkv"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        g.rewrite(|recorder, _, node, inputs| {
+        g.rewrite(|w, _, node, inputs| {
             if !matches!(node.kind, Kind::Grad) {
                 return Ok(None);
             }
             receipt.applied += 1;
-            gradients(recorder, inputs[0], &inputs[1..]).map(Some)
+            gradients(w.recorder, inputs[0], &inputs[1..]).map(Some)
         })
     }
 }
@@ -82,7 +82,7 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         let x: Vec<Var> = node.inputs.iter().map(|&v| recorder.var(v)).collect();
         let y: Vec<Var> = (0..outputs).map(|out| recorder.var(Value { node: i, out })).collect();
         // Up to a parameter, through views of it and casts to a narrower type, flows are not added: that is done in its own type.
-        let apart = recorder.with_graph(|g| of_state(g, Value { node: i, out: 0 }));
+        let apart = recorder.with_graph(|g| is_parameter(g, Value { node: i, out: 0 }));
         let rounds: Vec<Vec<Option<Var>>> = if crate::mutant!("gradients-of-a-weight-added-in-bf16", apart, false) {
             side_by_side(&flows[0]).into_iter().map(|f| vec![Some(f)]).collect()
         } else {
@@ -110,10 +110,9 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
 }
 
 /// A state, seen through views and casts to a narrower type.
-fn of_state(g: &Graph, v: Value) -> bool {
-    let node = &g.nodes[v.node];
-    let narrows = || node.is_cast() && g.meta(node.inputs[0]).dtype == DType::F32 && node.outputs[0].dtype.is_float();
-    matches!(node.kind, Kind::State(_)) || ((node.is_view() || narrows()) && of_state(g, node.inputs[0]))
+fn is_parameter(g: &Graph, v: Value) -> bool {
+    let narrows = |n: &Node| n.is_cast() && g.meta(n.inputs[0]).dtype == DType::F32 && n.outputs[0].dtype.is_float();
+    g.state_through(v, |n| n.is_view() || narrows(n)).is_some()
 }
 
 /// The sum of all that flows into a value.

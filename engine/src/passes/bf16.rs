@@ -4,23 +4,7 @@ use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Tar
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
-use crate::ops::adamw::{AdamW, GlobalNorm};
-use crate::ops::cache::{CacheWrite, DecodeAttention};
-use crate::ops::cross_entropy::CrossEntropy;
-use crate::ops::diversity::{Diversity, PairDistances};
-use crate::ops::experts::{GroupedSwiglu, Route};
-use crate::ops::linear_attention::LinearAttention;
-use crate::ops::linear_ce::ChunkedLinearCrossEntropy;
-use crate::ops::nf4::Nf4Product;
-use crate::ops::norm::add::AddRmsNorm;
-use crate::ops::norm::{LayerNorm, RmsNorm};
-use crate::ops::pointwise::Pointwise;
-use crate::ops::reduce::Reduce;
-use crate::ops::rope::Rope;
-use crate::ops::rope::norm::NormRope;
-use crate::ops::rows::scaled::ScatterScaled;
-use crate::ops::rows::{GatherRows, ScatterRows};
-use crate::ops::sample::{Sample, TopP};
+use crate::op::{Narrow, Op, Port};
 use crate::record::{Recorder, Var};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -88,7 +72,8 @@ impl Pass for Bf16 {
         let mut widened: HashMap<Value, Value> = HashMap::new();
         let mut restored: HashMap<Value, Value> = HashMap::new();
         let mut frozen = 0;
-        g.rewrite(|recorder, i, node, inputs| {
+        g.rewrite(|w, i, node, inputs| {
+            let recorder = w.recorder;
             let new = match &node.kind {
                 // Nothing is ever added to them: they are kept as they are read. By their shape alone, so that all programs agree.
                 Kind::State(s) if s.role == Role::Frozen && node.outputs[0].rank() > 1 => {
@@ -96,7 +81,7 @@ impl Pass for Bf16 {
                     Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, DType::BF16))])
                 }
                 Kind::State(s) if caches.contains(&i) => Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, DType::BF16))]),
-                Kind::Op(op) if inside[i] && !op.is_view() => rewritten(recorder, node, inputs, wide, &mut casts, receipt),
+                Kind::Op(op) if inside[i] && !op.is_view() => Some(rewritten(op, inputs, recorder, wide, &mut casts, receipt)),
                 // A view takes the type of what it views; what does not lead to the loss works on the types that it was recorded with.
                 Kind::Op(op) if op.is_view() => Some(recorder.op_arc(op.clone(), inputs)),
                 Kind::Op(op) => {
@@ -135,15 +120,17 @@ impl Pass for Bf16 {
     }
 }
 
-/// States of keys and values, which are activations that outlive a run.
+/// States that an op writes where they lie and may round: keys and values, which are activations that outlive a run.
 fn caches(g: &Graph, inside: &[bool]) -> HashSet<usize> {
-    let of = |(i, node): (usize, &Node)| match inside[i] {
-        true if node.op::<CacheWrite>().is_some() => node.inputs[..2].to_vec(),
-        true if node.op::<DecodeAttention>().is_some() => node.inputs[3..5].to_vec(),
-        _ => vec![],
+    let of = |(i, node): (usize, &Node)| {
+        let Kind::Op(op) = &node.kind else { return vec![] };
+        let x = g.inputs(i);
+        let state =
+            |v: &Value| matches!(&g.nodes[v.node].kind, Kind::State(s) if s.role == Role::Carried) && g.meta(*v).dtype == DType::F32;
+        let written = op.reuse().into_iter().map(|pair| pair.0).filter(|&k| inside[i] && op.precision(Port::In(k), &x) == Narrow::Round);
+        written.map(|k| node.inputs[k]).filter(state).map(|v| v.node).collect()
     };
-    let wide = |v: &Value| matches!(g.nodes[v.node].kind, Kind::State(_)) && g.meta(*v).dtype == DType::F32;
-    g.nodes.iter().enumerate().flat_map(of).filter(wide).map(|v| v.node).collect()
+    g.nodes.iter().enumerate().flat_map(of).collect()
 }
 
 /// The value in another type, made once.
@@ -158,7 +145,7 @@ fn cast<'g>(v: Var<'g>, dtype: DType, casts: &mut HashMap<Value, Value>) -> Var<
     let view = v.recorder().with_graph(|g| {
         let node = &g.nodes[v.value().node];
         match &node.kind {
-            Kind::Op(op) if op.is_view() && of_state(g, v.value()) => Some((op.clone(), node.inputs[0])),
+            Kind::Op(op) if op.is_view() && is_state(g, v.value()) => Some((op.clone(), node.inputs[0])),
             _ => None,
         }
     });
@@ -173,79 +160,64 @@ fn cast<'g>(v: Var<'g>, dtype: DType, casts: &mut HashMap<Value, Value>) -> Var<
     made
 }
 
-fn of_state(g: &Graph, v: Value) -> bool {
-    let node = &g.nodes[v.node];
-    matches!(node.kind, Kind::State(_)) || (node.is_view() && of_state(g, node.inputs[0]))
+/// A parameter, or a view of one.
+fn is_state(g: &Graph, v: Value) -> bool {
+    g.state_through(v, |n| n.is_view()).is_some()
 }
 
+/// The op on inputs that are rounded or kept, as it says, and its outputs likewise.
 fn rewritten<'g>(
-    recorder: &'g Recorder,
-    node: &Node,
+    op: &Arc<dyn Op>,
     inputs: &[Var<'g>],
+    recorder: &'g Recorder,
     wide: bool,
     casts: &mut HashMap<Value, Value>,
     receipt: &mut Receipt,
-) -> Option<Vec<Var<'g>>> {
-    let Kind::Op(op) = &node.kind else { return None };
+) -> Vec<Var<'g>> {
     let mut x = inputs.to_vec();
-    let mut half = |v: Var<'g>| cast(v, DType::BF16, casts);
-    if node.op::<AdamW>().is_some()
-        || node.op::<GlobalNorm>().is_some()
-        || node.op::<CrossEntropy>().is_some()
-        || node.op::<Route>().is_some()
-        || node.op::<Sample>().is_some()
-        || node.op::<TopP>().is_some()
-        || node.op::<Diversity>().is_some()
-        || node.op::<PairDistances>().is_some()
-    {
-        // The optimizer is f32 by nature; cross-entropy, routing, sampling and distances give f32 of whatever they read.
-    } else if let Some(p) = node.op::<Pointwise>() {
-        // Arithmetic on an activation stays one, also where it is repeated; its other inputs may be of any type.
-        let elements = x.iter().map(|v| v.meta().elements()).max().unwrap_or(1);
-        let full = |d: DType| x.iter().any(|v| v.dtype() == d && v.meta().elements() == elements);
-        let active = full(DType::BF16) && !(wide && full(DType::F32));
-        let dtypes = p.dtypes.iter().map(|&d| if active && d == DType::F32 { DType::BF16 } else { d }).collect();
-        receipt.applied += active as usize;
-        return Some(recorder.op_arc(Arc::new(Pointwise { dtypes, ..p.clone() }), &x));
-    } else if let Some(r) = node.op::<Reduce>() {
-        return Some(recorder.op_arc(Arc::new(Reduce { wide: crate::mutant!("sums-rounded-to-bf16", true, r.wide), ..r.clone() }), &x));
-    } else if node.op::<GatherRows>().is_some() {
-        // Rows of a parameter are cast after they are gathered, so that its gradient is added up in f32.
-        let table = crate::mutant!("embedding-gradient-summed-in-bf16", x[0], half(x[0]));
-        let y = recorder.op_arc(op.clone(), &[table, x[1]])[0];
-        receipt.applied += 1;
-        let of_model = recorder.with_graph(|g| of_state(g, x[0].value()));
-        return Some(vec![match y.dtype() {
-            DType::F32 if y.dim(0) > 1 && !wide => y.cast(DType::BF16),
-            DType::BF16 if of_model && wide => y.cast(DType::F32),
-            _ => y,
-        }]);
-    } else if node.op::<ScatterRows>().is_some() || node.op::<ScatterScaled>().is_some() {
-        let dtype = x[0].dtype(); // what is added to decides
-        x[2..].iter_mut().for_each(|v| *v = v.cast(dtype));
-    } else if node.op::<RmsNorm>().is_some()
-        || node.op::<LayerNorm>().is_some()
-        || node.op::<Rope>().is_some()
-        || node.op::<NormRope>().is_some()
-        || node.op::<Nf4Product>().is_some()
-    {
-        x[0] = half(x[0]); // weights and tables stay as they are
-        receipt.applied += 1;
-    } else if node.op::<AddRmsNorm>().is_some() {
-        x[0] = half(x[0]);
-        if x[1].shape() == x[0].shape() {
-            x[1] = half(x[1]); // a row stays as it is
+    let metas = |x: &[Var]| -> Vec<Meta> { x.iter().map(|v| v.meta()).collect() };
+    let (mut rounds, recorded) = (false, metas(&x));
+    for k in 0..x.len() {
+        match op.precision(Port::In(k), &recorded) {
+            Narrow::Round => {
+                x[k] = cast(x[k], DType::BF16, casts);
+                rounds = true;
+            }
+            Narrow::Follow(of) if x[k].dtype().is_float() => x[k] = x[k].cast(x[of[0]].dtype()),
+            _ => {}
         }
-        receipt.applied += 1;
-    } else if node.op::<LinearAttention>().is_some() {
-        (x[0], x[3]) = (half(x[0]), half(x[3])); // tables stay as they are
-        receipt.applied += 1;
-    } else if node.op::<ChunkedLinearCrossEntropy>().is_some() || node.op::<GroupedSwiglu>().is_some() {
-        (x[0], x[1]) = (half(x[0]), half(x[1]));
-        receipt.applied += 1;
-    } else {
-        x = x.into_iter().map(half).collect();
-        receipt.applied += 1;
     }
-    Some(recorder.op_arc(op.clone(), &x))
+    let metas = metas(&x);
+    let made: Vec<DType> = op.infer(&metas).iter().map(|m| m.dtype).collect();
+    let rules: Vec<Narrow> = (0..made.len()).map(|out| op.precision(Port::Out(out), &metas)).collect();
+    // Where inputs that an output follows differ, the residual stream decides.
+    let follows = |of: &[usize], now: DType| {
+        let any = |d: DType| of.iter().any(|&k| metas[k].dtype == d);
+        if any(DType::BF16) && !(wide && any(DType::F32)) { DType::BF16 } else { now }
+    };
+    let wanted: Vec<DType> = made
+        .iter()
+        .zip(&rules)
+        .map(|(&now, rule)| match rule {
+            Narrow::Keep if now.is_float() => DType::F32,
+            Narrow::Follow(of) if now == DType::F32 => follows(of, now),
+            _ => now,
+        })
+        .collect();
+    let own = if wanted == made { None } else { op.with_types(&wanted) };
+    let y = recorder.op_arc(own.unwrap_or_else(|| op.clone()), &x);
+    rounds |= y.iter().zip(&made).any(|(y, &before)| y.dtype() != before && y.dtype() == DType::BF16);
+    let of_model = x.first().is_some_and(|v| recorder.with_graph(|g| is_state(g, v.value())));
+    let result = y.into_iter().zip(rules).map(|(y, rule)| match (rule, y.dtype()) {
+        (Narrow::Round, DType::F32) if !wide => {
+            rounds = true;
+            y.cast(DType::BF16)
+        }
+        // Rows of a weight that is kept in bf16 begin a residual stream in f32.
+        (Narrow::Round, DType::BF16) if of_model && wide => y.cast(DType::F32),
+        _ => y,
+    });
+    let result = result.collect();
+    receipt.applied += rounds as usize;
+    result
 }

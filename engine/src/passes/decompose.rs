@@ -38,7 +38,7 @@ impl Pass for Decompose {
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["flash-attention", "linear-attention", "fuse-evolution", "fuse-retrieval", "linear-ce", "share"]
+        &["flash-attention", "linear-attention", "linear-cross-entropy", "cse"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {

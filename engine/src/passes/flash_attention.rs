@@ -39,7 +39,7 @@ impl Pass for FlashAttentionPass {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        g.rewrite(|recorder, _, node, inputs| {
+        g.rewrite(|w, _, node, inputs| {
             let Some(a) = node.op::<Attention>() else { return Ok(None) };
             let head = inputs[0].dim(0);
             if settings.target != Target::Cpu && head > LONGEST_HEAD {
@@ -47,7 +47,7 @@ impl Pass for FlashAttentionPass {
                 return Ok(None);
             }
             receipt.applied += 1;
-            let y = recorder.op(FlashAttention { causal: a.causal, scale: a.scale }, inputs);
+            let y = w.recorder.op(FlashAttention { causal: a.causal, scale: a.scale }, inputs);
             Ok(Some(vec![y[0]]))
         })
     }

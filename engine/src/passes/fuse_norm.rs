@@ -1,15 +1,15 @@
 //! A sum that is normed is never written, or written by the norm; layer norms around a residual are one.
 
-use super::epilogue::unshaped;
+use super::pattern::Uses;
 use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Uses, Value};
+use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
 use crate::ops::matmul::Matmul;
 use crate::ops::norm::add::{AddRmsNorm, is_row};
 use crate::ops::norm::residual::ResidualNorm;
 use crate::ops::norm::{LayerNorm, RmsNorm};
-use crate::ops::pointwise::{Bin, Ins, Pointwise};
+use crate::ops::pointwise::{Bin, Pointwise};
 use crate::record::Recorder;
 use std::sync::Arc;
 
@@ -101,20 +101,8 @@ impl Pass for FuseNorm {
 fn added(g: &Graph, i: usize) -> Option<(usize, [Value; 2])> {
     g.nodes[i].op::<RmsNorm>()?;
     let p = g.nodes[i].inputs[0].node;
-    let terms = binary(g, p, Bin::Add)?;
+    let terms = g.binary(p, Bin::Add)?;
     Some((p, terms))
-}
-
-/// The two inputs of arithmetic that is one operation of floats.
-pub fn binary(g: &Graph, node: usize, op: Bin) -> Option<[Value; 2]> {
-    let e = &g.nodes[node].op::<Pointwise>()?.expr;
-    let (&[Ins::In(_), Ins::In(_), Ins::Bin(found, x, y)], &[2]) = (&e.ins[..], &e.outs[..]) else { return None };
-    let input = |r: usize| match e.ins[r] {
-        Ins::In(k) => g.nodes[node].inputs[k],
-        _ => unreachable!("the first two are inputs"),
-    };
-    let both = [input(x), input(y)];
-    (found == op && x != y && both.iter().all(|&v| g.meta(v).dtype.is_float())).then_some(both)
 }
 
 /// Whether the sum of node `p` is read by others than the norm `i`; or why the norm cannot add.
@@ -125,8 +113,8 @@ fn sum_is_read(g: &Graph, uses: &Uses, p: usize, i: usize, terms: [Value; 2], ap
     let read = uses.only_reader(p).is_none();
     if full == [true; 2] {
         // A term that is arithmetic of its own would have to be written, to be read once; but for sums that a product makes anyway.
-        let product = |v: Value| g.nodes[unshaped(g, v).node].op::<Matmul>().is_some();
-        let summed = |v: Value| binary(g, v.node, Bin::Add).is_some_and(|terms| terms.into_iter().any(product));
+        let product = |v: Value| g.nodes[g.unshaped(v).node].op::<Matmul>().is_some();
+        let summed = |v: Value| g.binary(v.node, Bin::Add).is_some_and(|terms| terms.into_iter().any(product));
         let readers = || uses.readers(p, 0..g.nodes.len());
         let fuses = |v: Value| g.nodes[v.node].op::<Pointwise>().is_some() && uses.all_by(v.node, p) && !summed(v);
         if crate::mutant!("fuse-norm-of-a-sum-read-before", readers().any(|n| n < i), false) {
@@ -182,7 +170,7 @@ fn meeting(g: &Graph, i: usize) -> Option<Meeting> {
     let (_, eps) = norm(Value { node: i, out: 0 })?;
     let (second, e2) = norm(g.nodes[i].inputs[0])?;
     let sum = g.nodes[second].inputs[0].node;
-    let [a, b] = binary(g, sum, Bin::Add)?;
+    let [a, b] = g.binary(sum, Bin::Add)?;
     // The branch is what was normed last.
     let (x, (branch, e1)) = match (norm(a), norm(b)) {
         (Some(n), Some(m)) if n.0 > m.0 => (b, n),

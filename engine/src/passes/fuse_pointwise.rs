@@ -1,8 +1,9 @@
 //! Arithmetic that feeds arithmetic becomes one expression, so that what lies between never reaches memory.
 
+use super::pattern::Uses;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Uses, Value};
+use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
 use crate::ops::pointwise::{Expr, Pointwise};
 use crate::ops::reduce::{Reduce, Reduction};
@@ -51,7 +52,7 @@ impl Pass for FusePointwise {
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["epilogue", "narrow-products", "group-casts"]
+        &["gemm-epilogue", "lora-backward"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {

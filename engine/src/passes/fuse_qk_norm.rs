@@ -1,9 +1,9 @@
 //! Queries and keys are normed and turned in one go.
 
-use super::fuse_norm::binary;
+use super::pattern::Uses;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Uses, Value};
+use crate::graph::{Graph, Init, Value};
 use crate::meta::DType;
 use crate::ops::norm::RmsNorm;
 use crate::ops::pointwise::Bin;
@@ -53,26 +53,20 @@ impl Pass for FuseQkNorm {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let old = std::mem::take(g);
-        let uses = Uses::new(&old);
-        let mut values: Vec<Vec<Value>> = vec![];
-        *g = old.rewritten(|recorder, i, node, inputs| {
-            let new = match site(&old, &uses, i) {
-                Some(Ok(found)) => {
-                    receipt.applied += 1;
-                    let at = |v: Value| recorder.var(values[v.node][v.out]);
-                    let mut all = vec![at(found.x), inputs[1], inputs[2]];
-                    all.extend(found.weight.map(at));
-                    vec![recorder.op(NormRope { eps: found.eps, pairs: found.pairs }, &all)[0].value()]
-                }
+        let uses = Uses::new(g);
+        g.rewrite(|w, i, node, inputs| {
+            let found = match site(w.old, &uses, i) {
+                Some(Ok(found)) => found,
                 Some(Err(reason)) => {
                     receipt.decline(reason, &node.scope);
-                    recorder.keep(node, inputs.iter().map(|v| v.value()).collect())
+                    return Ok(None);
                 }
-                None => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
+                None => return Ok(None),
             };
-            values.push(new.clone());
-            Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
+            receipt.applied += 1;
+            let mut all = vec![w.at(found.x), inputs[1], inputs[2]];
+            all.extend(found.weight.map(|v| w.at(v)));
+            Ok::<_, Error>(Some(vec![w.recorder.op(NormRope { eps: found.eps, pairs: found.pairs }, &all)[0]]))
         })?;
         if receipt.applied > 0 {
             super::dead_code::sweep(g);
@@ -94,7 +88,7 @@ fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<Site, &'static str>> 
     let v = g.nodes[i].inputs[0];
     let norm = |v: Value| g.nodes[v.node].op::<RmsNorm>().filter(|_| v.out == 0);
     let alone = |v: Value| uses.only_reader(v.node).is_some();
-    let (normed, number) = match (norm(v), binary(g, v.node, Bin::Mul)) {
+    let (normed, number) = match (norm(v), g.binary(v.node, Bin::Mul)) {
         (Some(_), _) => (v, None),
         (_, Some([a, b])) if norm(a).is_some() && g.meta(b).shape == [1] => (a, Some(b)),
         (_, Some([a, b])) if norm(b).is_some() && g.meta(a).shape == [1] => (b, Some(a)),

@@ -8,7 +8,6 @@ use crate::ops::concat::Join;
 use crate::ops::matmul::{Add, Matmul};
 use crate::ops::matmul_pointwise::MatmulPointwise;
 use crate::ops::pointwise::Pointwise;
-use crate::ops::view::Reshape;
 use crate::plan::{last_reads, view_roots};
 use crate::record::Recorder;
 use std::collections::HashSet;
@@ -42,7 +41,7 @@ impl Pass for InPlace {
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["recompute", "fuse-pointwise", "fuse-products"]
+        &["recompute", "fuse-pointwise", "gemm-pointwise"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -76,7 +75,7 @@ impl Pass for InPlace {
                     if product.is_some() && k < 2 {
                         return false;
                     }
-                    let whole = if product.is_some() { reshaped(g, v) } else { v };
+                    let whole = if product.is_some() { g.unshaped(v) } else { v };
                     let node = &g.nodes[whole.node];
                     // A state may be overwritten by its own next value.
                     let owned = !node.is_source() || updates.contains(&(whole, Value { node: i, out }));
@@ -108,9 +107,4 @@ impl Pass for InPlace {
         }
         Ok(())
     }
-}
-
-/// What a value is a reshape of, or itself.
-fn reshaped(g: &Graph, v: Value) -> Value {
-    if g.nodes[v.node].op::<Reshape>().is_some() { reshaped(g, g.nodes[v.node].inputs[0]) } else { v }
 }

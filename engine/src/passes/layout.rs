@@ -53,7 +53,7 @@ impl Pass for LayoutPass {
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["in-place", "grouped-products"]
+        &["in-place", "grouped-gemm"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -79,7 +79,8 @@ fn copies(g: &mut Graph) {
     // Strides of every value of the new graph.
     let mut strides: HashMap<Value, Vec<usize>> = HashMap::new();
     let mut plain: HashMap<Value, Value> = HashMap::new();
-    let done: Result<(), std::convert::Infallible> = g.rewrite(|recorder, i, node, inputs| {
+    let done: Result<(), std::convert::Infallible> = g.rewrite(|w, i, node, inputs| {
+        let recorder = w.recorder;
         let mut ready = inputs.to_vec();
         if let Kind::Op(op) = &node.kind {
             let reuse: HashSet<usize> = op.reuse().into_iter().map(|p| p.0).collect();

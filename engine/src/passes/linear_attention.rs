@@ -1,8 +1,9 @@
 //! Attention without softmax, from the rotary embedding to the norm, in one go.
 
+use super::pattern::Uses;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Uses, Value};
+use crate::graph::{Graph, Init, Value};
 use crate::meta::DType;
 use crate::ops::linear_attention::LinearAttention;
 use crate::ops::matmul::Matmul;
@@ -10,7 +11,6 @@ use crate::ops::norm::LayerNorm;
 use crate::ops::rope::{Pairs, Rope};
 use crate::ops::view::Permute;
 use crate::record::Recorder;
-use std::collections::HashMap;
 
 pub struct LinearAttentionPass;
 
@@ -46,35 +46,27 @@ impl Pass for LinearAttentionPass {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let old = std::mem::take(g);
-        let uses = Uses::new(&old);
-        let mut values: Vec<Vec<Value>> = vec![];
-        let mut normed: HashMap<usize, Vec<Value>> = HashMap::new();
-        *g = old.rewritten(|recorder, i, node, inputs| {
-            let at = |v: Value| recorder.var(values[v.node][v.out]);
-            let found = site(&old, &uses, i);
-            if let Some(Err(reason)) = &found {
-                receipt.decline(*reason, &node.scope);
-            }
-            let new = match (found, node.op::<Permute>(), normed.remove(&i)) {
-                (Some(Ok(site)), ..) => {
-                    receipt.applied += 1;
-                    let r = &node.outputs[0].shape;
-                    let v = at(site.v).reshape(&[r[0], r[2], r[3]]);
-                    let eps = site.norm.as_ref().map(|n| n.eps);
-                    let y = recorder.op(LinearAttention { eps }, &[at(site.xs), at(site.cos), at(site.sin), v]);
-                    let heads_inside = y[0].permute(&HEADS);
-                    if let Some(n) = site.norm {
-                        normed.insert(n.node, vec![if n.heads_outside { y[0] } else { heads_inside }.value(), y[1].value()]);
-                    }
-                    vec![heads_inside.value()]
+        let uses = Uses::new(g);
+        g.rewrite(|w, i, node, inputs| {
+            let site = match (site(w.old, &uses, i), node.op::<Permute>()) {
+                (Some(Ok(site)), _) => site,
+                (Some(Err(reason)), _) => {
+                    receipt.decline(reason, &node.scope);
+                    return Ok(None);
                 }
-                (_, Some(p), _) => vec![inputs[0].permute(&p.0).value()], // which may undo the one above
-                (_, _, Some(made)) => made,
-                _ => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
+                (_, Some(p)) => return Ok(Some(vec![inputs[0].permute(&p.0)])), // which may undo the one below
+                _ => return Ok(None),
             };
-            values.push(new.clone());
-            Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
+            receipt.applied += 1;
+            let r = &node.outputs[0].shape;
+            let v = w.at(site.v).reshape(&[r[0], r[2], r[3]]);
+            let eps = site.norm.as_ref().map(|n| n.eps);
+            let y = w.recorder.op(LinearAttention { eps }, &[w.at(site.xs), w.at(site.cos), w.at(site.sin), v]);
+            let heads_inside = y[0].permute(&HEADS);
+            if let Some(n) = site.norm {
+                w.put(n.node, &[if n.heads_outside { y[0] } else { heads_inside }, y[1]]);
+            }
+            Ok::<_, Error>(Some(vec![heads_inside]))
         })?;
         if receipt.applied > 0 {
             super::dead_code::sweep(g);

@@ -11,7 +11,7 @@ pub struct LinearCe;
 
 impl Switch for LinearCe {
     fn name(&self) -> &'static str {
-        "linear-ce"
+        "linear-cross-entropy"
     }
 
     fn about(&self) -> &'static str {
@@ -67,14 +67,14 @@ impl Pass for LinearCe {
             .map(|n| (n.inputs[0], g.depends_on(n.inputs[1..].iter().copied())))
             .collect();
         let reached: Vec<Vec<bool>> = asked.iter().map(|(loss, _)| g.needed_by(std::iter::once(*loss))).collect();
-        g.rewrite(|recorder, i, node, inputs| {
+        g.rewrite(|w, i, node, inputs| {
             if node.op::<LinearCrossEntropy>().is_none() {
                 return Ok(None);
             }
             receipt.applied += 1;
             let wanted = |input: usize| asked.iter().zip(&reached).any(|((_, depends), hit)| hit[i] && depends[node.inputs[input].node]);
             let op = ChunkedLinearCrossEntropy { chunk, grad_h: wanted(0), grad_w: wanted(1), skip };
-            Ok(Some(vec![recorder.op(op, inputs)[0]]))
+            Ok(Some(vec![w.recorder.op(op, inputs)[0]]))
         })
     }
 }

@@ -4,31 +4,27 @@ mod autodiff;
 mod bf16;
 mod dead_code;
 mod decompose;
-mod epilogue;
+mod gemm_epilogue;
 pub use dead_code::sweep;
-mod extend_products;
-mod few_rows;
+mod cse;
 mod flash_attention;
 mod fuse_decode;
-mod fuse_evolution;
 mod fuse_norm;
 mod fuse_pointwise;
-mod fuse_products;
 mod fuse_qk_norm;
-mod fuse_retrieval;
-mod fuse_routing;
-mod group_casts;
-mod grouped_products;
+mod gemm_pointwise;
+mod grouped_gemm;
 mod hoist;
 mod in_place;
-mod join_products;
 pub mod layout;
 mod linear_attention;
 mod linear_ce;
-mod merge_products;
-mod narrow_products;
+mod lora_backward;
+mod lora_forward;
+mod merged_qkv;
+mod merged_wgrad;
+pub mod pattern;
 mod recompute;
-mod share;
 mod switches;
 
 pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, known};
@@ -73,45 +69,58 @@ pub trait Pass: Switch {
 pub const PASSES: &[&dyn Pass] = &[
     &flash_attention::FlashAttentionPass,
     &linear_attention::LinearAttentionPass,
-    &fuse_evolution::FuseEvolution,
-    &fuse_retrieval::FuseRetrieval,
     &linear_ce::LinearCe,
     &fuse_norm::FuseNorm,
     &fuse_qk_norm::FuseQkNorm,
-    &fuse_routing::FuseRouting,
-    &share::Share,
+    &cse::Cse,
     &decompose::Decompose,
     &bf16::Bf16,
-    &few_rows::FewRowsPass,
     &fuse_decode::FuseDecode,
-    &merge_products::MergeProducts,
+    &merged_qkv::MergedQkv,
     &autodiff::Autodiff,
     &dead_code::DeadCode,
     &hoist::Hoist,
     &recompute::Recompute,
-    &extend_products::ExtendProducts,
-    &epilogue::Epilogue,
-    &join_products::JoinProducts,
-    &narrow_products::NarrowProductsPass,
-    &group_casts::GroupCasts,
+    &lora_forward::LoraForward,
+    &gemm_epilogue::GemmEpilogue,
+    &merged_wgrad::MergedWgrad,
+    &lora_backward::LoraBackward,
     &fuse_pointwise::FusePointwise,
-    &fuse_products::FuseProducts,
+    &gemm_pointwise::GemmPointwise,
     &in_place::InPlace,
-    &grouped_products::GroupedProducts,
+    &grouped_gemm::GroupedGemm,
     &layout::LayoutPass,
 ];
 
-/// Everything that can be switched: passes, then settings of the executor.
+/// Names that passes had before, so that older configs and commands still work. None: taken out, because it gained too little.
+pub const FORMERLY: &[(&str, Option<&str>)] = &[
+    ("share", Some("cse")),
+    ("merge-products", Some("merged-qkv")),
+    ("join-products", Some("merged-wgrad")),
+    ("extend-products", Some("lora-forward")),
+    ("narrow-products", Some("lora-backward")),
+    ("fuse-products", Some("gemm-pointwise")),
+    ("epilogue", Some("gemm-epilogue")),
+    ("grouped-products", Some("grouped-gemm")),
+    ("linear-ce", Some("linear-cross-entropy")),
+    ("few-rows", Some("fuse-decode")),
+    ("tune-products", Some("autotune")),
+    ("fuse-routing", None),
+    ("group-casts", None),
+];
+
+/// Everything that can be switched: passes in running order, then settings of the executor.
 pub fn all() -> impl Iterator<Item = &'static dyn Switch> {
-    PASSES.iter().map(|p| *p as &dyn Switch).chain(EXECUTOR.iter().map(|e| e as &dyn Switch))
+    let passes = crate::extension::passes().into_iter().map(|p| p as &dyn Switch);
+    passes.chain(EXECUTOR.iter().map(|e| e as &dyn Switch))
 }
 
 /// Runs all passes.
 pub fn run(g: &mut Graph, switches: &Switches, target: Target) -> Result<Vec<Receipt>, Error> {
     check_sizes(g)?;
     let mut receipts = vec![];
-    for pass in PASSES {
-        let receipt = switches.apply(*pass, target, |settings, receipt| pass.apply(g, settings, receipt))?;
+    for pass in crate::extension::passes() {
+        let receipt = switches.apply(pass, target, |settings, receipt| pass.apply(g, settings, receipt))?;
         check_sizes(g)?;
         receipts.push(receipt);
     }

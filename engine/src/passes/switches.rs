@@ -1,5 +1,6 @@
 //! Switches: what they are called, how they are set, and the receipt that each leaves.
 
+use super::FORMERLY;
 use crate::error::Error;
 use crate::kernel::Arch;
 use crate::meta::DType;
@@ -161,8 +162,14 @@ pub struct Switches {
 }
 
 impl Switches {
-    /// `value` is `off`, `auto` or `require`, then `,setting=value` any number of times.
+    /// `value` is `off`, `auto` or `require`, then `,setting=value` any number of times. A name that a pass had before works, too:
+    /// `formerly` has what to say about it.
     pub fn set(&mut self, pass: &str, value: &str) -> Result<(), Error> {
+        let pass = match FORMERLY.iter().find(|f| f.0 == pass) {
+            Some((_, Some(now))) => now,
+            Some((_, None)) => return Ok(()),
+            None => pass,
+        };
         let found = super::all()
             .find(|p| p.name() == pass)
             .ok_or_else(|| Error::NoPass { name: pass.into(), hint: known(pass, super::all().map(|p| p.name())) })?;
@@ -185,6 +192,14 @@ impl Switches {
         }
         self.chosen.insert(pass.into(), (mode, values));
         Ok(())
+    }
+
+    /// What a pass that was renamed is called now (None: it was taken out), and a sentence that says so.
+    pub fn formerly(pass: &str) -> Option<(Option<&'static str>, String)> {
+        FORMERLY.iter().find(|f| f.0 == pass).map(|&(old, now)| match now {
+            Some(now) => (Some(now), format!("the pass '{old}' is called '{now}' now")),
+            None => (None, format!("the pass '{old}' was taken out, because it gained too little; setting it changes nothing")),
+        })
     }
 
     pub fn with(mut self, pass: &str, value: &str) -> Result<Switches, Error> {

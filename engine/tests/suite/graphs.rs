@@ -68,7 +68,7 @@ fn a_shared_weight_has_one_product_for_its_gradient() {
     r.output("dw", r.grad(loss, &[w])[0]);
     let graph = r.finish();
     let compiled =
-        |value: &str| Compiled::new(graph.clone(), &Switches::default().with("join-products", value).unwrap(), Target::Cpu).unwrap();
+        |value: &str| Compiled::new(graph.clone(), &Switches::default().with("merged-wgrad", value).unwrap(), Target::Cpu).unwrap();
     let (on, off) = (compiled("require"), compiled("off"));
     on.plan.verify().unwrap();
     let joins: Vec<usize> = (0..on.graph.nodes.len()).filter(|&i| on.graph.nodes[i].name() == "join").collect();
@@ -107,7 +107,7 @@ fn what_is_joined_is_not_overwritten_before_its_last_reader() {
     };
     let numbers: Vec<f32> = (0..64 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
     let feeds = [("x", Data::F32(&numbers))];
-    let (on, off) = (run(record, DEFAULT, &feeds).unwrap().0, run(record, ("join-products", "off"), &feeds).unwrap().0);
+    let (on, off) = (run(record, DEFAULT, &feeds).unwrap().0, run(record, ("merged-wgrad", "off"), &feeds).unwrap().0);
     for (a, b) in on.iter().zip(&off) {
         assert!(kiln_engine::check::relative(a, b) < 1e-5, "{}", kiln_engine::check::relative(a, b));
     }
@@ -174,7 +174,7 @@ fn a_product_may_be_a_bias() {
     };
     let x: Vec<f32> = (0..64).map(|i| (i as f32).sin()).collect();
     let feeds = [("x", Data::F32(&x))];
-    let (on, off) = (run(record, DEFAULT, &feeds).unwrap().0, run(record, ("epilogue", "off"), &feeds).unwrap().0);
+    let (on, off) = (run(record, DEFAULT, &feeds).unwrap().0, run(record, ("gemm-epilogue", "off"), &feeds).unwrap().0);
     assert!(kiln_engine::check::relative(&on[0], &off[0]) < 1e-6);
 }
 
@@ -189,7 +189,7 @@ fn a_bias_that_is_made_behind_its_product_is_added_there() {
     };
     let x: Vec<f32> = (0..64).map(|i| (i as f32).sin()).collect();
     let feeds = [("x", Data::F32(&x))];
-    let (on, off) = (run(record, ("epilogue", "auto"), &feeds).unwrap().0, run(record, ("epilogue", "off"), &feeds).unwrap().0);
+    let (on, off) = (run(record, ("gemm-epilogue", "auto"), &feeds).unwrap().0, run(record, ("gemm-epilogue", "off"), &feeds).unwrap().0);
     assert!(kiln_engine::check::relative(&on[0], &off[0]) < 1e-6);
 }
 
@@ -343,7 +343,7 @@ fn a_cache_is_filled_in_place_token_by_token() {
         r.output("y", y);
         r.update(keys, caches.0);
         r.update(values, caches.1);
-        r.update(past, past.count(1));
+        r.update(past, r.typed(|| (past.cast(DType::F32) + 1.0).cast(DType::I32)));
         let switches = Switches::default().with("bf16", value).unwrap();
         let c = Compiled::new(r.finish(), &switches, Target::Cpu).unwrap();
         assert!(c.plan.copies.is_empty() && c.plan.stores.is_empty(), "{:?} {:?}", c.plan.copies, c.plan.stores);
@@ -393,7 +393,7 @@ fn sums_under_bf16_are_made_in_f32() {
         let r = Recorder::new();
         shared(&r);
         let mut switches = Switches::default().with("bf16", "require").unwrap();
-        ["fuse-pointwise", "epilogue", "join-products"].iter().for_each(|pass| switches.set(pass, fused).unwrap());
+        ["fuse-pointwise", "gemm-epilogue", "merged-wgrad"].iter().for_each(|pass| switches.set(pass, fused).unwrap());
         let mut store = Store::new(3);
         let mut p = Program::load(r.finish(), &switches, &device(), &mut store).unwrap();
         p.run(&mut store, &[("many", Data::F32(&many)), ("one", Data::F32(&one))]).unwrap();
@@ -410,4 +410,57 @@ fn of_equal_maxima_each_has_its_share_of_the_gradient() {
     };
     let (y, _) = run(record, DEFAULT, &[]).unwrap();
     assert_eq!(y[0], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 3.0, 0.0]);
+}
+
+/// Where the last panic of this thread was, and what it said.
+fn panic_of(f: impl FnOnce()) -> (String, String) {
+    use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+    use std::sync::{Arc, Mutex};
+    let (said, thread) = (Arc::new(Mutex::new((String::new(), String::new()))), std::thread::current().id());
+    let (record, before) = (said.clone(), take_hook());
+    set_hook(Box::new(move |info| match std::thread::current().id() == thread {
+        true => {
+            let text = info.payload().downcast_ref::<String>().cloned().unwrap_or_default();
+            *record.lock().unwrap() = (info.location().unwrap().file().into(), text);
+        }
+        false => before(info),
+    }));
+    assert!(catch_unwind(AssertUnwindSafe(f)).is_err(), "no panic");
+    let _ = take_hook();
+    let said = said.lock().unwrap().clone();
+    said
+}
+
+/// In one test, because a panic's hook belongs to the whole process.
+#[test]
+fn mistakes_of_a_model_name_its_line_and_its_parameters() {
+    let r = Recorder::new();
+    let feed = |name: &str, shape: &[usize]| r.feed(name, shape, DType::F32);
+    let (a, b) = (feed("a", &[2, 3]), feed("b", &[4, 5]));
+    let mistakes: [(&str, &dyn Fn()); 5] = [
+        ("matmul", &|| drop(a.matmul(b))),
+        ("matmul", &|| drop(a.linear(b))),
+        ("pointwise", &|| drop(a + b)),
+        ("reshape", &|| drop(a.reshape(&[7]))),
+        ("rms_norm", &|| drop(a.rms_norm(b, 1e-6))),
+    ];
+    for (op, mistake) in mistakes {
+        let (file, text) = panic_of(|| r.block("layers.3", mistake));
+        assert!(file.ends_with("graphs.rs"), "{op}: {file}: {text}");
+        assert!(text.contains(op) && text.contains("(in layers.3)") && text.contains("2, 3"), "{op}: {text}");
+    }
+    // Two blocks that name a parameter alike.
+    let r = Recorder::new();
+    let shared = r.param("shared", &[2], Init::Full(0.0));
+    let layer = |name: &str| {
+        r.block(name, || {
+            let [own, again] = ["norm", "norm"].map(|name| r.param(name, &[2], Init::Full(1.0)));
+            assert_eq!(own.value(), again.value(), "one block may ask twice");
+            assert_eq!(r.param("shared", &[2], Init::Full(0.0)).value(), shared.value());
+        })
+    };
+    layer("layers.0");
+    let (file, text) = panic_of(|| layer("layers.1"));
+    assert!(file.ends_with("graphs.rs"), "{file}");
+    assert!(text.contains("'norm' of block 'layers.1' is that of block 'layers.0'") && text.contains("\"layers.1.norm\""), "{text}");
 }

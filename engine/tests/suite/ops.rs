@@ -2,7 +2,7 @@
 
 use kiln_engine::cpu::{View, ViewMut};
 use kiln_engine::kernel::{Code, Io};
-use kiln_engine::op::{Case, Cost, Fill, Grads, In, Op};
+use kiln_engine::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, rounded};
 use kiln_engine::ops::pointwise::run::unary;
 use kiln_engine::{Cpu, DType, Device, Meta, OPS, Var, check};
 
@@ -42,6 +42,10 @@ impl Op for Wrong {
         let sigmoid = |v| unary(kiln_engine::ops::pointwise::Un::Sigmoid, v);
         y[0].f32().iter_mut().zip(x[0].f32()).for_each(|(y, &x)| *y = x * sigmoid(x));
     }
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        rounded(at)
+    }
+
     fn cuda(&self, _: &Io) -> Code {
         unreachable!("it runs on the CPU only")
     }
@@ -107,6 +111,10 @@ impl Op for Other {
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         y[0].f32().copy_from_slice(x[0].f32());
     }
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        rounded(at)
+    }
+
     fn cuda(&self, _: &Io) -> Code {
         unreachable!("it runs on the CPU only")
     }

@@ -7,10 +7,10 @@ use crate::report::{human_bytes, human_count, table};
 use crate::run;
 use anyhow::{Result, bail};
 use clap::Args;
+use engine::DType;
 use engine::check::time_case;
 use engine::op::{Case, Fill, In};
 use engine::passes::known;
-use engine::{DType, OPS};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -141,7 +141,7 @@ fn applied(s: &Session) -> Vec<(&'static str, usize)> {
 /// All replies to all prompts of the first recipe that writes them, by the base alone and with adapters on it.
 fn generate(a: &BenchArgs, device: &engine::Device, taken: &Taken, recipes: Recipes) -> Result<ExitCode> {
     if a.ledger {
-        bail!("bench generate has no --ledger: switch passes off by hand, --pass few-rows=off");
+        bail!("bench generate has no --ledger: switch passes off by hand, --pass fuse-decode=off");
     }
     let Some((name, surveys)) = recipes.iter().find_map(|r| Some((r.name(), r.surveys()?))) else {
         bail!("bench generate: none of the recipes here replies to prompts");
@@ -293,7 +293,7 @@ fn profile(all: &[engine::cuda::Timed]) -> Result<()> {
         };
         groups.into_iter().map(row).collect::<Vec<_>>()
     };
-    let columns = |first| [first, "nodes", "ms", "us each", "share", "GB/s", "TFLOP/s"];
+    let columns = |first| [first, "nodes", "ms", "us each", "cse", "GB/s", "TFLOP/s"];
     let op = |t: &engine::cuda::Timed| format!("{}{}", t.op, if t.backward { " (backward)" } else { "" });
     // With the same output, nodes differ in how much they do.
     let kind =
@@ -339,10 +339,15 @@ fn peak_resident() -> Option<u64> {
 /// Every op at the recipes' shapes. On a GPU in bf16, forwards and backwards, beside what the card reaches: a copy, and a large product.
 fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
     let wanted = |name: &str| a.only.as_deref().is_none_or(|part| name.contains(part));
-    let timed = || OPS.iter().filter(|o| wanted(o.name)).flat_map(|o| o.cases.iter().filter(|c| c.bench).map(move |c| (o, c)));
+    let timed = || {
+        engine::extension::ops()
+            .into_iter()
+            .filter(|o| wanted(o.name))
+            .flat_map(|o| o.cases.iter().filter(|c| c.bench).map(move |c| (o, c)))
+    };
     if timed().next().is_none() {
         let name = a.only.as_deref().unwrap_or_default();
-        bail!("no op that is timed has '{name}' in its name{}", known(name, OPS.iter().map(|o| o.name)));
+        bail!("no op that is timed has '{name}' in its name{}", known(name, engine::extension::ops().into_iter().map(|o| o.name)));
     }
     let (mut rows, mut json) = (vec![], vec![]);
     let gpu = match device {
@@ -388,7 +393,7 @@ fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
             ]);
             json.push(serde_json::json!({
                 "op": op.name, "case": case.name, "direction": direction, "ms": t.ms, "gb_s": bytes / 1e9, "tflop_s": flops / 1e12,
-                "share": share.map(|s| s.0), "bound": share.map(|s| s.1),
+                "cse": share.map(|s| s.0), "bound": share.map(|s| s.1),
             }));
         }
     }

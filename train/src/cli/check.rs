@@ -8,10 +8,11 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use engine::check::{Outcome, PLANTED, Verdict, check_case, check_pass, check_planted, kernel_texts};
 use engine::cuda::nvrtc::Compiler;
+use engine::extension::ops;
 use engine::kernel::Arch;
 use engine::passes::all;
 use engine::passes::known;
-use engine::{DType, Device, OPS, Switches};
+use engine::{DType, Device, Switches};
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -47,6 +48,18 @@ enum What {
     /// Whether the checks of ops find kernels that are wrong on purpose
     #[command(hide = true)]
     Planted(DeviceArgs),
+    /// Runs the kernels of every op on the CPU (their CUDA text compiled with g++) and compares with the CPU's numbers, without a GPU
+    #[command(after_help = "Examples:
+  kiln check emulate
+  kiln check emulate softmax
+  kiln check emulate --every        # large cases too: many minutes")]
+    Emulate {
+        /// Only ops whose name holds this, with all of their cases
+        filter: Option<String>,
+        /// Large cases too
+        #[arg(long)]
+        every: bool,
+    },
     /// Compiles the kernels of every op for every architecture, without a GPU
     #[command(after_help = "Examples:
   kiln check kernels
@@ -116,6 +129,15 @@ pub fn run(a: CheckArgs, recipes: Recipes) -> Result<ExitCode> {
         }
         What::Planted(d) => report(check_planted(&d.open()?).into_iter()),
         What::All(d) => everything(&d.open()?, recipes),
+        What::Emulate { filter, every } => {
+            let every = every || filter.is_some();
+            let ops = ops_called(filter)?;
+            let folder = crate::gpu::cache().join("emulator");
+            match engine::cuda::emulator::check(&ops, &folder, every, &mut |line| crate::say!("{line}")) {
+                Ok(()) => Ok(ExitCode::SUCCESS),
+                Err(e) => bail!("{e}"),
+            }
+        }
         What::Kernels { filter, sm, every_shape } => kernels(&ops_called(filter)?, &sm, every_shape),
         What::Golden(g) => golden(g, recipes),
         What::Model(m) => super::model::run(m),
@@ -126,11 +148,11 @@ pub fn run(a: CheckArgs, recipes: Recipes) -> Result<ExitCode> {
 /// The ops whose name holds a word; all without one.
 fn ops_called(filter: Option<String>) -> Result<Vec<&'static engine::op::Entry>> {
     let name = filter.unwrap_or_default();
-    let ops: Vec<_> = OPS.iter().filter(|o| o.name.contains(&name)).collect();
-    if ops.is_empty() {
-        bail!("no op is called '{name}'{}", known(&name, OPS.iter().map(|o| o.name)));
+    let called: Vec<_> = ops().into_iter().filter(|o| o.name.contains(&name)).collect();
+    if called.is_empty() {
+        bail!("no op is called '{name}'{}", known(&name, ops().into_iter().map(|o| o.name)));
     }
-    Ok(ops)
+    Ok(called)
 }
 
 fn op_outcomes<'a>(op: &'a engine::op::Entry, device: &'a Device) -> impl Iterator<Item = Outcome> + 'a {
@@ -161,7 +183,7 @@ fn everything(device: &Device, recipes: Recipes) -> Result<ExitCode> {
         rows.push([what].into_iter().chain([passed, failed, unchecked].map(|n| n.to_string())).chain([worst]).collect());
         Ok(())
     };
-    for op in OPS {
+    for op in ops() {
         add(format!("op {}", op.name), &mut op_outcomes(op, device))?;
     }
     add("planted mistakes".into(), &mut check_planted(device).into_iter())?;
@@ -290,11 +312,7 @@ fn golden(a: GoldenArgs, recipes: Recipes) -> Result<ExitCode> {
         bail!("--cosine {cosine} is not between 0 and 1");
     }
     let device = a.device.open()?;
-    let mut switches = Switches::default();
-    for p in &a.passes {
-        let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
-        switches.set(name, value)?;
-    }
+    let switches = super::switches(&a.passes, Switches::default())?;
     let mut failed = false;
     for path in &a.files {
         let file = Golden::open(path)?;

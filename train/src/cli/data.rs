@@ -2,6 +2,7 @@
 
 use super::signals::Signal;
 use super::{Recipes, write_json};
+use crate::data::images::pictures::augmented_pictures;
 use crate::data::images::{self, Block, Format};
 use crate::data::{DataError, Dataset, Input, PrepareOptions, Split, inspect, prepare};
 use crate::recipe::{Reads, Session};
@@ -243,7 +244,7 @@ fn augmented(pictures: &[u8], size: usize, least_area: f32, mirror: bool, seed: 
     let r = Recorder::new();
     let set = r.feed("pictures", &[n, images::CHANNELS, size, size], DType::U8);
     let (index, rng) = (r.feed("index", &[n], DType::I32), r.feed("rng", &[4], DType::I32));
-    r.output("seen", set.augmented_pictures(index, rng, least_area, mirror));
+    r.output("seen", augmented_pictures(set, index, rng, least_area, mirror));
     let mut s = Session::new(&Device::cpu(Cpu::all_cores()), &Switches::default(), seed);
     s.load("augment", r.finish())?;
     let index: Vec<i32> = (0..n as i32).collect();

@@ -3,7 +3,7 @@
 use super::DeviceArgs;
 use crate::models::{Encoder, EncoderFeeds};
 use crate::recipe::Session;
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use engine::{Data, Recorder, Switches};
 use safetensors::tensor::{Dtype, TensorView};
@@ -29,11 +29,7 @@ pub struct EncoderArgs {
 }
 
 pub fn run(a: EncoderArgs) -> Result<ExitCode> {
-    let mut switches = Switches::default();
-    for p in &a.passes {
-        let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
-        switches.set(name, value)?;
-    }
+    let switches = super::switches(&a.passes, Switches::default())?;
     let encoder = Encoder::open(&a.folder)?;
     let s = &encoder.shape;
     out!(

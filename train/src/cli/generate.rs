@@ -161,10 +161,7 @@ fn folder(a: &GenerateArgs, device: &Device) -> Result<ExitCode> {
     if matches!(device, Device::Cuda(..)) {
         switches.set("bf16", "auto")?;
     }
-    for pass in &a.passes {
-        let Some((name, setting)) = pass.split_once('=') else { bail!("--pass {pass}: NAME=off, NAME=auto or NAME=require") };
-        switches.set(name, setting)?;
-    }
+    let switches = super::switches(&a.passes, switches)?;
     talk(a, &chat, &mut Session::new(device, &switches, 0), |_| Ok(()))
 }
 

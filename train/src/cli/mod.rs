@@ -40,7 +40,7 @@ use crate::recipe::{self, Recipe};
 use crate::run::find_checkpoint;
 use anyhow::{Context, Result, bail};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use engine::Device;
+use engine::{Device, Switches};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -123,6 +123,7 @@ pub fn main(recipes: Recipes) -> ExitCode {
 }
 
 fn run(recipes: Recipes) -> Result<ExitCode> {
+    recipes.iter().filter_map(|r| r.extension()).try_for_each(engine::register)?;
     let matches = command(recipes).get_matches();
     match Kiln::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()).command {
         Command::Train(a) => train::run(a, recipes),
@@ -273,6 +274,16 @@ pub struct ConfigArgs {
     /// Switches a pass; settings follow behind commas (repeatable)
     #[arg(long = "pass", value_name = "NAME=off|auto|require")]
     passes: Vec<String>,
+}
+
+/// The switches with `--pass` arguments laid over them, each NAME=off|auto|require.
+pub fn switches(passes: &[String], mut over: Switches) -> Result<Switches> {
+    for p in passes {
+        let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
+        over.set(name, value)?;
+        Switches::formerly(name).into_iter().for_each(|(_, note)| crate::warn!("note: {note}"));
+    }
+    Ok(over)
 }
 
 impl ConfigArgs {

@@ -42,11 +42,7 @@ pub struct ModelArgs {
 }
 
 pub fn run(a: ModelArgs) -> Result<ExitCode> {
-    let mut switches = Switches::default();
-    for p in &a.passes {
-        let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
-        switches.set(name, value)?;
-    }
+    let switches = super::switches(&a.passes, Switches::default())?;
     let folder = Folder::open(&a.folder)?;
     let adapter = a.adapter.as_ref().map(|path| Adapter::open(path, &folder.shape)).transpose()?;
     describe(&folder, adapter.as_ref())?;

@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
   kiln train {recipe} --preset {preset} --data data/books --out runs/books --set train.batch=4
   kiln train --out runs/books --resume --steps 4000
   kiln train --resume-from runs/books/checkpoints/step-00002000
-  kiln train {recipe} --pass recompute=auto,what=blocks --pass linear-ce=auto,chunk=128
+  kiln train {recipe} --pass recompute=auto,what=blocks --pass linear-cross-entropy=auto,chunk=128
   kiln train {recipe} --init-from runs/books --out runs/tuned
 
 Ctrl-C finishes the step, saves and exits with status 130; so do SIGTERM (143), SIGHUP (129; not under nohup) and SIGUSR1 (138: Slurm's

@@ -33,7 +33,8 @@ pub fn note(g: &mut Graph) -> Vec<String> {
 /// Takes the choices from feeds of those names.
 pub fn feed(g: &mut Graph) {
     let names: HashMap<usize, String> = choices(g).into_iter().map(|(name, v)| (v.node, name)).collect();
-    let done: Result<(), Infallible> = g.rewrite(|r, i, node, inputs| {
+    let done: Result<(), Infallible> = g.rewrite(|w, i, node, inputs| {
+        let r = w.recorder;
         let Some(name) = names.get(&i) else { return Ok(None) };
         let given = |out: usize| r.feed(name, &node.outputs[out].shape, DType::I32);
         Ok(Some(match node.op::<Route>() {

@@ -28,7 +28,7 @@ pub use supervised::{Also, Feeds, Losses, Model, Supervised, largest};
 
 use crate::config::{Config, ConfigError, Keys, TrainConfig};
 use engine::passes::known;
-use engine::{Device, Graph};
+use engine::{Device, Extension, Graph};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -51,6 +51,10 @@ pub trait Recipe: Sync {
     }
     /// Checks the configuration and makes what trains.
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
+    /// Ops and passes of its own.
+    fn extension(&self) -> Option<&'static Extension> {
+        None
+    }
     /// What `--data` may name.
     fn reads(&self) -> &'static [Reads] {
         &[]

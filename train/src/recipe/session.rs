@@ -21,6 +21,7 @@ pub struct Session {
 
 impl Session {
     pub fn new(device: &Device, switches: &Switches, seed: u64) -> Session {
+        crate::recipes::register();
         Session {
             device: device.clone(),
             store: Store::new(seed),

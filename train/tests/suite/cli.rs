@@ -974,9 +974,9 @@ fn names_that_are_not_known_are_answered_with_those_that_are() {
     listed("train hydra --set model.dmi=3", "dim", &["vocab", "heads", "seq", "norm_eps"]);
     listed("train hydra --set learning_rat=1", "learning_rate", &["dim", "path", "steps"]);
     listed("train hydra --set trian.steps=1", "train", &["model", "data", "passes"]);
-    listed("train hydra --pass flash-atention=off", "flash-attention", &["linear-ce", "recompute", "autodiff"]);
+    listed("train hydra --pass flash-atention=off", "flash-attention", &["linear-cross-entropy", "recompute", "autodiff"]);
     listed("check ops sofmax", "softmax", &["matmul"]);
-    kiln(["train", "hydra", "--pass", "linear-ce=auto,chunks=3"]).fails(&["did you mean 'chunk'?"]);
+    kiln(["train", "hydra", "--pass", "linear-cross-entropy=auto,chunks=3"]).fails(&["did you mean 'chunk'?"]);
     kiln(["plan", "hydra", "--nodes", "trian"]).fails(&["did you mean 'train'?", "eval"]);
     // Where nothing is near, they are listed all the same.
     kiln(["train", "zzzzzzzzzzzz"]).fails(&["(known: ", "hydra", "hrm"]);

@@ -29,13 +29,12 @@ fn hydra_with_every_pass_setting() {
     let settings: [&[(&str, &str)]; 4] = [
         &[],
         &[("recompute", "require,what=blocks")],
-        &[("recompute", "require,what=memory-bound"), ("linear-ce", "require,chunk=7")],
+        &[("recompute", "require,what=memory-bound"), ("linear-cross-entropy", "require,chunk=7")],
         &[
             ("flash-attention", "off"),
-            ("linear-ce", "off"),
+            ("linear-cross-entropy", "off"),
             ("fuse-norm", "off"),
             ("fuse-qk-norm", "off"),
-            ("fuse-routing", "off"),
             ("dead-code", "off"),
             ("fuse-pointwise", "off"),
             ("in-place", "off"),
@@ -91,7 +90,7 @@ fn vision_bdh_with_passes_on_and_off() {
         ("linear-attention", "off"),
         ("recompute", "auto"),
         ("recompute", "auto,what=blocks"),
-        ("epilogue", "off"),
+        ("gemm-epilogue", "off"),
         ("bf16", "auto"),
         ("bf16", "auto,residual=f32"),
     ];

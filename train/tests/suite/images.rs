@@ -348,7 +348,7 @@ fn pictures_are_mirrored_only_where_the_switch_says_so() {
         let r = Recorder::new();
         let set = r.feed("set", &[1, 1, SIDE, SIDE], DType::U8);
         let (index, rng) = (r.feed("index", &[n], DType::I32), r.feed("rng", &[4], DType::I32));
-        r.output("seen", set.augmented_pictures(index, rng, 0.5, mirror));
+        r.output("seen", kiln::data::images::pictures::augmented_pictures(set, index, rng, 0.5, mirror));
         let mut s = Session::new(&Device::cpu(Cpu::new(1)), &Switches::default(), 0);
         s.load("augment", r.finish()).unwrap();
         let rng = engine::philox::rng_feed(3, 0, 0);

@@ -87,7 +87,7 @@ fn recompute_saves_memory_and_changes_no_bit() {
 
 #[test]
 fn linear_ce_saves_memory_and_keeps_the_loss() {
-    let setting = |v: &str| config("small", &["vocab=50304", "batch=8", &format!("passes.linear-ce={v}")]);
+    let setting = |v: &str| config("small", &["vocab=50304", "batch=8", &format!("passes.linear-cross-entropy={v}")]);
     let loss_part = |c: &Config| planned(c).0.by_part()["loss"] as f64;
     let (off, on) = (setting("off"), setting("require"));
     assert!(loss_part(&off) >= 4.0 * loss_part(&on), "{} and {}", loss_part(&off), loss_part(&on));

@@ -5,8 +5,24 @@ use std::process::Command;
 
 /// cargo builds examples beside the tests: target/PROFILE/deps/this, target/PROFILE/examples/own_recipe
 fn example() -> PathBuf {
+    beside("own_recipe")
+}
+
+fn beside(name: &str) -> PathBuf {
     let deps = std::env::current_exe().unwrap();
-    deps.parent().unwrap().parent().unwrap().join("examples/own_recipe")
+    deps.parent().unwrap().parent().unwrap().join("examples").join(name)
+}
+
+#[test]
+fn an_op_of_ones_own_is_checked_and_trained_with() {
+    let run = Command::new(beside("own_op")).output().unwrap();
+    let text = String::from_utf8_lossy(&run.stdout);
+    assert!(run.status.success(), "{text}{}", String::from_utf8_lossy(&run.stderr));
+    let kernel = if engine::cuda::emulator::missing().is_none() { "kernel: right" } else { "kernel: " };
+    for part in ["shift: odd: gradient: right", kernel, "w = 2.000"] {
+        assert!(text.contains(part), "no '{part}' in\n{text}");
+    }
+    assert!(!text.contains("off by"), "{text}");
 }
 
 /// Its status, and what it wrote.

@@ -4,7 +4,7 @@ use crate::cpu::math::sum;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -37,6 +37,10 @@ impl Op for GlobalNorm {
             total += pieces.collect::<Vec<f64>>().into_iter().sum::<f64>();
         }
         y[0].f32()[0] = total.sqrt() as f32;
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -170,6 +174,10 @@ impl Op for AdamW {
                 )
             });
         }
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -6,7 +6,7 @@ use crate::cpu::math::{dot, exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::{Layout, Meta, block_stride};
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -108,6 +108,10 @@ impl Op for FlashAttention {
     /// q, k and v may be columns of one product.
     fn layout(&self, input: usize) -> Layout {
         if input < 3 { Layout::Blocks(2) } else { Layout::Contiguous }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -252,6 +256,10 @@ impl Op for FlashAttentionGrad {
                 out.copy_from_slice(&by_head[((b * heads + h) * length + t) * s.d..][..s.d]);
             });
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

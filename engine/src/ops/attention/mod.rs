@@ -18,7 +18,7 @@ pub use kernels::{Kind, LONGEST_HEAD, kernel_for};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::full::Full;
 use crate::record::Var;
 
@@ -56,6 +56,10 @@ impl Op for Attention {
 
     fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
         unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, _: &Io) -> Code {

@@ -5,7 +5,7 @@ use crate::cpu::math::{dot, exp, max, sum};
 use crate::cpu::{Data, View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Layout, Meta, block_stride, contiguous};
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::ops::full::Full;
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::ops::rope::{self, Pairs, Rope};
@@ -138,6 +138,10 @@ impl Op for DecodeAttention {
     /// q, k and v may be columns of one product.
     fn layout(&self, input: usize) -> Layout {
         if input < 3 { Layout::Blocks(2) } else { Layout::Contiguous }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -8,7 +8,7 @@ pub use decode::{DecodeAttention, Turn, decode_attention};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch};
 use crate::meta::{DType, Layout, Meta, block_stride};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::ops::rope::Pairs;
 use crate::record::Var;
@@ -71,6 +71,10 @@ impl Op for CacheWrite {
     /// k and v may be columns of one product.
     fn layout(&self, input: usize) -> Layout {
         if input < 3 { Layout::Contiguous } else { Layout::Blocks(2) }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

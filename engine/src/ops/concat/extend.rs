@@ -4,7 +4,7 @@ use super::{blocks, concat, launches, put};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{Layout, Meta, block_stride};
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 
@@ -34,6 +34,10 @@ impl Op for Beside {
         let row = y[0].dim(0);
         let end = put(&x[1..], &mut y[0], 1, self.at);
         y[0].f32().chunks_mut(row).for_each(|row| row[end..].fill(0.0));
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -102,6 +106,10 @@ impl Op for Extend {
                 row[first..first + added.len()].copy_from_slice(added);
             }
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

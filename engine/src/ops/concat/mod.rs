@@ -5,7 +5,7 @@ pub mod extend;
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{Layout, Meta, block_stride};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use extend::{Beside, Extend};
@@ -48,6 +48,10 @@ impl Op for Concat {
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         put(x, &mut y[0], self.axis, 0);
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -137,6 +141,10 @@ impl Op for Join {
 
     fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {}
 
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
+    }
+
     fn cuda(&self, _: &Io) -> Code {
         Code::default()
     }
@@ -177,6 +185,10 @@ impl Op for Pad {
             out[before..before + block.len()].copy_from_slice(block);
             out[before + block.len()..].fill(0.0);
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

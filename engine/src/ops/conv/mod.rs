@@ -9,7 +9,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::Meta;
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -79,6 +79,10 @@ impl Op for CausalConv {
         });
     }
 
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         gpu::conv(io, self.groups, false)
     }
@@ -124,6 +128,10 @@ impl Op for CausalConvGradInput {
                 }
             }
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -185,6 +193,10 @@ impl Op for CausalConvGradWeight {
                 *o = by_tap[(g * s.width + j) * piece + k];
             }
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

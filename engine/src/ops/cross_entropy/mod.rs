@@ -4,7 +4,7 @@ use crate::cpu::math::{exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -73,6 +73,10 @@ impl Op for CrossEntropy {
         });
     }
 
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         let (x, source) = (&io.x[0], include_str!("cross_entropy.cu"));
         row_launch(source, "cross_entropy", x.dtype, x.dim(1), x.dim(0)).all(io).code()
@@ -113,6 +117,10 @@ impl Op for CrossEntropyGrad {
                 || row_gradient(row, targets[r], lse[r], dy[r]),
             )
         });
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, io: &Io) -> Code {

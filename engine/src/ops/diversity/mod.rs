@@ -4,7 +4,7 @@ use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::{LANES, PACKS, Rows, pack};
 use crate::record::Var;
 use rayon::prelude::*;
@@ -78,6 +78,10 @@ impl Op for Diversity {
         });
     }
 
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         /// Warps that fill any GPU.
         const WARPS: usize = 8192;
@@ -144,6 +148,10 @@ impl Op for PairDistances {
             let pairs = (0..n).flat_map(|i| (i + 1..n).map(move |j| (i, j)));
             y.iter_mut().zip(pairs).for_each(|(y, (i, j))| *y = 1.0 - dot(of(i), of(j)));
         });
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, io: &Io) -> Code {

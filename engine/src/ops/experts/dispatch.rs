@@ -3,7 +3,7 @@
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 
 /// Of expert numbers i32 [tokens, k], whose places are the slots 0..tokens k: slots by expert, then by number, i32 [slots]; where each
@@ -40,6 +40,10 @@ impl Op for Dispatch {
             position[slot] = *at;
             *at += 1;
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

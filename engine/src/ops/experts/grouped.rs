@@ -6,7 +6,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Cost, Grads, Op};
+use crate::op::{self, Cost, Grads, Narrow, Op, Port};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use rayon::prelude::*;
@@ -27,7 +27,7 @@ pub struct GroupedMatmul {
     pub from: By,
     pub to: By,
     pub transposed: bool,
-    /// Set by the pass `grouped-products`.
+    /// Set by the pass `grouped-gemm`.
     pub kernel: Kernel,
 }
 
@@ -94,6 +94,10 @@ impl Op for GroupedMatmul {
                 });
             }
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

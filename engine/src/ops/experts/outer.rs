@@ -6,7 +6,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 
 /// Inputs: left [rows or tokens, m], right [rows or tokens, n], `dispatch`'s order and offsets. Output f32 [experts, m, n]: the sum of
@@ -17,7 +17,7 @@ pub struct GroupedOuter {
     pub top: usize,
     pub left: By,
     pub right: By,
-    /// Set by the pass `grouped-products`.
+    /// Set by the pass `grouped-gemm`.
     pub kernel: Kernel,
 }
 
@@ -65,6 +65,10 @@ impl Op for GroupedOuter {
             let (left, right) = (Mat::rows(&left[first * m..][..rows * m], m), Mat::rows(&right[first * n..][..rows * n], n));
             gemm(out, n, Into::Replace, m, rows, n, left.t(), right, 1.0, true);
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

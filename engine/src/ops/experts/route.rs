@@ -4,7 +4,7 @@ use crate::cpu::math::{exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::LANES;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -62,6 +62,10 @@ impl Op for Route {
         });
     }
 
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         launch(include_str!("route.cu"), "route", io.x[0].dim(1), io.x[0].dim(0), self.k).define_type("T", io.x[0].dtype).all(io).code()
     }
@@ -117,6 +121,10 @@ impl Op for RouteGrad {
             let along: f32 = out.iter().zip(p).map(|(d, p)| d * p).sum();
             out.iter_mut().zip(p).for_each(|(d, p)| *d = p * (*d - along));
         });
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -7,7 +7,7 @@ use crate::cpu::math::sigmoid;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Place};
 use crate::meta::Meta;
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Lean, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -20,7 +20,7 @@ pub struct GroupedSwiglu {
     pub top: usize,
     /// h is an output: `dead-code` drops it where there is no gradient.
     pub keep: bool,
-    /// Set by the pass `grouped-products`.
+    /// Set by the pass `grouped-gemm`.
     pub kernel: Kernel,
 }
 
@@ -66,6 +66,15 @@ impl Op for GroupedSwiglu {
                 },
             )
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded_first(2, at)
+    }
+
+    fn only(&self, read: &[bool]) -> Option<Lean> {
+        // What only a gradient reads.
+        (self.keep && !read[1]).then(|| Lean::without_last(GroupedSwiglu { keep: false, ..self.clone() }, read.len()))
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -163,6 +172,10 @@ impl Op for GroupedSwigluGrad {
         });
         let dw = dw.f32();
         order.iter().zip(by_row).for_each(|(&slot, &mut d)| dw[slot as usize] = d);
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -8,7 +8,7 @@ use crate::cpu::math::{sigmoid, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Layout, Meta, block_stride};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::ops::matmul::Matmul;
 use crate::record::Var;
 
@@ -99,6 +99,10 @@ impl Op for FewRows {
 
     fn layout(&self, input: usize) -> Layout {
         if input == 0 { Layout::Blocks(1) } else { Layout::Contiguous }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -3,7 +3,7 @@
 use crate::cpu::{DataMut, View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::{Recorder, Var};
 use rayon::prelude::*;
@@ -30,6 +30,10 @@ impl Op for Full {
             DataMut::I32(d) => d.fill(self.value as i32),
             DataMut::U8(d) => d.fill(self.value as u8),
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -15,7 +15,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -123,6 +123,13 @@ impl Op for LinearAttention {
                     || *rstd = norm_row(y, eps),
                 )
             });
+        }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        match at {
+            Port::In(1 | 2) => Narrow::Keep,
+            _ => op::rounded(at),
         }
     }
 
@@ -243,6 +250,10 @@ impl Op for LinearAttentionGrad {
                 },
             )
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

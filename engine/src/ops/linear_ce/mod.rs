@@ -1,5 +1,5 @@
 //! The loss head: cross-entropy of h W^T, each row weighted, summed. What model code records is the meaning; the pass
-//! `linear-ce` replaces it by a version that works on a chunk of rows at a time, so that the logits never exist whole, and
+//! `linear-cross-entropy` replaces it by a version that works on a chunk of rows at a time, so that the logits never exist whole, and
 //! that computes the gradients in the same pass: the loss is one number, so they need only be scaled afterwards.
 
 use super::cross_entropy::{row_gradient, row_launch, row_loss};
@@ -8,7 +8,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -34,6 +34,13 @@ impl Op for LinearCrossEntropy {
 
     fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
         unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        match at {
+            Port::Out(_) => Narrow::Keep,
+            _ => op::rounded_first(2, at),
+        }
     }
 
     fn cuda(&self, _: &Io) -> Code {
@@ -103,7 +110,7 @@ impl Op for ChunkedLinearCrossEntropy {
         let (logits, rest) = work.split_at_mut((chunk * classes).next_multiple_of(16));
         let (losses, picked) = rest.split_at_mut(chunk.next_multiple_of(16));
         let order: Vec<usize> =
-            (0..rows).filter(|&r| !self.skip || targets[r] >= crate::mutant!("linear-ce-leaves-out-class-0", 0, 1)).collect();
+            (0..rows).filter(|&r| !self.skip || targets[r] >= crate::mutant!("linear-cross-entropy-leaves-out-class-0", 0, 1)).collect();
         let all = order.len() == rows;
         let at_w = 1 + self.grad_h as usize;
         if !all && self.grad_h {
@@ -148,6 +155,13 @@ impl Op for ChunkedLinearCrossEntropy {
             }
         }
         y[0].f32()[0] = total as f32;
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        match at {
+            Port::Out(0) => Narrow::Keep,
+            _ => op::rounded_first(2, at),
+        }
     }
 
     fn cuda(&self, io: &Io) -> Code {

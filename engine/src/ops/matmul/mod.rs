@@ -7,7 +7,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Act, At, Code, Gemm, Io, Matrix, Step};
 use crate::meta::{DType, Layout, Meta, broadcast, broadcast_strides, contiguous};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::narrow::{self, Wide};
 use crate::ops::view::Permute;
 use crate::record::Var;
@@ -95,6 +95,10 @@ impl Op for Matmul {
         }
     }
 
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         let own = || thin::code(io).or_else(|| over_rows(io)).or_else(|| terms::code(io));
         if let Some(code) = own().filter(|_| self.add.is_none() && !self.bias && self.act.is_none()) {
@@ -162,7 +166,7 @@ impl Op for Matmul {
         grads
     }
 
-    /// The pass `epilogue` adds these behind autodiff.
+    /// The pass `gemm-epilogue` adds these behind autodiff.
     fn differentiable(&self) -> bool {
         !self.bias && self.act.is_none()
     }

@@ -6,7 +6,7 @@ use super::pointwise::{Bin, Expr, Pointwise, Un, print, run};
 use crate::cpu::{Data, DataMut, View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch, Place, Step, c_type};
 use crate::meta::{DType, Layout, Meta, broadcast_strides, contiguous};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 
 /// Inputs: a [.., m, k] and b [.., k, n], then what the arithmetic reads beside their product: tensors of its shape, and counters of
@@ -328,6 +328,10 @@ impl Op for MatmulPointwise {
         Matmul::default().infer(&x[..2])[0].elements()
     }
 
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         self.fused(io).unwrap_or_else(|_| self.apart(io))
     }
@@ -336,7 +340,7 @@ impl Op for MatmulPointwise {
         no_gradient(x.len())
     }
 
-    /// The pass `fuse-products` records it behind autodiff.
+    /// The pass `gemm-pointwise` records it behind autodiff.
     fn differentiable(&self) -> bool {
         false
     }

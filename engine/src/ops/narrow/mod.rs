@@ -8,7 +8,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Gemm, Io, Matrix, Step};
 use crate::meta::{DType, Layout, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::ops::concat::concat;
 use crate::ops::matmul::Matmul;
 use crate::record::Var;
@@ -43,6 +43,10 @@ impl Op for NarrowProducts {
     }
 
     /// Two products of each, where rows do not start on 16 bytes.
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         gpu::both(io).unwrap_or_else(|_| {
             let (r, all, dtype) = (io.x[1].dim(0), io.y[0].dim(0), io.y[0].dtype);

@@ -8,7 +8,7 @@ use crate::cpu::{View, ViewMut};
 use crate::graph::{Init, Role};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::few_rows;
 use crate::record::{Recorder, Var};
 use rayon::prelude::*;
@@ -202,6 +202,10 @@ impl Op for Nf4Product {
         let w = Mat::rows(w, self.k);
         let w = if self.transposed { w.t() } else { w };
         gemm(y[0].f32(), to, Into::Replace, rows, from, to, Mat::rows(x[0].f32(), from), w, 1.0, true);
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded_first(1, at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

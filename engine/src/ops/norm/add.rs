@@ -6,7 +6,7 @@ use crate::cpu::math::sum;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::Meta;
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Lean, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -16,7 +16,7 @@ use rayon::prelude::*;
 pub struct AddRmsNorm {
     pub eps: f32,
     pub sum: bool,
-    /// Columns behind those of y that nothing is written to: the pass `extend-products` has a use for them.
+    /// Columns behind those of y that nothing is written to: the pass `lora-forward` has a use for them.
     pub room: usize,
 }
 
@@ -81,6 +81,19 @@ impl Op for AddRmsNorm {
                 }
             },
         );
+    }
+
+    fn precision(&self, at: Port, x: &[Meta]) -> Narrow {
+        // A row that is added to all others stays as it is.
+        match at {
+            Port::In(1) if x[1].shape != x[0].shape => Narrow::Keep,
+            _ => op::rounded_first(2, at),
+        }
+    }
+
+    fn only(&self, read: &[bool]) -> Option<Lean> {
+        // A sum that is only normed.
+        (self.sum && !read[2]).then(|| Lean::without_last(AddRmsNorm { sum: false, ..self.clone() }, read.len()))
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -206,6 +219,15 @@ impl Op for AddRmsNormGrad {
         if self.y {
             norm_again(terms.a, rstd, Some(weight), out[out.len() - 1].f32());
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
+    }
+
+    fn only(&self, read: &[bool]) -> Option<Lean> {
+        // The gradient of a weight that is not trained.
+        (self.dw && read.len() == 2 && !read[1]).then(|| Lean::without_last(AddRmsNormGrad { dw: false, ..self.clone() }, read.len()))
     }
 
     fn cuda(&self, io: &Io) -> Code {

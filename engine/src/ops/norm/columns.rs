@@ -3,7 +3,7 @@
 use crate::cpu::{View, ViewMut, math, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::Meta;
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -42,6 +42,10 @@ impl Op for LayerNormColumns {
                 },
             )
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

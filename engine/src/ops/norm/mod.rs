@@ -10,7 +10,7 @@ use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Lean, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use gpu::Inputs;
 use rayon::prelude::*;
@@ -86,6 +86,10 @@ impl Op for RmsNorm {
         );
     }
 
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded_first(1, at)
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         let weight = (io.x.len() > 1).then_some(1);
         gpu::forward(io, Inputs { weight, ..Inputs::default() }, self.eps, false)
@@ -106,7 +110,7 @@ impl Op for RmsNorm {
 /// perhaps the norm's own result.
 #[derive(Clone, Debug, Default)]
 pub struct RmsNormGrad {
-    /// The pass `epilogue` adds what meets dx here.
+    /// The pass `gemm-epilogue` adds what meets dx here.
     pub add: bool,
     /// The weight's gradient is wanted.
     pub dw: bool,
@@ -164,6 +168,15 @@ impl Op for RmsNormGrad {
         if self.y {
             norm_again(data, rstd, weight, out[out.len() - 1].f32());
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
+    }
+
+    fn only(&self, read: &[bool]) -> Option<Lean> {
+        // The gradient of a weight that is not trained.
+        (self.dw && read.len() == 2 && !read[1]).then(|| Lean::without_last(RmsNormGrad { dw: false, ..self.clone() }, read.len()))
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -244,6 +257,10 @@ impl Op for LayerNorm {
         );
     }
 
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded_first(1, at)
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         gpu::forward(io, Inputs::default(), self.eps, true)
     }
@@ -289,6 +306,10 @@ impl Op for LayerNormGrad {
                 },
             )
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -5,7 +5,7 @@ use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place};
 use crate::meta::Meta;
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -66,6 +66,10 @@ impl Op for ResidualNorm {
                 },
             )
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -139,6 +143,10 @@ impl Op for ResidualNormGrad {
                 },
             )
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -11,9 +11,10 @@ use crate::cpu::{View, ViewMut};
 use crate::graph::{Graph, Kind, Value};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Layout, Meta, broadcast};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{Case, Cost, Fill, Grads, In, Lean, Narrow, Op, Port};
 use crate::record::Var;
 use expr::Reg;
+use std::sync::Arc;
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pointwise {
@@ -55,6 +56,33 @@ impl Op for Pointwise {
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         run::run(&self.expr, &self.in_place, x, y)
+    }
+
+    fn precision(&self, at: Port, x: &[Meta]) -> Narrow {
+        // Arithmetic on an activation stays one, also where it is repeated; its other inputs may be of any type.
+        match at {
+            Port::In(_) => Narrow::Keep,
+            Port::Out(_) => {
+                let most = x.iter().map(|m| m.elements()).max().unwrap_or(1);
+                Narrow::Follow((0..x.len()).filter(|&i| x[i].elements() == most).collect())
+            }
+        }
+    }
+
+    fn with_types(&self, outputs: &[DType]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Pointwise { dtypes: outputs.to_vec(), ..self.clone() }))
+    }
+
+    fn only(&self, read: &[bool]) -> Option<Lean> {
+        let outputs: Vec<usize> = (0..read.len()).filter(|&o| read[o]).collect();
+        if outputs.len() == read.len() {
+            return None;
+        }
+        let mut expr = self.expr.clone();
+        expr.outs = outputs.iter().map(|&o| self.expr.outs[o]).collect();
+        let (expr, inputs) = expr.pruned();
+        let op = Pointwise::new(expr, outputs.iter().map(|&o| self.dtypes[o]).collect());
+        Some(Lean { op: Arc::new(op), inputs: Some(inputs), outputs })
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -4,11 +4,12 @@ use crate::cpu::{View, ViewMut, math, simd};
 use crate::graph::Kind;
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::full::Full;
 use crate::ops::pointwise::{Bin, pointwise};
 use crate::record::Var;
 use rayon::prelude::*;
+use std::sync::Arc;
 
 pub mod packs;
 
@@ -100,6 +101,17 @@ impl Op for Reduce {
                 }
             }
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        match at {
+            Port::In(_) => Narrow::Keep,
+            Port::Out(_) => crate::mutant!("sums-rounded-to-bf16", Narrow::Keep, Narrow::Follow(vec![0])),
+        }
+    }
+
+    fn with_types(&self, outputs: &[DType]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Reduce { wide: outputs[0] == DType::F32, ..self.clone() }))
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -5,7 +5,7 @@ pub mod norm;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{Layout, Meta, block_stride};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::{Recorder, Var};
 use norm::NormRope;
@@ -85,6 +85,10 @@ impl Op for Rope {
     /// Heads may be columns of something wider.
     fn layout(&self, input: usize) -> Layout {
         if input == 0 { Layout::Blocks(2) } else { Layout::Contiguous }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded_first(1, at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -5,7 +5,7 @@ use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Cost, Grads, Op, no_gradient};
+use crate::op::{self, Cost, Grads, Lean, Narrow, Op, Port, no_gradient};
 use crate::ops::norm::{RmsNorm, add_pieces, gpu, rms_row};
 use crate::ops::reduce::packs::{Rows, pack};
 use crate::record::Var;
@@ -61,6 +61,10 @@ impl Op for NormRope {
                 },
             )
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded_first(1, at)
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -151,6 +155,15 @@ impl Op for NormRopeGrad {
         if self.dw {
             add_pieces(sums, out[1].f32());
         }
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
+    }
+
+    fn only(&self, read: &[bool]) -> Option<Lean> {
+        // The gradient of a weight that is not trained.
+        (self.dw && !read[1]).then(|| Lean::without_last(NormRopeGrad { dw: false, ..self.clone() }, read.len()))
     }
 
     fn cuda(&self, io: &Io) -> Code {

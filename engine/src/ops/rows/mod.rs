@@ -4,14 +4,11 @@ use crate::cpu::{View, ViewMut, simd};
 use crate::graph::Kind;
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::full::Full;
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use rayon::prelude::*;
-use scaled::ScatterScaled;
-
-pub mod scaled;
 
 /// y[i] = table[index[i]]. Inputs: table [rows, d], index i32 [..]. Output [.., d].
 #[derive(Debug)]
@@ -36,6 +33,15 @@ impl Op for GatherRows {
         y[0].f32().par_chunks_mut(d).with_min_len(32).zip(index).for_each(|(out, &i)| {
             out.copy_from_slice(&table[i as usize * d..][..d]);
         });
+    }
+
+    fn precision(&self, at: Port, x: &[Meta]) -> Narrow {
+        // Rows of a parameter are cast after they are gathered, so that its gradient is added up in f32.
+        match at {
+            Port::In(_) => crate::mutant!("embedding-gradient-summed-in-bf16", Narrow::Keep, Narrow::Round),
+            Port::Out(_) if x[0].dim(0) > 1 => Narrow::Round,
+            Port::Out(_) => Narrow::Follow(vec![0]),
+        }
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -115,6 +121,13 @@ impl Op for ScatterRows {
                 }
             },
         );
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        match at {
+            Port::In(0 | 1) => Narrow::Keep,
+            _ => Narrow::Follow(vec![0]),
+        }
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -263,10 +276,6 @@ impl<'g> Var<'g> {
     }
 }
 
-fn scaled<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
-    x[0].recorder().op(ScatterScaled, x)
-}
-
 pub const CASES: &[Case] = &[
     Case::new("gather, some twice", &[In(&[7, 5], Fill::Normal), In(&[3, 4], Fill::Index(7))], |x| vec![x[0].gather_rows(x[1])]),
     Case::new("add, some twice", &[In(&[7, 5], Fill::Normal), In(&[12], Fill::Index(7)), In(&[12, 5], Fill::Normal)], |x| {
@@ -291,47 +300,11 @@ pub const CASES: &[Case] = &[
     Case::new("replace", &[In(&[7, 5], Fill::Normal), In(&[1], Fill::Index(7)), In(&[1, 5], Fill::Normal)], |x| {
         vec![x[0].replace_rows(x[1], x[2])]
     }),
-    Case::new(
-        "scaled, odd",
-        &[In(&[61, 13], Fill::Normal), In(&[29], Fill::Rows(61)), In(&[29, 13], Fill::Normal), In(&[29, 1], Fill::Normal)],
-        scaled,
-    ),
-    Case::new(
-        "scaled, one column",
-        &[In(&[700, 1], Fill::Normal), In(&[5, 60], Fill::Rows(700)), In(&[5, 60, 1], Fill::Normal), In(&[5, 60, 1], Fill::Normal)],
-        scaled,
-    ),
-    Case::new(
-        "scaled, one row",
-        &[In(&[3, 8], Fill::Normal), In(&[1], Fill::Rows(3)), In(&[1, 8], Fill::Normal), In(&[1, 1], Fill::Normal)],
-        scaled,
-    ),
-    Case::new(
-        "scaled, dim 768",
-        &[In(&[40, 768], Fill::Normal), In(&[19], Fill::Rows(40)), In(&[19, 768], Fill::Normal), In(&[19, 1], Fill::Normal)],
-        scaled,
-    ),
-    Case::new(
-        "scaled, long rows, scales in f32",
-        &[In(&[9, 1100], Fill::Normal), In(&[5], Fill::Rows(9)), In(&[5, 1100], Fill::Normal), In(&[5, 1], Fill::Normal)],
-        |x| scaled(&[x[0], x[1], x[2], x[3].cast(DType::F32)]),
-    ),
-    Case::new(
-        "scaled, its source and base read elsewhere",
-        &[In(&[9, 24], Fill::Normal), In(&[5], Fill::Rows(9)), In(&[5, 24], Fill::Normal), In(&[5, 1], Fill::Normal)],
-        |x| vec![scaled(x)[0] * x[0], x[2].square()],
-    ),
     Case::new("embedding", &[In(&[50304, 768], Fill::Normal), In(&[64, 1024], Fill::Index(50304))], |x| vec![x[0].gather_rows(x[1])])
         .bench(),
     Case::new("routing", &[In(&[65536, 768], Fill::Normal), In(&[32768], Fill::Rows(65536)), In(&[32768, 768], Fill::Normal)], |x| {
         vec![x[0].scatter_add_rows_once(x[1], x[2])]
     })
-    .bench(),
-    Case::new(
-        "routing, scaled",
-        &[In(&[65536, 768], Fill::Normal), In(&[32768], Fill::Rows(65536)), In(&[32768, 768], Fill::Normal), In(&[32768, 1], Fill::Normal)],
-        scaled,
-    )
     .bench(),
 ];
 

@@ -11,7 +11,7 @@ use crate::cpu::math::exp;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::philox::random_words;
 use crate::record::Var;
@@ -242,6 +242,10 @@ impl Op for Sample {
         }
     }
 
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         self.nucleus.code(io, self.log_prob, |p| {
             let given = (0..io.x.len()).map(|i| At::X(i).into());
@@ -293,6 +297,10 @@ impl Op for TopP {
                 };
             }
         });
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, io: &Io) -> Code {

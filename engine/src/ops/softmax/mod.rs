@@ -4,7 +4,7 @@ use crate::cpu::math::{dot, exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::Meta;
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -51,6 +51,10 @@ impl Op for Softmax {
                 },
             )
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -114,6 +118,10 @@ impl Op for SoftmaxGrad {
                 },
             )
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

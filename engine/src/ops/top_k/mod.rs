@@ -3,7 +3,7 @@
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -38,6 +38,10 @@ impl Op for TopK {
             order[..self.k].sort();
             out.copy_from_slice(&order[..self.k]);
         });
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
     }
 
     fn cuda(&self, io: &Io) -> Code {

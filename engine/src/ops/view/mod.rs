@@ -3,7 +3,7 @@
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::{Layout, Meta, broadcast_strides};
-use crate::op::{Case, Cost, Fill, Grads, In, Op};
+use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::record::Var;
 
 macro_rules! view_op {
@@ -16,6 +16,9 @@ macro_rules! view_op {
         }
         fn cuda(&self, _: &Io) -> Code {
             unreachable!("a view is resolved by the plan")
+        }
+        fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+            op::rounded(at)
         }
         fn cost(&self, _: &[Meta]) -> Cost {
             Cost::memory(0)

@@ -3,6 +3,7 @@
 mod choose;
 mod side;
 
+use super::pattern::Rewrite;
 use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
@@ -90,31 +91,26 @@ impl Pass for Recompute {
             _ => choose::inside_blocks(g),
         };
         let given = side::arrange(g, &mut again);
-        let old = std::mem::take(g);
-        let forward = forward(&old);
-        let mut copies = Copies { old: &old, again: &again, given: &given, made: HashMap::new(), values: vec![], flops: 0 };
+        let forward = forward(g);
+        let mut copies = Copies { again: &again, given: &given, made: HashMap::new(), flops: 0, ops: 0 };
         let mut total = 0;
-        *g = old.rewritten(|recorder, i, node, inputs| {
-            let mut ready: Vec<Var> = inputs.to_vec();
+        g.rewrite(|w, i, node, inputs| {
             if let Kind::Op(op) = &node.kind {
-                total += op.cost(&old.inputs(i)).flops;
+                total += op.cost(&w.old.inputs(i)).flops;
             }
-            if node.backward && i > forward && !node.is_view() {
-                for (&v, new) in node.inputs.iter().zip(&mut ready) {
-                    *new = recorder.var(copies.of(recorder, v));
-                }
-                recorder.set_place(node);
+            if !node.backward || i <= forward || node.is_view() {
+                return Ok::<_, Error>(None);
             }
-            let made = recorder.keep(node, ready.iter().map(|v| v.value()).collect());
-            copies.values.push(made.clone());
-            Ok::<_, Error>(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
+            let again: Vec<Var> = node.inputs.iter().map(|&v| copies.of(w, v)).collect();
+            w.recorder.set_place(node);
+            Ok((again.iter().zip(inputs).any(|(a, b)| a.value() != b.value())).then(|| w.keep(node, &again)))
         })?;
-        let (made, flops) = (copies.made, copies.flops);
-        receipt.applied = given.len() + made.keys().filter(|&&n| !old.nodes[n].is_view()).count();
+        receipt.applied = given.len() + copies.ops;
+        let flops = copies.flops;
         if total > 0 && receipt.applied > 0 {
             receipt.notes.push(format!("{} ops again, {:.0}% more arithmetic", receipt.applied, 100.0 * flops as f64 / total as f64));
         }
-        if receipt.applied == 0 && old.nodes.iter().any(|n| n.backward) {
+        if receipt.applied == 0 && g.nodes.iter().any(|n| n.backward) {
             receipt.decline("the backward pass needs nothing that this setting would compute again", "");
         }
         super::dead_code::sweep(g);
@@ -145,41 +141,40 @@ fn wanted(g: &Graph) -> HashMap<Value, Vec<usize>> {
 
 /// Forward values as the backward pass reads them: made anew from what was kept, once for each node.
 struct Copies<'a> {
-    old: &'a Graph,
     again: &'a HashSet<Value>,
     /// Made by a backward node beside its own results.
     given: &'a HashMap<Value, Value>,
     made: HashMap<usize, Vec<Value>>,
-    /// What stands for the old graph's values.
-    values: Vec<Vec<Value>>,
     flops: u64,
+    /// Nodes that are no views, made anew.
+    ops: usize,
 }
 
 impl Copies<'_> {
     /// What the old graph's value is in the new one.
-    fn of(&mut self, recorder: &Recorder, v: Value) -> Value {
-        let n = &self.old.nodes[v.node];
-        if let Some(by) = self.given.get(&v) {
-            return self.values[by.node][by.out];
+    fn of<'g>(&mut self, w: &Rewrite<'g>, v: Value) -> Var<'g> {
+        let n = &w.old.nodes[v.node];
+        if let Some(&by) = self.given.get(&v) {
+            return w.at(by);
         }
         if let Some(made) = self.made.get(&v.node).filter(|_| n.is_view() || self.again.contains(&v)) {
-            return made[v.out];
+            return w.recorder.var(made[v.out]);
         }
-        let kept = self.values[v.node][v.out];
         if !n.is_view() && !self.again.contains(&v) {
-            return kept;
+            return w.at(v);
         }
-        let inputs: Vec<Value> = n.inputs.iter().map(|&w| self.of(recorder, w)).collect();
+        let inputs: Vec<Var> = n.inputs.iter().map(|&v| self.of(w, v)).collect();
         // A view of what was kept.
-        if n.is_view() && inputs.iter().zip(&n.inputs).all(|(&new, w)| new == self.values[w.node][w.out]) {
-            return kept;
+        if n.is_view() && inputs.iter().zip(&n.inputs).all(|(new, &old)| new.value() == w.at(old).value()) {
+            return w.at(v);
         }
         if let Kind::Op(op) = &n.kind {
-            self.flops += op.cost(&self.old.inputs(v.node)).flops;
+            self.flops += op.cost(&w.old.inputs(v.node)).flops;
         }
-        recorder.set_backward(&n.scope);
-        let made = recorder.keep(n, inputs);
-        self.made.insert(v.node, made.clone());
+        self.ops += !n.is_view() as usize;
+        w.recorder.set_backward(&n.scope);
+        let made = w.keep(n, &inputs);
+        self.made.insert(v.node, made.iter().map(|v| v.value()).collect());
         made[v.out]
     }
 }

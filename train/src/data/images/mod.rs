@@ -4,6 +4,7 @@ mod cifar;
 mod folder;
 mod generated;
 mod picture;
+pub mod pictures;
 mod sheet;
 
 use std::path::Path;

@@ -2,6 +2,7 @@
 
 mod golden;
 mod model;
+mod ops;
 
 pub use model::{Lior, LiorConfig};
 
@@ -12,7 +13,7 @@ use crate::recipe::{
     Better, Computed, Evaluation, Extent, Metric, Pending, Picture, Reads, Recipe, Reference, Session, Task, TrainError, Unit,
 };
 use crate::text::{self, Text};
-use engine::{Data, Device, Graph, Recorder, Switches};
+use engine::{Data, Device, Extension, Graph, Recorder, Switches};
 use std::sync::Arc;
 
 pub struct LiorRecipe;
@@ -30,6 +31,10 @@ impl Recipe for LiorRecipe {
         // There is no gradient: no optimizer, and nothing to add up.
         let train = TrainConfig::keys("train").without(&["accumulate", "beta1", "beta2", "eps", "weight_decay", "clip"]);
         vec![LiorConfig::keys("model"), DataConfig::keys("data"), train]
+    }
+
+    fn extension(&self) -> Option<&'static Extension> {
+        Some(&ops::EXTENSION)
     }
 
     fn presets(&self) -> &'static [(&'static str, &'static str)] {

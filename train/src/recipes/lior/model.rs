@@ -5,13 +5,14 @@
 //! phase is: the field through all its steps, which gives every step's gain; the encoder over all steps as one batch, or over some of them at a
 //! time; then the retrieval over all steps. Nothing is left out, and the numbers are those of the steps one by one.
 
+use super::ops::evolve::evolution;
+use super::ops::retrieve::{PLANES, retrieval};
+use super::ops::ring::{count, ring_write};
 use crate::config::{ConfigError, NORM_EPS, Section};
 use crate::section;
 use engine::ops::attention::attention;
 use engine::ops::concat::concat;
-use engine::ops::evolve::evolution;
 use engine::ops::pointwise::{Bin, Un, pointwise};
-use engine::ops::retrieve::{PLANES, retrieval};
 use engine::{DType, Init, Recorder, Var};
 use std::f32::consts::PI;
 use std::ops::RangeInclusive;
@@ -207,7 +208,7 @@ impl<'g> Lior<'_, 'g> {
         let up = param("up", &[c.layers, 4 * d, d], wide(d));
         let down = param("down", &[c.layers, d, 4 * d], wide(4 * d));
         let eps = c.norm_eps as f32;
-        // The gain comes behind this: `share` makes it once for all steps.
+        // The gain comes behind this: `cse` makes it once for all steps.
         let embedded = table.gather_rows(ids) + position.slice(0, 0, t);
         let mut x = (embedded.reshape(&[1, b, t, d]) * gain.reshape(&[s, 1, 1, 1])).reshape(&[rows, d]);
         for l in 0..c.layers {
@@ -350,10 +351,10 @@ impl<'g> Lior<'_, 'g> {
         });
         r.update(g.rotor, around);
 
-        r.update(g.coordinates, g.coordinates.ring_write(g.filled, wide("free.coordinate")));
-        r.update(g.states, g.states.ring_write(g.filled, self.between("free.state", &[b, c.dim])));
-        r.update(g.filled, g.filled.count(engine::mutant!("lior-counts-one-slot", b, 1)));
-        r.update(g.windows, g.windows.count(1));
+        r.update(g.coordinates, ring_write(g.coordinates, g.filled, wide("free.coordinate")));
+        r.update(g.states, ring_write(g.states, g.filled, self.between("free.state", &[b, c.dim])));
+        r.update(g.filled, count(g.filled, engine::mutant!("lior-counts-one-slot", b, 1)));
+        r.update(g.windows, count(g.windows, 1));
         r.update(g.re, self.between("free.re", &c.field));
         r.update(g.im, self.between("free.im", &c.field));
 

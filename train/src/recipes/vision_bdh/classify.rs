@@ -3,6 +3,7 @@
 use super::{VisionBdh, VisionConfig};
 use crate::config::Config;
 use crate::data::images::CHANNELS;
+use crate::data::images::pictures::pictures;
 use crate::recipe::{Classifier, Session, TrainError};
 use engine::{DType, Data, Recorder};
 
@@ -41,7 +42,7 @@ impl Classifier for VisionClassifier {
     fn begin(&mut self, s: &mut Session, batch: usize) -> Result<(), TrainError> {
         self.batch = batch;
         let r = Recorder::new();
-        let pictures = r.feed("pictures", &self.shape(), DType::U8).pictures(r.feed("index", &[batch], DType::I32));
+        let pictures = pictures(r.feed("pictures", &self.shape(), DType::U8), r.feed("index", &[batch], DType::I32));
         r.output("logits", VisionBdh { c: &self.c, r: &r, rng: None }.logits(pictures));
         s.load("predict", r.finish())
     }

@@ -6,6 +6,7 @@ mod model;
 pub use model::{VisionBdh, VisionConfig, correct};
 
 use crate::config::{Config, ConfigError, Keys, Section, TrainConfig};
+use crate::data::images::pictures::{CASES, augmented_pictures, pictures};
 use crate::data::images::{self, GENERATED, ImageSet, generate};
 use crate::data::{DataError, Item, Source, Split};
 use crate::golden::{Golden, Record, Steps, differentiated};
@@ -13,10 +14,16 @@ use crate::recipe::{
     Better, Classifier, Classifies, Computed, Feeds, Metric, Model, Reads, Recipe, Reference, Session, Supervised, Task, TrainError, Unit,
 };
 use crate::{choices, section};
-use engine::{DType, Data, Device, Init, Meta, Recorder, Switches, Var};
+use engine::op::Entry;
+use engine::{DType, Data, Device, Extension, Init, Meta, Recorder, Switches, Var};
 use std::cell::OnceCell;
 use std::path::Path;
 use std::sync::Arc;
+
+static EXTENSION: Extension = Extension {
+    ops: &[Entry { name: "pictures", about: "pictures out of a set of bytes, cut, resized and mirrored at random", cases: CASES }],
+    passes: &[],
+};
 
 pub struct VisionRecipe;
 
@@ -54,6 +61,10 @@ impl Recipe for VisionRecipe {
 
     fn sections(&self) -> Vec<Keys> {
         vec![VisionConfig::keys("model"), PictureConfig::keys("data"), TrainConfig::keys("train")]
+    }
+
+    fn extension(&self) -> Option<&'static Extension> {
+        Some(&EXTENSION)
     }
 
     fn presets(&self) -> &'static [(&'static str, &'static str)] {
@@ -194,7 +205,7 @@ impl Model for VisionModel {
 
     fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         let (set, index, f) = self.feeds(r, batch, 0);
-        let images = set.augmented_pictures(index, f.rng, self.least_area, self.mirror);
+        let images = augmented_pictures(set, index, f.rng, self.least_area, self.mirror);
         let logits = VisionBdh { c: &self.c, r, rng: Some(f.rng) }.logits(images);
         losses(logits, f.targets.reshape(&[batch]), f.weight)
     }
@@ -203,8 +214,8 @@ impl Model for VisionModel {
         let (set, index, f) = self.feeds(r, batch, 1);
         let pictures = engine::mutant!(
             "augmentation-in-evaluation",
-            set.pictures(index),
-            set.augmented_pictures(index, f.rng, self.least_area, self.mirror)
+            pictures(set, index),
+            augmented_pictures(set, index, f.rng, self.least_area, self.mirror)
         );
         let logits = VisionBdh { c: &self.c, r, rng: engine::mutant!("dropout-in-evaluation", None, Some(f.rng)) }.logits(pictures);
         r.output("logits", logits);

@@ -1,6 +1,5 @@
 //! Two narrow products of the same large matrix read it once; those of several matrices whose results are put side by side are one kernel.
 
-use super::epilogue::unshaped;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Value};
@@ -9,19 +8,19 @@ use crate::ops::concat::Concat;
 use crate::ops::matmul::Matmul;
 use crate::ops::narrow::NarrowProducts;
 use crate::ops::view::Permute;
-use crate::record::Recorder;
+use crate::record::{Recorder, Var};
 use std::collections::{HashMap, HashSet};
 
-pub struct NarrowProductsPass;
+pub struct LoraBackward;
 
 /// The large matrix is so many times as wide as what it is multiplied by.
 const TIMES: usize = 8;
 /// Pairs of one kernel: every block chooses among them.
 const MOST: usize = 8;
 
-impl Switch for NarrowProductsPass {
+impl Switch for LoraBackward {
     fn name(&self) -> &'static str {
-        "narrow-products"
+        "lora-backward"
     }
 
     fn about(&self) -> &'static str {
@@ -47,28 +46,27 @@ impl Switch for NarrowProductsPass {
     }
 }
 
-impl Pass for NarrowProductsPass {
+impl Pass for LoraBackward {
     fn stage(&self) -> Stage {
         Stage::Lowered
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["epilogue", "join-products"]
+        &["gemm-epilogue", "merged-wgrad"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let old = std::mem::take(g);
         let mut pairs = vec![];
-        for pair in sites(&old) {
-            match refused(&old, pair) {
-                Some(reason) => receipt.decline(reason, &old.nodes[pair.by_row].scope),
+        for pair in sites(g) {
+            match refused(g, pair) {
+                Some(reason) => receipt.decline(reason, &g.nodes[pair.by_row].scope),
                 None => pairs.push(pair),
             }
         }
         receipt.applied = pairs.len();
         // The first node of a group -> its pairs, and the concatenation that it makes.
         let mut groups: HashMap<usize, (Vec<Pair>, Option<usize>)> = HashMap::new();
-        let (together, apart) = side_by_side(&old, &pairs);
+        let (together, apart) = side_by_side(g, &pairs);
         if apart > 0 {
             receipt.notes.push(format!("{apart} that are put side by side made apart: not all is there when the first is, or they differ"));
         }
@@ -79,30 +77,22 @@ impl Pass for NarrowProductsPass {
         }
         groups.extend(pairs.into_iter().map(|pair| (first(&[pair]), (vec![pair], None))));
 
-        let mut values: Vec<Vec<Value>> = vec![];
-        let mut made: HashMap<usize, Value> = HashMap::new(); // a node -> what stands for its result
-        *g = old.rewritten(|recorder, i, node, inputs| {
-            if let Some((pairs, concat)) = groups.get(&i) {
-                // A reshape that stands behind this is made here.
-                let at = |v: Value| {
-                    let from = if v.node < i { v } else { unshaped(&old, v) };
-                    recorder.var(values[from.node][from.out]).reshape(&old.meta(v).shape)
-                };
-                let x: Vec<_> = pairs.iter().flat_map(|pair| pair.inputs(&old)).map(at).collect();
-                let y = recorder.op(NarrowProducts, &x);
-                let r = x[1].dim(0);
-                for (k, pair) in pairs.iter().enumerate() {
-                    made.insert(pair.by_row, y[0].slice(1, k * r, (k + 1) * r).value());
-                    made.insert(pair.by_column, y[1 + k].value());
+        g.rewrite(|w, i, _, _| {
+            let Some((pairs, concat)) = groups.get(&i) else { return Ok::<_, Error>(None) };
+            // A reshape that stands behind this is made here.
+            let at = |v: Value| w.at(if v.node < i { v } else { w.old.unshaped(v) }).reshape(&w.old.meta(v).shape);
+            let x: Vec<Var> = pairs.iter().flat_map(|pair| pair.inputs(w.old)).map(at).collect();
+            let y = w.recorder.op(NarrowProducts, &x);
+            let r = x[1].dim(0);
+            let mut own = None;
+            for (k, pair) in pairs.iter().enumerate() {
+                for (node, v) in [(pair.by_row, y[0].slice(1, k * r, (k + 1) * r)), (pair.by_column, y[1 + k])] {
+                    w.put(node, &[v]);
+                    own = own.or((node == i).then_some(v));
                 }
-                made.extend(concat.map(|c| (c, y[0].value())));
             }
-            let new = match made.get(&i) {
-                Some(&v) => vec![v],
-                None => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
-            };
-            values.push(new.clone());
-            Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
+            concat.iter().for_each(|&c| w.put(c, &y[..1]));
+            Ok(Some(vec![own.expect("a group begins with one of its nodes")]))
         })?;
         if receipt.applied > 0 {
             super::dead_code::sweep(g);
@@ -160,7 +150,7 @@ fn sites(g: &Graph) -> Vec<Pair> {
 fn side_by_side(g: &Graph, pairs: &[Pair]) -> (Vec<(usize, Vec<Pair>)>, usize) {
     let by_row: HashMap<usize, Pair> = pairs.iter().map(|&p| (p.by_row, p)).collect();
     let source = |v: Value| {
-        let from = unshaped(g, v);
+        let from = g.unshaped(v);
         by_row.get(&from.node).copied().filter(|_| g.meta(from).shape == g.meta(v).shape)
     };
     let (mut found, mut apart): (Vec<(usize, Vec<Pair>)>, usize) = (vec![], 0);
@@ -174,11 +164,8 @@ fn side_by_side(g: &Graph, pairs: &[Pair]) -> (Vec<(usize, Vec<Pair>)>, usize) {
         let alike = node.inputs.iter().all(|&v| g.meta(v).dim(0) == r);
         let twice = |p: &Pair| members.iter().filter(|m| *m == p).count() > 1 || taken.contains(&p.by_row);
         let start = first(&members);
-        let ready = members.iter().flat_map(|m| m.inputs(g)).all(|v| unshaped(g, v).node < start);
-        if alike
-            && crate::mutant!("narrow-products-before-all-is-there", ready, true)
-            && members.len() <= MOST
-            && !members.iter().any(twice)
+        let ready = members.iter().flat_map(|m| m.inputs(g)).all(|v| g.unshaped(v).node < start);
+        if alike && crate::mutant!("lora-backward-before-all-is-there", ready, true) && members.len() <= MOST && !members.iter().any(twice)
         {
             taken.extend(members.iter().map(|p| p.by_row));
             found.push((i, members));
@@ -228,7 +215,7 @@ mod tests {
             let c = Compiled::new(r.finish(), &Switches::default(), Target::Cpu).unwrap();
             let counts: Vec<usize> = c.graph.nodes.iter().filter(|n| n.name() == "narrow_products").map(|n| n.inputs.len() / 3).collect();
             assert_eq!(counts, if late { vec![1, 1] } else { vec![2] });
-            let receipt = c.receipts.iter().find(|r| r.pass == "narrow-products").unwrap();
+            let receipt = c.receipts.iter().find(|r| r.pass == "lora-backward").unwrap();
             assert_eq!((receipt.applied, receipt.notes.len()), (2, late as usize));
         }
     }

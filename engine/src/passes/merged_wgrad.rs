@@ -10,11 +10,11 @@ use crate::ops::view::Permute;
 use crate::record::Recorder;
 use std::collections::{HashMap, HashSet};
 
-pub struct JoinProducts;
+pub struct MergedWgrad;
 
-impl Switch for JoinProducts {
+impl Switch for MergedWgrad {
     fn name(&self) -> &'static str {
-        "join-products"
+        "merged-wgrad"
     }
 
     fn about(&self) -> &'static str {
@@ -37,43 +37,35 @@ impl Switch for JoinProducts {
     }
 }
 
-impl Pass for JoinProducts {
+impl Pass for MergedWgrad {
     fn stage(&self) -> Stage {
         Stage::Lowered
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["epilogue"]
+        &["gemm-epilogue"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let chains = chains(g, receipt);
         receipt.applied = chains.values().map(|c| c.len()).sum();
-        let old = std::mem::take(g);
-        let mut values: Vec<Vec<Value>> = vec![];
         let mut joins: HashMap<Vec<Value>, Value> = HashMap::new();
-        *g = old.rewritten(|recorder, i, node, inputs| {
-            let made = match chains.get(&i) {
-                Some(chain) => {
-                    let mut join = |parts: Vec<Value>| {
-                        let parts: Vec<_> = parts.iter().map(|v| values[v.node][v.out]).collect();
-                        let v = *joins.entry(parts.clone()).or_insert_with(|| {
-                            let parts: Vec<_> = parts.iter().map(|&v| recorder.var(v)).collect();
-                            recorder.op1(Join, &parts).value()
-                        });
-                        recorder.var(v)
-                    };
-                    let left = join(chain.iter().map(|&m| old.nodes[old.nodes[m].inputs[0].node].inputs[0]).collect());
-                    let right = join(chain.iter().map(|&m| old.nodes[m].inputs[1]).collect());
-                    let first = &old.nodes[chain[0]];
-                    let mut x = vec![left.t(), right];
-                    x.extend(first.inputs.get(2).map(|v| recorder.var(values[v.node][v.out])));
-                    vec![recorder.op1(first.op::<Matmul>().expect("a product").clone(), &x).value()]
-                }
-                None => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
+        g.rewrite(|w, i, _, _| {
+            let Some(chain) = chains.get(&i) else { return Ok::<_, Error>(None) };
+            let old = w.old;
+            let mut join = |parts: Vec<Value>| {
+                let made = *joins.entry(parts.clone()).or_insert_with(|| {
+                    let parts: Vec<_> = parts.iter().map(|&v| w.at(v)).collect();
+                    w.recorder.op1(Join, &parts).value()
+                });
+                w.recorder.var(made)
             };
-            values.push(made.clone());
-            Ok::<_, Error>(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
+            let left = join(chain.iter().map(|&m| old.nodes[old.nodes[m].inputs[0].node].inputs[0]).collect());
+            let right = join(chain.iter().map(|&m| old.nodes[m].inputs[1]).collect());
+            let first = &old.nodes[chain[0]];
+            let mut x = vec![left.t(), right];
+            x.extend(first.inputs.get(2).map(|&v| w.at(v)));
+            Ok(Some(vec![w.recorder.op1(first.op::<Matmul>().expect("a product").clone(), &x)]))
         })?;
         super::dead_code::sweep(g);
         Ok(())
@@ -82,15 +74,12 @@ impl Pass for JoinProducts {
 
 /// For the last product of a sum, all of them in order.
 fn chains(g: &Graph, receipt: &mut Receipt) -> HashMap<usize, Vec<usize>> {
-    let mut reads: HashMap<Value, usize> = HashMap::new();
-    for v in g.nodes.iter().flat_map(|n| n.inputs.iter().copied()).chain(g.roots()) {
-        *reads.entry(v).or_insert(0) += 1;
-    }
+    let reads = g.reads();
     let product = |i: usize| g.nodes[i].op::<Matmul>().filter(|m| !m.bias && m.act.is_none() && g.nodes[i].outputs[0].rank() == 2);
     // What this product adds to, if that is a product which nobody else reads.
     let before = |i: usize| {
         let v = *product(i).and_then(|_| g.nodes[i].inputs.get(2))?;
-        (reads[&v] == 1 && product(v.node).is_some()).then_some(v.node)
+        (reads.once(v) && product(v.node).is_some()).then_some(v.node)
     };
     let inner: HashSet<usize> = (0..g.nodes.len()).filter_map(before).collect();
     let mut chains = HashMap::new();

@@ -1,10 +1,10 @@
 //! A table that is written around and around, and the counter that says where: both on the device, so that nobody has to ask.
 
-use crate::cpu::{View, ViewMut};
-use crate::kernel::{At, Code, Io, Launch};
-use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
-use crate::record::Var;
+use engine::cpu::{View, ViewMut};
+use engine::kernel::{At, Code, Io, Launch};
+use engine::meta::{DType, Meta};
+use engine::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use engine::record::Var;
 
 /// y = table, then row (count + i) mod slots of it is rows[i]. Inputs: table [slots, d], count i32 [1] (not negative), rows [n, d], n <= slots.
 #[derive(Debug)]
@@ -28,8 +28,12 @@ impl Op for RingWrite {
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         let (slots, d, first) = (y[0].dim(1), y[0].dim(0), x[1].i32()[0] as usize);
         for (i, row) in x[2].f32().chunks(d).enumerate() {
-            y[0].f32()[(crate::mutant!("ring-writes-one-slot-late", first, first + 1) + i) % slots * d..][..d].copy_from_slice(row);
+            y[0].f32()[(engine::mutant!("ring-writes-one-slot-late", first, first + 1) + i) % slots * d..][..d].copy_from_slice(row);
         }
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -80,6 +84,10 @@ impl Op for Count {
         y[0].i32()[0] = y[0].i32()[0].wrapping_add(self.by);
     }
 
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
+    }
+
     fn cuda(&self, _: &Io) -> Code {
         let text = "extern \"C\" __global__ void count(unsigned int *y) { *y += BY; }";
         Launch::new(text, "count").define("BY", format!("{}u", self.by as u32)).block(1).args(&[At::Y(0).into()]).code()
@@ -94,19 +102,17 @@ impl Op for Count {
     }
 }
 
-impl<'g> Var<'g> {
-    /// See `RingWrite`.
-    #[track_caller]
-    pub fn ring_write(self, count: Var<'g>, rows: Var<'g>) -> Var<'g> {
-        self.recorder().op1(RingWrite, &[self, count, rows])
-    }
+/// See `RingWrite`.
+#[track_caller]
+pub fn ring_write<'g>(table: Var<'g>, count: Var<'g>, rows: Var<'g>) -> Var<'g> {
+    table.recorder().op1(RingWrite, &[table, count, rows])
+}
 
-    /// A counter, further on.
-    #[track_caller]
-    pub fn count(self, by: usize) -> Var<'g> {
-        let by = i32::try_from(by).expect("a counter has 32 bits");
-        self.recorder().op1(Count { by }, &[self])
-    }
+/// A counter, further on.
+#[track_caller]
+pub fn count(counter: Var<'_>, by: usize) -> Var<'_> {
+    let by = i32::try_from(by).expect("a counter has 32 bits");
+    counter.recorder().op1(Count { by }, &[counter])
 }
 
 macro_rules! ring {
@@ -116,7 +122,7 @@ macro_rules! ring {
 }
 
 fn written<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
-    vec![x[0].ring_write(x[1], x[2])]
+    vec![ring_write(x[0], x[1], x[2])]
 }
 
 pub const CASES: &[Case] = &[
@@ -124,6 +130,6 @@ pub const CASES: &[Case] = &[
     Case::new("around the end, and around again", ring!(9, 70, 8, 1000), written),
     Case::new("every row", ring!(4, 3, 4, 4), written),
     Case::new("one column", ring!(600, 1, 300, 100), written),
-    Case::new("counted", &[In(&[1], Fill::Index(1000)), In(&[3], Fill::Normal)], |x| vec![x[1] * x[0].count(70).cast(DType::F32)]),
+    Case::new("counted", &[In(&[1], Fill::Index(1000)), In(&[3], Fill::Normal)], |x| vec![x[1] * count(x[0], 70).cast(DType::F32)]),
     Case::new("memory", ring!(2048, 512, 64, 5000), written).bench(),
 ];

@@ -9,11 +9,11 @@ use crate::ops::experts::{GroupedMatmul, GroupedOuter, GroupedSwiglu, Kernel, ke
 use crate::record::Recorder;
 use std::sync::Arc;
 
-pub struct GroupedProducts;
+pub struct GroupedGemm;
 
-impl Switch for GroupedProducts {
+impl Switch for GroupedGemm {
     fn name(&self) -> &'static str {
-        "grouped-products"
+        "grouped-gemm"
     }
 
     fn about(&self) -> &'static str {
@@ -46,7 +46,7 @@ impl Switch for GroupedProducts {
     }
 }
 
-impl Pass for GroupedProducts {
+impl Pass for GroupedGemm {
     fn stage(&self) -> Stage {
         Stage::Lowered
     }

@@ -1,11 +1,11 @@
 //! All steps of a field in one launch.
 
-use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
-use crate::error::Error;
-use crate::graph::{Graph, Init};
-use crate::meta::DType;
-use crate::ops::evolve::{Evolution, Evolve, evolution};
-use crate::record::Recorder;
+use super::evolve::{Evolution, Evolve, evolution};
+use engine::error::Error;
+use engine::graph::{Graph, Init};
+use engine::meta::DType;
+use engine::passes::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
+use engine::record::Recorder;
 
 pub struct FuseEvolution;
 
@@ -35,10 +35,10 @@ impl Pass for FuseEvolution {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        g.rewrite(|recorder, _, node, inputs| {
+        g.rewrite(|w, _, node, inputs| {
             let Some(e) = node.op::<Evolution>() else { return Ok(None) };
             receipt.applied += 1;
-            Ok(Some(recorder.op(Evolve { steps: e.steps }, inputs)))
+            Ok(Some(w.recorder.op(Evolve { steps: e.steps }, inputs)))
         })
     }
 }

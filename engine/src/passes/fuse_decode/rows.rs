@@ -1,98 +1,39 @@
 //! Products of a few rows, with the norm before them and the sum or SwiGLU behind them, become one launch.
 
-use super::epilogue::is_sum;
-use super::merge_products::{early, source};
-use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Role, Value};
+use crate::graph::{Graph, Kind, Role, Value};
 use crate::meta::DType;
 use crate::ops::few_rows::{FewRows, MOST};
-use crate::ops::matmul::Matmul;
 use crate::ops::norm::RmsNorm;
 use crate::ops::norm::add::AddRmsNorm;
 use crate::ops::pointwise::Pointwise;
-use crate::ops::view::{Permute, Reshape};
-use crate::record::{Recorder, Var};
+use crate::ops::view::Reshape;
+use crate::passes::Receipt;
+use crate::passes::pattern::{Reads, Rewrite, is_arithmetic, is_sum};
+use crate::record::Var;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-pub struct FewRowsPass;
-
-impl Switch for FewRowsPass {
-    fn name(&self) -> &'static str {
-        "few-rows"
+pub fn apply(g: &mut Graph, receipt: &mut Receipt) -> Result<(), Error> {
+    if g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad)) {
+        return Ok(());
     }
-
-    fn about(&self) -> &'static str {
-        "Multiplies up to 32 rows, in programs without gradients, by weights that are read once: all weights of the same rows together, their norm before and a residual or SwiGLU behind. What decoding a token consists of."
+    part_sums(g)?;
+    let sites = Sites::new(g);
+    let launches = sites.launches();
+    receipt.applied += sites.products.len();
+    sites.refused.iter().for_each(|(i, reason)| receipt.decline(reason, &g.nodes[*i].scope));
+    if sites.products.is_empty() {
+        return Ok(());
     }
-
-    fn numerics(&self, _: Target, dtype: DType) -> Numerics {
-        if dtype == DType::F32 { Numerics::Exact } else { Numerics::LowPrecision }
-    }
-
-    fn example(&self, r: &Recorder) {
-        layer(r);
-    }
-}
-
-impl Pass for FewRowsPass {
-    fn stage(&self) -> Stage {
-        Stage::Differentiated
-    }
-
-    fn after(&self) -> &'static [&'static str] {
-        &["bf16", "fuse-norm"]
-    }
-
-    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        if g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad)) {
-            return Ok(());
-        }
-        part_sums(g)?;
-        let sites = Sites::new(g);
-        let launches = sites.launches();
-        receipt.applied = sites.products.len();
-        sites.refused.iter().for_each(|(i, reason)| receipt.decline(reason, &g.nodes[*i].scope));
-        if receipt.applied == 0 {
-            return Ok(());
-        }
-        let old = g.clone();
-        let mut values: Vec<Vec<Value>> = vec![]; // of old nodes, in the new graph
-        let mut parts: HashMap<usize, Value> = HashMap::new(); // results of products that were made with another
-        g.rewrite(|recorder, i, node, inputs| {
-            let new = if let Some(launch) = launches.get(&i) {
-                let made = launch.record(&old, recorder, &mut values);
-                parts.extend(launch.products.iter().copied().zip(made.iter().map(|v| v.value())));
-                let own = launch.products.iter().position(|&p| p == i).unwrap_or(0);
-                vec![made[own].reshape(&node.outputs[0].shape).value()]
-            } else if let Some(&part) = parts.get(&i) {
-                vec![part]
-            } else if let Some(made) = values.get(i).filter(|v| !v.is_empty()) {
-                made.clone() // brought forward by a launch
-            } else {
-                recorder.keep(node, inputs.iter().map(|v| v.value()).collect())
-            };
-            if values.len() <= i {
-                values.resize(i + 1, vec![]);
-            }
-            values[i] = new.clone();
-            Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
-        })?;
-        super::dead_code::sweep(g);
-        Ok(())
-    }
-}
-
-fn layer<'g>(r: &'g Recorder) {
-    let weight = |name: &str, n: usize, k: usize| r.frozen(name, &[n, k], Init::Normal { std: 0.2 }).cast(DType::BF16);
-    let norm = |x: Var<'g>, name: &str| x.rms_norm(r.frozen(name, &[16], Init::Normal { std: 1.0 }), 1e-6);
-    let x = r.feed("x", &[3, 1, 16], DType::F32).cast(DType::BF16);
-    let h = norm(x, "first");
-    let [q, k, v] = ["q", "k", "v"].map(|name| h.linear(weight(name, 24, 16)));
-    let x = x + (q * k * v).linear(weight("o", 16, 24));
-    let h = norm(x, "second");
-    let x = x + h.linear(weight("gate", 40, 16)).swiglu(h.linear(weight("up", 40, 16))).linear(weight("down", 16, 40));
-    r.output("logits", norm(x, "last").linear(weight("head", 50, 16)).cast(DType::F32));
+    g.rewrite(|w, i, node, _| {
+        let Some(launch) = launches.get(&i) else { return Ok::<_, Error>(None) };
+        let made = launch.record(w);
+        launch.products.iter().zip(&made).for_each(|(&p, &v)| w.put(p, &[v]));
+        let own = launch.products.iter().position(|&p| p == i).unwrap_or(0);
+        Ok(Some(vec![made[own].reshape(&node.outputs[0].shape)]))
+    })?;
+    crate::passes::sweep(g);
+    Ok(())
 }
 
 /// A sum that a norm makes itself is one of its own again, where a product of few rows can make it.
@@ -121,7 +62,7 @@ struct Product {
 
 struct Sites<'a> {
     g: &'a Graph,
-    reads: HashMap<Value, usize>,
+    reads: Reads,
     products: BTreeMap<usize, Product>,
     refused: Vec<(usize, String)>,
 }
@@ -138,10 +79,6 @@ struct Launch {
 
 impl<'a> Sites<'a> {
     fn new(g: &'a Graph) -> Sites<'a> {
-        let mut reads = HashMap::new();
-        for v in g.nodes.iter().flat_map(|n| n.inputs.iter().copied()).chain(g.roots()) {
-            *reads.entry(v).or_insert(0) += 1;
-        }
         let (mut products, mut refused) = (BTreeMap::new(), vec![]);
         for i in 0..g.nodes.len() {
             match product(g, i) {
@@ -150,16 +87,16 @@ impl<'a> Sites<'a> {
                 None => {}
             }
         }
-        Sites { g, reads, products, refused }
+        Sites { g, reads: g.reads(), products, refused }
     }
 
     /// The product whose result this is, if nobody else reads it.
     fn product(&self, v: Value) -> Option<usize> {
         let node = &self.g.nodes[v.node];
-        match self.reads[&v] {
-            1 if node.op::<Reshape>().is_some() => self.product(node.inputs[0]),
-            1 if self.products.contains_key(&v.node) => Some(v.node),
-            _ => None,
+        match self.reads.once(v) {
+            true if node.op::<Reshape>().is_some() => self.product(node.inputs[0]),
+            true => self.products.contains_key(&v.node).then_some(v.node),
+            false => None,
         }
     }
 
@@ -206,8 +143,8 @@ impl<'a> Sites<'a> {
 }
 
 impl Launch {
-    fn record<'g>(&self, old: &Graph, recorder: &'g Recorder, values: &mut Vec<Vec<Value>>) -> Vec<Var<'g>> {
-        let mut at = |v: Value| recorder.var(early(old, recorder, values, v));
+    fn record<'g>(&self, w: &Rewrite<'g>) -> Vec<Var<'g>> {
+        let (old, at) = (w.old, |v: Value| w.at(v));
         let norm = normed(old, self.x);
         let (rows, k) = (old.nodes[self.products[0]].outputs[0].dim(1), old.meta(self.weights[0]).dim(0));
         let mut x = vec![at(norm.map_or(self.x, |(x, ..)| x)).reshape(&[rows, k])];
@@ -215,29 +152,26 @@ impl Launch {
         x.extend(self.weights.iter().map(|&w| at(w)));
         x.extend(self.add.map(|v| at(v).reshape(&[rows, old.meta(self.weights[0]).dim(1)])));
         let op = FewRows { norm: norm.map(|n| n.2), swiglu: self.swiglu, add: self.add.is_some(), dtype: self.dtype };
-        recorder.op(op, &x)
+        w.recorder.op(op, &x)
     }
 }
 
 /// Node `i` as a product of few rows; or why it stays one of the library's.
 fn product(g: &Graph, i: usize) -> Option<Result<Product, String>> {
-    let node = &g.nodes[i];
-    node.op::<Matmul>().filter(|m| **m == Matmul::default())?;
-    let y = &node.outputs[0];
-    if y.rank() != 2 || y.dim(1) > MOST || g.meta(node.inputs[0]).rank() != 2 || g.meta(node.inputs[1]).rank() != 2 {
+    let [left, right] = g.plain_matmul(i)?;
+    let y = &g.nodes[i].outputs[0];
+    if y.dim(1) > MOST || g.meta(left).rank() != 2 || g.meta(right).rank() != 2 {
         return None;
     }
-    let (x, turned, k) = (unshaped(g, node.inputs[0]), &g.nodes[node.inputs[1].node], g.meta(node.inputs[0]).dim(0));
+    let k = g.meta(left).dim(0);
     Some(if !matches!(y.dtype, DType::BF16 | DType::F16) {
         Err(format!("tensor cores multiply bf16 and f16, not {}", y.dtype))
-    } else if !matches!(source(g, node.inputs[1]), Some(Role::Param | Role::Frozen)) {
+    } else if !matches!(g.state_role(right), Some(Role::Param | Role::Frozen)) {
         Err("the other side is no weight of the model".into())
-    } else if turned.op::<Permute>().is_none() {
-        Err("the weights lie as [in, out]".into())
     } else if !k.is_multiple_of(8) {
         Err(format!("rows of {k} elements are no multiple of 16 bytes"))
     } else {
-        Ok(Product { x, weight: turned.inputs[0] })
+        g.transpose_of(right).map(|weight| Product { x: same_rows(g, left), weight }).ok_or("the weights lie as [in, out]".into())
     })
 }
 
@@ -249,17 +183,14 @@ fn normed(g: &Graph, v: Value) -> Option<(Value, Value, f32)> {
 }
 
 /// What is seen through reshapes that leave rows as they are.
-fn unshaped(g: &Graph, v: Value) -> Value {
+fn same_rows(g: &Graph, v: Value) -> Value {
     let node = &g.nodes[v.node];
     match node.op::<Reshape>() {
-        Some(_) if g.meta(node.inputs[0]).dim(0) == g.meta(v).dim(0) => unshaped(g, node.inputs[0]),
+        Some(_) if g.meta(node.inputs[0]).dim(0) == g.meta(v).dim(0) => same_rows(g, node.inputs[0]),
         _ => v,
     }
 }
 
 fn is_swiglu(p: &Pointwise) -> bool {
-    let r = Recorder::new();
-    let [gate, up] = ["gate", "up"].map(|name| r.feed(name, &[1], DType::F32));
-    let y = gate.swiglu(up).value();
-    r.finish().nodes[y.node].op::<Pointwise>().is_some_and(|s| s.expr == p.expr)
+    is_arithmetic(p, 2, |x| x[0].swiglu(x[1]))
 }

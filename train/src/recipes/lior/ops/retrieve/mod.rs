@@ -15,14 +15,14 @@
 //! What model code records is the meaning; the pass `fuse-retrieval` replaces it by an op that goes over the candidates once, and over the
 //! memory only as far as it is filled.
 
-use crate::cpu::math::{exp, max};
-use crate::cpu::{View, ViewMut};
-use crate::kernel::{At, Code, Io, Launch, Step};
-use crate::meta::{DType, Layout, Meta, block_stride};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
-use crate::ops::concat::concat;
-use crate::ops::pointwise::{Bin, Un, pointwise};
-use crate::record::Var;
+use engine::cpu::math::{exp, max};
+use engine::cpu::{View, ViewMut};
+use engine::kernel::{At, Code, Io, Launch, Step};
+use engine::meta::{DType, Layout, Meta, block_stride};
+use engine::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use engine::ops::concat::concat;
+use engine::ops::pointwise::{Bin, Un, pointwise};
+use engine::record::Var;
 use rayon::prelude::*;
 
 /// Inputs, in this order: query [steps, rows, n], own [steps, rows, time, n], counts u8 [rows, time] (each row has at least one that does),
@@ -114,6 +114,10 @@ impl Op for Retrieval {
 
     fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
         unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, _: &Io) -> Code {
@@ -285,6 +289,10 @@ impl Op for Retrieve {
                 (place.f32()[row * n + j], slope.f32()[row * n + j]) = (mean(row, 2 + j), mean(row, 2 + n + j));
             }
         }
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, io: &Io) -> Code {

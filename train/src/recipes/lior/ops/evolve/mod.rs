@@ -9,12 +9,12 @@
 //! What model code records is the meaning; the pass `fuse-evolution` replaces it by an op that keeps a slice [height, width] where it is
 //! for all steps, because slices know nothing of each other.
 
-use crate::cpu::{View, ViewMut, math, simd};
-use crate::kernel::{At, Code, Io, Launch, Step};
-use crate::meta::Meta;
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
-use crate::ops::concat::concat;
-use crate::record::Var;
+use engine::cpu::{View, ViewMut, math, simd};
+use engine::kernel::{At, Code, Io, Launch, Step};
+use engine::meta::Meta;
+use engine::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use engine::ops::concat::concat;
+use engine::record::Var;
 use rayon::prelude::*;
 
 /// As it is recorded.
@@ -52,6 +52,10 @@ impl Op for Evolution {
 
     fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
         unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, _: &Io) -> Code {
@@ -138,6 +142,10 @@ impl Op for Evolve {
         for (step, size) in sizes.f32().iter_mut().enumerate() {
             *size = sums.iter().skip(step).step_by(self.steps).sum::<f32>() / elements as f32;
         }
+    }
+
+    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
+        Narrow::Keep
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -7,11 +7,11 @@ use crate::meta::DType;
 use crate::record::Recorder;
 use std::collections::{HashMap, HashSet};
 
-pub struct Share;
+pub struct Cse;
 
-impl Switch for Share {
+impl Switch for Cse {
     fn name(&self) -> &'static str {
-        "share"
+        "cse"
     }
 
     fn about(&self) -> &'static str {
@@ -32,13 +32,13 @@ impl Switch for Share {
     }
 }
 
-impl Pass for Share {
+impl Pass for Cse {
     fn stage(&self) -> Stage {
         Stage::Fused
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["flash-attention", "linear-attention", "fuse-evolution", "fuse-retrieval", "linear-ce"]
+        &["flash-attention", "linear-attention", "linear-cross-entropy"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -46,8 +46,8 @@ impl Pass for Share {
         let asked: HashSet<usize> =
             g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).flat_map(|n| n.inputs[1..].iter().map(|v| v.node)).collect();
         let mut seen: HashMap<(String, Vec<Value>), Vec<Value>> = HashMap::new();
-        g.rewrite(|recorder, i, node, inputs| {
-            if crate::mutant!("share-merges-what-is-differentiated", asked.contains(&i), false) {
+        g.rewrite(|w, i, node, inputs| {
+            if crate::mutant!("cse-merges-what-is-differentiated", asked.contains(&i), false) {
                 return Ok(None);
             }
             // An op prints everything that it is; draws of random numbers differ by their site. What keeps its types is no equal of what may not.
@@ -62,11 +62,11 @@ impl Pass for Share {
             let key = (what, inputs.iter().map(|v| v.value()).collect());
             if let Some(made) = seen.get(&key) {
                 receipt.applied += !node.is_view() as usize;
-                return Ok(Some(made.iter().map(|&v| recorder.var(v)).collect()));
+                return Ok(Some(made.iter().map(|&v| w.recorder.var(v)).collect()));
             }
-            let made = recorder.keep(node, key.1.clone());
-            seen.insert(key, made.clone());
-            Ok(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
+            let made = w.keep(node, inputs);
+            seen.insert(key, made.iter().map(|v| v.value()).collect());
+            Ok(Some(made))
         })
     }
 }

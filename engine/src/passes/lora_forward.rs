@@ -1,8 +1,8 @@
 //! What an adapter adds to a product becomes more terms of that product. Those of other adapters at the same rows it multiplies by zero, so that an infinity
 //! among them, in a run that is broken anyway, spreads.
 
-use super::epilogue::{is_sum, unshaped};
-use super::merge_products::{early, source, transposed, turned};
+use super::merged_qkv::transposed;
+use super::pattern::is_sum;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Value};
@@ -13,10 +13,10 @@ use crate::ops::matmul::Matmul;
 use crate::ops::norm::add::AddRmsNorm;
 use crate::ops::pointwise::Pointwise;
 use crate::plan::view_roots;
-use crate::record::{Recorder, Var};
+use crate::record::Recorder;
 use std::collections::{HashMap, HashSet};
 
-pub struct ExtendProducts;
+pub struct LoraForward;
 
 /// Rows have so many times the terms that are put beside them, each of which every product of these rows then has.
 const TIMES: usize = 8;
@@ -25,9 +25,9 @@ const ROWS: usize = 4;
 /// On a GPU, rows of both sides are multiples of so many elements: whole lines of memory.
 const LINE: usize = 64;
 
-impl Switch for ExtendProducts {
+impl Switch for LoraForward {
     fn name(&self) -> &'static str {
-        "extend-products"
+        "lora-forward"
     }
 
     fn about(&self) -> &'static str {
@@ -54,7 +54,7 @@ impl Switch for ExtendProducts {
     }
 }
 
-impl Pass for ExtendProducts {
+impl Pass for LoraForward {
     fn stage(&self) -> Stage {
         Stage::Lowered
     }
@@ -80,45 +80,34 @@ impl Pass for ExtendProducts {
         if receipt.applied == 0 {
             return Ok(());
         }
-        let old = std::mem::take(g);
         let mut views: HashMap<Value, Vec<usize>> = HashMap::new(); // of a value
-        view_roots(&old).into_iter().enumerate().for_each(|(i, root)| root.into_iter().for_each(|v| views.entry(v).or_default().push(i)));
+        view_roots(g).into_iter().enumerate().for_each(|(i, root)| root.into_iter().for_each(|v| views.entry(v).or_default().push(i)));
         let mut sums: HashMap<usize, (Value, Value)> = HashMap::new(); // a sum's node -> rows and weights, with what is beside them
-        let mut values: Vec<Vec<Value>> = vec![vec![]; old.nodes.len()];
-        *g = old.rewritten(|recorder, i, node, inputs| {
-            let new = if let Some(sites) = groups.get(&i) {
-                let (op, d, rank) = (node.op::<AddRmsNorm>().expect("a norm"), node.outputs[0].dim(0), node.outputs[0].rank());
-                let pitch = (d + sites.iter().map(|s| s.added(&old)).sum::<usize>()).next_multiple_of(line);
-                let made = recorder.op(AddRmsNorm { room: pitch - d, ..op.clone() }, inputs);
-                let outputs = |rows: Var| -> Vec<Value> {
-                    std::iter::once(rows.slice(rank - 1, 0, d)).chain(made[1..].iter().copied()).map(|v| v.value()).collect()
-                };
-                // What stands beside the rows is made of them.
-                values[i] = outputs(made[0]);
-                let mut get = |v: Value| recorder.var(early(&old, recorder, &mut values, v));
-                let beside = sites.iter().map(|site| get(old.nodes[site.narrow].inputs[0])).collect::<Vec<_>>();
-                let flat = made[0].reshape(&[made[0].meta().rows(), pitch]);
-                let whole = recorder.op1(Beside { at: d }, &[&[flat], &beside[..]].concat());
-                let weights: Vec<_> = sites.iter().flat_map(|s| [s.wide, s.narrow]).map(|m| get(old.nodes[m].inputs[1])).collect();
-                let all = recorder.op1(Extend { pitch }, &turned(&weights).expect("as `refused` looked for"));
-                let mut at = 0;
-                for (site, weight) in sites.iter().zip(weights.iter().step_by(2)) {
-                    sums.insert(site.sum, (whole.value(), all.slice(0, at, at + weight.dim(0)).t().value()));
-                    at += weight.dim(0);
-                }
-                // Who comes later sees the rows as they are now.
-                views.get(&Value { node: i, out: 0 }).into_iter().flatten().for_each(|&j| values[j].clear());
-                outputs(whole.reshape(&made[0].shape()))
-            } else if let Some(&(rows, terms)) = sums.get(&i) {
+        g.rewrite(|w, i, node, inputs| {
+            let (old, recorder) = (w.old, w.recorder);
+            if let Some(&(rows, terms)) = sums.get(&i) {
                 let y = recorder.var(rows).matmul(recorder.var(terms));
-                vec![y.reshape(&node.outputs[0].shape).value()]
-            } else if !values[i].is_empty() {
-                values[i].clone() // brought forward
-            } else {
-                recorder.keep(node, inputs.iter().map(|v| v.value()).collect())
-            };
-            values[i] = new.clone();
-            Ok::<_, Error>(Some(new.into_iter().map(|v| recorder.var(v)).collect()))
+                return Ok(Some(vec![y.reshape(&node.outputs[0].shape)]));
+            }
+            let Some(sites) = groups.get(&i) else { return Ok::<_, Error>(None) };
+            let (op, d, rank) = (node.op::<AddRmsNorm>().expect("a norm"), node.outputs[0].dim(0), node.outputs[0].rank());
+            let pitch = (d + sites.iter().map(|s| s.added(old)).sum::<usize>()).next_multiple_of(line);
+            let made = recorder.op(AddRmsNorm { room: pitch - d, ..op.clone() }, inputs);
+            // What stands beside the rows is made of them.
+            w.put(i, &[&[made[0].slice(rank - 1, 0, d)], &made[1..]].concat());
+            let beside = sites.iter().map(|site| w.at(old.nodes[site.narrow].inputs[0])).collect::<Vec<_>>();
+            let flat = made[0].reshape(&[made[0].meta().rows(), pitch]);
+            let whole = recorder.op1(Beside { at: d }, &[&[flat], &beside[..]].concat());
+            let weights: Vec<_> = sites.iter().flat_map(|s| [s.wide, s.narrow]).map(|m| w.at(old.nodes[m].inputs[1])).collect();
+            let all = recorder.op1(Extend { pitch }, &transposed(&weights).expect("as `refused` looked for"));
+            let mut at = 0;
+            for (site, weight) in sites.iter().zip(weights.iter().step_by(2)) {
+                sums.insert(site.sum, (whole.value(), all.slice(0, at, at + weight.dim(0)).t().value()));
+                at += weight.dim(0);
+            }
+            // Who comes later sees the rows as they are now.
+            views.get(&Value { node: i, out: 0 }).into_iter().flatten().for_each(|&j| w.forget(j));
+            Ok(Some([&[whole.reshape(&made[0].shape()).slice(rank - 1, 0, d)], &made[1..]].concat()))
         })?;
         super::dead_code::sweep(g);
         Ok(())
@@ -137,7 +126,7 @@ fn sites(g: &Graph) -> Vec<Site> {
     let readers = g.readers();
     let is_root = g.root_nodes();
     let product = |v: Value| {
-        let (mut v, end) = (v, unshaped(g, v));
+        let (mut v, end) = (v, g.unshaped(v));
         while v != end {
             if readers[v.node].len() > 1 || is_root[v.node] {
                 return None;
@@ -164,7 +153,7 @@ fn sites(g: &Graph) -> Vec<Site> {
 impl Site {
     /// What the wide product multiplies.
     fn rows(&self, g: &Graph) -> Value {
-        unshaped(g, g.nodes[self.wide].inputs[0])
+        g.unshaped(g.nodes[self.wide].inputs[0])
     }
 
     /// Terms that the narrow product adds.
@@ -177,12 +166,12 @@ impl Site {
         let weights = [self.wide, self.narrow].map(|m| g.nodes[m].inputs[1]);
         if rows.out > 0
             || g.nodes[rows.node].op::<AddRmsNorm>().is_none()
-            || crate::mutant!("extend-products-of-other-rows", g.meta(rows).dim(0) != product.dim(0), false)
+            || crate::mutant!("lora-forward-of-other-rows", g.meta(rows).dim(0) != product.dim(0), false)
         {
             Some("what is multiplied is not made by a norm of a sum, which could leave room beside it".into())
         } else if product.dim(1) < ROWS * product.dim(0) {
             Some(format!("{} rows are few for {} terms", product.dim(1), product.dim(0)))
-        } else if weights.iter().any(|&v| source(g, v).is_none() || transposed(g, v).is_none()) {
+        } else if weights.iter().any(|&v| g.state_role(v).is_none() || g.transpose_of(v).is_none()) {
             Some("the weights are no parameters, each row of which has all terms of a column".into())
         } else if !product.dim(0).is_multiple_of(8) || !self.added(g).is_multiple_of(8) {
             Some(format!("{} or {} terms are no multiple of 8", product.dim(0), self.added(g)))

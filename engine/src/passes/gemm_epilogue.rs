@@ -1,5 +1,6 @@
 //! A product does itself what would read its result only to write it again: a wider type, a sum, a bias, an activation.
 
+use super::pattern::{Reads, is_arithmetic, is_sum};
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
@@ -9,17 +10,16 @@ use crate::op::Op;
 use crate::ops::linear_attention::LinearAttentionGrad;
 use crate::ops::matmul::{Add, Matmul};
 use crate::ops::norm::RmsNormGrad;
-use crate::ops::pointwise::{Expr, Pointwise};
+use crate::ops::pointwise::Pointwise;
 use crate::ops::view::Reshape;
-use crate::record::Recorder;
+use crate::record::{Recorder, Var};
 use std::collections::HashMap;
-use std::sync::Arc;
 
-pub struct Epilogue;
+pub struct GemmEpilogue;
 
-impl Switch for Epilogue {
+impl Switch for GemmEpilogue {
     fn name(&self) -> &'static str {
-        "epilogue"
+        "gemm-epilogue"
     }
 
     fn about(&self) -> &'static str {
@@ -46,13 +46,13 @@ impl Switch for Epilogue {
     }
 }
 
-impl Pass for Epilogue {
+impl Pass for GemmEpilogue {
     fn stage(&self) -> Stage {
         Stage::Lowered
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["recompute", "extend-products"]
+        &["recompute", "lora-forward"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -66,35 +66,29 @@ impl Pass for Epilogue {
             folded.visit(g, i, receipt);
         }
         let Folded { products, gradients, stands_for, .. } = folded;
-        let mut new: HashMap<Value, Value> = HashMap::new();
-        g.rewrite(|recorder, i, node, inputs| {
-            let at = |v: Value, new: &HashMap<Value, Value>| new[&stands_for.get(&v).copied().unwrap_or(v)];
+        g.rewrite(|w, i, node, inputs| {
+            let at = |v: Value| w.at(stands_for.get(&v).copied().unwrap_or(v));
+            let mut x = inputs.to_vec();
             let made = if let Some(p) = products.get(&i) {
-                let mut x = inputs.to_vec();
-                x.extend(p.add.map(|v| recorder.var(at(v, &new)).reshape(&node.outputs[0].shape)));
-                x.extend(p.bias.map(|v| recorder.var(at(v, &new)).reshape(&[node.outputs[0].dim(0)])));
-                recorder.op_arc(Arc::new(p.op.clone()), &x).iter().map(|v| v.value()).collect()
+                x.extend(p.add.map(|v| at(v).reshape(&node.outputs[0].shape)));
+                x.extend(p.bias.map(|v| at(v).reshape(&[node.outputs[0].dim(0)])));
+                w.recorder.op(p.op.clone(), &x)
             } else if let Some(more) = gradients.get(&i) {
-                let mut x = inputs.to_vec();
-                x.extend(more.add.map(|v| recorder.var(at(v, &new)).reshape(&node.outputs[0].shape)));
-                let made = match (node.op::<LinearAttentionGrad>(), node.op::<RmsNormGrad>()) {
-                    (Some(&op), _) => recorder.op(LinearAttentionGrad { add: more.add.is_some(), relu: more.relu, ..op }, &x),
-                    (_, Some(op)) => recorder.op(RmsNormGrad { add: true, ..op.clone() }, &x),
+                x.extend(more.add.map(|v| at(v).reshape(&node.outputs[0].shape)));
+                match (node.op::<LinearAttentionGrad>(), node.op::<RmsNormGrad>()) {
+                    (Some(&op), _) => w.recorder.op(LinearAttentionGrad { add: more.add.is_some(), relu: more.relu, ..op }, &x),
+                    (_, Some(op)) => w.recorder.op(RmsNormGrad { add: true, ..op.clone() }, &x),
                     _ => unreachable!("one of the two"),
-                };
-                made.iter().map(|v| v.value()).collect()
+                }
             } else if let Some(&v) = stands_for.get(&Value { node: i, out: 0 }) {
                 // Its product may have another shape: rows instead of batches of rows.
-                vec![recorder.var(new[&v]).reshape(&node.outputs[0].shape).value()]
+                vec![w.at(v).reshape(&node.outputs[0].shape)]
             } else if let (Kind::Op(op), true) = (&node.kind, node.is_view()) {
-                vec![recorder.op_arc(op.clone(), inputs)[0].value()] // of the type that its input has now
+                w.recorder.op_arc(op.clone(), inputs) // of the type that its input has now
             } else {
-                recorder.keep(node, inputs.iter().map(|v| v.value()).collect())
+                return Ok::<_, Error>(None);
             };
-            for (out, &v) in made.iter().enumerate() {
-                new.insert(Value { node: i, out }, v);
-            }
-            Ok::<_, Error>(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
+            Ok(Some(made))
         })?;
         super::dead_code::sweep(g);
         Ok(())
@@ -113,13 +107,13 @@ const NARROW: u64 = 4;
 /// Among products that are added up, narrow ones (of an adapter's few columns) come first: a wide one hides the reading of what it adds
 /// behind its arithmetic, a narrow one does not. Returns how many products moved, each to where its sum is.
 fn narrow_first(g: &mut Graph) -> usize {
-    let reads = reads(g);
+    let reads = g.reads();
     // What a sum is made of, through sums and reshapes that nobody else reads: all nodes, and the products among them.
-    fn terms(g: &Graph, reads: &HashMap<Value, usize>, i: usize, nodes: &mut Vec<usize>, products: &mut Vec<usize>) {
+    fn terms(g: &Graph, reads: &Reads, i: usize, nodes: &mut Vec<usize>, products: &mut Vec<usize>) {
         for &v in &g.nodes[i].inputs {
             let node = &g.nodes[v.node];
             let sum = node.op::<Pointwise>().is_some_and(is_sum);
-            if reads[&v] != 1 || !(sum || node.op::<Matmul>().is_some() || node.op::<Reshape>().is_some()) {
+            if !reads.once(v) || !(sum || node.op::<Matmul>().is_some() || node.op::<Reshape>().is_some()) {
                 continue;
             }
             nodes.push(v.node);
@@ -164,14 +158,6 @@ fn narrow_first(g: &mut Graph) -> usize {
     moved
 }
 
-fn reads(g: &Graph) -> HashMap<Value, usize> {
-    let mut reads = HashMap::new();
-    for v in g.nodes.iter().flat_map(|n| n.inputs.iter().copied()).chain(g.roots()) {
-        *reads.entry(v).or_insert(0) += 1;
-    }
-    reads
-}
-
 /// What the gradient of an op does to its first result.
 #[derive(Default)]
 struct More {
@@ -186,7 +172,7 @@ struct Folded {
     gradients: HashMap<usize, More>,
     /// What a folded node's output is now: the output of a product.
     stands_for: HashMap<Value, Value>,
-    reads: HashMap<Value, usize>,
+    reads: Reads,
 }
 
 /// What a node does to one product.
@@ -198,7 +184,7 @@ enum Work {
 
 impl Folded {
     fn new(g: &Graph) -> Folded {
-        Folded { products: HashMap::new(), gradients: HashMap::new(), stands_for: HashMap::new(), reads: reads(g) }
+        Folded { products: HashMap::new(), gradients: HashMap::new(), stands_for: HashMap::new(), reads: g.reads() }
     }
 
     /// Products of a narrow type that everybody reads in f32, perhaps part by part, write f32.
@@ -231,11 +217,11 @@ impl Folded {
 
     /// The product whose result this is, through reshapes and what was folded already, if nobody else reads it on the way.
     fn product(&self, g: &Graph, v: Value) -> Option<usize> {
-        if self.reads[&v] != 1 {
+        if !self.reads.once(v) {
             return None;
         }
         match self.stands_for.get(&v) {
-            Some(&w) if self.reads[&w] == 1 => self.made_by(g, w),
+            Some(&w) if self.reads.once(w) => self.made_by(g, w),
             Some(_) => None,
             None => self.made_by(g, v),
         }
@@ -245,10 +231,10 @@ impl Folded {
     fn gradient(&self, g: &Graph, v: Value) -> Option<usize> {
         let node = &g.nodes[v.node];
         let known = node.op::<RmsNormGrad>().is_some_and(|n| !n.add) || node.op::<LinearAttentionGrad>().is_some();
-        match (self.reads[&v], self.stands_for.get(&v)) {
-            (1, Some(w)) => self.gradients.contains_key(&w.node).then_some(w.node),
-            (1, None) if node.op::<Reshape>().is_some() => self.gradient(g, node.inputs[0]),
-            (1, None) if known && v.out == 0 => Some(v.node),
+        match (self.reads.once(v), self.stands_for.get(&v)) {
+            (true, Some(w)) => self.gradients.contains_key(&w.node).then_some(w.node),
+            (true, None) if node.op::<Reshape>().is_some() => self.gradient(g, node.inputs[0]),
+            (true, None) if known && v.out == 0 => Some(v.node),
             _ => None,
         }
     }
@@ -269,7 +255,7 @@ impl Folded {
             let n = self.gradient(g, node.inputs[1]).filter(|&n| same(node.inputs[1]) && more(n).is_none_or(|m| !m.relu));
             let reads_xs = |&n: &usize| {
                 let attention = g.nodes[n].op::<LinearAttentionGrad>().is_some();
-                attention && unshaped(g, g.nodes[n].inputs[0]) == unshaped(g, node.inputs[0])
+                attention && g.unshaped(g.nodes[n].inputs[0]) == g.unshaped(node.inputs[0])
             };
             n.filter(reads_xs).map(|n| (n, More { add: more(n).and_then(|m| m.add), relu: true }))
         } else {
@@ -372,7 +358,7 @@ impl Folded {
             Work::Add(_) if op.add.is_some() || behind => Some("the product adds something else already"),
             Work::Add(v) if self.position(*v) >= m => Some("what is added comes after the product"),
             Work::Bias(_) if behind => Some("the product has an epilogue already"),
-            Work::Bias(v) if crate::mutant!("epilogue-adds-a-bias-from-behind", self.position(*v) >= m, false) => {
+            Work::Bias(v) if crate::mutant!("gemm-epilogue-adds-a-bias-from-behind", self.position(*v) >= m, false) => {
                 Some("the bias comes after the product")
             }
             Work::Act(_) if op.act.is_some() => Some("the product has an activation already"),
@@ -392,36 +378,22 @@ impl Folded {
     }
 }
 
-/// x0 + x1.
-pub(super) fn is_sum(p: &Pointwise) -> bool {
-    p.expr == Expr::of(2, |e, x| e.add(x[0], x[1])) || p.expr == Expr::of(2, |e, x| e.add(x[1], x[0]))
-}
-
 /// The gradient of ReLU: inputs its result and what flows back.
 fn is_relu_gradient(p: &Pointwise) -> bool {
-    let r = Recorder::new();
-    let [x, d] = ["x", "d"].map(|name| r.feed(name, &[1], DType::F32));
-    let y = x.relu();
-    let relu = r.with_graph(|g| g.nodes[y.value().node].op::<Pointwise>().cloned()).expect("arithmetic");
-    let gradient = relu.vjp(&[x], &[y], &[Some(d)])[0].expect("ReLU has one").value();
-    r.with_graph(|g| g.nodes[gradient.node].op::<Pointwise>().is_some_and(|q| q.expr == p.expr))
-}
-
-/// What is seen through reshapes.
-pub(super) fn unshaped(g: &Graph, v: Value) -> Value {
-    match g.nodes[v.node].op::<Reshape>() {
-        Some(_) => unshaped(g, g.nodes[v.node].inputs[0]),
-        None => v,
+    fn gradient<'g>(x: &[Var<'g>]) -> Var<'g> {
+        let y = x[0].relu();
+        let relu = y.recorder().with_graph(|g| g.nodes[y.value().node].op::<Pointwise>().cloned()).expect("arithmetic");
+        relu.vjp(&x[..1], &[y], &[Some(x[1])])[0].expect("ReLU has one")
     }
+    is_arithmetic(p, 2, gradient)
 }
 
 fn activation(p: &Pointwise) -> Option<Act> {
-    let record = |act: fn(crate::record::Var) -> crate::record::Var| {
-        let r = Recorder::new();
-        let y = act(r.feed("x", &[1], DType::F32)).value();
-        let g = r.finish();
-        g.nodes[y.node].op::<Pointwise>().map(|p| p.expr.clone())
-    };
-    let known = [(Act::Relu, record(|x| x.relu())), (Act::Gelu, record(|x| x.gelu()))];
-    known.into_iter().find(|(_, e)| e.as_ref() == Some(&p.expr)).map(|k| k.0)
+    if is_arithmetic(p, 1, |x| x[0].relu()) {
+        Some(Act::Relu)
+    } else if is_arithmetic(p, 1, |x| x[0].gelu()) {
+        Some(Act::Gelu)
+    } else {
+        None
+    }
 }

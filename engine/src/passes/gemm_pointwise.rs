@@ -1,5 +1,6 @@
 //! A product's result goes straight into the arithmetic that alone reads it.
 
+use super::pattern::Reads;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
@@ -12,14 +13,14 @@ use crate::ops::pointwise::{Expr, Pointwise};
 use crate::record::Recorder;
 use std::collections::HashMap;
 
-pub struct FuseProducts;
+pub struct GemmPointwise;
 
 /// The longer the rows, the more time goes into the product, which cuBLASLt makes faster, and the less into its result.
 const MOST_K: usize = 512;
 
-impl Switch for FuseProducts {
+impl Switch for GemmPointwise {
     fn name(&self) -> &'static str {
-        "fuse-products"
+        "gemm-pointwise"
     }
 
     fn about(&self) -> &'static str {
@@ -45,7 +46,7 @@ impl Switch for FuseProducts {
     }
 }
 
-impl Pass for FuseProducts {
+impl Pass for GemmPointwise {
     fn stage(&self) -> Stage {
         Stage::Lowered
     }
@@ -59,7 +60,7 @@ impl Pass for FuseProducts {
             receipt.notes.push("the program runs on the CPU".into());
             return Ok(());
         };
-        let reads = reads(g);
+        let reads = g.reads();
         let mut sites: HashMap<usize, Site> = HashMap::new();
         for i in 0..g.nodes.len() {
             let found = products(g, i, &reads).into_iter().map(|(k, m)| Site::new(g, i, k, m, arch));
@@ -79,45 +80,27 @@ impl Pass for FuseProducts {
                 receipt.decline(why, &g.nodes[i].scope);
             }
         }
-        let mut new: HashMap<Value, Value> = HashMap::new();
-        g.rewrite(|recorder, i, node, inputs| {
-            let made = match sites.get(&i) {
-                None => recorder.keep(node, inputs.iter().map(|v| v.value()).collect()),
-                Some(site) => {
-                    let x: Vec<_> = site.inputs.iter().map(|(v, shape)| recorder.var(new[v]).reshape(shape)).collect();
-                    let y = recorder.op(site.op.clone(), &x);
-                    y.iter().map(|y| y.reshape(&node.outputs[0].shape).value()).collect()
-                }
-            };
-            for (out, &v) in made.iter().enumerate() {
-                new.insert(Value { node: i, out }, v);
-            }
-            Ok::<_, Error>(Some(made.into_iter().map(|v| recorder.var(v)).collect()))
+        g.rewrite(|w, i, node, _| {
+            let Some(site) = sites.get(&i) else { return Ok::<_, Error>(None) };
+            let x: Vec<_> = site.inputs.iter().map(|(v, shape)| w.at(*v).reshape(shape)).collect();
+            let y = w.recorder.op(site.op.clone(), &x);
+            Ok(Some(y.iter().map(|y| y.reshape(&node.outputs[0].shape)).collect()))
         })?;
         super::dead_code::sweep(g);
         Ok(())
     }
 }
 
-/// How often each value is read.
-fn reads(g: &Graph) -> HashMap<Value, usize> {
-    let mut reads = HashMap::new();
-    for v in g.nodes.iter().flat_map(|n| n.inputs.iter().copied()).chain(g.roots()) {
-        *reads.entry(v).or_insert(0) += 1;
-    }
-    reads
-}
-
 /// Inputs of arithmetic that are products, through views, read by nobody else: (input, the product's node).
-fn products(g: &Graph, i: usize, reads: &HashMap<Value, usize>) -> Vec<(usize, usize)> {
+fn products(g: &Graph, i: usize, reads: &Reads) -> Vec<(usize, usize)> {
     let Some(p) = g.nodes[i].op::<Pointwise>() else { return vec![] };
     let made_by = |k: usize| {
         let mut v = g.nodes[i].inputs[k];
-        while reads[&v] == 1 && g.nodes[v.node].is_view() {
+        while reads.once(v) && g.nodes[v.node].is_view() {
             v = g.nodes[v.node].inputs[0];
         }
         let plain = |m: &Matmul| m.add.is_none() && !m.bias && m.act.is_none();
-        (reads[&v] == 1 && g.nodes[v.node].op::<Matmul>().is_some_and(plain)).then_some((k, v.node))
+        (reads.once(v) && g.nodes[v.node].op::<Matmul>().is_some_and(plain)).then_some((k, v.node))
     };
     (0..g.nodes[i].inputs.len()).filter(|&k| !p.expr.uses_rng(k)).filter_map(made_by).collect()
 }

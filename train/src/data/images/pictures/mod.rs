@@ -1,12 +1,12 @@
 //! Pictures out of a set of bytes: chosen by number, cut, resized, mirrored, normalised to [-1, 1]. A set that is kept on the device is
 //! augmented there, by draws that are the same on every device and after a resume.
 
-use crate::cpu::{View, ViewMut};
-use crate::kernel::{Code, Io, Launch};
-use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Op, no_gradient};
-use crate::philox::fill_uniform;
-use crate::record::Var;
+use engine::cpu::{View, ViewMut};
+use engine::kernel::{Code, Io, Launch};
+use engine::meta::{DType, Meta};
+use engine::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use engine::philox::fill_uniform;
+use engine::record::Var;
 use rayon::prelude::*;
 
 /// A random square of at least `least` of the area, resized to the whole (bilinear), and with `mirror` mirrored every other time.
@@ -80,6 +80,10 @@ impl Op for Pictures {
         });
     }
 
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        op::rounded(at)
+    }
+
     fn cuda(&self, io: &Io) -> Code {
         let launch = Launch::new(include_str!("pictures.cu"), "pictures")
             .define("CHANNELS", io.x[0].shape[1])
@@ -104,34 +108,32 @@ impl Op for Pictures {
     }
 }
 
-impl<'g> Var<'g> {
-    /// Pictures of this set, by number, as they are.
-    #[track_caller]
-    pub fn pictures(self, index: Var<'g>) -> Var<'g> {
-        self.recorder().op1(Pictures { augment: None }, &[self, index])
-    }
+/// Pictures of a set, by number, as they are.
+#[track_caller]
+pub fn pictures<'g>(set: Var<'g>, index: Var<'g>) -> Var<'g> {
+    set.recorder().op1(Pictures { augment: None }, &[set, index])
+}
 
-    /// The same, each cut to a random square of at least `least` of its area and, with `mirror`, mirrored every other time. The cuts are the same
-    /// with and without it.
-    #[track_caller]
-    pub fn augmented_pictures(self, index: Var<'g>, rng: Var<'g>, least: f32, mirror: bool) -> Var<'g> {
-        let site = self.recorder().new_site();
-        self.recorder().op1(Pictures { augment: Some(Augment { least, mirror, site }) }, &[self, index, rng])
-    }
+/// The same, each cut to a random square of at least `least` of its area and, with `mirror`, mirrored every other time. The cuts are the same
+/// with and without it.
+#[track_caller]
+pub fn augmented_pictures<'g>(set: Var<'g>, index: Var<'g>, rng: Var<'g>, least: f32, mirror: bool) -> Var<'g> {
+    let site = set.recorder().new_site();
+    set.recorder().op1(Pictures { augment: Some(Augment { least, mirror, site }) }, &[set, index, rng])
 }
 
 pub const CASES: &[Case] = &[
     Case::new("as they are", &[In(&[7, 3, 5, 5], Fill::Byte), In(&[4], Fill::Index(7)), In(&[1], Fill::Normal)], |x| {
-        vec![x[0].pictures(x[1]) * x[2]]
+        vec![pictures(x[0], x[1]) * x[2]]
     }),
     Case::new("augmented", &[In(&[7, 3, 9, 9], Fill::Byte), In(&[11], Fill::Index(7)), In(&[4], Fill::Rng), In(&[1], Fill::Normal)], |x| {
-        vec![x[0].augmented_pictures(x[1], x[2], 0.5, true) * x[3]]
+        vec![augmented_pictures(x[0], x[1], x[2], 0.5, true) * x[3]]
     }),
     Case::new("cut alone", &[In(&[7, 3, 9, 9], Fill::Byte), In(&[11], Fill::Index(7)), In(&[4], Fill::Rng), In(&[1], Fill::Normal)], |x| {
-        vec![x[0].augmented_pictures(x[1], x[2], 0.5, false) * x[3]]
+        vec![augmented_pictures(x[0], x[1], x[2], 0.5, false) * x[3]]
     }),
     Case::new("cifar", &[In(&[4096, 3, 32, 32], Fill::Byte), In(&[1024], Fill::Index(4096)), In(&[4], Fill::Rng)], |x| {
-        vec![x[0].augmented_pictures(x[1], x[2], 0.8, true)]
+        vec![augmented_pictures(x[0], x[1], x[2], 0.8, true)]
     })
     .bench(),
 ];

@@ -1,0 +1,58 @@
+//! Ops and passes of other crates: registered once, they are checked, timed, compiled and switched like the engine's own.
+
+use crate::error::Error;
+use crate::op::Entry;
+use crate::ops::OPS;
+use crate::passes::{PASSES, Pass, all};
+use std::sync::{PoisonError, RwLock};
+
+/// What a crate brings.
+pub struct Extension {
+    /// Its ops, with the cases that they are checked and timed on.
+    pub ops: &'static [Entry],
+    /// Its passes. Each runs first in its stage, and behind what it names in `Pass::after`.
+    pub passes: &'static [&'static dyn Pass],
+}
+
+static REGISTERED: RwLock<Vec<&'static Extension>> = RwLock::new(vec![]);
+
+/// Adds ops and passes to the engine's own, for the whole process. Call it before the first program is compiled or the first switch is
+/// set. Doing it twice with the same ops and passes changes nothing; another op or pass of a known name is refused.
+pub fn register(extension: &'static Extension) -> Result<(), Error> {
+    let names = |e: &Extension| -> Vec<&'static str> { e.ops.iter().map(|o| o.name).chain(e.passes.iter().map(|p| p.name())).collect() };
+    let own = names(extension);
+    let mut known: Vec<&str> = OPS.iter().map(|o| o.name).chain(all().map(|p| p.name())).collect();
+    let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
+    if registered.iter().any(|e| std::ptr::eq(*e, extension) || names(e) == own) {
+        return Ok(());
+    }
+    known.extend(registered.iter().flat_map(|e| e.ops).map(|o| o.name));
+    if let Some(twice) = own.iter().enumerate().find(|(i, name)| known.contains(name) || own[..*i].contains(name)) {
+        return Err(Error::Twice(twice.1.to_string()));
+    }
+    if let Some((pass, after)) = extension.passes.iter().find_map(|p| {
+        let is_known = |name: &&&str| !known.contains(name) && !own.contains(name);
+        p.after().iter().find(is_known).map(|after| (p.name(), after))
+    }) {
+        return Err(Error::NoPass { name: after.to_string(), hint: format!(", which '{pass}' is to run behind") });
+    }
+    registered.push(extension);
+    Ok(())
+}
+
+/// All ops: the engine's, then those that were registered.
+pub fn ops() -> Vec<&'static Entry> {
+    let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
+    OPS.iter().chain(registered.iter().flat_map(|e| e.ops)).collect()
+}
+
+/// All passes in running order.
+pub fn passes() -> Vec<&'static dyn Pass> {
+    let mut passes = PASSES.to_vec();
+    for &pass in REGISTERED.read().unwrap_or_else(PoisonError::into_inner).iter().flat_map(|e| e.passes) {
+        let first = passes.iter().position(|p| p.stage() >= pass.stage()).unwrap_or(passes.len());
+        let behind = pass.after().iter().filter_map(|name| passes.iter().position(|p| p.name() == *name)).max();
+        passes.insert(first.max(behind.map_or(0, |at| at + 1)), pass);
+    }
+    passes
+}

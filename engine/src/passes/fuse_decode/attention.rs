@@ -1,0 +1,63 @@
+//! Attention of one token over a KV cache norms and rotates its query and key itself.
+
+use crate::error::Error;
+use crate::graph::{Graph, Value};
+use crate::ops::cache::{DecodeAttention, Turn};
+use crate::ops::rope::Rope;
+use crate::ops::rope::norm::NormRope;
+use crate::passes::Receipt;
+use crate::passes::pattern::Uses;
+use crate::record::Var;
+
+pub fn apply(g: &mut Graph, receipt: &mut Receipt) -> Result<(), Error> {
+    let uses = Uses::new(g);
+    let mut applied = 0;
+    g.rewrite(|w, i, node, inputs| {
+        Ok::<_, Error>(match site(w.old, &uses, i) {
+            Some(Ok((op, x))) => {
+                applied += 1;
+                let x: Vec<Var> = x.iter().map(|&v| w.at(v)).collect();
+                Some(w.recorder.op(op, &[&x[..2], &inputs[2..], &x[2..]].concat()))
+            }
+            Some(Err(reason)) => {
+                receipt.decline(reason, &node.scope);
+                None
+            }
+            None => None,
+        })
+    })?;
+    if applied > 0 {
+        crate::passes::sweep(g);
+    }
+    receipt.applied += applied;
+    Ok(())
+}
+
+/// The op that rotates, and its inputs: heads before RoPE, then tables and weights. Or why it does not.
+fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<(DecodeAttention, Vec<Value>), &'static str>> {
+    let op = g.nodes[i].op::<DecodeAttention>().filter(|op| op.turn.is_none())?;
+    let made = [0, 1].map(|n| g.nodes[i].inputs[n]);
+    let nodes = made.map(|v| &g.nodes[v.node]);
+    let turn = |n: usize| match (nodes[n].op::<NormRope>(), nodes[n].op::<Rope>()) {
+        (Some(norm), _) => Some(Turn { pairs: norm.pairs, norm: Some(norm.eps) }),
+        (_, Some(rope)) => (!rope.inverse).then_some(Turn { pairs: rope.pairs, norm: None }),
+        _ => None,
+    };
+    let (turn, of_key) = (turn(0)?, turn(1)?);
+    let alone = |v: Value| uses.only_reader(v.node).is_some();
+    let weights = nodes.map(|n| n.inputs.get(3));
+    let [of_q, of_k] = weights.map(|w| w.map(|w| g.meta(*w)));
+    Some(if g.meta(made[0]).shape[1] != 1 {
+        Err("several tokens at once")
+    } else if turn != of_key || nodes[0].inputs[1..3] != nodes[1].inputs[1..3] {
+        Err("queries and keys have different RoPE or norms")
+    } else if !made.into_iter().all(alone) {
+        Err("the rotated heads are read elsewhere")
+    } else if turn.norm.is_some() && (of_q != of_k || of_q.is_none_or(|m| m.shape != [g.meta(made[0]).dim(0)])) {
+        Err("a norm without a weight for each element")
+    } else {
+        let heads = nodes.map(|n| n.inputs[0]).into_iter();
+        let more = nodes[0].inputs[1..3].iter().chain(weights.into_iter().flatten()).copied();
+        Ok((DecodeAttention { turn: Some(turn), ..op.clone() }, heads.chain(more).collect()))
+    })
+}
