@@ -100,9 +100,10 @@ impl Recorder {
         let Some(node) = known else { return self.push(kind, vec![], vec![meta])[0] };
         let var = self.var(Value { node, out: 0 });
         assert_eq!(var.meta(), meta, "'{name}' was recorded before with another shape or type");
-        // Two layers that name a parameter alike would silently share it.
+        // Two layers that name a parameter alike would silently share it; a layer that is recorded again (recursion) has the same scope.
         let (first, scope) = self.with_graph(|g| (g.nodes[node].block, g.nodes[node].scope.clone()));
-        let apart = crate::mutant!("blocks-share-parameters", first != 0 && self.block.get() != 0 && first != self.block.get(), false);
+        let other = first != 0 && self.block.get() != 0 && first != self.block.get() && scope != *self.scope.borrow();
+        let apart = crate::mutant!("blocks-share-parameters", other, false);
         assert!(
             !apart || matches!(kind, Kind::Feed(_)),
             "parameter '{name}' of block '{}' is that of block '{scope}': give each a name of its own (\"{}.{name}\"), or record it outside of the blocks to share it",
@@ -142,12 +143,15 @@ impl Recorder {
     pub fn op_arc<'g>(&'g self, op: Arc<dyn Op>, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
         let metas: Vec<Meta> = inputs.iter().map(|v| v.meta()).collect();
         // Shapes that do not fit are found in `infer`; the panic is to name the line of the model that recorded the op.
-        let outputs = catch_unwind(AssertUnwindSafe(|| op.infer(&metas))).unwrap_or_else(|why| {
-            let why = why.downcast_ref::<String>().cloned().or_else(|| why.downcast_ref::<&str>().map(|s| s.to_string()));
-            let scope = self.scope.borrow().clone();
-            let place = if scope.is_empty() { String::new() } else { format!(" (in {scope})") };
-            panic!("{}: {}{place}", op.name(), why.unwrap_or_default())
-        });
+        let outputs = match catch_unwind(AssertUnwindSafe(|| op.infer(&metas))) {
+            Ok(outputs) => outputs,
+            Err(why) => {
+                let why = why.downcast_ref::<String>().cloned().or_else(|| why.downcast_ref::<&str>().map(|s| s.to_string()));
+                let scope = self.scope.borrow().clone();
+                let place = if scope.is_empty() { String::new() } else { format!(" (in {scope})") };
+                panic!("{}: {}{place}", op.name(), why.unwrap_or_default())
+            }
+        };
         self.push(Kind::Op(op), inputs.iter().map(|v| v.value).collect(), outputs)
     }
 

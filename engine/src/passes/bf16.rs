@@ -192,7 +192,7 @@ fn rewritten<'g>(
     let rules: Vec<Narrow> = (0..made.len()).map(|out| op.precision(Port::Out(out), &metas)).collect();
     // Where inputs that an output follows differ, the residual stream decides.
     let follows = |of: &[usize], now: DType| {
-        let any = |d: DType| of.iter().any(|&k| metas[k].dtype == d);
+        let any = |d: DType| of.iter().any(|&k| metas.get(k).is_some_and(|m| m.dtype == d));
         if any(DType::BF16) && !(wide && any(DType::F32)) { DType::BF16 } else { now }
     };
     let wanted: Vec<DType> = made

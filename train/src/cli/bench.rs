@@ -293,7 +293,7 @@ fn profile(all: &[engine::cuda::Timed]) -> Result<()> {
         };
         groups.into_iter().map(row).collect::<Vec<_>>()
     };
-    let columns = |first| [first, "nodes", "ms", "us each", "cse", "GB/s", "TFLOP/s"];
+    let columns = |first| [first, "nodes", "ms", "us each", "share", "GB/s", "TFLOP/s"];
     let op = |t: &engine::cuda::Timed| format!("{}{}", t.op, if t.backward { " (backward)" } else { "" });
     // With the same output, nodes differ in how much they do.
     let kind =
@@ -393,7 +393,7 @@ fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
             ]);
             json.push(serde_json::json!({
                 "op": op.name, "case": case.name, "direction": direction, "ms": t.ms, "gb_s": bytes / 1e9, "tflop_s": flops / 1e12,
-                "cse": share.map(|s| s.0), "bound": share.map(|s| s.1),
+                "share": share.map(|s| s.0), "bound": share.map(|s| s.1),
             }));
         }
     }

@@ -101,7 +101,7 @@ impl Grammar {
         g
     }
 
-    /// Determiner, up to two adjectives, noun; `after` is what follows a singular and a plural noun. The edges weigh `cse`.
+    /// Determiner, up to two adjectives, noun; `after` is what follows a singular and a plural noun. The edges weigh `share`.
     fn noun_phrase(&mut self, share: f64, nouns: &[&str], after: [&Edges; 2]) -> Edges {
         let mut phrase = Edges::new();
         let forms = [("", after[0]), ("s", after[1])];

@@ -69,7 +69,7 @@ pub struct EncoderFeeds<'g> {
 impl<'g> EncoderFeeds<'g> {
     pub fn new(r: &'g Recorder, rows: usize, time: usize) -> EncoderFeeds<'g> {
         let feed = |name: &str, dtype| r.feed(&format!("encoder_{name}"), &[rows, time], dtype);
-        EncoderFeeds { ids: feed("ids", DType::I32), until: feed("until", DType::I32), share: feed("cse", DType::F32) }
+        EncoderFeeds { ids: feed("ids", DType::I32), until: feed("until", DType::I32), share: feed("share", DType::F32) }
     }
 }
 

@@ -31,7 +31,7 @@ pub enum Better {
 impl Unit {
     pub fn name(self) -> &'static str {
         match self {
-            Unit::Share => "cse",
+            Unit::Share => "share",
             Unit::Nats => "nats",
             Unit::Count(what) => what,
             Unit::None => "",

@@ -19,7 +19,7 @@ fn an_op_of_ones_own_is_checked_and_trained_with() {
     let text = String::from_utf8_lossy(&run.stdout);
     assert!(run.status.success(), "{text}{}", String::from_utf8_lossy(&run.stderr));
     let kernel = if engine::cuda::emulator::missing().is_none() { "kernel: right" } else { "kernel: " };
-    for part in ["shift: odd: gradient: right", kernel, "w = 2.000"] {
+    for part in ["shift: odd (gradient): right", kernel, "w = 2.000"] {
         assert!(text.contains(part), "no '{part}' in\n{text}");
     }
     assert!(!text.contains("off by"), "{text}");

@@ -79,7 +79,7 @@ impl Text<'_> {
     }
 }
 
-/// Where the last `cse` of a text begins: after an empty line if there is one nearby, else a line, else a character.
+/// Where the last `share` of a text begins: after an empty line if there is one nearby, else a line, else a character.
 fn tail(file: &File, length: u64, share: f64) -> std::io::Result<u64> {
     if share <= 0.0 {
         return Ok(length);

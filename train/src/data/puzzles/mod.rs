@@ -253,7 +253,7 @@ impl PuzzleSet {
     }
 }
 
-/// One class in `cse` is for validation.
+/// One class in `share` is for validation.
 fn split_of(class: &[u8], share: u64) -> Split {
     const SEED: u64 = 0x7075_7a7a; // Another seed would be another split: never changed.
     if xxh3_64_with_seed(class, SEED).is_multiple_of(share) { Split::Val } else { Split::Train }

@@ -116,19 +116,19 @@ impl<'g> VisionBdh<'_, 'g> {
         self.uniform(name, &[h, d, n], (6.0 / ((d * n + h * n) as f64)).sqrt())
     }
 
-    /// One application of the layer to x [batch, tokens, dim] and its norm; returns what becomes of both. `encoder` has the heads side by
-    /// side: [dim, heads x neurons].
-    fn layer(&self, (x, xn): (Var<'g>, Var<'g>), encoder: Var<'g>, tables: (Var<'g>, Var<'g>)) -> (Var<'g>, Var<'g>) {
+    /// One application of the layer to x [batch, tokens, dim] and its norm; returns what becomes of both. Its weights, which all applications
+    /// share: the encoder [dim, heads x neurons], the decoder [heads x neurons, dim], the values' encoder [heads, dim, neurons].
+    fn layer(&self, (x, xn): (Var<'g>, Var<'g>), weights: [Var<'g>; 3], tables: (Var<'g>, Var<'g>)) -> (Var<'g>, Var<'g>) {
         let c = self.c;
         let (b, t, d, h, n) = (x.shape()[0], c.tokens(), c.dim, c.heads, c.neurons());
         let eps = c.norm_eps as f32;
-        let decoder = self.uniform("decoder", &[h * n, d], (6.0 / ((h * n + d) as f64)).sqrt());
+        let [encoder, decoder, encoder_v] = weights;
         let xs = xn.matmul(encoder).relu().reshape(&[b, t, h, n]);
         // Keys are the queries; the value is the layer's own input, shared by all heads.
         let q = xs.rope(Pairs::Adjacent, tables).permute(&[0, 2, 1, 3]);
         let attended = q.matmul(q.t()).matmul(xn.reshape(&[b, 1, t, d])); // [batch, heads, tokens, dim]
         let y = attended.permute(&[1, 0, 2, 3]).layer_norm(eps); // [heads, batch, tokens, dim]
-        let ys = y.reshape(&[h, b * t, d]).matmul(self.encoder("encoder_v")).reshape(&[h, b, t, n]).permute(&[1, 2, 0, 3]);
+        let ys = y.reshape(&[h, b * t, d]).matmul(encoder_v).reshape(&[h, b, t, n]).permute(&[1, 2, 0, 3]);
         let o = xs.gated(ys, self.rng.map(|rng| (c.dropout as f32, rng)));
         let o = o.reshape(&[b, t, h * n]).matmul(decoder);
         let x = (x + o.layer_norm(eps)).layer_norm(eps);
@@ -141,9 +141,12 @@ impl<'g> VisionBdh<'_, 'g> {
         let x = self.embed(images);
         let tables = self.tables();
         let encoder = self.encoder("encoder").permute(&[1, 0, 2]).reshape(&[c.dim, c.heads * c.neurons()]);
+        let (d, n) = (c.dim, c.heads * c.neurons());
+        let decoder = self.uniform("decoder", &[n, d], (6.0 / ((n + d) as f64)).sqrt());
+        let weights = [encoder, decoder, self.encoder("encoder_v")];
         let mut both = (x, x.layer_norm(c.norm_eps as f32));
         for i in 0..c.loops {
-            both = self.r.block(&format!("loops.{i}"), || self.layer(both, encoder, tables));
+            both = self.r.block(&format!("loops.{i}"), || self.layer(both, weights, tables));
         }
         let first = both.1.slice(1, 0, 1).reshape(&[x.shape()[0], c.dim]);
         let weight = self.uniform("head.weight", &[c.classes, c.dim], (6.0 / ((c.dim + c.classes) as f64)).sqrt());
