@@ -73,6 +73,8 @@ pub struct Node {
     pub block: u32,
     /// Keeps the types that it was recorded with (see `Recorder::typed`).
     pub typed: bool,
+    /// May be computed in a narrow type though no loss depends on it (see `Recorder::narrow`).
+    pub narrow: bool,
 }
 
 impl Node {

@@ -23,6 +23,7 @@ pub struct Recorder {
     block: Cell<u32>,
     blocks: Cell<u32>,
     typed: Cell<bool>,
+    narrow: Cell<bool>,
     sites: Cell<u32>,
 }
 
@@ -57,6 +58,7 @@ impl Recorder {
             block: Cell::new(0),
             blocks: Cell::new(0),
             typed: Cell::new(false),
+            narrow: Cell::new(false),
             sites: Cell::new(0),
         }
     }
@@ -204,6 +206,19 @@ impl Recorder {
         result
     }
 
+    /// What `f` records may be computed in a narrow type by passes such as `bf16`, though no loss depends on it: an optimizer's matmuls.
+    pub fn narrow<R>(&self, f: impl FnOnce() -> R) -> R {
+        let outer = self.narrow.replace(true);
+        let result = f();
+        self.narrow.set(outer);
+        result
+    }
+
+    /// Whether a value was recorded inside of a block: a weight of a layer, say.
+    pub fn is_in_block(&self, v: Var) -> bool {
+        self.graph.borrow().nodes[v.value.node].block != 0
+    }
+
     /// A number for a place that draws random numbers: the same whatever passes do later.
     pub fn new_site(&self) -> u32 {
         self.sites.set(self.sites.get() + 1);
@@ -233,6 +248,7 @@ impl Recorder {
         self.backward.set(node.backward);
         self.block.set(node.block);
         self.typed.set(node.typed);
+        self.narrow.set(node.narrow);
     }
 
     pub(crate) fn set_backward(&self, scope: &Arc<str>) {
@@ -240,6 +256,7 @@ impl Recorder {
         self.backward.set(true);
         self.block.set(0);
         self.typed.set(false);
+        self.narrow.set(false);
     }
 
     /// A state as it was recorded, in another type.
@@ -267,7 +284,7 @@ impl Recorder {
             _ => {}
         }
         let (scope, backward, block) = (self.scope.borrow().clone(), self.backward.get(), self.block.get());
-        g.nodes.push(Node { kind, inputs, outputs, scope, backward, block, typed: self.typed.get() });
+        g.nodes.push(Node { kind, inputs, outputs, scope, backward, block, typed: self.typed.get(), narrow: self.narrow.get() });
         (0..count).map(|out| self.var(Value { node, out })).collect()
     }
 }

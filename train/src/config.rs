@@ -64,6 +64,16 @@ pub const WEIGHT: RangeInclusive<f64> = 0.0..=1e6;
 /// Steps are counted exactly up to here in f64, in which rates and metrics are.
 const MOST_STEPS: u64 = 1 << 53;
 
+/// Which optimizer trains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Optimizer {
+    AdamW,
+    Muon,
+}
+
+crate::choices!(Optimizer { AdamW: "adamw", Muon: "muon" });
+
 section! {
     /// Optimizer, learning-rate schedule, and how often a run logs, evaluates and saves.
     #[derive(Serialize)]
@@ -94,6 +104,10 @@ section! {
         pub eps: f32 = 1e-8, in 1e-38..=1.0;
         /// AdamW: decoupled weight decay of matrices.
         pub weight_decay: f32 = 0.1, in 0.0..=1e3;
+        /// adamw, or muon: matrices inside the layers are updated by orthogonalised momentum, everything else by AdamW.
+        pub optimizer: Optimizer = Optimizer::AdamW;
+        /// Muon: decay of the mean of gradients.
+        pub momentum: f32 = 0.95, in 0.0..1.0;
         /// Largest norm of all gradients together; beyond it they are scaled down.
         pub clip: f32 = 1.0, in 1e-38..=1e30;
         /// Steps from one line of metrics to the next.

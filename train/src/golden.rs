@@ -36,6 +36,20 @@ pub struct Optimizer {
     pub eps: f32,
     pub weight_decay: f32,
     pub clip: f32,
+    #[serde(default = "Optimizer::adamw")]
+    pub kind: crate::config::Optimizer,
+    #[serde(default = "Optimizer::momentum")]
+    pub momentum: f32,
+}
+
+impl Optimizer {
+    fn adamw() -> crate::config::Optimizer {
+        crate::config::Optimizer::AdamW
+    }
+
+    fn momentum() -> f32 {
+        TrainConfig::default().momentum
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -188,6 +202,8 @@ pub struct Steps<'a> {
     pub feeds: &'a [(&'a str, Data<'a>)],
     /// Names of parameters that are not trained.
     pub frozen: &'a [&'a str],
+    /// What the file calls a parameter.
+    pub called: &'a dyn Fn(&str) -> String,
 }
 
 /// Everything that the file holds, over its steps and with its optimizer. Where passes round, or parameters are, what the model chooses is
@@ -220,6 +236,8 @@ impl Steps<'_> {
             eps: o.eps,
             weight_decay: o.weight_decay,
             clip: o.clip,
+            optimizer: o.kind,
+            momentum: o.momentum,
             ..TrainConfig::default()
         };
         let mut s = Session::new(device, switches, 0);
@@ -227,7 +245,7 @@ impl Steps<'_> {
         let values = (self.losses)(&r);
         let params: Vec<_> = r.params().into_iter().filter(|p| !self.frozen.contains(&p.0.as_str())).collect();
         let grads = r.grad(values[0].1, &params.iter().map(|p| p.1).collect::<Vec<_>>());
-        let step = crate::optim::adamw(&r, &params, &grads, values[0].1, &train);
+        let step = crate::optim::step(&r, &params, &grads, values[0].1, &train);
         params.iter().zip(&grads).for_each(|((name, _), g)| r.output(&format!("grad/{name}"), *g));
         values.iter().for_each(|(name, v)| r.output(name, *v));
         r.output("grad_norm", step.norm);
@@ -258,10 +276,11 @@ impl Steps<'_> {
         let untrained: Vec<String> = untrained.map(|(n, _)| n.to_string()).collect();
         for name in names.iter().chain(&untrained) {
             let want = s.store.get(name).expect("just loaded").meta.shape.clone();
-            let numbers = file.f32(&format!("param/{name}")).ok_or_else(|| bad(format!("has no param/{name}")))?;
-            let shape = file.shape(&format!("param/{name}")).unwrap_or_default();
+            let theirs = format!("param/{}", (self.called)(name));
+            let numbers = file.f32(&theirs).ok_or_else(|| bad(format!("has no {theirs}")))?;
+            let shape = file.shape(&theirs).unwrap_or_default();
             if shape != want {
-                return Err(bad(format!("has param/{name} {shape:?}, but its config makes it {want:?}")));
+                return Err(bad(format!("has {theirs} {shape:?}, but its config makes it {want:?}")));
             }
             s.store.set_floats(name, &Meta::f32(&shape), bytemuck::cast_slice(&numbers))?;
         }
@@ -290,12 +309,12 @@ impl Steps<'_> {
             }
             if i == 0 {
                 for name in &names {
-                    out.insert(format!("grad/{name}"), s.read("train", &format!("grad/{name}"))?);
+                    out.insert(format!("grad/{}", (self.called)(name)), s.read("train", &format!("grad/{name}"))?);
                 }
             }
         }
         for name in &names {
-            out.insert(format!("after/{name}"), s.store.get(name).expect("loaded").f32()?);
+            out.insert(format!("after/{}", (self.called)(name)), s.store.get(name).expect("loaded").f32()?);
         }
         Ok((out, chosen))
     }

@@ -62,7 +62,7 @@ impl Pass for Bf16 {
         let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
         let mut inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
         let open = |typed: bool| crate::mutant!("bf16-narrows-what-is-typed", !typed, true);
-        inside.iter_mut().zip(&g.nodes).for_each(|(inside, node)| *inside &= open(node.typed));
+        inside.iter_mut().zip(&g.nodes).for_each(|(inside, node)| *inside = (*inside || node.narrow) && open(node.typed));
         let old_updates = g.updates.clone();
         let mut updates: HashMap<usize, Vec<(Value, Value)>> = HashMap::new(); // by the node that makes the state's next value
         old_updates.iter().for_each(|u| updates.entry(u.1.node).or_default().push(*u));

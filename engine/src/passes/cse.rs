@@ -52,7 +52,7 @@ impl Pass for Cse {
             }
             // An op prints everything that it is; draws of random numbers differ by their site. What keeps its types is no equal of what may not.
             let what = match &node.kind {
-                Kind::Op(op) => format!("{op:?} {}", node.typed),
+                Kind::Op(op) => format!("{op:?} {} {}", node.typed, node.narrow),
                 Kind::Const(numbers) => {
                     let bytes = bytemuck::cast_slice(numbers);
                     format!("const {:?} {:032x}", node.outputs[0], xxhash_rust::xxh3::xxh3_128(bytes))

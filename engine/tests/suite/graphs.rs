@@ -443,18 +443,17 @@ fn panic_of(f: impl FnOnce()) -> (String, String) {
 /// In one test, because a panic's hook belongs to the whole process.
 #[test]
 fn mistakes_of_a_model_name_its_line_and_its_parameters() {
-    let r = Recorder::new();
-    let feed = |name: &str, shape: &[usize]| r.feed(name, shape, DType::F32);
-    let (a, b) = (feed("a", &[2, 3]), feed("b", &[4, 5]));
-    let mistakes: [(&str, &dyn Fn()); 5] = [
-        ("matmul", &|| drop(a.matmul(b))),
-        ("matmul", &|| drop(a.linear(b))),
-        ("pointwise", &|| drop(a + b)),
-        ("reshape", &|| drop(a.reshape(&[7]))),
-        ("rms_norm", &|| drop(a.rms_norm(b, 1e-6))),
+    let mistakes: [(&str, fn(Var, Var)); 5] = [
+        ("matmul", |a, b| drop(a.matmul(b))),
+        ("matmul", |a, b| drop(a.linear(b))),
+        ("pointwise", |a, b| drop(a + b)),
+        ("reshape", |a, _| drop(a.reshape(&[7]))),
+        ("rms_norm", |a, b| drop(a.rms_norm(b, 1e-6))),
     ];
     for (op, mistake) in mistakes {
-        let (file, text) = panic_of(|| r.block("layers.3", mistake));
+        let r = Recorder::new();
+        let [a, b] = [("a", [2, 3]), ("b", [4, 5])].map(|(name, shape)| r.feed(name, &shape, DType::F32));
+        let (file, text) = panic_of(|| r.block("layers.3", || mistake(a, b)));
         assert!(file.ends_with("graphs.rs"), "{op}: {file}: {text}");
         assert!(text.contains(op) && text.contains("(in layers.3)") && text.contains("2, 3"), "{op}: {text}");
     }

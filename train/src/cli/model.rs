@@ -108,7 +108,7 @@ fn describe(folder: &Folder, adapter: Option<&Adapter>) -> Result<()> {
     out!(
         "{}: {}, {} layers of {}, {} heads of {} ({} of keys), {} wide, {} tokens, {} parameters in {dtype}, head {}",
         folder.path.display(),
-        if s.qk_norm { "Qwen3" } else { "Llama" },
+        s.family.name,
         s.layers,
         s.dim,
         s.heads,

@@ -1,7 +1,7 @@
 //! A model's folder: config.json, the weights in one or several safetensors files, perhaps a tokenizer. A weight is read when
 //! it is asked for.
 
-use super::{ModelError, Shape, Target, read_table};
+use super::{Bias, ModelError, Norm, Positions, Shape, Target, read_table};
 use crate::checkpoint::{self, Tensor, TensorFile};
 use engine::cpu::converted;
 use engine::ops::nf4::{Nf4, PARTS};
@@ -16,7 +16,6 @@ const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const ONE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 
 /// A model's folder, found whole.
@@ -31,27 +30,58 @@ pub struct Folder {
 impl Shape {
     /// Every weight: its name here, its name in a folder, and its shape.
     pub fn weights(&self) -> Vec<(String, String, Vec<usize>)> {
-        let mut all = vec![("embedding".to_string(), EMBEDDING.to_string(), vec![self.vocab, self.dim])];
-        for l in 0..self.layers {
-            let mut add = |ours: String, theirs: &str, shape: &[usize]| {
-                all.push((format!("layers.{l}.{ours}"), format!("model.layers.{l}.{theirs}.weight"), shape.to_vec()));
-            };
-            add("attn_norm".into(), "input_layernorm", &[self.dim]);
-            add("mlp_norm".into(), "post_attention_layernorm", &[self.dim]);
-            if self.qk_norm {
-                add("q_norm".into(), "self_attn.q_norm", &[self.head_dim]);
-                add("k_norm".into(), "self_attn.k_norm", &[self.head_dim]);
+        let (f, names) = (self.family, self.family.names);
+        let mut all = vec![];
+        let mut add = |ours: String, theirs: String, shape: &[usize]| all.push((ours, theirs, shape.to_vec()));
+        let norm = |add: &mut dyn FnMut(String, String, &[usize]), ours: String, theirs: String, width: usize| {
+            add(ours.clone(), format!("{theirs}.weight"), &[width]);
+            if f.norm == Norm::Layer {
+                add(format!("{ours}.bias"), format!("{theirs}.bias"), &[width]);
             }
-            for t in Target::ALL {
-                let (outputs, inputs) = t.sizes(self);
-                add(format!("{}.weight", t.name()), t.module(), &[outputs, inputs]);
+        };
+        add("embedding".into(), format!("{}.weight", names.embedding), &[self.vocab, self.dim]);
+        if f.positions == Positions::Learned {
+            add("positions".into(), format!("{}.weight", names.positions), &[self.context, self.dim]);
+        }
+        for l in 0..self.layers {
+            let (ours, theirs) = (format!("layers.{l}"), format!("{}.{l}", names.layers));
+            norm(&mut add, format!("{ours}.attn_norm"), format!("{theirs}.{}", names.attn_norm), self.dim);
+            norm(&mut add, format!("{ours}.mlp_norm"), format!("{theirs}.{}", names.mlp_norm), self.dim);
+            if f.qk_norm {
+                add(format!("{ours}.q_norm"), format!("{theirs}.self_attn.q_norm.weight"), &[self.head_dim]);
+                add(format!("{ours}.k_norm"), format!("{theirs}.self_attn.k_norm.weight"), &[self.head_dim]);
+            }
+            for (part, module, outputs, inputs) in self.matrices() {
+                let shape = if f.joint { [inputs, outputs] } else { [outputs, inputs] };
+                add(format!("{ours}.{part}.weight"), format!("{theirs}.{module}.weight"), &shape);
+                if self.has_bias(part) {
+                    add(format!("{ours}.{part}.bias"), format!("{theirs}.{module}.bias"), &[outputs]);
+                }
             }
         }
-        all.push(("norm".into(), "model.norm.weight".into(), vec![self.dim]));
+        norm(&mut add, "norm".into(), names.norm.into(), self.dim);
         if !self.tied {
-            all.push(("head".into(), HEAD.into(), vec![self.vocab, self.dim]));
+            add("head".into(), HEAD.into(), &[self.vocab, self.dim]);
         }
         all
+    }
+
+    /// The matrices of a layer: name here, name in a folder, outputs and inputs.
+    fn matrices(&self) -> Vec<(&'static str, &'static str, usize, usize)> {
+        if !self.family.joint {
+            return Target::ALL.iter().map(|t| (t.name(), t.module(), t.sizes(self).0, t.sizes(self).1)).collect();
+        }
+        let (names, d, h) = (self.family.names, self.dim, self.hidden);
+        vec![("qkv", names.qkv, 3 * d, d), ("o", names.o, d, d), ("up", names.up, h, d), ("down", names.down, d, h)]
+    }
+
+    /// Whether a matmul of a layer adds a bias.
+    pub fn has_bias(&self, part: &str) -> bool {
+        match self.family.bias {
+            Bias::None => false,
+            Bias::Qkv => matches!(part, "q" | "k" | "v"),
+            Bias::All => true,
+        }
     }
 }
 
@@ -67,7 +97,7 @@ impl Folder {
         folder.shape.tied &= !folder.has_own_head()?;
         let mut expected = BTreeSet::new();
         for (_, theirs, shape) in folder.shape.weights() {
-            let Some((dtype, has)) = folder.find(&theirs).and_then(|file| file.info(&theirs)) else {
+            let Some((dtype, has)) = folder.find(&theirs).and_then(|file| file.info(folder.called(&theirs))) else {
                 return Err(ModelError::bad(path, format!("has no weight '{theirs}', which its {CONFIG} asks for")));
             };
             if has != shape {
@@ -76,10 +106,11 @@ impl Folder {
             if DType::from_name(&dtype).is_none_or(|d| !d.is_float()) {
                 return Err(ModelError::bad(path, format!("'{theirs}' is of type {dtype}; BF16, F16 and F32 are known here")));
             }
-            expected.insert(theirs);
+            expected.insert(folder.called(&theirs).to_string());
         }
-        // Files may repeat a head that is tied, and hold frequencies that are computed.
-        let silent = |name: &str| (folder.shape.tied && name == HEAD) || name.ends_with(".rotary_emb.inv_freq");
+        // Files may repeat a head that is tied, and hold frequencies and masks that are computed.
+        let computed = [".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"];
+        let silent = |name: &str| (folder.shape.tied && name == HEAD) || computed.iter().any(|end| name.ends_with(end));
         match folder.holds.keys().find(|name| !expected.contains(*name) && !silent(name)) {
             Some(extra) => Err(ModelError::bad(path, format!("holds '{extra}', which is not known here: it is another model"))),
             None => Ok(folder),
@@ -88,23 +119,33 @@ impl Folder {
 
     /// Whether the files hold a head with other numbers than the embedding's: transformers then takes it, whatever the config says of tying.
     fn has_own_head(&self) -> Result<bool, ModelError> {
-        let (Some(head), Some(embedding)) = (self.find(HEAD), self.find(EMBEDDING)) else { return Ok(false) };
-        Ok(head.info(HEAD) != embedding.info(EMBEDDING) || head.read(HEAD)? != embedding.read(EMBEDDING)?)
+        let embedding = format!("{}.weight", self.shape.family.names.embedding);
+        if self.find(HEAD).is_none() || self.find(&embedding).is_none() {
+            return Ok(false);
+        }
+        let (head, embedding) = (self.weight(HEAD)?, self.weight(&embedding)?);
+        Ok(head.meta != embedding.meta || head.bytes != embedding.bytes)
     }
 
     /// The file that holds a weight.
     fn find(&self, theirs: &str) -> Option<&TensorFile> {
-        Some(&self.files[*self.holds.get(theirs)?])
+        Some(&self.files[*self.holds.get(self.called(theirs))?])
+    }
+
+    /// What the files call a weight: some leave out the prefix.
+    fn called<'a>(&self, theirs: &'a str) -> &'a str {
+        let short = theirs.strip_prefix(self.shape.family.names.prefix).unwrap_or(theirs);
+        if self.holds.contains_key(theirs) { theirs } else { short }
     }
 
     /// A weight by its name in the folder, as it lies there.
     pub fn weight(&self, theirs: &str) -> Result<Weight, ModelError> {
         let found = self.find(theirs).and_then(|file| {
-            let (dtype, shape) = file.info(theirs)?;
+            let (dtype, shape) = file.info(self.called(theirs))?;
             Some((file, Meta::new(&shape, DType::from_name(&dtype)?)))
         });
         let (file, meta) = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))?;
-        Ok(Weight { name: theirs.into(), meta, bytes: file.read(theirs)? })
+        Ok(Weight { name: theirs.into(), meta, bytes: file.read(self.called(theirs))? })
     }
 
     /// Every weight, in the order of `Shape::weights`, with its name here.
@@ -148,7 +189,7 @@ impl Folder {
     /// Of the weights and of what they mean: another model has another.
     pub fn fingerprint(&self) -> Result<u64, ModelError> {
         let mut hash = Xxh3::new();
-        hash.update(format!("{:?}", self.shape).as_bytes());
+        hash.update(self.shape.identity().as_bytes());
         for weight in self.weights() {
             let (ours, w) = weight?;
             hash.update(format!("{ours} {:?}", w.meta).as_bytes());

@@ -2,7 +2,8 @@
 //!
 //! | file | is |
 //! |---|---|
-//! | `shape.rs` | what config.json says, as far as it is known here: Qwen3 and Llama |
+//! | `family.rs` | what tells families of decoders apart: one line each |
+//! | `shape.rs` | what config.json says, as far as it is known here |
 //! | `folder.rs` | the weights: read where they lie, and written |
 //! | `lora.rs` | what an adapter adds to which matrices |
 //! | `peft.rs` | adapters in PEFT's layout |
@@ -11,12 +12,14 @@
 
 pub mod decoder;
 mod encoder;
+mod family;
 mod folder;
 mod lora;
 mod peft;
 mod shape;
 
 pub use encoder::{Act, Encoder, EncoderFeeds, EncoderShape, Texts};
+pub use family::{Bias, FAMILIES, Family, Mlp, Norm, Positions};
 pub use folder::{Folder, Weight, write_weights};
 pub use lora::{Lora, Target};
 pub use peft::{Adapter, write_adapter};

@@ -1,5 +1,6 @@
 //! What a decoder looks like, and what config.json says about it.
 
+use super::family::{FAMILIES, Family, Mlp, Positions};
 use super::{ModelError, read_table};
 use crate::config::{NORM_EPS, ROPE_THETA, within};
 use engine::ops::rope::rope_frequencies;
@@ -7,21 +8,22 @@ use serde_json::{Map, Value, json};
 use std::f64::consts::PI;
 use std::path::Path;
 
-/// A decoder of the family of Llama and Qwen3: RMS norms, rotary embedding, grouped heads, SwiGLU.
+/// A decoder's sizes, and the family that it belongs to.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shape {
+    pub family: &'static Family,
     pub vocab: usize,
     pub dim: usize,
     pub layers: usize,
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// SwiGLU's width.
+    /// The MLP's width.
     pub hidden: usize,
     /// The head is the embedding.
     pub tied: bool,
-    /// Queries and keys are normed, as Qwen3's are.
-    pub qk_norm: bool,
+    /// Each token sees so many, itself among them; None: all before it.
+    pub window: Option<usize>,
     pub rope_theta: f64,
     pub rope_scaling: RopeScaling,
     pub norm_eps: f64,
@@ -65,7 +67,13 @@ impl Shape {
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(format!("heads = {} does not divide by kv_heads = {}", self.heads, self.kv_heads));
         }
-        if !self.head_dim.is_multiple_of(2) {
+        if self.window == Some(0) {
+            return Err("window = 0: a token sees itself at least".into());
+        }
+        if self.family.joint && (self.kv_heads != self.heads || self.heads * self.head_dim != self.dim) {
+            return Err(format!("{}: heads of dim / heads elements, each with keys of its own", self.family.name));
+        }
+        if self.family.positions == Positions::Rope && !self.head_dim.is_multiple_of(2) {
             return Err(format!("head_dim = {} is odd: it has no pairs to rotate", self.head_dim));
         }
         within("rope_theta", self.rope_theta, ROPE_THETA).map_err(|e| e.to_string())?;
@@ -95,68 +103,68 @@ impl Shape {
         Shape::parse(&table).map_err(|problem| ModelError::bad(path, problem))
     }
 
-    fn parse(table: &Map<String, Value>) -> Result<Shape, String> {
-        let get = |key: &str| table.get(key).filter(|v| !v.is_null());
-        let named = get("architectures").and_then(|a| a.as_array()?.first()?.as_str());
-        let qwen3 = match named {
-            Some("Qwen3ForCausalLM") => true,
-            Some("LlamaForCausalLM") => false,
-            Some(other) => return Err(format!("its architecture is {other}; Qwen3ForCausalLM and LlamaForCausalLM are known here")),
-            None => return Err("names no architecture".into()),
-        };
-        let known = if qwen3 { "qwen3" } else { "llama" };
-        if let Some(other) = get("model_type").filter(|t| *t != known) {
-            return Err(format!("its architecture is of model_type {known}, but it says {other}"));
-        }
+    /// From the text of a config.json.
+    pub fn parse(table: &Map<String, Value>) -> Result<Shape, String> {
+        let family = family(table)?;
+        let get = |key: &str| table.get(family.key(key)).filter(|v| !v.is_null());
         let whole = |key: &str| -> Result<Option<usize>, String> {
-            let number = |v: &Value| v.as_u64().and_then(|v| usize::try_from(v).ok()).ok_or(format!("'{key}' is {v}, not a whole number"));
+            let name = family.key(key);
+            let number = |v: &Value| v.as_u64().and_then(|v| usize::try_from(v).ok()).ok_or(format!("'{name}' is {v}, not a whole number"));
             get(key).map(number).transpose()
         };
-        let must = |key: &str| whole(key)?.ok_or(format!("has no '{key}'"));
-        let (dim, heads) = (must("hidden_size")?, must("num_attention_heads")?);
-        let head_dim = match whole("head_dim")? {
-            Some(d) => d,
-            None if qwen3 => 128,
-            None if heads > 0 && dim.is_multiple_of(heads) => dim / heads,
-            None => return Err(format!("hidden_size = {dim} does not divide by num_attention_heads = {heads}")),
-        };
-        let flag = |key: &str| match get(key) {
-            None => Ok(false),
+        let must = |key: &str| whole(key)?.ok_or(format!("has no '{}'", family.key(key)));
+        let flag = |key: &str, without: bool| match get(key) {
+            None => Ok(without),
             Some(Value::Bool(b)) => Ok(*b),
             Some(other) => Err(format!("'{key}' is {other}, not true or false")),
         };
-        for key in ["attention_bias", "mlp_bias"] {
-            if flag(key)? {
-                return Err(format!("'{key}' is true: products with a bias are not known here"));
+        let refused = [
+            ("attention_bias", true, "matmuls with a bias are not known in this family"),
+            ("mlp_bias", true, "matmuls with a bias are not known in this family"),
+            ("use_sliding_window", true, "attention to a window in some layers is not known here"),
+            ("scale_attn_by_inverse_layer_idx", true, "scores are scaled alike in all layers here"),
+            ("scale_attn_weights", false, "scores are scaled by the root of the head's size here"),
+        ];
+        for (key, bad, why) in refused {
+            if flag(key, !bad)? == bad {
+                return Err(format!("'{key}' is {bad}: {why}"));
             }
         }
-        if flag("use_sliding_window")? {
-            return Err("'use_sliding_window' is true: attention to a window is not known here".into());
+        let known = if family.windowed { ["full_attention", "sliding_attention"] } else { ["full_attention"; 2] };
+        if let Some(kind) = get("layer_types").and_then(Value::as_array).into_iter().flatten().find(|t| !known.iter().any(|k| *t == k)) {
+            return Err(format!("'layer_types' holds {kind}: only {} is known here", known[0]));
         }
-        if let Some(kind) = get("layer_types").and_then(Value::as_array).into_iter().flatten().find(|t| *t != "full_attention") {
-            return Err(format!("'layer_types' holds {kind}: only full_attention is known here"));
-        }
-        if let Some(act) = get("hidden_act").filter(|a| *a != "silu") {
-            return Err(format!("'hidden_act' is {act}: only \"silu\" is known here"));
+        if let Some(act) = get("hidden_act").filter(|a| !family.acts.iter().any(|k| a == k)) {
+            return Err(format!("'{}' is {act}: only {:?} is known here", family.key("hidden_act"), family.acts));
         }
         if get("quantization_config").is_some() {
             return Err("has a 'quantization_config': weights must be bf16, f16 or f32".into());
         }
-        let context = whole("max_position_embeddings")?.unwrap_or(if qwen3 { 32768 } else { 2048 });
+        let (dim, heads) = (must("hidden_size")?, must("num_attention_heads")?);
+        let head_dim = match whole("head_dim")?.or(family.head_dim) {
+            Some(d) => d,
+            None if heads > 0 && dim.is_multiple_of(heads) => dim / heads,
+            None => return Err(format!("{} = {dim} does not divide by the {heads} heads", family.key("hidden_size"))),
+        };
+        let context = whole("max_position_embeddings")?.unwrap_or(family.context);
         let (rope_theta, rope_scaling) = rope(table, context)?;
         let shape = Shape {
+            family,
             vocab: must("vocab_size")?,
             dim,
             layers: must("num_hidden_layers")?,
             heads,
-            kv_heads: whole("num_key_value_heads")?.unwrap_or(if qwen3 { 32 } else { heads }),
+            kv_heads: whole("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads),
             head_dim,
-            hidden: must("intermediate_size")?,
-            tied: flag("tie_word_embeddings")?,
-            qk_norm: qwen3,
+            hidden: match (whole("intermediate_size")?, family.mlp) {
+                (None, Mlp::Gelu) => 4 * dim,
+                (found, _) => found.ok_or("has no 'intermediate_size'")?,
+            },
+            tied: flag("tie_word_embeddings", family.tied)?,
+            window: whole("sliding_window")?.filter(|_| family.windowed),
             rope_theta,
             rope_scaling,
-            norm_eps: number(table, "rms_norm_eps")?.unwrap_or(1e-6),
+            norm_eps: number(table, family.key("rms_norm_eps"))?.unwrap_or(family.norm_eps),
             context,
         };
         shape.check()?;
@@ -173,24 +181,67 @@ impl Shape {
                 "original_max_position_embeddings": original as u64
             }),
         };
-        json!({
-            "architectures": [if self.qk_norm { "Qwen3ForCausalLM" } else { "LlamaForCausalLM" }],
-            "model_type": if self.qk_norm { "qwen3" } else { "llama" },
+        let mut table = json!({
+            "architectures": [self.family.architecture],
+            "model_type": self.family.name,
             "vocab_size": self.vocab,
             "hidden_size": self.dim,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
             "intermediate_size": self.hidden,
-            "hidden_act": "silu",
+            "hidden_act": self.family.acts[0],
             "tie_word_embeddings": self.tied,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling,
             "rms_norm_eps": self.norm_eps,
             "max_position_embeddings": self.context,
-            "attention_bias": false,
-        })
+        });
+        let map = table.as_object_mut().expect("a table");
+        if self.family.positions == Positions::Rope {
+            map.insert("num_key_value_heads".into(), self.kv_heads.into());
+            map.insert("head_dim".into(), self.head_dim.into());
+            map.insert("rope_theta".into(), self.rope_theta.into());
+            map.insert("rope_scaling".into(), scaling);
+            map.insert("attention_bias".into(), false.into());
+        }
+        if self.family.windowed {
+            map.insert("sliding_window".into(), self.window.into());
+        }
+        for (key, own) in self.family.keys {
+            if let Some(value) = map.remove(*key) {
+                map.insert(own.to_string(), value);
+            }
+        }
+        table
+    }
+
+    /// What tells this model from others of the same weights. Written as it was when there were two families, so that checkpoints know their base.
+    pub fn identity(&self) -> String {
+        let Shape { vocab, dim, layers, heads, kv_heads, head_dim, hidden, tied, .. } = self;
+        let old = format!(
+            "Shape {{ vocab: {vocab}, dim: {dim}, layers: {layers}, heads: {heads}, kv_heads: {kv_heads}, head_dim: {head_dim}, hidden: {hidden}, tied: {tied}, qk_norm: {}, rope_theta: {:?}, rope_scaling: {:?}, norm_eps: {:?}, context: {} }}",
+            self.family.qk_norm, self.rope_theta, self.rope_scaling, self.norm_eps, self.context
+        );
+        match (self.family.name, self.window) {
+            ("llama" | "qwen3", None) => old,
+            (name, window) => format!("{old} {name} {window:?}"),
+        }
+    }
+}
+
+/// The family that config.json names.
+fn family(table: &Map<String, Value>) -> Result<&'static Family, String> {
+    let get = |key: &str| table.get(key).filter(|v| !v.is_null());
+    let named = get("architectures").and_then(|a| a.as_array()?.first()?.as_str());
+    let kind = get("model_type").and_then(|t| t.as_str());
+    let known: Vec<&str> = FAMILIES.iter().map(|f| f.architecture).collect();
+    let by_name = |name: &str| FAMILIES.iter().find(|f| f.architecture == name);
+    let family = match (named, kind) {
+        (Some(name), _) => by_name(name).ok_or_else(|| format!("its architecture is {name}; {} are known here", known.join(", ")))?,
+        (None, Some(kind)) => Family::find(kind).ok_or_else(|| format!("its model_type is {kind}; {} are known here", Family::names()))?,
+        (None, None) => return Err("names no architecture".into()),
+    };
+    match get("model_type").filter(|t| *t != family.name) {
+        Some(other) => Err(format!("its architecture is of model_type {}, but it says {other}", family.name)),
+        None => Ok(family),
     }
 }
 

@@ -1,8 +1,9 @@
 //! Functions that record an optimizer, and the schedules that feed it its rate.
 
+mod muon;
 pub mod schedule;
 
-use crate::config::TrainConfig;
+use crate::config::{Optimizer, TrainConfig};
 use engine::ops::adamw::{AdamW, global_norm};
 use engine::{DType, Init, Recorder, Var};
 
@@ -16,9 +17,9 @@ pub struct Stepped<'g> {
     pub skipped_in_row: Var<'g>,
 }
 
-/// Clips to a global norm, then AdamW with decay on matrices only. A step whose loss or gradient is not finite changes nothing
-/// but the counters.
-pub fn adamw<'g>(r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>], loss: Var<'g>, c: &TrainConfig) -> Stepped<'g> {
+/// Clips to a global norm, then a step of the config's optimizer. A step whose loss or gradient is not finite changes nothing but the
+/// counters.
+pub fn step<'g>(r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>], loss: Var<'g>, c: &TrainConfig) -> Stepped<'g> {
     let one = |name: &str| r.state(name, &[1], DType::F32, Init::Full(0.0));
     let rate = r.feed("rate", &[1], DType::F32);
     let norm = global_norm(grads);
@@ -29,24 +30,41 @@ pub fn adamw<'g>(r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>
     let next = count + finite;
     let missed = -finite + 1.0;
     let (skipped_next, row_next) = (skipped + missed, (row + 1.0) * missed);
-    let mut inputs = vec![rate, scale, next, finite];
-    let mut decay = vec![];
-    let mut states = vec![];
-    for ((name, p), g) in params.iter().zip(grads) {
+    let all = params.iter().zip(grads).map(|((name, p), g)| Param { name, p: *p, g: *g });
+    let by_muon = |x: &Param| c.optimizer == Optimizer::Muon && x.p.shape().len() == 2 && r.is_in_block(x.p);
+    let (matrices, others): (Vec<Param>, Vec<Param>) = all.partition(by_muon);
+    adamw(r, &others, [rate, scale, next, finite], c);
+    muon::update(r, &matrices, [rate, scale, finite], c);
+    r.update(count, next);
+    r.update(skipped, skipped_next);
+    r.update(row, row_next);
+    Stepped { norm, clipped: norm * scale, skipped: skipped_next, skipped_in_row: row_next }
+}
+
+/// A parameter and its gradient.
+struct Param<'a, 'g> {
+    name: &'a str,
+    p: Var<'g>,
+    g: Var<'g>,
+}
+
+/// AdamW with decay on matrices only. `numbers`: the rate, what gradients are scaled by, the step's number, whether it counts.
+fn adamw<'g>(r: &'g Recorder, params: &[Param<'_, 'g>], numbers: [Var<'g>; 4], c: &TrainConfig) {
+    let (mut inputs, mut decay, mut states) = (numbers.to_vec(), vec![], vec![]);
+    for Param { name, p, g } in params {
         let moment = |which: &str| r.state(&format!("adam.{which}/{name}"), &p.shape(), DType::F32, Init::Full(0.0));
         let (m, v) = (moment("m"), moment("v"));
         inputs.extend([*p, *g, m, v]);
         states.extend([*p, m, v]);
         decay.push(if p.shape().len() >= engine::mutant!("adamw-decays-rows-too", 2, 1) { c.weight_decay } else { 0.0 });
     }
+    if states.is_empty() {
+        return;
+    }
     let op = AdamW { beta1: c.beta1, beta2: c.beta2, eps: c.eps, decay };
     for (state, value) in states.into_iter().zip(r.op(op, &inputs)) {
         r.update(state, value);
     }
-    r.update(count, next);
-    r.update(skipped, skipped_next);
-    r.update(row, row_next);
-    Stepped { norm, clipped: norm * scale, skipped: skipped_next, skipped_in_row: row_next }
 }
 
 #[cfg(test)]
@@ -65,7 +83,7 @@ mod tests {
         ];
         let loss = params[0].1.sum() * 3.0 + params[1].1.sum() * 4.0;
         let grads = r.grad(loss, &[params[0].1, params[1].1]);
-        let step = adamw(&r, &params, &grads, loss, &c);
+        let step = step(&r, &params, &grads, loss, &c);
         [("norm", step.norm), ("clipped", step.clipped)].into_iter().for_each(|(name, v)| r.output(name, v));
         let mut store = Store::new(0);
         let mut p = Program::load(r.finish(), &Switches::default(), &Device::cpu(Cpu::new(1)), &mut store).unwrap();

@@ -178,7 +178,7 @@ impl<M: Model> Supervised<M> {
     }
 
     fn finish<'g>(&self, r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>], losses: &[(&'static str, Var<'g>)]) {
-        let step = optim::adamw(r, params, grads, losses[0].1, &self.config);
+        let step = optim::step(r, params, grads, losses[0].1, &self.config);
         let own = [step.norm, step.clipped, step.skipped, step.skipped_in_row];
         let all: Vec<Var> = losses.iter().map(|l| l.1).chain(own).map(|v| v.cast(DType::F32).reshape(&[1])).collect();
         r.output("report", concat(&all, 0));

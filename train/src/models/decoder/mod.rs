@@ -1,4 +1,4 @@
-//! Decoders (Qwen3, Llama), whole or with adapters on a frozen base, and everything that a recipe needs to train and use one.
+//! Decoders of every family (see `models::family`), whole or with adapters on a frozen base, and everything that a recipe needs to train and use one.
 //!
 //! | file | is |
 //! |---|---|
@@ -26,7 +26,7 @@ pub use lessons::{Lessons, RepliesConfig};
 pub use pretrain::Pretraining;
 pub use writer::{WRITES, Writer, Writing, Written, made_up};
 
-use crate::models::{Folder, Lora, ModelError, Shape, Target};
+use crate::models::{Folder, Lora, Mlp, ModelError, Norm, Positions, Shape, Target};
 use engine::ops::attention::{attention, attention_until};
 use engine::ops::rope::Pairs;
 use engine::{DType, Init, Recorder, Store, Var};
@@ -138,7 +138,25 @@ impl<'g> Decoder<'_, 'g> {
     }
 
     fn norm(&self, x: Var<'g>, name: &str) -> Var<'g> {
-        x.rms_norm(self.weight(name, &[x.dim(0)], Init::Full(1.0)), self.shape.norm_eps as f32)
+        let (weight, eps) = (self.weight(name, &[x.dim(0)], Init::Full(1.0)), self.shape.norm_eps as f32);
+        match self.shape.family.norm {
+            Norm::Rms => x.rms_norm(weight, eps),
+            Norm::Layer => x.layer_norm(eps) * weight + self.weight(&format!("{name}.bias"), &[x.dim(0)], Init::Full(0.0)),
+        }
+    }
+
+    /// What a layer's matmul adds, if it has a bias.
+    fn biased(&self, at: &str, part: &str, y: Var<'g>) -> Var<'g> {
+        match self.shape.has_bias(part) {
+            true => y + self.weight(&format!("{at}.{part}.bias"), &[y.dim(0)], Init::Full(0.0)),
+            false => y,
+        }
+    }
+
+    /// x through a matrix [in, out] and its bias.
+    fn joint(&self, at: &str, part: &str, x: Var<'g>, outputs: usize) -> Var<'g> {
+        let weight = self.weight(&format!("{at}.{part}.weight"), &[x.dim(0), outputs], Init::Normal { std: STD });
+        self.biased(at, part, x.matmul(weight))
     }
 
     pub fn embedding(&self) -> Var<'g> {
@@ -171,6 +189,7 @@ impl<'g> Decoder<'_, 'g> {
                 Base::Quantised => x.nf4_linear(self.r.nf4(&name("weight"), outputs, inputs)),
                 _ => x.linear(self.weight(&name("weight"), &[outputs, inputs], Init::Normal { std: STD })),
             };
+            let y = self.biased(at, target.name(), y);
             let Some(lora) = self.adapts(target) else { return y };
             let a = self.r.param(&name("lora_a"), &[lora.rank, inputs], Init::Uniform { bound: 1.0 / (inputs as f32).sqrt() });
             let b = self.r.param(&name("lora_b"), &[outputs, lora.rank], Init::Full(0.0));
@@ -178,42 +197,82 @@ impl<'g> Decoder<'_, 'g> {
         })
     }
 
-    fn layer(&self, at: &str, x: Var<'g>, tables: (Var<'g>, Var<'g>), attend: Attend<'_, 'g>) -> Var<'g> {
+    /// q, k and v of u [batch, time, dim], each [batch, time, heads, head_dim], before RoPE.
+    fn heads(&self, at: &str, u: Var<'g>) -> [Var<'g>; 3] {
+        let s = self.shape;
+        let (b, t) = (u.shape()[0], u.shape()[1]);
+        let split = |y: Var<'g>, heads: usize| y.reshape(&[b, t, heads, s.head_dim]);
+        if s.family.joint {
+            let all = self.joint(at, "qkv", u, 3 * s.dim);
+            return [0, 1, 2].map(|i| split(all.slice(2, i * s.dim, (i + 1) * s.dim), s.heads));
+        }
+        let [q, k, v] = self.linear(at, u, [Target::Q, Target::K, Target::V]);
+        [split(q, s.heads), split(k, s.kv_heads), split(v, s.kv_heads)]
+    }
+
+    fn mlp(&self, at: &str, u: Var<'g>) -> Var<'g> {
+        match self.shape.family.mlp {
+            Mlp::SwiGlu => {
+                let [gate, up] = self.linear(at, u, [Target::Gate, Target::Up]);
+                let [down] = self.linear(at, gate.swiglu(up), [Target::Down]);
+                down
+            }
+            Mlp::Gelu => self.joint(at, "down", self.joint(at, "up", u, self.shape.hidden).gelu(), self.shape.dim),
+        }
+    }
+
+    fn layer(&self, at: &str, x: Var<'g>, tables: Option<(Var<'g>, Var<'g>)>, attend: Attend<'_, 'g>) -> Var<'g> {
         let s = self.shape;
         let (b, t) = (x.shape()[0], x.shape()[1]);
-        let u = self.norm(x, &format!("{at}.attn_norm"));
-        let [q, k, v] = self.linear(at, u, [Target::Q, Target::K, Target::V]);
-        let turned = |y: Var<'g>, heads: usize, name: &str| {
-            let y = y.reshape(&[b, t, heads, s.head_dim]);
-            let y = if s.qk_norm { self.norm(y, &format!("{at}.{name}")) } else { y };
-            y.rope(Pairs::Halves, tables)
+        let [q, k, v] = self.heads(at, self.norm(x, &format!("{at}.attn_norm")));
+        let rotated = |y: Var<'g>, name: &str| {
+            let y = if s.family.qk_norm { self.norm(y, &format!("{at}.{name}")) } else { y };
+            tables.map_or(y, |tables| y.rope(Pairs::Halves, tables))
         };
-        let (q, k) = (turned(q, s.heads, "q_norm"), turned(k, s.kv_heads, "k_norm"));
-        let v = v.reshape(&[b, t, s.kv_heads, s.head_dim]);
-        let [o] = self.linear(at, attend(at, q, k, v).reshape(&[b, t, s.heads * s.head_dim]), [Target::O]);
+        let y = attend(at, rotated(q, "q_norm"), rotated(k, "k_norm"), v).reshape(&[b, t, s.heads * s.head_dim]);
+        let o = match s.family.joint {
+            true => self.joint(at, "o", y, s.dim),
+            false => self.linear(at, y, [Target::O])[0],
+        };
         let x = x + o;
-        let u = self.norm(x, &format!("{at}.mlp_norm"));
-        let [gate, up] = self.linear(at, u, [Target::Gate, Target::Up]);
-        let [down] = self.linear(at, gate.swiglu(up), [Target::Down]);
-        x + down
+        x + self.mlp(at, self.norm(x, &format!("{at}.mlp_norm")))
     }
 
     /// ids [batch, time] -> the last hidden state, normed: [batch, time, dim].
     pub fn hidden(&self, ids: Var<'g>, places: Option<Places<'g>>) -> Var<'g> {
-        let scale = self.scale();
-        let tables = match places {
-            Some(p) => self.tables_at(p.position, ids.shape()[1]),
-            None => self.r.rope_tables_of(ids.shape()[1], &self.shape.frequencies()),
-        };
-        self.hidden_by(ids, tables, &|_, q, k, v| match places {
-            Some(p) => attention_until(q, k, v, p.until, true, scale),
+        let (scale, shape) = (self.scale(), ids.shape());
+        let until = self.windowed(places.map(|p| p.until), shape[0], shape[1]);
+        self.hidden_by(ids, places.map(|p| p.position), shape[1], &|_, q, k, v| match until {
+            Some(until) => attention_until(q, k, v, until, true, scale),
             None => attention(q, k, v, true, scale),
         })
     }
 
-    /// The same with attention that is told the layer's name.
-    pub fn hidden_by(&self, ids: Var<'g>, tables: (Var<'g>, Var<'g>), attend: Attend<'_, 'g>) -> Var<'g> {
+    /// The last token that sees each key, i32 [rows, keys], where a window or `until` limits that.
+    pub fn windowed(&self, until: Option<Var<'g>>, rows: usize, keys: usize) -> Option<Var<'g>> {
+        let Some(window) = self.shape.window.filter(|w| *w < keys) else { return until };
+        let r = self.r;
+        Some(r.typed(|| {
+            let last = r.constant(&[1, keys], (0..keys).map(|j| (j + window - 1) as f32).collect());
+            match until {
+                Some(until) => until.cast(DType::F32).min(last).cast(DType::I32),
+                None => last.expand(&[rows, keys]).cast(DType::I32),
+            }
+        }))
+    }
+
+    /// The same with attention that is told the layer's name. `position`, i32 [batch, time], says where tokens stand, below `most`; None: one behind the other.
+    pub fn hidden_by(&self, ids: Var<'g>, position: Option<Var<'g>>, most: usize, attend: Attend<'_, 'g>) -> Var<'g> {
         let mut x = self.embedding().gather_rows(ids);
+        let tables = match (self.shape.family.positions, position) {
+            (Positions::Rope, Some(position)) => Some(self.tables_at(position, most)),
+            (Positions::Rope, None) => Some(self.r.rope_tables_of(most, &self.shape.frequencies())),
+            (Positions::Learned, _) => {
+                let table = self.weight("positions", &[self.shape.context, self.shape.dim], Init::Normal { std: STD });
+                x = x + position.map_or_else(|| table.slice(0, 0, most), |position| table.gather_rows(position));
+                None
+            }
+        };
         for i in 0..self.shape.layers {
             let at = format!("layers.{i}");
             x = self.r.block(&at, || self.layer(&at, x, tables, attend));
@@ -221,8 +280,8 @@ impl<'g> Decoder<'_, 'g> {
         self.norm(x, "norm")
     }
 
-    /// Of the rotary embedding at these positions, which are below `most`. Angles are f32, whatever they turn.
-    pub fn tables_at(&self, position: Var<'g>, most: usize) -> (Var<'g>, Var<'g>) {
+    /// Of RoPE at these positions, which are below `most`. Angles are f32, whatever they rotate.
+    fn tables_at(&self, position: Var<'g>, most: usize) -> (Var<'g>, Var<'g>) {
         let (cos, sin) = self.r.rope_tables_of(most, &self.shape.frequencies());
         self.r.typed(|| (cos.gather_rows(position), sin.gather_rows(position)))
     }

@@ -84,12 +84,13 @@ impl Writer {
         let feed = |name: &str| r.feed(&format!("prompt_{name}"), &[self.prompts, self.time], DType::I32);
         let places = Places { position: feed("position"), until: feed("until") };
         let start = r.typed(|| r.zeros(&[1]).cast(DType::I32));
-        let hidden = d.hidden_by(feed("ids"), d.tables_at(places.position, self.time), &|at, q, k, v| {
+        let until = d.windowed(Some(places.until), self.prompts, self.time).expect("prompts have it");
+        let hidden = d.hidden_by(feed("ids"), Some(places.position), self.time, &|at, q, k, v| {
             let caches = self.caches(d, at);
             let (keys, values) = cache_write(caches, start, k, v);
             r.update(caches.0, keys);
             r.update(caches.1, values);
-            attention_until(q, k, v, places.until, true, d.scale())
+            attention_until(q, k, v, until, true, d.scale())
         });
         let last = hidden.slice(1, self.time - 1, self.time).reshape(&[self.prompts, d.shape.dim]);
         let rng = r.feed("rng", &[4], DType::I32);
@@ -115,9 +116,10 @@ impl Writer {
         let (tokens, before) = (self.state(r, "tokens", &[rows, self.new_tokens]), self.state(r, "before", &[rows, 1]));
         let wide = |x: Var<'g>| x.cast(DType::F32);
         let position = r.typed(|| (wide(past) - wide(before)).cast(DType::I32));
-        let hidden = d.hidden_by(token.reshape(&[rows, 1]), d.tables_at(position, self.capacity()), &|at, q, k, v| {
+        let seen = d.windowed(Some(until), rows, self.capacity());
+        let hidden = d.hidden_by(token.reshape(&[rows, 1]), Some(position), self.capacity(), &|at, q, k, v| {
             let caches = self.caches(d, at);
-            let (y, (keys, values)) = decode_attention(q, k, v, caches, past, Some(until), d.scale());
+            let (y, (keys, values)) = decode_attention(q, k, v, caches, past, seen, d.scale());
             r.update(caches.0, keys);
             r.update(caches.1, values);
             y

@@ -21,7 +21,13 @@ pub fn segments(file: &Golden, switches: &Switches, device: &Device) -> Result<C
         return Err(bad("has ids or targets that do not fit its config".into()));
     }
     let feeds = [("ids", Data::I32(&ids)), ("targets", Data::I32(&targets))];
-    let steps = Steps { losses: &|r| losses(&c, r, batch), outputs: &|r| outputs(&c, r, batch), feeds: &feeds, frozen: &STARTS };
+    let steps = Steps {
+        losses: &|r| losses(&c, r, batch),
+        outputs: &|r| outputs(&c, r, batch),
+        feeds: &feeds,
+        frozen: &STARTS,
+        called: &str::to_string,
+    };
     differentiated(file, switches, device, &steps)
 }
 

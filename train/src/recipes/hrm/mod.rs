@@ -141,7 +141,7 @@ impl HrmTask {
 
         let params: Vec<(String, Var)> = r.params().into_iter().filter(|p| !STARTS.contains(&p.0.as_str())).collect();
         let grads = r.grad(judged.loss, &params.iter().map(|p| p.1).collect::<Vec<_>>());
-        let step = optim::adamw(&r, &params, &grads, judged.loss, &self.train);
+        let step = optim::step(&r, &params, &grads, judged.loss, &self.train);
 
         r.typed(|| {
             let next = carry.after(&segment, c.max_segments);

@@ -191,6 +191,12 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
         let (h, f) = (Hydra { c, r }, Feeds::new(r, batch, c.seq));
         vec![("hidden", h.hidden(f.ids).0), ("causal_loss", h.loss(h.causal_hidden(f.ids), f.targets, f.weight))]
     }
-    let steps = Steps { losses: &|r| model.loss(r, batch), outputs: &|r| outputs(&c, r, batch), feeds: &feeds, frozen: &[] };
+    let steps = Steps {
+        losses: &|r| model.loss(r, batch),
+        outputs: &|r| outputs(&c, r, batch),
+        feeds: &feeds,
+        frozen: &[],
+        called: &str::to_string,
+    };
     differentiated(file, switches, device, &steps)
 }

@@ -131,7 +131,8 @@ pub fn steps(file: &Golden, switches: &Switches, device: &Device) -> Result<Comp
         width: embedded[2],
         objective,
     };
-    let computed = golden::Steps { losses: &|r| steps.losses(r), outputs: &|r| steps.outputs(r), feeds: &feeds, frozen: &[] };
+    let computed =
+        golden::Steps { losses: &|r| steps.losses(r), outputs: &|r| steps.outputs(r), feeds: &feeds, frozen: &[], called: &str::to_string };
     let mut out = differentiated(file, switches, device, &computed)?;
     let logits = out.remove(&format!("output/{LOGITS}")).unwrap_or_default();
     let mut probabilities = vec![0.0; logits.len()];

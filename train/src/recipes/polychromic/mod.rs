@@ -13,7 +13,7 @@ use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, Tr
 use crate::data::{Source, Split};
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, Lessons, Places, Pretraining, RepliesConfig, Writer, Writing, export};
-use crate::models::{Folder, Lora, Shape, Target};
+use crate::models::{Family, Folder, Lora, Shape, Target};
 use crate::recipe::{
     Computed, Exports, Feeds, Model, Reads, Recipe, Reference, Session, Survey, Surveys, Task, TextModel, TrainError, Writes,
 };
@@ -73,6 +73,7 @@ impl PolychromicConfig {
     /// The shape that the config names.
     pub fn shape(&self) -> Shape {
         Shape {
+            family: Family::with_qk_norm(self.qk_norm),
             vocab: self.vocab,
             dim: self.dim,
             layers: self.layers,
@@ -81,7 +82,7 @@ impl PolychromicConfig {
             head_dim: self.head_dim,
             hidden: self.hidden,
             tied: self.tied,
-            qk_norm: self.qk_norm,
+            window: None,
             rope_theta: self.rope_theta,
             rope_scaling: crate::models::RopeScaling::None,
             norm_eps: self.norm_eps,

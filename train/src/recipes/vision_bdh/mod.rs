@@ -316,5 +316,10 @@ fn golden(file: &Golden, switches: &Switches, device: &Device) -> Result<Compute
     }
     let feeds = [("images", Data::F32(&images)), ("labels", Data::I32(&labels))];
     let outputs: Record = &|r| vec![("logits", logits(&c, r, &shape))];
-    differentiated(file, switches, device, &Steps { losses: &|r| values(&c, r, &shape), outputs, feeds: &feeds, frozen: &[] })
+    differentiated(
+        file,
+        switches,
+        device,
+        &Steps { losses: &|r| values(&c, r, &shape), outputs, feeds: &feeds, frozen: &[], called: &str::to_string },
+    )
 }
