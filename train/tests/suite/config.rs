@@ -80,13 +80,6 @@ fn recipes_and_keys_are_listed() {
     kiln(["config"]).fails(&["RECIPE"]);
 }
 
-#[test]
-fn the_page_of_config_keys_is_current() {
-    let page = kiln(["config", "--markdown"]).ok().out;
-    let written = fs::read_to_string(file("docs/config.md")).unwrap_or_default();
-    assert!(page == written, "docs/config.md is not what kiln config --markdown prints: write it anew");
-}
-
 type Read = (String, String, Vec<usize>, Vec<u8>);
 
 /// Writes a checkpoint again as an earlier version would have.
