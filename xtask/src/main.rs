@@ -1,4 +1,4 @@
-//! Chores of the project: `cargo xtask test`, `kernels`, `emulate`, `mutants`, `size`, `torture`.
+//! Chores of the project: `cargo xtask test`, `docs`, `kernels`, `emulate`, `mutants`, `size`, `torture`.
 
 mod mutants;
 mod size;
@@ -11,6 +11,7 @@ use std::time::Duration;
 const HELP: &str = "cargo xtask COMMAND
 
   test      formatting, lints, every test, the examples, every kernel
+  docs      writes the generated pages again: docs/config.md, docs/passes.md, the receipts in README.md
   kernels   compiles the kernels of every op for every architecture with NVRTC, without a GPU
   mutants   plants errors one at a time and says which test finds each; all, or those whose names hold one of the words that follow.
             A build of its own and some minutes; what is planted in kernels is found by the emulator. Not part of `test`
@@ -26,6 +27,7 @@ const WHEELS: &[&str] = &["nvidia-cuda-nvrtc==13.0.*"];
 fn main() -> ExitCode {
     let done = match std::env::args().nth(1).as_deref() {
         Some("test") => test(),
+        Some("docs") => docs(),
         Some("kernels") => kernels(),
         Some("mutants") => mutants::run(&std::env::args().skip(2).collect::<Vec<_>>()),
         Some("emulate") => emulate(&std::env::args().skip(2).collect::<Vec<_>>()),
@@ -87,6 +89,13 @@ fn test() -> Result<(), String> {
         return Ok(());
     }
     kernels()
+}
+
+/// The tests that compare generated pages with what kiln prints write them instead.
+fn docs() -> Result<(), String> {
+    let mut test = Command::new(env!("CARGO"));
+    test.args(["test", "--package", "kiln", "--test", "suite", "--"]);
+    run(test.args(["docs::generated_pages_are_current", "docs::the_receipts_in_the_readme_are_current"]).env("KILN_WRITE_DOCS", "1"))
 }
 
 /// The engine's own tests of its kernels, with the cases that are left out of `cargo test` because they take long.

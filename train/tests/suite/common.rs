@@ -43,7 +43,7 @@ pub struct Ran {
 }
 
 impl Ran {
-    fn new(command: String, o: Output) -> Ran {
+    pub fn new(command: String, o: Output) -> Ran {
         let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
         Ran { command, code: o.status.code(), out: text(&o.stdout), err: text(&o.stderr) }
     }

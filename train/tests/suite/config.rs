@@ -9,10 +9,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use tempfile::tempdir;
 
-fn file(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
-}
-
 #[test]
 fn every_key_says_what_it_means_and_defaults_are_in_range() {
     for recipe in RECIPES {
