@@ -159,7 +159,7 @@ fn prepare_text(a: PrepareArgs, recipes: Recipes) -> Result<ExitCode> {
         out!("{note}");
     }
     if let Some(recipe) = reader(recipes, Reads::Text) {
-        out!("train on it with: kiln train {recipe} --data {} --set model.vocab={}", s.out.display(), d.vocab);
+        out!("train on it with: kiln train {recipe} --data {}", s.out.display());
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -271,7 +271,7 @@ fn inspect_images(path: &Path, format: Format, json: bool, recipes: Recipes) -> 
         out!("  {:width$}  train {:>6}  validation {:>6}", c.name, c.train, c.val);
     }
     if let Some(recipe) = reader(recipes, Reads::Pictures) {
-        out!("train on it with: kiln train {recipe} --data {} --set model.classes={}", path.display(), found.classes.len());
+        out!("train on it with: kiln train {recipe} --data {}", path.display());
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -70,36 +70,53 @@ struct Kiln {
     command: Command,
 }
 
-#[derive(Subcommand)]
-enum Command {
+/// Makes the enum of subcommands from a line each: help, name, and the arguments in the module that runs it.
+macro_rules! commands {
+    ($(#[$about:meta] $name:ident: $module:ident::$args:ident,)*) => {
+        #[derive(Subcommand)]
+        enum Command {
+            $(#[$about] $name($module::$args),)*
+        }
+
+        impl Command {
+            fn run(self, recipes: Recipes) -> Result<ExitCode> {
+                match self {
+                    $(Command::$name(a) => $module::run(a, recipes),)*
+                }
+            }
+        }
+    };
+}
+
+commands! {
     /// Trains a recipe
-    Train(train::TrainArgs),
-    /// Validation losses of a checkpoint; of a classifier also the classes and a confusion matrix
-    Eval(eval::EvalArgs),
+    Train: train::TrainArgs,
+    /// Validation losses of a checkpoint; of a classifier also accuracy by class and a confusion matrix
+    Eval: eval::EvalArgs,
     /// Continues a prompt with a checkpoint
-    Generate(generate::GenerateArgs),
-    /// Tells the class of pictures with a checkpoint
-    Predict(predict::PredictArgs),
-    /// Solves puzzles with a checkpoint, and shows how the answers came about
-    Solve(solve::SolveArgs),
+    Generate: generate::GenerateArgs,
+    /// Classifies pictures with a checkpoint
+    Predict: predict::PredictArgs,
+    /// Solves puzzles with a checkpoint, and shows the answers after each segment
+    Solve: solve::SolveArgs,
     /// Writes a checkpoint's adapters for PEFT, or merged into their base for transformers
-    Export(export::ExportArgs),
+    Export: export::ExportArgs,
     /// Memory, arithmetic and what every pass would do, without running
-    Plan(plan::PlanArgs),
-    /// Checks ops, passes, golden files, or a folder of a model or an encoder
-    Check(check::CheckArgs),
+    Plan: plan::PlanArgs,
+    /// Checks ops, passes, golden files, or the folder of a model or an encoder
+    Check: check::CheckArgs,
     /// Lists the recipes and their presets
-    Recipes(recipes::RecipesArgs),
+    Recipes: recipes::RecipesArgs,
     /// Lists a recipe's config keys: type, default, range and meaning
-    Config(config::ConfigKeysArgs),
+    Config: config::ConfigKeysArgs,
     /// Lists the passes: what they do, their modes and settings
-    Passes(passes::PassesArgs),
-    /// What this machine has, and what kiln makes of it
-    Doctor(doctor::DoctorArgs),
+    Passes: passes::PassesArgs,
+    /// What this machine has, and what kiln can use of it
+    Doctor: doctor::DoctorArgs,
     /// Prepares and inspects data sets
-    Data(data::DataArgs),
+    Data: data::DataArgs,
     /// Times the step of a preset, or every op
-    Bench(bench::BenchArgs),
+    Bench: bench::BenchArgs,
 }
 
 /// Runs the command line with these recipes: the whole of a program's `main`.
@@ -124,22 +141,7 @@ pub fn main(recipes: Recipes) -> ExitCode {
 
 fn run(recipes: Recipes) -> Result<ExitCode> {
     let matches = command(recipes).get_matches();
-    match Kiln::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()).command {
-        Command::Train(a) => train::run(a, recipes),
-        Command::Eval(a) => eval::run(a, recipes),
-        Command::Generate(a) => generate::run(a, recipes),
-        Command::Predict(a) => predict::run(a, recipes),
-        Command::Solve(a) => solve::run(a, recipes),
-        Command::Export(a) => export::run(a, recipes),
-        Command::Plan(a) => plan::run(a, recipes),
-        Command::Check(a) => check::run(a, recipes),
-        Command::Recipes(a) => recipes::run(a, recipes),
-        Command::Config(a) => config::run(a, recipes),
-        Command::Passes(a) => passes::run(a),
-        Command::Doctor(a) => doctor::run(a),
-        Command::Data(a) => data::run(a, recipes),
-        Command::Bench(a) => bench::run(a, recipes),
-    }
+    Kiln::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()).command.run(recipes)
 }
 
 /// The command line, with the names of these recipes in its examples. Help leaves out what no recipe offers.

@@ -1,6 +1,6 @@
 //! `kiln passes`: every pass and executor setting, with its default, its settings and what it changes in the numbers.
 
-use super::write_json;
+use super::{Recipes, write_json};
 use anyhow::Result;
 use clap::Args;
 use engine::executor::EXECUTOR;
@@ -23,7 +23,7 @@ pub struct PassesArgs {
     json: bool,
 }
 
-pub fn run(a: PassesArgs) -> Result<ExitCode> {
+pub fn run(a: PassesArgs, _: Recipes) -> Result<ExitCode> {
     if a.markdown {
         out_part!("{}", page());
     } else if a.json {

@@ -6,7 +6,7 @@ use kiln::config::Config;
 use kiln::recipe;
 use kiln::recipes::RECIPES;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use tempfile::tempdir;
 
 #[test]
@@ -212,4 +212,42 @@ fn a_run_writes_down_the_sizes_of_its_data() {
     assert_eq!(config["model"]["vocab"].as_integer(), Some(4));
     fs::remove_dir_all(&words).unwrap();
     kiln(["generate", &text(&run), "--prompt", "to be", "--max-tokens", "2"]).ok();
+}
+
+/// The value of a size that recipe and data decide.
+#[track_caller]
+fn sized(recipe: &str, key: &str, sets: &[&str]) -> i64 {
+    let recipe = recipe::find(recipe).unwrap();
+    let mut config = recipe::preset(recipe, None).unwrap();
+    sets.iter().for_each(|s| config.set(s).unwrap());
+    recipe.sized(&config).unwrap().value("model", key).and_then(|v| v.as_integer()).unwrap()
+}
+
+#[test]
+fn the_side_of_pictures_is_theirs_where_they_agree() {
+    let dir = tempdir().unwrap();
+    let folder = |name: &str, sides: [(u32, u32); 2]| {
+        for (class, (width, height)) in ["a", "b"].into_iter().zip(sides) {
+            let path = dir.path().join(name).join(class);
+            fs::create_dir_all(&path).unwrap();
+            image::RgbImage::new(width, height).save(path.join("one.png")).unwrap();
+        }
+        sized("vision_bdh", "image", &[&format!("data.path={}", dir.path().join(name).display())])
+    };
+    assert_eq!(folder("alike", [(48, 48), (48, 48)]), 48);
+    assert_eq!(folder("differ", [(48, 48), (64, 64)]), 32);
+    assert_eq!(folder("no-squares", [(48, 40), (48, 40)]), 32);
+    assert_eq!(folder("no-patches", [(28, 28), (28, 28)]), 32, "patches of 8 pixels do not fill 28");
+    assert_eq!(sized("vision_bdh", "image", &["model.image=64", &format!("data.path={}", dir.path().join("alike").display())]), 64);
+}
+
+#[test]
+fn the_vocabulary_of_a_base_that_is_trained_here_is_the_tokenizers() {
+    let dir = tempdir().unwrap();
+    let bytes = byte_data(&dir.path().join("bytes"));
+    let data = format!("data.path={}", bytes.display());
+    assert_eq!(sized("polychromic", "vocab", &[]), 512, "the questions have more than 448 tokens");
+    assert_eq!(sized("polychromic", "vocab", &[&data]), 512, "the base learns the questions first");
+    assert_eq!(sized("polychromic", "vocab", &[&data, "model.pretrain=0"]), 256);
+    assert_eq!(sized("polychromic", "vocab", &["model.vocab=700"]), 700);
 }

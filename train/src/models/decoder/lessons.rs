@@ -61,6 +61,15 @@ fn is_plain(path: &Path) -> bool {
 }
 
 impl RepliesConfig {
+    /// Of a model without a base: a prepared data set's tokenizer, or that of the generated questions.
+    pub fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
+        let path = Path::new(&self.path);
+        Ok(match path.join(Dataset::FILE).exists() {
+            true => Dataset::open(path)?.load_tokenizer(path)?,
+            false => Quiz::get().tokenizer()?,
+        })
+    }
+
     /// Refuses a path with nothing to learn from, before there is a model.
     pub fn check(&self) -> Result<(), DataError> {
         let path = Path::new(&self.path);

@@ -10,6 +10,7 @@ pub use replies::Replies;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig, WEIGHT};
+use crate::data::replies::Quiz;
 use crate::data::{Source, Split};
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, Lessons, Places, Pretraining, RepliesConfig, Writer, Writing, export};
@@ -34,8 +35,8 @@ section! {
         pub pretrain: u64 = 600, in 0..=1_000_000_000;
         /// Bits of the base's matrices: 16 (or what the base has), or 4 (NF4).
         pub bits: u32 = 16, in [16, 4];
-        /// Tokens of the vocabulary.
-        pub vocab: usize = 512, in 1..=1 << 24;
+        /// Tokens of the vocabulary. From the data: those of the base; without one, those of the data's tokenizer, rounded up to a multiple of 64.
+        pub vocab: usize = 0, in 1..=1 << 24, [data];
         /// Width of the residual stream.
         pub dim: usize = 128, in 1..=1 << 20;
         /// Layers of the decoder.
@@ -204,7 +205,24 @@ impl Recipe for PolychromicRecipe {
         ]
     }
 
+    fn sized(&self, config: &Config) -> Result<Config, TrainError> {
+        let mut config = config.clone();
+        config.size("model.vocab", |c| {
+            let model: PolychromicConfig = c.section("model")?;
+            match model.base.as_str() {
+                "" => {
+                    // A base that is trained first learns the generated questions.
+                    let asked = if model.pretrain > 0 { Quiz::get().tokenizer()?.vocab() } else { 0 };
+                    Ok::<_, TrainError>(c.section::<RepliesConfig>("data")?.tokenizer()?.vocab().max(asked).next_multiple_of(64))
+                }
+                path => Ok(Folder::open(Path::new(path))?.shape.vocab),
+            }
+        })?;
+        Ok(config)
+    }
+
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let config = &self.sized(config)?;
         let c: PolychromicConfig = config.section("model")?;
         let model = c.adapted()?;
         let train: TrainConfig = config.section("train")?;
@@ -223,6 +241,7 @@ impl Recipe for PolychromicRecipe {
     }
 
     fn make_ready(&self, config: &Config, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
+        let config = &self.sized(config)?;
         let c: PolychromicConfig = config.section("model")?;
         c.check()?;
         let Some(own) = c.pretraining() else { return Ok(()) };
@@ -254,6 +273,7 @@ impl Recipe for PolychromicRecipe {
 
 impl Writes for PolychromicRecipe {
     fn text_model(&self, config: &Config, found: Option<&Checkpoint>) -> Result<TextModel, TrainError> {
+        let config = &self.sized(config)?;
         let c: PolychromicConfig = config.section("model")?;
         Ok(TextModel::Replies(Box::new(Chat::of_run(found, c.adapted()?, config.section("data")?, c.seq)?)))
     }
@@ -270,6 +290,7 @@ impl Surveys for PolychromicRecipe {
 
     /// In the numbers of the config's objective, to prompts of 64 tokens where that names none.
     fn writings(&self, config: &Config) -> Result<Vec<Writing>, TrainError> {
+        let config = &self.sized(config)?;
         let (c, o): (PolychromicConfig, Objective) = (config.section("model")?, config.section("objective")?);
         o.check()?;
         let writer = Writer { time: if o.prompt_tokens == 0 { 64 } else { o.prompt_tokens }, ..o.writer() };
@@ -279,6 +300,7 @@ impl Surveys for PolychromicRecipe {
 
 impl Exports for PolychromicRecipe {
     fn export(&self, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
+        let config = &self.sized(config)?;
         export(&config.section::<PolychromicConfig>("model")?.adapted()?, config, found, out, merge)
     }
 }

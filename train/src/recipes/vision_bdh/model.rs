@@ -11,7 +11,8 @@ use engine::{DType, Init, Recorder, Var};
 section! {
     /// The shape of the model.
     pub struct VisionConfig {
-        /// Pixels of a picture's side. A folder of pictures is resized to this, 32 where it is taken from the data; CIFAR has 32.
+        /// Pixels of a picture's side; a folder of pictures is resized to this. From the data: their own side, where all are squares of one size (512 at
+        /// most) that `patch` divides; 32 otherwise.
         pub image: usize = 0, in 1..=1 << 12, [data];
         /// Pixels of a patch's side; divides `image`.
         pub patch: usize = 8, in 1..=1 << 12;
