@@ -2,6 +2,7 @@
 
 mod mutants;
 mod size;
+mod timed;
 mod torture;
 
 use std::path::{Path, PathBuf};
@@ -10,7 +11,8 @@ use std::time::Duration;
 
 const HELP: &str = "cargo xtask COMMAND
 
-  test      formatting, lints, every test, the examples, every kernel
+  test      formatting, lints, every test, the examples, every kernel; at the end the slowest tests.
+            With --fast no kernels, no doc tests, and of the tests those that took longest the last time are left out
   docs      writes the generated pages again: docs/config.md, docs/passes.md, the receipts in README.md
   kernels   compiles the kernels of every op for every architecture with NVRTC, without a GPU
   mutants   plants errors one at a time and says which test finds each; all, or those whose names hold one of the words that follow.
@@ -26,7 +28,11 @@ const WHEELS: &[&str] = &["nvidia-cuda-nvrtc==13.0.*"];
 
 fn main() -> ExitCode {
     let done = match std::env::args().nth(1).as_deref() {
-        Some("test") => test(),
+        Some("test") => match std::env::args().nth(2).as_deref() {
+            None => test(),
+            Some("--fast") => fast(),
+            Some(other) => Err(format!("test has no option '{other}' (known: --fast)")),
+        },
         Some("docs") => docs(),
         Some("kernels") => kernels(),
         Some("mutants") => mutants::run(&std::env::args().skip(2).collect::<Vec<_>>()),
@@ -68,10 +74,39 @@ fn cargo(args: &[&str]) -> Result<(), String> {
     run(Command::new(env!("CARGO")).args(args))
 }
 
-fn test() -> Result<(), String> {
+fn lints() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
-    cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
-    cargo(&["test", "--workspace"])?;
+    cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+}
+
+/// For the inner loop: what is quick, and a word on what was not run.
+fn fast() -> Result<(), String> {
+    lints()?;
+    // A test runs an example that cargo builds only where nothing narrows down what it builds.
+    cargo(&["build", "--workspace", "--examples"])?;
+    let last = timed::Times::last();
+    if last.is_empty() {
+        println!("no test was timed here yet: all of them run this once, and the next fast run knows which are slow");
+    }
+    let slow = last.slow();
+    let names: Vec<String> = slow.iter().map(|(name, _)| name.to_string()).collect();
+    print!("{}", timed::run(&names)?.table());
+    println!("\nNOT RUN (cargo xtask test does): doc tests, kernels, and {} slow tests:", slow.len());
+    slow.iter().for_each(|(name, s)| println!("{s:>8.1} s  {name}"));
+    Ok(())
+}
+
+fn test() -> Result<(), String> {
+    lints()?;
+    cargo(&["build", "--workspace", "--examples"])?;
+    let times = timed::run(&[])?;
+    cargo(&["test", "--workspace", "--doc"])?;
+    check_kernels()?;
+    print!("{}", times.table());
+    Ok(())
+}
+
+fn check_kernels() -> Result<(), String> {
     // Kernels are run with a C++ compiler, as tests of the engine, and compiled with NVRTC, which comes as a Python wheel. A machine with Rust
     // alone tests everything else, and is told so; CI must have both.
     let ci = std::env::var_os("CI").is_some();

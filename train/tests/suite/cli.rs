@@ -1,12 +1,10 @@
 //! The command line: output is what scripts expect, settings win in the right order, and nothing panics.
 
 use crate::common::*;
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
-use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Stdio;
 use tempfile::tempdir;
 

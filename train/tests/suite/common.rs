@@ -282,7 +282,7 @@ pub const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../reference/gold
 
 /// One line of a table: arguments, and what the message must hold.
 pub struct Case {
-    args: Vec<String>,
+    pub args: Vec<String>,
     parts: Vec<String>,
 }
 

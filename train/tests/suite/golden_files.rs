@@ -2,12 +2,9 @@
 
 use crate::common::*;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-use serde_json::Value;
 use std::collections::HashMap;
-use std::fs::{self, File};
-use std::io::Read;
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::fs::{self};
+use std::path::Path;
 use tempfile::tempdir;
 
 /// The golden file with every tensor as `change` leaves it.

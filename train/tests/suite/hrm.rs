@@ -1,18 +1,15 @@
 //! hrm against PyTorch's numbers, and against a plain model of its slots.
 
-use crate::common::*;
 use engine::philox::{fill_halves, rng_feed};
-use engine::{Cpu, Data, Device, Meta, Switches};
+use engine::{Cpu, Data, Device, Switches};
 use kiln::config::Config;
-use kiln::data::Split;
-use kiln::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task as Puzzle};
+use kiln::data::puzzles::{Size, Task as Puzzle};
 use kiln::golden::{Golden, compare, rule};
 use kiln::recipe::{self, Recipe, Session, Task};
 use kiln::recipes::hrm::HrmConfig;
 use kiln::run;
-use serde_json::Value;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::tempdir;
 

@@ -2,19 +2,13 @@
 
 use crate::common::*;
 use crate::hrm::*;
-use engine::philox::{fill_halves, rng_feed};
-use engine::{Cpu, Data, Device, Meta, Switches};
-use kiln::config::Config;
+use engine::Meta;
 use kiln::data::Split;
 use kiln::data::puzzles::{Mazes, PuzzleSet, Size, Sudokus, Task as Puzzle};
-use kiln::golden::{Golden, compare, rule};
-use kiln::recipe::{self, Recipe, Session, Task};
-use kiln::recipes::hrm::HrmConfig;
-use kiln::run;
+use kiln::recipe;
 use serde_json::Value;
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
 use tempfile::tempdir;
 
 fn kiln_train(out: &Path, more: &str) -> Ran {

@@ -1,14 +1,9 @@
 //! Mazes against a breadth-first search written anew here.
 
-use crate::puzzles::*;
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::fs;
-use std::sync::LazyLock;
-use std::time::{Duration, Instant};
 
 use kiln::data::Split;
-use kiln::data::puzzles::{HARD, Mazes, PuzzleSet, Size, Sudokus, Task, canonical, read_csv, solve};
-use tempfile::tempdir;
+use kiln::data::puzzles::{Mazes, Task};
 
 /// Steps to all cells that are no walls, and how many shortest paths lead there.
 fn routes(side: usize, maze: &[u8], start: usize) -> (HashMap<usize, u32>, HashMap<usize, u64>) {

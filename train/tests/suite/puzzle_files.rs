@@ -1,13 +1,10 @@
 //! CSV files of Sudokus: read as they were written, from other makers, and refused where they are damaged.
 
 use crate::puzzles::*;
-use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs;
-use std::sync::LazyLock;
-use std::time::{Duration, Instant};
 
 use kiln::data::Split;
-use kiln::data::puzzles::{HARD, Mazes, PuzzleSet, Size, Sudokus, Task, canonical, read_csv, solve};
+use kiln::data::puzzles::{PuzzleSet, Sudokus, read_csv};
 use tempfile::tempdir;
 
 fn line(set: &PuzzleSet, i: usize) -> String {

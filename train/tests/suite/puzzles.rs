@@ -1,13 +1,11 @@
 //! Puzzles against solvers and symmetries written anew here, as plainly as can be.
 
-use std::collections::{HashMap, HashSet, VecDeque};
-use std::fs;
+use std::collections::{HashMap, HashSet};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use kiln::data::Split;
-use kiln::data::puzzles::{HARD, Mazes, PuzzleSet, Size, Sudokus, Task, canonical, read_csv, solve};
-use tempfile::tempdir;
+use kiln::data::puzzles::{HARD, Mazes, PuzzleSet, Size, Sudokus, Task, canonical, solve};
 
 /// Solved by singles alone; and one that was published as the hardest of all (A. Inkala, 2012).
 const EASY: &str = "530070000600195000098000060800060003400803001700020006060000280000419005000080079";

@@ -1,12 +1,9 @@
 //! Bad input on the command line is refused with a message that names it: configs, data sets, checkpoints, output paths.
 
 use crate::common::*;
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
-use std::collections::HashMap;
-use std::fs::{self, File};
-use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::fs::{self};
+use std::path::Path;
 use std::process::Stdio;
 use tempfile::tempdir;
 
