@@ -104,16 +104,16 @@ struct PreviewArgs {
     /// The val split is never augmented
     #[arg(long, default_value = "train", value_parser = Split::ALL.map(Split::name))]
     split: String,
-    /// Of a picture's area, what a random cut leaves at least: a preset's data.least_area
+    /// Smallest share of a picture's area that a random crop leaves; data.least_area in training
     #[arg(long, default_value_t = 0.8)]
     least_area: f32,
-    /// Whether pictures are mirrored every other time: a preset's data.mirror
+    /// Whether pictures are mirrored every other time; data.mirror in training
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
     mirror: bool,
     /// Decides which pictures are shown, how they are augmented, and how generated ones are drawn
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// cifar-10, cifar-100 or folder; found out if not given
+    /// cifar-10, cifar-100 or folder; detected if not given
     #[arg(long)]
     format: Option<Format>,
     /// Pixels a side that a folder of pictures is resized to

@@ -269,10 +269,10 @@ pub struct ConfigArgs {
     /// Steps to train in all; the learning-rate schedule of a new run is as long, unless train.horizon is set
     #[arg(long, value_parser = clap::value_parser!(u64).range(..=1 << 53))]
     steps: Option<u64>,
-    /// Decides initial values, data order and every draw
+    /// Decides initial values, the order of the data and every random draw
     #[arg(long)]
     seed: Option<u64>,
-    /// Switches a pass; settings follow behind commas (repeatable)
+    /// Switches a pass; settings follow after commas (repeatable)
     #[arg(long = "pass", value_name = "NAME=off|auto|require")]
     passes: Vec<String>,
 }

@@ -20,7 +20,7 @@ pub struct Shape {
     pub hidden: usize,
     /// The head is the embedding.
     pub tied: bool,
-    /// Queries and keys are normed, as Qwen3's are.
+    /// Queries and keys have an RMS norm, as in Qwen3.
     pub qk_norm: bool,
     pub rope_theta: f64,
     pub rope_scaling: RopeScaling,

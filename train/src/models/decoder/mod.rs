@@ -75,7 +75,7 @@ pub type Attend<'a, 'g> = &'a dyn Fn(&str, Var<'g>, Var<'g>, Var<'g>) -> Var<'g>
 pub struct Places<'g> {
     /// Positions, for the rotary embedding; below the rows' length.
     pub position: Var<'g>,
-    /// The last token of the row that sees each (see `engine::ops::attention`).
+    /// For each token, the last one of the row that attends to it (see `engine::ops::attention`).
     pub until: Var<'g>,
 }
 
@@ -95,7 +95,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Rows of `time` tokens of which some are padding, wherever it stands: positions count real tokens, and padding is seen by itself alone.
+    /// Rows of `time` tokens of which some are padding, wherever it stands: positions count real tokens, and padding attends to itself alone.
     pub fn padded(real: &[bool], time: usize) -> Rows {
         let mut rows = Rows::default();
         for row in real.chunks(time) {
@@ -109,7 +109,7 @@ impl Rows {
         rows
     }
 
-    /// Rows of `time` tokens, each of examples of these lengths behind one another; the rest of a row is padding.
+    /// Rows of `time` tokens, each with examples of these lengths one after another; the rest of a row is padding.
     pub fn packed(rows: &[Vec<usize>], time: usize) -> Rows {
         let mut all = Rows::default();
         for lengths in rows {
@@ -183,12 +183,12 @@ impl<'g> Decoder<'_, 'g> {
         let (b, t) = (x.shape()[0], x.shape()[1]);
         let u = self.norm(x, &format!("{at}.attn_norm"));
         let [q, k, v] = self.linear(at, u, [Target::Q, Target::K, Target::V]);
-        let turned = |y: Var<'g>, heads: usize, name: &str| {
+        let rotated = |y: Var<'g>, heads: usize, name: &str| {
             let y = y.reshape(&[b, t, heads, s.head_dim]);
             let y = if s.qk_norm { self.norm(y, &format!("{at}.{name}")) } else { y };
             y.rope(Pairs::Halves, tables)
         };
-        let (q, k) = (turned(q, s.heads, "q_norm"), turned(k, s.kv_heads, "k_norm"));
+        let (q, k) = (rotated(q, s.heads, "q_norm"), rotated(k, s.kv_heads, "k_norm"));
         let v = v.reshape(&[b, t, s.kv_heads, s.head_dim]);
         let [o] = self.linear(at, attend(at, q, k, v).reshape(&[b, t, s.heads * s.head_dim]), [Target::O]);
         let x = x + o;
@@ -221,7 +221,7 @@ impl<'g> Decoder<'_, 'g> {
         self.norm(x, "norm")
     }
 
-    /// Of the rotary embedding at these positions, which are below `most`. Angles are f32, whatever they turn.
+    /// Of the rotary embedding at these positions, which are below `most`. Angles are f32, whatever the type of what they rotate.
     pub fn tables_at(&self, position: Var<'g>, most: usize) -> (Var<'g>, Var<'g>) {
         let (cos, sin) = self.r.rope_tables_of(most, &self.shape.frequencies());
         self.r.typed(|| (cos.gather_rows(position), sin.gather_rows(position)))
@@ -237,7 +237,7 @@ impl<'g> Decoder<'_, 'g> {
         self.r.scope("head", || hidden.linear(self.head()))
     }
 
-    /// Sum over tokens of weight, `[1]` or one for each, times cross-entropy; a target of -1 counts for nothing.
+    /// Sum over tokens of weight, `[1]` or one for each, times cross-entropy; a target of -1 is ignored.
     pub fn loss(&self, hidden: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
         let tokens = targets.meta().elements();
         let rows = hidden.reshape(&[tokens, self.shape.dim]);

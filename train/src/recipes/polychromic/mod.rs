@@ -31,7 +31,7 @@ section! {
     pub struct PolychromicConfig {
         /// A model's folder in Hugging Face's layout (Qwen3, Llama). Empty: a base in the shape that follows.
         pub base: String = String::new(), [path];
-        /// Where `base` is empty: steps in which the base learns generated questions first. 0: it stays as it was drawn at random.
+        /// Where `base` is empty: steps in which the base is first trained on generated questions. 0: it keeps its random initial weights.
         pub pretrain: u64 = 600, in 0..=1_000_000_000;
         /// Bits of the base's matrices: 16 (or what the base has), or 4 (NF4).
         pub bits: u32 = 16, in [16, 4];
@@ -45,13 +45,13 @@ section! {
         pub heads: usize = 4, in 1..=1 << 12;
         /// Heads of keys and values, each shared by heads / kv_heads queries (GQA).
         pub kv_heads: usize = 2, in 1..=1 << 12;
-        /// Elements of a head.
+        /// Size of a head.
         pub head_dim: usize = 32, in 1..=1 << 10;
         /// Width of the SwiGLU MLP.
         pub hidden: usize = 384, in 1..=1 << 20;
-        /// Whether the head is the embedding.
+        /// Whether the output head shares the embedding's weights.
         pub tied: bool = true;
-        /// Whether queries and keys are normed, as Qwen3's are.
+        /// Whether queries and keys have an RMS norm, as in Qwen3.
         pub qk_norm: bool = true;
         /// Base of RoPE's frequencies.
         pub rope_theta: f64 = 10000.0, in ROPE_THETA;
@@ -65,7 +65,7 @@ section! {
         pub alpha: f64 = 16.0, in -1e6..=1e6;
         /// Dropout of the adapters' input while training.
         pub dropout: f64 = 0.0, in 0.0..1.0;
-        /// The matrices of every layer that have an adapter.
+        /// The matrices of every layer that get an adapter.
         pub targets: Vec<Target> = Target::ALL.to_vec();
     }
 }
@@ -129,7 +129,7 @@ impl PolychromicConfig {
 section! {
     /// The policy gradient towards replies that differ: how they are sampled, and what their diversity counts.
     pub struct Objective {
-        /// Weight of the policy gradient's loss beside the supervised one. 0: supervised alone.
+        /// Weight of the policy gradient's loss, added to the supervised one. 0: supervised alone.
         pub weight: f64 = 0.3, in WEIGHT;
         /// Steps from one set of replies to the next.
         pub every: u64 = 5, in 1..=1 << 16;
@@ -149,7 +149,7 @@ section! {
         pub baseline_decay: f64 = 0.9, in 0.0..=1.0;
         /// A folder of sentence-transformers' (MiniLM) that embeds replies. Empty: the base's own mean hidden state.
         pub encoder: String = String::new(), [path];
-        /// Prompts that evaluation has replies written to. 0: it writes none.
+        /// Prompts to which evaluation writes replies. 0: it writes none.
         pub eval_prompts: u64 = 0, in 0..=1 << 32;
         /// Where those replies are written, a line of JSON a set, with the distance of each pair. Empty: nowhere.
         pub eval_file: String = String::new();
@@ -161,7 +161,7 @@ impl Objective {
         self.in_range("objective")
     }
 
-    /// Replies without an end, to prompts of `prompt_tokens`.
+    /// Writes replies of full length, without a stop token, to prompts of `prompt_tokens`.
     fn writer(&self) -> Writer {
         Writer {
             prompts: self.prompts,
@@ -173,7 +173,7 @@ impl Objective {
         }
     }
 
-    /// Whether anything is ever written.
+    /// Whether replies are ever written.
     fn writes(&self) -> bool {
         self.weight > 0.0 || self.eval_prompts > 0
     }

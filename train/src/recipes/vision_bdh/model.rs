@@ -16,13 +16,13 @@ section! {
         pub image: usize = 0, in 1..=1 << 12, [data];
         /// Pixels of a patch's side; divides `image`.
         pub patch: usize = 8, in 1..=1 << 12;
-        /// Classes that are told apart.
+        /// Number of classes.
         pub classes: usize = 0, in 1..=1 << 16, [data];
         /// Width of the residual stream.
         pub dim: usize = 48, in 1..=1 << 16;
         /// Heads of the layer.
         pub heads: usize = 3, in 1..=1 << 12;
-        /// Neurons of a head = dim x multiplier / heads.
+        /// Neurons of a head: dim x multiplier / heads.
         pub multiplier: usize = 8, in 1..=1 << 12;
         /// How often the layer is applied.
         pub loops: usize = 3, in 1..=1 << 10;
@@ -86,7 +86,7 @@ impl<'g> VisionBdh<'_, 'g> {
         self.r.param(name, shape, Init::Full(0.0))
     }
 
-    /// Turns by t * f, the fraction of a turn taken in f64: [time, neurons / 2].
+    /// RoPE's angles t * f in turns, of which the fraction is taken in f64: [time, neurons / 2].
     fn tables(&self) -> (Var<'g>, Var<'g>) {
         let (time, n) = (self.c.tokens(), self.c.neurons());
         let phase = |t: usize, pair: usize| {
@@ -117,8 +117,8 @@ impl<'g> VisionBdh<'_, 'g> {
         self.uniform(name, &[h, d, n], (6.0 / ((d * n + h * n) as f64)).sqrt())
     }
 
-    /// One application of the layer to x [batch, tokens, dim] and its norm; returns what becomes of both. `encoder` has the heads side by
-    /// side: [dim, heads x neurons].
+    /// One application of the layer to x [batch, tokens, dim] and its norm; returns the next values of both. `encoder` has the heads
+    /// concatenated: [dim, heads x neurons].
     fn layer(&self, (x, xn): (Var<'g>, Var<'g>), encoder: Var<'g>, tables: (Var<'g>, Var<'g>)) -> (Var<'g>, Var<'g>) {
         let c = self.c;
         let (b, t, d, h, n) = (x.shape()[0], c.tokens(), c.dim, c.heads, c.neurons());
