@@ -76,7 +76,7 @@ pub fn run(skipped: &[String]) -> Result<Times, String> {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["test", "--workspace", "--lib", "--bins", "--tests", "--config", RUNNER, "--", "-Z", "unstable-options", "--report-time"]);
     if !skipped.is_empty() {
-        cargo.arg("--exact").args(skipped.iter().flat_map(|name| ["--skip", name]));
+        cargo.arg("--exact").args(skipped.iter().flat_map(|name| ["--skip", name.as_str()]));
     }
     println!("cargo test --workspace, {} tests left out", skipped.len());
     let failed = |e: std::io::Error| format!("cargo test: {e}");
