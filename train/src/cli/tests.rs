@@ -89,8 +89,8 @@ fn every_command_of_the_pages_parses() {
         words("kiln generate runs/a --prompt 'the ' --stop '\\n'   # let it write"),
         ["kiln", "generate", "runs/a", "--prompt", "the ", "--stop", "\\n"]
     );
-    assert!(parsed("kiln train hydra --preseet small").is_err());
-    assert!(resolves(parsed("kiln train hydra --set model.dmi=3").unwrap().command).is_err());
+    assert!(parsed("kiln train --preseet small").is_err());
+    assert!(resolves(parsed("kiln train --set model.dmi=3").unwrap().command).is_err());
 }
 
 #[test]

@@ -179,7 +179,7 @@ fn sizes_are_taken_from_the_data() {
     }
     let pictures = data(&at("pictures"));
     let c = sized("vision_bdh", std::slice::from_ref(&pictures)).unwrap();
-    assert_eq!((size(&c, "model", "classes"), size(&c, "model", "image")), (3, 32));
+    assert_eq!((size(&c, "model", "classes"), size(&c, "model", "image")), (3, 40));
     let wrong = sized("vision_bdh", &[pictures, "classes=4".into()]).unwrap_err();
     assert!(wrong.contains("3 classes, but model.classes = 4"), "{wrong}");
     let missing = sized("vision_bdh", &["data.path=/nowhere/at/all".into()]).unwrap_err();

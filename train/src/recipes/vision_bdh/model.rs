@@ -11,8 +11,8 @@ use engine::{DType, Init, Recorder, Var};
 section! {
     /// The shape of the model.
     pub struct VisionConfig {
-        /// Pixels of a picture's side; a folder of pictures is resized to this. From the data: their own side, where all are squares of one size (512 at
-        /// most) that `patch` divides; 32 otherwise.
+        /// Pixels of a side, to which a folder of pictures is resized. From the data: their own side, if all are squares of one size (up to 512) that
+        /// `patch` divides; else 32.
         pub image: usize = 0, in 1..=1 << 12, [data];
         /// Pixels of a patch's side; divides `image`.
         pub patch: usize = 8, in 1..=1 << 12;
