@@ -32,7 +32,7 @@ fn fenced(text: &str) -> Vec<&str> {
 fn inline(text: &str) -> Vec<String> {
     let outside: Vec<&str> = text.split("```").step_by(2).collect();
     let spans = outside.iter().flat_map(|part| part.split('`').skip(1).step_by(2)).flat_map(|span| span.split("&&"));
-    let plain = |span: &str| span.split_whitespace().filter(|word| *word != "..").collect::<Vec<_>>().join(" ");
+    let plain = |span: &str| span.split_whitespace().take_while(|w| *w != ">").filter(|w| *w != "..").collect::<Vec<_>>().join(" ");
     spans.map(plain).filter(|span| span.starts_with("kiln ")).collect()
 }
 
