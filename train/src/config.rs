@@ -46,7 +46,7 @@ impl ConfigError {
 
 /// Refuses a number outside of what it can mean, by its key, value and range.
 pub fn within(key: &str, value: f64, range: RangeInclusive<f64>) -> Result<(), ConfigError> {
-    // A bound that was read as f32 is a little beside itself.
+    // A bound that was rounded to f32 is slightly off.
     let at = |bound: &f64| (value - bound).abs() <= 1e-6 * bound.abs();
     match range.contains(&value) || at(range.start()) || at(range.end()) {
         true => Ok(()),
@@ -58,7 +58,7 @@ pub fn within(key: &str, value: f64, range: RangeInclusive<f64>) -> Result<(), C
 pub const ROPE_THETA: RangeInclusive<f64> = 1.0..=1e12;
 /// What a norm adds to a mean square.
 pub const NORM_EPS: RangeInclusive<f64> = 1e-30..=1.0;
-/// A loss beside others, or a rate: larger ones overflow what they are multiplied with.
+/// Weights of losses, and rates: larger ones would overflow what they are multiplied with.
 pub const WEIGHT: RangeInclusive<f64> = 0.0..=1e6;
 
 /// Steps are counted exactly up to here in f64, in which rates and metrics are.
@@ -82,7 +82,7 @@ section! {
         pub steps: u64 = 1000, in 0..=MOST_STEPS, [free];
         /// Length of the learning-rate schedule in steps. 0: as many as the run has when it begins.
         pub horizon: u64 = 0, in 0..=MOST_STEPS;
-        /// Sequences, pictures or puzzles of one micro-batch.
+        /// Sequences, pictures or puzzles in one micro-batch.
         pub batch: usize = 16, in 1..=1 << 20;
         /// Micro-batches whose gradients are added up in one step.
         pub accumulate: usize = 1, in 1..=1 << 15; // draws tell 2^15 micro-batches apart
@@ -100,7 +100,7 @@ section! {
         pub beta1: f32 = 0.9, in 0.0..1.0;
         /// AdamW: decay of the mean of squared gradients.
         pub beta2: f32 = 0.95, in 0.0..1.0;
-        /// AdamW: what is added to the root of the mean square.
+        /// AdamW: added to the root of the mean squared gradient.
         pub eps: f32 = 1e-8, in 1e-38..=1.0;
         /// AdamW: decoupled weight decay of matrices.
         pub weight_decay: f32 = 0.1, in 0.0..=1e3;

@@ -36,7 +36,7 @@ struct Cache {
 
 static CACHE: OnceLock<Cache> = OnceLock::new();
 
-/// Where everything is kept that could be made again: kernels that are run, weights that are trained on. So it is a folder that nobody else can write to:
+/// The cache of what can be made again: compiled kernels, trained base models. So it is a folder that nobody else can write to:
 /// this user's, or a fresh one that goes with the process.
 pub fn cache() -> PathBuf {
     let chosen = CACHE.get_or_init(|| {

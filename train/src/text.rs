@@ -11,7 +11,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct Text {
     pub data: DataConfig,
-    /// Of the model: the tokenizer's must fit in.
+    /// The model's vocabulary; the tokenizer's may be smaller.
     vocab: usize,
     /// Tokens of a window.
     seq: usize,

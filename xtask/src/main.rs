@@ -1,7 +1,8 @@
-//! Chores of the project: `cargo xtask test`, `kernels`, `emulate`, `mutants`, `size`, `torture`.
+//! Chores of the project: `cargo xtask test`, `docs`, `kernels`, `emulate`, `mutants`, `size`, `torture`.
 
 mod mutants;
 mod size;
+mod timed;
 mod torture;
 
 use std::path::{Path, PathBuf};
@@ -10,7 +11,9 @@ use std::time::Duration;
 
 const HELP: &str = "cargo xtask COMMAND
 
-  test      formatting, lints, every test, the examples, every kernel
+  test      formatting, lints, every test, the examples, every kernel; at the end the slowest tests.
+            With --fast no kernels, no doc tests, and of the tests those that took longest the last time are left out
+  docs      writes the generated pages again: docs/config.md, docs/passes.md, the receipts in README.md
   kernels   compiles the kernels of every op for every architecture with NVRTC, without a GPU
   mutants   plants errors one at a time and says which test finds each; all, or those whose names hold one of the words that follow.
             A build of its own and some minutes; what is planted in kernels is found by the emulator. Not part of `test`
@@ -25,7 +28,12 @@ const WHEELS: &[&str] = &["nvidia-cuda-nvrtc==13.0.*"];
 
 fn main() -> ExitCode {
     let done = match std::env::args().nth(1).as_deref() {
-        Some("test") => test(),
+        Some("test") => match std::env::args().nth(2).as_deref() {
+            None => test(),
+            Some("--fast") => fast(),
+            Some(other) => Err(format!("test has no option '{other}' (known: --fast)")),
+        },
+        Some("docs") => docs(),
         Some("kernels") => kernels(),
         Some("mutants") => mutants::run(&std::env::args().skip(2).collect::<Vec<_>>()),
         Some("emulate") => emulate(&std::env::args().skip(2).collect::<Vec<_>>()),
@@ -66,10 +74,39 @@ fn cargo(args: &[&str]) -> Result<(), String> {
     run(Command::new(env!("CARGO")).args(args))
 }
 
-fn test() -> Result<(), String> {
+fn lints() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
-    cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
-    cargo(&["test", "--workspace"])?;
+    cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+}
+
+/// For the inner loop: what is quick, and a word on what was not run.
+fn fast() -> Result<(), String> {
+    lints()?;
+    // A test runs an example that cargo builds only where nothing narrows down what it builds.
+    cargo(&["build", "--workspace", "--examples"])?;
+    let last = timed::Times::last();
+    if last.is_empty() {
+        println!("no test was timed here yet: all of them run this once, and the next fast run knows which are slow");
+    }
+    let slow = last.slow();
+    let names: Vec<String> = slow.iter().map(|(name, _)| name.to_string()).collect();
+    print!("{}", timed::run(&names)?.table());
+    println!("\nNOT RUN (cargo xtask test does): doc tests, kernels, and {} slow tests:", slow.len());
+    slow.iter().for_each(|(name, s)| println!("{s:>8.1} s  {name}"));
+    Ok(())
+}
+
+fn test() -> Result<(), String> {
+    lints()?;
+    cargo(&["build", "--workspace", "--examples"])?;
+    let times = timed::run(&[])?;
+    cargo(&["test", "--workspace", "--doc"])?;
+    check_kernels()?;
+    print!("{}", times.table());
+    Ok(())
+}
+
+fn check_kernels() -> Result<(), String> {
     // Kernels are run with a C++ compiler, as tests of the engine, and compiled with NVRTC, which comes as a Python wheel. A machine with Rust
     // alone tests everything else, and is told so; CI must have both.
     let ci = std::env::var_os("CI").is_some();
@@ -87,6 +124,13 @@ fn test() -> Result<(), String> {
         return Ok(());
     }
     kernels()
+}
+
+/// The tests that compare generated pages with what kiln prints write them instead.
+fn docs() -> Result<(), String> {
+    let mut test = Command::new(env!("CARGO"));
+    test.args(["test", "--package", "kiln", "--test", "suite", "--"]);
+    run(test.args(["docs::generated_pages_are_current", "docs::the_receipts_in_the_readme_are_current"]).env("KILN_WRITE_DOCS", "1"))
 }
 
 /// The engine's own tests of its kernels, with the cases that are left out of `cargo test` because they take long.

@@ -186,7 +186,7 @@ const MUTANTS: &[Mutant] = &[
     ),
     ("policy-gradient-without-baseline", "the score itself is the advantage", POLICY),
     ("policy-gradient-not-by-length", "long replies count for more", POLICY),
-    ("hrm-halts-when-it-is-wrong", "the halting head's target is turned", Train(&["hrm::golden_with_passes_on_and_off"])),
+    ("hrm-halts-when-it-is-wrong", "the halting head's target is inverted", Train(&["hrm::golden_with_passes_on_and_off"])),
     (
         "hrm-carry-not-reset",
         "a fresh example goes on with another's thoughts",

@@ -7,7 +7,7 @@ use std::path::Path;
 /// Lines that the core may have.
 const CORE: usize = 2_000;
 
-/// Names of parts, and what lies in them: files and folders of the repository.
+/// Parts, and the files and folders of the repository that belong to them.
 const PARTS: &[(&str, &[&str])] = &[
     (
         "core",

@@ -1,6 +1,8 @@
 //! Checkpoints are whole, or not there, and broken ones are told apart.
 
 use super::*;
+use safetensors::tensor::Dtype;
+use serde_json::json;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::Duration;

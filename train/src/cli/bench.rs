@@ -41,7 +41,7 @@ pub struct BenchArgs {
     /// Times the step again with each pass switched off: what it gains, what memory it saves, what it changes in the loss and the gradient's norm
     #[arg(long)]
     ledger: bool,
-    /// Of `ops`, only those whose name holds this
+    /// With `ops`: only those whose name has this in it
     #[arg(long, value_name = "NAME")]
     only: Option<String>,
     /// Writes the figures to a file
@@ -336,7 +336,7 @@ fn peak_resident() -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Every op at the recipes' shapes. On a GPU in bf16, forwards and backwards, beside what the card reaches: a copy, and a large product.
+/// Every op at the recipes' shapes. On a GPU in bf16, forward and backward, compared with what the card reaches in a copy and in a large GEMM.
 fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
     let wanted = |name: &str| a.only.as_deref().is_none_or(|part| name.contains(part));
     let timed = || {
@@ -374,7 +374,7 @@ fn ops(a: &BenchArgs, device: &engine::Device) -> Result<ExitCode> {
     for (op, case) in timed() {
         for t in time_case(case, dtype, device, a.repeat).map_err(anyhow::Error::msg)? {
             let (bytes, flops) = (t.bytes as f64 / t.ms * 1e3, t.flops as f64 / t.ms * 1e3);
-            // Of the two, what it is closer to is what holds it.
+            // Of the two limits, the one that it is closer to is its bottleneck.
             let share =
                 ceilings.map(
                     |(copy, product)| {

@@ -36,7 +36,7 @@ enum What {
   kiln check ops
   kiln check ops attention")]
     Ops {
-        /// Only ops whose name holds this
+        /// Only ops whose name has this in it
         filter: Option<String>,
         #[command(flatten)]
         device: DeviceArgs,
@@ -66,7 +66,7 @@ enum What {
   kiln check kernels --every-shape --sm 90
   kiln check kernels attention --sm 90")]
     Kernels {
-        /// Only ops whose name holds this
+        /// Only ops whose name has this in it
         filter: Option<String>,
         /// Compute capabilities, as in 90 for 9.0
         #[arg(long, default_values_t = [80, 89, 90, 100, 120], value_parser = clap::value_parser!(u32).range(80..=130))]

@@ -105,16 +105,16 @@ struct PreviewArgs {
     /// The val split is never augmented
     #[arg(long, default_value = "train", value_parser = Split::ALL.map(Split::name))]
     split: String,
-    /// Of a picture's area, what a random cut leaves at least: a preset's data.least_area
+    /// Smallest share of a picture's area that a random crop leaves; data.least_area in training
     #[arg(long, default_value_t = 0.8)]
     least_area: f32,
-    /// Whether pictures are mirrored every other time: a preset's data.mirror
+    /// Whether pictures are mirrored every other time; data.mirror in training
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
     mirror: bool,
     /// Decides which pictures are shown, how they are augmented, and how generated ones are drawn
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// cifar-10, cifar-100 or folder; found out if not given
+    /// cifar-10, cifar-100 or folder; detected if not given
     #[arg(long)]
     format: Option<Format>,
     /// Pixels a side that a folder of pictures is resized to
@@ -160,7 +160,7 @@ fn prepare_text(a: PrepareArgs, recipes: Recipes) -> Result<ExitCode> {
         out!("{note}");
     }
     if let Some(recipe) = reader(recipes, Reads::Text) {
-        out!("train on it with: kiln train {recipe} --data {} --set model.vocab={}", s.out.display(), d.vocab);
+        out!("train on it with: kiln train {recipe} --data {}", s.out.display());
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -272,7 +272,7 @@ fn inspect_images(path: &Path, format: Format, json: bool, recipes: Recipes) -> 
         out!("  {:width$}  train {:>6}  validation {:>6}", c.name, c.train, c.val);
     }
     if let Some(recipe) = reader(recipes, Reads::Pictures) {
-        out!("train on it with: kiln train {recipe} --data {} --set model.classes={}", path.display(), found.classes.len());
+        out!("train on it with: kiln train {recipe} --data {}", path.display());
     }
     Ok(ExitCode::SUCCESS)
 }

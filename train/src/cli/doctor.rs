@@ -1,6 +1,6 @@
 //! `kiln doctor`: what this machine has.
 
-use super::write_json;
+use super::{Recipes, write_json};
 use crate::gpu;
 use crate::report::human_bytes;
 use anyhow::Result;
@@ -19,7 +19,7 @@ pub struct DoctorArgs {
     json: bool,
 }
 
-pub fn run(a: DoctorArgs) -> Result<ExitCode> {
+pub fn run(a: DoctorArgs, _: Recipes) -> Result<ExitCode> {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let memory = total_memory();
     let vectors = engine::cpu::vectors();

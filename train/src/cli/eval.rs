@@ -28,10 +28,10 @@ pub struct EvalArgs {
     /// At most this many batches of the validation data; if not given, all of it, or of generated data, which has no end, train.eval_batches
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 53))]
     batches: Option<u64>,
-    /// Has replies to this many prompts written and says what they are like: diversity, distinct-2, self-BLEU, pass@k (recipes that reply to prompts)
+    /// Writes replies to this many prompts and measures them: diversity, distinct-2, self-BLEU, pass@k (recipes that reply to prompts)
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     prompts: Option<u64>,
-    /// To each of those prompts; if not given, as in training
+    /// Replies to each of those prompts; if not given, as many as in training
     #[arg(long, requires = "prompts")]
     replies: Option<u32>,
     /// Where to write those replies: a line of JSON a prompt, with the distance of each pair

@@ -39,18 +39,18 @@ pub struct GenerateArgs {
     /// 0 always takes the most likely token
     #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f32,
-    /// Draws only from the smallest set of tokens that has this probability
+    /// Nucleus sampling: draws from the smallest set of tokens with this total probability
     #[arg(long, default_value_t = 0.95)]
     top_p: f32,
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// At most; may go past the length that the model was trained on, for models that reply to prompts not past their positions
+    /// Most tokens to write. May exceed the length that the model was trained on, but not the positions of a model that replies to prompts
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
-    /// Ends the text: a text that is one token, escapes such as \n are undone (repeatable)
+    /// Text that ends the output; it must be one token; escapes such as \n are undone (repeatable)
     #[arg(long, value_parser = super::unescaped)]
     stop: Vec<String>,
-    /// Ends the text: a token's number (repeatable)
+    /// Number of a token that ends the output (repeatable)
     #[arg(long)]
     stop_id: Vec<u32>,
     #[command(flatten)]
@@ -177,7 +177,7 @@ fn talk(a: &GenerateArgs, chat: &Chat, s: &mut Session, fill: impl FnOnce(&mut S
     if a.raw && a.replies == 1 {
         show.piece(&a.prompt);
     }
-    // Behind a template a reply begins with no space.
+    // After a template a reply begins without a space.
     let mut begun = a.raw;
     let replies = talk.write(s, &mut |piece| {
         let piece = if begun { piece } else { piece.trim_start() };

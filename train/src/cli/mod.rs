@@ -70,36 +70,53 @@ struct Kiln {
     command: Command,
 }
 
-#[derive(Subcommand)]
-enum Command {
+/// Makes the enum of subcommands from a line each: help, name, and the arguments in the module that runs it.
+macro_rules! commands {
+    ($(#[$about:meta] $name:ident: $module:ident::$args:ident,)*) => {
+        #[derive(Subcommand)]
+        enum Command {
+            $(#[$about] $name($module::$args),)*
+        }
+
+        impl Command {
+            fn run(self, recipes: Recipes) -> Result<ExitCode> {
+                match self {
+                    $(Command::$name(a) => $module::run(a, recipes),)*
+                }
+            }
+        }
+    };
+}
+
+commands! {
     /// Trains a recipe
-    Train(train::TrainArgs),
-    /// Validation losses of a checkpoint; of a classifier also the classes and a confusion matrix
-    Eval(eval::EvalArgs),
+    Train: train::TrainArgs,
+    /// Validation losses of a checkpoint; of a classifier also accuracy by class and a confusion matrix
+    Eval: eval::EvalArgs,
     /// Continues a prompt with a checkpoint
-    Generate(generate::GenerateArgs),
-    /// Tells the class of pictures with a checkpoint
-    Predict(predict::PredictArgs),
-    /// Solves puzzles with a checkpoint, and shows how the answers came about
-    Solve(solve::SolveArgs),
+    Generate: generate::GenerateArgs,
+    /// Classifies pictures with a checkpoint
+    Predict: predict::PredictArgs,
+    /// Solves puzzles with a checkpoint, and shows the answers after each segment
+    Solve: solve::SolveArgs,
     /// Writes a checkpoint's adapters for PEFT, or merged into their base for transformers
-    Export(export::ExportArgs),
+    Export: export::ExportArgs,
     /// Memory, arithmetic and what every pass would do, without running
-    Plan(plan::PlanArgs),
-    /// Checks ops, passes, golden files, or a folder of a model or an encoder
-    Check(check::CheckArgs),
+    Plan: plan::PlanArgs,
+    /// Checks ops, passes, golden files, or the folder of a model or an encoder
+    Check: check::CheckArgs,
     /// Lists the recipes and their presets
-    Recipes(recipes::RecipesArgs),
+    Recipes: recipes::RecipesArgs,
     /// Lists a recipe's config keys: type, default, range and meaning
-    Config(config::ConfigKeysArgs),
+    Config: config::ConfigKeysArgs,
     /// Lists the passes: what they do, their modes and settings
-    Passes(passes::PassesArgs),
-    /// What this machine has, and what kiln makes of it
-    Doctor(doctor::DoctorArgs),
+    Passes: passes::PassesArgs,
+    /// What this machine has, and what kiln can use of it
+    Doctor: doctor::DoctorArgs,
     /// Prepares and inspects data sets
-    Data(data::DataArgs),
+    Data: data::DataArgs,
     /// Times the step of a preset, or every op
-    Bench(bench::BenchArgs),
+    Bench: bench::BenchArgs,
 }
 
 /// Runs the command line with these recipes: the whole of a program's `main`.
@@ -125,22 +142,7 @@ pub fn main(recipes: Recipes) -> ExitCode {
 fn run(recipes: Recipes) -> Result<ExitCode> {
     recipes.iter().filter_map(|r| r.extension()).try_for_each(engine::register)?;
     let matches = command(recipes).get_matches();
-    match Kiln::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()).command {
-        Command::Train(a) => train::run(a, recipes),
-        Command::Eval(a) => eval::run(a, recipes),
-        Command::Generate(a) => generate::run(a, recipes),
-        Command::Predict(a) => predict::run(a, recipes),
-        Command::Solve(a) => solve::run(a, recipes),
-        Command::Export(a) => export::run(a, recipes),
-        Command::Plan(a) => plan::run(a, recipes),
-        Command::Check(a) => check::run(a, recipes),
-        Command::Recipes(a) => recipes::run(a, recipes),
-        Command::Config(a) => config::run(a, recipes),
-        Command::Passes(a) => passes::run(a),
-        Command::Doctor(a) => doctor::run(a),
-        Command::Data(a) => data::run(a, recipes),
-        Command::Bench(a) => bench::run(a, recipes),
-    }
+    Kiln::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()).command.run(recipes)
 }
 
 /// The command line, with the names of these recipes in its examples. Help leaves out what no recipe offers.
@@ -268,10 +270,10 @@ pub struct ConfigArgs {
     /// Steps to train in all; the learning-rate schedule of a new run is as long, unless train.horizon is set
     #[arg(long, value_parser = clap::value_parser!(u64).range(..=1 << 53))]
     steps: Option<u64>,
-    /// Decides initial values, data order and every draw
+    /// Decides initial values, the order of the data and every random draw
     #[arg(long)]
     seed: Option<u64>,
-    /// Switches a pass; settings follow behind commas (repeatable)
+    /// Switches a pass; settings follow after commas (repeatable)
     #[arg(long = "pass", value_name = "NAME=off|auto|require")]
     passes: Vec<String>,
 }
@@ -350,106 +352,4 @@ pub fn write_json(path: Option<&PathBuf>, value: &serde_json::Value) -> Result<(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::recipes::RECIPES;
-    use clap::error::ErrorKind;
-
-    /// A line of a shell as its words: quotes are taken off, a comment ends it.
-    fn words(line: &str) -> Vec<String> {
-        let (mut words, mut word, mut quote) = (vec![], None::<String>, None);
-        for c in line.chars() {
-            match (quote, c) {
-                (Some(q), c) if c == q => quote = None,
-                (None, '\'' | '"') => {
-                    quote = Some(c);
-                    word.get_or_insert_default();
-                }
-                (None, '#') if word.is_none() => break,
-                (None, ' ') => words.extend(word.take()),
-                (_, c) => word.get_or_insert_default().push(c),
-            }
-        }
-        words.into_iter().chain(word).collect()
-    }
-
-    fn fenced(text: &str) -> Vec<&str> {
-        text.split("```").skip(1).step_by(2).flat_map(str::lines).filter(|l| l.starts_with("kiln ")).collect()
-    }
-
-    /// `kiln ..` inside a sentence, which may leave out what the sentence says.
-    fn inline(text: &str) -> Vec<String> {
-        let outside: Vec<&str> = text.split("```").step_by(2).collect();
-        let spans = outside.iter().flat_map(|part| part.split('`').skip(1).step_by(2)).flat_map(|span| span.split("&&"));
-        let plain = |span: &str| span.split_whitespace().filter(|word| *word != "..").collect::<Vec<_>>().join(" ");
-        spans.map(plain).filter(|span| span.starts_with("kiln ")).collect()
-    }
-
-    fn parsed(line: &str) -> Result<Kiln, clap::Error> {
-        Kiln::try_parse_from(words(line))
-    }
-
-    /// Presets, keys and passes that a command names are there, too.
-    fn resolves(command: Command) -> Result<(), String> {
-        let config = match command {
-            Command::Train(a) if !a.goes_on() => a.config,
-            _ => return Ok(()),
-        };
-        config.resolve(RECIPES, None).map(|_| ()).map_err(|e| format!("{e:#}"))
-    }
-
-    #[test]
-    fn every_command_of_the_readme_parses() {
-        let readme = include_str!("../../../README.md");
-        let lines = fenced(readme);
-        assert!(lines.len() > 15, "{lines:?}");
-        for line in lines {
-            let command = parsed(line).unwrap_or_else(|e| panic!("{line}\n{e}")).command;
-            resolves(command).unwrap_or_else(|e| panic!("{line}: {e}"));
-        }
-        let spans = inline(readme);
-        assert!(spans.len() > 15, "{spans:?}");
-        for span in spans {
-            match parsed(&span) {
-                Ok(kiln) => resolves(kiln.command).unwrap_or_else(|e| panic!("{span}: {e}")),
-                // Left out: a command's argument, or an option's value.
-                Err(e)
-                    if matches!(
-                        e.kind(),
-                        ErrorKind::MissingRequiredArgument
-                            | ErrorKind::InvalidValue
-                            | ErrorKind::MissingSubcommand
-                            | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
-                    ) => {}
-                Err(e) => panic!("{span}\n{e}"),
-            }
-        }
-        assert_eq!(
-            words("kiln generate runs/a --prompt 'the ' --stop '\\n'   # let it write"),
-            ["kiln", "generate", "runs/a", "--prompt", "the ", "--stop", "\\n"]
-        );
-        assert!(parsed("kiln train hydra --preseet small").is_err());
-        assert!(resolves(parsed("kiln train hydra --set model.dmi=3").unwrap().command).is_err());
-    }
-
-    #[test]
-    fn every_example_of_the_help_parses() {
-        fn each(command: &clap::Command, program: &str, visit: &mut dyn FnMut(&str)) {
-            let text = command.get_after_help().map(|t| t.to_string()).unwrap_or_default();
-            // The words of an example end where an explanation is set apart.
-            text.lines()
-                .filter_map(|l| l.strip_prefix(&format!("  {program} ")))
-                .for_each(|l| visit(&format!("kiln {}", l.split("  ").next().unwrap_or(l))));
-            command.get_subcommands().for_each(|c| each(c, program, visit));
-        }
-        let mut seen = 0;
-        let whole = command(RECIPES);
-        let program = crate::program();
-        each(&whole, &program, &mut |line| {
-            seen += 1;
-            let command = parsed(line).unwrap_or_else(|e| panic!("{line}\n{e}")).command;
-            resolves(command).unwrap_or_else(|e| panic!("{line}: {e}"));
-        });
-        assert!(seen > 30, "{seen}");
-    }
-}
+mod tests;

@@ -1,43 +1,149 @@
-//! `kiln passes`: every pass with its modes and settings.
+//! `kiln passes`: every pass and executor setting, with its default, its settings and what it changes in the numbers.
 
-use super::write_json;
+use super::{Recipes, write_json};
 use anyhow::Result;
 use clap::Args;
-use engine::passes::{Numerics, Switch, Target, all};
+use engine::executor::EXECUTOR;
+use engine::passes::{Numerics, Stage, Switch, all};
+use engine::program::imagined;
+use engine::{DType, PASSES};
 use std::process::ExitCode;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln passes
-  kiln train {recipe} --pass recompute=auto,what=memory-bound --pass flash-attention=require")]
+  kiln train {recipe} --pass recompute=auto,what=memory-bound --pass flash-attention=require
+  kiln passes --markdown")]
 pub struct PassesArgs {
+    /// Prints Markdown: docs/passes.md
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
     /// Prints JSON
     #[arg(long)]
     json: bool,
 }
 
-pub fn run(a: PassesArgs) -> Result<ExitCode> {
-    let numerics = |p: &dyn Switch| match p.numerics(Target::Cpu, engine::DType::F32) {
+pub fn run(a: PassesArgs, _: Recipes) -> Result<ExitCode> {
+    if a.markdown {
+        out_part!("{}", page());
+    } else if a.json {
+        write_json(None, &all().map(json).collect())?;
+    } else {
+        out!("Passes, in running order. Switch one with --pass NAME=off|auto|require[,setting=value].\n");
+        for p in all() {
+            out!("{} (default: {})\n    {}\n    f32 on the CPU: {}", p.name(), p.default_mode().name(), p.about(), on_cpu(p));
+            for s in p.settings() {
+                out!("    {}={}: {}", s.name, s.default, s.about);
+            }
+            out!();
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn described(numerics: Numerics) -> &'static str {
+    match numerics {
         Numerics::Exact => "bit for bit the same",
         Numerics::Reordered => "the same sums in another order",
         Numerics::LowPrecision => "rounded to a narrower type",
-    };
-    if a.json {
-        let one = |p: &'static dyn Switch| {
-            let settings: Vec<serde_json::Value> =
-                p.settings().iter().map(|s| serde_json::json!({ "name": s.name, "default": s.default, "about": s.about })).collect();
-            serde_json::json!({ "name": p.name(), "about": p.about(), "default": p.default_mode().name(), "numerics": numerics(p), "settings": settings })
-        };
-        write_json(None, &serde_json::Value::Array(all().map(one).collect()))?;
-        return Ok(ExitCode::SUCCESS);
     }
-    out!("Passes, in running order. Switch one with --pass NAME=off|auto|require[,setting=value].\n");
-    for p in all() {
-        out!("{} (default: {})\n    {}\n    f32 on the CPU: {}", p.name(), p.default_mode().name(), p.about(), numerics(p));
-        for s in p.settings() {
-            out!("    {}={}: {}", s.name, s.default, s.about);
+}
+
+fn on_cpu(p: &dyn Switch) -> &'static str {
+    described(p.numerics(engine::passes::Target::Cpu, DType::F32))
+}
+
+fn json(p: &'static dyn Switch) -> serde_json::Value {
+    let setting = |s: &engine::passes::Setting| serde_json::json!({ "name": s.name, "default": s.default, "about": s.about });
+    let settings: Vec<serde_json::Value> = p.settings().iter().map(setting).collect();
+    serde_json::json!({
+        "name": p.name(), "about": p.about(), "default": p.default_mode().name(), "numerics": on_cpu(p), "settings": settings
+    })
+}
+
+/// What switching it changes in the numbers, on the CPU and on a GPU.
+fn numbers(p: &dyn Switch) -> String {
+    let gpu = |dtype| described(p.numerics(imagined(90), dtype));
+    let (cpu, f32, bf16) = (on_cpu(p), gpu(DType::F32), gpu(DType::BF16));
+    match () {
+        _ if p.needs_gpu() && f32 == bf16 => f32.into(),
+        _ if p.needs_gpu() => format!("{f32} in f32, {bf16} in bf16"),
+        _ if cpu == f32 && f32 == bf16 => cpu.into(),
+        _ if cpu == f32 => format!("{cpu} in f32, {bf16} in bf16"),
+        _ if f32 == bf16 => format!("{cpu} in f32 on the CPU, {f32} on a GPU"),
+        _ => format!("{cpu} in f32 on the CPU; on a GPU {f32} in f32, {bf16} in bf16"),
+    }
+}
+
+/// The name of a stage, and the state in which its passes leave the graph.
+fn stage(stage: Stage) -> (&'static str, &'static str) {
+    match stage {
+        Stage::Recorded => ("Recorded", "The graph as the model's code recorded it: composite ops, f32, gradients only asked for."),
+        Stage::Fused => ("Fused", "Composite ops (attention, the loss head) become fused ops, or are written out in plain ones."),
+        Stage::Typed => ("Typed", "Every value gets the data type in which it is computed."),
+        Stage::Differentiated => {
+            ("Differentiated", "Gradients become ops like all others, and ops whose results nothing reads are removed.")
         }
-        out!();
+        Stage::Scheduled => ("Scheduled", "Ops move to where they run; what is recomputed in the backward pass is there twice."),
+        Stage::Lowered => {
+            ("Lowered", "Ops become those that the executor launches, and read their inputs with the strides that these have.")
+        }
     }
-    Ok(ExitCode::SUCCESS)
+}
+
+/// Words in lines of at most 120 characters; lines after the first begin with `indent`.
+fn wrapped(text: &str, indent: &str) -> String {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let line = lines.last_mut().expect("there is always a line");
+        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > 120 {
+            lines.push(format!("{indent}{word}"));
+        } else {
+            *line += if line.is_empty() { "" } else { " " };
+            *line += word;
+        }
+    }
+    lines.join("\n")
+}
+
+fn entry(p: &dyn Switch) -> String {
+    let mode = if p.required() { "always on".into() } else { format!("`{}`", p.default_mode().name()) };
+    let device = if p.needs_gpu() { ", on a GPU only" } else { "" };
+    let mut text = format!("### {}\n\n{}\n\n", p.name(), wrapped(p.about(), ""));
+    text += &format!("- Default: {mode}{device}.\n- Numbers: {}.\n", numbers(p));
+    for s in p.settings() {
+        text += &format!("{}\n", wrapped(&format!("- `{}={}`: {}.", s.name, s.default, s.about.trim_end_matches('.')), "  "));
+    }
+    text + "\n"
+}
+
+/// docs/passes.md
+fn page() -> String {
+    let example = PASSES.iter().find_map(|p| p.settings().first().map(|s| format!("{}=auto,{}={}", p.name(), s.name, s.default)));
+    let mut text = format!(
+        "# Passes and executor settings
+
+<!-- Made by `kiln passes --markdown > docs/passes.md`. -->
+
+Every optimisation is a pass over the recorded graph. Passes run in the order of this page, stage by stage.
+
+Switch one with `--pass NAME=off|auto|require`; settings follow after commas, as in `--pass {}`. With `auto`, a pass applies
+where it can and says where and why it declined. With `require`, a site that it declines is an error. In a config file, passes are keys of the
+section `[passes]`.
+
+\"Numbers\" says what switching the pass changes in the results. `kiln bench RECIPE --ledger` measures that, and what each pass gains.
+\n",
+        example.unwrap_or("NAME=auto,setting=value".into())
+    );
+    let mut last = None;
+    for pass in PASSES {
+        if last.replace(pass.stage()) != Some(pass.stage()) {
+            let (name, about) = stage(pass.stage());
+            text += &format!("## {name}\n\n{about}\n\n");
+        }
+        text += &entry(*pass);
+    }
+    text += "## Executor settings\n\nThese change how a program runs on a GPU, and rewrite nothing.\n\n";
+    let settings: String = EXECUTOR.iter().map(|s| entry(s)).collect();
+    text + settings.trim_end() + "\n"
 }

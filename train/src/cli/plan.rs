@@ -29,7 +29,7 @@ pub struct PlanArgs {
     /// Prints JSON
     #[arg(long)]
     json: bool,
-    /// Lists every node of this program as it will run, with where its outputs lie
+    /// Lists every node of this program as it will run, with the buffers of its outputs
     #[arg(long, value_name = "PROGRAM", conflicts_with = "json")]
     nodes: Option<String>,
 }

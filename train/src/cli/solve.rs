@@ -28,7 +28,7 @@ pub struct SolveArgs {
     /// How many of those
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000), conflicts_with = "puzzles")]
     count: u32,
-    /// Thinks on to the segment limit, though the model halts before it
+    /// Thinks up to the segment limit, even if the model would halt before it
     #[arg(long)]
     to_limit: bool,
     #[command(flatten)]

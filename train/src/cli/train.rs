@@ -37,7 +37,7 @@ pub struct TrainArgs {
     /// Goes on from the run's newest whole checkpoint
     #[arg(long)]
     resume: bool,
-    /// Goes on from this checkpoint, of the run that it lies in or of --out; later ones are set aside
+    /// Goes on from this checkpoint, in its own run or in --out; later ones are set aside
     #[arg(long, value_name = "CHECKPOINT", conflicts_with = "resume")]
     resume_from: Option<PathBuf>,
     /// Begins the run in --out again at the first step, with its settings; its checkpoints are set aside

@@ -35,7 +35,7 @@ use toml::{Table, Value};
 /// }
 /// ```
 ///
-/// Behind the range may stand, in brackets: `data` (0 is taken from the data), `free` (a resumed run may change it), `path` (made absolute, so that a
+/// After the range may follow, in brackets: `data` (0 is taken from the data), `free` (a resumed run may change it), `path` (made absolute, so that a
 /// run finds it from any folder).
 #[macro_export]
 macro_rules! section {

@@ -1,5 +1,5 @@
 //! What a model chooses while it computes: the tokens and experts that its routers rank highest, and the classes that it guesses. Rounding
-//! sends a token that is as good as tied another way, and everything behind it differs; so a run that rounds is handed the choices of one
+//! sends a token that is all but tied another way, and everything after it differs; so a run that rounds is handed the choices of one
 //! that does not, and is compared on everything that follows from them. How many guesses are right then says nothing about it.
 
 use crate::nn::{offset, row_starts};

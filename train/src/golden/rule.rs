@@ -44,7 +44,7 @@ impl Narrow {
     }
 }
 
-/// Losses and metrics: numbers that are compared one by one, each beside its own size.
+/// Losses and metrics: numbers that are compared one by one, relative to their own size.
 fn is_series(name: &str, elements: usize) -> bool {
     let number = name.starts_with("output/") && elements == 1;
     name == "loss" || number || (name.starts_with("metric/") && name != "metric/grad_norm")

@@ -15,7 +15,7 @@ pub struct EncoderShape {
     pub dim: usize,
     pub layers: usize,
     pub heads: usize,
-    /// Of the two products of a layer.
+    /// Width of a layer's MLP.
     pub hidden: usize,
     pub positions: usize,
     pub types: usize,
@@ -25,7 +25,7 @@ pub struct EncoderShape {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Act {
-    /// x times the share of a normal distribution below x.
+    /// Exact GELU: x times the normal CDF of x.
     Gelu,
     GeluTanh,
     Relu,
@@ -35,7 +35,7 @@ pub enum Act {
 pub struct Encoder {
     pub path: PathBuf,
     pub shape: EncoderShape,
-    /// The most tokens of a text, with those before and behind it; the rest is cut off.
+    /// Tokens of the longest text, special tokens included; the rest is cut off.
     pub longest: usize,
     /// Whether embeddings have length 1.
     pub normalise: bool,
@@ -53,9 +53,9 @@ pub struct Texts {
     pub cut: usize,
     pub time: usize,
     pub ids: Vec<i32>,
-    /// The last token that sees each: padding is seen by none.
+    /// For each token, the last one that attends to it: none attends to padding.
     pub until: Vec<i32>,
-    /// 1 / tokens of the text; 0 where there is padding.
+    /// Weight in mean pooling: 1 / tokens of the text, 0 for padding.
     pub share: Vec<f32>,
 }
 
@@ -132,7 +132,7 @@ impl Encoder {
             let mut ids =
                 encoding.map_err(|e| ModelError::bad(&self.path, format!("its tokenizer cannot encode a text: {e}")))?.get_ids().to_vec();
             if ids.len() > most {
-                // The token behind the text stays.
+                // The special token after the text stays.
                 ids.drain(most - 1..ids.len() - 1);
                 cut += 1;
             }

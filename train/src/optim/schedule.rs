@@ -9,7 +9,7 @@ pub fn rate(c: &TrainConfig, step: u64) -> f64 {
     if t < warmup {
         return c.learning_rate * engine::mutant!("warmup-from-zero", t + 1.0, t) / warmup;
     }
-    // 0 at the end of the warm-up, 1 at the horizon.
+    // Progress: 0 at the end of the warm-up, 1 at the horizon.
     let share = |from: f64| ((t - from) / (horizon - from).max(1.0)).clamp(0.0, 1.0);
     let fall = match c.schedule.as_str() {
         "cosine" => 0.5 * (1.0 + (std::f64::consts::PI * share(warmup)).cos()),

@@ -32,7 +32,7 @@ pub trait Writes {
 }
 
 pub enum TextModel {
-    /// Goes on with a text as it stands.
+    /// Continues a text.
     Continues(Box<dyn Generator>),
     /// Replies to a prompt.
     Replies(Box<Chat>),

@@ -4,7 +4,7 @@ use crate::report::Confusion;
 
 /// What the validation data show.
 pub struct Evaluation {
-    /// Means over what counts; the first is the loss.
+    /// Means over the items that count; the first is the loss.
     pub values: Vec<(&'static str, f64)>,
     /// For classifiers.
     pub confusion: Option<Confusion>,
@@ -17,7 +17,7 @@ pub struct Evaluation {
 pub struct Extent {
     /// Batches that are read.
     pub batches: u64,
-    /// All that there are; none where the data has no end, because it is made as it is read.
+    /// All batches there are; None where the data is generated without end.
     pub of: Option<u64>,
 }
 

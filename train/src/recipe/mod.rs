@@ -97,11 +97,11 @@ pub trait Task {
     fn graphs(&self) -> Vec<(&'static str, Graph)>;
     /// Told before `graphs` how many bytes the device has free, where that is known: what is kept there may depend on it.
     fn settle(&self, _free: Option<u64>) {}
-    /// Fills states that programs read and nobody trains: a data set that is kept on the device.
+    /// Fills states that are read but not trained, such as a data set that is kept on the device.
     fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {
         Ok(())
     }
-    /// Takes weights to begin with from a place that only the recipe can read; false where this is none.
+    /// Loads initial weights from a format that only the recipe can read; false where `from` is not of that format.
     fn init_from(&self, _: &mut Session, _from: &Path) -> Result<bool, TrainError> {
         Ok(false)
     }
@@ -126,7 +126,7 @@ pub trait Task {
     fn epoch(&self) -> Option<u64> {
         None
     }
-    /// What a step works through: ("tok", how many).
+    /// The unit of work of a step and how many there are: ("tok", 2048).
     fn work(&self) -> (&'static str, f64);
     /// What a step is called.
     fn step_name(&self) -> &'static str {
@@ -147,7 +147,7 @@ pub trait Task {
     fn show(&mut self, _: &mut Session) -> Result<Option<String>, TrainError> {
         Ok(None)
     }
-    /// What a checkpoint notes beside the config, and a later one must agree with.
+    /// What a checkpoint notes in addition to the config, and a resumed run must agree with.
     fn identity(&self) -> Result<serde_json::Value, TrainError> {
         Ok(serde_json::Value::Null)
     }
@@ -156,7 +156,7 @@ pub trait Task {
     fn paths(&self) -> &'static [(&'static str, &'static str)] {
         &[("data.path", "data")]
     }
-    /// Files that a checkpoint holds beside its numbers, so that its model can be used where its data is not.
+    /// Files that a checkpoint holds in addition to its tensors, so that its model can be used where its data is not.
     fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         Ok(vec![])
     }

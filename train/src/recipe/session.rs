@@ -161,7 +161,7 @@ impl Pending {
 
 /// What one step reports.
 pub struct Step {
-    /// The first is what the step is about: the loss, where there is one.
+    /// The first is the loss, where there is one.
     pub values: Vec<(String, f64)>,
     pub skipped_in_row: u64,
 }

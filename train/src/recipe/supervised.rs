@@ -28,8 +28,7 @@ pub trait Model {
     }
     /// See `Task::settle`.
     fn settle(&self, _free: Option<u64>) {}
-    /// A micro-batch's feed beside those that all have, where items are more than `ids` can say: its name and bytes. May number the
-    /// ids anew.
+    /// One more feed of a micro-batch, for items that `ids` alone cannot describe: its name and bytes. May renumber the ids.
     fn more(&self, _train: bool, _ids: &mut [i32]) -> Option<(&'static str, Vec<u8>)> {
         None
     }
@@ -41,7 +40,7 @@ pub trait Model {
     fn init_from(&self, _: &mut Session, _from: &Path) -> Result<bool, TrainError> {
         Ok(false)
     }
-    /// Whether its items say `until`.
+    /// Whether its items have attention masks (`until`).
     fn has_places(&self) -> bool {
         false
     }
@@ -149,7 +148,7 @@ impl<M: Model> Supervised<M> {
         let own: Vec<(String, Var)> = metas.iter().map(|(n, s)| (n.clone(), u.param(n, s, Init::Full(0.0)))).collect();
         let sums: Vec<Var> = metas.iter().map(|(n, s)| zeroed(format!("scratch/grad/{n}"), s)).collect();
         let losses: Vec<(&'static str, Var)> = losses.iter().map(|(n, _)| (*n, zeroed(format!("scratch/sum/{n}"), &[1]))).collect();
-        // No loss is differentiated here that bf16 could go by: what is summed up is f32.
+        // This program differentiates nothing, so the bf16 pass would have no loss to go by: sums of gradients are f32.
         u.typed(|| self.finish(&u, &own, &sums, &losses));
         vec![("micro", self.micro_graph(|r| self.model.loss(r, batch))), ("update", u.finish())]
     }
@@ -270,7 +269,7 @@ impl<M: Model> Supervised<M> {
     }
 }
 
-/// A program, and what it is fed beside what every program is.
+/// A program, and what it is fed in addition to what every program is.
 pub type Also<'a> = (&'a str, &'a [(&'a str, Data<'a>)]);
 
 impl<M: Model> Task for Supervised<M> {

@@ -6,7 +6,7 @@ const LETTERS: &str = include_str!("lettering.txt");
 /// Letters beside each other in the file, from the space on; each is followed by a blank, the last by the line's end.
 const BESIDE: usize = 16;
 
-/// Pixels of a letter with the gap behind it.
+/// Pixels of a letter with the gap after it.
 pub const WIDTH: u32 = 6;
 pub const HEIGHT: u32 = 8;
 pub const INK: Rgb<u8> = Rgb([60, 60, 60]);

@@ -59,7 +59,7 @@ impl Ready {
         Ok(ready)
     }
 
-    /// Steps that are behind it.
+    /// Steps that are done.
     pub fn done(&self) -> u64 {
         self.from.unwrap_or(0)
     }

@@ -43,7 +43,7 @@ pub struct Ran {
 }
 
 impl Ran {
-    fn new(command: String, o: Output) -> Ran {
+    pub fn new(command: String, o: Output) -> Ran {
         let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
         Ran { command, code: o.status.code(), out: text(&o.stdout), err: text(&o.stderr) }
     }
@@ -276,4 +276,26 @@ pub fn word_data(dir: &Path, words: &[&str], split: serde_json::Value) -> PathBu
 pub fn byte_data(out: &Path) -> PathBuf {
     kiln(["data", "prepare", "--generated", "200", "--val-share", "0.2", "--shard-tokens", "2000", "--out", &text(out)]).ok();
     out.into()
+}
+
+pub const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../reference/golden/hydra.safetensors");
+
+/// One line of a table: arguments, and what the message must hold.
+pub struct Case {
+    pub args: Vec<String>,
+    parts: Vec<String>,
+}
+
+/// `args` are split at spaces.
+pub fn case(args: impl AsRef<str>, parts: &[&str]) -> Case {
+    let args = args.as_ref().split_whitespace().map(str::to_owned).collect();
+    Case { args, parts: parts.iter().map(|p| p.to_string()).collect() }
+}
+
+/// Every case must be refused; all that are not are reported together.
+#[track_caller]
+pub fn all_refused(cases: Vec<Case>) {
+    let problem = |c: &Case| kiln(&c.args).problem(&c.parts.iter().map(|p| p.as_str()).collect::<Vec<_>>());
+    let problems: Vec<String> = cases.iter().filter_map(problem).collect();
+    assert!(problems.is_empty(), "{} of {} cases:\n{}", problems.len(), cases.len(), problems.join("\n"));
 }

@@ -6,12 +6,8 @@ use kiln::config::Config;
 use kiln::recipe;
 use kiln::recipes::RECIPES;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use tempfile::tempdir;
-
-fn file(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
-}
 
 #[test]
 fn every_key_says_what_it_means_and_defaults_are_in_range() {
@@ -78,13 +74,6 @@ fn recipes_and_keys_are_listed() {
     kiln(["config", "hydra", "model.dmi"]).fails(&["no key 'model.dmi'", "did you mean 'model.dim'", "train.learning_rate"]);
     kiln(["config", "hydra", "--preset", "smal"]).fails(&["no preset 'smal'", "did you mean 'small'", "100m"]);
     kiln(["config"]).fails(&["RECIPE"]);
-}
-
-#[test]
-fn the_page_of_config_keys_is_current() {
-    let page = kiln(["config", "--markdown"]).ok().out;
-    let written = fs::read_to_string(file("docs/config.md")).unwrap_or_default();
-    assert!(page == written, "docs/config.md is not what kiln config --markdown prints: write it anew");
 }
 
 type Read = (String, String, Vec<usize>, Vec<u8>);
@@ -190,7 +179,7 @@ fn sizes_are_taken_from_the_data() {
     }
     let pictures = data(&at("pictures"));
     let c = sized("vision_bdh", std::slice::from_ref(&pictures)).unwrap();
-    assert_eq!((size(&c, "model", "classes"), size(&c, "model", "image")), (3, 32));
+    assert_eq!((size(&c, "model", "classes"), size(&c, "model", "image")), (3, 40));
     let wrong = sized("vision_bdh", &[pictures, "classes=4".into()]).unwrap_err();
     assert!(wrong.contains("3 classes, but model.classes = 4"), "{wrong}");
     let missing = sized("vision_bdh", &["data.path=/nowhere/at/all".into()]).unwrap_err();
@@ -223,4 +212,42 @@ fn a_run_writes_down_the_sizes_of_its_data() {
     assert_eq!(config["model"]["vocab"].as_integer(), Some(4));
     fs::remove_dir_all(&words).unwrap();
     kiln(["generate", &text(&run), "--prompt", "to be", "--max-tokens", "2"]).ok();
+}
+
+/// The value of a size that recipe and data decide.
+#[track_caller]
+fn sized(recipe: &str, key: &str, sets: &[&str]) -> i64 {
+    let recipe = recipe::find(recipe).unwrap();
+    let mut config = recipe::preset(recipe, None).unwrap();
+    sets.iter().for_each(|s| config.set(s).unwrap());
+    recipe.sized(&config).unwrap().value("model", key).and_then(|v| v.as_integer()).unwrap()
+}
+
+#[test]
+fn the_side_of_pictures_is_theirs_where_they_agree() {
+    let dir = tempdir().unwrap();
+    let folder = |name: &str, sides: [(u32, u32); 2]| {
+        for (class, (width, height)) in ["a", "b"].into_iter().zip(sides) {
+            let path = dir.path().join(name).join(class);
+            fs::create_dir_all(&path).unwrap();
+            image::RgbImage::new(width, height).save(path.join("one.png")).unwrap();
+        }
+        sized("vision_bdh", "image", &[&format!("data.path={}", dir.path().join(name).display())])
+    };
+    assert_eq!(folder("alike", [(48, 48), (48, 48)]), 48);
+    assert_eq!(folder("differ", [(48, 48), (64, 64)]), 32);
+    assert_eq!(folder("no-squares", [(48, 40), (48, 40)]), 32);
+    assert_eq!(folder("no-patches", [(28, 28), (28, 28)]), 32, "patches of 8 pixels do not fill 28");
+    assert_eq!(sized("vision_bdh", "image", &["model.image=64", &format!("data.path={}", dir.path().join("alike").display())]), 64);
+}
+
+#[test]
+fn the_vocabulary_of_a_base_that_is_trained_here_is_the_tokenizers() {
+    let dir = tempdir().unwrap();
+    let bytes = byte_data(&dir.path().join("bytes"));
+    let data = format!("data.path={}", bytes.display());
+    assert_eq!(sized("polychromic", "vocab", &[]), 512, "the questions have more than 448 tokens");
+    assert_eq!(sized("polychromic", "vocab", &[&data]), 512, "the base learns the questions first");
+    assert_eq!(sized("polychromic", "vocab", &[&data, "model.pretrain=0"]), 256);
+    assert_eq!(sized("polychromic", "vocab", &["model.vocab=700"]), 700);
 }

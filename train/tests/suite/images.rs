@@ -4,7 +4,7 @@ use crate::common::*;
 use engine::{Cpu, DType, Data, Device, Recorder, Switches};
 use image::{Rgb, RgbImage};
 use kiln::data::Split;
-use kiln::data::images::{self, Format, GENERATED, ImageSet, SIZE, generate};
+use kiln::data::images::{self, GENERATED, ImageSet, SIZE, generate};
 use kiln::recipe::Session;
 use kiln::report::lettering::length;
 use serde_json::Value;
@@ -122,7 +122,7 @@ fn pictures_are_cropped_to_their_middle_and_resized() {
             _ => [255, 0, 0],
         });
     }
-    let set = images::open(dir.path(), Some(Format::Folder), 8).unwrap().0;
+    let set = images::open(dir.path(), "folder".parse().ok(), 8).unwrap().0;
     let pixels = set.item(0).0;
     assert_eq!((set.size, pixels.len()), (8, 192));
     assert!(pixels[..64].iter().chain(&pixels[128..]).all(|&v| v == 0), "{pixels:?}");

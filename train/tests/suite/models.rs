@@ -5,7 +5,7 @@ use engine::{Cpu, DType, Data, Device, Meta, Recorder, Store, Switches};
 use kiln::checkpoint::load_safetensors;
 use kiln::golden::Golden;
 use kiln::models::decoder::{Base, Decoder, Places, Rows};
-use kiln::models::{Adapter, Folder, Lora, RopeScaling, Shape, Target, Weight, write_adapter, write_weights};
+use kiln::models::{Adapter, Family, Folder, Lora, RopeScaling, Shape, Target, Weight, write_adapter, write_weights};
 use kiln::recipe::Session;
 use kiln::recipes::polychromic::Replies;
 use safetensors::tensor::{Dtype, TensorView};
@@ -237,7 +237,7 @@ fn what_is_wrong_with_a_folder_is_said_by_name() {
         &set("architectures", json!(["GemmaForCausalLM"])),
         1,
         &whole,
-        &["config.json", "GemmaForCausalLM", "Qwen3ForCausalLM and LlamaForCausalLM"],
+        &["config.json", "GemmaForCausalLM", "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"],
     );
     refused(&set("architectures", Value::Null), 1, &whole, &["names no architecture"]);
     refused(&set("model_type", "llama".into()), 1, &whole, &["model_type"]);
@@ -382,6 +382,7 @@ fn what_is_written_is_read_again() {
         [RopeScaling::None, RopeScaling::Linear { factor: 2.5 }, RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 64.0 }];
     for (i, rope_scaling) in scalings.into_iter().enumerate() {
         let shape = Shape {
+            family: Family::with_qk_norm(i == 1),
             vocab: 13,
             dim: 6,
             layers: 2,
@@ -390,7 +391,7 @@ fn what_is_written_is_read_again() {
             head_dim: 4,
             hidden: 10,
             tied: i == 0,
-            qk_norm: i == 1,
+            window: None,
             rope_theta: 1234.5,
             rope_scaling,
             norm_eps: 1e-5,

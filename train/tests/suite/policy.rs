@@ -306,7 +306,7 @@ impl Bandit {
         let loss = Replies::fed(&r, &[rows, 3]).policy_loss(&decoder(&b.shape, Some(&b.lora), &r), scores, scores.mean_axis(0)) * sign;
         let params = r.params();
         let grads = r.grad(loss, &params.iter().map(|p| p.1).collect::<Vec<_>>());
-        optim::adamw(&r, &params, &grads, loss, &TrainConfig { weight_decay: 0.0, ..TrainConfig::default() });
+        optim::step(&r, &params, &grads, loss, &TrainConfig { weight_decay: 0.0, ..TrainConfig::default() });
         b.session.load("learn", r.finish()).unwrap();
 
         // Every token behind every prompt, and how likely it is there.

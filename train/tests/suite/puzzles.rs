@@ -1,24 +1,23 @@
-//! Puzzles against solvers, symmetries and searches written anew here, as plainly as can be.
+//! Puzzles against solvers and symmetries written anew here, as plainly as can be.
 
-use std::collections::{HashMap, HashSet, VecDeque};
-use std::fs;
+use std::collections::{HashMap, HashSet};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use kiln::data::Split;
-use kiln::data::puzzles::{HARD, Mazes, PuzzleSet, Size, Sudokus, Task, canonical, read_csv, solve};
-use tempfile::tempdir;
+use kiln::data::puzzles::{HARD, Mazes, PuzzleSet, Size, Sudokus, Task, canonical, solve};
 
 /// Solved by singles alone; and one that was published as the hardest of all (A. Inkala, 2012).
 const EASY: &str = "530070000600195000098000060800060003400803001700020006060000280000419005000080079";
+
 const HARDEST: &str = "800000000003600000070090200050007000000045700000100030001000068008500010090000400";
 
-fn cells(text: &str) -> Vec<u8> {
+pub fn cells(text: &str) -> Vec<u8> {
     text.bytes().map(|byte| byte - b'0').collect()
 }
 
 /// Tokens to digits, 0 for a blank.
-fn digits(tokens: &[u8]) -> Vec<u8> {
+pub fn digits(tokens: &[u8]) -> Vec<u8> {
     tokens.iter().map(|token| token - 1).collect()
 }
 
@@ -123,11 +122,11 @@ fn guesses(side: usize, grid: &[u8]) -> u32 {
     0
 }
 
-fn hard(seed: u64, split: Split, count: usize) -> PuzzleSet {
+pub fn hard(seed: u64, split: Split, count: usize) -> PuzzleSet {
     Sudokus::default().generate(seed, split, count).unwrap()
 }
 
-fn four(seed: u64, split: Split, count: usize) -> PuzzleSet {
+pub fn four(seed: u64, split: Split, count: usize) -> PuzzleSet {
     Sudokus { size: Size::Four, clues: None, guesses: 0 }.generate(seed, split, count).unwrap()
 }
 
@@ -351,104 +350,6 @@ fn augmented_puzzles_have_one_solution_too() {
     }
 }
 
-/// Steps to all cells that are no walls, and how many shortest paths lead there.
-fn routes(side: usize, maze: &[u8], start: usize) -> (HashMap<usize, u32>, HashMap<usize, u64>) {
-    let around = |cell: usize| {
-        let all = [(0, 1), (1, 0), (0, -1), (-1, 0)].map(|(down, right)| ((cell / side) as i64 + down, (cell % side) as i64 + right));
-        let inside = all.into_iter().filter(|&(row, column)| (0..side as i64).contains(&row) && (0..side as i64).contains(&column));
-        inside.map(|(row, column)| row as usize * side + column as usize).filter(|&next| maze[next] != 1).collect::<Vec<_>>()
-    };
-    let (mut steps, mut order, mut queue) = (HashMap::from([(start, 0)]), vec![], VecDeque::from([start]));
-    while let Some(cell) = queue.pop_front() {
-        order.push(cell);
-        for next in around(cell) {
-            if !steps.contains_key(&next) {
-                steps.insert(next, steps[&cell] + 1);
-                queue.push_back(next);
-            }
-        }
-    }
-    let mut ways = HashMap::from([(start, 1)]);
-    for &cell in &order[1..] {
-        let before = around(cell).into_iter().filter(|next| steps[next] + 1 == steps[&cell]);
-        ways.insert(cell, before.map(|next| ways[&next]).sum());
-    }
-    (steps, ways)
-}
-
-fn check_maze(side: usize, least: u32, puzzle: &[u8], solution: &[u8]) {
-    let only = |tokens: &[u8], wanted: u8| {
-        let found: Vec<usize> = (0..tokens.len()).filter(|&cell| tokens[cell] == wanted).collect();
-        assert_eq!(found.len(), 1, "{}", Task::Maze(side).show(tokens));
-        found[0]
-    };
-    let (start, goal) = (only(puzzle, 3), only(puzzle, 4));
-    assert!(puzzle.iter().all(|token| (1..=4).contains(token)));
-    let (steps, ways) = routes(side, puzzle, start);
-    let free = puzzle.iter().filter(|&&token| token != 1).count();
-    assert_eq!(steps.len(), free, "every free cell can be reached");
-    assert_eq!(ways[&goal], 1, "one shortest path");
-    assert!(steps[&goal] >= least);
-    // The path's cells are those whose ways to both ends are as long as the path together.
-    let back = routes(side, puzzle, goal).0;
-    for cell in 0..puzzle.len() {
-        let on = puzzle[cell] == 2 && steps[&cell] + back[&cell] == steps[&goal];
-        assert_eq!(solution[cell], if on { 5 } else { puzzle[cell] }, "\n{}", Task::Maze(side).show(solution));
-    }
-}
-
-/// The walls in all eight positions.
-fn positions(side: usize, puzzle: &[u8]) -> HashSet<Vec<bool>> {
-    let mut walls: Vec<bool> = puzzle.iter().map(|&token| token == 1).collect();
-    let mut all = HashSet::new();
-    for _ in 0..4 {
-        walls = (0..side * side).map(|cell| walls[(side - 1 - cell % side) * side + cell / side]).collect();
-        all.insert(walls.clone());
-        all.insert(walls.chunks(side).flat_map(|row| row.iter().rev().copied()).collect());
-    }
-    all
-}
-
-#[test]
-fn mazes_have_one_shortest_path_and_it_is_marked() {
-    let sets = Split::ALL.map(|split| Mazes::default().generate(1, split, 60).unwrap());
-    let mut trained = HashSet::new();
-    for set in &sets {
-        assert_eq!((set.task, set.len()), (Task::Maze(30), 60));
-        for i in 0..set.len() {
-            let (puzzle, solution) = set.item(i);
-            check_maze(30, 110, puzzle, solution);
-            let (start, goal) = [3, 4].map(|end| puzzle.iter().position(|&token| token == end).unwrap()).into();
-            assert_eq!(set.grade(i), routes(30, puzzle, start).0[&goal]);
-        }
-    }
-    for i in 0..60 {
-        trained.extend(positions(30, sets[0].item(i).0));
-    }
-    assert!((0..60).all(|i| !trained.contains(&positions(30, sets[1].item(i).0).into_iter().next().unwrap())));
-    assert_eq!((sets[0].shared(&sets[1]), sets[0].shared(&sets[0])), (0, 60));
-    // Of 4x4 there are two classes, both for training.
-    for (side, split) in [5, 6, 7, 12, 31].into_iter().flat_map(|side| Split::ALL.map(|split| (side, split))) {
-        let set = Mazes { side, steps: 3 }.generate(1, split, 10).unwrap();
-        (0..10).for_each(|i| check_maze(side, 3, set.item(i).0, set.item(i).1));
-    }
-}
-
-#[test]
-fn augmented_mazes_are_turned_and_mirrored() {
-    let set = Mazes { side: 12, steps: 8 }.generate(2, Split::Train, 5).unwrap();
-    for i in 0..set.len() {
-        let positions = positions(12, set.item(i).0);
-        let mut seen = HashSet::new();
-        for epoch in 0..100 {
-            let (puzzle, solution) = set.augmented(i, 9, epoch);
-            check_maze(12, 8, &puzzle, &solution);
-            seen.insert(puzzle.iter().map(|&token| token == 1).collect());
-        }
-        assert_eq!(seen, positions);
-    }
-}
-
 #[test]
 fn items_are_a_function_of_seed_split_and_number() {
     type Make = fn(u64, Split, usize) -> PuzzleSet;
@@ -498,115 +399,6 @@ fn puzzles_are_shown_as_text() {
     assert_eq!(Task::Maze(4).show(&[1, 2, 3, 4, 5, 0, 9, 1, 1, 1, 1, 1, 1, 1, 1, 1]), "#.SG\no_?#\n####\n####\n");
     assert_eq!([Task::Sudoku(Size::Nine), Task::Sudoku(Size::Four), Task::Maze(30)].map(Task::vocabulary), [11, 6, 6]);
     assert_eq!([Task::Sudoku(Size::Nine), Task::Sudoku(Size::Four), Task::Maze(30)].map(Task::cells), [81, 16, 900]);
-}
-
-fn line(set: &PuzzleSet, i: usize) -> String {
-    let text = |tokens: &[u8]| digits(tokens).iter().map(u8::to_string).collect::<String>();
-    format!("{},{}", text(set.item(i).0), text(set.item(i).1))
-}
-
-#[test]
-fn files_are_read_as_they_were_written() {
-    let dir = tempdir().unwrap();
-    let path = dir.path().join("puzzles.csv");
-    for set in [Sudokus { guesses: 0, ..Sudokus::default() }.generate(6, Split::Train, 40).unwrap(), four(6, Split::Train, 40)] {
-        let lines: Vec<String> = (0..set.len()).map(|i| line(&set, i)).collect();
-        let dots = lines.iter().map(|line| line.replace('0', ".")).collect::<Vec<_>>();
-        for text in [
-            lines.join("\n"),
-            format!("puzzle,solution\n{}\n", dots.join("\n")),
-            format!("puzzle,solution\r\n{}\r\n", lines.join("\r\n")),
-            format!("\u{feff}{}\n", lines.join("\n")),
-            format!("\u{feff}puzzle,solution\r\n{}\r\n", lines.join("\r\n")),
-        ] {
-            fs::write(&path, text).unwrap();
-            assert_eq!(read_csv(&path, true).unwrap(), set);
-        }
-    }
-}
-
-/// The files that the world has: by the names of their columns, or by what is in them.
-#[test]
-fn files_of_other_makers_are_read() {
-    let dir = tempdir().unwrap();
-    let path = dir.path().join("puzzles.csv");
-    let set = hard(6, Split::Train, 5);
-    let pairs: Vec<(String, String)> =
-        (0..set.len()).map(|i| line(&set, i).split_once(',').map(|(p, s)| (p.into(), s.into())).unwrap()).collect();
-    let lines = |write: &dyn Fn(&str, &str) -> String| pairs.iter().map(|(p, s)| write(p, s) + "\n").collect::<String>();
-    let dots = |p: &str| p.replace('0', ".");
-    for (maker, text) in [
-        ("Kaggle", format!("quizzes,solutions\n{}", lines(&|p, s| format!("{p},{s}")))),
-        ("Sudoku-Extreme", format!("source,question,answer,rating\n{}", lines(&|p, s| format!("puzzles0_kaggle,{},{s},17", dots(p))))),
-        ("the same with a comma in a name", format!("source,question,answer,rating\n{}", lines(&|p, s| format!("\"a, b\",{p},{s},0")))),
-        ("qqwing", format!("Puzzle,Solution,\n{}", lines(&|p, s| format!("{},{s},", dots(p))))),
-        ("qqwing without its header", lines(&|p, s| format!("{},{s},", dots(p)))),
-        ("numbered, without a header", lines(&|p, s| format!("12,{p},{s},3.5"))),
-        ("solutions first", format!("Answer;x,ANSWER, Question \n{}", lines(&|p, s| format!("1,{s},{p}")))),
-        ("names that are not known", format!("id,sudoku,filled\n{}", lines(&|p, s| format!("1,{p},{s}")))),
-        ("quoted", format!("\"puzzle\",\"solution\"\r\n{}", lines(&|p, s| format!("\"{p}\",\"{s}\"\r")))),
-    ] {
-        fs::write(&path, text).unwrap();
-        assert_eq!(read_csv(&path, true).unwrap_or_else(|e| panic!("{maker}: {e}")), set, "{maker}");
-    }
-}
-
-#[test]
-fn damaged_files_are_refused_by_line() {
-    let dir = tempdir().unwrap();
-    let path = dir.path().join("puzzles.csv");
-    let set = hard(6, Split::Train, 5);
-    let good: Vec<String> = (0..set.len()).map(|i| line(&set, i)).collect();
-    let (puzzle, solution) = good[3].split_once(',').unwrap();
-    let clue = puzzle.find(|digit| digit != '0').unwrap();
-    let put = |text: &str, at: usize, byte: &str| format!("{}{byte}{}", &text[..at], &text[at + 1..]);
-    let other = |text: &str, at: usize| put(text, at, if &text[at..=at] == "9" { "1" } else { "9" });
-    let swapped = put(&put(solution, 0, &solution[40..41]), 40, &solution[..1]);
-    // What line 5 becomes, behind a header and three good lines; and what the message must hold.
-    let cases: Vec<(String, &[&str])> = vec![
-        (puzzle.into(), &["1 fields"]),
-        (format!("{},7", good[3]), &["3 fields"]),
-        (String::new(), &["1 fields"]),
-        (format!("{},{solution}", &puzzle[1..]), &["puzzle has 80 cells", "81"]),
-        (format!("{puzzle},{solution}1"), &["solution has 82 cells", "81"]),
-        (format!("{puzzle},"), &["solution has 0 cells"]),
-        (format!(" {},{solution}", &puzzle[1..]), &["puzzle has ' ' at row 1, column 1"]),
-        (format!("{puzzle},{}", put(solution, 30, "x")), &["solution has 'x' at row 4, column 4"]),
-        (format!("{puzzle},{}", put(solution, 80, ".")), &["solution is blank at row 9, column 9"]),
-        (format!("{puzzle},{}", other(solution, 0)), &["twice in"]),
-        (format!("{puzzle},{swapped}"), &["twice in"]),
-        (format!("{},{solution}", other(puzzle, clue)), &["the puzzle has", "the solution"]),
-        (format!("{},{solution}", put(puzzle, clue, "0")), &["other solutions"]),
-        (format!("{},{}", "0".repeat(16), "1234341221434321"), &["puzzle has 16 cells", "81"]),
-    ];
-    for (bad, parts) in cases {
-        let mut lines = good.clone();
-        lines[3] = bad;
-        fs::write(&path, format!("puzzle,solution\n{}\n", lines.join("\n"))).unwrap();
-        let error = read_csv(&path, true).unwrap_err().to_string();
-        assert!(error.contains("puzzles.csv, line 5: ") && parts.iter().all(|part| error.contains(part)), "{error}\n{parts:?}");
-    }
-    let whole: [(&[u8], &str); 9] = [
-        (b"", "line 1: the puzzle has 0 cells"),
-        (b"\n", "line 1: the puzzle has 0 cells"),
-        (b"puzzle,solution\n", "line 2: no puzzle"),
-        (b"quizzes,solutions\n", "line 2: no puzzle"),
-        (b"sudokus,filled\n", "line 1: the puzzle has 7 cells"),
-        (b"Puzzle,\n", "line 1: no column of solutions (solution, "),
-        (b"id,answer\n", "line 1: no column of puzzles (puzzle, "),
-        (b"\xff\xfe0000,0000", "line 1: the puzzle has 6 cells"),
-        (b"123434122143432\xff,1234341221434321", "line 1: the puzzle has '\\xff' at row 4, column 4"),
-    ];
-    for (bytes, part) in whole {
-        fs::write(&path, bytes).unwrap();
-        let error = read_csv(&path, false).unwrap_err().to_string();
-        assert!(error.contains(part), "{error}\n{part}");
-    }
-    assert!(read_csv(dir.path(), false).unwrap_err().to_string().contains("cannot read"));
-
-    // Where it is not asked for, nobody looks for other solutions.
-    fs::write(&path, format!("{},{solution}", put(puzzle, clue, "0"))).unwrap();
-    assert_eq!(read_csv(&path, false).unwrap().len(), 1);
 }
 
 #[test]

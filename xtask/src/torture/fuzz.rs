@@ -76,7 +76,7 @@ const TEXTS: &[&str] = &[
 struct Fuzz<'a> {
     place: &'a Place,
     material: Material,
-    /// Of a command's first words: its flags, and what stands behind each.
+    /// By a command's first words: its flags, and the value that each takes.
     flags: BTreeMap<String, Vec<(String, String)>>,
     /// Of a recipe: keys with their sections, and what they are in a preset.
     settings: BTreeMap<String, Vec<(String, String)>>,

@@ -287,7 +287,7 @@ fn newest(checkpoints: &Path) -> Option<u64> {
     names(checkpoints).iter().filter_map(|n| n.strip_prefix("step-")?.parse().ok()).max()
 }
 
-/// What was measured at each step, by the last record of it. Behind "per_second" stands nothing that has to be the same.
+/// What was measured at each step, by the last record of it. Speeds ("per_second" and what follows) may differ.
 fn measured(metrics: &Path) -> BTreeMap<u64, String> {
     let text = fs::read_to_string(metrics).unwrap_or_default();
     let step = |line: &str| line.strip_prefix("{\"step\":")?.split([',', '}']).next()?.parse::<u64>().ok();

@@ -122,7 +122,7 @@ impl Call {
                 let _ = Command::new("kill").args([format!("-{name}"), child.id().to_string()]).stderr(Stdio::null()).status();
                 end = End::Signalled;
             }
-            // Beside other work a second takes longer: its own time counts, and whether it does anything at all, unless someone has stopped it.
+            // On a busy machine a second of work takes longer: its own processor time counts, and whether it does anything at all.
             if now > LIMIT {
                 let work = worked(child);
                 if state(child) == 'T' {
@@ -146,7 +146,7 @@ impl Call {
     }
 }
 
-/// What the system says of a process behind its name: the third field of its stat, and those after it.
+/// The fields of a process's stat after its name, from the third on.
 fn stat(child: &Child) -> Vec<String> {
     let all = fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
     all.rsplit(')').next().unwrap_or_default().split_whitespace().map(str::to_owned).collect()

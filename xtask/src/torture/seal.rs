@@ -39,7 +39,7 @@ fn manifest(folder: &Path) -> Option<()> {
     fs::write(path, format!("{text},\n  \"checksum\": \"{sum:016x}\"\n}}\n")).ok()
 }
 
-/// What stands behind `label`, from `at` on, until one of `ends`.
+/// The text after `label`, from `at` on, until one of `ends`.
 fn replace(text: &mut String, at: usize, label: &str, ends: &[char], with: &str) -> Option<()> {
     let from = at + text[at..].find(label)? + label.len();
     let to = from + text[from..].find(ends)?;

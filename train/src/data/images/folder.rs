@@ -7,13 +7,20 @@ use rayon::prelude::*;
 use super::{CHANNELS, ImageSet, Split, picture};
 use crate::data::DataError;
 
+/// Pixels a side of the largest pictures.
+const MOST_SIDE: usize = 512;
+
 pub fn is_begun(folder: &Path) -> bool {
     list(folder).is_ok_and(|paths| paths.iter().any(|path| path.is_dir()))
 }
 
 pub fn open(folder: &Path, size: usize) -> Result<(ImageSet, ImageSet), DataError> {
-    if !(1..=512).contains(&size) {
-        return Err(DataError::Setting { what: "size", value: size.to_string(), need: "pictures have 1 to 512 pixels a side".into() });
+    if !(1..=MOST_SIDE).contains(&size) {
+        return Err(DataError::Setting {
+            what: "size",
+            value: size.to_string(),
+            need: format!("pictures have 1 to {MOST_SIDE} pixels a side"),
+        });
     }
     let [train, val] = Split::ALL.map(|split| folder.join(split.name()));
     match (train.is_dir(), val.is_dir()) {
@@ -54,10 +61,27 @@ fn list(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
     Ok(paths)
 }
 
+/// The class folders of the training split.
+fn to_learn(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
+    let train = folder.join(Split::Train.name());
+    class_folders(if train.is_dir() { &train } else { folder })
+}
+
 /// How many classes there are to learn.
 pub fn classes(folder: &Path) -> Result<usize, DataError> {
-    let train = folder.join(Split::Train.name());
-    Ok(class_folders(if train.is_dir() { &train } else { folder })?.len())
+    Ok(to_learn(folder)?.len())
+}
+
+/// The side of the pictures to learn from, where all are squares of one size that pictures may have. What cannot be read is for `open` to report.
+pub fn side(folder: &Path) -> Result<Option<usize>, DataError> {
+    let mut side = None;
+    for path in to_learn(folder)?.iter().map(|class| list(class)).collect::<Result<Vec<_>, _>>()?.concat() {
+        match picture::dimensions(&path) {
+            Some((width, height)) if width == height && width <= MOST_SIDE && *side.get_or_insert(width) == width => {}
+            _ => return Ok(None),
+        }
+    }
+    Ok(side)
 }
 
 fn class_folders(folder: &Path) -> Result<Vec<PathBuf>, DataError> {

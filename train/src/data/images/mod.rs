@@ -97,31 +97,43 @@ impl ImageSet {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
-    Cifar10,
-    Cifar100,
-    Folder,
+type Sets = (ImageSet, ImageSet);
+
+/// How a set is recognised and read: one file, and one line of `FORMATS`.
+#[derive(Debug, Clone, Copy)]
+pub struct Format {
+    pub name: &'static str,
+    /// From the names in a folder. A part of a set is enough: `open` then says what is missing.
+    is_begun: fn(&Path) -> bool,
+    /// The training and the validation split; only a folder of pictures can be resized.
+    open: fn(&Path, usize) -> Result<Sets, DataError>,
+    /// How many classes it has, found without reading pixels.
+    classes: fn(&Path) -> Result<usize, DataError>,
+    /// The side of its pictures, where all are squares of one size; found without reading pixels.
+    side: fn(&Path) -> Result<Option<usize>, DataError>,
 }
 
-impl Format {
-    pub const ALL: [Format; 3] = [Format::Cifar10, Format::Cifar100, Format::Folder];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Format::Cifar10 => "cifar-10",
-            Format::Cifar100 => "cifar-100",
-            Format::Folder => "folder",
+macro_rules! cifar {
+    ($name:literal, $set:ident) => {
+        Format {
+            name: $name,
+            is_begun: |folder| cifar::$set.is_begun(folder),
+            open: |folder, size| cifar::$set.open(folder, size),
+            classes: |_| Ok(cifar::$set.class_count()),
+            side: |_| Ok(Some(SIZE)),
         }
-    }
+    };
+}
 
-    /// From the names in a folder. A part of a set is enough: `open` then says what is missing.
+pub const FORMATS: &[Format] = &[
+    cifar!("cifar-10", CIFAR_10),
+    cifar!("cifar-100", CIFAR_100),
+    Format { name: "folder", is_begun: folder::is_begun, open: folder::open, classes: folder::classes, side: folder::side },
+];
+
+impl Format {
     pub fn detect(folder: &Path) -> Option<Format> {
-        Format::ALL.into_iter().find(|format| match format {
-            Format::Cifar10 => cifar::CIFAR_10.is_begun(folder),
-            Format::Cifar100 => cifar::CIFAR_100.is_begun(folder),
-            Format::Folder => folder::is_begun(folder),
-        })
+        FORMATS.iter().find(|format| (format.is_begun)(folder)).copied()
     }
 }
 
@@ -129,31 +141,28 @@ impl FromStr for Format {
     type Err = DataError;
 
     fn from_str(name: &str) -> Result<Format, DataError> {
-        Format::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| DataError::Setting {
+        FORMATS.iter().find(|format| format.name == name).copied().ok_or_else(|| DataError::Setting {
             what: "format",
             value: name.into(),
-            need: format!("one of {}", Format::ALL.map(Format::name).join(", ")),
+            need: format!("one of {}", FORMATS.iter().map(|f| f.name).collect::<Vec<_>>().join(", ")),
         })
     }
 }
 
 /// The training and the validation split of a folder, whose format is detected where none is named. `size` is what a folder
 /// of pictures is resized to; CIFAR is 32 pixels wide.
-pub fn open(folder: &Path, format: Option<Format>, size: usize) -> Result<(ImageSet, ImageSet), DataError> {
-    match format.map_or_else(|| detected(folder), Ok)? {
-        Format::Cifar10 => cifar::CIFAR_10.open(folder, size),
-        Format::Cifar100 => cifar::CIFAR_100.open(folder, size),
-        Format::Folder => folder::open(folder, size),
-    }
+pub fn open(folder: &Path, format: Option<Format>, size: usize) -> Result<Sets, DataError> {
+    (format.map_or_else(|| detected(folder), Ok)?.open)(folder, size)
 }
 
 /// How many classes the set in a folder has; its pictures are not read.
 pub fn classes(folder: &Path) -> Result<usize, DataError> {
-    match detected(folder)? {
-        Format::Cifar10 => Ok(cifar::CIFAR_10.class_count()),
-        Format::Cifar100 => Ok(cifar::CIFAR_100.class_count()),
-        Format::Folder => folder::classes(folder),
-    }
+    (detected(folder)?.classes)(folder)
+}
+
+/// The side of a set's pictures, where all are squares of one size.
+pub fn side(folder: &Path) -> Result<Option<usize>, DataError> {
+    (detected(folder)?.side)(folder)
 }
 
 fn detected(folder: &Path) -> Result<Format, DataError> {
@@ -199,7 +208,7 @@ pub fn inspect(folder: &Path, format: Format) -> Result<ImageInspection, DataErr
     let counts = train.counts().into_iter().zip(val.counts());
     let info = |set: &ImageSet| ImageSplitInfo { pictures: set.len(), fingerprint: set.fingerprint() };
     Ok(ImageInspection {
-        format: format.name(),
+        format: format.name,
         size: train.size,
         train: info(&train),
         val: info(&val),

@@ -8,6 +8,13 @@ use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
 use crate::data::DataError;
 use crate::input;
 
+/// Width and height, from a picture file's header; None where it has none.
+pub fn dimensions(path: &Path) -> Option<(usize, usize)> {
+    let file = std::io::BufReader::new(input::open(path).ok()?);
+    let (width, height) = ImageReader::new(file).with_guessed_format().ok()?.into_dimensions().ok()?;
+    Some((width as usize, height as usize))
+}
+
 /// The middle of a picture file as `out`, [3, size, size].
 pub fn read(path: &Path, size: usize, out: &mut [u8]) -> Result<(), DataError> {
     let bytes = input::read(path).map_err(DataError::io("read", path))?;

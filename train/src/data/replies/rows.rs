@@ -24,7 +24,7 @@ impl Example {
     }
 }
 
-/// What becomes of an example that is longer than a row.
+/// What happens to an example that is longer than a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TooLong {
     /// Its reply loses its end.

@@ -24,13 +24,13 @@ section! {
         pub reply: String = "reply".into();
         /// Chat template: text with {prompt}, {reply} and perhaps {eos}. Empty: by the special tokens of the base's tokenizer.
         pub template: String = String::new();
-        /// Whether a row holds several examples, which do not see each other, or one and padding.
+        /// Whether a row holds several examples, which do not attend to each other, or one and padding.
         pub pack: bool = true;
-        /// What becomes of an example that is longer than a row.
+        /// What happens to an example that is longer than a row.
         pub too_long: TooLong = TooLong::Cut;
-        /// Share of the prompts of JSONL to validate with.
+        /// Share of the prompts in JSONL files that is kept for validation.
         pub val_share: f64 = 0.05, in 0.0..1.0;
-        /// Of generated questions: how many times as likely each way to reply is as the one before it.
+        /// For generated questions: each way to reply is this many times as likely as the one before it.
         pub skew: f64 = 0.6, in 1e-38..=1.0;
         /// Tokens that are not trained on when they are the target.
         pub ignore_tokens: Vec<u32> = vec![];
@@ -61,6 +61,15 @@ fn is_plain(path: &Path) -> bool {
 }
 
 impl RepliesConfig {
+    /// Of a model without a base: a prepared data set's tokenizer, or that of the generated questions.
+    pub fn tokenizer(&self) -> Result<Tokenizer, TrainError> {
+        let path = Path::new(&self.path);
+        Ok(match path.join(Dataset::FILE).exists() {
+            true => Dataset::open(path)?.load_tokenizer(path)?,
+            false => Quiz::get().tokenizer()?,
+        })
+    }
+
     /// Refuses a path with nothing to learn from, before there is a model.
     pub fn check(&self) -> Result<(), DataError> {
         let path = Path::new(&self.path);

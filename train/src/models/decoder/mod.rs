@@ -75,7 +75,7 @@ pub type Attend<'a, 'g> = &'a dyn Fn(&str, Var<'g>, Var<'g>, Var<'g>) -> Var<'g>
 pub struct Places<'g> {
     /// Positions, for the rotary embedding; below the rows' length.
     pub position: Var<'g>,
-    /// The last token of the row that sees each (see `engine::ops::attention`).
+    /// For each token, the last one of the row that attends to it (see `engine::ops::attention`).
     pub until: Var<'g>,
 }
 
@@ -95,7 +95,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Rows of `time` tokens of which some are padding, wherever it stands: positions count real tokens, and padding is seen by itself alone.
+    /// Rows of `time` tokens of which some are padding, wherever it stands: positions count real tokens, and padding attends to itself alone.
     pub fn padded(real: &[bool], time: usize) -> Rows {
         let mut rows = Rows::default();
         for row in real.chunks(time) {
@@ -109,7 +109,7 @@ impl Rows {
         rows
     }
 
-    /// Rows of `time` tokens, each of examples of these lengths behind one another; the rest of a row is padding.
+    /// Rows of `time` tokens, each with examples of these lengths one after another; the rest of a row is padding.
     pub fn packed(rows: &[Vec<usize>], time: usize) -> Rows {
         let mut all = Rows::default();
         for lengths in rows {
@@ -296,7 +296,7 @@ impl<'g> Decoder<'_, 'g> {
         self.r.scope("head", || hidden.linear(self.head()))
     }
 
-    /// Sum over tokens of weight, `[1]` or one for each, times cross-entropy; a target of -1 counts for nothing.
+    /// Sum over tokens of weight, `[1]` or one for each, times cross-entropy; a target of -1 is ignored.
     pub fn loss(&self, hidden: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
         let tokens = targets.meta().elements();
         let rows = hidden.reshape(&[tokens, self.shape.dim]);

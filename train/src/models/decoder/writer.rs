@@ -27,7 +27,7 @@ pub struct Writer {
 /// Rows of prompts with their replies.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Written {
-    /// [rows, time + new tokens]; behind a reply's end its last token goes on.
+    /// [rows, time + new tokens]; after a reply's end its last token is repeated.
     pub ids: Vec<i32>,
     /// What is prompt or reply, and what is reply: the token that ended it, too.
     pub real: Vec<bool>,
@@ -36,7 +36,7 @@ pub struct Written {
     pub tokens: Vec<Vec<u32>>,
 }
 
-/// Draws of replies are not those of dropout: they stand where no micro-batch does.
+/// Random draws of replies use a number that no micro-batch has, so that they differ from dropout's.
 pub const WRITES: u32 = 1 << 15;
 
 /// Tokens from one look at whether all replies have ended to the next.
@@ -156,7 +156,7 @@ impl Writer {
             let empty = self.time - prompt.tokens.len();
             for _ in 0..self.replies {
                 before.push(empty as i32);
-                // What stands before a prompt is seen by itself alone.
+                // Padding before a prompt attends to itself alone.
                 until.extend((0..self.capacity()).map(|t| if t < empty { t } else { self.capacity() - 1 } as i32));
             }
         }

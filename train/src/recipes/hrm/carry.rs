@@ -76,7 +76,7 @@ impl<'g> Carry<'g> {
         record(expr, vec![DType::F32], &[self.done, self.minimum, rng])[0]
     }
 
-    /// After a segment: done is who has had all, or who has had enough and thinks that its answer is right.
+    /// After a segment: an example is done at the segment limit, or if it has had its minimum and thinks that its answer is right.
     pub fn after(&self, s: &Segment<'g>, max_segments: usize) -> Carry<'g> {
         let r = self.done.recorder();
         r.typed(|| {

@@ -13,7 +13,7 @@ use engine::{DType, Init, Recorder, Var};
 section! {
     /// The shape of the model, and how it halts.
     pub struct HrmConfig {
-        /// Tokens of the puzzle: its symbols, the blank and the filling.
+        /// Size of the vocabulary: the puzzle's symbols, the blank and the padding.
         pub vocab: usize = 0, in 1..=1 << 16, [data];
         /// Tokens of a puzzle: its cells and `data.prefix`.
         pub seq: usize = 0, in 1..=1 << 16, [data];
@@ -33,9 +33,9 @@ section! {
         pub top_k: usize = 1, in 0..=1 << 10;
         /// Width of one expert's SwiGLU.
         pub hidden: usize = 1536, in 1..=1 << 20;
-        /// Segments after which a puzzle is given up.
+        /// Most segments of a puzzle.
         pub max_segments: usize = 16, in 1..=1 << 12;
-        /// Chance that a puzzle must be thought about for a drawn minimum of segments.
+        /// Chance that a puzzle gets a random minimum of segments, instead of 1.
         pub explore: f64 = 0.1, in 0.0..=1.0;
         /// Weight of the experts' load-balancing loss.
         pub balance_weight: f64 = 0.01, in WEIGHT;
@@ -136,7 +136,7 @@ impl<'g> Hrm<'_, 'g> {
         Thought { high, low }
     }
 
-    /// Attention to all cells, then experts, each behind a norm.
+    /// Attention to all cells, then experts, each after a norm.
     fn layer(&self, at: &str, x: Var<'g>, tables: (Var<'g>, Var<'g>)) -> (Var<'g>, Option<Routing<'g>>) {
         let c = self.c;
         let (b, t, d) = (x.shape()[0], x.shape()[1], c.dim);
@@ -183,7 +183,7 @@ impl<'g> Hrm<'_, 'g> {
         let (low, mut routings) = self.module("low", low, high + x, tables);
         let (high, more) = self.module("high", high, low, tables);
         routings.extend(more);
-        // What decides is f32: the answer, and whether it is final.
+        // The logits and the halting decision are f32.
         let head = self.matrix("head", &[c.vocab, d]);
         let logits = r.op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, &[high.reshape(&[b * t, d]), head.t()]);
         let halt = r.typed(|| {
@@ -193,7 +193,7 @@ impl<'g> Hrm<'_, 'g> {
         Segment { thought: Thought { high, low }, logits, halt, routings }
     }
 
-    /// Targets i32 [batch, seq]; those of -1 count for nothing, and an example of nothing else is right.
+    /// Targets i32 [batch, seq]; those of -1 are ignored, and an example with no other targets counts as right.
     pub fn judge(&self, s: &Segment<'g>, targets: Var<'g>) -> Judged<'g> {
         let (c, r) = (self.c, self.r);
         let (b, t) = (targets.shape()[0], targets.shape()[1]);

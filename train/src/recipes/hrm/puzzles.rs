@@ -20,14 +20,14 @@ section! {
         side: usize = 0, in 4..=128, [data];
         /// A CSV file of `puzzle,solution`, which is split by class; or a folder with such files, train.csv and test.csv. Empty: generated puzzles.
         path: String = String::new(), [path];
-        /// Tokens of filling before the cells. They are the same in every puzzle: from its distance to them a cell knows its place, which RoPE alone
-        /// does not tell, and the halting head has a state of its own.
+        /// Padding tokens before the cells. From its distance to them a cell knows its place, which RoPE alone does not tell; the halting head
+        /// reads the first of them.
         prefix: usize = 1, in 0..=1 << 16;
-        /// Puzzles to learn from; of a file at most so many, 0 being all.
+        /// Training puzzles; of a file at most this many, 0: all.
         train_puzzles: usize = 1000, in 0..=MOST_CELLS;
-        /// Puzzles to validate with; of a file at most so many, 0 being all.
+        /// Validation puzzles; of a file at most this many, 0: all.
         test_puzzles: usize = 1000, in 0..=MOST_CELLS;
-        /// Of generated puzzles: the guesses that a Sudoku takes at least, or the steps of a maze's path.
+        /// For generated puzzles: the fewest guesses that a Sudoku takes a solver, or the fewest steps of a maze's path.
         hardness: u32 = 5, in 0..=1 << 31;
         /// Whether a puzzle is learned in another symmetric form each time.
         augment: bool = true;

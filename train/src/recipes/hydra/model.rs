@@ -38,7 +38,7 @@ section! {
         pub rope_theta: f64 = 10000.0, in ROPE_THETA;
         /// What RMS norms add to the mean square.
         pub norm_eps: f64 = 1e-6, in NORM_EPS;
-        /// Weight of the causal router's loss beside the cross-entropy.
+        /// Weight of the causal router's loss, added to the cross-entropy.
         pub router_weight: f64 = 0.01, in WEIGHT;
     }
 }
@@ -380,7 +380,7 @@ impl<'g> Hydra<'_, 'g> {
         self.final_norm(x).slice(1, time - 1, time).reshape(&[1, self.c.dim]).linear(self.embedding())
     }
 
-    /// Sum over tokens of weight `[1]` * cross-entropy; -1 counts for nothing.
+    /// Sum over tokens of weight `[1]` * cross-entropy; a target of -1 is ignored.
     pub fn loss(&self, hidden: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
         let tokens = targets.meta().elements();
         let w = self.embedding();

@@ -30,7 +30,7 @@ section! {
         pub heads: usize = 8, in 1..=1 << 10;
         /// Tokens of a window.
         pub seq: usize = 128, in 1..=1 << 16;
-        /// Tokens behind the window that say where the nudge leads.
+        /// Tokens after the window, towards which the nudged phase is pulled.
         pub after: usize = 8, in 1..=1 << 16;
         /// Coordinates of the space.
         pub n: usize = 8, in 1..=256;
@@ -45,7 +45,7 @@ section! {
         /// Rows (tokens of all sequences, at one or more steps) that the encoder takes at a time: enough to keep a GPU busy, and no more memory
         /// than that.
         pub rows: usize = 16384, in 1..=1 << 24;
-        /// Sharpness of the retrieval from the memory.
+        /// Inverse temperature of the retrieval from the memory.
         pub beta: f64 = 5.0, in NUMBER;
         /// How far the nudged phase is pulled towards what follows the window.
         pub nudge: f64 = 0.1, in NUMBER;
@@ -63,7 +63,7 @@ section! {
         pub memory_lambda: f64 = 0.05, in NUMBER;
         /// Windows after which the drag grows no more.
         pub history: usize = 20, in 0..=1 << 20;
-        /// What divisors of the geometry have added.
+        /// Epsilon that is added to divisors in the geometry.
         pub eps: f64 = 1e-8, in NORM_EPS;
         /// What the encoder's norms add to the variance.
         pub norm_eps: f64 = 1e-5, in NORM_EPS;
@@ -150,7 +150,7 @@ struct Phase<'g> {
     im: Var<'g>,
     /// Of the last step: [batch, n].
     query: Var<'g>,
-    /// The encoder's last rows, not normed: [batch, seq, dim].
+    /// The encoder's last rows, before the last norm: [batch, seq, dim].
     hidden: Var<'g>,
     /// What each token counts in its row: [batch, seq].
     weight: Var<'g>,
@@ -194,7 +194,7 @@ impl<'g> Lior<'_, 'g> {
         self.r.update(self.between(name, &v.shape()), v);
     }
 
-    /// ids [batch, time] under each gain [steps] -> rows that are not normed yet [steps, batch, time, dim].
+    /// ids [batch, time] under each gain [steps] -> rows before the last norm [steps, batch, time, dim].
     fn encode(&self, ids: Var<'g>, gain: Var<'g>) -> Var<'g> {
         let (c, r) = (self.c, self.r);
         let (b, t, d, s) = (ids.shape()[0], ids.shape()[1], c.dim, gain.dim(0));
@@ -208,7 +208,7 @@ impl<'g> Lior<'_, 'g> {
         let up = param("up", &[c.layers, 4 * d, d], wide(d));
         let down = param("down", &[c.layers, d, 4 * d], wide(4 * d));
         let eps = c.norm_eps as f32;
-        // The gain comes behind this: `cse` makes it once for all steps.
+        // This does not depend on the gain, so common-subexpression elimination computes it once for all steps.
         let embedded = table.gather_rows(ids) + position.slice(0, 0, t);
         let mut x = (embedded.reshape(&[1, b, t, d]) * gain.reshape(&[s, 1, 1, 1])).reshape(&[rows, d]);
         for l in 0..c.layers {
@@ -231,7 +231,7 @@ impl<'g> Lior<'_, 'g> {
         let counts = r.feed("mask", &[b, c.seq], DType::U8);
         let (re, im, gain) = r.scope("field", || {
             r.typed(|| {
-                // One of a few numbers: an error in the last bit of k would turn the field a little further at every step.
+                // One of a few numbers: an error in the last bit of k would rotate the field a little further at every step.
                 let table = r.constant(&[c.history + 1, 1], (0..=c.history).map(|seen| c.k(seen)).collect());
                 let seen = g.windows.cast(DType::F32).min(r.full(&[1], c.history as f32));
                 let k = table.gather_rows(seen.cast(DType::I32)).reshape(&[1]);
@@ -275,7 +275,7 @@ impl<'g> Lior<'_, 'g> {
         v.reshape(&[v.dim(0), 1]).gather_rows(index).reshape(&[places.len()])
     }
 
-    /// The phase on its own, what of it the memory will hold, and the nudge towards where the tokens behind the window lie.
+    /// The phase on its own, what of it the memory will hold, and the nudge towards the coordinates of the tokens after the window.
     pub fn free(&self) {
         let (c, r, b) = (self.c, self.r, self.batch);
         let p = self.phase(self.between("no_nudge", &[b, c.n]));
@@ -329,7 +329,7 @@ impl<'g> Lior<'_, 'g> {
         let metric = metric.max(r.full(&[c.n], 0.01)).min(r.full(&[c.n], 100.0));
         r.update(g.metric, metric);
 
-        // The rotor: each plane turns by its mean angle times its size, against the sign of the difference.
+        // The rotor: each plane is rotated by its mean angle times its size, against the sign of the difference.
         let delta = (rows("nudged.lior") - rows("free.lior")).mean();
         let v = mean(wide("nudged.velocity"));
         let axis = |next: usize| -> Vec<usize> {
@@ -339,9 +339,9 @@ impl<'g> Lior<'_, 'g> {
         let (a, b_) = (self.chosen(v, &axis(0)), self.chosen(v, &axis(1)));
         let angle = pointwise(&[b_, a], |e, x| e.bin(Bin::Atan2, x[0], x[1]));
         let turn = -rate * c.rotor_rate as f32 * delta * angle * (a.square() + b_.square()).sqrt();
-        let turned = g.rotor + turn;
+        let rotated = g.rotor + turn;
         // Back into [-pi, pi): what is there already stays as it is, to the last bit.
-        let around = pointwise(&[turned], |e, x| {
+        let around = pointwise(&[rotated], |e, x| {
             let (pi, twice) = (e.c(PI), e.c(2.0 * PI));
             let from = e.add(x[0], pi);
             let rounds = e.div(from, twice);

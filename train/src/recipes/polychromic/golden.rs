@@ -9,12 +9,12 @@ use crate::recipe::{Computed, TrainError};
 use crate::sample::nucleus;
 use engine::{DType, Data, Device, Recorder, Switches, Var};
 
-/// What is recorded, beside what is fed.
+/// The recorded models and the settings of a step; the rest is fed.
 struct Steps {
     shape: Shape,
     lora: Lora,
     objective: Objective,
-    /// Of the supervised rows, and of the replies' with their prompts.
+    /// [batch, time] of the supervised rows; `replies`: the same of the replies with their prompts.
     rows: [usize; 2],
     replies: [usize; 2],
     prompt: usize,
@@ -45,7 +45,7 @@ impl Steps {
     fn outputs<'g>(&self, r: &'g Recorder) -> Vec<(&'static str, Var<'g>)> {
         let (d, all) = (self.decoder(r), self.replies(r));
         let (n, p) = (self.replies[0], self.prompt);
-        // A prompt's positions and sights are those of its part of the row: nothing behind it is seen.
+        // A prompt attends to its own part of the row, and nothing after it.
         let part = |v: Var<'g>| v.slice(1, 0, p);
         let places = Places { position: part(all.places.position), until: part(all.places.until) };
         let last = d.hidden(part(all.ids), Some(places)).slice(1, p - 1, p).reshape(&[n, self.shape.dim]);

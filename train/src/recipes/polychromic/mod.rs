@@ -10,6 +10,7 @@ pub use replies::Replies;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig, WEIGHT};
+use crate::data::replies::Quiz;
 use crate::data::{Source, Split};
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, Lessons, Places, Pretraining, RepliesConfig, Writer, Writing, export};
@@ -30,12 +31,12 @@ section! {
     pub struct PolychromicConfig {
         /// A model's folder in Hugging Face's layout (Qwen3, Llama). Empty: a base in the shape that follows.
         pub base: String = String::new(), [path];
-        /// Where `base` is empty: steps in which the base learns generated questions first. 0: it stays as it was drawn at random.
+        /// Where `base` is empty: steps in which the base is first trained on generated questions. 0: it keeps its random initial weights.
         pub pretrain: u64 = 600, in 0..=1_000_000_000;
         /// Bits of the base's matrices: 16 (or what the base has), or 4 (NF4).
         pub bits: u32 = 16, in [16, 4];
-        /// Tokens of the vocabulary.
-        pub vocab: usize = 512, in 1..=1 << 24;
+        /// Tokens of the vocabulary. From the data: those of the base; without one, those of the data's tokenizer, rounded up to a multiple of 64.
+        pub vocab: usize = 0, in 1..=1 << 24, [data];
         /// Width of the residual stream.
         pub dim: usize = 128, in 1..=1 << 20;
         /// Layers of the decoder.
@@ -44,13 +45,13 @@ section! {
         pub heads: usize = 4, in 1..=1 << 12;
         /// Heads of keys and values, each shared by heads / kv_heads queries (GQA).
         pub kv_heads: usize = 2, in 1..=1 << 12;
-        /// Elements of a head.
+        /// Size of a head.
         pub head_dim: usize = 32, in 1..=1 << 10;
         /// Width of the SwiGLU MLP.
         pub hidden: usize = 384, in 1..=1 << 20;
-        /// Whether the head is the embedding.
+        /// Whether the output head shares the embedding's weights.
         pub tied: bool = true;
-        /// Whether queries and keys are normed, as Qwen3's are.
+        /// Whether queries and keys have an RMS norm, as in Qwen3.
         pub qk_norm: bool = true;
         /// Base of RoPE's frequencies.
         pub rope_theta: f64 = 10000.0, in ROPE_THETA;
@@ -64,7 +65,7 @@ section! {
         pub alpha: f64 = 16.0, in -1e6..=1e6;
         /// Dropout of the adapters' input while training.
         pub dropout: f64 = 0.0, in 0.0..1.0;
-        /// The matrices of every layer that have an adapter.
+        /// The matrices of every layer that get an adapter.
         pub targets: Vec<Target> = Target::ALL.to_vec();
     }
 }
@@ -129,7 +130,7 @@ impl PolychromicConfig {
 section! {
     /// The policy gradient towards replies that differ: how they are sampled, and what their diversity counts.
     pub struct Objective {
-        /// Weight of the policy gradient's loss beside the supervised one. 0: supervised alone.
+        /// Weight of the policy gradient's loss, added to the supervised one. 0: supervised alone.
         pub weight: f64 = 0.3, in WEIGHT;
         /// Steps from one set of replies to the next.
         pub every: u64 = 5, in 1..=1 << 16;
@@ -149,7 +150,7 @@ section! {
         pub baseline_decay: f64 = 0.9, in 0.0..=1.0;
         /// A folder of sentence-transformers' (MiniLM) that embeds replies. Empty: the base's own mean hidden state.
         pub encoder: String = String::new(), [path];
-        /// Prompts that evaluation has replies written to. 0: it writes none.
+        /// Prompts to which evaluation writes replies. 0: it writes none.
         pub eval_prompts: u64 = 0, in 0..=1 << 32;
         /// Where those replies are written, a line of JSON a set, with the distance of each pair. Empty: nowhere.
         pub eval_file: String = String::new();
@@ -161,7 +162,7 @@ impl Objective {
         self.in_range("objective")
     }
 
-    /// Replies without an end, to prompts of `prompt_tokens`.
+    /// Writes replies of full length, without a stop token, to prompts of `prompt_tokens`.
     fn writer(&self) -> Writer {
         Writer {
             prompts: self.prompts,
@@ -173,7 +174,7 @@ impl Objective {
         }
     }
 
-    /// Whether anything is ever written.
+    /// Whether replies are ever written.
     fn writes(&self) -> bool {
         self.weight > 0.0 || self.eval_prompts > 0
     }
@@ -205,7 +206,24 @@ impl Recipe for PolychromicRecipe {
         ]
     }
 
+    fn sized(&self, config: &Config) -> Result<Config, TrainError> {
+        let mut config = config.clone();
+        config.size("model.vocab", |c| {
+            let model: PolychromicConfig = c.section("model")?;
+            match model.base.as_str() {
+                "" => {
+                    // A base that is trained first learns the generated questions.
+                    let asked = if model.pretrain > 0 { Quiz::get().tokenizer()?.vocab() } else { 0 };
+                    Ok::<_, TrainError>(c.section::<RepliesConfig>("data")?.tokenizer()?.vocab().max(asked).next_multiple_of(64))
+                }
+                path => Ok(Folder::open(Path::new(path))?.shape.vocab),
+            }
+        })?;
+        Ok(config)
+    }
+
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let config = &self.sized(config)?;
         let c: PolychromicConfig = config.section("model")?;
         let model = c.adapted()?;
         let train: TrainConfig = config.section("train")?;
@@ -224,6 +242,7 @@ impl Recipe for PolychromicRecipe {
     }
 
     fn make_ready(&self, config: &Config, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
+        let config = &self.sized(config)?;
         let c: PolychromicConfig = config.section("model")?;
         c.check()?;
         let Some(own) = c.pretraining() else { return Ok(()) };
@@ -255,6 +274,7 @@ impl Recipe for PolychromicRecipe {
 
 impl Writes for PolychromicRecipe {
     fn text_model(&self, config: &Config, found: Option<&Checkpoint>) -> Result<TextModel, TrainError> {
+        let config = &self.sized(config)?;
         let c: PolychromicConfig = config.section("model")?;
         Ok(TextModel::Replies(Box::new(Chat::of_run(found, c.adapted()?, config.section("data")?, c.seq)?)))
     }
@@ -271,6 +291,7 @@ impl Surveys for PolychromicRecipe {
 
     /// In the numbers of the config's objective, to prompts of 64 tokens where that names none.
     fn writings(&self, config: &Config) -> Result<Vec<Writing>, TrainError> {
+        let config = &self.sized(config)?;
         let (c, o): (PolychromicConfig, Objective) = (config.section("model")?, config.section("objective")?);
         o.check()?;
         let writer = Writer { time: if o.prompt_tokens == 0 { 64 } else { o.prompt_tokens }, ..o.writer() };
@@ -280,6 +301,7 @@ impl Surveys for PolychromicRecipe {
 
 impl Exports for PolychromicRecipe {
     fn export(&self, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
+        let config = &self.sized(config)?;
         export(&config.section::<PolychromicConfig>("model")?.adapted()?, config, found, out, merge)
     }
 }

@@ -22,11 +22,11 @@ pub struct Policy {
     pub writer: Writer,
     encoder: Option<Encoder>,
     width: usize,
-    /// Whether it was said that the encoder cuts replies.
+    /// Whether the warning that the encoder cuts replies was printed.
     cut: Once,
 }
 
-/// Draws of the replies that evaluation has written, beside `WRITES`.
+/// As `WRITES`, for the replies that evaluation writes.
 const SURVEYS: u32 = WRITES + 1;
 
 const METRICS: &[Metric] = &[
@@ -53,7 +53,7 @@ const METRICS: &[Metric] = &[
     Metric::new("pass_8", Unit::Share, Better::Higher, "chance that one of eight replies is right"),
 ];
 
-/// What a step with replies reports beside the loss.
+/// What a step with replies reports in addition to the loss.
 const SAID: &[&str] = &["policy", "diversity", "baseline"];
 
 impl Policy {
@@ -97,7 +97,7 @@ impl Policy {
         r.state("scratch/embeddings", &shape, DType::F32, Init::Full(0.0))
     }
 
-    /// Tokens of a row of the encoder's; words are not cut finer there than here by much.
+    /// Tokens of an encoder's row; its tokenizer splits words about as finely as the decoder's.
     fn encoder_time(&self, encoder: &Encoder) -> usize {
         encoder.longest.min(2 * self.writer.new_tokens + 2)
     }

@@ -51,7 +51,7 @@ impl<'g> Replies<'g> {
         -(logits.cross_entropy(tokens.reshape(&[rows])).reshape(&shape) * counts).sum_axis(1).reshape(&shape[..1])
     }
 
-    /// The policy gradient's loss, for sets of replies one behind another: minus the mean over replies of advantage times log p of a token, in the
+    /// The policy gradient's loss, for sets of replies one after another: minus the mean over replies of advantage times log p of a token, in the
     /// mean over the reply's. The advantage of a set's replies is how far its score `[sets]` is above the baseline `[1]`. As each token's weight is
     /// known beforehand, this is a sum of weighted cross-entropies.
     pub fn policy_loss(&self, d: &Decoder<'_, 'g>, scores: Var<'g>, baseline: Var<'g>) -> Var<'g> {

@@ -76,7 +76,11 @@ impl Recipe for VisionRecipe {
 
     fn sized(&self, config: &Config) -> Result<Config, TrainError> {
         let mut config = config.clone();
-        config.size("model.image", |_| Ok::<_, TrainError>(images::SIZE))?;
+        config.size("model.image", |c| {
+            let (data, model): (PictureConfig, VisionConfig) = (c.section("data")?, c.section("model")?);
+            let side = if data.path.is_empty() { None } else { images::side(Path::new(&data.path))? };
+            Ok::<_, TrainError>(side.filter(|side| side.is_multiple_of(model.patch)).unwrap_or(images::SIZE))
+        })?;
         config.size("model.classes", |c| match c.section::<PictureConfig>("data")?.path.as_str() {
             "" => Ok(images::GENERATED_CLASSES.len()),
             path => Ok::<_, TrainError>(images::classes(Path::new(path))?),

@@ -11,17 +11,18 @@ use engine::{DType, Init, Recorder, Var};
 section! {
     /// The shape of the model.
     pub struct VisionConfig {
-        /// Pixels of a picture's side. A folder of pictures is resized to this, 32 where it is taken from the data; CIFAR has 32.
+        /// Pixels of a side, to which a folder of pictures is resized. From the data: their own side, if all are squares of one size (up to 512) that
+        /// `patch` divides; else 32.
         pub image: usize = 0, in 1..=1 << 12, [data];
         /// Pixels of a patch's side; divides `image`.
         pub patch: usize = 8, in 1..=1 << 12;
-        /// Classes that are told apart.
+        /// Number of classes.
         pub classes: usize = 0, in 1..=1 << 16, [data];
         /// Width of the residual stream.
         pub dim: usize = 48, in 1..=1 << 16;
         /// Heads of the layer.
         pub heads: usize = 3, in 1..=1 << 12;
-        /// Neurons of a head = dim x multiplier / heads.
+        /// Neurons of a head: dim x multiplier / heads.
         pub multiplier: usize = 8, in 1..=1 << 12;
         /// How often the layer is applied.
         pub loops: usize = 3, in 1..=1 << 10;
@@ -85,7 +86,7 @@ impl<'g> VisionBdh<'_, 'g> {
         self.r.param(name, shape, Init::Full(0.0))
     }
 
-    /// Turns by t * f, the fraction of a turn taken in f64: [time, neurons / 2].
+    /// RoPE's angles t * f in turns, of which the fraction is taken in f64: [time, neurons / 2].
     fn tables(&self) -> (Var<'g>, Var<'g>) {
         let (time, n) = (self.c.tokens(), self.c.neurons());
         let phase = |t: usize, pair: usize| {

@@ -1,0 +1,123 @@
+//! Runs the tests and notes how long each takes. `test --fast` leaves out those that took longest the last time.
+
+use crate::root;
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// How long a fast run's tests may take together, in seconds of one thread each: a minute on two cores.
+const BUDGET: f64 = 120.0;
+/// Lines of the table.
+const SHOWN: usize = 15;
+/// Test binaries print times only with an unstable option, which stable ones accept from a process with this variable.
+const RUNNER: &str = "target.'cfg(all())'.runner=['env', 'RUSTC_BOOTSTRAP=1']";
+
+/// Seconds of each test, by name.
+#[derive(Default)]
+pub struct Times(BTreeMap<String, f64>);
+
+impl Times {
+    fn path() -> PathBuf {
+        root().join("target/test-times.txt")
+    }
+
+    /// Those of the last runs; none where there was none.
+    pub fn last() -> Times {
+        let text = std::fs::read_to_string(Times::path()).unwrap_or_default();
+        Times(text.lines().filter_map(|l| l.split_once(' ')).filter_map(|(s, name)| Some((name.to_string(), s.parse().ok()?))).collect())
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn save(&self) -> Result<(), String> {
+        let lines: String = self.slowest().iter().map(|(name, s)| format!("{s:.3} {name}\n")).collect();
+        std::fs::write(Times::path(), lines).map_err(|e| format!("{}: {e}", Times::path().display()))
+    }
+
+    fn slowest(&self) -> Vec<(&str, f64)> {
+        let mut all: Vec<(&str, f64)> = self.0.iter().map(|(name, s)| (name.as_str(), *s)).collect();
+        all.sort_by(|a, b| b.1.total_cmp(&a.1));
+        all
+    }
+
+    /// The slowest, until the rest fits the budget.
+    pub fn slow(&self) -> Vec<(&str, f64)> {
+        let mut rest: f64 = self.0.values().sum();
+        let is_slow = |(_, s): &(&str, f64)| {
+            let over = rest > BUDGET;
+            rest -= s;
+            over
+        };
+        self.slowest().into_iter().take_while(is_slow).collect()
+    }
+
+    pub fn table(&self) -> String {
+        let rows: String = self.slowest().iter().take(SHOWN).map(|(name, s)| format!("{s:>8.1} s  {name}\n")).collect();
+        format!(
+            "\nthe slowest of {} tests ({:.0} s in all, on as many threads as there are cores):\n{rows}",
+            self.0.len(),
+            self.0.values().sum::<f64>()
+        )
+    }
+}
+
+/// `test data::a_name ... ok <1.234s>`
+fn timed(line: &str) -> Option<(String, f64)> {
+    let (name, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
+    let seconds = result.strip_suffix("s>")?.rsplit_once('<')?.1.parse().ok()?;
+    Some((name.trim_end_matches(" - should panic").to_string(), seconds))
+}
+
+/// Runs all tests but these, doc tests apart; what each took is kept for the next fast run.
+pub fn run(skipped: &[String]) -> Result<Times, String> {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["test", "--workspace", "--lib", "--bins", "--tests", "--config", RUNNER, "--", "-Z", "unstable-options", "--report-time"]);
+    if !skipped.is_empty() {
+        cargo.arg("--exact").args(skipped.iter().flat_map(|name| ["--skip", name.as_str()]));
+    }
+    println!("cargo test --workspace, {} tests left out", skipped.len());
+    let failed = |e: std::io::Error| format!("cargo test: {e}");
+    let mut child = cargo.current_dir(root()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+    let mut times = Times::default();
+    for line in BufReader::new(child.stdout.take().ok_or("cargo test has no output")?).lines() {
+        let line = line.map_err(failed)?;
+        println!("{line}");
+        times.0.extend(timed(&line));
+    }
+    let status = child.wait().map_err(failed)?;
+    if !status.success() {
+        return Err(format!("cargo test: {status}"));
+    }
+    if times.0.is_empty() {
+        return Err("no test said how long it took: libtest's --report-time is not what it was".into());
+    }
+    let mut all = Times::last();
+    all.0.retain(|name, _| skipped.contains(name));
+    all.0.extend(times.0.iter().map(|(name, s)| (name.clone(), *s)));
+    all.save()?;
+    Ok(times)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_read_from_what_libtest_prints() {
+        assert_eq!(timed("test data::a_name ... ok <1.234s>"), Some(("data::a_name".into(), 1.234)));
+        assert_eq!(timed("test panics - should panic ... ok <0.000s>"), Some(("panics".into(), 0.0)));
+        assert_eq!(timed("test data::a_name ... FAILED <2.5s>"), Some(("data::a_name".into(), 2.5)));
+        assert_eq!(timed("test data::a_name ... ok"), None);
+        assert_eq!(timed("running 3 tests"), None);
+    }
+
+    #[test]
+    fn the_slowest_are_left_out_until_the_rest_fits() {
+        let times = Times([("a", 100.0), ("b", 90.0), ("c", 70.0), ("d", 1.0)].map(|(n, s)| (n.to_string(), s)).into());
+        assert_eq!(times.slow(), [("a", 100.0), ("b", 90.0)]);
+        assert!(Times([("a".to_string(), BUDGET)].into()).slow().is_empty());
+    }
+}
