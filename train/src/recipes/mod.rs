@@ -1,5 +1,6 @@
 //! The recipes: one line each.
 
+pub mod decoder;
 pub mod hrm;
 pub mod hydra;
 pub mod lior;
@@ -9,8 +10,14 @@ pub mod vision_bdh;
 use crate::recipe::Recipe;
 use std::sync::Once;
 
-pub const RECIPES: &[&dyn Recipe] =
-    &[&hydra::HydraRecipe, &vision_bdh::VisionRecipe, &lior::LiorRecipe, &hrm::HrmRecipe, &polychromic::PolychromicRecipe];
+pub const RECIPES: &[&dyn Recipe] = &[
+    &decoder::DecoderRecipe,
+    &hydra::HydraRecipe,
+    &vision_bdh::VisionRecipe,
+    &lior::LiorRecipe,
+    &hrm::HrmRecipe,
+    &polychromic::PolychromicRecipe,
+];
 
 /// Tells the engine about the ops and passes that these recipes bring. Doing it again changes nothing.
 pub fn register() {

@@ -12,7 +12,8 @@ use std::sync::Arc;
 /// A base and the adapters on it.
 pub struct Adapted {
     pub shape: Shape,
-    pub lora: Lora,
+    /// None: every weight is trained.
+    pub lora: Option<Lora>,
     /// Where the base is read from; none where it is drawn at random, or not trained yet.
     pub folder: Option<Arc<Folder>>,
     pub base: Base,
@@ -21,16 +22,22 @@ pub struct Adapted {
 impl Adapted {
     /// The base in `folder`, its matrices in four bits where it is `quantised`; without a folder, one of this shape that is drawn at random. `seq`
     /// is the length of the rows that it will read.
-    pub fn new(folder: Option<Folder>, shape: Shape, lora: Lora, quantised: bool, seq: usize) -> Result<Adapted, TrainError> {
+    pub fn new(folder: Option<Folder>, shape: Shape, lora: Option<Lora>, quantised: bool, seq: usize) -> Result<Adapted, TrainError> {
         let folder = folder.map(Arc::new);
         let shape = folder.as_ref().map_or(shape, |f| f.shape.clone());
         if seq > shape.context {
             return Err(ConfigError::Invalid(format!("model.seq = {seq}: the base has {} positions", shape.context)).into());
         }
-        let base = match (quantised, &folder) {
-            (true, _) => Base::Quantised,
-            (_, Some(_)) => Base::Loaded,
-            (_, None) => Base::Drawn,
+        if shape.family.joint && (lora.is_some() || quantised) {
+            let problem =
+                format!("{} has one matrix for q, k and v, on which adapters are not known here: train all of it", shape.family.name);
+            return Err(ConfigError::Invalid(problem).into());
+        }
+        let base = match (&lora, quantised, &folder) {
+            (None, ..) => Base::Trained,
+            (_, true, _) => Base::Quantised,
+            (_, _, Some(_)) => Base::Loaded,
+            (_, _, None) => Base::Drawn,
         };
         Ok(Adapted { shape, lora, folder, base })
     }
@@ -41,7 +48,7 @@ impl Adapted {
     }
 
     pub fn decoder<'a, 'g>(&'a self, r: &'g Recorder, rng: Option<Var<'g>>) -> Decoder<'a, 'g> {
-        Decoder { shape: &self.shape, lora: Some(&self.lora), base: self.base, r, rng }
+        Decoder { shape: &self.shape, lora: self.lora.as_ref(), base: self.base, r, rng }
     }
 
     /// Whether a checkpoint's adapters were trained on this base.
@@ -59,7 +66,10 @@ impl Adapted {
     /// Takes an adapter in PEFT's layout; it must be what the config makes.
     pub fn take(&self, s: &mut Session, path: &Path) -> Result<(), TrainError> {
         let adapter = Adapter::open(path, &self.shape)?;
-        let (theirs, ours) = (&adapter.lora, &self.lora);
+        let Some(ours) = &self.lora else {
+            return Err(TrainError::Other(format!("{} is an adapter, but every weight is trained: train adapters on it", path.display())));
+        };
+        let theirs = &adapter.lora;
         let names = |l: &Lora| format!("[{}]", l.targets.iter().map(|t| format!("\"{}\"", t.name())).collect::<Vec<_>>().join(", "));
         let pairs = [
             ("rank", theirs.rank.to_string(), ours.rank.to_string()),

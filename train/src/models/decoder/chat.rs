@@ -57,7 +57,7 @@ impl Chat {
             }
             false => words(&data.template, model.folder.as_deref()).map(|(tokenizer, template)| (Arc::new(tokenizer), Some(template)))?,
         };
-        Ok(Chat { tokenizer, template, shape: model.shape, lora: Some(model.lora), folder: model.folder, base: model.base, adapter: None })
+        Ok(Chat { tokenizer, template, shape: model.shape, lora: model.lora, folder: model.folder, base: model.base, adapter: None })
     }
 
     /// The prompt's tokens as the model is given them; `raw`: without a template around it.

@@ -3,8 +3,9 @@
 use super::Adapted;
 use crate::checkpoint::{Checkpoint, Loaded};
 use crate::config::Config;
-use crate::models::{Lora, ModelError, Target, Weight, new_folder, write_adapter, write_weights};
+use crate::models::{Lora, ModelError, Shape, Target, Weight, new_folder, write_adapter, write_weights};
 use crate::recipe::TrainError;
+use crate::text::TOKENIZER;
 use engine::cpu::converted;
 use engine::passes::Target as Machine;
 use engine::{Compiled, DType, Meta, Recorder, Store};
@@ -13,10 +14,12 @@ use std::path::Path;
 /// Bytes of a file of weights, as transformers has it.
 const MOST: usize = 5_000_000_000;
 
-/// Writes the folder `out` from a checkpoint of this model and config: its adapters, or with `merge` a whole model.
+/// Writes the folder `out` from a checkpoint of this model and config: its adapters, or with `merge`, or where every weight was trained, a
+/// whole model.
 pub fn export(model: &Adapted, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
     model.is_base_of(found)?;
-    if model.folder.is_none() && !merge {
+    let whole = merge || model.lora.is_none();
+    if model.folder.is_none() && !whole {
         return Err(TrainError::Other(format!(
             "the base of {} was drawn at random and is in no folder: export both as one model with --merge",
             found.path.display()
@@ -24,18 +27,42 @@ pub fn export(model: &Adapted, config: &Config, found: &Checkpoint, out: &Path, 
     }
     let trained = Trained { file: found.file("model.safetensors")?, path: &found.path };
     let staged = new_folder(out)?;
-    if merge {
-        write_weights(staged.dir(), &merged(model, config, &trained)?, MOST)?;
-        match &model.folder {
-            Some(folder) => folder.copy_rest(staged.dir())?,
-            None => model.shape.write(staged.dir())?,
+    match &model.lora {
+        Some(lora) if !whole => {
+            let tensors = lora.tensors(&model.shape).into_iter().map(|(name, shape)| trained.get(&name, &shape));
+            let base = model.folder.as_ref().map_or(String::new(), |f| f.path.display().to_string());
+            write_adapter(staged.dir(), lora, &model.shape, &base, tensors.collect::<Result<_, _>>()?)?;
         }
-    } else {
-        let tensors = model.lora.tensors(&model.shape).into_iter().map(|(name, shape)| trained.get(&name, &shape));
-        let base = model.folder.as_ref().map_or(String::new(), |f| f.path.display().to_string());
-        write_adapter(staged.dir(), &model.lora, &model.shape, &base, tensors.collect::<Result<_, _>>()?)?;
+        lora => {
+            let weights = match lora {
+                Some(lora) => merged(model, lora, config, &trained)?,
+                None => all(model, &trained)?,
+            };
+            write_weights(staged.dir(), &weights, MOST)?;
+            match &model.folder {
+                Some(folder) => folder.copy_rest(staged.dir())?,
+                None => {
+                    model.shape.write(staged.dir())?;
+                    let path = staged.dir().join(TOKENIZER);
+                    if found.has(TOKENIZER) {
+                        crate::files::write_new(&path, &found.bytes(TOKENIZER)?).map_err(ModelError::io("write", &path))?;
+                    }
+                }
+            }
+        }
     }
     Ok(staged.finish().map_err(ModelError::io("rename a folder to", out))?)
+}
+
+/// Every weight of a checkpoint, in the type that the base has it in; f32 without a base.
+fn all(model: &Adapted, trained: &Trained) -> Result<Vec<Weight>, TrainError> {
+    let weight = |(ours, theirs, shape): (String, String, Vec<usize>)| {
+        let (_, bytes) = trained.get(&ours, &shape)?;
+        let dtype = model.folder.as_ref().map_or(Ok(DType::F32), |f| Ok::<_, ModelError>(f.weight(&theirs)?.meta.dtype))?;
+        let bytes = if dtype == DType::F32 { bytes } else { converted(&bytes, DType::F32, dtype).bytes().to_vec() };
+        Ok(Weight { name: theirs, meta: Meta::new(&shape, dtype), bytes })
+    };
+    model.shape.weights().into_iter().map(weight).collect()
 }
 
 /// A checkpoint's own weights.
@@ -45,7 +72,7 @@ struct Trained<'a> {
 }
 
 impl Trained<'_> {
-    fn get(&self, name: &str, shape: &[usize; 2]) -> Result<(Meta, Vec<u8>), TrainError> {
+    fn get(&self, name: &str, shape: &[usize]) -> Result<(Meta, Vec<u8>), TrainError> {
         let found = self.file.get(name).filter(|(dtype, has, _)| dtype == "F32" && has == shape);
         let (_, _, bytes) = found.ok_or_else(|| TrainError::Other(format!("{} has no '{name}' {shape:?}", self.path.display())))?;
         Ok((Meta::f32(shape), bytes.to_vec()))
@@ -62,23 +89,23 @@ impl Trained<'_> {
 }
 
 /// The base's weights, in their own type, with the adapters added.
-fn merged(model: &Adapted, config: &Config, trained: &Trained) -> Result<Vec<Weight>, TrainError> {
+fn merged(model: &Adapted, lora: &Lora, config: &Config, trained: &Trained) -> Result<Vec<Weight>, TrainError> {
     let base: Vec<(String, Weight)> = match &model.folder {
         Some(folder) => folder.weights().collect::<Result<_, ModelError>>()?,
         None => drawn(model, config)?,
     };
-    let adapter = |name: &str| model.lora.targets.iter().find(|t| name.ends_with(&format!(".{}.weight", t.name()))).copied();
+    let adapter = |name: &str| lora.targets.iter().find(|t| name.ends_with(&format!(".{}.weight", t.name()))).copied();
     let add = |(name, w): (String, Weight)| match adapter(&name) {
         None => Ok(w),
-        Some(target) => with_adapter(model, trained, target, name.trim_end_matches(".weight"), w),
+        Some(target) => with_adapter((&model.shape, lora), trained, target, name.trim_end_matches(".weight"), w),
     };
     base.into_iter().map(add).collect()
 }
 
-fn with_adapter(model: &Adapted, trained: &Trained, target: Target, matrix: &str, w: Weight) -> Result<Weight, TrainError> {
-    let [a, b] = trained.pair(&model.lora, matrix, target.sizes(&model.shape))?;
+fn with_adapter((shape, lora): (&Shape, &Lora), trained: &Trained, target: Target, matrix: &str, w: Weight) -> Result<Weight, TrainError> {
+    let [a, b] = trained.pair(lora, matrix, target.sizes(shape))?;
     let mut sum = converted(&w.bytes, w.meta.dtype, DType::F32).f32().to_vec();
-    model.lora.merge(&mut sum, &a, &b);
+    lora.merge(&mut sum, &a, &b);
     let bytes = converted(bytemuck::cast_slice(&sum), DType::F32, w.meta.dtype).bytes().to_vec();
     Ok(Weight { bytes, ..w })
 }

@@ -83,6 +83,18 @@ impl RepliesConfig {
     }
 }
 
+impl RepliesConfig {
+    /// Tokens of the data's tokenizer, for a model that has none yet.
+    pub fn vocab(&self) -> Result<usize, TrainError> {
+        let path = Path::new(&self.path);
+        Ok(match self.path.as_str() {
+            "" => Tokenizer::Byte.vocab(),
+            _ if path.join(Dataset::FILE).exists() => Dataset::open(path)?.load_tokenizer(path)?.vocab(),
+            _ => words(&self.template, None)?.0.vocab(),
+        })
+    }
+}
+
 impl Lessons {
     pub fn new(config: RepliesConfig, model: &Adapted, seq: usize, seed: u64) -> Result<Lessons, TrainError> {
         let (path, vocab) = (Path::new(&config.path), model.shape.vocab);
@@ -122,6 +134,18 @@ impl Lessons {
             Kind::Files { files: Files::read(path, &how, &template, &tokenizer)?, template }
         };
         Ok(Lessons { kind, tokenizer, config, seq, seed })
+    }
+
+    /// The same, but without a path generated text.
+    pub fn of_text(config: RepliesConfig, model: &Adapted, seq: usize, seed: u64) -> Result<Lessons, TrainError> {
+        if !config.path.is_empty() {
+            return Lessons::new(config, model, seq, seed);
+        }
+        let data = DataConfig { path: String::new(), ignore_tokens: config.ignore_tokens.clone() };
+        let text = Text::new(data, model.shape.vocab, seq, seed);
+        let tokenizer = text.tokenizer()?;
+        model.folder.as_ref().map_or(Ok(()), |folder| same_tokenizer(folder, &tokenizer))?;
+        Ok(Lessons { kind: Kind::Text(text), tokenizer, config, seq, seed })
     }
 
     /// Whether rows hold several examples, or padding.

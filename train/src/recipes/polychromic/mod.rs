@@ -110,7 +110,7 @@ impl PolychromicConfig {
             ("", None) => None,
             (path, _) => Some(Folder::open(Path::new(path))?),
         };
-        Adapted::new(folder, self.shape(), self.lora(), self.bits == 4, self.seq)
+        Adapted::new(folder, self.shape(), Some(self.lora()), self.bits == 4, self.seq)
     }
 
     pub fn check(&self) -> Result<(), ConfigError> {

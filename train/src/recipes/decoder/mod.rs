@@ -1,0 +1,304 @@
+//! decoder: a plain decoder (GPT-2, Llama, Qwen, Mistral), pretrained from nothing or fine-tuned from a folder, every weight or adapters.
+
+mod golden;
+
+use crate::checkpoint::Checkpoint;
+use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig};
+use crate::data::{Source, Split};
+use crate::golden::Golden;
+use crate::models::decoder::{Adapted, Chat, Lessons, Places, RepliesConfig, Writer, Writing, export};
+use crate::models::{Family, Folder, Lora, RopeScaling, Shape, Target};
+use crate::recipe::{
+    Computed, Exports, Feeds, Model, Reads, Recipe, Reference, Session, Supervised, Survey, Surveys, Task, TextModel, TrainError, Writes,
+};
+use crate::{choices, say, section};
+use engine::ops::sample::Nucleus;
+use engine::{Device, Recorder, Switches, Var};
+use std::path::Path;
+use std::sync::Arc;
+
+/// What of the model is trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trained {
+    All,
+    Lora,
+}
+
+choices!(Trained { All: "all", Lora: "lora" });
+
+section! {
+    /// The decoder. The keys from `family` to `norm_eps` are the shape of a model that is drawn at random; a folder in `base` brings its own.
+    pub struct DecoderConfig {
+        /// A model's folder in Hugging Face's layout (config.json, safetensors, tokenizer.json). Empty: a model drawn at random.
+        pub base: String = String::new(), [path];
+        /// Whether every weight is trained, or low-rank adapters on frozen weights.
+        pub train: Trained = Trained::All;
+        /// With lora: bits of the frozen matrices, 16 (or what the base has) or 4 (NF4).
+        pub bits: u32 = 16, in [16, 4];
+        /// The family: gpt2, llama, qwen2, qwen3 or mistral.
+        pub family: String = "llama".into();
+        /// Tokens of the vocabulary.
+        pub vocab: usize = 0, in 1..=1 << 24, [data];
+        /// Width of the residual stream.
+        pub dim: usize = 128, in 1..=1 << 20;
+        /// Layers.
+        pub layers: usize = 4, in 1..=1024;
+        /// Attention heads.
+        pub heads: usize = 4, in 1..=1 << 12;
+        /// Heads of keys and values, each shared by heads / kv_heads queries (GQA).
+        pub kv_heads: usize = 4, in 1..=1 << 12;
+        /// Elements of a head.
+        pub head_dim: usize = 32, in 1..=1 << 10;
+        /// Width of the MLP.
+        pub hidden: usize = 384, in 1..=1 << 20;
+        /// Whether the head is the embedding.
+        pub tied: bool = true;
+        /// Tokens that a token sees, itself among them (sliding window). 0: all before it.
+        pub window: usize = 0, in 0..=1 << 24;
+        /// Base of RoPE's frequencies.
+        pub rope_theta: f64 = 10000.0, in ROPE_THETA;
+        /// What norms add to the mean square.
+        pub norm_eps: f64 = 1e-6, in NORM_EPS;
+        /// Tokens of a row.
+        pub seq: usize = 128, in 1..=1 << 20;
+        /// Rank of the adapters (LoRA).
+        pub rank: usize = 16, in 1..=4096;
+        /// Adapters are scaled by alpha / rank.
+        pub alpha: f64 = 16.0, in -1e6..=1e6;
+        /// Dropout of the adapters' input while training.
+        pub dropout: f64 = 0.0, in 0.0..1.0;
+        /// The matrices of every layer that have an adapter.
+        pub targets: Vec<Target> = Target::ALL.to_vec();
+    }
+}
+
+impl DecoderConfig {
+    /// The shape that the config names.
+    fn shape(&self) -> Result<Shape, ConfigError> {
+        let bad = |m: String| ConfigError::Invalid(format!("model.{m}"));
+        let family =
+            Family::find(&self.family).ok_or_else(|| bad(format!("family = \"{}\": {} are known", self.family, Family::names())))?;
+        if self.window > 0 && !family.windowed {
+            return Err(bad(format!("window = {}: {} has none", self.window, family.name)));
+        }
+        let shape = Shape {
+            family,
+            vocab: self.vocab,
+            dim: self.dim,
+            layers: self.layers,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            hidden: self.hidden,
+            tied: self.tied,
+            window: Some(self.window).filter(|w| *w > 0),
+            rope_theta: self.rope_theta,
+            rope_scaling: RopeScaling::None,
+            norm_eps: self.norm_eps,
+            context: self.seq,
+        };
+        shape.check().map_err(bad)?;
+        Ok(shape)
+    }
+
+    fn lora(&self) -> Option<Lora> {
+        let mut targets = self.targets.clone();
+        targets.sort(); // their order means nothing
+        (self.train == Trained::Lora).then(|| Lora { rank: self.rank, alpha: self.alpha, dropout: self.dropout, targets })
+    }
+
+    fn model(&self) -> Result<Adapted, TrainError> {
+        let bad = |m: String| ConfigError::Invalid(format!("model.{m}"));
+        self.in_range("model")?;
+        self.lora().map_or(Ok(()), |l| l.check().map_err(bad))?;
+        if self.bits == 4 && (self.train == Trained::All || self.base.is_empty()) {
+            return Err(bad("bits = 4: only a base that is frozen is kept in four bits (model.base, model.train=lora)".into()).into());
+        }
+        let folder = if self.base.is_empty() { None } else { Some(Folder::open(Path::new(&self.base))?) };
+        let shape = folder.as_ref().map_or_else(|| self.shape(), |f| Ok(f.shape.clone()))?;
+        Adapted::new(folder, shape, self.lora(), self.bits == 4, self.seq)
+    }
+}
+
+pub struct DecoderRecipe;
+
+impl Recipe for DecoderRecipe {
+    fn name(&self) -> &'static str {
+        "decoder"
+    }
+
+    fn about(&self) -> &'static str {
+        "a plain decoder (GPT-2, Llama, Qwen, Mistral), from nothing or from a folder, every weight or adapters"
+    }
+
+    fn sections(&self) -> Vec<Keys> {
+        vec![DecoderConfig::keys("model"), RepliesConfig::keys("data"), TrainConfig::keys("train")]
+    }
+
+    fn presets(&self) -> &'static [(&'static str, &'static str)] {
+        &[
+            ("tiny", include_str!("../../../configs/decoder-tiny.toml")),
+            ("gpt2-124m", include_str!("../../../configs/decoder-gpt2-124m.toml")),
+            ("qwen2.5-0.5b", include_str!("../../../configs/decoder-qwen2.5-0.5b.toml")),
+            ("qwen2.5-1.5b", include_str!("../../../configs/decoder-qwen2.5-1.5b.toml")),
+            ("qwen3-0.6b", include_str!("../../../configs/decoder-qwen3-0.6b.toml")),
+        ]
+    }
+
+    fn sized(&self, config: &Config) -> Result<Config, TrainError> {
+        let mut config = config.clone();
+        config.size("model.vocab", |c| {
+            let (model, data): (DecoderConfig, RepliesConfig) = (c.section("model")?, c.section("data")?);
+            match model.base.as_str() {
+                "" => data.vocab(),
+                path => Ok(Folder::open(Path::new(path))?.shape.vocab),
+            }
+        })?;
+        Ok(config)
+    }
+
+    fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
+        let config = &self.sized(config)?;
+        let c: DecoderConfig = config.section("model")?;
+        let model = c.model()?;
+        let train: TrainConfig = config.section("train")?;
+        train.check()?;
+        let lessons = Lessons::of_text(config.section("data")?, &model, c.seq, config.seed())?;
+        let mut identity = lessons.identity()?;
+        if let Some(folder) = &model.folder {
+            identity["base"] = format!("{:016x}", folder.fingerprint()?).into();
+        }
+        let model = DecoderModel { model, lessons, seq: c.seq, identity };
+        Ok(Box::new(Supervised::new(model, train, config.seed())))
+    }
+
+    fn reads(&self) -> &'static [Reads] {
+        &[Reads::Text, Reads::Replies]
+    }
+
+    fn writes(&self) -> Option<&dyn Writes> {
+        Some(self)
+    }
+
+    fn surveys(&self) -> Option<&dyn Surveys> {
+        Some(self)
+    }
+
+    fn exports(&self) -> Option<&dyn Exports> {
+        Some(self)
+    }
+
+    fn reference(&self) -> Option<&dyn Reference> {
+        Some(self)
+    }
+}
+
+impl Writes for DecoderRecipe {
+    fn text_model(&self, config: &Config, found: Option<&Checkpoint>) -> Result<TextModel, TrainError> {
+        let c: DecoderConfig = config.section("model")?;
+        Ok(TextModel::Replies(Box::new(Chat::of_run(found, c.model()?, config.section("data")?, c.seq)?)))
+    }
+}
+
+impl Surveys for DecoderRecipe {
+    fn ask(&self, _: &mut Config, _: &Survey) -> Result<(), ConfigError> {
+        Err(ConfigError::Invalid("replies are not surveyed here (no --prompts): `kiln eval` gives the loss".into()))
+    }
+
+    /// 32 replies of 64 tokens to prompts of 64.
+    fn writings(&self, config: &Config) -> Result<Vec<Writing>, TrainError> {
+        let c: DecoderConfig = self.sized(config)?.section("model")?;
+        let nucleus = Nucleus { temperature: 0.9, top_p: 0.9 };
+        let writer = Writer { prompts: 32, replies: 1, time: 64, new_tokens: 64, nucleus, stop: None };
+        Ok(vec![Writing::new(writer, c.model()?, true, config.seed())])
+    }
+}
+
+impl Exports for DecoderRecipe {
+    fn export(&self, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
+        export(&config.section::<DecoderConfig>("model")?.model()?, config, found, out, merge)
+    }
+}
+
+impl Reference for DecoderRecipe {
+    fn file(&self) -> &'static [u8] {
+        include_bytes!("../../../../reference/golden/decoder-qwen2.safetensors")
+    }
+
+    fn compute(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
+        golden::steps(file, switches, device)
+    }
+}
+
+pub struct DecoderModel {
+    model: Adapted,
+    lessons: Lessons,
+    seq: usize,
+    identity: serde_json::Value,
+}
+
+impl DecoderModel {
+    fn record<'g>(&self, r: &'g Recorder, batch: usize, trains: bool) -> Vec<(&'static str, Var<'g>)> {
+        let f = Feeds::new(r, batch, self.seq);
+        let d = self.model.decoder(r, trains.then_some(f.rng));
+        let places = self.has_places().then(|| Places::fed(r, batch, self.seq));
+        vec![("loss", d.loss(d.hidden(f.ids, places), f.targets, f.weight))]
+    }
+}
+
+impl Model for DecoderModel {
+    fn seq(&self) -> usize {
+        self.seq
+    }
+
+    fn has_places(&self) -> bool {
+        self.lessons.has_places()
+    }
+
+    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        self.record(r, batch, true)
+    }
+
+    fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
+        self.record(r, batch, false)
+    }
+
+    fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
+        self.model.load(s)
+    }
+
+    fn init_from(&self, s: &mut Session, from: &Path) -> Result<bool, TrainError> {
+        let is_adapter = from.join("adapter_config.json").exists();
+        if is_adapter {
+            self.model.take(s, from)?;
+        }
+        Ok(is_adapter)
+    }
+
+    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
+        if train {
+            say!("{}", self.lessons.describe()?);
+        }
+        self.lessons.source(if train { Split::Train } else { Split::Val })
+    }
+
+    fn epoch(&self) -> Option<u64> {
+        self.lessons.epoch()
+    }
+
+    fn vocab(&self) -> usize {
+        self.model.shape.vocab
+    }
+
+    fn floor(&self) -> Option<(&'static str, f64)> {
+        Some(("entropy of the data", self.lessons.floor()?))
+    }
+
+    fn identity(&self) -> Result<serde_json::Value, TrainError> {
+        Ok(self.identity.clone())
+    }
+
+    fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
+        self.lessons.kept()
+    }
+}
