@@ -26,7 +26,7 @@ pub struct Read<'a> {
     pub val_share: f64,
 }
 
-/// How many lines were used, cut and skipped.
+/// How many lines were cut and skipped.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Counts {
     pub cut: usize,
