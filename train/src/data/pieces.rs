@@ -2,7 +2,7 @@
 //! for every byte of text.
 //!
 //! A tokenizer splits a text into words before its model sees any (and models of the other kind, without words, join only what their vocabulary
-//! joins). Two places are looked at: before a space that follows a character of its own (`word| word`), and behind a single line break between
+//! joins). Two places are looked at: before a space that follows a character of its own (`word| word`), and after a single line break between
 //! two such (`line.⏎|line`). `Places::new` goes through a tokenizer's parts, one by one, for what each does there. What it does not know, or what
 //! looks at the beginning or the end of a text, is a doubt: then a place is only tried, and people are told.
 
@@ -116,7 +116,7 @@ impl<'a> Places<'a> {
             if parts.space.as_ref() != Some(prepended) {
                 return Err(format!("its normalizer puts {prepended:?} before a text"));
             }
-            // Such a space is put behind every added token, too: none may stand before the place, or behind it.
+            // Such a space also follows every added token: none may be directly before or after the place.
             (self.own_space, self.letter_before_space) = (true, true);
             parts.spoiled[LINE] = true;
         }
@@ -195,7 +195,7 @@ fn next_best(text: &str, least: usize) -> Cut {
     Cut { end, begin: end, forced: true }
 }
 
-/// What stays one character or more, none of them white space, whatever a normalizer makes of it; and what joins with no space behind it. Some
+/// What stays one character or more, none of them white space, whatever a normalizer makes of it; and what joins with no space after it. Some
 /// letters of India's scripts do, in the eyes of those that count what people take for a character.
 fn is_solid(c: char) -> bool {
     match c {
@@ -262,7 +262,7 @@ impl Parts {
                 self.spoiled[LINE] |= is("add_prefix_space");
             }
             "Metaspace" => {
-                // A word at a place behind a line gets the space that is put before a text, unless all words do.
+                // A word at a place after a line break gets the space that is put before a text, unless all words do.
                 self.spoiled[LINE] |= match part["prepend_scheme"].as_str() {
                     Some("never") => false,
                     Some("always") => !self.splits[LINE],
@@ -296,7 +296,7 @@ impl Parts {
     }
 }
 
-/// For a model that is given whole texts: it joins what its vocabulary joins, so a space begins a word behind every character that no entry has
+/// For a model that is given whole texts: it joins what its vocabulary joins, so a space begins a word after every character that no entry has
 /// before one.
 fn joined(json: &Json, parts: &Parts) -> Result<HashSet<char>, String> {
     let ModelWrapper::BPE(bpe) = json.inner.get_model() else {

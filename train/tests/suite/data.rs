@@ -243,11 +243,11 @@ fn the_fingerprint_of_the_data_is_that_of_what_was_read() {
     resume(&run, &format!("--steps {} --data {}", found.step + 1, dir.path().join("moved").display())).ok();
 }
 
-/// The example of README.md, as a shell hands it over.
+/// The example of docs/chats.md, as a shell hands it over.
 #[test]
-fn the_template_of_the_readme_has_line_breaks() {
-    let readme = include_str!("../../../README.md");
-    let (_, rest) = readme.split_once("--set data.template='").expect("README.md has an example");
+fn the_template_of_the_page_about_chats_has_line_breaks() {
+    let page = include_str!("../../../docs/chats.md");
+    let (_, rest) = page.split_once("--set data.template='").expect("docs/chats.md has an example");
     let (template, _) = rest.split_once('\'').unwrap();
     assert!(template.contains("\\n"), "{template}");
     let t = Template::new(template, &Tokenizer::Byte).unwrap();

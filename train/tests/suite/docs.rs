@@ -64,9 +64,8 @@ fn blocks(page: &str) -> Vec<(&str, &str)> {
 }
 
 /// Runs the `sh` blocks of a page as one script, each in the place that the one before left.
-fn run_page(path: &str) -> Option<String> {
-    let page = read(path);
-    let script: String = blocks(&page).iter().filter(|(tag, _)| ["sh", "console"].contains(tag)).map(|(_, text)| *text).collect();
+fn run_page(path: &str, page: &str) -> Option<String> {
+    let script: String = blocks(page).iter().filter(|(tag, _)| ["sh", "console"].contains(tag)).map(|(_, text)| *text).collect();
     if script.is_empty() {
         return None;
     }
@@ -91,12 +90,19 @@ fn run_page(path: &str) -> Option<String> {
 fn the_commands_of_every_page_run() {
     let left = Mutex::new(pages().into_iter());
     let next = || left.lock().unwrap().next();
-    let run = || std::iter::from_fn(next).filter_map(|page| run_page(&page)).collect::<Vec<_>>();
+    let run = || std::iter::from_fn(next).filter_map(|path| run_page(&path, &read(&path))).collect::<Vec<_>>();
     let failed = std::thread::scope(|s| {
         let other = s.spawn(run);
         [run(), other.join().unwrap()].concat()
     });
     assert!(failed.is_empty(), "{}", failed.join("\n"));
+}
+
+#[test]
+fn a_command_that_fails_is_found() {
+    let failed = run_page("a page", "```sh\nkiln recipes\nkiln plan --no-such-flag\nkiln recipes\n```\n").unwrap();
+    assert!(failed.contains("a page: exit Some(2)") && failed.contains("--no-such-flag"), "{failed}");
+    assert_eq!(run_page("a page", "```sh\nkiln recipes\n```\n```sh no-run\nkiln plan --no-such-flag\n```\n"), None);
 }
 
 /// What a link to a heading says: lower case, without punctuation, spaces as dashes.

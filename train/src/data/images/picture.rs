@@ -20,7 +20,7 @@ pub fn read(path: &Path, size: usize, out: &mut [u8]) -> Result<(), DataError> {
     let bytes = input::read(path).map_err(DataError::io("read", path))?;
     let unreadable = |reason: String| DataError::Picture { path: path.into(), reason };
     let reader = ImageReader::new(std::io::Cursor::new(&bytes)).with_guessed_format().map_err(DataError::io("read", path))?;
-    // A camera that was held upright says so beside the pixels, which lie on their side.
+    // A camera that was held upright notes that in the file's metadata; the pixels are stored sideways.
     let decoded = reader.into_decoder().and_then(|mut decoder| {
         Limits::default().reserve(decoder.total_bytes())?;
         let orientation = decoder.orientation()?;

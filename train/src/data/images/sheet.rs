@@ -1,4 +1,4 @@
-//! Pictures side by side, to look at.
+//! Contact sheets: pictures in a grid, to look at.
 
 use image::{Rgb, RgbImage};
 
@@ -20,7 +20,7 @@ pub struct Block<'a> {
     pub columns: usize,
 }
 
-/// Blocks beside each other, of pictures of `size` pixels a side.
+/// Blocks next to each other, of pictures of `size` pixels a side.
 pub fn sheet(blocks: &[Block], size: usize) -> RgbImage {
     let scale = (SHOWN / size).max(1);
     let side = (size * scale) as u32;

@@ -14,7 +14,7 @@ pub struct Place {
 pub struct Pattern {
     /// Before a space that follows something else.
     pub space: Place,
-    /// Behind a line break, before something that is neither white space nor a slash.
+    /// After a line break, before something that is neither white space nor a slash.
     pub line: Place,
 }
 
@@ -45,7 +45,7 @@ impl Pattern {
 
     /// None where the pattern looks around itself, or holds what is not known here.
     pub fn regex(regex: &str) -> Option<Pattern> {
-        // White space at the end of a text and the same before a word differ: of a run the last character stays behind. No run ends at either
+        // White space at the end of a text and the same before a word differ: of a run the last character is left over. No run ends at either
         // place but a single line break, and that is matched alone either way.
         let plain = regex.replace(r"\s+(?!\S)|\s+", r"\s+");
         Pattern::of(&regex_syntax::parse(&plain).ok()?)

@@ -107,7 +107,7 @@ fn tail(file: &File, length: u64, share: f64) -> std::io::Result<u64> {
     })
 }
 
-/// Behind the last mark that lies in a range, looked for from its end.
+/// The place after the last mark in a range, searched from its end.
 fn last(file: &File, range: std::ops::Range<u64>, mark: &[u8]) -> std::io::Result<Option<u64>> {
     let (mut end, mut bytes) = (range.end, vec![]);
     while end >= range.start + mark.len() as u64 {

@@ -1,6 +1,6 @@
 //! Sudokus from a file of comma-separated values: a puzzle and its solution on each line, their cells row by row, 0 or . where the puzzle is blank.
 //! Which columns those are, the first line says (`puzzle,solution`; `quizzes,solutions`; `source,question,answer,rating`), or they are the first two that
-//! look like grids. A comma may stand behind the last one.
+//! look like grids. A comma may follow the last one.
 
 use std::io::Read;
 use std::path::Path;
@@ -11,7 +11,7 @@ use super::sudoku::tokens;
 use super::{DataError, Pair, PuzzleSet, Size, Task, solve};
 use crate::input;
 
-/// What columns are called.
+/// Names that columns may have.
 const PUZZLES: [&str; 6] = ["puzzle", "puzzles", "quiz", "quizzes", "question", "questions"];
 const SOLUTIONS: [&str; 4] = ["solution", "solutions", "answer", "answers"];
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::{DataError, Draws, Pair, PuzzleSet, Split, Task, split_of};
 
-/// What the tokens mean: filling, wall, free, start, goal; and in a solution, what lies between those two.
+/// What the tokens mean: padding, wall, free, start, goal; and in a solution, what lies between those two.
 pub const GLYPHS: &[u8] = b"_#.SGo";
 const WALL: u8 = 1;
 pub const FREE: u8 = 2;
@@ -168,7 +168,7 @@ pub fn steps(target: &[u8]) -> u32 {
     1 + target.iter().filter(|&&token| token == PATH).count() as u32
 }
 
-/// The walls, turned and mirrored to come first.
+/// The walls in the rotated or mirrored form that sorts first.
 pub fn class(side: usize, input: &[u8]) -> Vec<u8> {
     let walls: Vec<u8> = input.iter().map(|&token| u8::from(token != WALL)).collect();
     (0..8).map(|way| turned(side, way, &walls)).min().unwrap_or_default()

@@ -26,7 +26,7 @@ pub struct Read<'a> {
     pub val_share: f64,
 }
 
-/// What became of the lines.
+/// How many lines were cut and skipped.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Counts {
     pub cut: usize,
@@ -189,7 +189,7 @@ impl Prompts {
     }
 }
 
-/// Prompts and lines of files, which lie at `path`.
+/// Prompts and lines of the files at `path`.
 fn lines(path: &Path, files: &[PathBuf], prompt: &str, reply: &str) -> Result<(Vec<String>, Vec<Pair>), DataError> {
     let (mut prompts, mut pairs) = (Prompts::default(), vec![]);
     for (file, path) in files.iter().enumerate() {
@@ -237,7 +237,7 @@ impl Sides {
     }
 }
 
-/// The files behind a path, by name.
+/// The files that a path names, sorted by name.
 fn list(path: &Path) -> Result<Vec<PathBuf>, DataError> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
