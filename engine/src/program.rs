@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 #[derive(Clone)]
 pub enum Device {
     Cpu(Cpu, Arc<Mutex<Buffer>>),
-    Cuda(Cuda, Arc<Mutex<cuda::Device>>),
+    Cuda(Cuda, Arc<Mutex<cuda::Memory>>),
 }
 
 impl Device {

@@ -18,7 +18,7 @@ pub struct Tensor {
 /// Where a state's numbers are.
 enum Memory {
     Host(Buffer),
-    Gpu(Cuda, cuda::Device),
+    Gpu(Cuda, cuda::Memory),
 }
 
 impl Tensor {
@@ -86,7 +86,7 @@ impl Store {
     }
 
     /// The same on the GPU.
-    pub(crate) fn device(&self, name: &str, want: &Meta) -> Result<&cuda::Device, Error> {
+    pub(crate) fn device(&self, name: &str, want: &Meta) -> Result<&cuda::Memory, Error> {
         self.expect(name, want)?;
         match self.tensors.get(name).map(|t| &t.memory) {
             Some(Memory::Gpu(_, d)) => Ok(d),

@@ -38,7 +38,7 @@ struct Inner {
     /// Feeds travel on this one, beside the work.
     copies: sys::CUstream,
     products: gemm::Handle,
-    workspace: Device,
+    workspace: Memory,
     compiler: nvrtc::Compiler,
     kernels: Mutex<HashMap<(u64, &'static str), Kernel>>,
     choices: Mutex<choices::Choices>,
@@ -55,22 +55,22 @@ unsafe impl Sync for Inner {}
 pub(crate) struct Kernel(sys::CUfunction);
 
 /// Memory on the GPU.
-pub struct Device {
+pub struct Memory {
     start: sys::CUdeviceptr,
     bytes: usize,
     context: sys::CUcontext,
 }
 
 // SAFETY: an address and the context it belongs to; freed once, by whoever drops it.
-unsafe impl Send for Device {}
+unsafe impl Send for Memory {}
 // SAFETY: as above; it is only an address.
-unsafe impl Sync for Device {}
+unsafe impl Sync for Memory {}
 
 pub(crate) fn failed(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
     move |e| Error::Cuda(format!("{what}: {e}"))
 }
 
-impl Device {
+impl Memory {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -80,7 +80,7 @@ impl Device {
     }
 }
 
-impl Drop for Device {
+impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: the address came from an allocation in this context and is freed once. Errors while a process ends are of no use.
         unsafe {
@@ -196,7 +196,7 @@ impl Cuda {
         let _ = unsafe { result::ctx::set_current(self.0.context) };
     }
 
-    pub fn allocate(&self, bytes: usize) -> Result<Device, Error> {
+    pub fn allocate(&self, bytes: usize) -> Result<Memory, Error> {
         self.current();
         allocate(self.0.context, bytes)
     }
@@ -208,7 +208,7 @@ impl Cuda {
         unsafe { result::stream::synchronize(self.0.stream) }.map_err(failed("running on the GPU"))
     }
 
-    pub fn upload(&self, to: &Device, bytes: &[u8]) -> Result<(), Error> {
+    pub fn upload(&self, to: &Memory, bytes: &[u8]) -> Result<(), Error> {
         assert!(bytes.len() <= to.bytes, "an upload past the end of its buffer");
         self.current();
         // SAFETY: the destination is as large as asserted; waiting for the stream keeps `bytes` alive until they are read.
@@ -217,7 +217,7 @@ impl Cuda {
     }
 
     /// Sets every byte.
-    pub fn fill(&self, d: &Device, byte: u8) -> Result<(), Error> {
+    pub fn fill(&self, d: &Memory, byte: u8) -> Result<(), Error> {
         self.current();
         // SAFETY: the memory is that large.
         unsafe { result::memset_d8_async(d.start, byte, d.bytes, self.0.stream) }.map_err(failed("filling memory"))
@@ -241,7 +241,7 @@ impl Cuda {
         Ok(20.0 * 2.0 * BYTES as f64 / start.elapsed().as_secs_f64())
     }
 
-    pub fn download(&self, from: &Device, offset: usize, bytes: usize) -> Result<Vec<u8>, Error> {
+    pub fn download(&self, from: &Memory, offset: usize, bytes: usize) -> Result<Vec<u8>, Error> {
         assert!(offset + bytes <= from.bytes, "a download past the end of its buffer");
         self.current();
         let mut to = vec![0u8; bytes];
@@ -302,9 +302,9 @@ impl Cuda {
     }
 }
 
-fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Device, Error> {
+fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Memory, Error> {
     let bytes = bytes.max(256);
-    // SAFETY: the context is current on this thread; the address is kept and freed by `Device`.
+    // SAFETY: the context is current on this thread; the address is kept and freed by `Memory`.
     let start = unsafe { result::malloc_sync(bytes) }.map_err(|e| {
         let free = result::mem_get_info().map_or(0, |m| m.0);
         Error::Cuda(format!(
@@ -313,5 +313,5 @@ fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Device, Error> {
             free as f64 / 1e9 * 0.931
         ))
     })?;
-    Ok(Device { start, bytes, context })
+    Ok(Memory { start, bytes, context })
 }

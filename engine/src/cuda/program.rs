@@ -3,7 +3,7 @@
 use super::gemm::Product;
 use super::products::Products;
 use super::transfer::{Feeds, Incoming};
-use super::{Cuda, Device, Kernel, failed};
+use super::{Cuda, Kernel, Memory, failed};
 use crate::cpu::Data;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Value};
@@ -75,9 +75,9 @@ pub struct CudaProgram {
     conditions: Vec<(usize, Live)>,
     /// Which steps belong to which node.
     nodes: Vec<(usize, Range<usize>)>,
-    arena: Arc<Mutex<Device>>,
+    arena: Arc<Mutex<Memory>>,
     /// Of constants, by node.
-    own: Vec<Option<Device>>,
+    own: Vec<Option<Memory>>,
     feeds: Feeds,
     options: Options,
     /// The addresses that are fixed in what was captured, and a graph for every choice of steps that was run so far.
@@ -163,7 +163,7 @@ fn is_settled(g: &Graph, spots: &[Vec<Spot>], written: &HashMap<usize, usize>, n
 }
 
 impl CudaProgram {
-    pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Device>>, options: Options) -> Result<CudaProgram, Error> {
+    pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Memory>>, options: Options) -> Result<CudaProgram, Error> {
         {
             let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
             if memory.bytes() < plan.arena() {

@@ -1,7 +1,7 @@
 //! Between host and GPU without stopping either: feeds go through two pinned buffers on a stream of their own, results come back
 //! into pinned memory while the next run goes on.
 
-use super::{Cuda, Device, failed};
+use super::{Cuda, Memory, failed};
 use crate::error::Error;
 use cudarc::driver::{result, sys};
 use std::sync::PoisonError;
@@ -82,14 +82,14 @@ impl Drop for Event {
 pub struct Feeds {
     /// (node, first byte).
     places: Vec<(usize, usize)>,
-    device: Device,
+    device: Memory,
     stages: [Stage; 2],
     next: usize,
 }
 
 struct Stage {
     host: Pinned,
-    device: Device,
+    device: Memory,
     /// The host's copy has been read.
     read: Event,
     /// The GPU's copy has been taken.
@@ -116,7 +116,7 @@ impl Feeds {
         Some(self.device.start() + place.1 as u64)
     }
 
-    pub fn device(&self) -> &Device {
+    pub fn device(&self) -> &Memory {
         &self.device
     }
 
@@ -167,7 +167,7 @@ pub struct Landing {
 
 impl Incoming {
     /// Behind everything launched so far.
-    pub fn start(cuda: &Cuda, from: &Device, offset: usize, bytes: usize) -> Result<Incoming, Error> {
+    pub fn start(cuda: &Cuda, from: &Memory, offset: usize, bytes: usize) -> Result<Incoming, Error> {
         assert!(offset + bytes <= from.bytes(), "a download past the end of its buffer");
         cuda.current();
         let spare = cuda.0.landings.lock().unwrap_or_else(PoisonError::into_inner).pop();

@@ -136,7 +136,7 @@ impl Site {
             let (shape, strides) = op.shape(product);
             walk.as_ref() == Some(&merged(&shape, &strides))
         });
-        let op = op.ok_or("the product is broadcast, cut or turned")?;
+        let op = op.ok_or("the product is broadcast, sliced or transposed")?;
 
         let own = op.shape(product).0;
         let mut inputs: Vec<(Value, Vec<usize>)> = g.nodes[m].inputs.iter().map(|&v| (v, g.meta(v).shape.clone())).collect();

@@ -100,9 +100,9 @@ fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<Site, &'static str>> 
         |v: Value, order: [usize; 4]| g.nodes[v.node].op::<Permute>().filter(|p| p.0 == order).map(|_| g.nodes[v.node].inputs[0]);
     let &[s, v] = &product(i)?[..] else { return None };
     let &[q, transposed] = &product(s.node)?[..] else { return None };
-    let turned = permuted(q, [0, 2, 1, 3]).filter(|_| permuted(transposed, [0, 1, 3, 2]) == Some(q))?;
-    let rope = g.nodes[turned.node].op::<Rope>().filter(|r| !r.inverse)?;
-    let &[xs, cos, sin] = &g.nodes[turned.node].inputs[..] else { return None };
+    let rotated = permuted(q, [0, 2, 1, 3]).filter(|_| permuted(transposed, [0, 1, 3, 2]) == Some(q))?;
+    let rope = g.nodes[rotated.node].op::<Rope>().filter(|r| !r.inverse)?;
+    let &[xs, cos, sin] = &g.nodes[rotated.node].inputs[..] else { return None };
     // Whether a value is read by these alone.
     let only = |v: Value, by: &[usize]| !uses.is_root(v.node) && uses.readers(v.node, 0..g.nodes.len()).all(|r| by.contains(&r));
     let reason = if crate::mutant!("linear-attention-of-other-pairs", rope.pairs != Pairs::Adjacent, false) {
@@ -115,8 +115,8 @@ fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<Site, &'static str>> 
         "all batch elements have the same values"
     } else if g.meta(xs).dtype != g.meta(v).dtype {
         "heads and values have different types"
-    } else if !only(turned, &[q.node]) || !only(q, &[transposed.node, s.node]) || !only(transposed, &[s.node]) || !only(s, &[i]) {
-        "the turned heads or their products are read elsewhere"
+    } else if !only(rotated, &[q.node]) || !only(q, &[transposed.node, s.node]) || !only(transposed, &[s.node]) || !only(s, &[i]) {
+        "the rotated heads or their scores are read elsewhere"
     } else {
         return Some(Ok(Site { xs, cos, sin, v, norm: norm(g, uses, i) }));
     };

@@ -127,18 +127,18 @@ fn sites(g: &Graph) -> Vec<Pair> {
         n.op::<Matmul>().filter(|m| m.add.is_none() && !m.bias && m.act.is_none() && n.outputs[0].rank() == 2).is_some()
     };
     // d -> the products d^T p.
-    let mut turned: HashMap<Value, Vec<usize>> = HashMap::new();
+    let mut transposed: HashMap<Value, Vec<usize>> = HashMap::new();
     for i in (0..g.nodes.len()).filter(|&i| plain(i) && g.nodes[i].outputs[0].dtype == DType::F32) {
         let left = &g.nodes[g.nodes[i].inputs[0].node];
         if left.op::<Permute>().is_some_and(|p| p.0 == [1, 0]) {
-            turned.entry(left.inputs[0]).or_default().push(i);
+            transposed.entry(left.inputs[0]).or_default().push(i);
         }
     }
     let mut sites = vec![];
     for i in (0..g.nodes.len()).filter(|&i| plain(i)) {
         let (d, out) = (g.nodes[i].inputs[0], &g.nodes[i].outputs[0]);
         let (from, r) = (g.meta(d), out.dim(0));
-        let Some(partners) = turned.get_mut(&d).filter(|_| out.dtype == from.dtype && from.dim(0) >= TIMES * r) else { continue };
+        let Some(partners) = transposed.get_mut(&d).filter(|_| out.dtype == from.dtype && from.dim(0) >= TIMES * r) else { continue };
         if let Some(k) = partners.iter().position(|&j| g.nodes[j].outputs[0].dim(0) == r) {
             sites.push(Pair { by_row: i, by_column: partners.remove(k) });
         }

@@ -157,7 +157,7 @@ fn what_is_cheap_is_made_again() {
         let reference = exact("off");
         assert!(exact("require") == reference && exact("require,what=memory-bound") == reference);
     }
-    // Norms' results come from their gradients, SwiGLU's from its own; the turned heads alone are an op again.
+    // Norms' results come from their gradients, SwiGLU's from its own; the rotated heads alone are an op again.
     let c = compiled(&with("auto,what=memory-bound"), 0.0, SMALL);
     let again: Vec<&str> = c
         .graph

@@ -357,7 +357,7 @@ fn products_keep_to_themselves_where_that_is_better() {
         assert!(if why.is_empty() { reasons.is_empty() } else { reasons.iter().any(|r| r.contains(why)) }, "{reasons:?}");
     };
     refused(|a, b, c| a.recorder().output("y", a.matmul(b).tanh() * c.slice(1, 0, 1)), "is broadcast or has gaps");
-    refused(|a, b, c| a.recorder().output("y", a.matmul(b).t().tanh() * c), "broadcast, cut or turned");
+    refused(|a, b, c| a.recorder().output("y", a.matmul(b).t().tanh() * c), "broadcast, sliced or transposed");
     refused(|a, b, _| a.recorder().output("y", a.t().matmul(b.t()).tanh()), "row by row");
     refused(|a, b, c| a.recorder().output("y", a.slice(2, 1, 9).matmul(b.slice(1, 0, 8)).tanh() * c), "multiples of 16 bytes");
     refused(|a, b, c| a.recorder().output("y", a.slice(2, 0, 7).matmul(b.slice(1, 0, 7)).tanh() * c), "multiples of 8");

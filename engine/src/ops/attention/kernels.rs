@@ -283,7 +283,7 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let products = [
         wgmma::product("scores", 64, dtype, Left::Rows, false),
         wgmma::product("add_rows", s.d, dtype, Left::Registers, true),
-        wgmma::product("add_turned", s.d, dtype, Left::Turned, true),
+        wgmma::product("add_transposed", s.d, dtype, Left::Transposed, true),
     ]
     .concat();
     let source = [wgmma::TEXT, &products, UNTIL, REACH, include_str!("pieces.cuh"), STATS, include_str!("wgmma_backward.cu")].concat();

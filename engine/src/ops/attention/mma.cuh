@@ -96,7 +96,7 @@ __device__ __forceinline__ float power_of_two(float x) {
 }
 
 // Of 32 columns a lane has two in each 8. Afterwards it has 8 neighbours, those of number lane % 4.
-__device__ __forceinline__ void turn(u32 (&p)[4]) {
+__device__ __forceinline__ void transpose(u32 (&p)[4]) {
     bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {

@@ -50,7 +50,7 @@ template <class Row> __device__ __forceinline__ void store(const float *sum, flo
                 const float *two = sum + c / 2 + 4 * j + 2 * half;
                 p[j] = pack<T>(two[0] * factor, two[1] * factor);
             }
-            turn(p);
+            transpose(p);
             if (to) *(uint4 *)(to + lane % 4 * 8 + c) = make_uint4(p[0], p[1], p[2], p[3]);
         }
     }

@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + COPIERS, 1) attentio
                 show();
                 products_begin();
 #pragma unroll
-                for (int i = 0; i < 4; i++) add_turned(sum, ds + 128 * i, keys + 128 * i);
+                for (int i = 0; i < 4; i++) add_transposed(sum, ds + 128 * i, keys + 128 * i);
                 products_commit();
                 products_wait<0>();
 #pragma unroll

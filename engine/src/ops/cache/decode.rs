@@ -12,7 +12,7 @@ use crate::ops::rope::{self, Pairs, Rope};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: q [batch, time, heads, d]; k, v [batch, time, kv_heads, d]; the caches of both; past; perhaps until, i32 [batch, capacity]; and what `turn` wants.
+/// Inputs: q [batch, time, heads, d]; k, v [batch, time, kv_heads, d]; the caches of both; past; perhaps until, i32 [batch, capacity]; and what `rotation` wants.
 /// Outputs: y [batch, time, heads, d], and the caches with k and v at past, past + 1, ..
 ///
 /// Query t stands at i = past + t and sees key j where j <= i and i <= until[j]: what `attention_until` means by it. One that sees nothing gives zeros.
@@ -20,34 +20,34 @@ use rayon::prelude::*;
 pub struct DecodeAttention {
     pub scale: f32,
     /// q and k of one token go through this first: the pass `fuse-decode` says so.
-    pub turn: Option<Turn>,
+    pub rotation: Option<Rotation>,
 }
 
 /// Rotary embedding, inputs cosines and sines as `Rope` has them; before it an RMS norm with this epsilon, inputs its weights [d] for q and for k.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Turn {
+pub struct Rotation {
     pub pairs: Pairs,
     pub norm: Option<f32>,
 }
 
 impl DecodeAttention {
-    /// Where `turn`'s inputs begin.
+    /// Where `rotation`'s inputs begin.
     fn more(&self, inputs: usize) -> usize {
-        inputs - self.turn.map_or(0, |t| if t.norm.is_some() { 4 } else { 2 })
+        inputs - self.rotation.map_or(0, |t| if t.norm.is_some() { 4 } else { 2 })
     }
 
-    /// Input 0 or 1, normed and turned, its rows without gaps.
-    fn turned(&self, input: usize, x: &[View], to: &mut [f32]) {
-        let (Some(turn), more) = (self.turn, self.more(x.len())) else { unreachable!("only what turns asks") };
+    /// Input 0 or 1, normed and rotated, its rows without gaps.
+    fn rotated(&self, input: usize, x: &[View], to: &mut [f32]) {
+        let (Some(rotation), more) = (self.rotation, self.more(x.len())) else { unreachable!("only where `rotation` is set") };
         let (heads, d, apart) = (x[input].shape[2], x[input].shape[3], row(&x[input]));
         for (place, to) in to.chunks_mut(heads * d).enumerate() {
             to.copy_from_slice(&x[input].f32()[place * apart..][..heads * d]);
             for head in to.chunks_mut(d) {
-                if let Some(eps) = turn.norm {
+                if let Some(eps) = rotation.norm {
                     let scale = 1.0 / (sum(head, |v| v * v) / d as f32 + eps).sqrt();
                     head.iter_mut().zip(x[more + 2 + input].f32()).for_each(|(v, w)| *v = *v * scale * w);
                 }
-                rope::turn(turn.pairs, 1.0, head, place, x[more].f32(), x[more + 1].f32());
+                rope::rotate(rotation.pairs, 1.0, head, place, x[more].f32(), x[more + 1].f32());
             }
         }
     }
@@ -74,17 +74,17 @@ impl Op for DecodeAttention {
         let types = x[1..5].iter().all(|m| m.dtype == k.dtype);
         let masked = x[..more].get(6).is_none_or(|until| *until == Meta::new(&cache.shape[..2], DType::I32));
         assert!(heads && types && masked, "decode_attention of {x:?}");
-        if let Some(turn) = self.turn {
-            Rope { pairs: turn.pairs, inverse: false }.infer(&[q.clone(), x[more].clone(), x[more + 1].clone()]);
+        if let Some(rotation) = self.rotation {
+            Rope { pairs: rotation.pairs, inverse: false }.infer(&[q.clone(), x[more].clone(), x[more + 1].clone()]);
             let weights = x[more + 2..].iter().all(|w| w.shape == [q.dim(0)] && w.dtype == x[more + 2].dtype);
             assert!(weights && q.shape[1] == 1, "{self:?} of {x:?}");
         }
         vec![q.clone(), x[3].clone(), x[4].clone()]
     }
 
-    /// q and k, turned.
+    /// q and k, rotated.
     fn workspace(&self, x: &[Meta]) -> usize {
-        if self.turn.is_some() { x[0].elements() + x[1].elements() } else { 0 }
+        if self.rotation.is_some() { x[0].elements() + x[1].elements() } else { 0 }
     }
 
     fn reuse(&self) -> Vec<(usize, usize)> {
@@ -96,10 +96,10 @@ impl Op for DecodeAttention {
         let until = x[..self.more(x.len())].get(6).map(|u| u.i32());
         let strides = [0, 1].map(|i| contiguous(x[i].shape));
         let (mut new_q, mut new_k) = (x[0], x[1]);
-        if self.turn.is_some() {
+        if self.rotation.is_some() {
             let (a, b) = work.split_at_mut(x[0].shape.iter().product());
-            self.turned(0, x, a);
-            self.turned(1, x, b);
+            self.rotated(0, x, a);
+            self.rotated(1, x, b);
             new_q = View { strides: &strides[0], data: Data::F32(a), ..new_q };
             new_k = View { strides: &strides[1], data: Data::F32(b), ..new_k };
         }
@@ -150,9 +150,9 @@ impl Op for DecodeAttention {
         let rows = [0, 1, 2].map(|i| block_stride(&io.x[i].shape, &io.strides[i], 2).expect("blocks evenly apart"));
         let dtype = io.x[1].dtype;
         let mut lengths = vec![d, rows[1], rows[2], io.offsets[1], io.offsets[2]];
-        if let Some(turn) = self.turn {
+        if let Some(rotation) = self.rotation {
             // A pack lies in one half of the head.
-            lengths.extend([rows[0], io.offsets[0], if turn.pairs == Pairs::Halves { d / 2 } else { d }]);
+            lengths.extend([rows[0], io.offsets[0], if rotation.pairs == Pairs::Halves { d / 2 } else { d }]);
             lengths.extend(&io.offsets[more..]);
         }
         let vec = pack(&[dtype], &lengths);
@@ -162,7 +162,7 @@ impl Op for DecodeAttention {
             Launch::new(&[include_str!("../attention/mma.cuh"), PACKS, include_str!("share.cuh"), source].concat(), entry)
                 .define_type("T", dtype)
                 .define_type("TQ", io.x[0].dtype)
-                .define_type("C", if self.turn.is_some() { io.x[more].dtype } else { DType::F32 })
+                .define_type("C", if self.rotation.is_some() { io.x[more].dtype } else { DType::F32 })
                 .define_type("TW", io.x.get(more + 2).map_or(DType::F32, |w| w.dtype))
                 .define("BATCH", batch)
                 .define("TIME", time)
@@ -177,11 +177,11 @@ impl Op for DecodeAttention {
                 .define("CHUNK", chunk)
                 .define("MASKED", masked as u8)
                 .define("EARLY", (3..more).all(|i| io.settled[i]) as u8)
-                .define("TURN", self.turn.is_some() as u8)
-                .define("NORM", self.turn.is_some_and(|t| t.norm.is_some()) as u8)
-                .define("ADJACENT", self.turn.is_some_and(|t| t.pairs == Pairs::Adjacent) as u8)
-                .define("TABLE", if self.turn.is_some() { io.x[more].rows() } else { 1 })
-                .define_f32("EPS", self.turn.and_then(|t| t.norm).unwrap_or(0.0))
+                .define("ROTATE", self.rotation.is_some() as u8)
+                .define("NORM", self.rotation.is_some_and(|t| t.norm.is_some()) as u8)
+                .define("ADJACENT", self.rotation.is_some_and(|t| t.pairs == Pairs::Adjacent) as u8)
+                .define("TABLE", if self.rotation.is_some() { io.x[more].rows() } else { 1 })
+                .define_f32("EPS", self.rotation.and_then(|t| t.norm).unwrap_or(0.0))
                 .define_f32("SCALE_2", self.scale * std::f32::consts::LOG2_E)
         };
         // Queries are read in packs, too.
@@ -221,8 +221,8 @@ impl Op for DecodeAttention {
             while stage(unroll, warps) > TOGETHER && unroll * warps > 1 {
                 (unroll, warps) = if unroll > 1 { (unroll / 2, warps) } else { (1, warps / 2) };
             }
-            let turned = if self.turn.is_some() { 4 * r * d + 2 * d * dtype.size() } else { 0 };
-            let apart = turned + 4 * warps * r * (d + 2);
+            let rotated = if self.rotation.is_some() { 4 * r * d + 2 * d * dtype.size() } else { 0 };
+            let apart = rotated + 4 * warps * r * (d + 2);
             let one = stage(unroll, warps) + if masked { 4 * warps * unroll * 32 } else { 0 };
             let room = if blocks <= multiprocessors { AHEAD_ALONE } else { AHEAD }.min(limit - apart);
             let stages = (room / one).clamp(1, capacity.min(CHUNK).div_ceil(warps * unroll * 32 / lanes));
@@ -269,14 +269,14 @@ impl Op for DecodeAttention {
     }
 
     fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
-        if let Some(turn) = self.turn {
+        if let Some(rotation) = self.rotation {
             let more = self.more(x.len());
-            let turned = |i: usize| {
-                let head = turn.norm.map_or(x[i], |eps| x[i].rms_norm(x[more + 2 + i], eps));
-                head.rope(turn.pairs, (x[more], x[more + 1]))
+            let rotated = |i: usize| {
+                let head = rotation.norm.map_or(x[i], |eps| x[i].rms_norm(x[more + 2 + i], eps));
+                head.rope(rotation.pairs, (x[more], x[more + 1]))
             };
-            let plain = DecodeAttention { turn: None, ..self.clone() };
-            return plain.unfused(&[&[turned(0), turned(1)], &x[2..more]].concat());
+            let plain = DecodeAttention { rotation: None, ..self.clone() };
+            return plain.unfused(&[&[rotated(0), rotated(1)], &x[2..more]].concat());
         }
         let (q, r) = (x[0], x[0].recorder());
         let (k, v) = super::cache_write((x[3], x[4]), x[5], x[1], x[2]);
@@ -310,6 +310,6 @@ pub fn decode_attention<'g>(
     scale: f32,
 ) -> (Var<'g>, (Var<'g>, Var<'g>)) {
     let inputs: Vec<Var> = [q, k, v, caches.0, caches.1, past].into_iter().chain(until).collect();
-    let y = q.recorder().op(DecodeAttention { scale, turn: None }, &inputs);
+    let y = q.recorder().op(DecodeAttention { scale, rotation: None }, &inputs);
     (y[0], (y[1], y[2]))
 }

@@ -9,8 +9,8 @@ const int VEC_LANES = D / VEC, SIDE = 32 / VEC_LANES, ROWS = TIME * GROUP, TILES
 const int HALF = D / 2, ROW = D + 8, THREADS = 32 * WARPS;
 const bool TWO = R > 8; // eights of rows
 
-// The pack of a head at d, normed and turned.
-__device__ __forceinline__ Pack<T> turned(const Pack<T> &a, const T *head, int d, const TW *weight, const C *cos, const C *sin) {
+// The pack of a head at d, normed and rotated.
+__device__ __forceinline__ Pack<T> rotated(const Pack<T> &a, const T *head, int d, const TW *weight, const C *cos, const C *sin) {
     const int far = d < HALF ? d + HALF : d - HALF;
     const Pack<T> b = ADJACENT ? a : read<true>(head + far);
     Pack<TW> w, x;
@@ -82,8 +82,8 @@ attention_decode_tensor(const T *q, const T *k, const T *v, const int *past_at, 
         const u64 token = b * TIME + (is_query ? row / GROUP : first + j - past);
         const T *from = !live ? q : is_query ? q + token * Q_ROW + (kv * GROUP + row % GROUP) * D : is_value ? v + token * V_ROW + kv * D : k + token * K_ROW + kv * D;
         Pack<T> head = read<true>(from + d);
-        if (TURN) {
-            const Pack<T> other = turned(head, from, d, is_query ? q_weight : k_weight, cos + b % TABLE * HALF, sin + b % TABLE * HALF);
+        if (ROTATE) {
+            const Pack<T> other = rotated(head, from, d, is_query ? q_weight : k_weight, cos + b % TABLE * HALF, sin + b % TABLE * HALF);
             if (!is_value) head = other;
         }
         if (!live) continue;

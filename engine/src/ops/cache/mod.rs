@@ -3,7 +3,7 @@
 
 mod decode;
 
-pub use decode::{DecodeAttention, Turn, decode_attention};
+pub use decode::{DecodeAttention, Rotation, decode_attention};
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch};
@@ -148,7 +148,7 @@ macro_rules! decoded {
 }
 
 /// Inputs of `rows` for one query, which is next; then `until`, tables for each place, and weights of norms.
-macro_rules! turned {
+macro_rules! rotated {
     ($b:literal, $capacity:literal, $h:literal, $kv:literal, $d:literal, $past:literal) => {
         &[
             In(&[$b, $capacity, $kv, $d], Fill::Frozen),
@@ -176,11 +176,11 @@ fn decoded<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
     vec![y, k, v]
 }
 
-/// Inputs of `decoded` for one query, then cosines and sines, then the weights of norms if `turn` norms.
-fn turned<'g>(x: &[Var<'g>], turn: Turn, masked: bool) -> Vec<Var<'g>> {
+/// Inputs of `decoded` for one query, then cosines and sines, then the weights of norms if `rotation` norms.
+fn rotated<'g>(x: &[Var<'g>], rotation: Rotation, masked: bool) -> Vec<Var<'g>> {
     let inputs = [&[x[5], x[3], x[4], x[0], x[1], x[2]], &x[6..]].concat();
-    assert_eq!(inputs.len(), 8 + masked as usize + 2 * turn.norm.is_some() as usize);
-    x[0].recorder().op(DecodeAttention { scale: 0.5, turn: Some(turn) }, &inputs)
+    assert_eq!(inputs.len(), 8 + masked as usize + 2 * rotation.norm.is_some() as usize);
+    x[0].recorder().op(DecodeAttention { scale: 0.5, rotation: Some(rotation) }, &inputs)
 }
 
 /// With caches that are full but for the new row: what a benchmark should read.
@@ -229,17 +229,17 @@ pub const CASES: &[Case] = &[
         },
     ),
     Case::new("decoded, the first token", decoded!(2, 300, 1, 2, 1, 64, 1), decoded),
-    Case::new("turned", turned!(3, 40, 4, 2, 16, 40), |x| turned(x, Turn { pairs: Pairs::Halves, norm: Some(1e-6) }, true)),
-    Case::new("turned, neighbours", turned!(2, 300, 6, 2, 24, 300), |x| turned(x, Turn { pairs: Pairs::Adjacent, norm: Some(1e-6) }, true)),
-    Case::new("turned, not normed", turned!(2, 9, 3, 3, 6, 9), |x| turned(&x[..9], Turn { pairs: Pairs::Halves, norm: None }, true)),
-    Case::new("turned, one table, not masked", turned!(3, 70, 10, 1, 64, 70), |x| {
+    Case::new("rotated", rotated!(3, 40, 4, 2, 16, 40), |x| rotated(x, Rotation { pairs: Pairs::Halves, norm: Some(1e-6) }, true)),
+    Case::new("rotated, neighbours", rotated!(2, 300, 6, 2, 24, 300), |x| rotated(x, Rotation { pairs: Pairs::Adjacent, norm: Some(1e-6) }, true)),
+    Case::new("rotated, not normed", rotated!(2, 9, 3, 3, 6, 9), |x| rotated(&x[..9], Rotation { pairs: Pairs::Halves, norm: None }, true)),
+    Case::new("rotated, one table, not masked", rotated!(3, 70, 10, 1, 64, 70), |x| {
         let tables = [x[7], x[8]].map(|t| t.slice(0, 1, 2).reshape(&[1, 32]));
         let x = [&x[..6], &tables, &x[9..]].concat();
-        turned(&x, Turn { pairs: Pairs::Halves, norm: Some(1e-5) }, false)
+        rotated(&x, Rotation { pairs: Pairs::Halves, norm: Some(1e-5) }, false)
     }),
-    Case::new("Qwen3, 164 keys, turned", turned!(12, 164, 16, 8, 128, 164), |x| {
+    Case::new("Qwen3, 164 keys, rotated", rotated!(12, 164, 16, 8, 128, 164), |x| {
         let past = x[0].recorder().constant(&[1], vec![163.0]).cast(DType::I32);
-        turned(&[&x[..2], &[past], &x[3..]].concat(), Turn { pairs: Pairs::Halves, norm: Some(1e-6) }, true)
+        rotated(&[&x[..2], &[past], &x[3..]].concat(), Rotation { pairs: Pairs::Halves, norm: Some(1e-6) }, true)
     })
     .bench(),
     Case::new("Qwen3, 164 keys", decoded!(12, 164, 1, 16, 8, 128, 164, 164), full).bench(),

@@ -38,18 +38,18 @@ pub(super) struct Tile {
     columns: usize,
     stages: usize,
     /// Whether the left and the right side lie in memory with what is summed over as their rows.
-    turned: [bool; 2],
+    transposed: [bool; 2],
 }
 
 pub(super) const TILE_ROWS: usize = 128;
 
 impl Tile {
     /// None where the plain kernel was chosen, or an input begins where it cannot be read 16 bytes at a time.
-    pub(super) fn new(kernel: Kernel, arch: Arch, dtype: DType, offsets: &[usize], columns: usize, turned: [bool; 2]) -> Option<Tile> {
+    pub(super) fn new(kernel: Kernel, arch: Arch, dtype: DType, offsets: &[usize], columns: usize, transposed: [bool; 2]) -> Option<Tile> {
         if kernel == Kernel::Plain || offsets.iter().any(|o| !o.is_multiple_of(8)) {
             return None;
         }
-        let tile = Tile { wgmma: kernel == Kernel::Wgmma, dtype, columns, stages: 0, turned };
+        let tile = Tile { wgmma: kernel == Kernel::Wgmma, dtype, columns, stages: 0, transposed };
         Some(Tile { stages: ((arch.shared_limit() - tile.slack()) / tile.stage()).min(4), ..tile })
     }
 
@@ -63,10 +63,10 @@ impl Tile {
     }
 
     pub(super) fn launch(&self, source: &str, entry: &'static str) -> Launch {
-        let [a, b] = self.turned;
+        let [a, b] = self.transposed;
         let instructions = match self.wgmma {
             true => {
-                [wgmma::TEXT, &wgmma::product("wgmma", self.columns, self.dtype, if a { Left::Turned } else { Left::Rows }, b)].concat()
+                [wgmma::TEXT, &wgmma::product("wgmma", self.columns, self.dtype, if a { Left::Transposed } else { Left::Rows }, b)].concat()
             }
             false => include_str!("../attention/mma.cuh").into(),
         };
@@ -76,8 +76,8 @@ impl Tile {
             .define("TN", self.columns)
             .define("STAGES", self.stages)
             .define("WGMMA", self.wgmma as u8)
-            .define("A_TURNED", self.turned[0] as u8)
-            .define("B_TURNED", self.turned[1] as u8)
+            .define("A_TRANSPOSED", self.transposed[0] as u8)
+            .define("B_TRANSPOSED", self.transposed[1] as u8)
             .block(if self.wgmma { 384 } else { 256 })
             .shared(self.stages * self.stage() + self.slack())
     }

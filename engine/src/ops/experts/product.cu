@@ -83,7 +83,7 @@ struct Source {
 // 32 columns of a row, of which a lane has f[0..8].
 __device__ __forceinline__ void store(T *to, bool live, const float (&f)[8]) {
     u32 p[4] = {pack<T>(f[0], f[1]), pack<T>(f[2], f[3]), pack<T>(f[4], f[5]), pack<T>(f[6], f[7])};
-    turn(p);
+    transpose(p);
     if (live) *(uint4 *)to = make_uint4(p[0], p[1], p[2], p[3]);
 }
 

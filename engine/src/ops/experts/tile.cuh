@@ -1,6 +1,6 @@
 // A tile [TM, TN] of a product on tensor cores, STEP of what is summed over at a time.
 // In shared memory both sides are rows of 64 elements, 128 bytes. A side's rows are its own, with 64 of the sum each; or, where it is read
-// TURNED, they are rows of the sum: 64 of these for its first 64 columns, 64 for the next. Piece c (16 bytes) of row r lies at c ^ r % 8, so
+// TRANSPOSED, they are rows of the sum: 64 of these for its first 64 columns, 64 for the next. Piece c (16 bytes) of row r lies at c ^ r % 8, so
 // that eight rows' pieces are in different banks. wgmma calls this a swizzle of 128 bytes.
 // With wgmma, four more warps copy: those that calculate then never wait for copies of their own.
 #define THREADS 256
@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
     u64 a = rows_at(stage + threadIdx.x / 128 * 8192, 8192), b = rows_at(stage + A_BYTES, 8192);
     products_begin();
 #pragma unroll
-    for (int k = 0; k < 4; k++) wgmma(&c[0][0][0], a + k * (A_TURNED ? 128 : 2), b + k * (B_TURNED ? 128 : 2));
+    for (int k = 0; k < 4; k++) wgmma(&c[0][0][0], a + k * (A_TRANSPOSED ? 128 : 2), b + k * (B_TRANSPOSED ? 128 : 2));
     products_commit();
 }
 
@@ -105,11 +105,11 @@ template <class Source> struct Ring {
 __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
     u32 lane = threadIdx.x % 32, low = lane % 8, high = lane / 16, middle = lane / 8 % 2;
     // The row and the piece of it that this lane names to ldmatrix.
-    u32 a_row = A_TURNED ? warp_row() + high * 8 + low : warp_row() + lane % 16;
-    u32 a_piece = A_TURNED ? middle : high;
+    u32 a_row = A_TRANSPOSED ? warp_row() + high * 8 + low : warp_row() + lane % 16;
+    u32 a_piece = A_TRANSPOSED ? middle : high;
     u32 column = warp_column() / 8; // in pieces
-    u32 b_row = B_TURNED ? column / 8 * 64 + middle * 8 + low : warp_column() + high * 8 + low;
-    u32 b_piece = B_TURNED ? column % 8 + high : middle;
+    u32 b_row = B_TRANSPOSED ? column / 8 * 64 + middle * 8 + low : warp_column() + high * 8 + low;
+    u32 b_piece = B_TRANSPOSED ? column % 8 + high : middle;
     const char *a = stage + a_row * 128, *b = stage + A_BYTES + b_row * 128;
     a_piece = (a_piece ^ low) << 4;
     b_piece = (b_piece ^ low) << 4;
@@ -118,12 +118,12 @@ __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
         u32 x[DOWN][4], y[ACROSS / 2][4];
 #pragma unroll
         for (int i = 0; i < DOWN; i++) {
-            if (A_TURNED) matrices_t(x[i], a + k * 2048 + (a_piece ^ i << 5));
+            if (A_TRANSPOSED) matrices_t(x[i], a + k * 2048 + (a_piece ^ i << 5));
             else matrices(x[i], a + i * 2048 + (a_piece ^ k << 5));
         }
 #pragma unroll
         for (int j = 0; j < ACROSS / 2; j++) {
-            if (B_TURNED) matrices_t(y[j], b + k * 2048 + (b_piece ^ j << 5));
+            if (B_TRANSPOSED) matrices_t(y[j], b + k * 2048 + (b_piece ^ j << 5));
             else matrices(y[j], b + j * 2048 + (b_piece ^ k << 5));
         }
 #pragma unroll

@@ -81,7 +81,7 @@ linear_attention(const T *xs, const float *cos, const float *sin, const T *v, T 
 #pragma unroll
             for (int h = 0; h < HELD; h++) {
                 Eight *at = (Eight *)(chunk + h * HEAD + place(row, eight, CHUNK));
-                *at = turned(*at, by[k]);
+                *at = rotated(*at, by[k]);
             }
         }
         __syncthreads();

@@ -10,7 +10,7 @@ mod plain;
 
 use super::norm::LayerNorm;
 use super::norm::residual::{grad_row, norm_row};
-use super::rope::{Pairs, turn};
+use super::rope::{Pairs, rotate};
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
@@ -73,7 +73,7 @@ impl Sizes {
                 || {
                     for (t, row) in q.chunks_mut(self.n).enumerate() {
                         row.copy_from_slice(&xs[((b * self.time + t) * self.heads + h) * self.n..][..self.n]);
-                        turn(Pairs::Adjacent, 1.0, row, t, cos, sin);
+                        rotate(Pairs::Adjacent, 1.0, row, t, cos, sin);
                     }
                 },
             )
@@ -238,7 +238,7 @@ impl Op for LinearAttentionGrad {
                 #[inline(always)]
                 || {
                     for (i, row) in dxs.chunks_mut(n).enumerate() {
-                        turn(Pairs::Adjacent, -1.0, row, i / heads, cos, sin);
+                        rotate(Pairs::Adjacent, -1.0, row, i / heads, cos, sin);
                         let at = (b * time * heads + i) * n;
                         if let Some(more) = more {
                             row.iter_mut().zip(&more[at..]).for_each(|(g, &m)| *g += m);

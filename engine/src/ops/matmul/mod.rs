@@ -159,8 +159,8 @@ impl Op for Matmul {
         let product = |a: Var<'g>, b: Var<'g>| if a.dim(0) == 1 { a * b } else { a.matmul(b) };
         let by_a = product(narrow, x[1].t()).sum_to(&x[0].shape());
         // A weight that is read transposed gets its gradient as it lies itself.
-        let turned = x[1].recorder().with_graph(|g| g.nodes[x[1].value().node].op::<Permute>().is_some());
-        let by_b = if turned { product(narrow.t(), x[0]).t() } else { product(x[0].t(), narrow) };
+        let transposed = x[1].recorder().with_graph(|g| g.nodes[x[1].value().node].op::<Permute>().is_some());
+        let by_b = if transposed { product(narrow.t(), x[0]).t() } else { product(x[0].t(), narrow) };
         let mut grads = vec![Some(by_a), Some(by_b.sum_to(&x[1].shape()))];
         grads.extend(self.add.map(|_| Some(d)));
         grads
@@ -191,8 +191,8 @@ fn over_rows(io: &Io) -> Option<Code> {
     let strides = |i: usize| (io.strides[i][io.x[i].rank() - 2], io.strides[i][io.x[i].rank() - 1]);
     let ((a, a_column), (b, b_column)) = (strides(0), strides(1));
     // The large one as [k, columns], and the other as [k, r].
-    let turned = m < n;
-    let (large, row, one, p, r) = match turned {
+    let transposed = m < n;
+    let (large, row, one, p, r) = match transposed {
         true => (1, b, b_column, (0, a_column, a), m),
         false => (0, a_column, a, (1, b, b_column), n),
     };
@@ -200,7 +200,7 @@ fn over_rows(io: &Io) -> Option<Code> {
     if io.y[0].elements() != m * n || one != 1 || k < TERMS || d.m * d.n < LARGE {
         return None;
     }
-    narrow::by_column(io, d, p, r, turned).ok()
+    narrow::by_column(io, d, p, r, transposed).ok()
 }
 
 fn gelu(x: f32) -> f32 {
@@ -273,7 +273,7 @@ pub const CASES: &[Case] = &[
     })
     .bench(),
     Case::new("few terms", &[In(&[2050, 16], Fill::Normal), In(&[16, 1032], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
-    Case::new("few terms, turned", &[In(&[2051, 24], Fill::Normal), In(&[1048, 20], Fill::Normal)], |x| {
+    Case::new("few terms, transposed", &[In(&[2051, 24], Fill::Normal), In(&[1048, 20], Fill::Normal)], |x| {
         vec![x[0].slice(1, 4, 24).linear(x[1])]
     }),
     Case::new("few terms of many rows", &[In(&[40_003, 64], Fill::Normal), In(&[520, 64], Fill::Normal)], |x| vec![x[0].linear(x[1])]),

@@ -43,7 +43,7 @@ struct Work {
     pairs: Vec<Pair>,
     r: usize,
     /// d^T p is wanted as [r, n].
-    turned: bool,
+    transposed: bool,
 }
 
 /// d q of all, side by side, and d^T p of each.
@@ -56,13 +56,13 @@ pub fn both(io: &Io) -> Result<Code, &'static str> {
         let d = Wide { input: i, m: io.x[i].dim(1), n: io.x[i].dim(0), row: io.strides[i][0], offset: io.offsets[i] };
         Pair { d, p: side(i + 1), q: Some(side(i + 2)), by_column: 1 + i / 3 }
     };
-    Work { pairs: (0..io.x.len()).step_by(3).map(pair).collect(), r: io.x[1].dim(0), turned: false }.code(io)
+    Work { pairs: (0..io.x.len()).step_by(3).map(pair).collect(), r: io.x[1].dim(0), transposed: false }.code(io)
 }
 
-/// d^T p [n, r], or turned, as output 0. `p` is an input with the strides of its rows and columns.
-pub fn by_column(io: &Io, d: Wide, (p, row, column): (usize, usize, usize), r: usize, turned: bool) -> Result<Code, &'static str> {
+/// d^T p [n, r], or transposed, as output 0. `p` is an input with the strides of its rows and columns.
+pub fn by_column(io: &Io, d: Wide, (p, row, column): (usize, usize, usize), r: usize, transposed: bool) -> Result<Code, &'static str> {
     let p = Narrow { input: p, row, column, offset: io.offsets[p] };
-    Work { pairs: vec![Pair { d, p, q: None, by_column: 0 }], r, turned }.code(io)
+    Work { pairs: vec![Pair { d, p, q: None, by_column: 0 }], r, transposed }.code(io)
 }
 
 impl Work {
@@ -141,7 +141,7 @@ impl Work {
             .define("M", m)
             .define("R", r)
             .define("BY_ROW", by_row as u8)
-            .define("TURNED", self.turned as u8)
+            .define("TRANSPOSED", self.transposed as u8)
             .define("ACROSS", across)
             .define("DOWN", down)
             .define("STAGES", stages)

@@ -106,7 +106,7 @@ pub const CASES: &[Case] = &[
     Case::new("slices", &[In(&[130, 272], F), In(&[130, 48], F), In(&[264, 40], F)], |x| {
         both(&[x[0].slice(1, 8, 272), x[1].slice(1, 16, 40), x[2].slice(1, 8, 32)])
     }),
-    Case::new("turned", &[In(&[130, 264], F), In(&[130, 32], F), In(&[32, 264], F)], |x| both(&[x[0], x[1], x[2].t()])),
+    Case::new("transposed", &[In(&[130, 264], F), In(&[130, 32], F), In(&[32, 264], F)], |x| both(&[x[0], x[1], x[2].t()])),
     Case::new("several", &[In(&[201, 520], F), In(&[201, 16], F), In(&[520, 16], F), In(&[201, 48], F), In(&[48, 16], F)], |x| {
         both(&[x[0], x[1], x[2], x[3], x[3].slice(1, 16, 32), x[4]])
     }),

@@ -1,4 +1,4 @@
-//! Rotary position embedding: pairs of a head's elements are turned by an angle that grows with the position.
+//! Rotary position embedding: pairs of a head's elements are rotated by an angle that grows with the position.
 
 pub mod norm;
 
@@ -24,27 +24,27 @@ pub enum Pairs {
 #[derive(Debug)]
 pub struct Rope {
     pub pairs: Pairs,
-    /// Turn the other way: the gradient.
+    /// Rotate the other way: the gradient.
     pub inverse: bool,
 }
 
-/// Turns a head at `place` by the angles that the tables [places or time, d / 2] have for it.
+/// Rotates a head at `place` by the angles that the tables [places or time, d / 2] have for it.
 #[inline(always)]
-pub(crate) fn turn(pairs: Pairs, sign: f32, row: &mut [f32], place: usize, cos: &[f32], sin: &[f32]) {
+pub(crate) fn rotate(pairs: Pairs, sign: f32, row: &mut [f32], place: usize, cos: &[f32], sin: &[f32]) {
     let half = row.len() / 2;
     let at = place * half % cos.len();
     let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
-    let turned = |a: f32, b: f32, i: usize| (a * cos[i] - b * (sign * sin[i]), a * (sign * sin[i]) + b * cos[i]);
+    let rotated = |a: f32, b: f32, i: usize| (a * cos[i] - b * (sign * sin[i]), a * (sign * sin[i]) + b * cos[i]);
     match pairs {
         Pairs::Halves => {
             let (a, b) = row.split_at_mut(half);
             for i in 0..half {
-                (a[i], b[i]) = turned(a[i], b[i], i);
+                (a[i], b[i]) = rotated(a[i], b[i], i);
             }
         }
         Pairs::Adjacent => {
             for i in 0..half {
-                (row[2 * i], row[2 * i + 1]) = turned(row[2 * i], row[2 * i + 1], i);
+                (row[2 * i], row[2 * i + 1]) = rotated(row[2 * i], row[2 * i + 1], i);
             }
         }
     }
@@ -75,7 +75,7 @@ impl Op for Rope {
                     for (p, out) in out.chunks_mut(heads * d).enumerate() {
                         let place = task * PLACES + p;
                         out.copy_from_slice(&data[place * stride..][..heads * d]);
-                        out.chunks_mut(d).for_each(|row| turn(self.pairs, sign, row, place, cos, sin));
+                        out.chunks_mut(d).for_each(|row| rotate(self.pairs, sign, row, place, cos, sin));
                     }
                 },
             )

@@ -1,6 +1,6 @@
 //! RMS norm and rotary embedding of queries and keys as one op.
 
-use super::{Pairs, Rope, turn};
+use super::{Pairs, Rope, rotate};
 use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
@@ -56,7 +56,7 @@ impl Op for NormRope {
                             Some(w) => y.iter_mut().zip(x).zip(w).for_each(|((y, &x), &w)| *y = x * s * w),
                             None => y.iter_mut().zip(x).for_each(|(y, &x)| *y = x * s),
                         }
-                        turn(self.pairs, 1.0, y, row / heads, cos, sin);
+                        rotate(self.pairs, 1.0, y, row / heads, cos, sin);
                     }
                 },
             )
@@ -118,7 +118,7 @@ impl Op for NormRopeGrad {
         [&x[..1], if self.dw { &x[5..] } else { &[] }].concat()
     }
 
-    /// For each task: the weight's gradient, and a row of dy turned back.
+    /// For each task: the weight's gradient, and a row of dy rotated back.
     fn workspace(&self, x: &[Meta]) -> usize {
         x[0].rows().div_ceil(ROWS) * (x[0].dim(0) + x.get(5).map_or(1, |w| w.elements()))
     }
@@ -128,8 +128,8 @@ impl Op for NormRopeGrad {
         let (data, cos, sin, rstd, dy) = (x[0].f32(), x[1].f32(), x[2].f32(), x[3].f32(), x[4].f32());
         let weight = x.get(5).map(|w| w.f32());
         let piece = weight.map_or(1, |w| w.len());
-        let (sums, turned) = workspace.split_at_mut(rstd.len().div_ceil(ROWS) * piece);
-        let tasks = sums.par_chunks_mut(piece).zip(turned.par_chunks_mut(d));
+        let (sums, rotated) = workspace.split_at_mut(rstd.len().div_ceil(ROWS) * piece);
+        let tasks = sums.par_chunks_mut(piece).zip(rotated.par_chunks_mut(d));
         out[0].f32().par_chunks_mut(ROWS * d).zip(tasks).enumerate().for_each(|(task, (dx, (dw, g)))| {
             simd(
                 #[inline(always)]
@@ -139,7 +139,7 @@ impl Op for NormRopeGrad {
                         let row = task * ROWS + r;
                         let (x, s) = (&data[row * d..][..d], rstd[row]);
                         g.copy_from_slice(&dy[row * d..][..d]);
-                        turn(self.pairs, -1.0, g, row / heads, cos, sin);
+                        rotate(self.pairs, -1.0, g, row / heads, cos, sin);
                         match weight {
                             Some(&[w]) => {
                                 dw[0] += dot(g, x) * s;

@@ -1,5 +1,5 @@
 // x [ROWS = places * HEADS, D]; cos, sin [TABLE, D / 2]. LANES threads share a row: pack p of a thread is VEC pairs, and lies in two packs of
-// elements. A thread has the same pairs of ITEMS heads of one place, which are turned by the same angles.
+// elements. A thread has the same pairs of ITEMS heads of one place, which are rotated by the same angles.
 const int HALF = D / 2, SLOTS = HEADS / ITEMS;
 const u64 UNITS = (u64)ROWS / ITEMS;
 
