@@ -1,4 +1,4 @@
-//! Attention of one token over a KV cache norms and rotates its query and key itself.
+//! Fuses QK-norm and RoPE of one token into its attention over the KV cache.
 
 use crate::error::Error;
 use crate::graph::{Graph, Value};
@@ -33,7 +33,7 @@ pub fn apply(g: &mut Graph, receipt: &mut Receipt) -> Result<(), Error> {
     Ok(())
 }
 
-/// The op that rotates, and its inputs: heads before RoPE, then tables and weights. Or why it does not.
+/// The attention op with RoPE, and its inputs: q and k before RoPE, then tables and norm weights. Or why it is not fused.
 fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<(DecodeAttention, Vec<Value>), &'static str>> {
     let op = g.nodes[i].op::<DecodeAttention>().filter(|op| op.rotation.is_none())?;
     let made = [0, 1].map(|n| g.nodes[i].inputs[n]);
@@ -54,7 +54,7 @@ fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<(DecodeAttention, Vec
     } else if !made.into_iter().all(alone) {
         Err("the rotated heads are read elsewhere")
     } else if rotation.norm.is_some() && (of_q != of_k || of_q.is_none_or(|m| m.shape != [g.meta(made[0]).dim(0)])) {
-        Err("a norm without a weight for each element")
+        Err("the norm has no weight of the head's size")
     } else {
         let heads = nodes.map(|n| n.inputs[0]).into_iter();
         let more = nodes[0].inputs[1..3].iter().chain(weights.into_iter().flatten()).copied();
