@@ -15,20 +15,25 @@ use std::sync::{Arc, Mutex};
 /// Where programs run. Its programs run one at a time and share one arena, as large as the largest of them needs.
 #[derive(Clone)]
 pub enum Device {
+    /// The CPU and its arena.
     Cpu(Cpu, Arc<Mutex<Buffer>>),
+    /// A GPU and its arena.
     Cuda(Cuda, Arc<Mutex<cuda::Memory>>),
 }
 
 impl Device {
+    /// A CPU device with an empty arena.
     pub fn cpu(cpu: Cpu) -> Device {
         Device::Cpu(cpu, Arc::new(Mutex::new(Buffer::zeroed(0))))
     }
 
+    /// A GPU device with an empty arena.
     pub fn cuda(cuda: Cuda) -> Result<Device, Error> {
         let arena = cuda.allocate(0)?;
         Ok(Device::Cuda(cuda, Arc::new(Mutex::new(arena))))
     }
 
+    /// For logs: the GPU's name and compute capability, or the number of threads.
     pub fn describe(&self) -> String {
         match self {
             Device::Cpu(cpu, _) => format!("cpu, {} threads", cpu.threads()),
@@ -36,6 +41,7 @@ impl Device {
         }
     }
 
+    /// What programs for this device are compiled for.
     pub fn target(&self) -> Target {
         match self {
             Device::Cpu(..) => Target::Cpu,
@@ -69,7 +75,9 @@ impl Device {
 
 /// A graph after all passes, with its memory plan, but not loaded on a device: what `kiln plan` shows.
 pub struct Compiled {
+    /// The graph after all passes.
     pub graph: Graph,
+    /// Where its values lie.
     pub plan: Plan,
     /// One for each pass, then one for each executor setting.
     pub receipts: Vec<Receipt>,
@@ -78,6 +86,7 @@ pub struct Compiled {
 }
 
 impl Compiled {
+    /// Runs all passes on a graph and plans its memory.
     pub fn new(mut graph: Graph, switches: &Switches, target: Target) -> Result<Compiled, Error> {
         let mut receipts = passes::run(&mut graph, switches, target)?;
         let (options, of_executor) = cuda::Options::new(&graph, switches, target)?;
@@ -102,9 +111,13 @@ fn workspace(target: Target, g: &Graph, spots: &[Vec<Spot>]) -> Vec<usize> {
 
 /// A compiled graph, loaded on a device and ready to run.
 pub struct Program {
+    /// One for each pass, then one for each executor setting.
     pub receipts: Vec<Receipt>,
+    /// Bytes that it needs, by purpose.
     pub memory: Memory,
+    /// Floating-point operations of one run.
     pub flops: u64,
+    /// Bytes that the ops of one run read and write at least.
     pub bytes: u64,
     loaded: Loaded,
 }
@@ -120,6 +133,7 @@ impl Program {
         Program::from_compiled(Compiled::new(graph, switches, device.target())?, device, store)
     }
 
+    /// Loads a compiled graph, and creates those of its states that the store does not have yet.
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
         store.ensure(&c.graph, device.gpu())?;
         let (mut memory, cost) = (c.plan.memory, c.plan.cost);
@@ -133,6 +147,7 @@ impl Program {
         Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded })
     }
 
+    /// Runs once with these inputs, and updates the states. On a GPU it returns before the run has ended.
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         match &mut self.loaded {
             Loaded::Cpu(p) => p.run(store, feeds),
@@ -172,7 +187,9 @@ impl Program {
 
 /// An output on its way to the host (see [`Program::start_read`]).
 pub enum Reading {
+    /// Copied already.
     There(Vec<f32>),
+    /// A copy from the GPU that may still be under way.
     Coming(cuda::Incoming),
 }
 
@@ -185,6 +202,7 @@ impl Reading {
         }
     }
 
+    /// Waits for the copy and returns the numbers.
     pub fn finish(self) -> Result<Vec<f32>, Error> {
         match self {
             Reading::There(numbers) => Ok(numbers),
