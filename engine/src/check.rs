@@ -23,12 +23,16 @@ use std::sync::PoisonError;
 /// Numbers for one feed.
 #[derive(Clone)]
 pub enum Numbers {
+    /// Floats.
     F32(Vec<f32>),
+    /// Integers.
     I32(Vec<i32>),
+    /// Bytes.
     U8(Vec<u8>),
 }
 
 impl Numbers {
+    /// Borrowed, as a program takes it.
     pub fn data(&self) -> Data<'_> {
         match self {
             Numbers::F32(v) => Data::F32(v),
@@ -48,14 +52,18 @@ impl Numbers {
 
 /// What one check found.
 pub struct Outcome {
+    /// What was checked.
     pub name: String,
+    /// How it came out.
     pub verdict: Verdict,
 }
 
+/// How a check came out.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Verdict {
     /// The largest error relative to what is allowed, where one was measured.
     Passed(f64),
+    /// What was wrong.
     Failed(String),
     /// Why this device cannot say.
     NotChecked(String),
@@ -66,6 +74,7 @@ impl Outcome {
         Outcome { name, verdict: found.map_or_else(Verdict::Failed, Verdict::Passed) }
     }
 
+    /// What was wrong, if it failed.
     pub fn problem(&self) -> Option<&str> {
         match &self.verdict {
             Verdict::Failed(problem) => Some(problem),

@@ -64,6 +64,7 @@ pub enum Init {
     },
     /// Normal with mean 0, truncated at two standard deviations.
     Truncated {
+        /// Standard deviation before truncation.
         std: f32,
     },
     /// Uniform between `-bound` and `bound`.

@@ -32,6 +32,7 @@ const ELEMENT: f64 = 10.0;
 /// What a result in a type may be off by.
 #[derive(Clone, Copy, Debug)]
 pub struct Allowed {
+    /// The type that results are rounded to.
     pub dtype: DType,
     /// Of a narrow type.
     pub roundings: f64,
@@ -40,6 +41,7 @@ pub struct Allowed {
 }
 
 impl Allowed {
+    /// For results of this type that are sums of `length` terms.
     pub fn new(dtype: DType, length: usize) -> Allowed {
         Allowed { dtype, roundings: ROUNDINGS, length }
     }

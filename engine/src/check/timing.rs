@@ -10,9 +10,13 @@ use crate::record::Recorder;
 
 /// A case's time in one direction, and what it must do at least.
 pub struct Timing {
+    /// Whether it is the backward pass.
     pub backward: bool,
+    /// Milliseconds of one run.
     pub ms: f64,
+    /// Floating-point operations of one run.
     pub flops: u64,
+    /// Bytes read and written at least.
     pub bytes: u64,
 }
 

@@ -4,9 +4,13 @@
 /// A matrix inside a slice: element (i, j) is at `offset + i * row + j * column`.
 #[derive(Clone, Copy, Debug)]
 pub struct Mat<'a> {
+    /// The memory that it lies in.
     pub data: &'a [f32],
+    /// Index of its first element.
     pub offset: usize,
+    /// Distance between rows.
     pub row: usize,
+    /// Distance between columns.
     pub column: usize,
 }
 
@@ -16,10 +20,12 @@ impl<'a> Mat<'a> {
         Mat { data, offset: 0, row: columns, column: 1 }
     }
 
+    /// Its transpose.
     pub fn t(self) -> Mat<'a> {
         Mat { row: self.column, column: self.row, ..self }
     }
 
+    /// The matrix that starts `offset` elements further on.
     pub fn at(self, offset: usize) -> Mat<'a> {
         Mat { offset: self.offset + offset, ..self }
     }
@@ -32,7 +38,9 @@ impl<'a> Mat<'a> {
 /// What a product does with the numbers already in `c`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Into {
+    /// The result overwrites what was there.
     Replace,
+    /// The result is added to what was there.
     Add,
 }
 

@@ -35,20 +35,24 @@ impl Buffer {
         (!start.is_null()).then(|| Buffer { lines: unsafe { Vec::from_raw_parts(start, count, count) }, bytes })
     }
 
+    /// All of it.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: `lines` is that many initialised plain bytes, without padding, and is borrowed for as long.
         unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.bytes) }
     }
 
+    /// All of it, to write.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.bytes) }
     }
 
+    /// As f32 numbers.
     pub fn f32(&self) -> &[f32] {
         bytemuck::cast_slice(self.bytes())
     }
 
+    /// As i32 numbers.
     pub fn i32(&self) -> &[i32] {
         bytemuck::cast_slice(self.bytes())
     }

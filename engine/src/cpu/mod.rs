@@ -20,6 +20,7 @@ pub struct Cpu {
 }
 
 impl Cpu {
+    /// A pool of so many threads.
     pub fn new(threads: usize) -> Cpu {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).thread_name(|i| format!("kiln-{i}")).build();
         Cpu { pool: Arc::new(pool.expect("the operating system gives threads")) }
@@ -30,10 +31,12 @@ impl Cpu {
         Cpu::new(std::thread::available_parallelism().map_or(1, |n| n.get()))
     }
 
+    /// The number of threads.
     pub fn threads(&self) -> usize {
         self.pool.current_num_threads()
     }
 
+    /// Runs `f` on the pool; parallel iterators inside use its threads.
     pub fn run<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         self.pool.install(f)
     }

@@ -25,6 +25,7 @@ pub struct CpuProgram {
 }
 
 impl CpuProgram {
+    /// Prepares a planned graph to run on a CPU, and enlarges the arena if it is too small.
     pub fn new(graph: Graph, plan: Plan, cpu: &Cpu, arena: &Arc<Mutex<Buffer>>) -> Result<CpuProgram, Error> {
         let constants = graph.nodes.iter().map(|n| match &n.kind {
             Kind::Const(numbers) => {
@@ -58,6 +59,7 @@ impl CpuProgram {
         op.workspace(&inputs).next_multiple_of(16) + read.chain(written).sum::<usize>()
     }
 
+    /// Runs all nodes in order, and updates the states.
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         let arena = self.arena.clone();
         let mut arena = arena.lock().unwrap_or_else(PoisonError::into_inner);

@@ -16,10 +16,13 @@ pub struct Folders {
 /// One library: where it was found, or why it cannot be used and how to get it.
 #[derive(Clone, Debug)]
 pub struct Found {
+    /// Its name without suffix, such as `libnvrtc`.
     pub name: &'static str,
+    /// The file that was loaded.
     pub path: Option<PathBuf>,
     /// Files of that name that do not load, and why.
     pub broken: Vec<String>,
+    /// How to install it.
     pub help: &'static str,
 }
 

@@ -71,6 +71,7 @@ pub(crate) fn failed(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
 }
 
 impl Memory {
+    /// Its size.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -157,10 +158,12 @@ impl Cuda {
         Ok(Cuda(Arc::new(inner)))
     }
 
+    /// The GPU's name, as the driver reports it.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
+    /// Its compute capability and size.
     pub fn arch(&self) -> Arch {
         self.0.arch
     }
@@ -196,6 +199,7 @@ impl Cuda {
         let _ = unsafe { result::ctx::set_current(self.0.context) };
     }
 
+    /// Allocates memory that is not initialized; an error if the GPU has too little.
     pub fn allocate(&self, bytes: usize) -> Result<Memory, Error> {
         self.current();
         allocate(self.0.context, bytes)
@@ -208,6 +212,7 @@ impl Cuda {
         unsafe { result::stream::synchronize(self.0.stream) }.map_err(failed("running on the GPU"))
     }
 
+    /// Copies from the host to the start of `to`, and waits for it.
     pub fn upload(&self, to: &Memory, bytes: &[u8]) -> Result<(), Error> {
         assert!(bytes.len() <= to.bytes, "an upload past the end of its buffer");
         self.current();
@@ -241,6 +246,7 @@ impl Cuda {
         Ok(20.0 * 2.0 * BYTES as f64 / start.elapsed().as_secs_f64())
     }
 
+    /// Copies part of `from` to the host, and waits for it.
     pub fn download(&self, from: &Memory, offset: usize, bytes: usize) -> Result<Vec<u8>, Error> {
         assert!(offset + bytes <= from.bytes, "a download past the end of its buffer");
         self.current();

@@ -12,6 +12,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 const OPTIONS: &[&str] = &["--std=c++17", "-default-device"];
 
+/// The 64-bit hash that kernels are cached by.
 pub fn hash(text: &str) -> u64 {
     xxh3_64(text.as_bytes())
 }
@@ -35,6 +36,7 @@ pub struct Compiler {
 }
 
 impl Compiler {
+    /// Compiles with the NVRTC that is loaded, and keeps cubins in the folder `cache`.
     pub fn new(arch: Arch, cache: &Path) -> Result<Compiler, Error> {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: the library was loaded; both pointers are to live integers.
@@ -44,6 +46,7 @@ impl Compiler {
         Ok(Compiler { arch, cache: cache.into(), version: (major, minor) })
     }
 
+    /// NVRTC's version: (major, minor).
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
@@ -77,6 +80,7 @@ impl Compiler {
         made.into_iter().map(|m| m.1).collect()
     }
 
+    /// The cubin of a source, from the cache or compiled now.
     pub fn compile(&self, text: &str) -> Result<Vec<u8>, Error> {
         let key = format!("{:?} {} {OPTIONS:?} {text}", self.version, self.arch.name());
         let file = self.cache.join(format!("{:016x}-{}.cubin", hash(&key), self.arch.name()));

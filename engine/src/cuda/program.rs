@@ -64,6 +64,7 @@ enum Ready {
     },
 }
 
+/// A planned graph on the GPU.
 pub struct CudaProgram {
     graph: Graph,
     plan: Plan,
@@ -100,12 +101,19 @@ pub struct Options {
 
 /// One node's share of a run.
 pub struct Timed {
+    /// The op's name.
     pub op: &'static str,
+    /// Where in the model it was recorded.
     pub scope: String,
+    /// Whether it belongs to the backward pass.
     pub backward: bool,
+    /// Shapes and types of its inputs.
     pub inputs: Vec<Meta>,
+    /// Shapes and types of its outputs.
     pub outputs: Vec<Meta>,
+    /// What it had to compute and move.
     pub cost: Cost,
+    /// Milliseconds on the GPU.
     pub ms: f32,
 }
 
@@ -163,6 +171,7 @@ fn is_settled(g: &Graph, spots: &[Vec<Spot>], written: &HashMap<usize, usize>, n
 }
 
 impl CudaProgram {
+    /// Compiles the kernels of a planned graph, chooses GEMM algorithms, and enlarges the arena if it is too small.
     pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Memory>>, options: Options) -> Result<CudaProgram, Error> {
         {
             let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
@@ -312,6 +321,7 @@ impl CudaProgram {
         Ok(bases)
     }
 
+    /// Starts a run; the host does not wait for its end.
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         self.cuda.current();
         let stream = self.cuda.0.stream;

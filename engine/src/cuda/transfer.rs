@@ -182,11 +182,13 @@ impl Incoming {
         Ok(Incoming { cuda: cuda.clone(), to: Some(to), bytes })
     }
 
+    /// Whether `finish` would return at once.
     pub fn is_there(&self) -> bool {
         self.cuda.current();
         self.to.as_ref().is_some_and(|to| to.there.has_passed())
     }
 
+    /// Waits for the copy and returns the bytes.
     pub fn finish(mut self) -> Result<Vec<u8>, Error> {
         let to = self.to.as_mut().expect("there until dropped");
         to.there.wait()?;

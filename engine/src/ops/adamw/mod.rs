@@ -122,8 +122,11 @@ pub(in crate::ops) fn list(n: usize, between: &str, item: impl Fn(usize) -> Stri
 /// moments, in the inputs' own buffers. Where `go ahead` is 0 nothing changes.
 #[derive(Debug)]
 pub struct AdamW {
+    /// Decay of the first moment.
     pub beta1: f32,
+    /// Decay of the second moment.
     pub beta2: f32,
+    /// Added to the root of the second moment.
     pub eps: f32,
     /// Of each parameter.
     pub decay: Vec<f32>,
@@ -240,6 +243,7 @@ fn step<'g>(x: &[Var<'g>], decay: Vec<f32>) -> Vec<Var<'g>> {
     r.op(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay }, &inputs)
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("norm", &[In(&[7, 5], Fill::Normal), In(&[3], Fill::Normal)], |x| vec![global_norm(x)]),
     Case::new("norm of more than one launch has", &[In(&[1500], Fill::Normal)], |x| {

@@ -16,7 +16,9 @@ const BLOCK: usize = 64;
 /// Inputs: q, k, v, and perhaps `until`. Outputs: y, and the logarithm of each row's sum of exponentials [batch, heads, time].
 #[derive(Debug)]
 pub struct FlashAttention {
+    /// Whether a position attends only to itself and earlier ones.
     pub causal: bool,
+    /// Factor of the scores.
     pub scale: f32,
 }
 
@@ -207,7 +209,9 @@ fn hide(row: &mut [f32], limits: &[i32], t: usize, number: f32) {
 /// Inputs: q, k, v, y, lse, dy, and `until` where keys have it. Outputs: dq, dk, dv.
 #[derive(Debug)]
 pub struct FlashAttentionGrad {
+    /// As in the forward op.
     pub causal: bool,
+    /// As in the forward op.
     pub scale: f32,
 }
 

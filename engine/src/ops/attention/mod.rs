@@ -22,9 +22,12 @@ use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::full::Full;
 use crate::record::Var;
 
+/// softmax(scale q k^T + mask) v. Composite: a pass replaces it by [`FlashAttention`], or `decompose` by matmuls and softmax.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
+    /// Whether a position attends only to itself and earlier ones.
     pub causal: bool,
+    /// Factor of the scores, usually 1 / sqrt(head dimension).
     pub scale: f32,
 }
 
@@ -153,6 +156,7 @@ fn columns<'g>(x: Var<'g>, d: usize, at: usize, apart: usize) -> Vec<Var<'g>> {
     flash(&[part(0), part(1), part(2)], true)
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("flash columns of one product", &[In(&[2, 70, 384], Fill::Normal)], |x| columns(x[0], 64, 0, 128)),
     Case::new("flash columns, heads of 16", &[In(&[2, 70, 96], Fill::Normal)], |x| columns(x[0], 16, 0, 32)),

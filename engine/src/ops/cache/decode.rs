@@ -18,6 +18,7 @@ use rayon::prelude::*;
 /// Query t stands at i = past + t and sees key j where j <= i and i <= until[j]: what `attention_until` means by it. One that sees nothing gives zeros.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecodeAttention {
+    /// Factor of the scores.
     pub scale: f32,
     /// q and k of one token go through this first: the pass `fuse-decode` says so.
     pub rotation: Option<Rotation>,
@@ -26,7 +27,9 @@ pub struct DecodeAttention {
 /// Rotary embedding, inputs cosines and sines as `Rope` has them; before it an RMS norm with this epsilon, inputs its weights [d] for q and for k.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotation {
+    /// Which elements of a head RoPE rotates together.
     pub pairs: Pairs,
+    /// QK-norm before RoPE, with this epsilon.
     pub norm: Option<f32>,
 }
 

@@ -189,6 +189,7 @@ fn full<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
     vec![decode_attention(x[5], x[3], x[4], (x[0], x[1]), past, x.get(6).copied(), 0.5).0]
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("written", rows!(3, 20, 4, 2, 8, 17), written),
     Case::new("written at odd places", rows!(2, 9, 2, 1, 5, 20), written),

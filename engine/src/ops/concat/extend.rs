@@ -11,6 +11,7 @@ use crate::record::Var;
 /// Inputs: rows [m, n], then parts [m, ..]. The rows where they lie, with the parts from column `at` on and zeros behind them.
 #[derive(Debug)]
 pub struct Beside {
+    /// The first column that is written.
     pub at: usize,
 }
 
@@ -70,6 +71,7 @@ impl Op for Beside {
 /// its own behind zeros where those before it have theirs; zeros up to `pitch` columns.
 #[derive(Debug)]
 pub struct Extend {
+    /// Columns of the result; those that no input fills are zero.
     pub pitch: usize,
 }
 

@@ -25,8 +25,10 @@ fn blocks<'a>(v: &View<'a>, axis: usize) -> impl Iterator<Item = &'a [f32]> {
     (0..v.shape[..axis].iter().product()).map(move |i| &data[i * stride..][..width])
 }
 
+/// Concatenates its inputs.
 #[derive(Debug)]
 pub struct Concat {
+    /// Along which dimension.
     pub axis: usize,
 }
 
@@ -158,10 +160,14 @@ impl Op for Join {
     }
 }
 
+/// Pads its input with zeros: the gradient of a slice.
 #[derive(Debug)]
 pub struct Pad {
+    /// Along which dimension.
     pub axis: usize,
+    /// Zeros before the input.
     pub before: usize,
+    /// Zeros after the input.
     pub after: usize,
 }
 
@@ -235,11 +241,13 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Concatenates values along an axis; all other dimensions must be equal.
 #[track_caller]
 pub fn concat<'g>(parts: &[Var<'g>], axis: usize) -> Var<'g> {
     parts[0].recorder().op1(Concat { axis }, parts)
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("join", &[In(&[64, 4], Fill::Normal), In(&[3, 4], Fill::Normal)], |x| {
         let made = [x[0].silu(), x[1].silu(), x[0] * 2.0];

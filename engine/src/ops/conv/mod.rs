@@ -16,6 +16,7 @@ use rayon::prelude::*;
 /// Inputs: x [batch, time, channels], weight [outputs, channels / groups, width]. Output [batch, time, outputs].
 #[derive(Debug)]
 pub struct CausalConv {
+    /// Channels are split into so many groups, each with its own filters.
     pub groups: usize,
 }
 
@@ -103,6 +104,7 @@ impl Op for CausalConv {
 /// Inputs: dy [batch, time, outputs], weight. Output: dx.
 #[derive(Debug)]
 pub struct CausalConvGradInput {
+    /// As in the forward op.
     pub groups: usize,
 }
 
@@ -156,7 +158,9 @@ impl Op for CausalConvGradInput {
 /// Inputs: x, dy. Output: the weight's gradient.
 #[derive(Debug)]
 pub struct CausalConvGradWeight {
+    /// As in the forward op.
     pub groups: usize,
+    /// Taps of the filters.
     pub width: usize,
 }
 
@@ -219,12 +223,14 @@ impl Op for CausalConvGradWeight {
 }
 
 impl<'g> Var<'g> {
+    /// Causal grouped convolution over time: position t sees t and the positions before it.
     #[track_caller]
     pub fn causal_conv(self, weight: Var<'g>, groups: usize) -> Var<'g> {
         self.recorder().op1(CausalConv { groups }, &[self, weight])
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("one group", &[In(&[2, 5, 4], Fill::Normal), In(&[6, 4, 3], Fill::Normal)], |x| vec![x[0].causal_conv(x[1], 1)]),
     Case::new("groups", &[In(&[3, 7, 6], Fill::Normal), In(&[6, 2, 3], Fill::Normal)], |x| vec![x[0].causal_conv(x[1], 3)]),

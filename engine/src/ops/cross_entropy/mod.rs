@@ -153,6 +153,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("some ignored", &[In(&[13, 7], Fill::Normal), In(&[13], Fill::Target(7))], |x| vec![x[0].cross_entropy(x[1])]),
     Case::new("vocabulary", &[In(&[1024, 50304], Fill::Normal), In(&[1024], Fill::Target(50304))], |x| vec![x[0].cross_entropy(x[1])])

@@ -205,6 +205,7 @@ fn pairs<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
     vec![x[0].pair_distances()]
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("a set of two", &[In(&[3, 2, 5], Fill::Normal)], mean),
     Case::new("sets", &[In(&[7, 10, 48], Fill::Normal)], mean),

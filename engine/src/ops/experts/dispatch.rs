@@ -10,6 +10,7 @@ use crate::record::Var;
 /// slot is among these, i32 [slots]; and where each expert's begin, i32 [experts + 1], the last being their number.
 #[derive(Debug)]
 pub struct Dispatch {
+    /// The number of experts.
     pub experts: usize,
 }
 

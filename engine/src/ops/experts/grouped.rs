@@ -14,7 +14,9 @@ use rayon::prelude::*;
 /// What the rows of a tensor are: those of the experts, sorted, or tokens, each of which has several of those.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
+    /// One row for each token copy, sorted by expert.
     Row,
+    /// One row for each token.
     Token,
 }
 
@@ -24,7 +26,9 @@ pub enum By {
 pub struct GroupedMatmul {
     /// Rows of a token.
     pub top: usize,
+    /// How the rows of the input are indexed.
     pub from: By,
+    /// How the rows of the output are indexed.
     pub to: By,
     pub transposed: bool,
     /// Set by the pass `grouped-gemm`.

@@ -30,6 +30,7 @@ pub struct Routing<'g> {
     pub weights: Var<'g>,
     /// i32 [tokens, k]: whose these are.
     pub chosen: Var<'g>,
+    /// The token copies, sorted by expert.
     pub rows: Rows<'g>,
 }
 
@@ -40,6 +41,7 @@ pub struct Rows<'g> {
     pub k: usize,
     /// i32 [slots]: the slot of each row, and the row of each slot.
     pub order: Var<'g>,
+    /// For each token and slot, the row of its copy.
     pub position: Var<'g>,
     /// i32 [experts + 1]: where the rows of each expert begin, and the number of all.
     pub offsets: Var<'g>,
@@ -147,6 +149,7 @@ fn outer<'g>(rows_of: Var<'g>, tokens: Var<'g>, rows: &Rows<'g>) -> Var<'g> {
     GroupedOuter::record([(rows_of, By::Row), (tokens, By::Token)], rows.k, rows.order, rows.offsets)
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("route", &[In(&[7, 5], Fill::Spread)], |x| {
         let r = (x[0] * 0.1).route(2);

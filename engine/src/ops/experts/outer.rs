@@ -15,13 +15,16 @@ use crate::record::Var;
 pub struct GroupedOuter {
     /// Rows of a token.
     pub top: usize,
+    /// How the rows of the left operand are indexed.
     pub left: By,
+    /// How the rows of the right operand are indexed.
     pub right: By,
     /// Set by the pass `grouped-gemm`.
     pub kernel: Kernel,
 }
 
 impl GroupedOuter {
+    /// Records left^T right for each expert: the gradient with respect to the experts' matrices.
     pub fn record<'g>([(left, by_left), (right, by_right)]: [(Var<'g>, By); 2], top: usize, order: Var<'g>, offsets: Var<'g>) -> Var<'g> {
         let op = GroupedOuter { top, left: by_left, right: by_right, kernel: Kernel::Plain };
         left.recorder().op1(op, &[left, right, order, offsets])

@@ -16,6 +16,7 @@ const ROWS: usize = 64;
 /// their sum, f32 [tokens, k]; and which these are, i32 [tokens, k]. Of equal logits, the earlier counts as the larger.
 #[derive(Debug)]
 pub struct Route {
+    /// Experts for each token.
     pub k: usize,
 }
 
@@ -86,7 +87,9 @@ impl Op for Route {
 /// Inputs: the three outputs, then the gradients of the first two that there are. Output: the gradient of the logits, f32.
 #[derive(Debug)]
 pub struct RouteGrad {
+    /// Whether there is a gradient with respect to the probabilities.
     pub by_probabilities: bool,
+    /// Whether there is a gradient with respect to the weights.
     pub by_weights: bool,
 }
 

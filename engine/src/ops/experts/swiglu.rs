@@ -17,6 +17,7 @@ use rayon::prelude::*;
 /// rows, after another product, is weighted already; and h [rows, 2 hidden] = gate and up, which the gradient is computed from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupedSwiglu {
+    /// Experts for each token.
     pub top: usize,
     /// h is an output: `dead-code` drops it where there is no gradient.
     pub keep: bool,
@@ -127,6 +128,7 @@ impl Op for GroupedSwiglu {
 /// Inputs: h [rows, 2 hidden], dy [rows, hidden], order, weights. Outputs: the gradients of h and of the weights, f32 [tokens, top].
 #[derive(Debug)]
 pub struct GroupedSwigluGrad {
+    /// Experts for each token.
     pub top: usize,
 }
 

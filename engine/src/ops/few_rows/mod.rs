@@ -21,6 +21,7 @@ pub const MOST: usize = 32;
 pub struct FewRows {
     /// x goes through an RMS norm with this epsilon first.
     pub norm: Option<f32>,
+    /// Whether the two weights are gate and up of a SwiGLU, whose result is the output.
     pub swiglu: bool,
     /// To the one output there is.
     pub add: bool,
@@ -153,6 +154,7 @@ macro_rules! frozen {
     ($($shape:expr),*) => { &[$(In(&$shape, Fill::Frozen)),*] };
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("one row", frozen!([1, 64], [8, 64]), |x| products(x, PLAIN)),
     Case::new("three weights, normed", frozen!([12, 128], [128], [40, 128], [16, 128], [16, 128]), |x| products(x, NORMED)),

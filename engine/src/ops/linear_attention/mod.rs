@@ -165,7 +165,9 @@ impl Op for LinearAttention {
 /// Inputs: xs, cosines, sines, v; with `norm` y and 1 / sqrt(..); s, dy; with `add` what is added to dxs. Outputs: dxs, dv.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearAttentionGrad {
+    /// Whether the forward op ended with a layer norm.
     pub norm: bool,
+    /// Whether a last input is added to the gradient of the heads.
     pub add: bool,
     /// xs is the result of a ReLU: the gradient before that, which is 0 where xs is not positive.
     pub relu: bool,
@@ -287,6 +289,7 @@ macro_rules! sizes {
     };
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("odd", sizes!(2, 5, 3, 6, 7), |x| attend(x, Some(1.0))),
     Case::new("odd, no norm", sizes!(1, 9, 2, 4, 3), |x| attend(x, None)),

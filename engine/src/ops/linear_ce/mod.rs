@@ -69,7 +69,9 @@ impl Op for LinearCrossEntropy {
 pub struct ChunkedLinearCrossEntropy {
     /// Rows at a time.
     pub chunk: usize,
+    /// Whether the gradient with respect to the hidden states is computed too.
     pub grad_h: bool,
+    /// Whether the gradient with respect to the weight is computed too.
     pub grad_w: bool,
     /// Rows without a target are left out: on a GPU as many chunks of them as there are, where the targets are fed.
     pub skip: bool,
@@ -294,6 +296,7 @@ const SOME_FROZEN: &[In] =
 const FEW: &[In] = &[In(&[500, 24], Fill::Normal), In(&[40, 24], Fill::Normal), In(&[500], Fill::FewTargets(40)), In(&[500], Fill::Frozen)];
 const NONE: &[In] = &[In(&[100, 8], Fill::Normal), In(&[40, 8], Fill::Normal), In(&[100], Fill::FewTargets(0)), In(&[100], Fill::Frozen)];
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("unfused", &[In(&[9, 5], Fill::Normal), In(&[11, 5], Fill::Normal), In(&[9], Fill::Target(11))], |x| {
         vec![x[0].linear_cross_entropy(x[1], x[2], x[0].recorder().full(&[1], 0.25))]

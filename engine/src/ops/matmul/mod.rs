@@ -18,15 +18,20 @@ use rayon::prelude::*;
 pub struct Matmul {
     /// Of the result; the inputs' own if there is none.
     pub dtype: Option<DType>,
+    /// Whether the result is added to a third input, and where.
     pub add: Option<Add>,
+    /// Whether a bias, the last input, is added to every row.
     pub bias: bool,
+    /// The activation function that is applied last.
     pub act: Option<Act>,
 }
 
 /// Where c lies: in a buffer of its own, or in the result's, which the pass `in-place` decides.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Add {
+    /// The sum gets a buffer of its own.
     Apart,
+    /// The sum overwrites the third input.
     InPlace,
 }
 
@@ -228,6 +233,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("plain", &[In(&[7, 5], Fill::Normal), In(&[5, 9], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
     Case::new("both transposed", &[In(&[5, 7], Fill::Normal), In(&[9, 5], Fill::Normal)], |x| vec![x[0].t().matmul(x[1].t())]),

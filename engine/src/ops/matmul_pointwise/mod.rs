@@ -13,6 +13,7 @@ use crate::record::Var;
 /// random numbers. The expression's input 0 is the product, in f32 and unrounded; its input i is this op's input i + 1.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MatmulPointwise {
+    /// What is computed from the matmul's result (input 0) and the other inputs.
     pub expr: Expr,
     /// Of each output.
     pub dtypes: Vec<DType>,
@@ -397,6 +398,7 @@ fn gate_gradient<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
 
 const N: Fill = Fill::Frozen;
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("gate, heads inside", &[In(&[3, 70, 40], N), In(&[3, 40, 136], N), In(&[70, 3, 136], N), In(&[4], Fill::Rng)], |x| {
         gate(x, true)

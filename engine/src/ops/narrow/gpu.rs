@@ -15,10 +15,15 @@ const ONE: usize = 64;
 /// A matrix [m, n] whose rows lie `row` elements apart, `offset` elements behind the start of an input.
 #[derive(Clone, Copy)]
 pub struct Wide {
+    /// Which input of the op.
     pub input: usize,
+    /// Rows.
     pub m: usize,
+    /// Columns.
     pub n: usize,
+    /// Distance between rows, in elements.
     pub row: usize,
+    /// Of its first element, in elements.
     pub offset: usize,
 }
 

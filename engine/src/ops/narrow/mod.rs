@@ -96,6 +96,7 @@ fn both<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
 
 const F: Fill = Fill::Frozen;
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("plain", &[In(&[70, 40], F), In(&[70, 8], F), In(&[40, 8], F)], both),
     Case::new("several blocks", &[In(&[333, 520], F), In(&[333, 16], F), In(&[520, 16], F)], both),

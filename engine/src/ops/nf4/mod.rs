@@ -69,6 +69,7 @@ fn nearest(of: &[f32], v: f32) -> usize {
 pub struct Nf4 {
     /// Two to a byte, the first in the upper half.
     pub codes: Vec<u8>,
+    /// Scales of the blocks, quantized themselves.
     pub scales: Vec<u8>,
     /// Of each block of scales.
     pub largest: Vec<f32>,
@@ -77,6 +78,7 @@ pub struct Nf4 {
 }
 
 impl Nf4 {
+    /// Quantizes a matrix, row after row.
     pub fn new(weights: &[f32]) -> Nf4 {
         let scales: Vec<f32> = weights.par_chunks(BLOCK).map(|b| b.iter().fold(0.0f32, |m, v| m.max(v.abs()))).collect();
         let mean = (scales.iter().map(|&s| s as f64).sum::<f64>() / scales.len().max(1) as f64) as f32;
@@ -118,8 +120,11 @@ fn widen(codes: &[u8], scales: &[u8], largest: &[f32], mean: f32, to: &mut [f32]
 /// that takes many times as long: it is never kept.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Nf4Product {
+    /// Rows of the weight: output features.
     pub n: usize,
+    /// Columns of the weight: input features.
     pub k: usize,
+    /// Whether the input is multiplied by W instead of W^T: the backward pass.
     pub transposed: bool,
 }
 
@@ -280,6 +285,7 @@ macro_rules! four {
     }};
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("x W^T", four!(5, 10, 24), |x| product(x, 10, 24, true)),
     Case::new(

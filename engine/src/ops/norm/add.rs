@@ -14,7 +14,9 @@ use rayon::prelude::*;
 /// Outputs: y, rstd [rows], and with `sum` (b of a's shape) a + b. Without a weight, only that has a gradient.
 #[derive(Clone, Debug)]
 pub struct AddRmsNorm {
+    /// Added to the mean square.
     pub eps: f32,
+    /// Whether the sum is an output too.
     pub sum: bool,
     /// Columns behind those of y that nothing is written to: the pass `lora-forward` has a use for them.
     pub room: usize,
@@ -152,6 +154,7 @@ impl Op for AddRmsNorm {
 /// Outputs: the gradient of a + b, the weight's unless nobody wants it, where b is one row, b's, and perhaps the norm's own result.
 #[derive(Clone, Debug)]
 pub struct AddRmsNormGrad {
+    /// Whether the forward op also output the sum.
     pub sum: bool,
     /// The weight's gradient is wanted. It always is where b is one row, which is summed with it.
     pub dw: bool,

@@ -11,7 +11,9 @@ use rayon::prelude::*;
 /// x [.., d] -> [.., columns].
 #[derive(Debug)]
 pub struct LayerNormColumns {
+    /// Added to the mean square.
     pub eps: f32,
+    /// Columns of each normed part.
     pub columns: usize,
 }
 

@@ -21,12 +21,14 @@ const ROWS: usize = 64;
 /// y = x / sqrt(mean(x^2) + eps), times the weight if there is one. Outputs: y, and 1 / sqrt(..) [rows].
 #[derive(Debug)]
 pub struct RmsNorm {
+    /// Added to the mean square.
     pub eps: f32,
 }
 
 /// y = (x - mean) / sqrt(variance + eps). Outputs: y, and 1 / sqrt(..) [rows].
 #[derive(Debug)]
 pub struct LayerNorm {
+    /// Added to the variance.
     pub eps: f32,
 }
 
@@ -350,6 +352,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("rms", &[In(&[2, 67, 33], Fill::Normal), In(&[33], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]),
     Case::new("rms small heads", &[In(&[3, 7, 16], Fill::Normal)], |x| vec![x[0].rms_norm_plain(1e-6)]),

@@ -13,6 +13,7 @@ use rayon::prelude::*;
 /// z = norm(o), s = norm(x + z), y = norm(s). Inputs: x, o. Outputs: z, s, y, and 1 / sqrt(..) of the three, [3 * rows].
 #[derive(Debug)]
 pub struct ResidualNorm {
+    /// Added to the variance, in all of the norms.
     pub eps: f32,
 }
 
@@ -100,7 +101,9 @@ impl Op for ResidualNorm {
 /// Inputs: z, s, y, rstd, then the gradients of s and y, of which one may be missing. Outputs: the gradients of x and o.
 #[derive(Debug)]
 pub struct ResidualNormGrad {
+    /// Whether there is a gradient with respect to output s.
     pub by_s: bool,
+    /// Whether there is a gradient with respect to output y.
     pub by_y: bool,
 }
 

@@ -5,53 +5,80 @@ use std::collections::HashMap;
 /// The number of an instruction.
 pub type Reg = usize;
 
+/// Operations on one value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Un {
+    /// -a
     Neg,
+    /// |a|
     Abs,
+    /// e^a
     Exp,
+    /// Natural logarithm.
     Ln,
     /// ln(1 + x)
     Ln1p,
+    /// Square root.
     Sqrt,
+    /// 1 / sqrt(a)
     Rsqrt,
     /// 1 / x, on a GPU to two units in the last place; infinite below 1e-38.
     Inverse,
+    /// 1 / (1 + e^-a)
     Sigmoid,
+    /// Hyperbolic tangent.
     Tanh,
+    /// Sine, in radians.
     Sin,
+    /// Cosine, in radians.
     Cos,
+    /// The largest whole number up to a.
     Floor,
     /// 1 where x > 0, else 0.
     Step,
 }
 
+/// Operations on two values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Bin {
+    /// a + b
     Add,
+    /// a - b
     Sub,
+    /// a * b
     Mul,
+    /// a / b
     Div,
+    /// The larger of the two.
     Max,
+    /// The smaller of the two.
     Min,
     /// 1 where a < b, else 0.
     Lt,
     /// 1 where a == b, else 0.
     Eq,
+    /// The angle of the point (b, a).
     Atan2,
 }
 
+/// An instruction. Its result is the register with the instruction's index.
 #[derive(Clone, Copy, Debug)]
 pub enum Ins {
+    /// The current element of an input.
     In(usize),
+    /// A constant.
     Const(f32),
+    /// An operation on one register.
     Un(Un, Reg),
+    /// An operation on two registers.
     Bin(Bin, Reg, Reg),
     /// a where c is not 0, else b.
     Select(Reg, Reg, Reg),
     /// Uniform in [0, 1), a multiple of 2^-16: this element's draw at `site`, from the counters that input `rng` holds.
     Random {
+        /// The op's number in the model, so that sites draw different numbers.
         site: u32,
+        /// The input with seed and step.
         rng: usize,
     },
 }
@@ -75,6 +102,7 @@ impl Ins {
         }
     }
 
+    /// The registers that it reads.
     pub fn args(&self) -> Vec<Reg> {
         match *self {
             Ins::In(_) | Ins::Const(_) | Ins::Random { .. } => vec![],
@@ -94,9 +122,12 @@ impl Ins {
     }
 }
 
+/// A pointwise expression in single-assignment form.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Expr {
+    /// The instructions, in order.
     pub ins: Vec<Ins>,
+    /// The registers that are the outputs.
     pub outs: Vec<Reg>,
 }
 
@@ -137,46 +168,57 @@ impl Expr {
         })
     }
 
+    /// Reads an input.
     pub fn input(&mut self, i: usize) -> Reg {
         self.push(Ins::In(i))
     }
 
+    /// A constant.
     pub fn c(&mut self, value: f32) -> Reg {
         self.push(Ins::Const(value))
     }
 
+    /// Applies a unary operation.
     pub fn un(&mut self, op: Un, a: Reg) -> Reg {
         self.push(Ins::Un(op, a))
     }
 
+    /// Applies a binary operation.
     pub fn bin(&mut self, op: Bin, a: Reg, b: Reg) -> Reg {
         self.push(Ins::Bin(op, a, b))
     }
 
+    /// a + b
     pub fn add(&mut self, a: Reg, b: Reg) -> Reg {
         self.bin(Bin::Add, a, b)
     }
 
+    /// a - b
     pub fn sub(&mut self, a: Reg, b: Reg) -> Reg {
         self.bin(Bin::Sub, a, b)
     }
 
+    /// a * b
     pub fn mul(&mut self, a: Reg, b: Reg) -> Reg {
         self.bin(Bin::Mul, a, b)
     }
 
+    /// a / b
     pub fn div(&mut self, a: Reg, b: Reg) -> Reg {
         self.bin(Bin::Div, a, b)
     }
 
+    /// `a` where `c` is not 0, else `b`.
     pub fn select(&mut self, c: Reg, a: Reg, b: Reg) -> Reg {
         self.push(Ins::Select(c, a, b))
     }
 
+    /// a * a
     pub fn square(&mut self, a: Reg) -> Reg {
         self.mul(a, a)
     }
 
+    /// a times a constant.
     pub fn scale(&mut self, a: Reg, by: f32) -> Reg {
         let c = self.c(by);
         self.mul(a, c)
@@ -189,6 +231,7 @@ impl Expr {
         self.select(gone, zero, kept)
     }
 
+    /// 1 - a
     pub fn one_minus(&mut self, a: Reg) -> Reg {
         let one = self.c(1.0);
         self.sub(one, a)
@@ -276,14 +319,17 @@ impl Expr {
         e
     }
 
+    /// Whether an input is the seed of random draws, not a number to compute with.
     pub fn uses_rng(&self, input: usize) -> bool {
         self.ins.iter().any(|i| matches!(i, Ins::Random { rng, .. } if *rng == input))
     }
 
+    /// Whether it draws random numbers.
     pub fn draws(&self) -> bool {
         self.ins.iter().any(|i| matches!(i, Ins::Random { .. }))
     }
 
+    /// Operations for each element, as counted in costs.
     pub fn flops(&self) -> usize {
         self.ins.iter().filter(|i| !matches!(i, Ins::In(_) | Ins::Const(_))).count()
     }

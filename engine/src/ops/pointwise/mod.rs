@@ -16,8 +16,10 @@ use crate::record::Var;
 use expr::Reg;
 use std::sync::Arc;
 
+/// A fused pointwise expression, evaluated for every element of its broadcast inputs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pointwise {
+    /// What is computed.
     pub expr: Expr,
     /// Of each output.
     pub dtypes: Vec<DType>,
@@ -34,6 +36,7 @@ impl Pointwise {
         self.expr.outs == [0] && self.expr.ins == [Ins::In(0)]
     }
 
+    /// An op that computes `expr`, with outputs of these types.
     pub fn new(expr: Expr, dtypes: Vec<DType>) -> Pointwise {
         Pointwise { expr, dtypes, in_place: vec![], back: None }
     }
@@ -245,34 +248,42 @@ impl<'g> Var<'g> {
         pointwise(&[self], |e, x| e.un(op, x[0]))
     }
 
+    /// e^x.
     pub fn exp(self) -> Var<'g> {
         self.unary(Un::Exp)
     }
 
+    /// The natural logarithm.
     pub fn ln(self) -> Var<'g> {
         self.unary(Un::Ln)
     }
 
+    /// The square root.
     pub fn sqrt(self) -> Var<'g> {
         self.unary(Un::Sqrt)
     }
 
+    /// 1 / sqrt(x).
     pub fn rsqrt(self) -> Var<'g> {
         self.unary(Un::Rsqrt)
     }
 
+    /// 1 / (1 + e^-x).
     pub fn sigmoid(self) -> Var<'g> {
         self.unary(Un::Sigmoid)
     }
 
+    /// The hyperbolic tangent.
     pub fn tanh(self) -> Var<'g> {
         self.unary(Un::Tanh)
     }
 
+    /// The absolute value.
     pub fn abs(self) -> Var<'g> {
         self.unary(Un::Abs)
     }
 
+    /// x * x.
     pub fn square(self) -> Var<'g> {
         pointwise(&[self], |e, x| e.square(x[0]))
     }
@@ -354,11 +365,13 @@ impl<'g> Var<'g> {
         })
     }
 
+    /// The larger of two values, element by element.
     #[track_caller]
     pub fn max(self, other: Var<'g>) -> Var<'g> {
         pointwise(&[self, other], |e, x| e.bin(Bin::Max, x[0], x[1]))
     }
 
+    /// The smaller of two values, element by element.
     #[track_caller]
     pub fn min(self, other: Var<'g>) -> Var<'g> {
         pointwise(&[self, other], |e, x| e.bin(Bin::Min, x[0], x[1]))
@@ -419,6 +432,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("add broadcast", &[In(&[3, 1, 5], Fill::Normal), In(&[4, 1], Fill::Normal)], |x| vec![x[0] + x[1]]),
     Case::new("sub", &[In(&[7], Fill::Normal), In(&[7], Fill::Normal)], |x| vec![x[0] - x[1]]),

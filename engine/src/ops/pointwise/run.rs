@@ -12,6 +12,7 @@ const CHUNK: usize = 512;
 /// Chunks of one rayon task.
 const TASK: usize = 16 * CHUNK;
 
+/// A unary operation on one number.
 #[inline(always)]
 pub fn unary(op: Un, a: f32) -> f32 {
     match op {
@@ -38,6 +39,7 @@ pub fn unary(op: Un, a: f32) -> f32 {
     }
 }
 
+/// A binary operation on two numbers.
 #[inline(always)]
 pub fn binary(op: Bin, a: f32, b: f32) -> f32 {
     match op {
@@ -189,6 +191,7 @@ enum Out<'a> {
     U8(&'a mut [u8]),
 }
 
+/// Evaluates an expression for all elements on the CPU, in chunks that fit into the cache.
 pub fn run(e: &Expr, in_place: &[(usize, usize)], x: &[View], y: &mut [ViewMut]) {
     let shape = y[0].shape.to_vec();
     let total: usize = shape.iter().product();

@@ -13,16 +13,21 @@ use std::sync::Arc;
 
 pub mod packs;
 
+/// How values are combined.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reduction {
+    /// Their sum.
     Sum,
+    /// The largest.
     Max,
 }
 
 /// Over one axis, which becomes 1.
 #[derive(Clone, Debug)]
 pub struct Reduce {
+    /// How values are combined.
     pub how: Reduction,
+    /// Which dimension becomes 1.
     pub axis: usize,
     /// The result is f32, whatever is read.
     pub wide: bool,
@@ -251,6 +256,7 @@ impl<'g> Var<'g> {
         }
     }
 
+    /// The maximum along an axis, which stays with size 1.
     #[track_caller]
     pub fn max_axis(self, axis: usize) -> Var<'g> {
         self.recorder().op1(Reduce { how: Reduction::Max, axis, wide: false }, &[self])
@@ -261,10 +267,12 @@ impl<'g> Var<'g> {
         self.reshape(&[self.meta().elements()]).sum_axis(0)
     }
 
+    /// The mean of all elements, of shape [1].
     pub fn mean(self) -> Var<'g> {
         self.sum() * (1.0 / self.meta().elements() as f32)
     }
 
+    /// The mean along an axis, which stays with size 1.
     #[track_caller]
     pub fn mean_axis(self, axis: usize) -> Var<'g> {
         self.sum_axis(axis) * (1.0 / self.shape()[axis] as f32)
@@ -300,6 +308,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("rows", &[In(&[7, 1031], Fill::Normal)], |x| vec![x[0].sum_axis(1)]),
     Case::new("columns", &[In(&[1031, 7], Fill::Normal)], |x| vec![x[0].sum_axis(0)]),

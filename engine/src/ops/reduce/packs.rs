@@ -5,7 +5,9 @@ use crate::meta::DType;
 
 /// Source that stands before a kernel: packs; sums over the threads of a row; rows kept in registers.
 pub const PACKS: &str = include_str!("packs.cuh");
+/// CUDA source: reductions among the lanes that share a row.
 pub const LANES: &str = include_str!("lanes.cuh");
+/// CUDA source: a thread's elements of a row.
 pub const ROW: &str = include_str!("row.cuh");
 
 /// The most elements (a power of two) that fit into 16 bytes in each of `types` and divide all `lengths`.
@@ -21,6 +23,7 @@ pub fn pack(types: &[DType], lengths: &[usize]) -> usize {
 /// How the threads of a block share rows of `d` elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows {
+    /// Elements that a thread loads at once.
     pub vec: usize,
     /// Threads of one row: a power of two up to 32, or the block.
     pub lanes: usize,
@@ -33,6 +36,7 @@ pub struct Rows {
 }
 
 impl Rows {
+    /// For rows of `d` elements, loaded from tensors of these types.
     pub fn new(d: usize, types: &[DType]) -> Rows {
         let vec = pack(types, &[d]);
         let all = d / vec;
@@ -45,6 +49,7 @@ impl Rows {
         Rows { vec, lanes, groups: if lanes > 32 { 1 } else { 256 / lanes }, packs, keep: packs * vec <= 32 }
     }
 
+    /// Threads of a block.
     pub fn threads(&self) -> usize {
         self.lanes * self.groups
     }

@@ -23,6 +23,7 @@ pub enum Pairs {
 /// Inputs: x [batch, time, heads, d]; cosines and sines [time, d / 2], or [batch, time, d / 2].
 #[derive(Debug)]
 pub struct Rope {
+    /// Which elements are rotated together.
     pub pairs: Pairs,
     /// Rotate the other way: the gradient.
     pub inverse: bool,
@@ -124,6 +125,7 @@ impl Op for Rope {
 }
 
 impl<'g> Var<'g> {
+    /// Rotates heads [batch, time, heads, d] by the angles of tables from `Recorder::rope_tables`.
     #[track_caller]
     pub fn rope(self, pairs: Pairs, (cos, sin): (Var<'g>, Var<'g>)) -> Var<'g> {
         self.recorder().op1(Rope { pairs, inverse: false }, &[self, cos, sin])
@@ -151,6 +153,7 @@ impl Recorder {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("halves", &[In(&[2, 5, 3, 8], Fill::Normal)], |x| vec![x[0].rope(Pairs::Halves, x[0].recorder().rope_tables(5, 8, 100.0))]),
     Case::new("adjacent", &[In(&[2, 5, 1, 6], Fill::Normal)], |x| {

@@ -20,7 +20,9 @@ pub const LONGEST: usize = 1024;
 /// [d] or [1]. Outputs: y, and rstd [rows].
 #[derive(Debug)]
 pub struct NormRope {
+    /// Added to the mean square.
     pub eps: f32,
+    /// Which elements are rotated together.
     pub pairs: Pairs,
 }
 
@@ -103,6 +105,7 @@ impl Op for NormRope {
 /// Inputs: x, cosines, sines, rstd, dy, and the weight if there is one. Outputs: dx, and perhaps the weight's gradient.
 #[derive(Clone, Debug)]
 pub struct NormRopeGrad {
+    /// As in the forward op.
     pub pairs: Pairs,
     /// The weight's gradient is wanted.
     pub dw: bool,

@@ -69,8 +69,10 @@ impl Op for GatherRows {
     }
 }
 
+/// What happens to a row that an index names.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Write {
+    /// The source row is added to it.
     Add,
     /// No row is named twice, the caller promises: nothing has to be sorted.
     AddOnce,
@@ -84,6 +86,7 @@ const FEW: usize = 256;
 /// y = base, then row index[i] of it takes source[i]. Inputs: base [rows, d], index i32 [..], source [.., d].
 #[derive(Debug)]
 pub struct ScatterRows {
+    /// Whether rows are added or replaced.
     pub write: Write,
 }
 
@@ -258,6 +261,7 @@ impl<'g> Var<'g> {
         self.recorder().op1(GatherRows { once: true }, &[self, index])
     }
 
+    /// Adds row i of `source` to row `index[i]` of this table; negative indices are skipped.
     #[track_caller]
     pub fn scatter_add_rows(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
         self.recorder().op1(ScatterRows { write: Write::Add }, &[self, index, source])
@@ -276,6 +280,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("gather, some twice", &[In(&[7, 5], Fill::Normal), In(&[3, 4], Fill::Index(7))], |x| vec![x[0].gather_rows(x[1])]),
     Case::new("add, some twice", &[In(&[7, 5], Fill::Normal), In(&[12], Fill::Index(7)), In(&[12, 5], Fill::Normal)], |x| {

@@ -192,8 +192,11 @@ struct Places {
 /// serves many. Outputs: tokens i32 [rows]; with `log_prob`, ln softmax(logits) of each, f32 [rows]: at temperature 1 and among all tokens.
 #[derive(Debug)]
 pub struct Sample {
+    /// Temperature and top-p.
     pub nucleus: Nucleus,
+    /// Whether the token's log probability is a second output.
     pub log_prob: bool,
+    /// The op's number in the model (see [`Recorder::new_site`]).
     pub site: u32,
 }
 
@@ -272,6 +275,7 @@ impl Op for Sample {
 /// What `Sample` draws from: f32 [rows, vocab], 0 outside of the nucleus.
 #[derive(Debug)]
 pub struct TopP {
+    /// Temperature and top-p.
     pub nucleus: Nucleus,
 }
 
@@ -376,6 +380,7 @@ macro_rules! rows {
 
 use DType::{BF16, F16, F32};
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("many ties", rows!(9, 96, 128), |x| drawn(logits(x, 0.0625, BF16), x, 0.9, 0.9)),
     Case::new("three chunks", rows!(3, 20000, 100_000), |x| drawn(logits(x, 1e-4, F32), x, 0.7, 0.95)),

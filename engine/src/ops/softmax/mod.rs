@@ -12,6 +12,7 @@ use rayon::prelude::*;
 /// Rows of one task.
 const ROWS: usize = 16;
 
+/// Softmax along the last dimension.
 #[derive(Debug)]
 pub struct Softmax {
     /// Row i of [.., rows, columns] sees columns up to i + columns - rows; the others become 0.
@@ -150,6 +151,7 @@ impl Op for SoftmaxGrad {
 }
 
 impl<'g> Var<'g> {
+    /// Softmax along the last dimension.
     #[track_caller]
     pub fn softmax(self) -> Var<'g> {
         self.recorder().op1(Softmax { causal: false }, &[self])
@@ -162,6 +164,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("rows", &[In(&[5, 37], Fill::Normal)], |x| vec![x[0].softmax()]),
     Case::new("causal", &[In(&[2, 5, 7], Fill::Normal)], |x| vec![x[0].causal_softmax()]),

@@ -7,8 +7,10 @@ use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient
 use crate::record::Var;
 use rayon::prelude::*;
 
+/// Indices of the largest values of each row, largest first.
 #[derive(Debug)]
 pub struct TopK {
+    /// How many.
     pub k: usize,
 }
 
@@ -77,6 +79,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("gathered by", &[In(&[2, 13], Fill::Distinct), In(&[13, 3], Fill::Normal)], |x| vec![x[1].gather_rows(x[0].top_k(5))]),
     // Whole numbers, so that many are equal: a GPU decides as the CPU does.

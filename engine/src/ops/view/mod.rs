@@ -32,6 +32,7 @@ macro_rules! view_op {
     };
 }
 
+/// The same elements in another shape.
 #[derive(Debug)]
 pub struct Reshape(pub Vec<usize>);
 
@@ -88,6 +89,7 @@ impl Op for Reshape {
     }
 }
 
+/// The dimensions in another order: output dimension i is input dimension `.0[i]`.
 #[derive(Debug)]
 pub struct Permute(pub Vec<usize>);
 
@@ -114,10 +116,14 @@ impl Op for Permute {
     }
 }
 
+/// Part of one dimension.
 #[derive(Debug)]
 pub struct Slice {
+    /// Which dimension.
     pub axis: usize,
+    /// The first index.
     pub start: usize,
+    /// The index after the last.
     pub end: usize,
 }
 
@@ -141,6 +147,7 @@ impl Op for Slice {
     }
 }
 
+/// Broadcasts dimensions of size 1 to this shape.
 #[derive(Debug)]
 pub struct Expand(pub Vec<usize>);
 
@@ -162,6 +169,7 @@ impl Op for Expand {
     }
 }
 
+/// The same value, without a gradient: `detach` in PyTorch.
 #[derive(Debug)]
 pub struct StopGradient;
 
@@ -182,6 +190,7 @@ impl Op for StopGradient {
 }
 
 impl<'g> Var<'g> {
+    /// The same elements in another shape of as many elements.
     #[track_caller]
     pub fn reshape(self, shape: &[usize]) -> Var<'g> {
         if self.shape() == shape {
@@ -214,6 +223,7 @@ impl<'g> Var<'g> {
         self.permute(&order)
     }
 
+    /// The elements `start..end` of a dimension.
     #[track_caller]
     pub fn slice(self, axis: usize, start: usize, end: usize) -> Var<'g> {
         if self.shape().get(axis) == Some(&end) && start == 0 {
@@ -243,6 +253,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("reshape of a permuted", &[In(&[2, 3, 4], Fill::Normal)], |x| vec![x[0].permute(&[2, 0, 1]).reshape(&[8, 3]) * 2.0]),
     Case::new("slices", &[In(&[5, 6], Fill::Normal)], |x| vec![x[0].slice(0, 1, 4).slice(1, 2, 6) * x[0].slice(0, 2, 5).slice(1, 0, 4)]),
