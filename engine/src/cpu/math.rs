@@ -82,7 +82,7 @@ pub fn max(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
     let chunks = x.chunks_exact(16);
     let rest = chunks.remainder();
-    // A NaN must win, or a broken softmax would look whole.
+    // A NaN must win, or a softmax of NaNs would look valid.
     let pick = |a: f32, b: f32| if b > a || b.is_nan() { b } else { a };
     for c in chunks {
         for i in 0..16 {

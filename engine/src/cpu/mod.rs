@@ -1,4 +1,4 @@
-//! The CPU executor, and what CPU code of ops is written with.
+//! The CPU executor, and tools for the CPU code of ops.
 
 pub mod gemm;
 pub mod math;
@@ -13,7 +13,7 @@ pub use view::{Data, DataMut, View, ViewMut};
 
 use std::sync::Arc;
 
-/// Threads that programs run on. Results depend on their number only through matrix products.
+/// The threads that programs run on. Only matmuls give different bits with another number of threads.
 #[derive(Clone)]
 pub struct Cpu {
     pool: Arc<rayon::ThreadPool>,
@@ -42,7 +42,7 @@ impl Cpu {
     }
 }
 
-/// Runs a loop compiled for the widest vectors this machine has. What it calls must be `#[inline(always)]`.
+/// Runs a loop compiled for the widest SIMD instructions of this machine. What it calls must be `#[inline(always)]`.
 #[inline(always)]
 pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     struct Call<F>(F);
@@ -56,7 +56,7 @@ pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(Call(f))
 }
 
-/// The instructions that vector code was chosen for.
+/// The name of the SIMD instruction set that is used.
 pub fn vectors() -> String {
     format!("{:?}", pulp::Arch::new()).split('(').next().unwrap_or("plain").to_string()
 }

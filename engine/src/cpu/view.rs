@@ -1,4 +1,4 @@
-//! A tensor as CPU code of an op sees it.
+//! Tensors as the CPU code of ops gets them.
 
 use crate::error::Error;
 use crate::meta::{DType, Meta};
@@ -15,7 +15,7 @@ pub enum Data<'a> {
 }
 
 impl<'a> Data<'a> {
-    /// The bytes of the feed of this name, if they are of the type and number wanted.
+    /// The bytes given for the feed of this name; an error if type or length is wrong.
     pub fn checked(name: &str, want: &Meta, feeds: &[(&str, Data<'a>)]) -> Result<&'a [u8], Error> {
         let wrong = |got: String| Error::Feed { name: name.into(), want: want.clone(), got };
         let (_, data) = feeds.iter().find(|f| f.0 == name).ok_or_else(|| wrong("nothing".into()))?;
@@ -31,7 +31,7 @@ impl<'a> Data<'a> {
     }
 }
 
-/// An input. Without gaps, unless the op's `layout` says that it takes more; then `strides` tell.
+/// An input. Contiguous, unless `Op::layout` accepts other strides.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
     /// Sizes of the dimensions.
@@ -87,7 +87,7 @@ pub enum DataMut<'a> {
     U8(&'a mut [u8]),
 }
 
-/// An output: always without gaps.
+/// An output, always contiguous.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     /// Sizes of the dimensions.

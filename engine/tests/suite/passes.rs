@@ -247,7 +247,7 @@ fn experts_run_on_tensor_cores_or_there_is_a_reason() {
     assert_eq!(declined(90, 24, "auto"), (4, String::new()));
     assert_eq!(declined(80, 24, "auto"), (4, String::new()));
     let refused = |(applied, reason): (usize, String), why: &str| assert!(applied == 0 && reason.contains(why), "{applied} {reason}");
-    refused(declined(90, 24, "off"), "tensor cores multiply bf16 and f16");
+    refused(declined(90, 24, "off"), "the tensor-core kernels take bf16 and f16");
     refused(declined(75, 24, "auto"), "compute capability 8.0");
     refused(declined(90, 23, "auto"), "a row of 23 elements");
 }
@@ -358,7 +358,7 @@ fn products_keep_to_themselves_where_that_is_better() {
     };
     refused(|a, b, c| a.recorder().output("y", a.matmul(b).tanh() * c.slice(1, 0, 1)), "is broadcast or strided");
     refused(|a, b, c| a.recorder().output("y", a.matmul(b).t().tanh() * c), "broadcast, sliced or transposed");
-    refused(|a, b, _| a.recorder().output("y", a.t().matmul(b.t()).tanh()), "row by row");
+    refused(|a, b, _| a.recorder().output("y", a.t().matmul(b.t()).tanh()), "not row-major");
     refused(|a, b, c| a.recorder().output("y", a.slice(2, 1, 9).matmul(b.slice(1, 0, 8)).tanh() * c), "multiples of 16 bytes");
     refused(|a, b, c| a.recorder().output("y", a.slice(2, 0, 7).matmul(b.slice(1, 0, 7)).tanh() * c), "multiples of 8");
     refused(

@@ -1,4 +1,4 @@
-//! Gradients of the experts' matrices: for each, the sum of its rows' outer products.
+//! Gradients with respect to the experts' matrices: for each expert, left^T right over its rows.
 
 use super::grouped::{By, gather};
 use super::kernels::{Kernel, TILE_ROWS, Tile};
@@ -13,7 +13,7 @@ use crate::record::Var;
 /// left^T right over each expert's rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupedOuter {
-    /// Rows of a token.
+    /// Experts, and so rows, of each token.
     pub top: usize,
     /// How the rows of the left operand are indexed.
     pub left: By,
@@ -31,7 +31,7 @@ impl GroupedOuter {
     }
 }
 
-/// Blocks that share the work: the multiprocessors of an H200. Sums must not depend on the card, so neither does this.
+/// Blocks that share the work: the multiprocessors of an H200, and as many on every GPU, so that sums have the same bits.
 const BLOCKS: usize = 132;
 const COLUMNS: usize = 256;
 

@@ -1,4 +1,4 @@
-//! One number everywhere.
+//! A tensor filled with one number.
 
 use crate::cpu::{DataMut, View, ViewMut};
 use crate::kernel::{Code, Io, Launch};

@@ -1,4 +1,4 @@
-//! Products of a large matrix with narrow ones, as adapters have them: nothing but reading it, which is done once for both.
+//! LoRA backward: two matmuls of one large matrix with low-rank ones. They are bound by reading the large matrix, which is done once for both.
 
 mod gpu;
 
@@ -13,8 +13,8 @@ use crate::ops::concat::concat;
 use crate::ops::matmul::Matmul;
 use crate::record::Var;
 
-/// Inputs: d [m, n], p [m, r], q [n, r]; further three, with the same m and r, follow. Outputs: d q of all, side by side [m, all r]; and of each
-/// d^T p [n, r] in f32.
+/// Inputs: d [m, n], p [m, r], q [n, r], for one or more adapters with the same m and r. Outputs: d q of all, concatenated [m, adapters * r]; and for
+/// each d^T p [n, r] in f32.
 #[derive(Debug)]
 pub struct NarrowProducts;
 
@@ -42,7 +42,7 @@ impl Op for NarrowProducts {
         }
     }
 
-    /// Two products of each, where rows do not start on 16 bytes.
+    /// Two GEMMs for each, if rows are not aligned to 16 bytes.
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         op::rounded(at)
     }

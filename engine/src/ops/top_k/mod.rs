@@ -1,4 +1,4 @@
-//! Positions of the k largest of each row, in the order of the positions; of equal values, the earlier one is taken.
+//! Indices of the k largest values of each row, in increasing order of the indices; of equal values, the first is taken.
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
@@ -7,7 +7,7 @@ use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Indices of the largest values of each row, largest first.
+/// Indices of the k largest values of each row, in increasing order.
 #[derive(Debug)]
 pub struct TopK {
     /// How many.
@@ -66,7 +66,7 @@ impl Op for TopK {
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
-        // Cheap, but its result is small and decides what follows: `recompute` should keep it.
+        // Not marked memory-bound: the result is small, so `recompute` should keep it.
         Cost { memory_bound: false, ..Cost::memory(x[0].bytes() + self.infer(x)[0].bytes()) }
     }
 }
