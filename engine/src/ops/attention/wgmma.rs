@@ -1,23 +1,23 @@
-//! Products of four warps (`wgmma`, compute capability 9.0): their instructions as text, for kernels that differ in shapes and types.
+//! `wgmma` instructions (compute capability 9.0) as generated CUDA source, for kernels of various shapes and types.
 
 use crate::meta::DType;
 
-/// Copies, barriers and what surrounds the products, for kernels of this architecture.
+/// CUDA source for Hopper kernels: asynchronous copies, barriers, wgmma fences.
 pub(crate) const TEXT: &str = concat!(include_str!("mma.cuh"), include_str!("barriers.cuh"), include_str!("wgmma.cuh"));
 
-/// Where the left matrix of a product comes from.
+/// Where the left operand of a wgmma comes from.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Left {
-    /// Shared memory, its own rows.
+    /// Shared memory, row-major (M by K).
     Rows,
-    /// Shared memory, where the rows are those of the sum.
+    /// Shared memory, transposed: its rows are along K.
     Transposed,
-    /// Registers, as mma has it.
+    /// Registers, in the fragment layout of mma.
     Registers,
 }
 
-/// Functions `name(c, a, b)`: c [64, columns] += a [64, 16] b [16, columns], and `name_first`, for which c is nothing before. b lies in shared
-/// memory, `transposed` where its rows are those of the sum.
+/// Functions `name(c, a, b)`: c [64, columns] += a [64, 16] b [16, columns], and `name_first`, which overwrites c. b lies in shared memory;
+/// `transposed` if its rows are along K.
 pub(crate) fn product(name: &str, columns: usize, dtype: DType, left: Left, transposed: bool) -> String {
     let dtype = if dtype == DType::BF16 { "bf16" } else { "f16" };
     let list = |n: usize, f: &dyn Fn(usize) -> String| (0..n).map(f).collect::<Vec<_>>().join(", ");

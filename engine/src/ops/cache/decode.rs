@@ -1,4 +1,4 @@
-//! Attention of new tokens over a cache that they are written to.
+//! Attention of new tokens over a KV cache, which their keys and values are written to.
 
 use super::{check, held, row, write};
 use crate::cpu::math::{dot, exp, max, sum};
@@ -12,19 +12,19 @@ use crate::ops::rope::{self, Pairs, Rope};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: q [batch, time, heads, d]; k, v [batch, time, kv_heads, d]; the caches of both; past; perhaps until, i32 [batch, capacity]; and what `rotation` wants.
+/// Inputs: q [batch, time, heads, d]; k, v [batch, time, kv_heads, d]; the caches of both; past; perhaps until, i32 [batch, capacity]; and the inputs of `rotation`.
 /// Outputs: y [batch, time, heads, d], and the caches with k and v at past, past + 1, ..
 ///
-/// Query t stands at i = past + t and sees key j where j <= i and i <= until[j]: what `attention_until` means by it. One that sees nothing gives zeros.
+/// Query t is at position i = past + t and sees key j if j <= i and i <= until[j], as in `attention_until`. A query that sees no key gives zeros.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecodeAttention {
     /// Factor of the scores.
     pub scale: f32,
-    /// q and k of one token go through this first: the pass `fuse-decode` says so.
+    /// Applied to q and k first, for one token; set by the pass `fuse-decode`.
     pub rotation: Option<Rotation>,
 }
 
-/// Rotary embedding, inputs cosines and sines as `Rope` has them; before it an RMS norm with this epsilon, inputs its weights [d] for q and for k.
+/// RoPE of q and k, with cosines and sines as inputs (see `Rope`); before it perhaps an RMS norm, with weights [d] for q and for k as inputs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotation {
     /// Which elements of a head RoPE rotates together.
@@ -34,12 +34,12 @@ pub struct Rotation {
 }
 
 impl DecodeAttention {
-    /// Where `rotation`'s inputs begin.
+    /// The index of `rotation`'s first input.
     fn more(&self, inputs: usize) -> usize {
         inputs - self.rotation.map_or(0, |t| if t.norm.is_some() { 4 } else { 2 })
     }
 
-    /// Input 0 or 1, normed and rotated, its rows without gaps.
+    /// Input 0 or 1, normed and rotated, as contiguous rows.
     fn rotated(&self, input: usize, x: &[View], to: &mut [f32]) {
         let (Some(rotation), more) = (self.rotation, self.more(x.len())) else { unreachable!("only where `rotation` is set") };
         let (heads, d, apart) = (x[input].shape[2], x[input].shape[3], row(&x[input]));
@@ -56,11 +56,11 @@ impl DecodeAttention {
     }
 }
 
-/// Keys of a block without tensor cores: 128 KiB to read where heads are 128 wide in bf16.
+/// Keys of a block without tensor cores: 128 KiB to read with a head dimension of 128 in bf16.
 const CHUNK: usize = 256;
 /// The most rows of a block, each with a query and an output in registers.
 const ROWS: usize = 8;
-/// Bytes of keys and values that a block looks at together, and that are on their way to it: more where it is alone on its multiprocessor.
+/// Bytes of keys and values that a block processes at once, and that it has in flight: more if it is alone on its multiprocessor.
 const TOGETHER: usize = 48 << 10;
 const AHEAD: usize = 64 << 10;
 const AHEAD_ALONE: usize = 112 << 10;
@@ -138,7 +138,7 @@ impl Op for DecodeAttention {
         });
     }
 
-    /// q, k and v may be columns of one product.
+    /// q, k and v may be column slices of one merged projection.
     fn layout(&self, input: usize) -> Layout {
         if input < 3 { Layout::Blocks(2) } else { Layout::Contiguous }
     }
@@ -212,12 +212,12 @@ impl Op for DecodeAttention {
             let packs = d / vec;
             let lanes = packs.next_power_of_two().min(32);
             let per = packs.div_ceil(lanes);
-            // A row has 2 x per x vec registers; as many rows as leave none in memory.
+            // A row takes 2 x per x vec registers; as many rows as fit without spills.
             let most = (64 / (per * vec)).clamp(1, ROWS);
             let tiles = (time * group).div_ceil(most);
             let r = (time * group).div_ceil(tiles);
             let blocks = batch * kv * tiles * splits_of(CHUNK);
-            // With few registers for its rows, a thread looks at more keys together, and two blocks fit on a multiprocessor.
+            // If its rows take few registers, a thread processes more keys at once, and two blocks fit on a multiprocessor.
             let light = r <= 4 && r * per * vec <= 32;
             let (mut unroll, mut warps) = (if light { 4 } else { 2 }, 8);
             let stage = |unroll: usize, warps: usize| warps * unroll * 2 * per * 32 * vec * dtype.size();
@@ -243,7 +243,7 @@ impl Op for DecodeAttention {
             (first, CHUNK)
         };
         let (past, y, partial) = (At::X(5).into(), At::Y(0).into(), At::Work.into());
-        // One that is not there is not read.
+        // A missing input is not read.
         let own = |input: usize, there: bool| Place::from(At::X(if there { input } else { 0 }));
         let mut args: Vec<Place> = vec![At::X(0).into(), At::X(1).into(), At::X(2).into(), past, own(6, masked)];
         args.extend((more..more + 4).map(|i| own(i, i < io.x.len())));
@@ -265,7 +265,7 @@ impl Op for DecodeAttention {
         false
     }
 
-    /// As if the caches were full.
+    /// The cost with full caches.
     fn cost(&self, x: &[Meta]) -> Cost {
         let flops = 4 * x[0].elements() * x[3].shape[1];
         Cost { flops: flops as u64, ..Cost::memory(2 * x[0].bytes() + 2 * (x[1].bytes() + x[2].bytes()) + x[3].bytes() + x[4].bytes()) }
@@ -301,7 +301,8 @@ impl Op for DecodeAttention {
     }
 }
 
-/// Attention of the tokens at past, past + 1, .. over what is cached before them, and over themselves; and the caches with them. See `DecodeAttention`.
+/// Attention of the tokens at past, past + 1, .. over the cached tokens before them and over themselves; and the updated caches. See
+/// [`DecodeAttention`].
 #[track_caller]
 pub fn decode_attention<'g>(
     q: Var<'g>,

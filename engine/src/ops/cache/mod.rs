@@ -1,5 +1,5 @@
-//! Keys and values that outlive a run: caches [batch, capacity, kv_heads, d], of which the first `past` rows are filled. How many those are is i32 [1] in
-//! device memory, so the same program runs for every token and nobody waits for the host. `past` is held to what fits: 0..=capacity - time.
+//! KV caches [batch, capacity, kv_heads, d], of which the first `past` rows are filled. `past` is an i32 [1] in device memory, so that the same program
+//! runs for every token without waiting for the host; it is clamped to 0..=capacity - time.
 
 mod decode;
 
@@ -13,22 +13,22 @@ use crate::ops::reduce::packs::{PACKS, pack};
 use crate::ops::rope::Pairs;
 use crate::record::Var;
 
-/// Puts rows past, past + 1, .. of both caches in place. Inputs: caches of keys and values, past, k and v [batch, time, kv_heads, d], or of fewer
-/// sequences, each for as many neighbours of the caches'. Outputs: the caches.
+/// Writes rows past, past + 1, .. of both caches, in place. Inputs: caches of keys and values, past, k and v [batch, time, kv_heads, d]; with a smaller
+/// batch, each sequence is written to several consecutive sequences of the caches. Outputs: the caches.
 #[derive(Debug)]
 pub struct CacheWrite;
 
-/// Where the first new row goes.
+/// The first new row: `past`, clamped.
 fn held(past: &View, capacity: usize, time: usize) -> usize {
     (past.i32()[0].max(0) as usize).min(capacity - time)
 }
 
-/// Elements from one [kv_heads, d] to the next.
+/// Distance between consecutive rows [kv_heads, d], in elements.
 fn row(x: &View) -> usize {
     block_stride(x.shape, x.strides, 2).expect("blocks evenly apart")
 }
 
-/// rows [batch, time, ..] of x, or of fewer sequences, to place `past` of a cache [batch, capacity, ..].
+/// Copies rows [batch, time, ..] of x, perhaps with a smaller batch, to row `past` of a cache [batch, capacity, ..].
 fn write(cache: &mut ViewMut, x: &View, past: usize) {
     let (capacity, time, wide, apart) = (cache.shape[1], x.shape[1], x.shape[2] * x.shape[3], row(x));
     let each = cache.shape[0] / x.shape[0];
@@ -39,7 +39,7 @@ fn write(cache: &mut ViewMut, x: &View, past: usize) {
     }
 }
 
-/// Caches, and rows of as many sequences that fit into them.
+/// Checks that the rows fit into the caches.
 fn check(caches: &[Meta], past: &Meta, rows: &[Meta]) {
     let (cache, new) = (&caches[0].shape, &rows[0].shape);
     let shapes = cache.len() == 4 && new.len() == 4 && caches[1].shape == *cache && rows[1].shape == *new;
@@ -68,7 +68,7 @@ impl Op for CacheWrite {
         write(&mut y[1], &x[4], past);
     }
 
-    /// k and v may be columns of one product.
+    /// k and v may be column slices of one merged projection.
     fn layout(&self, input: usize) -> Layout {
         if input < 3 { Layout::Contiguous } else { Layout::Blocks(2) }
     }
@@ -113,7 +113,8 @@ impl Op for CacheWrite {
     }
 }
 
-/// The caches with k and v [batch, time, kv_heads, d], or of fewer sequences, each for as many neighbours, from row `past` on; of keys and of values, as are `caches`.
+/// Writes k and v [batch, time, kv_heads, d] to the caches (of keys, of values) from row `past` on; with a smaller batch, each sequence is written to
+/// several consecutive sequences of the caches. Returns the updated caches.
 #[track_caller]
 pub fn cache_write<'g>(caches: (Var<'g>, Var<'g>), past: Var<'g>, k: Var<'g>, v: Var<'g>) -> (Var<'g>, Var<'g>) {
     let y = past.recorder().op(CacheWrite, &[caches.0, caches.1, past, k, v]);
@@ -176,14 +177,14 @@ fn decoded<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
     vec![y, k, v]
 }
 
-/// Inputs of `decoded` for one query, then cosines and sines, then the weights of norms if `rotation` norms.
+/// Inputs of `decoded` for one query, then cosines and sines, then the norms' weights if `rotation` has norms.
 fn rotated<'g>(x: &[Var<'g>], rotation: Rotation, masked: bool) -> Vec<Var<'g>> {
     let inputs = [&[x[5], x[3], x[4], x[0], x[1], x[2]], &x[6..]].concat();
     assert_eq!(inputs.len(), 8 + masked as usize + 2 * rotation.norm.is_some() as usize);
     x[0].recorder().op(DecodeAttention { scale: 0.5, rotation: Some(rotation) }, &inputs)
 }
 
-/// With caches that are full but for the new row: what a benchmark should read.
+/// With caches that are full except for the new row, as a benchmark should read them.
 fn full<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
     let past = x[0].recorder().constant(&[1], vec![(x[0].shape()[1] - 1) as f32]).cast(DType::I32);
     vec![decode_attention(x[5], x[3], x[4], (x[0], x[1]), past, x.get(6).copied(), 0.5).0]

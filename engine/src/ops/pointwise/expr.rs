@@ -1,8 +1,8 @@
-//! Arithmetic on one element, as a list of instructions, each naming earlier ones. The pass `fuse-pointwise` grows these.
+//! Pointwise expressions: lists of instructions on one element, in single-assignment form. The pass `fuse-pointwise` merges them.
 
 use std::collections::HashMap;
 
-/// The number of an instruction.
+/// The index of an instruction, and so of its result.
 pub type Reg = usize;
 
 /// Operations on one value.
@@ -22,7 +22,7 @@ pub enum Un {
     Sqrt,
     /// 1 / sqrt(a)
     Rsqrt,
-    /// 1 / x, on a GPU to two units in the last place; infinite below 1e-38.
+    /// 1 / x, on a GPU accurate to two units in the last place; infinite below 1e-38.
     Inverse,
     /// 1 / (1 + e^-a)
     Sigmoid,
@@ -74,11 +74,11 @@ pub enum Ins {
     Bin(Bin, Reg, Reg),
     /// a where c is not 0, else b.
     Select(Reg, Reg, Reg),
-    /// Uniform in [0, 1), a multiple of 2^-16: this element's draw at `site`, from the counters that input `rng` holds.
+    /// This element's uniform random number in [0, 1), a multiple of 2^-16.
     Random {
         /// The op's number in the model, so that sites draw different numbers.
         site: u32,
-        /// The input with seed and step.
+        /// The input with the rng counters: seed, step, micro-batch.
         rng: usize,
     },
 }
@@ -90,7 +90,7 @@ impl PartialEq for Ins {
 }
 
 impl Ins {
-    /// Everything that makes two instructions the same.
+    /// A key by which equal instructions are found.
     fn key(&self) -> (u8, u8, [usize; 3]) {
         match *self {
             Ins::In(i) => (0, 0, [i, 0, 0]),
@@ -132,7 +132,7 @@ pub struct Expr {
 }
 
 impl Expr {
-    /// One output, of inputs 0 to `inputs` - 1.
+    /// An expression with one output, built from `inputs` inputs.
     pub fn of(inputs: usize, build: impl FnOnce(&mut Expr, &[Reg]) -> Reg) -> Expr {
         let mut e = Expr::default();
         let regs: Vec<Reg> = (0..inputs).map(|i| e.input(i)).collect();
@@ -141,7 +141,7 @@ impl Expr {
         e
     }
 
-    /// Adds an instruction, or finds the same one; folds what needs no arithmetic and changes no number.
+    /// Adds an instruction, or finds an equal one; simplifies where that changes no result.
     pub fn push(&mut self, i: Ins) -> Reg {
         use Bin::*;
         let constant = |r: Reg| match self.ins[r] {
@@ -156,7 +156,7 @@ impl Expr {
                     let c = super::run::binary(op, x, y);
                     return self.push(Ins::Const(c));
                 }
-                // x + 0 is x, but for the sign of zero: -0 stays -0.
+                // x + 0 is x, except that -0 + 0 is 0; here -0 stays -0.
                 (Add, Some(0.0), _) => return b,
                 (Add | Sub, _, Some(0.0)) => return a,
                 _ => {}
@@ -224,7 +224,7 @@ impl Expr {
         self.mul(a, c)
     }
 
-    /// 0 with chance `p`, else a / (1 - p).
+    /// Dropout: 0 with probability `p`, else a / (1 - p).
     pub fn dropout(&mut self, a: Reg, p: f32, site: u32, rng: usize) -> Reg {
         let (u, chance, zero) = (self.push(Ins::Random { site, rng }), self.c(p), self.c(0.0));
         let (gone, kept) = (self.bin(Bin::Lt, u, chance), self.scale(a, crate::mutant!("dropout-not-scaled", 1.0 / (1.0 - p), 1.0)));
@@ -237,7 +237,7 @@ impl Expr {
         self.sub(one, a)
     }
 
-    /// Only what the outputs need, and the inputs that are left: (expression, old numbers of its inputs).
+    /// The expression without unused instructions and inputs, and the old indices of the inputs that remain.
     pub fn pruned(&self) -> (Expr, Vec<usize>) {
         let mut live = vec![false; self.ins.len()];
         for &o in &self.outs {
@@ -270,7 +270,7 @@ impl Expr {
         (out, inputs)
     }
 
-    /// Appends `other`, its inputs replaced by what `input` says; returns where its instructions went.
+    /// Appends `other`, its inputs mapped by `input` and its rng inputs by the last argument; returns the new index of each of its instructions.
     pub fn append(
         &mut self,
         other: &Expr,
@@ -289,7 +289,7 @@ impl Expr {
         map
     }
 
-    /// Gradients of the inputs `wanted`, given inputs `first_dy + k` as the gradients of output k, for the k that have one.
+    /// The expression for gradients with respect to the inputs `wanted`; its inputs `first_dy + k` are the gradients with respect to output k.
     pub fn gradient(&self, wanted: &[usize], dy: &[Option<usize>]) -> Expr {
         let mut e = Expr { ins: self.ins.clone(), outs: vec![] };
         let mut adjoint: Vec<Option<Reg>> = vec![None; self.ins.len()];
@@ -335,7 +335,7 @@ impl Expr {
     }
 }
 
-/// What instruction `i` (value `y`, gradient `g`) adds to the gradients of its arguments.
+/// Adds what instruction `i` (value `y`, gradient `g`) contributes to the gradients of its arguments.
 fn slopes(e: &mut Expr, ins: &Ins, y: Reg, g: Reg) -> Vec<(Reg, Reg)> {
     match *ins {
         Ins::In(_) | Ins::Const(_) | Ins::Random { .. } => vec![],
@@ -381,7 +381,7 @@ fn slopes(e: &mut Expr, ins: &Ins, y: Reg, g: Reg) -> Vec<(Reg, Reg)> {
                     e.un(Un::Neg, s)
                 }
                 Un::Abs => {
-                    // The slope at 0 is -1 here; PyTorch has 0. Nothing trains through an exact zero of |x|.
+                    // The derivative at 0 is -1 here, and 0 in PyTorch; an exact 0 hardly occurs in training.
                     let (step, two, one) = (e.un(Un::Step, a), e.c(2.0), e.c(1.0));
                     let twice = e.mul(step, two);
                     e.sub(twice, one)

@@ -1,4 +1,4 @@
-//! Rotary position embedding: pairs of a head's elements are rotated by an angle that grows with the position.
+//! Rotary position embedding (RoPE): pairs of a head's elements are rotated by an angle proportional to the position.
 
 pub mod norm;
 
@@ -25,11 +25,11 @@ pub enum Pairs {
 pub struct Rope {
     /// Which elements are rotated together.
     pub pairs: Pairs,
-    /// Rotate the other way: the gradient.
+    /// Whether to rotate backward, as the gradient does.
     pub inverse: bool,
 }
 
-/// Rotates a head at `place` by the angles that the tables [places or time, d / 2] have for it.
+/// Rotates a head at `place` by its angles in the tables [places or time, d / 2].
 #[inline(always)]
 pub(crate) fn rotate(pairs: Pairs, sign: f32, row: &mut [f32], place: usize, cos: &[f32], sin: &[f32]) {
     let half = row.len() / 2;
@@ -83,7 +83,7 @@ impl Op for Rope {
         });
     }
 
-    /// Heads may be columns of something wider.
+    /// Heads may be column slices of a wider tensor.
     fn layout(&self, input: usize) -> Layout {
         if input == 0 { Layout::Blocks(2) } else { Layout::Contiguous }
     }
@@ -99,7 +99,7 @@ impl Op for Rope {
         Launch::new(&[PACKS, include_str!("rope.cu")].concat(), "rope")
             .define_type("T", x.dtype)
             .define_type("C", io.x[1].dtype)
-            // Divisions of short numbers are much cheaper.
+            // 32-bit divisions are much cheaper.
             .define("AT", if threads < 1 << 31 { "u32" } else { "u64" })
             .define("THREADS", threads)
             .define("VEC", vec)
@@ -116,7 +116,7 @@ impl Op for Rope {
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let back = |d: Var<'g>| d.recorder().op1(Rope { pairs: self.pairs, inverse: !self.inverse }, &[d, x[1], x[2]]);
-        vec![dy[0].map(back), None, None] // tables are not trained
+        vec![dy[0].map(back), None, None] // the tables have no gradient
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -138,12 +138,12 @@ pub fn rope_frequencies(d: usize, theta: f32) -> Vec<f32> {
 }
 
 impl Recorder {
-    /// Cosines and sines for `time` positions, made once: angle = t * theta^(-2 i / d), all in f32.
+    /// Constant tables of cosines and sines for `time` positions: angle = t * theta^(-2 i / d), all in f32.
     pub fn rope_tables(&self, time: usize, d: usize, theta: f32) -> (Var<'_>, Var<'_>) {
         self.rope_tables_of(time, &rope_frequencies(d, theta))
     }
 
-    /// The same for frequencies of one's own: angle = t * frequency.
+    /// The same for given frequencies: angle = t * frequency.
     pub fn rope_tables_of(&self, time: usize, frequencies: &[f32]) -> (Var<'_>, Var<'_>) {
         let half = frequencies.len();
         let table = |f: fn(f32) -> f32| {

@@ -15,7 +15,7 @@ const ROWS: usize = 16;
 /// Softmax along the last dimension.
 #[derive(Debug)]
 pub struct Softmax {
-    /// Row i of [.., rows, columns] sees columns up to i + columns - rows; the others become 0.
+    /// A causal mask: row i of [.., rows, columns] has columns up to i + columns - rows; the others become 0.
     pub causal: bool,
 }
 
@@ -157,7 +157,7 @@ impl<'g> Var<'g> {
         self.recorder().op1(Softmax { causal: false }, &[self])
     }
 
-    /// Row i of the last two dimensions sees only the columns up to its own (counted from the end where there are more).
+    /// Softmax with a causal mask over the last two dimensions, aligned at the last row and column.
     #[track_caller]
     pub fn causal_softmax(self) -> Var<'g> {
         self.recorder().op1(Softmax { causal: true }, &[self])

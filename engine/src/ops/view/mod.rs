@@ -1,4 +1,4 @@
-//! Other shapes for the same memory: reshape, permute, slice, expand, stop_gradient. None of them runs.
+//! Views, which run nothing: reshape, permute, slice, expand, stop_gradient.
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
@@ -49,8 +49,8 @@ impl Op for Reshape {
     }
 
     fn alias(&self, x: &Meta, strides: &[usize]) -> Option<(usize, Vec<usize>)> {
-        // Old dimensions are taken from the left until they hold as many elements as the new ones taken so far; such a
-        // group can be cut anew only if it lies without gaps.
+        // From the left, old dimensions are grouped until they have as many elements as the new ones so far; a group can be split differently only
+        // if it is contiguous.
         let (old, new) = (&x.shape, &self.0);
         let mut out = vec![0; new.len()];
         let (mut i, mut j) = (0, 0);
@@ -68,7 +68,7 @@ impl Op for Reshape {
                     break;
                 }
             }
-            // Dimensions of one element join any group.
+            // Dimensions of size 1 fit into any group.
             while i < old.len() && old[i] == 1 {
                 i += 1;
             }
@@ -181,7 +181,7 @@ impl Op for StopGradient {
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        vec![None] // this is what it is for
+        vec![None] // its purpose
     }
 
     fn alias(&self, _: &Meta, strides: &[usize]) -> Option<(usize, Vec<usize>)> {
@@ -199,7 +199,7 @@ impl<'g> Var<'g> {
         self.recorder().op1(Reshape(shape.to_vec()), &[self])
     }
 
-    /// Output dimension i is input dimension `order[i]`. What was permuted the other way before is itself again.
+    /// Output dimension i is input dimension `order[i]`. Undoing an earlier permutation gives its input.
     #[track_caller]
     pub fn permute(self, order: &[usize]) -> Var<'g> {
         let back = self.recorder().with_graph(|g| {
@@ -213,7 +213,7 @@ impl<'g> Var<'g> {
         }
     }
 
-    /// The last two dimensions change places.
+    /// The transpose: swaps the last two dimensions.
     #[track_caller]
     pub fn t(self) -> Var<'g> {
         let rank = self.meta().rank();
@@ -232,13 +232,13 @@ impl<'g> Var<'g> {
         self.recorder().op1(Slice { axis, start, end }, &[self])
     }
 
-    /// Row `i` of the first axis, that axis gone.
+    /// Element `i` of the first dimension, without that dimension.
     #[track_caller]
     pub fn row(self, i: usize) -> Var<'g> {
         self.slice(0, i, i + 1).reshape(&self.shape()[1..])
     }
 
-    /// Repeats dimensions of one element, and adds dimensions in front.
+    /// Broadcasts to a shape: expands dimensions of size 1, and adds leading dimensions.
     #[track_caller]
     pub fn expand(self, shape: &[usize]) -> Var<'g> {
         if self.shape() == shape {
@@ -247,7 +247,7 @@ impl<'g> Var<'g> {
         self.recorder().op1(Expand(shape.to_vec()), &[self])
     }
 
-    /// The same value, through which no gradient flows.
+    /// The same value without a gradient: `detach` in PyTorch.
     pub fn stop_gradient(self) -> Var<'g> {
         self.recorder().op1(StopGradient, &[self])
     }
