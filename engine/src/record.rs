@@ -125,7 +125,10 @@ impl Recorder {
     pub fn table(&self, shape: &[usize], numbers: impl FnOnce() -> Vec<f32>) -> Var<'_> {
         let meta = Meta::f32(shape);
         let numbers = if meta.bytes() > MOST_TABLE { vec![] } else { numbers() };
-        assert!(meta.bytes() > MOST_TABLE || meta.elements() == numbers.len(), "a constant of shape {shape:?} needs as many numbers as the shape has elements");
+        assert!(
+            meta.bytes() > MOST_TABLE || meta.elements() == numbers.len(),
+            "a constant of shape {shape:?} needs as many numbers as the shape has elements"
+        );
         self.push(Kind::Const(Arc::new(numbers)), vec![], vec![meta])[0]
     }
 

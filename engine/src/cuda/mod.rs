@@ -130,11 +130,7 @@ impl Cuda {
             (context, memory, (10 * major + minor) as u32, count as u32)
         };
         if sm < 80 {
-            return Err(Error::Cuda(format!(
-                "compute capability {}.{} is too old: the kernels need 8.0 or later",
-                sm / 10,
-                sm % 10
-            )));
+            return Err(Error::Cuda(format!("compute capability {}.{} is too old: the kernels need 8.0 or later", sm / 10, sm % 10)));
         }
         let arch = Arch { sm, multiprocessors };
         let stream = || result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("creating a stream"));

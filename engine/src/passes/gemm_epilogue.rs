@@ -58,7 +58,9 @@ impl Pass for GemmEpilogue {
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let moved = narrow_first(g);
         if moved > 0 {
-            receipt.notes.push(format!("{moved} matmuls moved after the LoRA matmuls they are summed with, to accumulate into those results"));
+            receipt
+                .notes
+                .push(format!("{moved} matmuls moved after the LoRA matmuls they are summed with, to accumulate into those results"));
         }
         let mut folded = Folded::new(g);
         folded.widen(g, receipt);
@@ -364,7 +366,9 @@ impl Folded {
                 Some("the bias is computed after the matmul")
             }
             Work::Act(_) if op.act.is_some() => Some("the matmul has an activation already"),
-            _ if !g.nodes[m].outputs[0].dim(0).is_multiple_of(8) && !matches!(work, Work::Add(_)) => Some("the number of columns is not a multiple of 8"),
+            _ if !g.nodes[m].outputs[0].dim(0).is_multiple_of(8) && !matches!(work, Work::Add(_)) => {
+                Some("the number of columns is not a multiple of 8")
+            }
             _ => None,
         }
     }

@@ -95,7 +95,8 @@ impl<'a> Placer<'a> {
         if !reuse.is_empty() {
             g.nodes[i].inputs.iter().for_each(|v| *reads.entry(self.root(*v)).or_default() += 1);
         }
-        let spots = (0..g.nodes[i].outputs.len()).map(|out| self.output(Value { node: i, out }, reuse.get(&out).copied(), &reads)).collect();
+        let spots =
+            (0..g.nodes[i].outputs.len()).map(|out| self.output(Value { node: i, out }, reuse.get(&out).copied(), &reads)).collect();
         if g.nodes[i].op::<Join>().is_some() {
             self.copy_into_join(i);
         }

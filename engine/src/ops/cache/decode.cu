@@ -2,10 +2,10 @@
 // q [BATCH, TIME, KV * GROUP, D], k and v [BATCH, TIME, KV, D], caches [BATCH, CAPACITY, KV, D]. Query i sees key j where i <= until[j], if MASKED.
 // ROTATE (TIME is 1): queries and keys are rotated first, by cosines and sines [TABLE, D / 2], and normed before that if NORM.
 //
-// A block has CHUNK keys of one key head and R rows: queries of its group's heads, the heads of a query side by side. LANES threads own a key, PER packs of it
-// each, with running maximum, sum and output for every row; a warp has SIDE keys at once, and looks at UNROLL times as many together. They travel to shared
-// memory, STAGES times that ahead, where the thread that copied them reads them; where nobody wrote to the caches (EARLY), before it is the kernel's turn. The
-// parts of the block's threads are put together in the end, those of the SPLITS blocks by attention_combine.
+// A block has CHUNK keys of one key head and R rows: queries of its group's heads. LANES threads share a key, PER packs each, and keep a running maximum,
+// sum and output for every row; a warp has SIDE keys at once, and processes UNROLL times as many together. Keys and values are copied to shared memory,
+// STAGES times that ahead, and read by the thread that copied them; if nothing wrote to the caches (EARLY), copying starts before `wait_for_turn`. The
+// threads' partial results are combined at the end, those of the SPLITS blocks by attention_combine.
 
 const int SIDE = 32 / LANES, DIMS = PER * VEC, ROWS = TIME * GROUP, TILES = (ROWS + R - 1) / R;
 const int HALF = D / 2;
@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_pack(Pack<T> *to, const T *from, bool live)
     if (sizeof(*to) == 16) copy16(to, from, live);
     else if (sizeof(*to) == 8) copy8(to, from, live);
     else if (sizeof(*to) == 4) copy4(to, from, live);
-    else if (live) to->at[0] = *from; // too little to travel alone
+    else if (live) to->at[0] = *from; // too small for cp.async
     else from_float(0.0f, to->at[0]);
 }
 
@@ -34,7 +34,7 @@ template <class E> __device__ __forceinline__ void read_head(const E *from, int 
     }
 }
 
-// head, normed and rotated by the angles of row `table`.
+// The head, normed, and rotated by the angles of row `table`.
 __device__ __forceinline__ void rotate(const float (&head)[DIMS], const float (&other)[DIMS], int own, const TW *weight, const C *cos, const C *sin,
                                      u64 table, float (&to)[DIMS]) {
     float square = 0.0f;

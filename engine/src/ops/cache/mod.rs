@@ -232,7 +232,9 @@ pub const CASES: &[Case] = &[
     ),
     Case::new("decoded, the first token", decoded!(2, 300, 1, 2, 1, 64, 1), decoded),
     Case::new("rotated", rotated!(3, 40, 4, 2, 16, 40), |x| rotated(x, Rotation { pairs: Pairs::Halves, norm: Some(1e-6) }, true)),
-    Case::new("rotated, neighbours", rotated!(2, 300, 6, 2, 24, 300), |x| rotated(x, Rotation { pairs: Pairs::Adjacent, norm: Some(1e-6) }, true)),
+    Case::new("rotated, neighbours", rotated!(2, 300, 6, 2, 24, 300), |x| {
+        rotated(x, Rotation { pairs: Pairs::Adjacent, norm: Some(1e-6) }, true)
+    }),
     Case::new("rotated, not normed", rotated!(2, 9, 3, 3, 6, 9), |x| rotated(&x[..9], Rotation { pairs: Pairs::Halves, norm: None }, true)),
     Case::new("rotated, one table, not masked", rotated!(3, 70, 10, 1, 64, 70), |x| {
         let tables = [x[7], x[8]].map(|t| t.slice(0, 1, 2).reshape(&[1, 32]));

@@ -40,7 +40,7 @@ __device__ __forceinline__ void angles(Angles to[ROUNDS], const float *cos, cons
     }
 }
 
-// Pairs of neighbours rotated.
+// RoPE of adjacent pairs.
 __device__ __forceinline__ Eight rotated(Eight x, const Angles &by) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {

@@ -1,5 +1,5 @@
-// What is left beside products, for every shape and type; xs [batch, TIME, HEADS, N], heads inside, q [batch, HEADS, TIME, N], heads outside.
-// One thread a pair of neighbours.
+// The steps besides GEMMs, for every shape and type; xs [batch, TIME, HEADS, N], heads inside, q [batch, HEADS, TIME, N], heads outside.
+// One thread per adjacent pair.
 struct Pair { u64 inside, outside, table; };
 
 __device__ __forceinline__ Pair pair_of(u64 i) {

@@ -79,7 +79,7 @@ fn moved(code: Code, x: &[Place], y: &[Place]) -> Vec<Step> {
     let place = |p: &Place| match p.at {
         At::X(i) => x[i],
         At::Y(i) => y[i],
-y[0], // for sums over rows, of which there are none =>         At::Work => y[0], // its workspace is for sums over rows, which this norm has none of => y[0], // for sums over rows, of which there are none
+        At::Work => y[0], // its workspace is for sums over rows, which this norm has none of
     };
     let moved = |step: Step| match step {
         Step::Launch(l) => Step::Launch(Launch { args: l.args.iter().map(place).collect(), ..l }),

@@ -29,7 +29,7 @@ struct Unit {
     bool real;
 
     __device__ __forceinline__ Unit(u64 unit) : real(unit < UNITS) {
-        AT at = real ? unit : UNITS - 1; // its sums are needed by nobody, but its threads by the shuffles
+        AT at = real ? unit : UNITS - 1; // no such row: its results are not used, but its threads take part in the shuffles
         place = at / SLOTS;
         slot = at % SLOTS;
     }
