@@ -1,4 +1,4 @@
-//! Checks made from the tables OPS and PASSES: used by the tests and by `kiln check`.
+//! Checks of all ops and passes, from their test cases and examples: used by the tests and by `kiln check`.
 
 mod judge;
 mod planted;
@@ -23,12 +23,16 @@ use std::sync::PoisonError;
 /// Numbers for one feed.
 #[derive(Clone)]
 pub enum Numbers {
+    /// Floats.
     F32(Vec<f32>),
+    /// Integers.
     I32(Vec<i32>),
+    /// Bytes.
     U8(Vec<u8>),
 }
 
 impl Numbers {
+    /// Borrowed, as a program takes it.
     pub fn data(&self) -> Data<'_> {
         match self {
             Numbers::F32(v) => Data::F32(v),
@@ -46,18 +50,22 @@ impl Numbers {
     }
 }
 
-/// What one check found.
+/// The result of one check.
 pub struct Outcome {
+    /// What was checked.
     pub name: String,
+    /// How it came out.
     pub verdict: Verdict,
 }
 
+/// How a check came out.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Verdict {
-    /// The largest error relative to what is allowed, where one was measured.
+    /// With the largest error as a fraction of the tolerance, if one was measured.
     Passed(f64),
+    /// What was wrong.
     Failed(String),
-    /// Why this device cannot say.
+    /// Why it cannot be checked on this device.
     NotChecked(String),
 }
 
@@ -66,6 +74,7 @@ impl Outcome {
         Outcome { name, verdict: found.map_or_else(Verdict::Failed, Verdict::Passed) }
     }
 
+    /// What was wrong, if it failed.
     pub fn problem(&self) -> Option<&str> {
         match &self.verdict {
             Verdict::Failed(problem) => Some(problem),
@@ -92,7 +101,7 @@ fn shuffled(seed: u64, count: usize) -> Vec<usize> {
     order
 }
 
-/// The numbers of a case's input: always the same for the same name.
+/// The numbers of a case's input; the same name always gives the same numbers.
 pub fn fill(kind: Fill, seed: u64, count: usize) -> Numbers {
     let mut normal = normals(seed, count);
     match kind {
@@ -115,7 +124,7 @@ pub fn fill(kind: Fill, seed: u64, count: usize) -> Numbers {
     }
 }
 
-/// A graph loaded with nothing switched on but what it cannot do without, unless told otherwise.
+/// A graph loaded with only the required passes, unless `switches` says otherwise.
 struct Loaded {
     program: Program,
     store: Store,
@@ -128,7 +137,7 @@ impl Loaded {
         Ok(Loaded { program, store })
     }
 
-    /// With sentinels behind every buffer, on a GPU.
+    /// With guard zones after every buffer, on a GPU.
     fn guarded(graph: Graph, device: &Device) -> Result<(Loaded, Guards), String> {
         let text = |e: crate::Error| e.to_string();
         let mut c = Compiled::new(graph, &Switches::default(), device.target()).map_err(text)?;
@@ -151,7 +160,7 @@ impl Loaded {
 const GAP: usize = 256;
 const SENTINEL: u8 = 0xa5;
 
-/// Memory between buffers that no kernel may touch.
+/// Guard zones between buffers, which no kernel may write.
 struct Guards {
     device: Device,
     gaps: Vec<std::ops::Range<usize>>,
@@ -164,24 +173,24 @@ impl Guards {
         let end = self.gaps.iter().map(|g| g.end).max().unwrap_or(0);
         let bytes = cuda.download(&arena, 0, end).map_err(|e| e.to_string())?;
         match self.gaps.iter().find(|g| bytes[(*g).clone()].iter().any(|&b| b != SENTINEL)) {
-            Some(g) => Err(format!("something was written behind the end of a buffer, at byte {} of the arena", g.start)),
+            Some(g) => Err(format!("something was written past the end of a buffer, at byte {} of the arena", g.start)),
             None => Ok(()),
         }
     }
 }
 
-/// Records a case in the middle of a graph: arithmetic before it, a random cotangent behind it.
+/// A case recorded in the middle of a graph: pointwise ops before it, and a random gradient with respect to its outputs.
 pub(crate) struct Recorded {
     pub(crate) graph: Graph,
     pub(crate) feeds: Vec<(String, Numbers)>,
     outputs: Vec<String>,
-    /// (index of the feed, name of the output that is its gradient).
+    /// (index of the feed, name of the output that is the gradient with respect to it).
     gradients: Vec<(usize, String)>,
-    /// (name of an output, its cotangent).
+    /// (name of an output, the gradient with respect to it).
     cotangents: Vec<(String, Vec<f32>)>,
 }
 
-/// What the inputs go through before the case: a gradient that forgets its cotangent, or what came before, shows.
+/// What the inputs go through before the case, so that a vjp that ignores `dy`, or the chain rule, is noticed.
 fn before(leaf: Var) -> Var {
     leaf * 0.75 + 0.125
 }
@@ -190,7 +199,7 @@ fn record(case: &Case, dtype: DType, unfused: bool) -> Recorded {
     record_with(case, (dtype, dtype), unfused, true)
 }
 
-/// In a type, of inputs that are rounded to another first. Without numbers where only the graph is looked at.
+/// The case in a type, with inputs that are rounded to another type first. Without numbers if only the graph is needed.
 fn record_with(case: &Case, (dtype, rounded): (DType, DType), unfused: bool, numbers: bool) -> Recorded {
     let count = |n: usize| if numbers { n } else { 0 };
     let r = Recorder::new();
@@ -218,7 +227,7 @@ fn record_with(case: &Case, (dtype, rounded): (DType, DType), unfused: bool, num
     }
     let loss = loss.expect("a case has an output that is no integer");
     for (i, &leaf) in leaves.iter().enumerate().filter(|(_, l)| l.dtype().is_float()) {
-        // One Grad node each: the check drops those of inputs that have no gradient.
+        // One Grad node for each input: the check drops those of inputs without a gradient.
         r.output(&format!("g{i}"), r.grad(loss, &[leaf])[0]);
         out.gradients.push((i, format!("g{i}")));
     }
@@ -251,7 +260,7 @@ fn device() -> Device {
     Device::cpu(Cpu::all_cores())
 }
 
-/// All checks of one case. On a GPU: its numbers and gradients against the CPU's in every type, and against a second run.
+/// All checks of one case. On a GPU: results and gradients in every type, against the CPU's and against a second run.
 pub fn check_case(op: &str, case: &Case, target: &Device) -> Vec<Outcome> {
     let name = |what: &str| format!("{op}: {} ({what})", case.name);
     if let Device::Cuda(..) = target {
@@ -269,10 +278,10 @@ pub fn check_case(op: &str, case: &Case, target: &Device) -> Vec<Outcome> {
     all
 }
 
-/// Fourth-order differences along random directions, from outputs read in f32 and summed in f64.
+/// Gradients against fourth-order finite differences along random directions, of outputs in f32 summed in f64.
 fn gradient(case: &Case) -> Result<f64, String> {
     let r = record(case, DType::F32, false);
-    // What is declared to have no gradient must not have one; everything else must.
+    // Inputs declared to have no gradient must have none; all others must have one.
     for i in frozen(case) {
         let mut one = r.graph.clone();
         one.outputs.retain(|o| o.0 == format!("g{i}"));
@@ -301,7 +310,7 @@ fn gradient(case: &Case) -> Result<f64, String> {
         for trial in 0..4u64 {
             let mut u = normals(hash_name(case.name) ^ (trial + 7) << 20, x.len());
             if trial == 3 {
-                // One coordinate alone: what drowns in a sum shows here.
+                // One coordinate alone: an error that vanishes in a sum shows here.
                 let at = hash_name(case.name) as usize % x.len();
                 u.iter_mut().enumerate().for_each(|(i, v)| *v = if i == at { 1.0 } else { 0.0 });
             }
@@ -339,7 +348,7 @@ fn repeats(case: &Case) -> Result<f64, String> {
     }
 }
 
-/// Names and numbers of a case's results on the CPU, in a type, of inputs that are rounded to another.
+/// Names and values of a case's results on the CPU, in a type, with inputs that are rounded to another type.
 fn values(case: &Case, types: (DType, DType), unfused: bool) -> Result<(Vec<String>, Vec<Vec<f32>>), String> {
     let mut r = record_with(case, types, unfused, true);
     r.graph.outputs.retain(|o| o.0.starts_with('y'));
@@ -348,7 +357,7 @@ fn values(case: &Case, types: (DType, DType), unfused: bool) -> Result<(Vec<Stri
     Ok((r.outputs, numbers))
 }
 
-/// Inside one expression, what is rounded and widened again would not be rounded.
+/// Keeps a rounding from being fused away: inside one fused expression, a cast to bf16 and back would not round.
 fn rounding((dtype, rounded): (DType, DType)) -> Switches {
     let value = if dtype == rounded { "auto" } else { "off" };
     Switches::default().with("fuse-pointwise", value).expect("a pass of this name")
@@ -360,19 +369,19 @@ fn against_unfused(case: &Case) -> Result<f64, String> {
     Allowed::new(DType::F32, longest(case)).judge_all(&names, &fused, &unfused)
 }
 
-/// In a narrow type, against f32 on the same inputs.
+/// Results in a narrow type against those in f32 with the same inputs.
 fn narrow(case: &Case, dtype: DType) -> Result<f64, String> {
     let ((names, ours), (_, wide)) = (values(case, (dtype, dtype), false)?, values(case, (DType::F32, dtype), false)?);
     allowed(case, dtype, 1.0).judge_all(&names, &ours, &wide)
 }
 
-/// What a case may be off by: so many times what is usual, or what it says that it needs.
+/// The tolerance of a case: the usual one, or the one that it asks for.
 fn allowed(case: &Case, dtype: DType, times: f64) -> Allowed {
     let usual = Allowed::new(dtype, longest(case));
     Allowed { roundings: (times * usual.roundings).max(case.roundings.map_or(0.0, |r| r.0)), ..usual }
 }
 
-/// A case with its outputs and gradients, without those of inputs that have none; without numbers where only the graph is looked at.
+/// A case with its outputs and gradients, leaving out inputs without a gradient; without numbers if only the graph is needed.
 pub(crate) fn checked(case: &Case, dtype: DType, numbers: bool) -> Recorded {
     let mut r = record_with(case, (dtype, dtype), false, numbers);
     r.graph.outputs.retain(|o| !frozen(case).iter().any(|i| o.0 == format!("g{i}")));
@@ -395,19 +404,19 @@ fn against_cpu(case: &Case, dtype: DType, target: &Device) -> Result<f64, String
     agree(case, dtype, &outputs_on(case, dtype, target, 2)?, &outputs_on(case, dtype, &device(), 1)?[0])
 }
 
-/// What was computed twice is the same, bit for bit, and near enough to the CPU's numbers.
+/// Two runs must agree bit for bit, and with the CPU within the tolerance.
 pub(crate) fn agree(case: &Case, dtype: DType, twice: &[Vec<Vec<f32>>], cpu: &[Vec<f32>]) -> Result<f64, String> {
     if !twice[0].iter().zip(&twice[1]).all(|(a, b)| bitwise(a, b)) {
         return Err("two runs differ".into());
     }
-    // A gradient passes through the case twice, rounding each time. In f32 the two add in another order each.
+    // A gradient goes through the case twice and is rounded each time. In f32, CPU and GPU add in different orders.
     let mut most = allowed(case, dtype, 2.0);
     most.length *= 4;
     let names: Vec<String> = checked(case, dtype, false).graph.outputs.iter().map(|o| o.0.clone()).collect();
     most.judge_all(&names, &twice[0], cpu)
 }
 
-/// The pass's own example with the pass off and on.
+/// Compares a pass's own example with the pass off and on.
 pub fn check_pass(pass: &dyn Switch, target: &Device) -> Outcome {
     let verdict = on_off(pass, target).unwrap_or_else(Verdict::Failed);
     Outcome { name: format!("{}: off against on", pass.name()), verdict }
@@ -421,7 +430,7 @@ fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
     };
     let graph = example();
     let feeds = feeds_of(&graph);
-    // Where there are targets, then with few of them, and again: what has nothing to do is left out, and is not the next time.
+    // With targets, with few targets, and with targets again: steps that are skipped in one run must run again in the next.
     let mut rounds = vec![feeds.clone()];
     if let Some((at, (_, meta))) = graph.feeds().enumerate().find(|(_, f)| f.0 == "targets") {
         let mut few = feeds.clone();
@@ -437,7 +446,7 @@ fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
         Ok((found.concat(), applied))
     };
     if pass.required() {
-        // Alone, so that no other pass leaves it nothing to do.
+        // Without other passes, which could leave it nothing to do.
         let alone = all().filter(|s| !s.required()).try_fold(Switches::default(), |switches, s| switches.with(s.name(), "off"));
         let p = Loaded::new(example(), &alone.map_err(|e| e.to_string())?, target)?;
         let applied = p.program.receipts.iter().find(|r| r.pass == pass.name()).map_or(0, |r| r.applied);
@@ -454,7 +463,7 @@ fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
     for value in pass.variants() {
         let (on, applied) = run(value)?;
         if applied == 0 && pass.needs_gpu() && target.target() == Target::Cpu {
-            continue; // the receipt says that there is nothing to do
+            continue; // the receipt says that it does not apply
         }
         checked += 1;
         if applied == 0 {
@@ -475,7 +484,7 @@ fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
     Ok(if checked > 0 { Verdict::Passed(worst) } else { Verdict::NotChecked("needs a GPU: on the CPU it has nothing to do".into()) })
 }
 
-/// Numbers for everything that a graph is fed with.
+/// Numbers for all feeds of a graph.
 pub fn feeds_of(g: &Graph) -> Vec<(String, Numbers)> {
     g.feeds().map(|(name, meta)| (name.to_string(), feed_numbers(name, meta))).collect()
 }
@@ -490,7 +499,7 @@ fn feed_numbers(name: &str, meta: &Meta) -> Numbers {
     fill(kind, hash_name(name), meta.elements())
 }
 
-/// The source of every kernel that a case needs, forwards and backwards, on an architecture: for compiling without a GPU.
+/// The source of every kernel that a case needs, forward and backward, on an architecture: for compiling without a GPU.
 pub fn kernel_texts(case: &Case, dtype: DType, arch: Arch) -> Result<Vec<String>, String> {
     let c = Compiled::new(checked(case, dtype, false).graph, &Switches::default(), Target::Cuda(arch)).map_err(|e| e.to_string())?;
     let steps = crate::cuda::codes(&c.graph, &c.plan.spots, arch).flat_map(|code| code.steps);

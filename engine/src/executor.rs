@@ -1,4 +1,4 @@
-//! Settings of the executor: how a program runs on a GPU, not what it computes. Switched like passes, with receipts of their own.
+//! Settings of the GPU executor: how a program runs, not what it computes. Switched like passes, each with a receipt.
 
 use crate::cuda::Options;
 use crate::error::Error;
@@ -8,23 +8,24 @@ use crate::meta::DType;
 use crate::passes::{Mode, Numerics, Receipt, Switch, Switches, Target};
 use crate::record::Recorder;
 
-/// One of them.
+/// A setting of the executor: an entry of [`EXECUTOR`].
 pub struct Setting {
     name: &'static str,
     about: &'static str,
     default: Mode,
     numerics: fn(DType) -> Numerics,
     example: fn(&Recorder),
-    /// Counts where it applies; declines where it cannot.
+    /// Counts in the receipt where it applies, or declines with a reason.
     sites: fn(&Graph, Arch, &mut Receipt),
-    /// Sets it, where it applies.
+    /// Turns it on.
     set: fn(&mut Options),
 }
 
+/// All settings of the executor, in the order of their receipts.
 pub const EXECUTOR: &[Setting] = &[
     Setting {
         name: "tf32",
-        about: "Rounds the inputs of f32 matmuls to TF32 (10 bits of mantissa), for tensor cores; sums stay f32. Nothing to do on the CPU.",
+        about: "Rounds the inputs of f32 matmuls to TF32 (10 bits of mantissa), for tensor cores; accumulation stays f32. Nothing to do on the CPU.",
         default: Mode::Off,
         numerics: |_| Numerics::LowPrecision,
         example: |r| matmuls(r, DType::F32),
@@ -33,7 +34,7 @@ pub const EXECUTOR: &[Setting] = &[
     },
     Setting {
         name: "autotune",
-        about: "Times the algorithms that cuBLASLt proposes for every new GEMM of bf16, f16 or TF32 and keeps the fastest, on disk and with the run. Nothing to do on the CPU.",
+        about: "Times the algorithms that cuBLASLt proposes for every new bf16, f16 or TF32 GEMM and remembers the fastest, on disk and with the run. Nothing to do on the CPU.",
         default: Mode::Auto,
         // The same sums in another order, rounded to a narrow type.
         numerics: |dtype| if dtype == DType::F32 { Numerics::Exact } else { Numerics::LowPrecision },
@@ -43,19 +44,19 @@ pub const EXECUTOR: &[Setting] = &[
     },
     Setting {
         name: "overlap-launches",
-        about: "Launches a kernel while the one before it ends (programmatic dependent launch): it waits on the GPU itself. From compute capability 9.0. Nothing to do on the CPU.",
+        about: "Launches each kernel while the one before it is still running (programmatic dependent launch): it waits on the GPU. Needs compute capability 9.0. Nothing to do on the CPU.",
         default: Mode::Auto,
         numerics: |_| Numerics::Exact,
         example: update,
         sites: |_, arch, receipt| match arch.sm {
             90.. => receipt.applied = 1,
-            sm => receipt.decline(format!("compute capability {}.{} cannot", sm / 10, sm % 10), ""),
+            sm => receipt.decline(format!("compute capability {}.{} has no programmatic dependent launch", sm / 10, sm % 10), ""),
         },
         set: |o| o.overlap = true,
     },
     Setting {
         name: "cuda-graph",
-        about: "Captures a program and replays it as one CUDA graph (a graph for every choice of steps, where some may be left out), instead of launching its kernels one by one. Nothing to do on the CPU.",
+        about: "Captures a program and replays it as one CUDA graph (one for every combination of steps, where some can be skipped), instead of launching its kernels one by one. Nothing to do on the CPU.",
         default: Mode::Auto,
         numerics: |_| Numerics::Exact,
         example: update,
@@ -91,7 +92,7 @@ impl Switch for Setting {
 }
 
 impl Options {
-    /// What the switches say about a program, and what came of it.
+    /// The options that the switches ask for, and a receipt of each setting.
     pub fn new(g: &Graph, switches: &Switches, target: Target) -> Result<(Options, Vec<Receipt>), Error> {
         let (mut options, mut receipts) = (Options::default(), vec![]);
         for setting in EXECUTOR {
@@ -111,7 +112,7 @@ impl Options {
     }
 }
 
-/// Ops that launch a GEMM of a type that counts.
+/// How many ops launch a GEMM with inputs of a type for which `counts` is true.
 fn gemms(g: &Graph, arch: Arch, counts: impl Fn(DType) -> bool) -> usize {
     let launches = |i: usize| {
         let Kind::Op(op) = &g.nodes[i].kind else { return false };

@@ -1,4 +1,4 @@
-//! Ops and passes of other crates: registered once, they are checked, timed, compiled and switched like the engine's own.
+//! Ops and passes from other crates: once registered, they are checked, timed, compiled and switched like the engine's own.
 
 use crate::error::Error;
 use crate::op::Entry;
@@ -6,18 +6,18 @@ use crate::ops::OPS;
 use crate::passes::{PASSES, Pass, all};
 use std::sync::{PoisonError, RwLock};
 
-/// What a crate brings.
+/// The ops and passes that a crate adds.
 pub struct Extension {
-    /// Its ops, with the cases that they are checked and timed on.
+    /// Its ops, with the test cases that check and time them.
     pub ops: &'static [Entry],
-    /// Its passes. Each runs first in its stage, and behind what it names in `Pass::after`.
+    /// Its passes. Each runs before the engine's passes of the same stage, but after those it names in [`Pass::after`].
     pub passes: &'static [&'static dyn Pass],
 }
 
 static REGISTERED: RwLock<Vec<&'static Extension>> = RwLock::new(vec![]);
 
 /// Adds ops and passes to the engine's own, for the whole process. Call it before the first program is compiled or the first switch is
-/// set. Doing it twice with the same ops and passes changes nothing; another op or pass of a known name is refused.
+/// set. Registering the same extension again changes nothing; another op or pass of a known name is an error.
 pub fn register(extension: &'static Extension) -> Result<(), Error> {
     let names = |e: &Extension| -> Vec<&'static str> { e.ops.iter().map(|o| o.name).chain(e.passes.iter().map(|p| p.name())).collect() };
     let own = names(extension);
@@ -34,19 +34,19 @@ pub fn register(extension: &'static Extension) -> Result<(), Error> {
         let is_known = |name: &&&str| !known.contains(name) && !own.contains(name);
         p.after().iter().find(is_known).map(|after| (p.name(), after))
     }) {
-        return Err(Error::NoPass { name: after.to_string(), hint: format!(", which '{pass}' is to run behind") });
+        return Err(Error::NoPass { name: after.to_string(), hint: format!(", which '{pass}' is to run after") });
     }
     registered.push(extension);
     Ok(())
 }
 
-/// All ops: the engine's, then those that were registered.
+/// All ops: the engine's, then registered ones.
 pub fn ops() -> Vec<&'static Entry> {
     let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
     OPS.iter().chain(registered.iter().flat_map(|e| e.ops)).collect()
 }
 
-/// All passes in running order.
+/// All passes in execution order, registered ones included.
 pub fn passes() -> Vec<&'static dyn Pass> {
     let mut passes = PASSES.to_vec();
     for &pass in REGISTERED.read().unwrap_or_else(PoisonError::into_inner).iter().flat_map(|e| e.passes) {

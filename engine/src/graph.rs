@@ -1,4 +1,4 @@
-//! The recorded step: plain data, in an order in which it can run.
+//! The graph: a recorded program as plain data, its nodes in execution order.
 
 use crate::meta::Meta;
 use crate::op::Op;
@@ -8,76 +8,95 @@ use std::sync::Arc;
 /// Output `out` of node `node`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Value {
+    /// Index into [`Graph::nodes`].
     pub node: usize,
+    /// Which of the node's outputs.
     pub out: usize,
 }
 
+/// What a node is.
 #[derive(Clone, Debug)]
 pub enum Kind {
-    /// Handed in at every run.
+    /// An input, by name, given at every run.
     Feed(String),
-    /// Outlives the run, in the Store.
+    /// A tensor that keeps its value between runs, in the [`Store`](crate::Store).
     State(State),
-    /// Numbers fixed when the graph was recorded: tables.
+    /// Constant numbers, such as RoPE tables.
     Const(Arc<Vec<f32>>),
-    /// Inputs: a loss, then the values to differentiate it by. The pass `autodiff` replaces it.
+    /// Gradients of its first input, a loss, with respect to its other inputs. The pass `autodiff` replaces it by ops.
     Grad,
+    /// An operation on its inputs.
     Op(Arc<dyn Op>),
 }
 
+/// A tensor that keeps its value between runs.
 #[derive(Clone, Debug)]
 pub struct State {
+    /// Its name in the store and in checkpoints.
     pub name: String,
+    /// Its value before the first run.
     pub init: Init,
+    /// What it is to the model.
     pub role: Role,
 }
 
-/// What a State is to the model.
+/// What a state is to the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// What an optimizer trains and what a model's file holds.
+    /// A parameter: trained by an optimizer, and saved in the model's file.
     Param,
-    /// A weight that is loaded and never trained: it has no gradient and no moments, checkpoints leave it out, and a pass may keep it in
+    /// A weight that is loaded and never trained: no gradient and no optimizer state, not part of checkpoints, and a pass may store it in
     /// another type.
     Frozen,
-    /// Everything else that outlives a run.
+    /// Everything else that is kept between runs: optimizer states, KV caches, counters.
     Carried,
 }
 
-/// How a State begins, drawn from (seed, name).
+/// How a state is initialized. Random numbers depend on the store's seed and the state's name only.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
+    /// This number everywhere.
     Full(f32),
+    /// Normal with mean 0.
     Normal {
+        /// Standard deviation.
         std: f32,
     },
-    /// Normal, cut at two standard deviations.
+    /// Normal with mean 0, truncated at two standard deviations.
     Truncated {
+        /// Standard deviation before truncation.
         std: f32,
     },
+    /// Uniform between `-bound` and `bound`.
     Uniform {
+        /// The largest absolute value.
         bound: f32,
     },
 }
 
+/// One op or source of a graph.
 #[derive(Clone, Debug)]
 pub struct Node {
+    /// What it is.
     pub kind: Kind,
+    /// The values that it reads.
     pub inputs: Vec<Value>,
+    /// Shape and type of each output.
     pub outputs: Vec<Meta>,
-    /// Where in the model it was recorded: `blocks.3.attn`.
+    /// Where in the model it was recorded, such as `blocks.3.attn`.
     pub scope: Arc<str>,
-    /// Recorded by a gradient.
+    /// Whether it belongs to the backward pass.
     pub backward: bool,
-    /// The repeated unit of the model that it belongs to; 0 outside of all. What crosses from one to the next is kept by `recompute`.
+    /// The block of the model that it belongs to (see [`Recorder::block`](crate::Recorder::block)), numbered from 1; 0 outside of all blocks.
     pub block: u32,
-    /// Keeps the types that it was recorded with (see `Recorder::typed`).
+    /// Whether it keeps the types that it was recorded with (see [`Recorder::typed`](crate::Recorder::typed)).
     pub typed: bool,
     /// May be computed in a narrow type though no loss depends on it (see `Recorder::narrow`).
     pub narrow: bool,
 }
 
 impl Node {
+    /// Its op, if that is a `T`.
     pub fn op<T: Op>(&self) -> Option<&T> {
         match &self.kind {
             Kind::Op(op) => (**op).is::<T>(),
@@ -85,6 +104,7 @@ impl Node {
         }
     }
 
+    /// Its op's name, or `feed`, `state`, `const`, `grad`.
     pub fn name(&self) -> &str {
         match &self.kind {
             Kind::Feed(_) => "feed",
@@ -95,49 +115,55 @@ impl Node {
         }
     }
 
+    /// Whether its output is its input's memory with other strides.
     pub fn is_view(&self) -> bool {
         matches!(&self.kind, Kind::Op(op) if op.is_view())
     }
 
+    /// Whether it only changes its input's type.
     pub fn is_cast(&self) -> bool {
         self.op::<Pointwise>().is_some_and(|p| p.is_cast())
     }
 
-    /// Feeds, states and constants: there before the first op runs.
+    /// Whether it is a feed, state or constant, available before the first op runs.
     pub fn is_source(&self) -> bool {
         matches!(self.kind, Kind::Feed(_) | Kind::State(_) | Kind::Const(_))
     }
 }
 
-/// Nodes stand in running order: every input comes before its reader.
+/// A program: nodes in execution order (every node after its inputs), outputs, and updates of states.
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
+    /// In execution order.
     pub nodes: Vec<Node>,
-    /// What a run answers with.
+    /// Values that can be read after a run, by name.
     pub outputs: Vec<(String, Value)>,
-    /// States that take a new value at the end of a run: (the state, its value).
+    /// (state, its new value at the end of a run).
     pub updates: Vec<(Value, Value)>,
 }
 
 impl Graph {
+    /// Shape and type of a value.
     pub fn meta(&self, v: Value) -> &Meta {
         &self.nodes[v.node].outputs[v.out]
     }
 
+    /// Shapes and types of a node's inputs.
     pub fn inputs(&self, node: usize) -> Vec<Meta> {
         self.nodes[node].inputs.iter().map(|&v| self.meta(v).clone()).collect()
     }
 
-    /// Values that must be there when the run ends.
+    /// The values that a run is for: outputs, then new values of states.
     pub fn roots(&self) -> impl Iterator<Item = Value> + '_ {
         self.outputs.iter().map(|o| o.1).chain(self.updates.iter().map(|u| u.1))
     }
 
-    /// The root with this number.
+    /// The root number `k`, counted as in [`Graph::roots`].
     pub fn root(&self, k: usize) -> Value {
         self.outputs.get(k).map_or_else(|| self.updates[k - self.outputs.len()].1, |o| o.1)
     }
 
+    /// All states, with their shapes and types.
     pub fn states(&self) -> impl Iterator<Item = (&State, &Meta)> {
         self.nodes.iter().filter_map(|n| match &n.kind {
             Kind::State(s) => Some((s, &n.outputs[0])),
@@ -145,6 +171,7 @@ impl Graph {
         })
     }
 
+    /// Names, shapes and types of all feeds.
     pub fn feeds(&self) -> impl Iterator<Item = (&str, &Meta)> {
         self.nodes.iter().filter_map(|n| match &n.kind {
             Kind::Feed(name) => Some((name.as_str(), &n.outputs[0])),
@@ -152,7 +179,7 @@ impl Graph {
         })
     }
 
-    /// For every node, which nodes read it.
+    /// For every node, the nodes that read it, each once.
     pub fn readers(&self) -> Vec<Vec<usize>> {
         let mut readers = vec![vec![]; self.nodes.len()];
         for (i, node) in self.nodes.iter().enumerate() {
@@ -165,14 +192,14 @@ impl Graph {
         readers
     }
 
-    /// For every node, whether one of its results must be there when the run ends.
+    /// For every node, whether one of its outputs is a root.
     pub fn root_nodes(&self) -> Vec<bool> {
         let mut is_root = vec![false; self.nodes.len()];
         self.roots().for_each(|v| is_root[v.node] = true);
         is_root
     }
 
-    /// For every node, whether it depends on one of `from`.
+    /// For every node, whether it is one of `from` or depends on one of them.
     pub fn depends_on(&self, from: impl Iterator<Item = Value>) -> Vec<bool> {
         let mut hit = vec![false; self.nodes.len()];
         for v in from {
@@ -184,7 +211,7 @@ impl Graph {
         hit
     }
 
-    /// For every node, whether one of `to` depends on it.
+    /// For every node, whether it is one of `to` or one of them depends on it.
     pub fn needed_by(&self, to: impl Iterator<Item = Value>) -> Vec<bool> {
         let mut hit = vec![false; self.nodes.len()];
         for v in to {
@@ -200,7 +227,7 @@ impl Graph {
         hit
     }
 
-    /// Puts node `order[k]` at position k.
+    /// Reorders the nodes: node `order[k]` moves to position k.
     pub fn reorder(&mut self, order: &[usize]) {
         let mut place = vec![0; order.len()];
         for (new, &old) in order.iter().enumerate() {

@@ -24,6 +24,8 @@
 //! assert!((store.get("w").unwrap().f32().unwrap()[0] - 3.0).abs() < 0.05);
 //! ```
 
+#![warn(missing_docs)]
+
 pub mod check;
 pub mod cpu;
 pub mod cuda;

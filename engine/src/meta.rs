@@ -1,17 +1,24 @@
-//! What a value is, apart from its numbers: data type, shape, and how a view of it lies in memory.
+//! Data types, shapes, strides and memory layouts of tensors.
 
 use std::fmt;
 
+/// Element types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
+    /// 32-bit float.
     F32,
+    /// bfloat16: 8 bits of exponent, 7 of mantissa.
     BF16,
+    /// IEEE half precision: 5 bits of exponent, 10 of mantissa.
     F16,
+    /// 32-bit integer: indices, counters, rng seeds.
     I32,
+    /// Byte: masks and pixels.
     U8,
 }
 
 impl DType {
+    /// Every type.
     pub const ALL: [DType; 5] = [DType::F32, DType::BF16, DType::F16, DType::I32, DType::U8];
 
     /// Bytes of one element.
@@ -23,6 +30,7 @@ impl DType {
         }
     }
 
+    /// Whether values of it can have gradients.
     pub fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::BF16 | DType::F16)
     }
@@ -47,6 +55,7 @@ impl DType {
         }
     }
 
+    /// The type with this safetensors name.
     pub fn from_name(name: &str) -> Option<DType> {
         DType::ALL.into_iter().find(|d| d.name() == name)
     }
@@ -58,51 +67,57 @@ impl fmt::Display for DType {
     }
 }
 
-/// Shape and data type. Dimensions are never unknown.
+/// Shape and data type of a tensor. All dimensions are known when a graph is recorded.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Meta {
+    /// Sizes of the dimensions, outermost first; empty for a scalar.
     pub shape: Vec<usize>,
+    /// Type of the elements.
     pub dtype: DType,
 }
 
-/// No tensor may have more bytes: a size that no memory holds is a mistake in a config. Below it, no product of sizes that is formed
-/// for arithmetic, strides or offsets overflows 64 bits.
+/// The most bytes that a tensor may have; more is a mistake in a config. Below it, no multiplication of sizes for costs, strides or offsets
+/// overflows 64 bits.
 pub const MOST_BYTES: usize = 1 << 40;
 
 impl Meta {
+    /// This shape and type.
     pub fn new(shape: &[usize], dtype: DType) -> Meta {
         Meta { shape: shape.to_vec(), dtype }
     }
 
+    /// The same for f32.
     pub fn f32(shape: &[usize]) -> Meta {
         Meta::new(shape, DType::F32)
     }
 
-    /// More than any memory holds where the product has no room: `passes::run` refuses a graph with such a tensor by its name.
+    /// The number of elements, saturating: `passes::run` refuses a graph with such a tensor, by name.
     pub fn elements(&self) -> usize {
         product(&self.shape)
     }
 
-    /// As `elements`.
+    /// The number of bytes, saturating like `elements`.
     pub fn bytes(&self) -> usize {
         self.elements().saturating_mul(self.dtype.size())
     }
 
+    /// The number of dimensions.
     pub fn rank(&self) -> usize {
         self.shape.len()
     }
 
-    /// The dimension `back` places from the last: `dim(0)` is the innermost.
+    /// The size of the dimension `back` places from the last: `dim(0)` is the innermost.
     #[track_caller]
     pub fn dim(&self, back: usize) -> usize {
         self.shape[self.shape.len() - 1 - back]
     }
 
-    /// How many rows of the innermost dimension there are.
+    /// The number of rows: the product of all dimensions but the innermost.
     pub fn rows(&self) -> usize {
         product(&self.shape[..self.shape.len().saturating_sub(1)])
     }
 
+    /// The same type with another shape.
     pub fn with(&self, shape: &[usize]) -> Meta {
         Meta::new(shape, self.dtype)
     }
@@ -115,11 +130,11 @@ impl fmt::Debug for Meta {
 }
 
 fn product(sizes: &[usize]) -> usize {
-    // A 0 behind a product that has no room makes it 0 all the same.
+    // A later 0 makes even a saturated product 0.
     sizes.iter().fold(1, |n, &size| n.saturating_mul(size))
 }
 
-/// Strides, in elements, of a tensor without gaps.
+/// Strides, in elements, of a contiguous row-major tensor.
 pub fn contiguous(shape: &[usize]) -> Vec<usize> {
     let mut strides: Vec<usize> = vec![1; shape.len()];
     for i in (1..shape.len()).rev() {
@@ -128,7 +143,7 @@ pub fn contiguous(shape: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// A dimension of one element may have any stride.
+/// Whether these are the strides of a contiguous tensor. Dimensions of size 1 may have any stride.
 pub fn is_contiguous(shape: &[usize], strides: &[usize]) -> bool {
     let mut expected = 1;
     for (&n, &s) in shape.iter().zip(strides).rev() {
@@ -140,18 +155,21 @@ pub fn is_contiguous(shape: &[usize], strides: &[usize]) -> bool {
     true
 }
 
-/// How an op wants an input to lie in memory; what it cannot take is copied first.
+/// Which strides an op accepts for an input; inputs with others are copied first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
+    /// Row-major without gaps.
     Contiguous,
-    /// One of the last two dimensions has stride 1, the others any: what matrix products read without a copy.
+    /// One of the last two dimensions has stride 1, the others any stride: what a GEMM reads without a copy.
     Matrix,
-    /// The dimensions from this one on lie without gaps, and such blocks lie evenly apart: slices of something wider.
+    /// The dimensions from this one on are contiguous, and the blocks that they form are evenly spaced: slices of a wider tensor.
     Blocks(usize),
+    /// Any strides.
     Any,
 }
 
 impl Layout {
+    /// Whether a tensor of this shape and these strides fits.
     pub fn accepts(self, shape: &[usize], strides: &[usize]) -> bool {
         let r = shape.len();
         match self {
@@ -160,7 +178,7 @@ impl Layout {
             Layout::Blocks(axis) => block_stride(shape, strides, axis).is_some(),
             Layout::Matrix => {
                 let unit = |i: usize| strides[i] == 1 || shape[i] == 1;
-                // A stride of 0 inside the matrix would be a broadcast row, which no product reads.
+                // Stride 0 inside the matrix would be a broadcast row or column, which GEMMs do not take.
                 let real = |i: usize| strides[i] != 0 || shape[i] == 1;
                 r >= 2 && (unit(r - 1) || unit(r - 2)) && real(r - 1) && real(r - 2)
             }
@@ -168,7 +186,7 @@ impl Layout {
     }
 }
 
-/// Elements from one block of the dimensions `axis..` to the next, where they lie as `Layout::Blocks` wants it.
+/// The distance, in elements, between blocks of the dimensions `axis..`; None unless they lie as [`Layout::Blocks`] describes.
 pub fn block_stride(shape: &[usize], strides: &[usize], axis: usize) -> Option<usize> {
     let outer: Vec<usize> = (0..axis).filter(|&d| shape[d] != 1).collect();
     let even = outer.windows(2).all(|w| strides[w[0]] == strides[w[1]] * shape[w[1]]);
@@ -176,7 +194,7 @@ pub fn block_stride(shape: &[usize], strides: &[usize], axis: usize) -> Option<u
     (even && is_contiguous(&shape[axis..], &strides[axis..])).then(|| outer.last().map_or(one, |&d| strides[d]))
 }
 
-/// The shape that all of `shapes` broadcast to, as numpy does it; None where they do not fit.
+/// The shape that all of `shapes` broadcast to, by numpy's rules; None if they do not fit.
 pub fn broadcast(shapes: &[&[usize]]) -> Option<Vec<usize>> {
     let rank = shapes.iter().map(|s| s.len()).max().unwrap_or(0);
     let mut out = vec![1; rank];
@@ -193,7 +211,7 @@ pub fn broadcast(shapes: &[&[usize]]) -> Option<Vec<usize>> {
     Some(out)
 }
 
-/// Strides of an input inside a broadcast shape: 0 where it repeats.
+/// Strides of an input that is broadcast to the shape `to`: 0 in broadcast dimensions.
 pub fn broadcast_strides(shape: &[usize], strides: &[usize], to: &[usize]) -> Vec<usize> {
     let pad = to.len() - shape.len();
     (0..to.len()).map(|i| if i < pad || (shape[i - pad] == 1 && to[i] != 1) { 0 } else { strides[i - pad] }).collect()

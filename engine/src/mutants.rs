@@ -1,8 +1,9 @@
-//! Errors planted on purpose, which `cargo xtask mutants` switches on one at a time to see that a test fails. A mutant is a line of the table in
-//! xtask/src/mutants.rs and one `mutant!("name", right, wrong)` where it stands. Without the feature `mutants` that is `right` and nothing else.
+//! Mutation testing: bugs planted on purpose, which `cargo xtask mutants` switches on one at a time to see that a test fails. A mutant is a row of
+//! the table in xtask/src/mutants.rs and one `mutant!("name", right, wrong)` in the code. Without the feature `mutants`, that is just `right`.
 
 use std::borrow::Cow;
 
+/// `right`; with the feature `mutants`, `wrong` if the environment variable KILN_MUTANT is `name`.
 #[cfg(not(feature = "mutants"))]
 #[macro_export]
 macro_rules! mutant {
@@ -11,7 +12,7 @@ macro_rules! mutant {
     };
 }
 
-/// `wrong` where the environment variable KILN_MUTANT is `name`, else `right`.
+/// `wrong` if the environment variable KILN_MUTANT is `name`, else `right`.
 #[cfg(feature = "mutants")]
 #[macro_export]
 macro_rules! mutant {
@@ -20,7 +21,7 @@ macro_rules! mutant {
     };
 }
 
-/// A kernel's source, as it is or with a mutant in it.
+/// A kernel's source; with the feature `mutants`, perhaps with a bug in it.
 #[cfg(not(feature = "mutants"))]
 pub(crate) fn kernel(source: &str) -> Cow<'_, str> {
     source.into()
@@ -36,13 +37,13 @@ mod planted {
     use super::Cow;
     use std::sync::OnceLock;
 
-    /// The engine reads no environment variable but this one, and in no other build.
+    /// Whether this mutant is switched on. The engine reads no other environment variable, and this one in no other build.
     pub fn is(name: &str) -> bool {
         static CHOSEN: OnceLock<Option<String>> = OnceLock::new();
         CHOSEN.get_or_init(|| std::env::var("KILN_MUTANT").ok()).as_deref() == Some(name)
     }
 
-    /// Kernels are text: `right` stands once in all of it.
+    /// A mutant in CUDA source, by text replacement: `right` occurs once in all kernels together.
     struct InKernel {
         name: &'static str,
         right: &'static str,

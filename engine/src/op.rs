@@ -1,4 +1,4 @@
-//! What an operation is, and what the tests know about it.
+//! The trait that every op implements, and the test cases that check and time it.
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
@@ -8,91 +8,97 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// One gradient for each input; None where there is none to give.
+/// One gradient for each input; None for inputs without one (integers, frozen tables).
 pub type Grads<'g> = Vec<Option<Var<'g>>>;
 
-/// The meaning of an operation. Everything else (checks, plans, benchmarks, the ledger) is made from this.
+/// An operation: shapes, CPU code, gradient, cost and GPU kernels. Checks, memory plans and benchmarks are derived from it.
 ///
-/// The CPU code sees f32, i32 and u8 only: the executor widens bf16 and f16 before the call and rounds once after it.
+/// The CPU code gets f32, i32 and u8 only: the executor converts bf16 and f16 to f32 before the call, and rounds once after it.
 pub trait Op: Any + Debug + Send + Sync {
+    /// The name in profiles and error messages.
     fn name(&self) -> &'static str;
 
-    /// Shapes and types of the outputs. Panics, with the shapes, where the inputs do not fit: a mistake in model code.
+    /// Shapes and types of the outputs. Panics, naming the shapes, if the inputs do not fit: a mistake in model code.
     fn infer(&self, x: &[Meta]) -> Vec<Meta>;
 
+    /// Computes the outputs on the CPU. `workspace` has as many elements as `Op::workspace` asks for.
     fn cpu(&self, x: &[View], y: &mut [ViewMut], workspace: &mut [f32]);
 
-    /// Gradients of the inputs from those of the outputs. Required: an op that has none says so with `no_gradient`.
+    /// Vector-Jacobian product: gradients with respect to the inputs, given those with respect to the outputs. An op without one returns
+    /// [`no_gradient`].
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g>;
 
-    /// False for what has no vjp though its outputs are floats: gradients of ops, whose own are not written. Asking for a gradient
-    /// through it is an error.
+    /// False for ops with float outputs but no vjp: the backward ops, since second derivatives are not supported. Differentiating through one
+    /// is an error.
     fn differentiable(&self) -> bool {
         true
     }
 
+    /// FLOPs and bytes for inputs of these shapes.
     fn cost(&self, x: &[Meta]) -> Cost;
 
-    /// Kernels and matrix products that compute the same on a GPU, in every float type the inputs may have.
+    /// Kernels and GEMMs that compute the same on a GPU, for every float type that the inputs may have.
     fn cuda(&self, io: &Io) -> Code;
 
-    /// What a pass that computes in a narrow type (bf16) may do with an input or an output; `x`: the inputs as they are then, each rounded
-    /// or kept. Required: an op that adds up many terms in its output, or reads a table of positions, loses digits if nobody asks it.
+    /// Whether a mixed-precision pass (bf16) may round an input or output. `x`: the inputs as the pass would give them, rounded or kept. Required,
+    /// since sums of many terms and tables of positions must not be rounded unnoticed.
     fn precision(&self, at: Port, x: &[Meta]) -> Narrow;
 
-    /// The same op with outputs of these types, where it can choose them.
+    /// The same op with outputs of these types, if it can produce them.
     fn with_types(&self, _outputs: &[DType]) -> Option<Arc<dyn Op>> {
         None
     }
 
-    /// The op without outputs that nobody reads, where it can do less without them. `read`: for each output, whether it is wanted.
+    /// A cheaper op without the outputs that nothing reads, if there is one. `read`: for each output, whether it is read.
     fn only(&self, _read: &[bool]) -> Option<Lean> {
         None
     }
 
+    /// Which strides the op accepts for an input.
     fn layout(&self, _input: usize) -> Layout {
         Layout::Contiguous
     }
 
-    /// (input, output) pairs that share one buffer: such an output starts out holding its input's values, and the op
-    /// reads them there (the input's own view is empty). Where the input is needed later, the plan copies it first.
+    /// (input, output) pairs that share one buffer: the output's buffer initially holds the input's values, and the op overwrites them (the
+    /// input's own view is empty). If the input is read later, the plan copies it first.
     fn reuse(&self) -> Vec<(usize, usize)> {
         vec![]
     }
 
-    /// f32 elements of scratch memory that the CPU code wants.
+    /// f32 elements of scratch memory that the CPU code needs.
     fn workspace(&self, _x: &[Meta]) -> usize {
         0
     }
 
-    /// A view: the output is the input's memory, seen through other strides. `(offset, strides)` in elements, or None
-    /// where these input strides do not allow it (then the input is copied first).
+    /// For a view, whose output is the input's memory with other strides: `(offset, strides)` in elements, or None if the input's strides do
+    /// not allow it (then the input is copied first).
     fn alias(&self, _x: &Meta, _strides: &[usize]) -> Option<(usize, Vec<usize>)> {
         None
     }
 
+    /// Whether the op only changes shape and strides, and runs nothing.
     fn is_view(&self) -> bool {
         false
     }
 
-    /// The output plus `into`, where the op can add to what is there for less than an addition costs. Gradients that meet
-    /// are added this way.
+    /// Output `out` plus `into`, if the op can accumulate for less than a separate addition costs. Used to sum gradients of one value.
     fn accumulate<'g>(&self, _x: &[Var<'g>], _out: usize, _into: Var<'g>) -> Option<Var<'g>> {
         None
     }
 
-    /// Never runs as it is: a pass replaces it, or its unfused form does.
+    /// Whether it never runs itself: a pass replaces it by a fused op, or `decompose` by its unfused form.
     fn is_composite(&self) -> bool {
         false
     }
 
-    /// A fused op's meaning in plain ops. The tests compare the two, and a pass that is off records this instead.
+    /// What a fused or composite op computes, in plain ops. Tests compare the two, and `decompose` records this.
     fn unfused<'g>(&self, _x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
         None
     }
 }
 
 impl dyn Op {
+    /// This op as a `T`, if it is one.
     pub fn is<T: Op>(&self) -> Option<&T> {
         (self as &dyn Any).downcast_ref::<T>()
     }
@@ -101,22 +107,24 @@ impl dyn Op {
 /// An input or an output of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Port {
+    /// Input number.
     In(usize),
+    /// Output number.
     Out(usize),
 }
 
-/// What a pass in a narrow type may do with a tensor.
+/// What a mixed-precision pass may do with an input or output of an op.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Narrow {
     /// Round it to the narrow type.
     Round,
-    /// Nothing: an input stays in the type that it has, an output stays (or becomes) f32.
+    /// Leave it alone: an input keeps its type, an output is f32.
     Keep,
-    /// It has the type of these inputs. Where they differ, the pass decides.
+    /// Give it the type of these inputs. If they differ, the pass decides.
     Follow(Vec<usize>),
 }
 
-/// The answer of most ops to `Op::precision`: inputs may be rounded, outputs follow the first (or are f32 where `infer` makes them so).
+/// [`Op::precision`] of most ops: inputs may be rounded, outputs have the first input's type.
 pub fn rounded(at: Port) -> Narrow {
     match at {
         Port::In(_) => Narrow::Round,
@@ -124,7 +132,7 @@ pub fn rounded(at: Port) -> Narrow {
     }
 }
 
-/// As `rounded`, but of the inputs only the first `n`; the others (weights of norms, tables, counters) are kept.
+/// As [`rounded`], but only for the first `n` inputs; the others (norm weights, tables, counters) are kept.
 pub fn rounded_first(n: usize, at: Port) -> Narrow {
     match at {
         Port::In(k) if k >= n => Narrow::Keep,
@@ -132,68 +140,73 @@ pub fn rounded_first(n: usize, at: Port) -> Narrow {
     }
 }
 
-/// An op that does less: see `Op::only`.
+/// A cheaper op with fewer outputs: see [`Op::only`].
 pub struct Lean {
+    /// The cheaper op.
     pub op: Arc<dyn Op>,
-    /// Inputs that it still reads, by their old numbers; None: all.
+    /// The inputs that it still reads, by their numbers in the old op; None: all.
     pub inputs: Option<Vec<usize>>,
-    /// Outputs that it still has, by their old numbers.
+    /// The outputs that it still has, by their numbers in the old op.
     pub outputs: Vec<usize>,
 }
 
 impl Lean {
-    /// The op has all of its inputs, and all outputs but the last of so many.
+    /// An op with all inputs, and all but the last of `outputs` outputs.
     pub fn without_last(op: impl Op, outputs: usize) -> Lean {
         Lean { op: Arc::new(op), inputs: None, outputs: (0..outputs - 1).collect() }
     }
 }
 
-/// For `vjp`: these inputs have no gradient, because the outputs are integers or the op is its own last step.
+/// For [`Op::vjp`]: no input has a gradient, because the outputs are integers or second derivatives are not supported.
 pub fn no_gradient<'g>(inputs: usize) -> Grads<'g> {
     vec![None; inputs]
 }
 
-/// What an op must do at least: arithmetic, and bytes moved when every input is read and every output written once.
+/// What an op must do at least: its arithmetic, and reading every input and writing every output once.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
+    /// Floating-point operations.
     pub flops: u64,
+    /// Bytes read and written.
     pub bytes: u64,
-    /// Bound by memory traffic wherever it runs: cheap to do again, so `recompute` may.
+    /// Whether memory bandwidth limits it everywhere, so that `recompute` may run it again cheaply.
     pub memory_bound: bool,
 }
 
 impl Cost {
+    /// A memory-bound op.
     pub fn memory(bytes: usize) -> Cost {
         Cost { flops: 0, bytes: bytes as u64, memory_bound: true }
     }
 
+    /// An op with enough arithmetic that it is not worth recomputing.
     pub fn compute(flops: usize, bytes: usize) -> Cost {
         Cost { flops: flops as u64, bytes: bytes as u64, memory_bound: false }
     }
 }
 
-/// Numbers for one input of a case.
+/// How an input of a test case is filled.
 #[derive(Clone, Copy, Debug)]
 pub enum Fill {
     /// Normal, unit variance.
     Normal,
-    /// Normal, but no closer to 0 than 0.2: for ops with a kink there.
+    /// Normal, but at least 0.2 away from 0: for ops that are not differentiable there.
     AwayFromZero,
-    /// In [0.5, 2]: for logarithms, roots and quotients.
+    /// Between 0.5 and 2: for logarithms, roots and quotients.
     Positive,
-    /// Distinct values in random order, far enough apart that a small step changes no order. Has no gradient.
+    /// Distinct values in random order, far enough apart that finite differences do not change their order. Not differentiated.
     Distinct,
-    /// As `Distinct`, with a gradient.
+    /// As `Distinct`, but differentiated.
     Spread,
-    /// Normal; the case gives it no gradient, and the check makes sure of that.
+    /// Normal; the op must give it no gradient, which the check verifies.
     Frozen,
     /// i32 in 0..n.
     Index(usize),
-    /// i32 in 0..n, none twice.
+    /// Distinct i32 in 0..n.
     Rows(usize),
-    /// As `Index`, one in eight being -1.
+    /// As `Index`, but one in eight is -1, as for rows without a target.
     Target(usize),
-    /// As `Index`, seven in eight being -1, or all where n is 0.
+    /// As `Index`, but seven in eight are -1; all, if n is 0.
     FewTargets(usize),
     /// i32: seed, seed, step, micro-batch, for ops that draw random numbers.
     Rng,
@@ -203,40 +216,49 @@ pub enum Fill {
     Byte,
 }
 
+/// Shape and filling of one input of a test case. Floats are f32.
 pub struct In(pub &'static [usize], pub Fill);
 
-/// Inputs and what is recorded on them. From this alone come the gradient check, the repeatability check, fused against
-/// unfused, and the benchmark.
+/// A test case of an op: inputs, and what is recorded with them. It serves for the gradient check, the repeatability check, the comparison
+/// of fused with unfused ops, and the benchmark.
 pub struct Case {
+    /// Its name in reports.
     pub name: &'static str,
+    /// The inputs of `build`.
     pub inputs: &'static [In],
+    /// Records the op on these inputs and returns what is compared.
     pub build: for<'g> fn(&[Var<'g>]) -> Vec<Var<'g>>,
-    /// A recipe's own shape, timed by `kiln bench ops`; too large for the gradient check.
+    /// Whether this is a shape of a real model, timed by `kiln bench ops` and too large for the gradient check.
     pub bench: bool,
-    /// Roundings of a narrow type that a result may be off by, where that is more than usual, and why.
+    /// By how many roundings of a narrow type a result may differ, if more than usual, and why.
     pub roundings: Option<(f64, &'static str)>,
 }
 
 impl Case {
+    /// A small case for the checks.
     pub const fn new(name: &'static str, inputs: &'static [In], build: for<'g> fn(&[Var<'g>]) -> Vec<Var<'g>>) -> Case {
         Case { name, inputs, build, bench: false, roundings: None }
     }
 
+    /// The same as a benchmark case.
     pub const fn bench(mut self) -> Case {
         self.bench = true;
         self
     }
 
-    /// Allows more roundings of a narrow type than usual, for a reason: something between is rounded, or large terms cancel.
+    /// Allows a larger error in narrow types, given a reason: an intermediate value is rounded, or large terms cancel.
     pub const fn rounds(mut self, times: f64, why: &'static str) -> Case {
         self.roundings = Some((times, why));
         self
     }
 }
 
-/// A line of the table OPS.
+/// A row of the table [`OPS`](crate::OPS).
 pub struct Entry {
+    /// The folder's name in `ops`.
     pub name: &'static str,
+    /// What it computes, for `kiln check` and the documentation.
     pub about: &'static str,
+    /// Its test cases.
     pub cases: &'static [Case],
 }

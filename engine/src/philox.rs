@@ -1,11 +1,11 @@
-//! Philox4x32-10: random numbers as a function of a counter and a key, so that the same draw can be made again anywhere.
+//! Philox4x32-10, a counter-based random number generator: any draw can be repeated from its counter and key, on CPU and GPU.
 
 use rayon::prelude::*;
 
 const MULTIPLIER: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Four random words.
+/// Four random 32-bit words for a counter and a key.
 #[inline(always)]
 pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let (mut c, mut k) = (counter, key);
@@ -18,18 +18,18 @@ pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     c
 }
 
-/// In [0, 1): 24 bits, exact in f32.
+/// A random word as a number in [0, 1): 24 bits, exact in f32.
 #[inline(always)]
 pub fn uniform(word: u32) -> f32 {
     (word >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
-/// Where a graph's draws come from: the feed `rng`, i32 [4].
+/// The feed `rng`, i32 [4], that a graph's draws depend on: seed (two words), step, micro-batch.
 pub fn rng_feed(seed: u64, step: u64, micro_batch: u32) -> [i32; 4] {
     [seed as i32, (seed >> 32) as i32, step as i32, micro_batch as i32]
 }
 
-/// The four words of a block of a site.
+/// The four words of block number `block` of a site.
 #[inline(always)]
 pub fn random_words(rng: &[i32], site: u32, block: u64) -> [u32; 4] {
     // The counter's words: draw, site, step, micro-batch with the draw's upper half.
@@ -58,7 +58,7 @@ pub fn fill_uniform(rng: &[i32], site: u32, start: usize, out: &mut [f32]) {
     }
 }
 
-/// Draws number `start..start + out.len()` of a site where 16 bits are enough: eight to a block.
+/// Draws of 16 bits, number `start..start + out.len()` of a site: eight to a block.
 #[inline(always)]
 pub fn fill_halves(rng: &[i32], site: u32, start: usize, out: &mut [f32]) {
     let mut i = 0;
@@ -72,7 +72,7 @@ pub fn fill_halves(rng: &[i32], site: u32, start: usize, out: &mut [f32]) {
     }
 }
 
-/// Standard normal draws, for initial values: one block of counters for a name.
+/// Standard normal draws for initial values. Each `stream`, made from a state's name, has counters of its own.
 pub fn fill_normal(seed: u64, stream: u64, out: &mut [f32]) {
     const PIECE: usize = 1 << 14;
     out.par_chunks_mut(PIECE).enumerate().for_each(|(i, piece)| normals(seed, stream, i * PIECE / 4, piece));

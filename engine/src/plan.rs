@@ -1,98 +1,112 @@
-//! Which value lives where, for how long, and how much memory that takes: known before anything runs.
+//! The memory plan of a graph: where every value lies, for how long, and how much memory that takes, known before anything runs.
 
 mod arena;
+mod place;
 
-use crate::graph::{Graph, Kind, Value};
-use crate::meta::{contiguous, is_contiguous};
-use crate::op::{Cost, Op};
-use crate::ops::concat::Join;
-use crate::ops::view::Reshape;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use crate::graph::{Graph, Value};
+use crate::op::Cost;
+use std::collections::{BTreeMap, HashMap};
 
-/// Offsets are multiples of this, so that every buffer starts on a cache line (and on what vector loads of a GPU want).
+/// Buffers start at multiples of so many bytes: aligned for cache lines and for a GPU's vector loads.
 const ALIGN: usize = 256;
 
-/// Memory that several values may share, one after the other.
+/// A piece of memory. Several values may use it one after the other, in place.
 #[derive(Clone, Debug)]
 pub struct Buffer {
+    /// Where it lies.
     pub home: Home,
+    /// Its size.
     pub bytes: usize,
-    /// Positions of the first write and the last read.
+    /// Position of the node that writes it first; 0 for sources.
     pub first: usize,
+    /// Position of the node that reads it last.
     pub last: usize,
 }
 
+/// Which allocation a buffer is in.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Home {
-    /// Of the source node with this index: a feed, a state or a constant.
+    /// The memory of the source node with this index: a feed, a state or a constant.
     Source(usize),
-    /// Byte offset in the arena.
+    /// The arena, at this byte offset.
     Arena(usize),
 }
 
-/// Where a value is.
+/// Where a value lies.
 #[derive(Clone, Debug)]
 pub struct Spot {
+    /// Index into [`Plan::buffers`].
     pub buffer: usize,
-    /// In elements.
+    /// Of its first element in the buffer, in elements.
     pub offset: usize,
+    /// In elements, one for each dimension.
     pub strides: Vec<usize>,
 }
 
-/// An input that an op needs in its output's buffer, and that could not be put there in the first place.
+/// A copy of an input into an output's buffer, before a node runs: the op overwrites it there (`Op::reuse`), and the input is still needed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Copy {
+    /// The node that the copy is for.
     pub node: usize,
+    /// Which of its inputs is copied.
     pub input: usize,
+    /// Into the buffer of which of its outputs.
     pub out: usize,
-    /// Elements of the output before it.
+    /// Offset in that output, in elements.
     pub at: usize,
 }
 
-/// Bytes, before anything runs.
+/// Bytes that a program needs, by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Memory {
-    /// Parameters, moments, carries, caches.
+    /// States: parameters, optimizer states, KV caches, counters.
     pub state: usize,
-    /// Tables fixed in the graph.
+    /// Constants recorded in the graph, such as RoPE tables.
     pub constants: usize,
+    /// Buffers for the inputs of a run.
     pub feeds: usize,
+    /// The arena's part for values that nodes compute.
     pub activations: usize,
-    /// What the scratch memory of ops adds to that, where it does not fit beside what is alive.
+    /// What scratch memory of ops adds to the arena; most of it fits into gaps between activations.
     pub workspace: usize,
 }
 
 impl Memory {
+    /// All of them together.
     pub fn peak(&self) -> usize {
         self.state + self.constants + self.feeds + self.activations + self.workspace
     }
 }
 
+/// Where everything lies and what the whole graph costs.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// For every node, of every output.
+    /// For every node, where each of its outputs lies.
     pub spots: Vec<Vec<Spot>>,
+    /// All buffers, scratch memory included.
     pub buffers: Vec<Buffer>,
-    /// Made before a node runs.
+    /// Copies that are made before a node runs.
     pub copies: Vec<Copy>,
-    /// (state node, value): copied after the last node.
+    /// (state's node, value): updates that are copied into their state after the last node.
     pub stores: Vec<(usize, Value)>,
-    /// For every node, the buffer that is its scratch memory while it runs.
+    /// For every node, the buffer of its scratch memory.
     scratch: Vec<Option<usize>>,
+    /// Totals by purpose.
     pub memory: Memory,
+    /// Sum over all nodes.
     pub cost: Cost,
 }
 
-/// f32 elements of workspace for every node, on the device that will run it, given where every value lies.
+/// A function that says how many f32 elements of scratch memory every node needs on the target device, given where values lie.
 pub type WorkspaceOf<'a> = &'a dyn Fn(&Graph, &[Vec<Spot>]) -> Vec<usize>;
 
 impl Plan {
-    /// Bytes of the arena: activations, and scratch memory between and behind them.
+    /// Bytes of the arena: activations and scratch memory.
     pub fn arena(&self) -> usize {
         self.memory.activations + self.memory.workspace
     }
 
-    /// Where in the arena a node's scratch memory is.
+    /// Byte offset of a node's scratch memory in the arena.
     pub fn scratch(&self, node: usize) -> usize {
         match self.scratch[node].map(|b| &self.buffers[b].home) {
             Some(Home::Arena(offset)) => *offset,
@@ -100,7 +114,7 @@ impl Plan {
         }
     }
 
-    /// Gives every buffer memory of its own, with `gap` bytes behind it that nobody may write: for checks. Returns where the gaps are.
+    /// For tests: gives every buffer memory of its own, with a guard zone of `gap` bytes after it. Returns the guard zones.
     pub fn spread(&mut self, gap: usize) -> Vec<std::ops::Range<usize>> {
         let (mut at, mut gaps) = (0, vec![]);
         for b in &mut self.buffers {
@@ -115,128 +129,9 @@ impl Plan {
         gaps
     }
 
+    /// Plans a graph that all passes have rewritten; `workspace` says what scratch memory its nodes need.
     pub fn new(g: &Graph, workspace: WorkspaceOf) -> Plan {
-        let end = g.nodes.len();
-        let roots = view_roots(g);
-        let last_read = last_reads(g, &roots);
-        let destined = destinations(g, &roots, &last_read);
-        let joined = joined(g, &last_read, &destined);
-        let updates: HashSet<(Value, Value)> = g.updates.iter().copied().collect();
-        let mut joints: HashMap<usize, usize> = HashMap::new(); // a Join's node -> its buffer
-        let mut plan = Plan {
-            spots: vec![],
-            buffers: vec![],
-            copies: vec![],
-            stores: vec![],
-            scratch: vec![],
-            memory: Memory::default(),
-            cost: Cost::default(),
-        };
-        for (i, node) in g.nodes.iter().enumerate() {
-            let spots = match &node.kind {
-                Kind::Op(op) if op.is_view() => {
-                    let input = &plan.spots[node.inputs[0].node][node.inputs[0].out];
-                    let alias = op.alias(g.meta(node.inputs[0]), &input.strides);
-                    let (offset, strides) = alias.expect("the layout step copied what cannot be viewed");
-                    vec![Spot { buffer: input.buffer, offset: input.offset + offset, strides }]
-                }
-                Kind::Op(op) => {
-                    let reuse = reused(&**op);
-                    // How often the op reads each value, views of it included.
-                    let mut reads: HashMap<Value, usize> = HashMap::new();
-                    if !reuse.is_empty() {
-                        node.inputs.iter().for_each(|v| *reads.entry(roots[v.node].unwrap_or(*v)).or_default() += 1);
-                    }
-                    let mut spot = |plan: &mut Plan, out: usize| {
-                        let value = Value { node: i, out };
-                        let pair = reuse.get(&out).copied();
-                        let shared = pair.and_then(|input| {
-                            let v = node.inputs[input];
-                            let from = plan.spots[v.node][v.out].clone();
-                            let root = roots[v.node].unwrap_or(v);
-                            // All that the value has of its buffer, read here for the last time and by this input only.
-                            let whole =
-                                from.offset == plan.spots[root.node][root.out].offset && g.meta(root).bytes() == g.meta(value).bytes();
-                            let whole = whole && is_contiguous(&g.meta(v).shape, &from.strides);
-                            let free = match plan.buffers[from.buffer].home {
-                                Home::Arena(_) => true,
-                                Home::Source(s) => destined.get(&value) == Some(&s),
-                            };
-                            // A part of something joined is overwritten only by what takes its place there.
-                            let part = |v: Value| joined.contains_key(&v) || g.nodes[v.node].op::<Join>().is_some();
-                            let meant = match joined.get(&value) {
-                                Some(place) => joined.get(&root) == Some(place),
-                                None => crate::mutant!("plan-overwrites-what-is-joined", !part(root), true),
-                            };
-                            let last = crate::mutant!("plan-overwrites-what-is-read-later", last_read[&root] == i, true);
-                            (whole && reads[&root] == 1 && free && meant && last).then_some((from.buffer, from.offset))
-                        });
-                        if let (None, Some(input)) = (shared, pair) {
-                            plan.copies.push(Copy { node: i, input, out, at: 0 });
-                        }
-                        // A state's next value is written straight into the state once nobody reads the old one any more.
-                        let direct = || {
-                            let s = *destined.get(&value)?;
-                            let old = Value { node: s, out: 0 };
-                            let is_update = updates.contains(&(old, value));
-                            // A state that is recorded later has no place yet.
-                            let spot = &plan.spots.get(s)?[0];
-                            (is_update && last_read.get(&old).is_none_or(|&r| r < i)).then_some((spot.buffer, 0))
-                        };
-                        let (buffer, offset) = shared.or_else(direct).unwrap_or_else(|| {
-                            // In the buffer of what it will be joined to, or in one of its own.
-                            let (join, at) = joined.get(&value).copied().unwrap_or((i, 0));
-                            if let Some(&buffer) = joints.get(&join) {
-                                return (buffer, at);
-                            }
-                            let bytes = if join == i { g.meta(value).bytes() } else { g.nodes[join].outputs[0].bytes() };
-                            plan.buffers.push(Buffer { home: Home::Arena(0), bytes, first: i, last: i });
-                            if join != i {
-                                joints.insert(join, plan.buffers.len() - 1);
-                            }
-                            (plan.buffers.len() - 1, at)
-                        });
-                        let read = last_read.get(&value).copied().unwrap_or(i);
-                        let last = crate::mutant!("plan-frees-a-node-early", read, read.saturating_sub(1).max(i));
-                        plan.buffers[buffer].last = plan.buffers[buffer].last.max(last);
-                        Spot { buffer, offset, strides: contiguous(&g.meta(value).shape) }
-                    };
-                    let spots = (0..node.outputs.len()).map(|out| spot(&mut plan, out)).collect();
-                    if node.op::<Join>().is_some() {
-                        let mut at = 0;
-                        for (input, &v) in node.inputs.iter().enumerate() {
-                            if joined.get(&(roots[v.node].unwrap_or(v))).is_none_or(|place| place.0 != i) {
-                                plan.copies.push(Copy { node: i, input, out: 0, at });
-                            }
-                            at += g.meta(v).elements();
-                        }
-                    }
-                    spots
-                }
-                _ => {
-                    let meta = &node.outputs[0];
-                    plan.buffers.push(Buffer { home: Home::Source(i), bytes: meta.bytes(), first: 0, last: end });
-                    let sum = match node.kind {
-                        Kind::State(_) => &mut plan.memory.state,
-                        Kind::Const(_) => &mut plan.memory.constants,
-                        _ => &mut plan.memory.feeds,
-                    };
-                    *sum += meta.bytes();
-                    vec![Spot { buffer: plan.buffers.len() - 1, offset: 0, strides: contiguous(&meta.shape) }]
-                }
-            };
-            plan.spots.push(spots);
-            if let Kind::Op(op) = &node.kind {
-                let c = op.cost(&g.inputs(i));
-                plan.cost.flops = plan.cost.flops.saturating_add(c.flops);
-                plan.cost.bytes = plan.cost.bytes.saturating_add(c.bytes);
-            }
-        }
-        for &(state, value) in &g.updates {
-            if plan.spots[value.node][value.out].buffer != plan.spots[state.node][0].buffer {
-                plan.stores.push((state.node, value));
-            }
-        }
+        let mut plan = place::place(g);
         plan.memory.activations = arena::assign(&mut plan.buffers);
         for (i, elements) in workspace(g, &plan.spots).into_iter().enumerate() {
             let bytes = 4 * elements;
@@ -247,17 +142,9 @@ impl Plan {
         plan
     }
 
-    /// The most memory that each part of the model holds at any one time: values that ops recorded there have made, and the
-    /// workspace of an op while it runs. A part is a scope up to its first number: `blocks.3`, `loss`.
+    /// The peak memory of each part of the model: values computed by ops that were recorded there, and their scratch memory. A part is a
+    /// scope up to its first number: `blocks.3`, `loss`.
     pub fn by_part(&self, g: &Graph, workspace: WorkspaceOf) -> BTreeMap<String, usize> {
-        let part = |scope: &str| -> String {
-            let mut words = scope.split('.');
-            let first = words.next().unwrap_or_default();
-            match words.next().filter(|w| w.parse::<usize>().is_ok()) {
-                Some(number) => format!("{first}.{number}"),
-                None => first.to_string(),
-            }
-        };
         // (position, change in bytes) for every part.
         let mut events: BTreeMap<String, Vec<(usize, isize)>> = BTreeMap::new();
         let workspace = workspace(g, &self.spots);
@@ -272,22 +159,11 @@ impl Plan {
                 }
             }
         }
-        let most = |mut list: Vec<(usize, isize)>| {
-            list.sort();
-            list.iter()
-                .scan(0, |now, (_, change)| {
-                    Some({
-                        *now += change;
-                        *now
-                    })
-                })
-                .max()
-                .unwrap_or(0) as usize
-        };
-        events.into_iter().map(|(name, list)| (if name.is_empty() { "(top level)".into() } else { name }, most(list))).collect()
+        let named = |name: String| if name.is_empty() { "(top level)".into() } else { name };
+        events.into_iter().map(|(name, changes)| (named(name), peak(changes))).collect()
     }
 
-    /// Buffers whose lifetimes cross must not overlap.
+    /// An error if two buffers overlap in memory and in time.
     pub fn verify(&self) -> Result<(), String> {
         let arena: Vec<(usize, &Buffer)> =
             self.buffers.iter().filter_map(|b| if let Home::Arena(o) = b.home { Some((o, b)) } else { None }).collect();
@@ -303,7 +179,28 @@ impl Plan {
     }
 }
 
-/// For a view, the value whose memory it is.
+/// A scope up to its first number: `blocks.3` for `blocks.3.attn`, `loss` for `loss.head`.
+fn part(scope: &str) -> String {
+    let mut words = scope.split('.');
+    let first = words.next().unwrap_or_default();
+    match words.next().filter(|w| w.parse::<usize>().is_ok()) {
+        Some(number) => format!("{first}.{number}"),
+        None => first.to_string(),
+    }
+}
+
+/// The largest running sum of (position, change in bytes).
+fn peak(mut changes: Vec<(usize, isize)>) -> usize {
+    changes.sort();
+    let (mut now, mut most) = (0, 0);
+    for (_, change) in changes {
+        now += change;
+        most = most.max(now);
+    }
+    most as usize
+}
+
+/// For every node, if it is a view: the value whose memory it shows.
 pub fn view_roots(g: &Graph) -> Vec<Option<Value>> {
     let mut roots: Vec<Option<Value>> = vec![None; g.nodes.len()];
     for (i, node) in g.nodes.iter().enumerate() {
@@ -315,7 +212,7 @@ pub fn view_roots(g: &Graph) -> Vec<Option<Value>> {
     roots
 }
 
-/// For every value that is no view, the last position that reads it, views of it included; the end, for a root.
+/// For every value that is no view, the position of its last reader, readers of its views included; the graph's end for a root.
 pub fn last_reads(g: &Graph, roots: &[Option<Value>]) -> HashMap<Value, usize> {
     let root = |v: Value| roots[v.node].unwrap_or(v);
     let mut last = HashMap::new();
@@ -328,72 +225,4 @@ pub fn last_reads(g: &Graph, roots: &[Option<Value>]) -> HashMap<Value, usize> {
         last.insert(root(v), g.nodes.len());
     }
     last
-}
-
-/// For the outputs that start out in an input's buffer, which input that is.
-fn reused(op: &dyn Op) -> HashMap<usize, usize> {
-    op.reuse().into_iter().rev().map(|(input, out)| (out, input)).collect()
-}
-
-/// Values that may live in a state's buffer: its next value, and what leads to it through ops that work in their input's
-/// buffer, as long as nobody else reads that any later. value -> the state's node.
-fn destinations(g: &Graph, roots: &[Option<Value>], last_read: &HashMap<Value, usize>) -> HashMap<Value, usize> {
-    let mut destined = HashMap::new();
-    let mut reuse: HashMap<usize, HashMap<usize, usize>> = HashMap::new(); // by node: an optimizer's has all parameters
-    for &(state, value) in &g.updates {
-        let mut v = value;
-        while let Kind::Op(op) = &g.nodes[v.node].kind {
-            if destined.insert(v, state.node).is_some() {
-                break;
-            }
-            let Some(&input) = reuse.entry(v.node).or_insert_with(|| reused(&**op)).get(&v.out) else { break };
-            let from = g.nodes[v.node].inputs[input];
-            // Read for the last time where the next of the chain is made: nothing overwrites what is still wanted.
-            if roots[from.node].is_some() || last_read.get(&from) != Some(&v.node) {
-                break;
-            }
-            v = from;
-        }
-    }
-    destined
-}
-
-/// Values that can lie where a Join wants them, with what they are made from in place: value -> (the Join's node, elements before it).
-fn joined(g: &Graph, last_read: &HashMap<Value, usize>, destined: &HashMap<Value, usize>) -> HashMap<Value, (usize, usize)> {
-    // Reshapes change nothing about where a value lies; other views do.
-    fn plain(g: &Graph, v: Value) -> Option<Value> {
-        let node = &g.nodes[v.node];
-        match node.is_view() {
-            true => node.op::<Reshape>().and_then(|_| plain(g, node.inputs[0])),
-            false => (!node.is_source()).then_some(v),
-        }
-    }
-    let mut places: HashMap<Value, (usize, usize)> = HashMap::new();
-    for (join, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.op::<Join>().is_some()) {
-        let mut at = 0;
-        for &input in &node.inputs {
-            let (place, meta) = ((join, at), g.meta(input));
-            at += meta.elements();
-            let Some(mut v) = plain(g, input) else { continue };
-            let free = |v: Value, places: &HashMap<Value, (usize, usize)>| !places.contains_key(&v) && !destined.contains_key(&v);
-            if !(place.1 * meta.dtype.size()).is_multiple_of(ALIGN)
-                || !free(v, &places)
-                || node.inputs.iter().filter(|w| **w == input).count() > 1
-            {
-                continue;
-            }
-            places.insert(v, place);
-            while let Kind::Op(op) = &g.nodes[v.node].kind {
-                let Some(&(k, _)) = op.reuse().iter().find(|p| p.1 == v.out) else { break };
-                let Some(from) = plain(g, g.nodes[v.node].inputs[k]) else { break };
-                let once = g.nodes[v.node].inputs.iter().filter(|w| plain(g, **w) == Some(from)).count() == 1;
-                if last_read.get(&from) != Some(&v.node) || !once || !free(from, &places) || g.meta(from).bytes() != meta.bytes() {
-                    break;
-                }
-                places.insert(from, place);
-                v = from;
-            }
-        }
-    }
-    places
 }

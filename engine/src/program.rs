@@ -1,4 +1,4 @@
-//! A graph, rewritten, planned and loaded on a device.
+//! Programs: a graph is rewritten by passes, planned in memory, loaded on a device, and run.
 
 use crate::cpu::{Buffer, Cpu, CpuProgram, Data};
 use crate::cuda::{self, Cuda, CudaProgram};
@@ -12,23 +12,28 @@ use crate::store::Store;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// Where programs run. Its programs run one at a time and share one arena, as large as the largest needs.
+/// Where programs run. Its programs run one at a time and share one arena, as large as the largest of them needs.
 #[derive(Clone)]
 pub enum Device {
+    /// The CPU and its arena.
     Cpu(Cpu, Arc<Mutex<Buffer>>),
-    Cuda(Cuda, Arc<Mutex<cuda::Device>>),
+    /// A GPU and its arena.
+    Cuda(Cuda, Arc<Mutex<cuda::Memory>>),
 }
 
 impl Device {
+    /// A CPU device with an empty arena.
     pub fn cpu(cpu: Cpu) -> Device {
         Device::Cpu(cpu, Arc::new(Mutex::new(Buffer::zeroed(0))))
     }
 
+    /// A GPU device with an empty arena.
     pub fn cuda(cuda: Cuda) -> Result<Device, Error> {
         let arena = cuda.allocate(0)?;
         Ok(Device::Cuda(cuda, Arc::new(Mutex::new(arena))))
     }
 
+    /// For logs: the GPU's name and compute capability, or the number of threads.
     pub fn describe(&self) -> String {
         match self {
             Device::Cpu(cpu, _) => format!("cpu, {} threads", cpu.threads()),
@@ -36,6 +41,7 @@ impl Device {
         }
     }
 
+    /// What programs for this device are compiled for.
     pub fn target(&self) -> Target {
         match self {
             Device::Cpu(..) => Target::Cpu,
@@ -43,7 +49,7 @@ impl Device {
         }
     }
 
-    /// Waits for everything that was started.
+    /// Waits until everything that was started has finished.
     pub fn synchronize(&self) -> Result<(), Error> {
         match self {
             Device::Cpu(..) => Ok(()),
@@ -51,7 +57,7 @@ impl Device {
         }
     }
 
-    /// Bytes that it holds for itself.
+    /// Bytes that the device uses besides programs and states: cuBLASLt's workspace.
     pub fn own_memory(&self) -> usize {
         match self {
             Device::Cpu(..) => 0,
@@ -67,17 +73,20 @@ impl Device {
     }
 }
 
-/// Rewritten and planned, but not loaded: what `kiln plan` looks at.
+/// A graph after all passes, with its memory plan, but not loaded on a device: what `kiln plan` shows.
 pub struct Compiled {
+    /// The graph after all passes.
     pub graph: Graph,
+    /// Where its values lie.
     pub plan: Plan,
-    /// Of the passes, then of the executor's settings.
+    /// One for each pass, then one for each executor setting.
     pub receipts: Vec<Receipt>,
     options: cuda::Options,
     target: Target,
 }
 
 impl Compiled {
+    /// Runs all passes on a graph and plans its memory.
     pub fn new(mut graph: Graph, switches: &Switches, target: Target) -> Result<Compiled, Error> {
         let mut receipts = passes::run(&mut graph, switches, target)?;
         let (options, of_executor) = cuda::Options::new(&graph, switches, target)?;
@@ -86,13 +95,13 @@ impl Compiled {
         Ok(Compiled { graph, plan, receipts, options, target })
     }
 
-    /// See `Plan::by_part`.
+    /// Peak memory of each part of the model (see [`Plan::by_part`]).
     pub fn by_part(&self) -> BTreeMap<String, usize> {
         self.plan.by_part(&self.graph, &|g, spots| workspace(self.target, g, spots))
     }
 }
 
-/// f32 elements of scratch memory that each node wants on a device.
+/// f32 elements of scratch memory that each node needs.
 fn workspace(target: Target, g: &Graph, spots: &[Vec<Spot>]) -> Vec<usize> {
     match target {
         Target::Cpu => (0..g.nodes.len()).map(|i| CpuProgram::workspace(g, spots, i)).collect(),
@@ -100,11 +109,15 @@ fn workspace(target: Target, g: &Graph, spots: &[Vec<Spot>]) -> Vec<usize> {
     }
 }
 
-/// A graph and its plan, loaded on a device.
+/// A compiled graph, loaded on a device and ready to run.
 pub struct Program {
+    /// One for each pass, then one for each executor setting.
     pub receipts: Vec<Receipt>,
+    /// Bytes that it needs, by purpose.
     pub memory: Memory,
+    /// Floating-point operations of one run.
     pub flops: u64,
+    /// Bytes that the ops of one run read and write at least.
     pub bytes: u64,
     loaded: Loaded,
 }
@@ -115,16 +128,17 @@ enum Loaded {
 }
 
 impl Program {
-    /// Rewrites, plans and loads a graph, and creates the states that it names.
+    /// Compiles a graph and loads it, and creates those of its states that the store does not have yet.
     pub fn load(graph: Graph, switches: &Switches, device: &Device, store: &mut Store) -> Result<Program, Error> {
         Program::from_compiled(Compiled::new(graph, switches, device.target())?, device, store)
     }
 
+    /// Loads a compiled graph, and creates those of its states that the store does not have yet.
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
         store.ensure(&c.graph, device.gpu())?;
         let (mut memory, cost) = (c.plan.memory, c.plan.cost);
         if device.gpu().is_some() {
-            memory.feeds *= 3; // two more are on their way
+            memory.feeds *= 3; // two more sets of buffers, so that copies overlap with runs
         }
         let loaded = match device {
             Device::Cpu(cpu, arena) => Loaded::Cpu(Box::new(CpuProgram::new(c.graph, c.plan, cpu, arena)?)),
@@ -133,6 +147,7 @@ impl Program {
         Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded })
     }
 
+    /// Runs once with these inputs, and updates the states. On a GPU it returns before the run has ended.
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         match &mut self.loaded {
             Loaded::Cpu(p) => p.run(store, feeds),
@@ -140,15 +155,15 @@ impl Program {
         }
     }
 
-    /// Where the time of a run goes, node by node; only a GPU keeps such clocks.
+    /// Runs once with a timer around every node; on a GPU only.
     pub fn profile(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<Vec<cuda::Timed>, Error> {
         match &mut self.loaded {
-            Loaded::Cpu(_) => Err(Error::Cuda("profiles are made on a GPU".into())),
+            Loaded::Cpu(_) => Err(Error::Cuda("profiling needs a GPU".into())),
             Loaded::Cuda(p) => p.profile(store, feeds),
         }
     }
 
-    /// An output of the last run, in f32. Another program's run in between overwrites it.
+    /// An output of the last run, in f32. Read it before another program runs, which may overwrite it.
     pub fn read(&self, name: &str, store: &Store) -> Result<Vec<f32>, Error> {
         match &self.loaded {
             Loaded::Cpu(p) => p.read(name, store),
@@ -156,7 +171,7 @@ impl Program {
         }
     }
 
-    /// Starts to read an output; `Reading::finish` waits for it. On a GPU the next run may be started in between.
+    /// Starts to copy an output to the host; [`Reading::finish`] waits for it. On a GPU the next run may start in between.
     pub fn start_read(&self, name: &str, store: &Store) -> Result<Reading, Error> {
         match &self.loaded {
             Loaded::Cpu(p) => Ok(Reading::There(p.read(name, store)?)),
@@ -170,14 +185,16 @@ impl Program {
     }
 }
 
-/// An output that was asked for.
+/// An output on its way to the host (see [`Program::start_read`]).
 pub enum Reading {
+    /// Copied already.
     There(Vec<f32>),
+    /// A copy from the GPU that may still be under way.
     Coming(cuda::Incoming),
 }
 
 impl Reading {
-    /// Whether `finish` would not wait.
+    /// Whether `finish` would return at once.
     pub fn is_there(&self) -> bool {
         match self {
             Reading::There(_) => true,
@@ -185,6 +202,7 @@ impl Reading {
         }
     }
 
+    /// Waits for the copy and returns the numbers.
     pub fn finish(self) -> Result<Vec<f32>, Error> {
         match self {
             Reading::There(numbers) => Ok(numbers),
@@ -193,7 +211,7 @@ impl Reading {
     }
 }
 
-/// A GPU that is not there: for planning, and for compiling every kernel without one.
+/// A GPU that this machine need not have: for plans, and for compiling every kernel without one.
 pub fn imagined(sm: u32) -> Target {
     Target::Cuda(Arch { sm, multiprocessors: 132 })
 }

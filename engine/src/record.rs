@@ -1,4 +1,4 @@
-//! What model code touches: a Recorder, and Vars that read like arithmetic.
+//! The interface for model code: a [`Recorder`], and [`Var`]s that are used like tensors in PyTorch.
 
 use crate::graph::{Graph, Init, Kind, Node, Role, State, Value};
 use crate::meta::{DType, Meta};
@@ -8,14 +8,15 @@ use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-/// Bytes of one table that is fixed in a graph, at most.
+/// The most bytes of one constant in a graph.
 pub const MOST_TABLE: usize = 1 << 30;
 
-/// Records operations in the order in which model code names them.
+/// Records ops, in the order in which model code calls them, as a [`Graph`].
 pub struct Recorder {
     graph: RefCell<Graph>,
-    /// Nodes of feeds and of states, by name.
+    /// Nodes of feeds, by name.
     feeds: RefCell<HashMap<String, usize>>,
+    /// Nodes of states, by name.
     states: RefCell<HashMap<String, usize>>,
     updated: RefCell<HashSet<Value>>,
     scope: RefCell<Arc<str>>,
@@ -27,7 +28,7 @@ pub struct Recorder {
     sites: Cell<u32>,
 }
 
-/// A value being recorded. Copy, so that it is used like a number.
+/// A tensor in the graph that is being recorded. Copy, so that it is used like a number.
 #[derive(Clone, Copy)]
 pub struct Var<'g> {
     recorder: &'g Recorder,
@@ -47,6 +48,7 @@ impl Default for Recorder {
 }
 
 impl Recorder {
+    /// An empty graph.
     pub fn new() -> Recorder {
         Recorder {
             graph: RefCell::default(),
@@ -63,38 +65,38 @@ impl Recorder {
         }
     }
 
-    /// A tensor that every run is handed.
+    /// An input that every run is given.
     #[track_caller]
     pub fn feed(&self, name: &str, shape: &[usize], dtype: DType) -> Var<'_> {
-        assert!(!matches!(dtype, DType::BF16 | DType::F16), "feed '{name}': f32, i32 or u8; cast it in the graph");
+        assert!(!matches!(dtype, DType::BF16 | DType::F16), "feed '{name}' must be f32, i32 or u8: cast it in the graph");
         self.named(name, Kind::Feed(name.into()), Meta::new(shape, dtype))
     }
 
-    /// A tensor that outlives runs.
+    /// A tensor that keeps its value between runs, in the [`Store`](crate::Store).
     pub fn state(&self, name: &str, shape: &[usize], dtype: DType, init: Init) -> Var<'_> {
         let state = State { name: name.into(), init, role: Role::Carried };
         self.named(name, Kind::State(state), Meta::new(shape, dtype))
     }
 
-    /// A State that belongs to the model: f32, trained or loaded, and saved with it.
+    /// A parameter: an f32 state that is trained, and saved with the model.
     pub fn param(&self, name: &str, shape: &[usize], init: Init) -> Var<'_> {
         let state = State { name: name.into(), init, role: Role::Param };
         self.named(name, Kind::State(state), Meta::f32(shape))
     }
 
-    /// A State that belongs to the model and is loaded, not trained. Recorded as f32, whatever it is kept in.
+    /// A weight that is loaded and not trained. Recorded as f32; a pass may store it in another type.
     pub fn frozen(&self, name: &str, shape: &[usize], init: Init) -> Var<'_> {
         let state = State { name: name.into(), init, role: Role::Frozen };
         self.named(name, Kind::State(state), Meta::f32(shape))
     }
 
-    /// A State of any type and role.
+    /// A state of any type and role.
     #[track_caller]
     pub(crate) fn state_as(&self, name: &str, meta: Meta, init: Init, role: Role) -> Var<'_> {
         self.named(name, Kind::State(State { name: name.into(), init, role }), meta)
     }
 
-    /// The same name is the same value.
+    /// Recording a name again gives the same value.
     #[track_caller]
     fn named(&self, name: &str, kind: Kind, meta: Meta) -> Var<'_> {
         let names = if matches!(kind, Kind::Feed(_)) { &self.feeds } else { &self.states };
@@ -115,21 +117,25 @@ impl Recorder {
         var
     }
 
-    /// Numbers fixed now.
+    /// A constant with these numbers.
     #[track_caller]
     pub fn constant(&self, shape: &[usize], numbers: Vec<f32>) -> Var<'_> {
         self.table(shape, || numbers)
     }
 
-    /// The same for numbers that may be many: they are made only where there is room. A graph with a larger table is refused.
+    /// A constant that may be large: `numbers` is called only if it fits into [`MOST_TABLE`]. Otherwise `passes::run` refuses the graph.
     #[track_caller]
     pub fn table(&self, shape: &[usize], numbers: impl FnOnce() -> Vec<f32>) -> Var<'_> {
         let meta = Meta::f32(shape);
         let numbers = if meta.bytes() > MOST_TABLE { vec![] } else { numbers() };
-        assert!(meta.bytes() > MOST_TABLE || meta.elements() == numbers.len(), "a constant of shape {shape:?}");
+        assert!(
+            meta.bytes() > MOST_TABLE || meta.elements() == numbers.len(),
+            "a constant of shape {shape:?} needs as many numbers as the shape has elements"
+        );
         self.push(Kind::Const(Arc::new(numbers)), vec![], vec![meta])[0]
     }
 
+    /// Records an op and returns its outputs. Panics, naming the caller's line, if the inputs' shapes do not fit.
     #[track_caller]
     pub fn op<'g>(&'g self, op: impl Op, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
         self.op_arc(Arc::new(op), inputs)
@@ -141,6 +147,7 @@ impl Recorder {
         self.op(op, inputs)[0]
     }
 
+    /// As [`Recorder::op`], for an op that is shared already.
     #[track_caller]
     pub fn op_arc<'g>(&'g self, op: Arc<dyn Op>, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
         let metas: Vec<Meta> = inputs.iter().map(|v| v.meta()).collect();
@@ -157,30 +164,30 @@ impl Recorder {
         self.push(Kind::Op(op), inputs.iter().map(|v| v.value).collect(), outputs)
     }
 
-    /// Gradients of `loss` (one element) by each of `by`.
+    /// Gradients of `loss` (one element) with respect to each of `by`.
     #[track_caller]
     pub fn grad<'g>(&'g self, loss: Var<'g>, by: &[Var<'g>]) -> Vec<Var<'g>> {
-        assert_eq!(loss.meta().elements(), 1, "grad wants a loss of one element, not {:?}", loss.meta());
+        assert_eq!(loss.meta().elements(), 1, "grad needs a loss of one element, not {:?}", loss.meta());
         let inputs = [&[loss], by].concat();
         self.push(Kind::Grad, inputs.iter().map(|v| v.value).collect(), by.iter().map(|v| v.meta()).collect())
     }
 
-    /// What a run answers with, by name.
+    /// Makes a value readable after a run, by name.
     pub fn output(&self, name: &str, v: Var) {
         self.graph.borrow_mut().outputs.push((name.into(), v.value));
     }
 
-    /// The state's value from the end of this run on. Reads inside the run see the value before it.
+    /// Gives a state a new value at the end of the run. Ops of the run read the old one.
     #[track_caller]
     pub fn update(&self, state: Var, value: Var) {
         let mut g = self.graph.borrow_mut();
-        assert!(matches!(g.nodes[state.value.node].kind, Kind::State(_)), "update wants a state");
-        assert_eq!(g.meta(state.value), g.meta(value.value), "update of a state with another shape or type");
-        assert!(self.updated.borrow_mut().insert(state.value), "a state is updated once in a run");
+        assert!(matches!(g.nodes[state.value.node].kind, Kind::State(_)), "the first argument of update must be a state");
+        assert_eq!(g.meta(state.value), g.meta(value.value), "update: the new value must have the state's shape and type");
+        assert!(self.updated.borrow_mut().insert(state.value), "a state may be updated only once in a run");
         g.updates.push((state.value, value.value));
     }
 
-    /// Everything that `f` records belongs to `name`: for messages, for receipts, and for `recompute`.
+    /// Everything that `f` records gets `name` as a scope, shown in messages, receipts and profiles. Scopes nest: `blocks.3.attn`.
     pub fn scope<R>(&self, name: &str, f: impl FnOnce() -> R) -> R {
         let outer = self.scope.borrow().clone();
         *self.scope.borrow_mut() = if outer.is_empty() { name.into() } else { format!("{outer}.{name}").into() };
@@ -189,7 +196,7 @@ impl Recorder {
         result
     }
 
-    /// A scope that is one of the model's repeated units: `recompute` keeps what enters and leaves it.
+    /// A scope that is one of the model's repeated blocks. The pass `recompute` with what=blocks keeps only inputs and outputs of blocks.
     pub fn block<R>(&self, name: &str, f: impl FnOnce() -> R) -> R {
         self.blocks.set(self.blocks.get() + 1);
         let outer = self.block.replace(self.blocks.get());
@@ -198,7 +205,7 @@ impl Recorder {
         result
     }
 
-    /// What `f` records keeps the types that it is recorded with: `bf16` goes around it, and hands it what it reads in those types.
+    /// What `f` records keeps its types: the pass `bf16` leaves it alone, and casts its inputs back.
     pub fn typed<R>(&self, f: impl FnOnce() -> R) -> R {
         let outer = self.typed.replace(true);
         let result = f();
@@ -225,6 +232,7 @@ impl Recorder {
         self.sites.get()
     }
 
+    /// All parameters recorded so far, by name.
     pub fn params(&self) -> Vec<(String, Var<'_>)> {
         let g = self.graph.borrow();
         let param = |(node, n): (usize, &Node)| match &n.kind {
@@ -234,6 +242,7 @@ impl Recorder {
         g.nodes.iter().enumerate().filter_map(param).collect()
     }
 
+    /// The recorded graph.
     pub fn finish(self) -> Graph {
         self.graph.into_inner()
     }
@@ -242,7 +251,7 @@ impl Recorder {
         Var { recorder: self, value }
     }
 
-    /// What is recorded next belongs where `node` does.
+    /// What is recorded next has the scope, block and flags of `node`.
     pub(crate) fn set_place(&self, node: &Node) {
         *self.scope.borrow_mut() = node.scope.clone();
         self.backward.set(node.backward);
@@ -259,7 +268,7 @@ impl Recorder {
         self.narrow.set(false);
     }
 
-    /// A state as it was recorded, in another type.
+    /// The same state in another type.
     pub(crate) fn retyped(&self, state: &State, meta: Meta) -> Var<'_> {
         self.push(Kind::State(state.clone()), vec![], vec![meta])[0]
     }
@@ -275,7 +284,7 @@ impl Recorder {
 
     #[track_caller]
     fn push(&self, kind: Kind, inputs: Vec<Value>, outputs: Vec<Meta>) -> Vec<Var<'_>> {
-        assert!(outputs.iter().all(|m| m.elements() > 0), "a tensor without elements: {outputs:?}");
+        assert!(outputs.iter().all(|m| m.elements() > 0), "a tensor has no elements: {outputs:?}");
         let mut g = self.graph.borrow_mut();
         let (node, count) = (g.nodes.len(), outputs.len());
         match &kind {
@@ -290,28 +299,33 @@ impl Recorder {
 }
 
 impl<'g> Var<'g> {
+    /// Shape and type.
     pub fn meta(&self) -> Meta {
         self.recorder.graph.borrow().meta(self.value).clone()
     }
 
+    /// The sizes of all dimensions, outermost first.
     pub fn shape(&self) -> Vec<usize> {
         self.meta().shape
     }
 
+    /// The element type.
     pub fn dtype(&self) -> DType {
         self.meta().dtype
     }
 
-    /// The dimension `back` places from the last.
+    /// The size of the dimension `back` places from the last: `dim(0)` is the innermost.
     #[track_caller]
     pub fn dim(&self, back: usize) -> usize {
         self.meta().dim(back)
     }
 
+    /// The recorder that it was recorded with.
     pub fn recorder(&self) -> &'g Recorder {
         self.recorder
     }
 
+    /// Its node and output in the graph, for passes.
     pub fn value(&self) -> Value {
         self.value
     }

@@ -1,4 +1,4 @@
-//! Everything that outlives a run, by name: parameters, moments, carries, caches, counters.
+//! The store of states, by name: parameters, optimizer states, KV caches, counters.
 
 use crate::cpu::Buffer;
 use crate::cuda::{self, Cuda};
@@ -9,8 +9,11 @@ use crate::philox::{fill_normal, hash_name, philox, uniform};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+/// A state's value.
 pub struct Tensor {
+    /// Shape and type.
     pub meta: Meta,
+    /// What it is to the model: checkpoints hold parameters and carried states, not frozen weights.
     pub role: Role,
     memory: Memory,
 }
@@ -18,11 +21,11 @@ pub struct Tensor {
 /// Where a state's numbers are.
 enum Memory {
     Host(Buffer),
-    Gpu(Cuda, cuda::Device),
+    Gpu(Cuda, cuda::Memory),
 }
 
 impl Tensor {
-    /// The numbers as they lie in memory; from a GPU they are copied.
+    /// The raw bytes; from a GPU they are copied.
     pub fn bytes(&self) -> Result<Cow<'_, [u8]>, Error> {
         match &self.memory {
             Memory::Host(b) => Ok(b.bytes().into()),
@@ -30,24 +33,25 @@ impl Tensor {
         }
     }
 
-    /// The numbers in f32.
+    /// The numbers, converted to f32.
     pub fn f32(&self) -> Result<Vec<f32>, Error> {
         Ok(crate::cpu::widened(&self.bytes()?, self.meta.dtype))
     }
 }
 
+/// All states of a run. Programs of one run share it.
 pub struct Store {
     seed: u64,
     tensors: BTreeMap<String, Tensor>,
 }
 
 impl Store {
-    /// `seed` decides the initial values.
+    /// An empty store; `seed` determines the initial values of random states.
     pub fn new(seed: u64) -> Store {
         Store { seed, tensors: BTreeMap::new() }
     }
 
-    /// Creates the states of a graph that are not there yet, with their initial values, on the GPU if one is named.
+    /// Creates those states of a graph that the store does not have yet, with their initial values, on the GPU if one is given.
     pub fn ensure(&mut self, g: &Graph, gpu: Option<&Cuda>) -> Result<(), Error> {
         for (state, meta) in g.states() {
             match self.tensors.get(&state.name) {
@@ -72,11 +76,12 @@ impl Store {
         Ok(())
     }
 
+    /// A state by name.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.tensors.get(name)
     }
 
-    /// A state's memory on the CPU, if it is what a program was planned for.
+    /// A state's host memory, if it has the shape and type that a program was compiled for.
     pub(crate) fn host(&mut self, name: &str, want: &Meta) -> Result<&mut Buffer, Error> {
         self.expect(name, want)?;
         match self.tensors.get_mut(name).map(|t| &mut t.memory) {
@@ -85,8 +90,8 @@ impl Store {
         }
     }
 
-    /// The same on the GPU.
-    pub(crate) fn device(&self, name: &str, want: &Meta) -> Result<&cuda::Device, Error> {
+    /// The same for GPU memory.
+    pub(crate) fn device(&self, name: &str, want: &Meta) -> Result<&cuda::Memory, Error> {
         self.expect(name, want)?;
         match self.tensors.get(name).map(|t| &t.memory) {
             Some(Memory::Gpu(_, d)) => Ok(d),
@@ -102,11 +107,12 @@ impl Store {
         }
     }
 
+    /// All states, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.tensors.iter().map(|(n, t)| (n.as_str(), t))
     }
 
-    /// Replaces a state's numbers.
+    /// Replaces a state's value by one of the same shape and type.
     pub fn set(&mut self, name: &str, meta: &Meta, bytes: &[u8]) -> Result<(), Error> {
         let t = self.tensors.get_mut(name).ok_or_else(|| Error::NoState(name.into()))?;
         if t.meta != *meta || bytes.len() != meta.bytes() {
@@ -119,7 +125,7 @@ impl Store {
         Ok(())
     }
 
-    /// Replaces a state's numbers by those of any float type, rounded where its own is narrower.
+    /// Replaces a state's value by numbers of any float type, rounded if the state's own type is narrower.
     pub fn set_floats(&mut self, name: &str, from: &Meta, bytes: &[u8]) -> Result<(), Error> {
         let own = self.tensors.get(name).ok_or_else(|| Error::NoState(name.into()))?.meta.clone();
         if own.dtype == from.dtype
@@ -133,16 +139,18 @@ impl Store {
         self.set(name, &own, crate::cpu::converted(bytes, from.dtype, own.dtype).bytes())
     }
 
-    /// Forgets states, so that they begin anew.
+    /// Removes all states whose names start with `prefix`, so that `ensure` initializes them again.
     pub fn remove_prefix(&mut self, prefix: &str) {
         self.tensors.retain(|name, _| !name.starts_with(prefix));
     }
 
+    /// The memory of all states together.
     pub fn bytes(&self) -> usize {
         self.tensors.values().map(|t| t.meta.bytes()).sum()
     }
 }
 
+/// The initial value of a state.
 fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Result<Buffer, Error> {
     let lacks = || Error::NoMemory { what: format!("state '{name}' {meta:?}"), bytes: meta.bytes() };
     let mut data = Buffer::try_zeroed(meta.bytes()).ok_or_else(lacks)?;
@@ -162,7 +170,7 @@ fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Result<Buffer, Err
         Init::Truncated { std } => {
             fill_normal(seed, stream, &mut numbers);
             for (i, v) in numbers.iter_mut().enumerate() {
-                // Draw again, from a counter of this element's own, until inside.
+                // Draw again, from this element's own counter, until it is inside.
                 let mut round = 1;
                 while v.abs() > 2.0 {
                     let mut again = [0.0];

@@ -1,9 +1,8 @@
-//! When numbers count as the same. What judges a GPU's results is what judges the CPU's, and what the tests plant mistakes for.
+//! Tolerances: when numbers count as equal. The same code judges results of GPU and CPU, and is itself tested with planted errors.
 
 use crate::meta::DType;
 
-/// norm(a - b) / norm(b), with a floor for what is all rounding. Infinite where the two have other elements, or one that is not finite:
-/// what cannot be compared is not the same.
+/// norm(a - b) / norm(b), with a floor for values that are only rounding errors. Infinite if the lengths differ or a number is not finite.
 pub fn relative(a: &[f32], b: &[f32]) -> f64 {
     if a.len() != b.len() || a.iter().chain(b).any(|v| !v.is_finite()) {
         return f64::INFINITY;
@@ -13,8 +12,8 @@ pub fn relative(a: &[f32], b: &[f32]) -> f64 {
     difference / square(&mut b.iter().map(|&y| y as f64)).max(1e-6 * (b.len() as f64).sqrt())
 }
 
-/// How far off the worst element is, relative to itself or to the root mean square of all, whichever is larger: one wrong element among many
-/// drowns in a norm.
+/// The largest error of an element, relative to itself or to the root mean square of all, whichever is larger: a norm would hide one wrong
+/// element among many.
 fn worst_element(a: &[f32], b: &[f32]) -> f64 {
     let mean = b.iter().map(|&y| (y as f64).powi(2)).sum::<f64>() / b.len().max(1) as f64;
     let floor = mean.sqrt().max(1e-6);
@@ -22,42 +21,44 @@ fn worst_element(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(off).fold(0.0, |worst, e| if e <= worst { worst } else { e })
 }
 
-/// Roundings that a result in a narrow type may be off by: its own, and what those of the inputs and of a neighbour in the graph come to.
+/// By how many roundings a result in a narrow type may differ: its own, and the effect of those of the inputs and of adjacent ops.
 pub const ROUNDINGS: f64 = 3.0;
 
-/// An element of a narrow result may be off by so many times what the whole may: of ten thousand whose errors are normal, the worst is
-/// at four times the mean.
+/// A single element of a narrow result may differ by so many times the tolerance of the norm: of ten thousand normally distributed errors, the
+/// worst is about four standard deviations.
 const ELEMENT: f64 = 10.0;
 
-/// What a result in a type may be off by.
+/// The tolerance for a result.
 #[derive(Clone, Copy, Debug)]
 pub struct Allowed {
+    /// The type that results are rounded to.
     pub dtype: DType,
-    /// Of a narrow type.
+    /// The number of roundings allowed, for narrow types.
     pub roundings: f64,
     /// Terms of the longest sum.
     pub length: usize,
 }
 
 impl Allowed {
+    /// For results of this type that are sums of `length` terms.
     pub fn new(dtype: DType, length: usize) -> Allowed {
         Allowed { dtype, roundings: ROUNDINGS, length }
     }
 
-    /// Of the norm. Ops add in f32 whatever they read, and round once: some roundings of the type, and of f32 eight times the random walk of
-    /// a sum's roundings.
+    /// The tolerance of the relative error of the norm. Ops accumulate in f32 and round once: some roundings of the type, plus eight times the
+    /// random walk of f32 roundings in a sum.
     pub fn relative(&self) -> f64 {
         let sum = 8.0 * DType::F32.rounding() as f64 * (self.length as f64).sqrt();
         if self.dtype == DType::F32 { sum } else { sum + self.roundings * self.dtype.rounding() as f64 }
     }
 
-    /// How far off `ours` is, of what is allowed; or what is wrong with it.
+    /// The error as a fraction of the tolerance; or what is wrong.
     pub fn judge(&self, name: &str, ours: &[f32], reference: &[f32]) -> Result<f64, String> {
         if let Some(v) = reference.iter().find(|v| !v.is_finite()) {
-            return Err(format!("{name}: the reference has {v}, with which nothing can be compared"));
+            return Err(format!("{name}: the reference has {v}, to which nothing can be compared"));
         }
         let (error, allowed) = (relative(ours, reference), self.relative());
-        // Written so that what is no number fails.
+        // Written so that NaN fails.
         let near = crate::mutant!("checks-always-pass", error <= allowed, true);
         if !near {
             return Err(format!("{name}: off by {error:.2e}, {allowed:.2e} is allowed"));
@@ -70,7 +71,7 @@ impl Allowed {
         Ok(error / allowed)
     }
 
-    /// The worst of several.
+    /// The worst of several results.
     pub fn judge_all(&self, names: &[String], ours: &[Vec<f32>], reference: &[Vec<f32>]) -> Result<f64, String> {
         if ours.len() != names.len() || reference.len() != names.len() {
             return Err(format!("{} results and {} to compare them with, for {} names", ours.len(), reference.len(), names.len()));
@@ -80,7 +81,7 @@ impl Allowed {
     }
 }
 
-/// What a result whose longest sum has `length` terms may be off by, relatively.
+/// The relative tolerance for a result whose longest sum has `length` terms.
 pub fn tolerance(dtype: DType, length: usize) -> f64 {
     Allowed::new(dtype, length).relative()
 }

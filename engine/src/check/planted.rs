@@ -1,4 +1,4 @@
-//! Ops that are wrong on purpose: the checks must find each. A check that lets one pass has checked nothing.
+//! Ops that are wrong on purpose: the checks must find each of them.
 
 use super::{Outcome, Verdict, check_case};
 use crate::cpu::{View, ViewMut};
@@ -9,7 +9,7 @@ use crate::passes::Target;
 use crate::program::Device;
 use crate::record::Var;
 
-/// y = 2 x, wrong where `on` says: the kernel of a GPU, or the CPU's code in narrow types.
+/// y = 2 x, with an error in the GPU kernel, or in the CPU code for narrow types, as `on` says.
 #[derive(Clone, Copy, Debug)]
 struct Planted {
     mistake: Mistake,
@@ -21,7 +21,7 @@ enum Mistake {
     None,
     Zeros,
     FivePercent,
-    /// One element is no number.
+    /// One element is NaN.
     Nan,
 }
 
@@ -103,14 +103,14 @@ impl Op for Planted {
 }
 
 fn planted<'g>(x: &[Var<'g>], mistake: Mistake, on: On) -> Vec<Var<'g>> {
-    // The CPU's code does not know the type that its numbers came in.
+    // The CPU code cannot tell which type its numbers had.
     let on = if on == On::Cpu && x[0].dtype() == DType::F32 { On::Nothing } else { on };
     x[0].recorder().op(Planted { mistake, on }, x)
 }
 
 const INPUT: &[In] = &[In(&[70, 33], Fill::Normal)];
 
-/// Those for a GPU, behind those for the CPU; the first of either is right.
+/// Cases for the CPU, then those for a GPU; the first of each is correct.
 pub const CASES: &[Case] = &[
     Case::new("nothing", INPUT, |x| planted(x, Mistake::None, On::Cpu)),
     Case::new("zeros", INPUT, |x| planted(x, Mistake::Zeros, On::Cpu)),
@@ -122,7 +122,7 @@ pub const CASES: &[Case] = &[
     Case::new("no number", INPUT, |x| planted(x, Mistake::Nan, On::Gpu)),
 ];
 
-/// Whether the checks of ops find each mistake in each narrow type, and nothing where there is none.
+/// Whether the checks find each error in each narrow type, and none in the correct op.
 pub fn check_planted(device: &Device) -> Vec<Outcome> {
     let (cpu, gpu) = CASES.split_at(CASES.len() / 2);
     let cases = if device.target() == Target::Cpu { cpu } else { gpu };

@@ -1,4 +1,4 @@
-//! How long the cases of ops take.
+//! Timing of the cases of ops.
 
 use super::{Loaded, Numbers, fill, frozen, normals};
 use crate::cpu::Data;
@@ -8,15 +8,19 @@ use crate::passes::{Switches, Target};
 use crate::program::Device;
 use crate::record::Recorder;
 
-/// A case's time in one direction, and what it must do at least.
+/// The time of a case, forward or backward, and the least work that it needs.
 pub struct Timing {
+    /// Whether it is the backward pass.
     pub backward: bool,
+    /// Milliseconds of one run.
     pub ms: f64,
+    /// Floating-point operations of one run.
     pub flops: u64,
+    /// Bytes read and written at least.
     pub bytes: u64,
 }
 
-/// The median of `repeat` runs of a case: forwards, and on a GPU, whose clock tells nodes apart, backwards too.
+/// The median of `repeat` runs of a case: forward, and on a GPU, which times every node, also backward.
 pub fn time_case(case: &Case, dtype: DType, device: &Device, repeat: usize) -> Result<Vec<Timing>, String> {
     let r = Recorder::new();
     let mut feeds = vec![];
@@ -79,7 +83,7 @@ pub fn time_case(case: &Case, dtype: DType, device: &Device, repeat: usize) -> R
     Ok(rounds.into_iter().filter_map(of_rounds).collect())
 }
 
-/// 0 of nothing.
+/// The median; 0 if there are no numbers.
 fn median(mut all: Vec<f64>) -> f64 {
     all.sort_by(f64::total_cmp);
     all.get(all.len() / 2).copied().unwrap_or(0.0)

@@ -1,25 +1,31 @@
-//! Matrix products on strided memory.
+//! GEMM on strided memory.
 #![allow(unsafe_code)]
 
 /// A matrix inside a slice: element (i, j) is at `offset + i * row + j * column`.
 #[derive(Clone, Copy, Debug)]
 pub struct Mat<'a> {
+    /// The memory that it lies in.
     pub data: &'a [f32],
+    /// Index of its first element.
     pub offset: usize,
+    /// Distance between rows.
     pub row: usize,
+    /// Distance between columns.
     pub column: usize,
 }
 
 impl<'a> Mat<'a> {
-    /// Rows without gaps, `columns` wide.
+    /// A contiguous matrix of so many columns.
     pub fn rows(data: &'a [f32], columns: usize) -> Mat<'a> {
         Mat { data, offset: 0, row: columns, column: 1 }
     }
 
+    /// Its transpose.
     pub fn t(self) -> Mat<'a> {
         Mat { row: self.column, column: self.row, ..self }
     }
 
+    /// The matrix that starts `offset` elements further on.
     pub fn at(self, offset: usize) -> Mat<'a> {
         Mat { offset: self.offset + offset, ..self }
     }
@@ -29,20 +35,22 @@ impl<'a> Mat<'a> {
     }
 }
 
-/// What a product does with the numbers already in `c`.
+/// What a GEMM does with the numbers already in `c`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Into {
+    /// The result overwrites what was there.
     Replace,
+    /// The result is added to what was there.
     Add,
 }
 
-/// c [m, n] = scale * a [m, k] x b [k, n], or adds to it; `c` has rows without gaps, `row` elements apart. `parallel` uses the
-/// threads of the current pool.
+/// c [m, n] = scale * a [m, k] b [k, n], or adds that to c, whose rows are `row` elements apart. `parallel` uses the threads of the current
+/// pool.
 #[allow(clippy::too_many_arguments)]
 pub fn gemm(c: &mut [f32], row: usize, into: Into, m: usize, k: usize, n: usize, a: Mat, b: Mat, scale: f32, parallel: bool) {
-    assert!(a.fits(m, k) && b.fits(k, n), "a matrix product past the end of its inputs");
-    assert!(m <= 1 || row >= n, "rows of a matrix product's output that overlap");
-    assert!(m == 0 || n == 0 || (m - 1) * row + n <= c.len(), "a matrix product past the end of its output");
+    assert!(a.fits(m, k) && b.fits(k, n), "a GEMM past the end of its inputs");
+    assert!(m <= 1 || row >= n, "overlapping rows of a GEMM's output");
+    assert!(m == 0 || n == 0 || (m - 1) * row + n <= c.len(), "a GEMM past the end of its output");
     let threads = if parallel { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
     let alpha = if into == Into::Add { 1.0 } else { 0.0 };
     // SAFETY: both inputs and the output were just checked to hold every element that the product touches; the output is

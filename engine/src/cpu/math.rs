@@ -27,11 +27,13 @@ pub fn exp(x: f32) -> f32 {
     if x < -87.336_54 { 0.0 } else { y }
 }
 
+/// 1 / (1 + e^-x), with the `exp` of this module.
 #[inline(always)]
 pub fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
+/// The hyperbolic tangent, with the `exp` of this module.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     let far = 1.0 - 2.0 / (exp(2.0 * x) + 1.0);
@@ -58,6 +60,7 @@ pub fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     fold(lanes)
 }
 
+/// The dot product, in a fixed order of additions.
 #[inline(always)]
 pub fn dot(x: &[f32], y: &[f32]) -> f32 {
     let mut lanes = [0.0f32; 16];
@@ -73,12 +76,13 @@ pub fn dot(x: &[f32], y: &[f32]) -> f32 {
     fold(lanes)
 }
 
+/// The largest number; NaN if there is one.
 #[inline(always)]
 pub fn max(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
     let chunks = x.chunks_exact(16);
     let rest = chunks.remainder();
-    // A NaN must win, or a broken softmax would look whole.
+    // A NaN must win, or a softmax of NaNs would look valid.
     let pick = |a: f32, b: f32| if b > a || b.is_nan() { b } else { a };
     for c in chunks {
         for i in 0..16 {

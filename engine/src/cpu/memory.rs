@@ -1,4 +1,4 @@
-//! Bytes at addresses that are multiples of 64, and the one place where slices of them are made.
+//! Aligned memory, and the only place where slices of it are made.
 #![allow(unsafe_code)]
 
 use super::{Data, DataMut};
@@ -17,12 +17,12 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// For what is small, or of a size that was allocated before: aborts where there is no memory.
+    /// For small sizes, or sizes that were allocated before: aborts if memory runs out.
     pub fn zeroed(bytes: usize) -> Buffer {
         Buffer { lines: vec![Line([0; 64]); bytes.div_ceil(64)], bytes }
     }
 
-    /// For what a config decides the size of: None where there is no memory.
+    /// For sizes that a config decides: None if memory runs out.
     pub fn try_zeroed(bytes: usize) -> Option<Buffer> {
         let count = bytes.div_ceil(64);
         if count == 0 {
@@ -35,20 +35,24 @@ impl Buffer {
         (!start.is_null()).then(|| Buffer { lines: unsafe { Vec::from_raw_parts(start, count, count) }, bytes })
     }
 
+    /// All of it.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: `lines` is that many initialised plain bytes, without padding, and is borrowed for as long.
         unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.bytes) }
     }
 
+    /// All of it, to write.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.bytes) }
     }
 
+    /// As f32 numbers.
     pub fn f32(&self) -> &[f32] {
         bytemuck::cast_slice(self.bytes())
     }
 
+    /// As i32 numbers.
     pub fn i32(&self) -> &[i32] {
         bytemuck::cast_slice(self.bytes())
     }
@@ -62,7 +66,7 @@ fn memory_that_is_not_there_is_none() {
     assert!(Buffer::try_zeroed(0).unwrap().bytes().is_empty());
 }
 
-/// A place in memory that the plan gave to a value for one op's run.
+/// Where the plan put a value, while one op runs.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub start: *mut u8,

@@ -1,4 +1,4 @@
-//! The CPU executor, and what CPU code of ops is written with.
+//! The CPU executor, and tools for the CPU code of ops.
 
 pub mod gemm;
 pub mod math;
@@ -13,13 +13,14 @@ pub use view::{Data, DataMut, View, ViewMut};
 
 use std::sync::Arc;
 
-/// Threads that programs run on. Results depend on their number only through matrix products.
+/// The threads that programs run on. Only matmuls give different bits with another number of threads.
 #[derive(Clone)]
 pub struct Cpu {
     pool: Arc<rayon::ThreadPool>,
 }
 
 impl Cpu {
+    /// A pool of so many threads.
     pub fn new(threads: usize) -> Cpu {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).thread_name(|i| format!("kiln-{i}")).build();
         Cpu { pool: Arc::new(pool.expect("the operating system gives threads")) }
@@ -30,16 +31,18 @@ impl Cpu {
         Cpu::new(std::thread::available_parallelism().map_or(1, |n| n.get()))
     }
 
+    /// The number of threads.
     pub fn threads(&self) -> usize {
         self.pool.current_num_threads()
     }
 
+    /// Runs `f` on the pool; parallel iterators inside use its threads.
     pub fn run<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         self.pool.install(f)
     }
 }
 
-/// Runs a loop compiled for the widest vectors this machine has. What it calls must be `#[inline(always)]`.
+/// Runs a loop compiled for the widest SIMD instructions of this machine. What it calls must be `#[inline(always)]`.
 #[inline(always)]
 pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     struct Call<F>(F);
@@ -53,7 +56,7 @@ pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(Call(f))
 }
 
-/// The instructions that vector code was chosen for.
+/// The name of the SIMD instruction set that is used.
 pub fn vectors() -> String {
     format!("{:?}", pulp::Arch::new()).split('(').next().unwrap_or("plain").to_string()
 }

@@ -25,6 +25,7 @@ pub struct CpuProgram {
 }
 
 impl CpuProgram {
+    /// Prepares a planned graph to run on a CPU, and enlarges the arena if it is too small.
     pub fn new(graph: Graph, plan: Plan, cpu: &Cpu, arena: &Arc<Mutex<Buffer>>) -> Result<CpuProgram, Error> {
         let constants = graph.nodes.iter().map(|n| match &n.kind {
             Kind::Const(numbers) => {
@@ -37,7 +38,7 @@ impl CpuProgram {
         let constants = constants.collect();
         let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
         if memory.bytes().len() < plan.arena() {
-            *memory = Buffer::zeroed(0); // give the smaller one back first
+            *memory = Buffer::zeroed(0); // free the smaller one first
             let lacks = || Error::NoMemory { what: "a program's activations and workspace".into(), bytes: plan.arena() };
             *memory = Buffer::try_zeroed(plan.arena()).ok_or_else(lacks)?;
         }
@@ -45,7 +46,7 @@ impl CpuProgram {
         Ok(CpuProgram { graph, plan, cpu: cpu.clone(), arena: arena.clone(), constants })
     }
 
-    /// f32 elements that a node needs beside its outputs: the op's own, and copies of what is not f32.
+    /// f32 elements of scratch memory that a node needs: the op's own, and f32 copies of bf16 and f16 inputs and outputs.
     pub fn workspace(g: &Graph, spots: &[Vec<Spot>], node: usize) -> usize {
         let Kind::Op(op) = &g.nodes[node].kind else { return 0 };
         if op.is_view() {
@@ -58,10 +59,11 @@ impl CpuProgram {
         op.workspace(&inputs).next_multiple_of(16) + read.chain(written).sum::<usize>()
     }
 
+    /// Runs all nodes in order, and updates the states.
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         let arena = self.arena.clone();
         let mut arena = arena.lock().unwrap_or_else(PoisonError::into_inner);
-        // Where the memory of every source is, for this run.
+        // Where the memory of every source lies in this run.
         let mut sources: Vec<*mut u8> = vec![std::ptr::null_mut(); self.graph.nodes.len()];
         for (i, node) in self.graph.nodes.iter().enumerate() {
             sources[i] = match &node.kind {
@@ -74,7 +76,7 @@ impl CpuProgram {
         let base = Base { arena: arena.bytes_mut().as_mut_ptr(), sources };
         let (graph, plan) = (&self.graph, &self.plan);
         self.cpu.run(move || {
-            let base = base; // the whole struct, not its pointers one by one
+            let base = base; // capture the whole struct, not its pointers one by one
             for i in 0..graph.nodes.len() {
                 step(graph, plan, &base, i);
             }
@@ -88,7 +90,7 @@ impl CpuProgram {
         Ok(())
     }
 
-    /// An output of the last run. Another program's run in between overwrites it.
+    /// An output of the last run, in f32. Read it before another program runs, which may overwrite it.
     pub fn read(&self, name: &str, store: &Store) -> Result<Vec<f32>, Error> {
         let (_, v) = self.graph.outputs.iter().find(|o| o.0 == name).ok_or_else(|| Error::NoOutput(name.into()))?;
         let spot = &self.plan.spots[v.node][v.out];
@@ -125,7 +127,7 @@ pub fn strided(bytes: &[u8], meta: &Meta, strides: &[usize]) -> Vec<f32> {
     out
 }
 
-/// Elements from the first to the last that the strides reach.
+/// The number of elements from the first to the last that the strides reach.
 fn extent(shape: &[usize], strides: &[usize]) -> usize {
     1 + shape.iter().zip(strides).map(|(n, s)| (n - 1) * s).sum::<usize>()
 }
@@ -169,7 +171,7 @@ fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
         }
     }
     if node.op::<Join>().is_some() {
-        return; // everything is where it belongs
+        return; // the plan put or copied all inputs into place
     }
     let reuse = op.reuse();
     // SAFETY: the workspace lies inside the arena, apart from everything that is alive while this op runs.
@@ -184,7 +186,7 @@ fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
             let mut place = base.place(g, plan, v);
             let dtype = meta.dtype;
             if reuse.iter().any(|p| p.0 == k) {
-                place.elements = 0; // the op finds these numbers in its output
+                place.elements = 0; // the op reads these numbers from its output
             }
             let data = if is_narrow(dtype) {
                 let wide = scratch.take(place.elements);
@@ -265,7 +267,7 @@ pub fn widened(from: &[u8], dtype: DType) -> Vec<f32> {
     to
 }
 
-/// Numbers of one type in another. Their bytes may lie anywhere: in a file that is mapped, say.
+/// Converts numbers from one type to another. The bytes need not be aligned: they may be those of a mapped file.
 pub fn converted(from: &[u8], dtype: DType, to: DType) -> Buffer {
     // A piece at a time, so that a large table is never held in f32 as a whole.
     const PIECE: usize = 1 << 18;

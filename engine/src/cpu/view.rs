@@ -1,17 +1,21 @@
-//! A tensor as CPU code of an op sees it.
+//! Tensors as the CPU code of ops gets them.
 
 use crate::error::Error;
 use crate::meta::{DType, Meta};
 
+/// The numbers of a tensor, such as a feed's.
 #[derive(Clone, Copy, Debug)]
 pub enum Data<'a> {
+    /// Floats.
     F32(&'a [f32]),
+    /// Integers.
     I32(&'a [i32]),
+    /// Bytes.
     U8(&'a [u8]),
 }
 
 impl<'a> Data<'a> {
-    /// The bytes of the feed of this name, if they are of the type and number wanted.
+    /// The bytes given for the feed of this name; an error if type or length is wrong.
     pub fn checked(name: &str, want: &Meta, feeds: &[(&str, Data<'a>)]) -> Result<&'a [u8], Error> {
         let wrong = |got: String| Error::Feed { name: name.into(), want: want.clone(), got };
         let (_, data) = feeds.iter().find(|f| f.0 == name).ok_or_else(|| wrong("nothing".into()))?;
@@ -27,15 +31,19 @@ impl<'a> Data<'a> {
     }
 }
 
-/// An input. Without gaps, unless the op's `layout` says that it takes more; then `strides` tell.
+/// An input. Contiguous, unless `Op::layout` accepts other strides.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
+    /// Sizes of the dimensions.
     pub shape: &'a [usize],
+    /// In elements.
     pub strides: &'a [usize],
+    /// The elements, from the first one on.
     pub data: Data<'a>,
 }
 
 impl<'a> View<'a> {
+    /// The floats. Panics if it has another type.
     #[track_caller]
     pub fn f32(&self) -> &'a [f32] {
         match self.data {
@@ -44,6 +52,7 @@ impl<'a> View<'a> {
         }
     }
 
+    /// The integers. Panics if it has another type.
     #[track_caller]
     pub fn i32(&self) -> &'a [i32] {
         match self.data {
@@ -52,6 +61,7 @@ impl<'a> View<'a> {
         }
     }
 
+    /// The bytes. Panics if it has another type.
     #[track_caller]
     pub fn u8(&self) -> &'a [u8] {
         match self.data {
@@ -60,26 +70,34 @@ impl<'a> View<'a> {
         }
     }
 
+    /// The size of the dimension `back` places from the last.
     pub fn dim(&self, back: usize) -> usize {
         self.shape[self.shape.len() - 1 - back]
     }
 }
 
+/// The numbers of an output.
 #[derive(Debug)]
 pub enum DataMut<'a> {
+    /// Floats.
     F32(&'a mut [f32]),
+    /// Integers.
     I32(&'a mut [i32]),
+    /// Bytes.
     U8(&'a mut [u8]),
 }
 
-/// An output: always without gaps.
+/// An output, always contiguous.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
+    /// Sizes of the dimensions.
     pub shape: &'a [usize],
+    /// The elements, contiguous.
     pub data: DataMut<'a>,
 }
 
 impl ViewMut<'_> {
+    /// The floats. Panics if it has another type.
     #[track_caller]
     pub fn f32(&mut self) -> &mut [f32] {
         match &mut self.data {
@@ -88,6 +106,7 @@ impl ViewMut<'_> {
         }
     }
 
+    /// The integers. Panics if it has another type.
     #[track_caller]
     pub fn i32(&mut self) -> &mut [i32] {
         match &mut self.data {
@@ -96,6 +115,7 @@ impl ViewMut<'_> {
         }
     }
 
+    /// The size of the dimension `back` places from the last.
     pub fn dim(&self, back: usize) -> usize {
         self.shape[self.shape.len() - 1 - back]
     }

@@ -1,11 +1,11 @@
-//! Files of the cache: read where they are this user's own, replaced whole. What others could have written is not run.
+//! Cache files: read only if they belong to this user, so that code that others could have written is never run, and replaced atomically.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// None where it is not there, belongs to another user, may be written by everybody, or is a link.
+/// None if the file does not exist, belongs to another user, is world-writable, or is a symbolic link.
 pub fn read(path: &Path) -> Option<Vec<u8>> {
     let no_links = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
     let mut file = std::fs::OpenOptions::new().read(true).custom_flags(no_links).open(path).ok()?;
@@ -15,8 +15,8 @@ pub fn read(path: &Path) -> Option<Vec<u8>> {
     (own && file.read_to_end(&mut bytes).is_ok()).then_some(bytes)
 }
 
-/// Beside, then renamed: readers see a whole file or none, and writers do not meet. Entries have a checksum, so none is fsynced. A cache that cannot be
-/// written is no error.
+/// Writes a temporary file and renames it: readers see a whole file or none, and concurrent writers do not interfere. Entries have checksums, so there is
+/// no fsync. Failing to write a cache is no error.
 pub fn replace(path: &Path, bytes: &[u8]) {
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     let Some(folder) = path.parent() else { return };

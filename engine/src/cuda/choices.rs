@@ -1,4 +1,4 @@
-//! Which algorithm each product uses, chosen by timing: remembered on disk, and by whoever wants the same bits again.
+//! The cuBLASLt algorithm of each GEMM shape, chosen by timing; remembered on disk, and by runs that want the same bits again.
 
 use super::gemm::Algorithm;
 use std::collections::BTreeMap;
@@ -6,17 +6,17 @@ use std::path::{Path, PathBuf};
 
 pub struct Choices {
     known: BTreeMap<String, Algorithm>,
-    /// What this process asked for.
+    /// Those that this process used.
     used: BTreeMap<String, Algorithm>,
     file: PathBuf,
-    /// What they are good for.
+    /// The GPU and library version that they are for.
     home: String,
-    /// Those that were known and could not be used.
+    /// How many were known but could not be used.
     pub refused: usize,
 }
 
 impl Choices {
-    /// The file's name says what the choices depend on: card and library. A file that is not there or damaged is an empty one.
+    /// The file's name has what the choices depend on: GPU and library version. A missing or damaged file counts as empty.
     pub fn open(folder: &Path, card: &str, library: usize) -> Choices {
         let card: String = card.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let file = folder.join(format!("products-{card}-{library}.txt"));
@@ -29,7 +29,7 @@ impl Choices {
         Some(found)
     }
 
-    /// Takes new choices in and writes the file anew, with what others have written in the meantime.
+    /// Adds new choices and rewrites the file, keeping what other processes have written in the meantime.
     pub fn add(&mut self, new: impl IntoIterator<Item = (String, Algorithm)>) {
         for (key, algorithm) in new {
             self.used.insert(key.clone(), algorithm);
@@ -41,13 +41,13 @@ impl Choices {
         super::cache::replace(&self.file, text.as_bytes());
     }
 
-    /// For which card and library, then one line a choice.
+    /// The GPU and library version, then one line for each choice.
     pub fn used(&self) -> Vec<String> {
         std::iter::once(self.home.clone()).chain(self.used.iter().map(|(key, a)| line(key, a))).collect()
     }
 
-    /// From now on these, whatever the disk says. False where they are for another card or library, and mean nothing here. They may come from a file
-    /// that anybody made: what they name is compared with what the library has before it is used (`among`).
+    /// Uses these from now on, whatever the file says. False if they are for another GPU or library version. They may come from an untrusted file: an
+    /// algorithm is used only if cuBLASLt itself proposes it (`among`).
     pub fn prefer(&mut self, lines: &[String]) -> bool {
         let ours = lines.first() == Some(&self.home);
         if ours {
@@ -60,10 +60,10 @@ impl Choices {
     }
 }
 
-/// More products than any program has.
+/// More GEMMs than any program has.
 const MOST: usize = 1 << 16;
 
-/// An algorithm that was remembered, if it is one of those that the library has just named for this product: bytes from elsewhere are never handed to it.
+/// A remembered algorithm, if it is among those that cuBLASLt has just proposed for this GEMM: it is never given bytes from elsewhere.
 pub fn among(known: Algorithm, candidates: &[Algorithm]) -> Option<Algorithm> {
     candidates.iter().find(|c| **c == known).copied()
 }
@@ -79,7 +79,7 @@ fn line(key: &str, a: &Algorithm) -> String {
     format!("{text} # {:016x}", super::nvrtc::hash(&text))
 }
 
-/// None where the line was cut or changed.
+/// None if the line was truncated or changed.
 fn parse(line: &str) -> Option<(String, Algorithm)> {
     let (text, sum) = line.split_once(" # ")?;
     if sum != format!("{:016x}", super::nvrtc::hash(text)) {

@@ -1,4 +1,4 @@
-//! Matrix products through cuBLASLt.
+//! GEMMs through cuBLASLt.
 
 use super::GEMM_WORKSPACE;
 use crate::error::Error;
@@ -9,10 +9,10 @@ use std::ffi::c_void;
 
 pub struct Handle(sys::cublasLtHandle_t);
 
-/// A product with its layouts and the algorithm chosen for it.
+/// A GEMM with its layouts and the algorithm chosen for it.
 pub struct Product {
     description: sys::cublasLtMatmulDesc_t,
-    /// Of the second operand, the first, what is added, the result: cuBLASLt counts columns first, so that c^T = b^T a^T is computed.
+    /// Layouts of b, a, the added matrix and the result: cuBLASLt is column-major, so it computes c^T = b^T a^T.
     layouts: [sys::cublasLtMatrixLayout_t; 4],
     pub algorithm: sys::cublasLtMatmulAlgo_t,
     alpha: f32,
@@ -31,10 +31,9 @@ fn data_type(d: DType) -> sys::cudaDataType {
     }
 }
 
-/// (transposed, rows, columns, leading dimension) of a matrix [rows, columns] with these strides, seen column by column after a
-/// transposition of everything.
+/// (transposed, rows, columns, leading dimension) for cuBLASLt, which is column-major, of the transpose of a matrix [rows, columns].
 fn seen(m: &Matrix, rows: usize, columns: usize) -> (bool, u64, u64, i64) {
-    // Rows without gaps: in memory it is the column-major [columns, rows] already.
+    // Row-major: in memory this is the column-major [columns, rows] already.
     if m.column == 1 || columns == 1 {
         let ld = if rows == 1 { columns } else { m.row }.max(columns);
         if m.column == 1 || rows == 1 || m.row != 1 {
@@ -45,10 +44,10 @@ fn seen(m: &Matrix, rows: usize, columns: usize) -> (bool, u64, u64, i64) {
     (true, rows as u64, columns as u64, ld as i64)
 }
 
-/// An algorithm as cuBLASLt writes it down; good for the same version of the library only.
+/// An algorithm as cuBLASLt encodes it; valid for the same version of the library only.
 pub type Algorithm = [u64; 8];
 
-/// Candidates that are timed for a shape.
+/// How many candidates are timed for a shape.
 const CANDIDATES: usize = 12;
 
 impl Handle {
@@ -61,8 +60,8 @@ impl Handle {
         unsafe { sys::cublasLtGetVersion() }
     }
 
-    /// The product, its algorithm being the first that cuBLASLt names; and all that it names.
-    /// `aligned`: the powers of two that divide the addresses of a, b, what is added and c.
+    /// The GEMM with the algorithm that cuBLASLt proposes first; and all proposed algorithms.
+    /// `aligned`: the alignment, in bytes, of a, b, the added matrix and c.
     pub fn plan(&self, g: &Gemm, tf32: bool, aligned: [u32; 4]) -> Result<(Product, Vec<Algorithm>), Error> {
         let what = || failed(format!("{} x {} x {} of {}, {} at once", g.m, g.k, g.n, g.a.dtype, g.batch));
         let compute = if tf32 && g.a.dtype == DType::F32 {
@@ -150,14 +149,14 @@ impl Handle {
             let all: Vec<Algorithm> =
                 found.filter(|f| f.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS).map(|f| f.algo.data).collect();
             let Some(first) = all.first() else {
-                return Err(Error::Cuda(format!("cuBLASLt has no product of {} x {} x {} in {}", g.m, g.k, g.n, g.a.dtype)));
+                return Err(Error::Cuda(format!("cuBLASLt has no algorithm for a GEMM of {} x {} x {} in {}", g.m, g.k, g.n, g.a.dtype)));
             };
             product.algorithm.data = *first;
             Ok((product, all))
         }
     }
 
-    /// Addresses: a, b, what is added, c, the bias (0 where there is none).
+    /// Addresses: a, b, the added matrix, c, the bias (0 if there is none).
     ///
     /// # Safety
     /// The addresses are of matrices on the GPU as large as the plan says, and the workspace has GEMM_WORKSPACE bytes.

@@ -1,25 +1,28 @@
-//! Where the driver, NVRTC and cuBLASLt are. They are loaded by absolute path before the bindings ask for them by name, so that a
-//! Python environment's wheels serve as well as an installed toolkit.
+//! Finds and loads the driver, NVRTC and cuBLASLt. They are loaded by absolute path before the bindings ask for them by name, so that the wheels of a
+//! Python environment work as well as an installed toolkit.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Folders handed in by the program: the engine reads no environment.
+/// Folders that the program passes in: the engine reads no environment variables.
 #[derive(Clone, Debug, Default)]
 pub struct Folders {
-    /// Searched in this order, then the system's own.
+    /// Searched in this order, before the system's own folders.
     pub libraries: Vec<PathBuf>,
-    /// Where compiled kernels are kept.
+    /// Where compiled kernels and GEMM choices are cached.
     pub cache: PathBuf,
 }
 
 /// One library: where it was found, or why it cannot be used and how to get it.
 #[derive(Clone, Debug)]
 pub struct Found {
+    /// Its name without suffix, such as `libnvrtc`.
     pub name: &'static str,
+    /// The file that was loaded.
     pub path: Option<PathBuf>,
-    /// Files of that name that do not load, and why.
+    /// Files of that name that could not be loaded, and why.
     pub broken: Vec<String>,
+    /// How to install it.
     pub help: &'static str,
 }
 
@@ -40,12 +43,12 @@ struct Wanted {
     name: &'static str,
     /// In order of preference.
     files: &'static [&'static str],
-    /// Functions that only a whole library of the right age has: the bindings panic where one is missing.
+    /// Functions that the library must have; a missing one means a wrong version, on which the bindings would panic.
     has: &'static [&'static str],
     help: &'static str,
 }
 
-/// The builtins must come before NVRTC.
+/// In loading order: NVRTC needs its builtins first.
 const LIBRARIES: &[Wanted] = &[
     Wanted {
         name: "libcuda",
@@ -110,7 +113,7 @@ fn load(w: &Wanted, folders: &[PathBuf]) -> (Option<PathBuf>, Vec<String>) {
             Err(why) => broken.push(why),
         }
     }
-    // By name the system looks itself; not to be found there is no news.
+    // By name, the system searches its own folders; failing there is not reported.
     (w.files.iter().map(PathBuf::from).find(|path| keep(path, w.has).is_ok()), broken)
 }
 
@@ -123,7 +126,7 @@ fn keep(path: &Path, has: &[&str]) -> Result<(), String> {
             // SAFETY: only whether the name is there is asked.
             let lacks = has.iter().find(|name| unsafe { library.get::<*const ()>(name.as_bytes()) }.is_err());
             if let Some(name) = lacks {
-                return Err(format!("{} lacks {name}: too old, or no such library", path.display()));
+                return Err(format!("{} has no function {name}: the library is too old, or another one", path.display()));
             }
             std::mem::forget(library);
             Ok(())

@@ -1,4 +1,4 @@
-//! The GPU executor: libraries loaded at run time, kernels compiled by NVRTC, products by cuBLASLt, programs captured as graphs.
+//! The GPU executor: libraries loaded at run time, kernels compiled by NVRTC, GEMMs by cuBLASLt, programs captured as CUDA graphs.
 #![allow(unsafe_code)]
 
 mod cache;
@@ -22,7 +22,7 @@ use cudarc::driver::{result, sys};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Scratch memory that cuBLASLt may use for one product.
+/// Workspace that cuBLASLt may use for one GEMM.
 const GEMM_WORKSPACE: usize = 32 << 20;
 
 /// One GPU: its context, the stream that everything runs on, and the kernels loaded so far.
@@ -35,10 +35,10 @@ struct Inner {
     memory: usize,
     context: sys::CUcontext,
     stream: sys::CUstream,
-    /// Feeds travel on this one, beside the work.
+    /// Feeds are copied on this stream, concurrently with kernels.
     copies: sys::CUstream,
     products: gemm::Handle,
-    workspace: Device,
+    workspace: Memory,
     compiler: nvrtc::Compiler,
     kernels: Mutex<HashMap<(u64, &'static str), Kernel>>,
     choices: Mutex<choices::Choices>,
@@ -54,23 +54,24 @@ unsafe impl Sync for Inner {}
 #[derive(Clone, Copy)]
 pub(crate) struct Kernel(sys::CUfunction);
 
-/// Memory on the GPU.
-pub struct Device {
+/// GPU memory, freed when dropped.
+pub struct Memory {
     start: sys::CUdeviceptr,
     bytes: usize,
     context: sys::CUcontext,
 }
 
 // SAFETY: an address and the context it belongs to; freed once, by whoever drops it.
-unsafe impl Send for Device {}
+unsafe impl Send for Memory {}
 // SAFETY: as above; it is only an address.
-unsafe impl Sync for Device {}
+unsafe impl Sync for Memory {}
 
 pub(crate) fn failed(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
     move |e| Error::Cuda(format!("{what}: {e}"))
 }
 
-impl Device {
+impl Memory {
+    /// Its size.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -80,7 +81,7 @@ impl Device {
     }
 }
 
-impl Drop for Device {
+impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: the address came from an allocation in this context and is freed once. Errors while a process ends are of no use.
         unsafe {
@@ -91,54 +92,50 @@ impl Drop for Device {
 }
 
 impl Cuda {
-    /// Opens GPU number `ordinal`. What is missing is said, never panicked about.
+    /// Opens GPU number `ordinal`. A missing driver or library is an error that says how to get it.
     pub fn open(ordinal: usize, folders: &Folders) -> Result<Cuda, Error> {
         let found = find(folders);
         if let Some(problem) = found.iter().find_map(|f| f.problem()) {
             return Err(Error::Cuda(problem));
         }
-        result::init().map_err(failed("the driver does not start"))?;
+        result::init().map_err(failed("initializing the driver"))?;
         let mut version = 0;
         // SAFETY: the pointer is to a live integer.
         let _ = unsafe { sys::cuDriverGetVersion(&mut version) };
         if version < 13000 {
             return Err(Error::Cuda(format!(
-                "the driver is for CUDA {}.{}, and 13.0 or later is needed: install driver 580 or later",
+                "the driver supports CUDA {}.{}, but 13.0 or later is needed: install driver 580 or later",
                 version / 1000,
                 version % 1000 / 10
             )));
         }
         if gemm::Handle::version() < 130000 {
-            return Err(Error::Cuda(format!("cuBLASLt {} was found, and version 13 is needed", gemm::Handle::version())));
+            return Err(Error::Cuda(format!("cuBLASLt {} was found, but version 13 is needed", gemm::Handle::version())));
         }
         let count = result::device::get_count().map_err(failed("counting GPUs"))?;
         if ordinal >= count as usize {
-            return Err(Error::Cuda(format!("there is no GPU number {ordinal}: the driver has {count}")));
+            return Err(Error::Cuda(format!("there is no GPU number {ordinal}: the driver reports {count}")));
         }
         let device = result::device::get(ordinal as i32).map_err(failed("opening the GPU"))?;
         // SAFETY: `device` was just given out by the driver; the primary context stays for the life of the process.
         let (context, memory, sm, multiprocessors) = unsafe {
-            let attribute = |a| result::device::get_attribute(device, a).map_err(failed("asking the GPU"));
+            let attribute = |a| result::device::get_attribute(device, a).map_err(failed("querying the GPU"));
             use sys::CUdevice_attribute_enum as A;
             let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
             let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
             let count = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-            let context = result::primary_ctx::retain(device).map_err(failed("making a context"))?;
-            result::ctx::set_current(context).map_err(failed("making a context"))?;
-            let memory = result::device::total_mem(device).map_err(failed("asking the GPU"))?;
+            let context = result::primary_ctx::retain(device).map_err(failed("creating a context"))?;
+            result::ctx::set_current(context).map_err(failed("creating a context"))?;
+            let memory = result::device::total_mem(device).map_err(failed("querying the GPU"))?;
             (context, memory, (10 * major + minor) as u32, count as u32)
         };
         if sm < 80 {
-            return Err(Error::Cuda(format!(
-                "compute capability {}.{} is too old: kernels are written for 8.0 and later",
-                sm / 10,
-                sm % 10
-            )));
+            return Err(Error::Cuda(format!("compute capability {}.{} is too old: the kernels need 8.0 or later", sm / 10, sm % 10)));
         }
         let arch = Arch { sm, multiprocessors };
-        let stream = || result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("making a stream"));
+        let stream = || result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("creating a stream"));
         let (stream, copies) = (stream()?, stream()?);
-        let name = result::device::get_name(device).map_err(failed("asking the GPU"))?;
+        let name = result::device::get_name(device).map_err(failed("querying the GPU"))?;
         let choices = choices::Choices::open(&folders.cache, &name, gemm::Handle::version());
         let inner = Inner {
             name,
@@ -157,10 +154,12 @@ impl Cuda {
         Ok(Cuda(Arc::new(inner)))
     }
 
+    /// The GPU's name, as the driver reports it.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
+    /// Its compute capability and size.
     pub fn arch(&self) -> Arch {
         self.0.arch
     }
@@ -182,13 +181,13 @@ impl Cuda {
         )
     }
 
-    /// Bytes of the card's memory, and of it free now.
+    /// The GPU's memory in bytes: all of it, and what is free now.
     pub fn memory(&self) -> (usize, usize) {
         self.current();
         (self.0.memory, result::mem_get_info().map_or(0, |m| m.0))
     }
 
-    /// What is held beside programs and their state.
+    /// Bytes that are used besides programs and states: cuBLASLt's workspace.
     pub const OWN_MEMORY: usize = GEMM_WORKSPACE;
 
     fn current(&self) {
@@ -196,19 +195,21 @@ impl Cuda {
         let _ = unsafe { result::ctx::set_current(self.0.context) };
     }
 
-    pub fn allocate(&self, bytes: usize) -> Result<Device, Error> {
+    /// Allocates memory that is not initialized; an error if the GPU has too little.
+    pub fn allocate(&self, bytes: usize) -> Result<Memory, Error> {
         self.current();
         allocate(self.0.context, bytes)
     }
 
-    /// Waits for everything launched so far.
+    /// Waits until everything launched so far has finished.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.current();
         // SAFETY: the stream is ours and alive.
         unsafe { result::stream::synchronize(self.0.stream) }.map_err(failed("running on the GPU"))
     }
 
-    pub fn upload(&self, to: &Device, bytes: &[u8]) -> Result<(), Error> {
+    /// Copies from the host to the start of `to`, and waits for it.
+    pub fn upload(&self, to: &Memory, bytes: &[u8]) -> Result<(), Error> {
         assert!(bytes.len() <= to.bytes, "an upload past the end of its buffer");
         self.current();
         // SAFETY: the destination is as large as asserted; waiting for the stream keeps `bytes` alive until they are read.
@@ -217,13 +218,13 @@ impl Cuda {
     }
 
     /// Sets every byte.
-    pub fn fill(&self, d: &Device, byte: u8) -> Result<(), Error> {
+    pub fn fill(&self, d: &Memory, byte: u8) -> Result<(), Error> {
         self.current();
         // SAFETY: the memory is that large.
         unsafe { result::memset_d8_async(d.start, byte, d.bytes, self.0.stream) }.map_err(failed("filling memory"))
     }
 
-    /// Bytes read and written in a second by a copy on the card: what memory-bound kernels are measured against.
+    /// Memory bandwidth, in bytes read and written per second, measured with a device-to-device copy; the reference for memory-bound kernels.
     pub fn copy_speed(&self) -> Result<f64, Error> {
         const BYTES: usize = 1 << 30;
         let (a, b) = (self.allocate(BYTES)?, self.allocate(BYTES)?);
@@ -241,7 +242,8 @@ impl Cuda {
         Ok(20.0 * 2.0 * BYTES as f64 / start.elapsed().as_secs_f64())
     }
 
-    pub fn download(&self, from: &Device, offset: usize, bytes: usize) -> Result<Vec<u8>, Error> {
+    /// Copies part of `from` to the host, and waits for it.
+    pub fn download(&self, from: &Memory, offset: usize, bytes: usize) -> Result<Vec<u8>, Error> {
         assert!(offset + bytes <= from.bytes, "a download past the end of its buffer");
         self.current();
         let mut to = vec![0u8; bytes];
@@ -251,22 +253,22 @@ impl Cuda {
         Ok(to)
     }
 
-    /// The algorithms of products that this process has used, as text: whoever hands them to `prefer` later gets the same bits.
+    /// The GEMM algorithms that this process has used, as text. A later process that passes them to `prefer` gets the same bits.
     pub fn choices(&self) -> Vec<String> {
         self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).used()
     }
 
-    /// How many of the algorithms that were preferred or remembered are none that the library has for their products: others took their place.
+    /// How many preferred or remembered algorithms cuBLASLt does not offer for their GEMMs; others were used instead.
     pub fn choices_refused(&self) -> usize {
         self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).refused
     }
 
-    /// Uses these algorithms where they fit, instead of what was timed on this machine. False where they are for another card or library.
+    /// Uses these algorithms instead of those timed on this machine. False if they are for another GPU or library version.
     pub fn prefer(&self, choices: &[String]) -> bool {
         self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).prefer(choices)
     }
 
-    /// Functions for these texts, compiling what no cache has, several at a time. One text may hold several functions.
+    /// Kernels of these sources (source, name, shared memory), compiling in parallel what is not cached. One source may have several kernels.
     pub(crate) fn kernels(&self, wanted: &[(String, &'static str, u32)]) -> Result<Vec<Kernel>, Error> {
         self.current();
         let mut loaded = self.0.kernels.lock().unwrap_or_else(PoisonError::into_inner);
@@ -291,7 +293,7 @@ impl Cuda {
                 if shared > 48 << 10 {
                     set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
                 }
-                // Kernels are on a multiprocessor together only where they agree how much of its memory is shared: all.
+                // Kernels run on a multiprocessor together only if they have the same shared memory carveout: here the maximum.
                 if shared > 16 << 10 {
                     set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
                 }
@@ -302,16 +304,16 @@ impl Cuda {
     }
 }
 
-fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Device, Error> {
+fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Memory, Error> {
     let bytes = bytes.max(256);
-    // SAFETY: the context is current on this thread; the address is kept and freed by `Device`.
+    // SAFETY: the context is current on this thread; the address is kept and freed by `Memory`.
     let start = unsafe { result::malloc_sync(bytes) }.map_err(|e| {
         let free = result::mem_get_info().map_or(0, |m| m.0);
         Error::Cuda(format!(
-            "the GPU has no {:.2} GiB left ({:.2} GiB are free): {e}",
+            "the GPU has too little memory: {:.2} GiB needed, {:.2} GiB free: {e}",
             bytes as f64 / 1e9 * 0.931,
             free as f64 / 1e9 * 0.931
         ))
     })?;
-    Ok(Device { start, bytes, context })
+    Ok(Memory { start, bytes, context })
 }

@@ -1,4 +1,4 @@
-//! CUDA source to machine code, with a cache on disk.
+//! Compiles CUDA source to cubins with NVRTC, with a cache on disk.
 
 use super::cache;
 use super::libraries::{Folders, find};
@@ -12,11 +12,12 @@ use xxhash_rust::xxh3::xxh3_64;
 
 const OPTIONS: &[&str] = &["--std=c++17", "-default-device"];
 
+/// The 64-bit hash that kernels are cached by.
 pub fn hash(text: &str) -> u64 {
     xxh3_64(text.as_bytes())
 }
 
-/// Newer compilers make what a 13.0 driver does not load, older ones do not know every architecture.
+/// Newer versions of NVRTC produce cubins that a 13.0 driver does not load; older ones do not know all architectures.
 fn supported(major: i32, minor: i32) -> Result<(), Error> {
     match major {
         13 => Ok(()),
@@ -26,7 +27,7 @@ fn supported(major: i32, minor: i32) -> Result<(), Error> {
     }
 }
 
-/// Compiles for one architecture.
+/// An NVRTC compiler for one architecture.
 pub struct Compiler {
     arch: Arch,
     cache: PathBuf,
@@ -35,20 +36,22 @@ pub struct Compiler {
 }
 
 impl Compiler {
+    /// Compiles with the NVRTC that is loaded, and keeps cubins in the folder `cache`.
     pub fn new(arch: Arch, cache: &Path) -> Result<Compiler, Error> {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: the library was loaded; both pointers are to live integers.
         let status = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };
-        status.result().map_err(|e| Error::Cuda(format!("NVRTC does not answer: {e:?}")))?;
+        status.result().map_err(|e| Error::Cuda(format!("NVRTC does not work: {e:?}")))?;
         supported(major, minor)?;
         Ok(Compiler { arch, cache: cache.into(), version: (major, minor) })
     }
 
+    /// NVRTC's version: (major, minor).
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// Without a GPU: for checking that every kernel compiles. The libraries are looked for first.
+    /// A compiler without a GPU, for checking that every kernel compiles. Loads the libraries.
     pub fn without_gpu(arch: Arch, folders: &Folders) -> Result<Compiler, Error> {
         let found = find(folders);
         match found.iter().filter(|f| f.name.starts_with("libnvrtc")).find_map(|f| f.problem()) {
@@ -57,7 +60,7 @@ impl Compiler {
         }
     }
 
-    /// One cubin for each text, from the cache or compiled, on as many threads as there are cores.
+    /// One cubin for each source, from the cache or compiled, on as many threads as there are cores.
     pub fn compile_all(&self, texts: &[&str]) -> Result<Vec<Vec<u8>>, Error> {
         let next = AtomicUsize::new(0);
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(texts.len().max(1));
@@ -77,6 +80,7 @@ impl Compiler {
         made.into_iter().map(|m| m.1).collect()
     }
 
+    /// The cubin of a source, from the cache or compiled now.
     pub fn compile(&self, text: &str) -> Result<Vec<u8>, Error> {
         let key = format!("{:?} {} {OPTIONS:?} {text}", self.version, self.arch.name());
         let file = self.cache.join(format!("{:016x}-{}.cubin", hash(&key), self.arch.name()));
@@ -113,7 +117,7 @@ impl Compiler {
     }
 }
 
-/// The hash of the rest, then the rest: a file that was cut or changed is compiled anew.
+/// A cache file is a hash and then the cubin; None if the file was truncated or changed.
 fn read(file: &Path) -> Option<Vec<u8>> {
     let bytes = cache::read(file)?;
     let (sum, cubin) = bytes.split_at_checked(8)?;

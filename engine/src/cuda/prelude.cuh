@@ -1,9 +1,10 @@
-// What every kernel may use: types, conversions, reductions over a block, random numbers. No header is needed.
+// Put before every kernel: types, conversions, reductions over a block, random numbers. No headers are needed.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// Every kernel begins with `in_turn` (the text is put there, unless the kernel says it itself): the next may be launched, and this one waits for
-// all before it, whose results it may read and whose inputs it may overwrite. Without the attribute at the launch both do nothing.
+// Programmatic dependent launch. `Launch::text` inserts `in_turn()` at the start of every kernel, unless the kernel calls `wait_for_turn()` itself:
+// the next kernel may be launched, and this one waits until all kernels before it have finished, since it reads their results and may overwrite
+// their inputs. Before `wait_for_turn()` a kernel may only prefetch what no kernel before it writes. Without the launch attribute both do nothing.
 __device__ __forceinline__ void next_may_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -31,7 +32,7 @@ __device__ __forceinline__ void from_float(float v, f16 &out) { asm("cvt.rn.f16.
 __device__ __forceinline__ void from_float(float v, int &out) { out = (int)v; }
 __device__ __forceinline__ void from_float(float v, unsigned char &out) { out = (unsigned char)v; }
 
-// Two neighbours at once.
+// Rounds two adjacent numbers at once.
 template <typename E> __device__ __forceinline__ void from_floats(float a, float b, E *out) { from_float(a, out[0]), from_float(b, out[1]); }
 template <> __device__ __forceinline__ void from_floats(float a, float b, bf16 *out) { asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(*(u32 *)out) : "f"(b), "f"(a)); }
 template <> __device__ __forceinline__ void from_floats(float a, float b, f16 *out) { asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(*(u32 *)out) : "f"(b), "f"(a)); }
@@ -71,7 +72,7 @@ __device__ __forceinline__ float block_max(float v) {
     return warp_max(lane < warps ? parts[lane] : -infinity());
 }
 
-// Philox4x32-10: the four words of a block of a site, as the CPU draws them.
+// Philox4x32-10: the four words of block number `block` of a site, as in philox.rs.
 __device__ __forceinline__ void random_words(const int *rng, u32 site, u64 block, u32 word[4]) {
     u32 c0 = (u32)block, c1 = site, c2 = (u32)rng[2], c3 = (u32)rng[3] ^ ((u32)(block >> 32) << 16);
     u32 k0 = (u32)rng[0], k1 = (u32)rng[1];

@@ -1,4 +1,4 @@
-//! Which algorithm a product of this shape uses: the run's own choice, the disk's, or the fastest of a few.
+//! Autotuning: the algorithm of a GEMM shape is the run's own choice, the cached one, or the fastest of a few.
 
 use super::choices::among;
 use super::gemm::{Algorithm, Product};
@@ -9,11 +9,11 @@ use crate::meta::DType;
 use cudarc::driver::{result, sys};
 use std::sync::PoisonError;
 
-/// Chooses for the products of one program.
+/// Chooses algorithms for the GEMMs of one program.
 pub struct Products<'a> {
     cuda: &'a Cuda,
     options: Options,
-    /// Address and bytes of memory that nobody needs now.
+    /// Address and size of memory that is free to use for timing.
     free: (u64, usize),
     filled: bool,
     new: Vec<(String, Algorithm)>,
@@ -26,7 +26,7 @@ impl<'a> Products<'a> {
 
     pub fn plan(&mut self, g: &Gemm, aligned: [u32; 4]) -> Result<Product, Error> {
         let handle = &self.cuda.0.products;
-        // Among the algorithms for f32 are some that do not give the same bits twice; the one that is proposed first does.
+        // Some f32 algorithms are not deterministic; the one that is proposed first is.
         let exact = g.a.dtype == DType::F32 && !self.options.tf32;
         if !self.options.tune || exact {
             return Ok(handle.plan(g, self.options.tf32, aligned)?.0);
@@ -47,14 +47,14 @@ impl<'a> Products<'a> {
         Ok(product)
     }
 
-    /// Times the candidates and leaves the fastest in the product.
+    /// Times the candidates and sets the fastest.
     fn choose(&mut self, g: &Gemm, product: &mut Product, candidates: Vec<Algorithm>) -> Result<(), Error> {
         let size = |m: &Matrix, rows: usize, columns: usize| {
             let last = (rows - 1) * m.row + (columns - 1) * m.column + (g.batch - 1) * m.batch;
             ((last + 1) * m.dtype.size()).next_multiple_of(256)
         };
         let (a, b, c) = (size(&g.a, g.m, g.k), size(&g.b, g.k, g.n), size(&g.c, g.m, g.n));
-        // The bias may lie where a does: as many numbers at least, of whatever value.
+        // a's memory also serves as the bias, if it is large enough.
         if candidates.len() < 2 || a + b + 2 * c > self.free.1 || g.bias.is_some() && a < g.n * 4 {
             return Ok(());
         }
@@ -62,10 +62,10 @@ impl<'a> Products<'a> {
         let bias = if g.bias.is_some() { start } else { 0 };
         let plus = start + (a + b + if g.plus.is_some() { c } else { 0 }) as u64;
         let places = [start, start + a as u64, plus, start + (a + b) as u64, bias];
-        let timing = || failed("timing a product");
+        let timing = || failed("timing a GEMM");
         self.cuda.current();
         if !self.filled {
-            // Ordinary numbers in every type: what the memory held before may be slow to multiply.
+            // Ordinary numbers in every type: whatever the memory held before could affect the timing.
             // SAFETY: nobody needs this memory now, and it is that large.
             unsafe { result::memset_d8_async(start, 0x3f, self.free.1, stream) }.map_err(timing())?;
             self.filled = true;
@@ -82,7 +82,7 @@ impl<'a> Products<'a> {
                 let ms = unsafe {
                     let _ = result::event::record(begin, stream);
                     if self.cuda.0.products.run(product, places, self.cuda.0.workspace.start(), stream).is_err() {
-                        break; // a candidate that does not run is none
+                        break; // skip a candidate that does not run
                     }
                     let _ = result::event::record(end, stream);
                     result::stream::synchronize(stream).map_err(timing())?;
@@ -92,7 +92,7 @@ impl<'a> Products<'a> {
                     fastest = fastest.min(ms);
                 }
             }
-            // The one named first stays unless another is clearly faster.
+            // cuBLASLt's first choice stays unless another is clearly faster.
             if fastest < 0.98 * best.0 {
                 best = (fastest, data);
             }
@@ -105,7 +105,7 @@ impl<'a> Products<'a> {
         Ok(())
     }
 
-    /// Keeps what was chosen for the next program and the next process.
+    /// Saves the new choices for later programs and processes.
     pub fn remember(self) {
         if !self.new.is_empty() {
             self.cuda.0.choices.lock().unwrap_or_else(PoisonError::into_inner).add(self.new);
@@ -113,7 +113,7 @@ impl<'a> Products<'a> {
     }
 }
 
-/// Everything that a choice depends on, beside card and library.
+/// Everything that a choice depends on, besides GPU and library version.
 fn key(g: &Gemm, tf32: bool, aligned: [u32; 4]) -> String {
     let side = |m: &Matrix| format!("{}:{}:{}:{}", m.dtype, m.row, m.column, m.batch);
     let plus = g.plus.as_ref().map_or("-".into(), side);

@@ -1,9 +1,9 @@
-//! A planned graph on the GPU: kernels and products with their addresses, launched one by one or replayed as one CUDA graph.
+//! A planned graph on the GPU: kernels and GEMMs with their addresses, launched one by one or replayed as one CUDA graph.
 
 use super::gemm::Product;
 use super::products::Products;
 use super::transfer::{Feeds, Incoming};
-use super::{Cuda, Device, Kernel, failed};
+use super::{Cuda, Kernel, Memory, failed};
 use crate::cpu::Data;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Value};
@@ -20,7 +20,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A buffer and a byte inside it.
+/// A byte offset in the arena or in a source's memory.
 #[derive(Clone, Copy)]
 enum Address {
     Arena(usize),
@@ -35,13 +35,14 @@ impl Address {
         }
     }
 
-    /// The power of two that divides it: every buffer lies on a multiple of 256.
+    /// Its alignment in bytes: the largest power of two that divides it, up to the 256 of every buffer.
     fn aligned(self) -> u32 {
         let (Address::Arena(bytes) | Address::Source(_, bytes)) = self;
         1 << (bytes | 256).trailing_zeros()
     }
 }
 
+/// A launch with its addresses.
 enum Ready {
     Launch {
         kernel: Kernel,
@@ -50,7 +51,7 @@ enum Ready {
         shared: u32,
         args: Vec<Address>,
     },
-    /// a, b, what is added, c, and a bias.
+    /// `places`: a, b, the added matrix, c.
     Gemm {
         product: Product,
         places: [Address; 4],
@@ -64,66 +65,75 @@ enum Ready {
     },
 }
 
+/// A planned graph on the GPU.
 pub struct CudaProgram {
     graph: Graph,
     plan: Plan,
     cuda: Cuda,
     steps: Vec<Ready>,
-    /// Of each step: the condition without which it is left out.
+    /// For each step, the index of the condition without which it is skipped.
     when: Vec<Option<usize>>,
-    /// So many numbers of a feed's node are not negative.
+    /// (feed's node, how many of its entries must not be negative).
     conditions: Vec<(usize, Live)>,
-    /// Which steps belong to which node.
+    /// (node, its steps).
     nodes: Vec<(usize, Range<usize>)>,
-    arena: Arc<Mutex<Device>>,
-    /// Of constants, by node.
-    own: Vec<Option<Device>>,
+    arena: Arc<Mutex<Memory>>,
+    /// Memory of constants, by node.
+    own: Vec<Option<Memory>>,
     feeds: Feeds,
     options: Options,
-    /// The addresses that are fixed in what was captured, and a graph for every choice of steps that was run so far.
+    /// The addresses that the captured graphs contain.
     bases: Vec<u64>,
+    /// A CUDA graph for every combination of steps that was run so far.
     captured: Vec<Captured>,
 }
 
-/// How a program runs (see `executor`).
+/// How a program runs (see the module `executor`).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// Replay a captured graph instead of launching one by one.
+    /// Replay a captured CUDA graph instead of launching kernels one by one.
     pub capture: bool,
-    /// Products of f32 in TF32.
+    /// f32 GEMMs in TF32.
     pub tf32: bool,
-    /// Time several algorithms for every new product.
+    /// Autotune the algorithm of every new GEMM.
     pub tune: bool,
-    /// Launch a kernel while the one before it ends.
+    /// Programmatic dependent launch: launch a kernel while the one before it is still running.
     pub overlap: bool,
 }
 
-/// One node's share of a run.
+/// A node's time in a profile.
 pub struct Timed {
+    /// The op's name.
     pub op: &'static str,
+    /// Where in the model it was recorded.
     pub scope: String,
+    /// Whether it belongs to the backward pass.
     pub backward: bool,
+    /// Shapes and types of its inputs.
     pub inputs: Vec<Meta>,
+    /// Shapes and types of its outputs.
     pub outputs: Vec<Meta>,
+    /// What it had to compute and move.
     pub cost: Cost,
+    /// Milliseconds on the GPU.
     pub ms: f32,
 }
 
-/// Choices of steps that are kept as graphs.
+/// The most captured graphs that are kept.
 const MOST_CAPTURED: usize = 32;
 
 struct Captured {
     exec: sys::CUgraphExec,
-    /// Whether each condition held.
+    /// For each condition, whether it held.
     chosen: Vec<bool>,
 }
 
 // SAFETY: handles of the driver, used under the context that `cuda` makes current.
 unsafe impl Send for CudaProgram {}
 
-/// What each node does on this GPU; nothing for views and sources.
+/// The launches of each node; none for views and sources.
 pub fn codes<'a>(g: &'a Graph, spots: &'a [Vec<Spot>], arch: crate::kernel::Arch) -> impl Iterator<Item = Code> + 'a {
-    // The first node that writes to each buffer.
+    // Buffer -> the first node that writes to it.
     let mut written: HashMap<usize, usize> = HashMap::new();
     for (i, _) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_source() && !n.is_view()) {
         for spot in &spots[i] {
@@ -141,7 +151,7 @@ pub fn codes<'a>(g: &'a Graph, spots: &'a [Vec<Spot>], arch: crate::kernel::Arch
     })
 }
 
-/// The feed whose numbers these are, all of them.
+/// The feed that `v` is, looking through reshapes.
 pub(super) fn feed(g: &Graph, v: Value) -> Option<usize> {
     let node = &g.nodes[v.node];
     match &node.kind {
@@ -151,7 +161,7 @@ pub(super) fn feed(g: &Graph, v: Value) -> Option<usize> {
     }
 }
 
-/// A source that nothing before `node` writes to. Feeds are there before the first launch.
+/// Whether `v` is a source, or a view of one, that nothing before `node` writes. Feeds are copied before the first launch.
 fn is_settled(g: &Graph, spots: &[Vec<Spot>], written: &HashMap<usize, usize>, node: usize, v: Value) -> bool {
     let source = &g.nodes[v.node];
     match &source.kind {
@@ -163,12 +173,13 @@ fn is_settled(g: &Graph, spots: &[Vec<Spot>], written: &HashMap<usize, usize>, n
 }
 
 impl CudaProgram {
-    pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Device>>, options: Options) -> Result<CudaProgram, Error> {
+    /// Compiles the kernels of a planned graph, chooses GEMM algorithms, and enlarges the arena if it is too small.
+    pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Memory>>, options: Options) -> Result<CudaProgram, Error> {
         {
             let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
             if memory.bytes() < plan.arena() {
                 cuda.synchronize()?;
-                *memory = cuda.allocate(256)?; // give the smaller one back first
+                *memory = cuda.allocate(256)?; // free the smaller one first
                 *memory = cuda.allocate(plan.arena())?;
             }
         }
@@ -242,7 +253,7 @@ impl CudaProgram {
                 when.resize(steps.len(), None);
                 when.push(condition);
                 steps.push(match step {
-                    Step::When(..) => unreachable!("one condition to a step"),
+                    Step::When(..) => unreachable!("a step has one condition"),
                     Step::Launch(l) => Ready::Launch {
                         kernel: kernels.next().expect("one for each launch"),
                         grid: l.grid,
@@ -266,7 +277,7 @@ impl CudaProgram {
             let spot = &plan.spots[value.node][value.out];
             let from = match plan.buffers[spot.buffer].home {
                 Home::Arena(o) => Address::Arena(o),
-                Home::Source(n) => Address::Source(n, 0), // another state that takes the same value
+                Home::Source(n) => Address::Source(n, 0), // another state with the same update
             };
             let meta = graph.meta(value);
             steps.push(Ready::Copy {
@@ -298,7 +309,7 @@ impl CudaProgram {
     fn bases(&self, store: &Store) -> Result<Vec<u64>, Error> {
         let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         if arena.bytes() < self.plan.arena() {
-            return Err(Error::Cuda("the GPU's memory was given up when another program did not fit: load this one again".into()));
+            return Err(Error::Cuda("the arena was freed when another program did not fit: load this program again".into()));
         }
         let mut bases = vec![arena.start()];
         for (i, node) in self.graph.nodes.iter().enumerate() {
@@ -312,6 +323,7 @@ impl CudaProgram {
         Ok(bases)
     }
 
+    /// Starts a run; the host does not wait for its end.
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         self.cuda.current();
         let stream = self.cuda.0.stream;
@@ -338,7 +350,7 @@ impl CudaProgram {
                     result::stream::begin_capture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed("capturing"))?;
                     let launched = self.launch(0..self.steps.len(), &bases, &chosen);
                     let graph = result::stream::end_capture(stream).map_err(failed("capturing"));
-                    launched?; // the reason, where capturing failed too
+                    launched?; // the first error, if capturing failed too
                     let graph = graph?;
                     let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map_err(failed("capturing"));
                     let _ = result::graph::destroy(graph);
@@ -379,10 +391,10 @@ impl CudaProgram {
         }
     }
 
-    /// Where the time of a run goes: for every node its name, scope, cost and milliseconds, launched one by one.
+    /// Runs once, node by node, with a timer around each.
     pub fn profile(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<Vec<Timed>, Error> {
         let capture = std::mem::replace(&mut self.options.capture, false);
-        let run = self.run(store, feeds); // so that nothing is set up while the clock runs
+        let run = self.run(store, feeds); // a warm-up run
         self.options.capture = capture;
         run?;
         let (bases, chosen) = (self.bases(store)?, self.chosen(feeds)?);
@@ -407,7 +419,7 @@ impl CudaProgram {
             let ms = unsafe { result::event::elapsed(marks[k], marks[k + 1]) }.map_err(failed("timing"))?;
             let Kind::Op(op) = &node.kind else { continue };
             let mut cost = op.cost(&self.graph.inputs(*i));
-            // Where something was left out, what was not counts.
+            // If steps were skipped, count only those that ran.
             if range.clone().any(|s| self.when[s].is_some()) {
                 let done = range.clone().filter(|&s| self.when[s].is_none_or(|c| chosen[c]));
                 cost.flops = done.map(|s| if let Ready::Gemm { flops, .. } = &self.steps[s] { *flops } else { 0 }).sum();
@@ -429,7 +441,7 @@ impl CudaProgram {
         Ok(all)
     }
 
-    /// These steps, but for those whose condition is not `chosen`.
+    /// Launches these steps, except those whose condition is not `chosen`.
     fn launch(&self, steps: Range<usize>, bases: &[u64], chosen: &[bool]) -> Result<(), Error> {
         let steps = steps.filter(|&i| self.when[i].is_none_or(|c| chosen[c]));
         let at = |a: &Address| match *a {
@@ -457,7 +469,7 @@ impl CudaProgram {
                         sharedMemBytes: *shared,
                         hStream: stream,
                         attrs: &mut overlap,
-                        // The first waits for everything before it: what kernels read before their turn may be another program's work.
+                        // The first launch waits for everything before it: inputs that kernels prefetch may be written by an earlier program.
                         numAttrs: (self.options.overlap && n > 0) as u32,
                     };
                     // SAFETY: a kernel of ours with pointer arguments into buffers that the plan made large enough.
@@ -480,7 +492,7 @@ impl CudaProgram {
         Ok(())
     }
 
-    /// Starts to copy an output of the last run, to be waited for later; the next run may begin meanwhile.
+    /// Starts to copy an output of the last run to the host; the next run may start before it has arrived.
     pub fn start_read(&self, name: &str) -> Result<Incoming, Error> {
         let (_, v) = self.graph.outputs.iter().find(|o| o.0 == name).ok_or_else(|| Error::NoOutput(name.into()))?;
         let (spot, meta) = (&self.plan.spots[v.node][v.out], self.graph.meta(*v));
@@ -493,7 +505,7 @@ impl CudaProgram {
         }
     }
 
-    /// An output of the last run, in f32. Waits for it.
+    /// An output of the last run, in f32. Waits for the run.
     pub fn read(&self, name: &str, store: &Store) -> Result<Vec<f32>, Error> {
         let (_, v) = self.graph.outputs.iter().find(|o| o.0 == name).ok_or_else(|| Error::NoOutput(name.into()))?;
         let (spot, meta) = (&self.plan.spots[v.node][v.out], self.graph.meta(*v));

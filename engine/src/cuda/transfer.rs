@@ -1,12 +1,12 @@
-//! Between host and GPU without stopping either: feeds go through two pinned buffers on a stream of their own, results come back
-//! into pinned memory while the next run goes on.
+//! Asynchronous copies between host and GPU: feeds go through two pinned buffers on a stream of their own, and results are copied to pinned memory
+//! while the next run is under way.
 
-use super::{Cuda, Device, failed};
+use super::{Cuda, Memory, failed};
 use crate::error::Error;
 use cudarc::driver::{result, sys};
 use std::sync::PoisonError;
 
-/// Host memory that the GPU copies from and to by itself.
+/// Pinned host memory, for asynchronous copies.
 pub struct Pinned {
     start: *mut u8,
     bytes: usize,
@@ -36,7 +36,7 @@ impl Drop for Pinned {
     }
 }
 
-/// A mark in a stream.
+/// A CUDA event.
 pub struct Event(sys::CUevent);
 
 // SAFETY: a handle of the driver's.
@@ -44,7 +44,7 @@ unsafe impl Send for Event {}
 
 impl Event {
     pub fn new() -> Result<Event, Error> {
-        result::event::create(sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING).map(Event).map_err(failed("making an event"))
+        result::event::create(sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING).map(Event).map_err(failed("creating an event"))
     }
 
     fn record(&self, stream: sys::CUstream) -> Result<(), Error> {
@@ -52,7 +52,7 @@ impl Event {
         unsafe { result::event::record(self.0, stream) }.map_err(failed("recording an event"))
     }
 
-    /// The host waits.
+    /// Lets the host wait for it.
     fn wait(&self) -> Result<(), Error> {
         // SAFETY: the event is alive. One that was never recorded has passed.
         unsafe { result::event::synchronize(self.0) }.map_err(failed("running on the GPU"))
@@ -63,7 +63,7 @@ impl Event {
         unsafe { result::event::query(self.0) }.is_ok()
     }
 
-    /// A stream waits.
+    /// Lets a stream wait for it.
     fn hold(&self, stream: sys::CUstream) -> Result<(), Error> {
         let flags = sys::CUevent_wait_flags_enum::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are alive.
@@ -78,26 +78,27 @@ impl Drop for Event {
     }
 }
 
-/// A program's feeds, side by side in one buffer.
+/// A program's feeds, in one buffer.
 pub struct Feeds {
     /// (node, first byte).
     places: Vec<(usize, usize)>,
-    device: Device,
+    device: Memory,
     stages: [Stage; 2],
     next: usize,
 }
 
+/// One of two staging buffers.
 struct Stage {
     host: Pinned,
-    device: Device,
-    /// The host's copy has been read.
+    device: Memory,
+    /// Recorded when the host buffer has been copied.
     read: Event,
-    /// The GPU's copy has been taken.
+    /// Recorded when the device buffer has been copied to the program's.
     taken: Event,
 }
 
 impl Feeds {
-    /// `sizes`: of each feed its node and its bytes.
+    /// `sizes`: (node, bytes) of each feed.
     pub fn new(cuda: &Cuda, sizes: &[(usize, usize)]) -> Result<Feeds, Error> {
         cuda.current();
         let (mut places, mut total) = (vec![], 0);
@@ -116,7 +117,7 @@ impl Feeds {
         Some(self.device.start() + place.1 as u64)
     }
 
-    pub fn device(&self) -> &Device {
+    pub fn device(&self) -> &Memory {
         &self.device
     }
 
@@ -124,7 +125,7 @@ impl Feeds {
         self.places.iter().find(|p| p.0 == node).map_or(0, |p| p.1)
     }
 
-    /// Hands in the numbers of a run. The host waits only if it is two runs ahead of the copies.
+    /// Starts to copy the feeds of a run. The host waits only if it is two runs ahead of the copies.
     pub fn send<'a>(&mut self, cuda: &Cuda, mut numbers: impl FnMut(usize) -> Result<&'a [u8], Error>) -> Result<(), Error> {
         if self.places.is_empty() {
             return Ok(());
@@ -151,7 +152,7 @@ impl Feeds {
     }
 }
 
-/// Numbers on their way from the GPU.
+/// A copy from the GPU that is under way.
 pub struct Incoming {
     cuda: Cuda,
     /// None only while dropping.
@@ -159,15 +160,15 @@ pub struct Incoming {
     bytes: usize,
 }
 
-/// Where such numbers arrive; used again and again.
+/// Pinned memory that such copies go to; it is reused.
 pub struct Landing {
     host: Pinned,
     there: Event,
 }
 
 impl Incoming {
-    /// Behind everything launched so far.
-    pub fn start(cuda: &Cuda, from: &Device, offset: usize, bytes: usize) -> Result<Incoming, Error> {
+    /// Starts a copy after everything launched so far.
+    pub fn start(cuda: &Cuda, from: &Memory, offset: usize, bytes: usize) -> Result<Incoming, Error> {
         assert!(offset + bytes <= from.bytes(), "a download past the end of its buffer");
         cuda.current();
         let spare = cuda.0.landings.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -182,11 +183,13 @@ impl Incoming {
         Ok(Incoming { cuda: cuda.clone(), to: Some(to), bytes })
     }
 
+    /// Whether `finish` would return at once.
     pub fn is_there(&self) -> bool {
         self.cuda.current();
         self.to.as_ref().is_some_and(|to| to.there.has_passed())
     }
 
+    /// Waits for the copy and returns the bytes.
     pub fn finish(mut self) -> Result<Vec<u8>, Error> {
         let to = self.to.as_mut().expect("there until dropped");
         to.there.wait()?;

@@ -1,4 +1,4 @@
-//! The operations. One folder each; the table below is what tests, checks and benchmarks go through.
+//! The ops, one folder each. Tests, checks and benchmarks go through the table [`OPS`].
 
 pub mod adamw;
 pub mod attention;
@@ -34,30 +34,31 @@ macro_rules! ops {
     };
 }
 
+/// The engine's ops, each with its test cases. [`extension::ops`](crate::extension::ops) has registered ones too.
 pub const OPS: &[Entry] = ops! {
-    pointwise: "arithmetic on elements, with broadcasting: one op for all of it, SwiGLU and dropout among it",
-    full: "one number everywhere",
-    view: "reshape, permute, slice, expand, stop_gradient: other shapes for the same memory",
-    concat: "side by side along an axis; zeros around",
+    pointwise: "pointwise arithmetic with broadcasting: one op for all of it, SwiGLU and dropout included",
+    full: "a tensor filled with one number",
+    view: "reshape, permute, slice, expand, stop_gradient: the same memory with another shape and strides",
+    concat: "concatenation along an axis; padding with zeros",
     reduce: "sums and maxima along an axis",
-    matmul: "matrix products, transposed or not, batched, broadcast",
-    few_rows: "products of a few rows with weights as they are stored: what decoding needs, a norm before and sums or SwiGLU behind",
-    narrow: "two products of a large matrix with narrow ones, which read it once",
-    nf4: "matrix products with weights that are kept in four bits",
-    matmul_pointwise: "matrix products with arithmetic behind them, in one kernel",
+    matmul: "matmul: transposed, batched or broadcast operands, with an epilogue",
+    few_rows: "matmuls of a few rows for decoding, with a fused RMS norm before and a residual or SwiGLU after them",
+    narrow: "LoRA backward: two matmuls of one large matrix with low-rank ones, which read it once",
+    nf4: "matmuls with weights stored in four bits (NF4)",
+    matmul_pointwise: "matmul and the pointwise ops after it in one kernel",
     softmax: "softmax of rows, causal or not",
-    norm: "RMS norm and layer norm; the RMS norm of a sum",
-    rope: "rotary position embedding, both layouts; the same behind an RMS norm",
-    rows: "gather, add to and replace rows of a table: embedding, routing, caches",
-    top_k: "positions of the k largest, ties to the earlier",
-    conv: "causal convolution in groups",
-    attention: "attention with grouped heads; flash attention",
-    linear_attention: "attention of heads with themselves, without softmax: rope, two products and a layer norm at once",
-    experts: "mixtures of experts: routing, products of rows with the matrices of their experts, the balance loss",
+    norm: "RMS norm and layer norm; fused with a residual addition",
+    rope: "rotary position embedding (RoPE), both layouts; fused with QK-norm",
+    rows: "gather, scatter-add and replace rows of a table: embeddings, routing, caches",
+    top_k: "indices of the k largest values; of equal values the first",
+    conv: "causal grouped 1D convolution",
+    attention: "attention with grouped key and value heads (GQA); flash attention",
+    linear_attention: "attention without softmax: RoPE, two matmuls and a layer norm fused",
+    experts: "mixture of experts: routing, grouped GEMMs, the balance loss",
     cross_entropy: "cross-entropy of logits",
-    linear_ce: "the loss head: linear layer and cross-entropy, whole or in chunks",
-    cache: "keys and values kept from token to token, and attention over them",
-    diversity: "how far the vectors of a set point apart",
-    sample: "tokens drawn from their logits: temperature and top-p",
-    adamw: "AdamW over all parameters; the norm of all gradients",
+    linear_ce: "output projection and cross-entropy, fused, whole or in chunks",
+    cache: "KV cache: writing it, and attention over it while decoding",
+    diversity: "how far apart the directions of a set of vectors are",
+    sample: "sampling tokens from logits: temperature and top-p",
+    adamw: "AdamW over all parameters; the global gradient norm",
 };

@@ -1,4 +1,4 @@
-//! Replaces every Grad node by the operations that compute it, in reverse.
+//! Reverse-mode differentiation: replaces every Grad node by the ops that compute those gradients.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -17,7 +17,7 @@ impl Switch for Autodiff {
     }
 
     fn about(&self) -> &'static str {
-        "Writes out the gradients that a step asks for. Runs after the fusions, which bring their own gradient."
+        "Writes out the gradients that a step asks for. Runs after the fusions, since fused ops have gradients of their own."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -63,7 +63,7 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         let depends = g.depends_on(by.iter().map(|v| v.value()));
         (depends, g.needed_by(std::iter::once(loss.value())))
     });
-    // What flows back into each value, from each of its readers.
+    // Gradients with respect to each value, one from each of its readers, not yet summed.
     let mut adjoint: HashMap<Value, Vec<Var<'g>>> = HashMap::new();
     adjoint.insert(loss.value(), vec![recorder.full(&loss.shape(), 1.0)]);
     for i in (0..end).rev().filter(|&i| depends[i] && needed[i]) {
@@ -81,7 +81,7 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         recorder.set_backward(&node.scope);
         let x: Vec<Var> = node.inputs.iter().map(|&v| recorder.var(v)).collect();
         let y: Vec<Var> = (0..outputs).map(|out| recorder.var(Value { node: i, out })).collect();
-        // Up to a parameter, through views of it and casts to a narrower type, flows are not added: that is done in its own type.
+        // Gradients of a bf16 copy of a parameter are not summed in bf16: each is cast back to the parameter's type and summed there.
         let apart = recorder.with_graph(|g| is_parameter(g, Value { node: i, out: 0 }));
         let rounds: Vec<Vec<Option<Var>>> = if crate::mutant!("gradients-of-a-weight-added-in-bf16", apart, false) {
             side_by_side(&flows[0]).into_iter().map(|f| vec![Some(f)]).collect()
@@ -90,10 +90,10 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         };
         for dy in rounds {
             let grads = op.vjp(&x, &y, &dy);
-            assert_eq!(grads.len(), x.len(), "{}: one gradient, or None, for each input", op.name());
+            assert_eq!(grads.len(), x.len(), "{}: vjp must return one gradient, or None, for each input", op.name());
             for (&v, g) in node.inputs.iter().zip(grads) {
                 let Some(g) = g.filter(|_| depends[v.node]) else { continue };
-                assert_eq!(g.shape(), recorder.var(v).shape(), "{}: a gradient has its input's shape", op.name());
+                assert_eq!(g.shape(), recorder.var(v).shape(), "{}: the gradient's shape must be its input's", op.name());
                 adjoint.entry(v).or_default().push(g);
             }
         }
@@ -109,21 +109,21 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         .collect()
 }
 
-/// A state, seen through views and casts to a narrower type.
+/// Whether this is a state, looking through views and casts from f32 to a narrower type.
 fn is_parameter(g: &Graph, v: Value) -> bool {
     let narrows = |n: &Node| n.is_cast() && g.meta(n.inputs[0]).dtype == DType::F32 && n.outputs[0].dtype.is_float();
     g.state_through(v, |n| n.is_view() || narrows(n)).is_some()
 }
 
-/// The sum of all that flows into a value.
+/// The sum of all gradients with respect to one value.
 fn total<'g>(flows: &[Var<'g>]) -> Option<Var<'g>> {
     side_by_side(flows).into_iter().reduce(add)
 }
 
-/// Flows to parts of a value that do not overlap, put side by side to be one; and the others.
+/// Gradients of slices that do not overlap become one concatenation (instead of a sum of zero-padded tensors); the others stay as they are.
 fn side_by_side<'g>(flows: &[Var<'g>]) -> Vec<Var<'g>> {
     let Some(recorder) = flows.first().map(|f| f.recorder()) else { return vec![] };
-    let mut parts: Vec<(usize, usize, usize, Var)> = vec![]; // axis, first, end, what flows there
+    let mut parts: Vec<(usize, usize, usize, Var)> = vec![]; // axis, start, end, gradient of that slice
     let mut whole: Vec<Var> = vec![];
     for &flow in flows {
         let part = recorder.with_graph(|g| {
@@ -162,7 +162,7 @@ fn side_by_side<'g>(flows: &[Var<'g>]) -> Vec<Var<'g>> {
     whole
 }
 
-/// a + b, by the op that made one of them if it can add to the other.
+/// a + b; if the op that made one of them can accumulate into the other (`Op::accumulate`), it does.
 fn add<'g>(a: Var<'g>, b: Var<'g>) -> Var<'g> {
     for (one, into) in [(b, a), (a, b)] {
         let v = one.value();

@@ -1,4 +1,4 @@
-//! Activations and products in bf16, parameters and their moments in f32.
+//! Mixed precision: activations and matmuls in bf16, parameters and optimizer states in f32.
 
 use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -17,7 +17,7 @@ impl Switch for Bf16 {
     }
 
     fn about(&self) -> &'static str {
-        "Computes in bf16: products, attention, activations. Parameters and moments stay f32, sums (norms, softmax, loss) are made in f32."
+        "Computes matmuls, attention and activations in bf16. Parameters and optimizer states stay f32; norms, softmax and loss accumulate in f32."
     }
 
     fn default_mode(&self) -> Mode {
@@ -32,7 +32,7 @@ impl Switch for Bf16 {
         &[Setting {
             name: "residual",
             default: "bf16",
-            about: "bf16: a sum of activations is rounded like any other; f32: what begins as rows of a parameter, and what is added to it, stays f32",
+            about: "type of the residual stream. bf16: rounded like other activations; f32: the embedding's rows, and every sum with them, stay f32",
         }]
     }
 
@@ -58,7 +58,7 @@ impl Pass for Bf16 {
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let wide = settings.one_of("residual", &["bf16", "f32"])? == "f32";
-        // Where gradients are asked for, what leads to their loss; elsewhere everything. Never what is to keep its types.
+        // With gradients: only the nodes that the loss depends on; without: all nodes. Never nodes recorded under `Recorder::typed`.
         let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
         let mut inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
         let open = |typed: bool| crate::mutant!("bf16-narrows-what-is-typed", !typed, true);
@@ -75,14 +75,14 @@ impl Pass for Bf16 {
         g.rewrite(|w, i, node, inputs| {
             let recorder = w.recorder;
             let new = match &node.kind {
-                // Nothing is ever added to them: they are kept as they are read. By their shape alone, so that all programs agree.
+                // Frozen weights are never updated, so they are stored in bf16. Decided by shape alone, so that all programs of a run agree.
                 Kind::State(s) if s.role == Role::Frozen && node.outputs[0].rank() > 1 => {
                     frozen += 1;
                     Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, DType::BF16))])
                 }
                 Kind::State(s) if caches.contains(&i) => Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, DType::BF16))]),
                 Kind::Op(op) if inside[i] && !op.is_view() => Some(rewritten(op, inputs, recorder, wide, &mut casts, receipt)),
-                // A view takes the type of what it views; what does not lead to the loss works on the types that it was recorded with.
+                // A view has its input's type; nodes that the loss does not depend on compute in the types they were recorded with.
                 Kind::Op(op) if op.is_view() => Some(recorder.op_arc(op.clone(), inputs)),
                 Kind::Op(op) => {
                     let mut back = |(v, &d): (&Var<'_>, &DType)| match d.is_float() && v.dtype() != d {
@@ -99,7 +99,7 @@ impl Pass for Bf16 {
                 }
                 _ => None,
             };
-            // A state keeps its type, unless it is a cache.
+            // An update is cast back to its state's type, which changes only for a KV cache.
             for &(state, old) in updates.get(&i).into_iter().flatten() {
                 let dtype = if caches.contains(&state.node) { DType::BF16 } else { node.outputs[old.out].dtype };
                 if let Some(vars) = new.as_ref().filter(|vars| vars[old.out].dtype() != dtype) {
@@ -120,7 +120,7 @@ impl Pass for Bf16 {
     }
 }
 
-/// States that an op writes where they lie and may round: keys and values, which are activations that outlive a run.
+/// KV caches: carried f32 states that an op updates in place and that it allows to be rounded.
 fn caches(g: &Graph, inside: &[bool]) -> HashSet<usize> {
     let of = |(i, node): (usize, &Node)| {
         let Kind::Op(op) = &node.kind else { return vec![] };
@@ -133,7 +133,7 @@ fn caches(g: &Graph, inside: &[bool]) -> HashSet<usize> {
     g.nodes.iter().enumerate().flat_map(of).collect()
 }
 
-/// The value in another type, made once.
+/// The value cast to another type; the same cast is recorded only once.
 fn cast<'g>(v: Var<'g>, dtype: DType, casts: &mut HashMap<Value, Value>) -> Var<'g> {
     if !v.dtype().is_float() || v.dtype() == dtype {
         return v;
@@ -141,7 +141,7 @@ fn cast<'g>(v: Var<'g>, dtype: DType, casts: &mut HashMap<Value, Value>) -> Var<
     if let Some(&made) = casts.get(&v.value()) {
         return v.recorder().var(made);
     }
-    // A view of a parameter is a view of its cast: that is made once, whatever is seen of it.
+    // A cast of a view of a parameter is a view of the parameter's cast, so that the parameter is cast only once.
     let view = v.recorder().with_graph(|g| {
         let node = &g.nodes[v.value().node];
         match &node.kind {
@@ -160,12 +160,12 @@ fn cast<'g>(v: Var<'g>, dtype: DType, casts: &mut HashMap<Value, Value>) -> Var<
     made
 }
 
-/// A parameter, or a view of one.
+/// Whether this is a state, or a view of one.
 fn is_state(g: &Graph, v: Value) -> bool {
     g.state_through(v, |n| n.is_view()).is_some()
 }
 
-/// The op on inputs that are rounded or kept, as it says, and its outputs likewise.
+/// Records the op with its inputs and outputs rounded or kept as `Op::precision` says.
 fn rewritten<'g>(
     op: &Arc<dyn Op>,
     inputs: &[Var<'g>],
@@ -190,7 +190,7 @@ fn rewritten<'g>(
     let metas = metas(&x);
     let made: Vec<DType> = op.infer(&metas).iter().map(|m| m.dtype).collect();
     let rules: Vec<Narrow> = (0..made.len()).map(|out| op.precision(Port::Out(out), &metas)).collect();
-    // Where inputs that an output follows differ, the residual stream decides.
+    // Where the inputs that an output follows differ in type: bf16, unless the residual stream is f32.
     let follows = |of: &[usize], now: DType| {
         let any = |d: DType| of.iter().any(|&k| metas.get(k).is_some_and(|m| m.dtype == d));
         if any(DType::BF16) && !(wide && any(DType::F32)) { DType::BF16 } else { now }
@@ -213,7 +213,7 @@ fn rewritten<'g>(
             rounds = true;
             y.cast(DType::BF16)
         }
-        // Rows of a weight that is kept in bf16 begin a residual stream in f32.
+        // An embedding's rows, read from a bf16 weight, start the f32 residual stream.
         (Narrow::Round, DType::BF16) if of_model && wide => y.cast(DType::F32),
         _ => y,
     });

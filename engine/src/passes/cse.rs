@@ -1,4 +1,4 @@
-//! What is computed twice from the same values is computed once.
+//! Common-subexpression elimination: the same op on the same inputs is computed once.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -15,7 +15,7 @@ impl Switch for Cse {
     }
 
     fn about(&self) -> &'static str {
-        "Computes once what was recorded twice: the same operation on the same values, and constants with the same numbers."
+        "Common-subexpression elimination: the same op on the same inputs is computed once, and equal constants are stored once."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -42,7 +42,7 @@ impl Pass for Cse {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        // A value that a gradient is asked for is itself: what flows through its equals is not its own.
+        // A value that gradients are taken with respect to must not be merged with an equal one: the gradient would be of both.
         let asked: HashSet<usize> =
             g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).flat_map(|n| n.inputs[1..].iter().map(|v| v.node)).collect();
         let mut seen: HashMap<(String, Vec<Value>), Vec<Value>> = HashMap::new();
@@ -50,7 +50,7 @@ impl Pass for Cse {
             if crate::mutant!("cse-merges-what-is-differentiated", asked.contains(&i), false) {
                 return Ok(None);
             }
-            // An op prints everything that it is; draws of random numbers differ by their site. What keeps its types is no equal of what may not.
+            // An op's Debug text has all of its fields (random draws differ by their `site`). `typed` nodes are not merged with others.
             let what = match &node.kind {
                 Kind::Op(op) => format!("{op:?} {} {}", node.typed, node.narrow),
                 Kind::Const(numbers) => {

@@ -1,4 +1,4 @@
-//! Drops what no output and no state needs.
+//! Removes nodes, and outputs of nodes, that no output of the graph and no state update depends on.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -14,7 +14,7 @@ impl Switch for DeadCode {
     }
 
     fn about(&self) -> &'static str {
-        "Drops operations that nothing needs, and outputs of operations that can do less without them: gradients of what is not trained, above all."
+        "Removes ops whose results nothing reads, and outputs that nothing reads of ops that can skip them: mostly gradients of frozen weights."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -44,13 +44,13 @@ impl Pass for DeadCode {
         sweep(g);
         receipt.applied = before - g.nodes.len() + outputs;
         if outputs > 0 {
-            receipt.notes.push(format!("{outputs} outputs"));
+            receipt.notes.push(format!("{outputs} unread outputs"));
         }
         Ok(())
     }
 }
 
-/// Removes nodes that no root depends on. Feeds stay: a program wants what it was recorded with.
+/// Removes nodes that no root depends on. Feeds stay, so that a program takes the feeds that it was recorded with.
 pub fn sweep(g: &mut Graph) {
     let needed = g.needed_by(g.roots().chain(g.updates.iter().map(|u| u.0)).collect::<Vec<_>>().into_iter());
     let keep: Vec<bool> = g.nodes.iter().zip(needed).map(|(n, needed)| needed || matches!(n.kind, Kind::Feed(_))).collect();
@@ -69,7 +69,7 @@ pub fn sweep(g: &mut Graph) {
     }
 }
 
-/// Drops outputs that nobody reads, of ops that can do without them; returns how many.
+/// Drops unread outputs of ops that can skip them (`Op::only`); returns how many.
 fn drop_outputs(g: &mut Graph) -> usize {
     let mut dropped = 0;
     let mut read: Vec<Vec<bool>> = g.nodes.iter().map(|n| vec![false; n.outputs.len()]).collect();
@@ -78,7 +78,7 @@ fn drop_outputs(g: &mut Graph) -> usize {
     }
     // New numbers of the outputs that stay.
     let mut renumber: Vec<Vec<usize>> = g.nodes.iter().map(|n| (0..n.outputs.len()).collect()).collect();
-    // From the end, so that an output read only by a dropped one goes too.
+    // From the end, so that what only dropped outputs needed is dropped too.
     for i in (0..g.nodes.len()).rev() {
         let alive = read[i].iter().any(|&r| r);
         if !alive && !g.nodes[i].is_source() {
@@ -91,7 +91,7 @@ fn drop_outputs(g: &mut Graph) -> usize {
             let inputs = lean.inputs.map_or_else(|| own.clone(), |stay| stay.iter().map(|&k| own[k]).collect());
             let metas: Vec<_> = inputs.iter().map(|&v| g.meta(v).clone()).collect();
             let node = &mut g.nodes[i];
-            // Arithmetic of fewer inputs may have a smaller shape; then the node stays as it is.
+            // With fewer inputs, pointwise ops may broadcast to a smaller shape; then the node stays as it is.
             if lean.op.infer(&metas)[0].shape == node.outputs[0].shape {
                 dropped += node.outputs.len() - lean.outputs.len();
                 node.outputs = lean.outputs.iter().map(|&o| node.outputs[o].clone()).collect();

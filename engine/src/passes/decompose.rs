@@ -1,4 +1,4 @@
-//! Composite ops that no pass fused are written out in plain ones.
+//! Replaces composite ops that no pass fused by the plain ops that define them.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -15,7 +15,7 @@ impl Switch for Decompose {
     }
 
     fn about(&self) -> &'static str {
-        "Writes out composite ops (attention, the loss head) that no pass fused, in matmuls, softmaxes and arithmetic."
+        "Replaces composite ops that no pass fused (attention, linear cross-entropy) by matmuls, softmax and pointwise ops."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {

@@ -1,4 +1,4 @@
-//! Attention without time x time scores.
+//! Replaces attention by flash attention, which never stores the [time, time] scores.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -15,7 +15,7 @@ impl Switch for FlashAttentionPass {
     }
 
     fn about(&self) -> &'static str {
-        "Computes attention block by block, with a running maximum and sum: time x time scores never exist, in neither direction."
+        "Computes attention in tiles with an online softmax: the [time, time] scores are never stored, neither forward nor backward."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -43,7 +43,7 @@ impl Pass for FlashAttentionPass {
             let Some(a) = node.op::<Attention>() else { return Ok(None) };
             let head = inputs[0].dim(0);
             if settings.target != Target::Cpu && head > LONGEST_HEAD {
-                receipt.decline(format!("heads of {head}: a GPU's kernels take up to {LONGEST_HEAD}"), &node.scope);
+                receipt.decline(format!("head dimension {head}: the GPU kernels take up to {LONGEST_HEAD}"), &node.scope);
                 return Ok(None);
             }
             receipt.applied += 1;

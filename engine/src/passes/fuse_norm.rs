@@ -1,4 +1,4 @@
-//! A sum that is normed is never written, or written by the norm; layer norms around a residual are one.
+//! Fuses additions into the norms that read them: x + y, then RMS norm; and the layer norms around a residual connection.
 
 use super::pattern::Uses;
 use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
@@ -21,7 +21,7 @@ impl Switch for FuseNorm {
     }
 
     fn about(&self) -> &'static str {
-        "Adds inside an RMS norm what was added before it: the sum is not written unless something else reads it. Layer norms of a branch, of the sum with it and of that again go over the rows once."
+        "Fuses an addition into the RMS norm that reads it: the sum is stored only if something else reads it. Fuses layer_norm(layer_norm(x + layer_norm(branch))) into one kernel."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -32,7 +32,7 @@ impl Switch for FuseNorm {
         &[Setting {
             name: "blocks",
             default: "apart",
-            about: "apart: a sum enters a block of the model as one value, which is all that recompute's what=blocks keeps of it; joined: the block's norm adds it up",
+            about: "apart: an addition before a block is not fused into the block's first norm, so that recompute with what=blocks keeps one tensor, the sum; joined: it is fused",
         }]
     }
 
@@ -81,7 +81,7 @@ impl Pass for FuseNorm {
             }
         }
         for i in 0..g.nodes.len() {
-            let Some(m) = meeting(g, i) else { continue };
+            let Some(m) = residual(g, i) else { continue };
             match m.refused(g, &uses, i) {
                 None => {
                     m.join(g, &mut uses, i);
@@ -97,7 +97,7 @@ impl Pass for FuseNorm {
     }
 }
 
-/// The addition that node `i` norms: its node, and its terms.
+/// If node `i` is an RMS norm of an addition: the addition's node and its two terms.
 fn added(g: &Graph, i: usize) -> Option<(usize, [Value; 2])> {
     g.nodes[i].op::<RmsNorm>()?;
     let p = g.nodes[i].inputs[0].node;
@@ -105,42 +105,42 @@ fn added(g: &Graph, i: usize) -> Option<(usize, [Value; 2])> {
     Some((p, terms))
 }
 
-/// Whether the sum of node `p` is read by others than the norm `i`; or why the norm cannot add.
+/// Whether anything but the norm `i` reads the sum `p`, which must then still be written; or why the two cannot be fused.
 fn sum_is_read(g: &Graph, uses: &Uses, p: usize, i: usize, terms: [Value; 2], apart: bool) -> Result<bool, &'static str> {
     let (sum, weightless) = (&g.nodes[p].outputs[0], g.nodes[i].inputs.len() == 1);
     let full = terms.map(|v| g.meta(v) == sum);
     let row = terms.map(|v| is_row(&g.meta(v).shape, sum.dim(0)));
     let read = uses.only_reader(p).is_none();
     if full == [true; 2] {
-        // A term that is arithmetic of its own would have to be written, to be read once; but for sums that a product makes anyway.
+        // A pointwise term fuses with the addition, and would otherwise have to be written; except a sum that a GEMM's epilogue computes.
         let product = |v: Value| g.nodes[g.unshaped(v).node].op::<Matmul>().is_some();
         let summed = |v: Value| g.binary(v.node, Bin::Add).is_some_and(|terms| terms.into_iter().any(product));
         let readers = || uses.readers(p, 0..g.nodes.len());
         let fuses = |v: Value| g.nodes[v.node].op::<Pointwise>().is_some() && uses.all_by(v.node, p) && !summed(v);
         if crate::mutant!("fuse-norm-of-a-sum-read-before", readers().any(|n| n < i), false) {
-            Err("the sum is read before its norm")
+            Err("the sum is read before its norm runs")
         } else if readers().any(|n| matches!(g.nodes[n].kind, Kind::Grad)) {
-            Err("a gradient by the sum is asked for")
+            Err("a gradient with respect to the sum is asked for")
         } else if apart && g.nodes[p].block != g.nodes[i].block {
-            Err("the sum enters a block, and alone should")
+            Err("the sum is the input of a block, which recompute keeps (blocks=joined fuses it)")
         } else if terms.into_iter().any(fuses) {
-            Err("a term is arithmetic, which fuses with the addition")
+            Err("a term is a pointwise op, which fuses with the addition instead")
         } else if weightless && terms.into_iter().any(|v| g.nodes[v.node].op::<Matmul>().is_some()) {
-            Err("a term is a product, which adds the other")
+            Err("a term is a matmul, whose epilogue adds the other")
         } else {
-            // Without a weight, a gradient wants the sum; `dead-code` drops it where there is none.
+            // A norm without a weight needs the sum for its gradient; `dead-code` drops it in programs without gradients.
             Ok(read || weightless)
         }
     } else if weightless {
-        Err("a term has not the sum's shape and type")
+        Err("a term is broadcast or of another type")
     } else if (full[0] && row[1]) || (full[1] && row[0]) {
-        if read { Err("the sum with a row is read elsewhere") } else { Ok(false) }
+        if read { Err("the sum with a broadcast row is read elsewhere") } else { Ok(false) }
     } else {
-        Err("a term has neither the sum's shape and type, nor is it a row")
+        Err("a term is broadcast (and no single row) or of another type")
     }
 }
 
-/// Makes the norm add; who read the sum reads it there.
+/// Lets the norm add; other readers of the sum read the norm's output of it.
 fn join(g: &mut Graph, uses: &mut Uses, i: usize, [a, b]: [Value; 2], sum: bool) {
     let old = g.nodes[i].inputs[0];
     let meta = g.meta(old).clone();
@@ -156,8 +156,8 @@ fn join(g: &mut Graph, uses: &mut Uses, i: usize, [a, b]: [Value; 2], sum: bool)
     }
 }
 
-/// norm(s), s = norm(x + norm(o)): the nodes of the second norm, of the sum and of the branch's norm.
-struct Meeting {
+/// norm(s), s = norm(x + norm(o)): the nodes of s, of the sum and of the branch's norm.
+struct Residual {
     second: usize,
     sum: usize,
     branch: usize,
@@ -165,31 +165,31 @@ struct Meeting {
     eps: f32,
 }
 
-fn meeting(g: &Graph, i: usize) -> Option<Meeting> {
+fn residual(g: &Graph, i: usize) -> Option<Residual> {
     let norm = |v: Value| g.nodes[v.node].op::<LayerNorm>().filter(|_| v.out == 0).map(|n| (v.node, n.eps));
     let (_, eps) = norm(Value { node: i, out: 0 })?;
     let (second, e2) = norm(g.nodes[i].inputs[0])?;
     let sum = g.nodes[second].inputs[0].node;
     let [a, b] = g.binary(sum, Bin::Add)?;
-    // The branch is what was normed last.
+    // If both terms are norms, the later one is the branch.
     let (x, (branch, e1)) = match (norm(a), norm(b)) {
         (Some(n), Some(m)) if n.0 > m.0 => (b, n),
         (_, Some(m)) => (a, m),
         (Some(n), None) => (b, n),
         (None, None) => return None,
     };
-    (e1 == eps && e2 == eps).then_some(Meeting { second, sum, branch, x, eps })
+    (e1 == eps && e2 == eps).then_some(Residual { second, sum, branch, x, eps })
 }
 
-impl Meeting {
+impl Residual {
     fn refused(&self, g: &Graph, uses: &Uses, i: usize) -> Option<&'static str> {
         let alone = |node: usize, by: usize| uses.only_reader(node) == Some(by);
         if !alone(self.branch, self.sum) || !alone(self.sum, self.second) {
-            Some("the branch's norm or the sum is read elsewhere")
+            Some("the branch's norm or the sum is read elsewhere too")
         } else if g.nodes[self.second].block != g.nodes[i].block {
             Some("the next norm is in another block")
         } else if g.meta(self.x) != &g.nodes[self.sum].outputs[0] || g.nodes[self.branch].outputs[0] != g.nodes[self.sum].outputs[0] {
-            Some("the terms have not the sum's shape and type")
+            Some("a term is broadcast or of another type than the sum")
         } else {
             None
         }

@@ -1,4 +1,4 @@
-//! Arithmetic that feeds arithmetic becomes one expression, so that what lies between never reaches memory.
+//! Fuses chains of pointwise ops into one kernel, so that intermediate values never reach memory.
 
 use super::pattern::Uses;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
@@ -12,12 +12,12 @@ use std::sync::Arc;
 
 pub struct FusePointwise;
 
-/// Past these an expression gains nothing: its chunk buffers (or a GPU's registers) no longer fit.
+/// Larger fused expressions gain nothing: their intermediate values no longer fit into the CPU's cache or the GPU's registers.
 const MOST_INPUTS: usize = 12;
 const MOST_INSTRUCTIONS: usize = 64;
-/// Terms of a sum that are read as so many inputs.
+/// A sum over an axis of at most this length becomes pointwise additions of its slices.
 const FEW: usize = 8;
-/// Instructions that are cheaper to repeat than to read the result of.
+/// A broadcast producer of at most so many instructions is recomputed for every element rather than read.
 const LITTLE: usize = 4;
 
 impl Switch for FusePointwise {
@@ -26,11 +26,11 @@ impl Switch for FusePointwise {
     }
 
     fn about(&self) -> &'static str {
-        "Joins arithmetic into one expression: values between are read from cache or registers, and not written unless needed later."
+        "Fuses chains of pointwise ops into one kernel: intermediate values stay in registers or cache, and are written only if something else reads them."
     }
 
     fn numerics(&self, target: Target, dtype: DType) -> Numerics {
-        // Narrow types: a value inside an expression is not rounded. A GPU's compiler contracts a product and a sum inside one.
+        // In bf16, intermediate values are no longer rounded; on a GPU the compiler contracts a * b + c into one FMA.
         if dtype == DType::F32 && target == Target::Cpu { Numerics::Exact } else { Numerics::Reordered }
     }
 
@@ -57,8 +57,8 @@ impl Pass for FusePointwise {
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         few_terms(g);
-        // Position by position: node i takes in producers of which it is the first reader. Those vanish, their outputs that
-        // others read becoming outputs of node i.
+        // Node by node: node i absorbs the producers of which it is the first reader. Outputs of theirs that others read become outputs of
+        // node i.
         let mut uses = Uses::new(g);
         for i in 0..g.nodes.len() {
             let mut refused = vec![];
@@ -89,7 +89,7 @@ impl Pass for FusePointwise {
     }
 }
 
-/// Sums of a few neighbours become arithmetic on slices, in the same order of additions, so that they fuse too.
+/// Sums over a short axis become pointwise additions of slices, in the same order, so that they fuse too.
 fn few_terms(g: &mut Graph) {
     let done: Result<(), std::convert::Infallible> = g.rewrite(|_, _, node, inputs| {
         let Some(r) = node.op::<Reduce>().filter(|r| r.how == Reduction::Sum) else { return Ok(None) };
@@ -106,13 +106,13 @@ fn few_terms(g: &mut Graph) {
     done.unwrap_or_else(|never| match never {});
 }
 
-/// A pointwise producer that node `i` is the first to read, and why it may not be taken in, if so.
+/// A pointwise producer that node `i` is the first to read, and the reason if the two cannot be fused.
 fn candidate(g: &Graph, uses: &Uses, i: usize, refused: &[usize]) -> Option<(usize, Option<&'static str>)> {
     let consumer = g.nodes[i].op::<Pointwise>()?;
     for (k, v) in g.nodes[i].inputs.iter().enumerate() {
         let p = v.node;
         let Some(producer) = g.nodes[p].op::<Pointwise>() else { continue };
-        // A cast to integers rounds, which an expression would not; counters are read as they are.
+        // A cast to an integer type truncates, which a fused expression (in f32) would not; the rng counters are read as they are.
         let rounds = g.nodes[i].inputs.iter().any(|w| w.node == p && !g.meta(*w).dtype.is_float());
         if crate::mutant!("fuse-pointwise-through-integers", rounds, false) || consumer.expr.uses_rng(k) {
             continue;
@@ -120,12 +120,12 @@ fn candidate(g: &Graph, uses: &Uses, i: usize, refused: &[usize]) -> Option<(usi
         if refused.contains(&p) {
             continue;
         }
-        // What is the same for several elements is computed for each, if that is next to nothing and nobody else wants it.
+        // A broadcast producer would be recomputed for every element: only if that is cheap and nothing else reads it.
         let little = || producer.expr.flops() <= LITTLE && !producer.expr.draws() && uses.count(p) == 1;
         if g.nodes[p].outputs[0].shape != g.nodes[i].outputs[0].shape && !little() {
             continue;
         }
-        // A backward node must not hold back a value until then that the forward pass computed: only if nobody else wants it.
+        // A forward op is absorbed into a backward node only if nothing else reads its result.
         let crosses = g.nodes[p].backward != g.nodes[i].backward;
         let elsewhere = uses.is_root(p) || uses.readers(p, i + 1..g.nodes.len()).next().is_some();
         if uses.readers(p, 0..i).next().is_some() || (crosses && elsewhere) {
@@ -145,10 +145,10 @@ fn candidate(g: &Graph, uses: &Uses, i: usize, refused: &[usize]) -> Option<(usi
     None
 }
 
-/// How far back a node may be moved: further, and its results would wait too long for their readers.
+/// How many nodes back a node may be moved: further, and its results would take up memory for too long before they are read.
 const NEAR: usize = 24;
 
-/// Arithmetic a little before node `q` on some of the same values, at whose place `q` could run as well.
+/// A pointwise node shortly before `q` that shares an input with it, and at whose position `q` could run.
 fn sibling(g: &Graph, q: usize, gone: &[bool]) -> Option<usize> {
     let node = &g.nodes[q];
     let own = node.op::<Pointwise>()?;
@@ -167,7 +167,7 @@ fn sibling(g: &Graph, q: usize, gone: &[bool]) -> Option<usize> {
     (latest + 1..q).rev().take(NEAR).find(|&p| !gone[p] && near(p))
 }
 
-/// Lets node `p` compute what node `q` does.
+/// Fuses node `q` into its sibling `p`: one kernel computes both.
 fn join_sibling(g: &mut Graph, uses: &mut Uses, p: usize, q: usize) {
     let (a, b) = (g.nodes[p].op::<Pointwise>().expect("a sibling").clone(), g.nodes[q].op::<Pointwise>().expect("a sibling").clone());
     let mut inputs = g.nodes[p].inputs.clone();
@@ -193,7 +193,7 @@ fn join_sibling(g: &mut Graph, uses: &mut Uses, p: usize, q: usize) {
     uses.redirect(g, q, |v| Value { node: p, out: first + v.out });
 }
 
-/// Takes producer `p` into node `i`.
+/// Fuses producer `p` into node `i`.
 fn join(g: &mut Graph, uses: &mut Uses, p: usize, i: usize) {
     let keep = uses.read_apart_from(g, p, i);
     let (a, b) = (g.nodes[p].op::<Pointwise>().expect("a candidate").clone(), g.nodes[i].op::<Pointwise>().expect("a candidate").clone());
@@ -215,7 +215,7 @@ fn join(g: &mut Graph, uses: &mut Uses, p: usize, i: usize) {
             Ok(n) => e.input(n),
             Err(reg) => reg,
         },
-        |k| from_b[k].expect("counters are not arithmetic"),
+        |k| from_b[k].expect("rng counters are not computed by pointwise ops"),
     );
     expr.outs = b.expr.outs.iter().map(|&o| map_b[o]).chain(keep.iter().map(|&o| map_a[a.expr.outs[o]])).collect();
     let dtypes = b.dtypes.iter().copied().chain(keep.iter().map(|&o| a.dtypes[o])).collect();

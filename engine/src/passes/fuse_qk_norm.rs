@@ -1,4 +1,4 @@
-//! Queries and keys are normed and turned in one go.
+//! Fuses QK-norm and RoPE: queries and keys are normed and rotated in one kernel.
 
 use super::pattern::Uses;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
@@ -19,7 +19,7 @@ impl Switch for FuseQkNorm {
     }
 
     fn about(&self) -> &'static str {
-        "Joins an RMS norm of queries or keys, a temperature behind it and the rotary embedding: heads are read and written once."
+        "Fuses the RMS norm of queries or keys, a learned scale after it, and RoPE: heads are read and written once."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -82,7 +82,7 @@ struct Site {
     pairs: Pairs,
 }
 
-/// A rotary embedding of a norm, or of a norm times one number; or why the two stay apart.
+/// RoPE of an RMS norm, perhaps times one number; or why the two are not fused.
 fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<Site, &'static str>> {
     let rope = g.nodes[i].op::<Rope>().filter(|r| !r.inverse)?;
     let v = g.nodes[i].inputs[0];
@@ -99,11 +99,11 @@ fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<Site, &'static str>> 
     let reason = if !alone(normed) || !alone(v) {
         "the normed heads are read elsewhere"
     } else if crate::mutant!("fuse-qk-norm-drops-a-weight", number.is_some() && inputs.len() > 1, false) {
-        "a norm with a weight, times a number"
+        "the norm has a weight and is also multiplied by a number"
     } else if g.meta(normed).dim(0) > LONGEST {
-        "the heads are too long"
+        "the head dimension is too large for the kernel"
     } else if g.meta(normed).dtype != g.meta(v).dtype {
-        "the number makes another type"
+        "the multiplication changes the type"
     } else {
         return Some(Ok(Site { x: inputs[0], weight: number.or(inputs.get(1).copied()), eps, pairs: rope.pairs }));
     };

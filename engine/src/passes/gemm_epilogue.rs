@@ -1,4 +1,4 @@
-//! A product does itself what would read its result only to write it again: a wider type, a sum, a bias, an activation.
+//! Moves work into GEMM epilogues: a cast to f32, an addition, a bias, ReLU or GELU, instead of a kernel that reads the result again.
 
 use super::pattern::{Reads, is_arithmetic, is_sum};
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
@@ -23,7 +23,7 @@ impl Switch for GemmEpilogue {
     }
 
     fn about(&self) -> &'static str {
-        "Lets products write f32, add to a sum (gradients that meet, residuals), add a bias and apply ReLU or GELU, and gradients of norms and of linear attention add what they meet and apply that of ReLU: passes over memory saved."
+        "GEMM epilogues: matmuls write f32, accumulate into a sum (residuals, gradients of one value), add a bias and apply ReLU or GELU. The backward kernels of RMS norm and linear attention likewise accumulate, and apply ReLU's gradient."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -39,7 +39,7 @@ impl Switch for GemmEpilogue {
         let loss = h.square().mean();
         r.output("loss", loss);
         r.output("dw", r.grad(loss, &[w])[0]);
-        // Of a product that nobody else reads.
+        // A matmul with a single reader.
         r.output("y", (x.tanh().matmul(w) + b).gelu());
         let (down, up) = (param("down", &[8, 1]), param("up", &[1, 8]));
         r.output("adapted", x.matmul(w) + x.matmul(down).matmul(up) + x.silu().matmul(w));
@@ -58,7 +58,9 @@ impl Pass for GemmEpilogue {
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let moved = narrow_first(g);
         if moved > 0 {
-            receipt.notes.push(format!("{moved} products behind narrow ones, which they add"));
+            receipt
+                .notes
+                .push(format!("{moved} matmuls moved after the LoRA matmuls they are summed with, to accumulate into those results"));
         }
         let mut folded = Folded::new(g);
         folded.widen(g, receipt);
@@ -81,10 +83,10 @@ impl Pass for GemmEpilogue {
                     _ => unreachable!("one of the two"),
                 }
             } else if let Some(&v) = stands_for.get(&Value { node: i, out: 0 }) {
-                // Its product may have another shape: rows instead of batches of rows.
+                // The matmul's output may have another shape: [rows, n] instead of [batch, time, n].
                 vec![w.at(v).reshape(&node.outputs[0].shape)]
             } else if let (Kind::Op(op), true) = (&node.kind, node.is_view()) {
-                w.recorder.op_arc(op.clone(), inputs) // of the type that its input has now
+                w.recorder.op_arc(op.clone(), inputs) // infers its type again: its input's may have changed
             } else {
                 return Ok::<_, Error>(None);
             };
@@ -95,20 +97,21 @@ impl Pass for GemmEpilogue {
     }
 }
 
+/// A matmul with its new epilogue: what it adds, and its bias.
 struct Product {
     op: Matmul,
     add: Option<Value>,
     bias: Option<Value>,
 }
 
-/// A product is narrow beside another of so many times the arithmetic.
+/// A matmul counts as narrow beside one of at least so many times its FLOPs.
 const NARROW: u64 = 4;
 
-/// Among products that are added up, narrow ones (of an adapter's few columns) come first: a wide one hides the reading of what it adds
-/// behind its arithmetic, a narrow one does not. Returns how many products moved, each to where its sum is.
+/// Among matmuls that are summed, the narrow ones (LoRA's low-rank matmuls) run first and the wide one accumulates into their result: it hides
+/// that read behind its arithmetic, which a narrow one could not. Returns how many matmuls moved, each to right before its sum.
 fn narrow_first(g: &mut Graph) -> usize {
     let reads = g.reads();
-    // What a sum is made of, through sums and reshapes that nobody else reads: all nodes, and the products among them.
+    // Collects the terms of a sum, looking through sums and reshapes with a single reader: all nodes, and the matmuls among them.
     fn terms(g: &Graph, reads: &Reads, i: usize, nodes: &mut Vec<usize>, products: &mut Vec<usize>) {
         for &v in &g.nodes[i].inputs {
             let node = &g.nodes[v.node];
@@ -123,7 +126,7 @@ fn narrow_first(g: &mut Graph) -> usize {
             }
         }
     }
-    let mut place: Vec<(usize, usize)> = (0..g.nodes.len()).map(|i| (i, 0)).collect(); // behind which node, and as which there
+    let mut place: Vec<(usize, usize)> = (0..g.nodes.len()).map(|i| (i, 0)).collect(); // sort key: after which node, then in which order
     let (mut moved, mut seen) = (0, vec![false; g.nodes.len()]);
     for i in (0..g.nodes.len()).rev() {
         if seen[i] || !g.nodes[i].op::<Pointwise>().is_some_and(is_sum) {
@@ -140,7 +143,7 @@ fn narrow_first(g: &mut Graph) -> usize {
         if wide.iter().all(|&p| p > last) {
             continue;
         }
-        // To right before the sum, in their old order, and with them what reads them.
+        // Move them to right before the sum, in their old order, together with the nodes in between that read them.
         moved += wide.len();
         wide.iter().for_each(|&p| place[p] = (i - 1, p));
         nodes.sort();
@@ -158,24 +161,25 @@ fn narrow_first(g: &mut Graph) -> usize {
     moved
 }
 
-/// What the gradient of an op does to its first result.
+/// What a backward kernel additionally does to its first output.
 #[derive(Default)]
 struct More {
     add: Option<Value>,
     relu: bool,
 }
 
+/// Everything that was folded into epilogues so far.
 struct Folded {
-    /// Products that do more than before, by node.
+    /// Matmuls with a new epilogue, by node.
     products: HashMap<usize, Product>,
-    /// Gradients of norms and of linear attention that do, by node.
+    /// Backward kernels of RMS norm and linear attention with more work, by node.
     gradients: HashMap<usize, More>,
-    /// What a folded node's output is now: the output of a product.
+    /// A folded node's output -> the matmul output that replaces it.
     stands_for: HashMap<Value, Value>,
     reads: Reads,
 }
 
-/// What a node does to one product.
+/// What can be folded into a matmul's epilogue.
 enum Work {
     Add(Value),
     Bias(Value),
@@ -187,7 +191,7 @@ impl Folded {
         Folded { products: HashMap::new(), gradients: HashMap::new(), stands_for: HashMap::new(), reads: g.reads() }
     }
 
-    /// Products of a narrow type that everybody reads in f32, perhaps part by part, write f32.
+    /// bf16 matmuls whose result, or slices of it, is only ever cast to f32 write f32 directly.
     fn widen(&mut self, g: &Graph, receipt: &mut Receipt) {
         let readers = g.readers();
         let is_root = g.root_nodes();
@@ -215,7 +219,7 @@ impl Folded {
         }
     }
 
-    /// The product whose result this is, through reshapes and what was folded already, if nobody else reads it on the way.
+    /// The matmul that computes this value, looking through reshapes and folded nodes, if each of them has a single reader.
     fn product(&self, g: &Graph, v: Value) -> Option<usize> {
         if !self.reads.once(v) {
             return None;
@@ -227,7 +231,7 @@ impl Folded {
         }
     }
 
-    /// The gradient whose first result this is, through reshapes and what was folded already, if nobody else reads it on the way.
+    /// The same for a backward kernel whose first output this value is.
     fn gradient(&self, g: &Graph, v: Value) -> Option<usize> {
         let node = &g.nodes[v.node];
         let known = node.op::<RmsNormGrad>().is_some_and(|n| !n.add) || node.op::<LinearAttentionGrad>().is_some();
@@ -239,7 +243,7 @@ impl Folded {
         }
     }
 
-    /// Folds a sum, or the gradient of the ReLU whose result linear attention reads, into what made the other term.
+    /// Folds an addition, or the gradient of the ReLU before linear attention, into the backward kernel that computes its other input.
     fn fold_gradient(&mut self, g: &Graph, i: usize) -> bool {
         let node = &g.nodes[i];
         let p = node.op::<Pointwise>().expect("arithmetic");
@@ -275,7 +279,7 @@ impl Folded {
         }
     }
 
-    /// Where in the running order a value is there.
+    /// After which node a value is available.
     fn position(&self, v: Value) -> usize {
         self.stands_for.get(&v).map_or(v.node, |&w| if w == v { w.node } else { self.position(w) })
     }
@@ -287,7 +291,7 @@ impl Folded {
             receipt.applied += 1;
             return;
         }
-        // Every way to see this node as something that a product may do, the latest product first.
+        // All ways to fold this node into a matmul; for a sum of two, the later matmul first.
         let mut ways: Vec<(usize, Work)> = vec![];
         let product = |k: usize| self.product(g, node.inputs[k]);
         if is_sum(p) {
@@ -326,11 +330,11 @@ impl Folded {
                 }
             }
         }
-        receipt.decline(reason.expect("every way was refused"), &node.scope);
+        receipt.decline(reason.expect("every way was declined"), &node.scope);
     }
 
     fn op<'a>(&'a self, g: &'a Graph, m: usize) -> &'a Matmul {
-        self.products.get(&m).map_or_else(|| g.nodes[m].op::<Matmul>().expect("a product"), |p| &p.op)
+        self.products.get(&m).map_or_else(|| g.nodes[m].op::<Matmul>().expect("a matmul"), |p| &p.op)
     }
 
     fn result(&self, g: &Graph, m: usize) -> Meta {
@@ -338,8 +342,8 @@ impl Folded {
         Meta::new(&meta.shape, self.op(g, m).dtype.unwrap_or(meta.dtype))
     }
 
-    /// Who is to add another product to the sum that m ends: m, or the first of the products that were added up so far. What is no product may
-    /// be much larger than they are: rounded with a small one alone, it would swallow it.
+    /// Which matmul of the chain that ends with `m` is to accumulate into another matmul's result: `m`, or the first of the chain. The term that is
+    /// no matmul (the residual stream) may be much larger than they are; rounding it with one small term alone would lose that term's digits.
     fn adder(&self, g: &Graph, m: usize, work: &Work) -> usize {
         match *work {
             Work::Add(v) if self.product(g, v).is_some() => {
@@ -350,19 +354,21 @@ impl Folded {
         }
     }
 
-    /// Why a product cannot do this too.
+    /// Why this matmul's epilogue cannot do this too.
     fn refused(&self, g: &Graph, m: usize, work: &Work) -> Option<&'static str> {
         let op = self.op(g, m);
         let behind = op.act.is_some() || op.bias;
         match work {
-            Work::Add(_) if op.add.is_some() || behind => Some("the product adds something else already"),
-            Work::Add(v) if self.position(*v) >= m => Some("what is added comes after the product"),
-            Work::Bias(_) if behind => Some("the product has an epilogue already"),
+            Work::Add(_) if op.add.is_some() || behind => Some("the matmul accumulates into another value already"),
+            Work::Add(v) if self.position(*v) >= m => Some("what is added is computed after the matmul"),
+            Work::Bias(_) if behind => Some("the matmul has a bias or an activation already"),
             Work::Bias(v) if crate::mutant!("gemm-epilogue-adds-a-bias-from-behind", self.position(*v) >= m, false) => {
-                Some("the bias comes after the product")
+                Some("the bias is computed after the matmul")
             }
-            Work::Act(_) if op.act.is_some() => Some("the product has an activation already"),
-            _ if !g.nodes[m].outputs[0].dim(0).is_multiple_of(8) && !matches!(work, Work::Add(_)) => Some("columns are no multiple of 8"),
+            Work::Act(_) if op.act.is_some() => Some("the matmul has an activation already"),
+            _ if !g.nodes[m].outputs[0].dim(0).is_multiple_of(8) && !matches!(work, Work::Add(_)) => {
+                Some("the number of columns is not a multiple of 8")
+            }
             _ => None,
         }
     }
@@ -378,7 +384,7 @@ impl Folded {
     }
 }
 
-/// The gradient of ReLU: inputs its result and what flows back.
+/// Whether this is ReLU's gradient; inputs: ReLU's output, and the gradient with respect to it.
 fn is_relu_gradient(p: &Pointwise) -> bool {
     fn gradient<'g>(x: &[Var<'g>]) -> Var<'g> {
         let y = x[0].relu();
@@ -388,6 +394,7 @@ fn is_relu_gradient(p: &Pointwise) -> bool {
     is_arithmetic(p, 2, gradient)
 }
 
+/// ReLU or GELU, if this is one.
 fn activation(p: &Pointwise) -> Option<Act> {
     if is_arithmetic(p, 1, |x| x[0].relu()) {
         Some(Act::Relu)

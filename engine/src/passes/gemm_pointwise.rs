@@ -1,4 +1,4 @@
-//! A product's result goes straight into the arithmetic that alone reads it.
+//! Fuses a GEMM with the pointwise ops that alone read its result, on the GPU.
 
 use super::pattern::Reads;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
@@ -15,7 +15,7 @@ use std::collections::HashMap;
 
 pub struct GemmPointwise;
 
-/// The longer the rows, the more time goes into the product, which cuBLASLt makes faster, and the less into its result.
+/// Above this K, cuBLASLt's faster GEMM is worth more than not writing the result.
 const MOST_K: usize = 512;
 
 impl Switch for GemmPointwise {
@@ -24,11 +24,11 @@ impl Switch for GemmPointwise {
     }
 
     fn about(&self) -> &'static str {
-        "Does the arithmetic that alone reads a bf16 or f16 product of few terms where that is made: its result never reaches memory. Nothing to do on the CPU."
+        "Fuses pointwise ops into the bf16 or f16 GEMM (of small K) whose result only they read: that result is never written. Nothing to do on the CPU."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
-        Numerics::Reordered // and what is narrow is rounded once less
+        Numerics::Reordered // and the GEMM's result is not rounded in between
     }
 
     fn example(&self, r: &Recorder) {
@@ -91,7 +91,7 @@ impl Pass for GemmPointwise {
     }
 }
 
-/// Inputs of arithmetic that are products, through views, read by nobody else: (input, the product's node).
+/// Inputs of a pointwise node that are matmuls, looking through views, and that nothing else reads: (input, the matmul's node).
 fn products(g: &Graph, i: usize, reads: &Reads) -> Vec<(usize, usize)> {
     let Some(p) = g.nodes[i].op::<Pointwise>() else { return vec![] };
     let made_by = |k: usize| {
@@ -107,27 +107,27 @@ fn products(g: &Graph, i: usize, reads: &Reads) -> Vec<(usize, usize)> {
 
 struct Site {
     op: MatmulPointwise,
-    /// With the shapes that the op wants.
+    /// Each with the shape that the op takes it in.
     inputs: Vec<(Value, Vec<usize>)>,
 }
 
 impl Site {
-    /// Arithmetic `i` with product `m` as its input `k`, or why not.
+    /// Pointwise node `i` with matmul `m` as its input `k`; or why the two cannot be fused.
     fn new(g: &Graph, i: usize, k: usize, m: usize, arch: Arch) -> Result<Site, String> {
         let (node, product) = (&g.nodes[i], &g.nodes[m].outputs[0]);
         let p = node.op::<Pointwise>().expect("a candidate");
         let terms = g.meta(g.nodes[m].inputs[0]).dim(0);
         if terms > MOST_K {
-            return Err(format!("K = {terms}: above {MOST_K} the product's own speed counts for more"));
+            return Err(format!("K = {terms}: above {MOST_K} cuBLASLt's GEMM is faster"));
         }
-        // Input 0 is the product, the others keep their order.
+        // The matmul becomes input 0, the others keep their order.
         let others: Vec<usize> = (0..node.inputs.len()).filter(|&n| n != k).collect();
         let number = |n: usize| others.iter().position(|&o| o == n).map_or(0, |at| at + 1);
         let mut expr = Expr::default();
         let map = expr.append(&p.expr, |e, n| e.input(number(n)), number);
         expr.outs = p.expr.outs.iter().map(|&o| map[o]).collect();
 
-        // How the arithmetic walks over the product.
+        // In which order the pointwise op reads the matmul's result.
         let shape = &node.outputs[0].shape;
         let (offset, strides) = lies(g, node.inputs[k]);
         let walk = (g.meta(node.inputs[k]).shape == *shape && offset == 0).then(|| merged(shape, &strides));
@@ -136,7 +136,7 @@ impl Site {
             let (shape, strides) = op.shape(product);
             walk.as_ref() == Some(&merged(&shape, &strides))
         });
-        let op = op.ok_or("the product is broadcast, cut or turned")?;
+        let op = op.ok_or("the matmul's result is broadcast, sliced or transposed")?;
 
         let own = op.shape(product).0;
         let mut inputs: Vec<(Value, Vec<usize>)> = g.nodes[m].inputs.iter().map(|&v| (v, g.meta(v).shape.clone())).collect();
@@ -152,7 +152,7 @@ impl Site {
             let (v, rng) = (node.inputs[n], p.expr.uses_rng(n));
             let (offset, strides) = lies(g, v);
             if !rng && (g.meta(v).shape != *shape || !is_contiguous(shape, &strides)) {
-                return Err("the arithmetic reads something that is broadcast or has gaps".into());
+                return Err("another input is broadcast or strided".into());
             }
             inputs.push((v, if rng { g.meta(v).shape.clone() } else { own.clone() }));
             io.x.push(g.meta(v).with(&inputs[inputs.len() - 1].1));
@@ -164,7 +164,7 @@ impl Site {
     }
 }
 
-/// Where a value begins in its buffer, and its strides.
+/// A value's offset in its buffer, and its strides.
 fn lies(g: &Graph, v: Value) -> (usize, Vec<usize>) {
     let node = &g.nodes[v.node];
     let Kind::Op(op) = &node.kind else { return copied(g, v) };
@@ -175,12 +175,12 @@ fn lies(g: &Graph, v: Value) -> (usize, Vec<usize>) {
     op.alias(g.meta(node.inputs[0]), &strides).map_or_else(|| copied(g, v), |(more, strides)| (offset + more, strides))
 }
 
-/// In a buffer of its own.
+/// The same for a contiguous copy in a buffer of its own.
 fn copied(g: &Graph, v: Value) -> (usize, Vec<usize>) {
     (0, contiguous(&g.meta(v).shape))
 }
 
-/// (size, stride) of the dimensions, those that are stepped through as one being one.
+/// (size, stride) of the dimensions, adjacent ones merged where one stride covers both.
 fn merged(shape: &[usize], strides: &[usize]) -> Vec<(usize, usize)> {
     let mut all: Vec<(usize, usize)> = vec![];
     for (&n, &step) in shape.iter().zip(strides).filter(|d| *d.0 != 1) {

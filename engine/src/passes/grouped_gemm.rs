@@ -1,4 +1,4 @@
-//! Products of rows with the matrices of their experts, on tensor cores.
+//! Chooses tensor-core kernels for the grouped GEMMs of a mixture of experts.
 
 use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -17,10 +17,10 @@ impl Switch for GroupedGemm {
     }
 
     fn about(&self) -> &'static str {
-        "Makes the products of experts on tensor cores, in blocks that stay and share the work evenly, whatever the experts' loads. Nothing to do on the CPU."
+        "Grouped GEMM for mixtures of experts: tensor cores, and persistent blocks that share the tiles evenly whatever the experts' loads. Nothing to do on the CPU."
     }
 
-    /// There are kernels for bf16 and f16 alone: sums in another order, rounded to that type on the way.
+    /// The kernels take bf16 and f16 only, and round intermediate values to that type.
     fn numerics(&self, _: Target, dtype: DType) -> Numerics {
         if dtype == DType::F32 { Numerics::Exact } else { Numerics::LowPrecision }
     }
@@ -29,7 +29,7 @@ impl Switch for GroupedGemm {
         &[Setting {
             name: "with",
             default: "wgmma",
-            about: "wgmma: the instructions of compute capability 9.0, and mma where there are none; mma: those since 8.0",
+            about: "tensor-core instructions. wgmma: those of compute capability 9.0, and mma on other GPUs; mma: those of 8.0 and later",
         }]
     }
 

@@ -1,4 +1,4 @@
-//! Gradients that need not wait for the end of the forward pass are computed where their inputs are.
+//! Moves gradients of auxiliary losses into the forward pass, to where their inputs are computed.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -9,7 +9,7 @@ use crate::record::Recorder;
 
 pub struct Hoist;
 
-/// A value that waits for the backward pass takes at most this share of what its making lets go.
+/// A hoisted result that the backward pass reads later may take at most 1 / SHARE of the bytes that it was computed from.
 const SHARE: usize = 4;
 
 impl Switch for Hoist {
@@ -18,11 +18,11 @@ impl Switch for Hoist {
     }
 
     fn about(&self) -> &'static str {
-        "Computes gradients of early losses (routers, auxiliary heads) during the forward pass, so that what they read need not be kept."
+        "Computes gradients of auxiliary losses (routers, extra heads) during the forward pass, so that their activations need not be kept until the backward pass."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
-        Numerics::Reordered // gradients that meet are added in the order of their nodes
+        Numerics::Reordered // gradients of one value are summed in the order of their nodes
     }
 
     fn example(&self, r: &Recorder) {
@@ -55,7 +55,7 @@ impl Pass for Hoist {
         super::layout::sources_first(g);
         let Some(first) = g.nodes.iter().position(|n| n.backward) else { return Ok(()) };
         let last = first - 1; // where the forward pass ends
-        // The position behind which each node could run.
+        // The position after which each backward node could run.
         let mut ready: Vec<usize> = (0..g.nodes.len()).collect();
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.backward) {
             ready[i] = node.inputs.iter().map(|v| ready[v.node]).max().unwrap_or(0);
@@ -64,7 +64,7 @@ impl Pass for Hoist {
         let roots = view_roots(g);
         let readers = g.readers();
         let is_root = g.root_nodes();
-        // From the end: what others wait for must be small beside what it was made from.
+        // From the end: a result that later nodes read must be small beside what it was computed from.
         for i in (0..g.nodes.len()).rev().filter(|&i| g.nodes[i].backward) {
             if !early[i] || g.nodes[i].is_view() && readers[i].iter().any(|&r| early[r]) {
                 continue;
@@ -75,7 +75,7 @@ impl Pass for Hoist {
             let read: usize = g.nodes[i].inputs.iter().filter(|v| !g.nodes[roots[v.node].unwrap_or(**v).node].is_source()).map(from).sum();
             early[i] = !waits || (!g.nodes[i].is_view() && made * SHARE <= read);
         }
-        // An early node's inputs are early too, or of the forward pass.
+        // A hoisted node's inputs must be hoisted too, or belong to the forward pass.
         for i in 0..g.nodes.len() {
             let ready = g.nodes[i].inputs.iter().all(|v| !g.nodes[v.node].backward || early[v.node]);
             early[i] = early[i] && crate::mutant!("hoist-before-its-inputs", ready, true);

@@ -1,4 +1,4 @@
-//! Arithmetic writes over an input that nothing reads afterwards.
+//! In-place execution: pointwise ops and accumulating GEMMs overwrite an input that nothing reads afterwards.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -21,7 +21,7 @@ impl Switch for InPlace {
     }
 
     fn about(&self) -> &'static str {
-        "Lets arithmetic write over an input that nothing reads afterwards: less memory, and cache lines that are already there."
+        "Lets pointwise ops and accumulating GEMMs overwrite an input that nothing reads afterwards: less memory, and warm cache lines."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -47,12 +47,12 @@ impl Pass for InPlace {
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let roots = view_roots(g);
         let last = last_reads(g, &roots);
-        // What is joined lies in another's buffer, which lives on.
+        // Inputs of a Join are parts of its buffer, which is still needed.
         let joined: HashSet<Value> = g.nodes.iter().filter(|n| n.op::<Join>().is_some()).flat_map(|n| n.inputs.clone()).collect();
         let updates: HashSet<(Value, Value)> = g.updates.iter().copied().collect();
         for i in 0..g.nodes.len() {
             if let Some(m) = g.nodes[i].op::<Matmul>().filter(|m| m.add.is_some()) {
-                // A sum may grow where it lies, if this is its last reader and the product reads nothing else of it.
+                // A GEMM accumulates in place if it is the last reader of that sum and reads it as no other input.
                 let v = g.nodes[i].inputs[2];
                 let root = roots[v.node].unwrap_or(v);
                 let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == root).count() == 1;
@@ -61,7 +61,7 @@ impl Pass for InPlace {
                     g.nodes[i].kind = Kind::Op(Arc::new(op));
                     receipt.applied += 1;
                 } else {
-                    receipt.decline("what is added is read again later", &g.nodes[i].scope);
+                    receipt.decline("the accumulated value is read again later", &g.nodes[i].scope);
                 }
             }
             let (arithmetic, product) = (g.nodes[i].op::<Pointwise>().cloned(), g.nodes[i].op::<MatmulPointwise>().cloned());
@@ -71,13 +71,13 @@ impl Pass for InPlace {
             let mut pairs = vec![];
             for (out, meta) in g.nodes[i].outputs.iter().enumerate() {
                 let free = |&(k, &v): &(usize, &Value)| {
-                    // A product's own inputs are read by many; the others have its shape, but were made in one of their own.
+                    // Never the GEMM's own operands, which many tiles read; the pointwise inputs may come through a reshape.
                     if product.is_some() && k < 2 {
                         return false;
                     }
                     let whole = if product.is_some() { g.unshaped(v) } else { v };
                     let node = &g.nodes[whole.node];
-                    // A state may be overwritten by its own next value.
+                    // A state may be overwritten by its own update.
                     let owned = !node.is_source() || updates.contains(&(whole, Value { node: i, out }));
                     let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == whole).count() == 1;
                     let unused = pairs.iter().all(|&(used, _)| used != k);
@@ -95,7 +95,7 @@ impl Pass for InPlace {
                 }
             }
             if pairs.is_empty() {
-                receipt.decline("no input of this shape and type is read here for the last time", &g.nodes[i].scope);
+                receipt.decline("no input of the output's shape and type is read for the last time here", &g.nodes[i].scope);
                 continue;
             }
             receipt.applied += 1;

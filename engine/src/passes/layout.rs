@@ -1,4 +1,4 @@
-//! Copies what an op cannot read where it lies, and what would otherwise be overwritten before it is stored.
+//! Inserts copies: of inputs whose strides an op cannot read, and of values that would be overwritten before they are stored.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -9,19 +9,20 @@ use crate::plan::view_roots;
 use crate::record::{Recorder, Var};
 use std::collections::{HashMap, HashSet};
 
-/// A pointwise op that does nothing: its output lies without gaps.
+/// A contiguous copy, as a pointwise identity.
 fn copy<'g>(v: Var<'g>) -> Var<'g> {
     let op = Pointwise::new(Expr::of(1, |_, x| x[0]), vec![v.dtype()]);
     v.recorder().op1(op, &[v])
 }
 
-/// Feeds, states and constants stand before everything that runs: a state may be recorded after the value it takes.
+/// Moves feeds, states and constants before all ops: a state may have been recorded after the value that updates it.
 pub fn sources_first(g: &mut Graph) {
     let order: Vec<usize> =
         (0..g.nodes.len()).filter(|&i| g.nodes[i].is_source()).chain((0..g.nodes.len()).filter(|&i| !g.nodes[i].is_source())).collect();
     g.reorder(&order);
 }
 
+/// See the module.
 pub struct LayoutPass;
 
 impl Switch for LayoutPass {
@@ -30,7 +31,7 @@ impl Switch for LayoutPass {
     }
 
     fn about(&self) -> &'static str {
-        "Copies what an op cannot read where it lies (transposed, strided), and what would be overwritten before it is stored."
+        "Inserts contiguous copies: of inputs whose strides an op cannot read, and of values that would be overwritten before they are stored."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -64,10 +65,11 @@ impl Pass for LayoutPass {
     }
 }
 
+/// Inserts all copies.
 fn copies(g: &mut Graph) {
     sources_first(g);
-    // A state's next value must not be another state's memory, which may be overwritten first; nor may an output be the
-    // memory of a state that is about to change.
+    // A state's update must not be a view of another state, which may be updated first; nor may an output be a view of a state that is
+    // updated.
     let roots = view_roots(g);
     let root = |v: Value| roots[v.node].unwrap_or(v);
     let updated: HashSet<Value> = g.updates.iter().map(|u| u.0).collect();
@@ -118,7 +120,7 @@ fn copies(g: &mut Graph) {
         Ok(Some(outputs.iter().map(|&v| recorder.var(v)).collect()))
     });
     done.unwrap_or_else(|never| match never {});
-    // `rewrite` pointed the roots at the values themselves; those that need it take the copy.
+    // `rewrite` pointed the roots at the values themselves; where a copy was made, they take the copy.
     for (new, old) in g.updates.iter_mut().map(|u| &mut u.1).zip(before.0).chain(g.outputs.iter_mut().map(|o| &mut o.1).zip(before.1)) {
         if let Some(&c) = copied.get(&old).filter(|_| targets.contains(&old)) {
             *new = c;

@@ -1,4 +1,4 @@
-//! Attention without softmax, from the rotary embedding to the norm, in one go.
+//! Fuses softmax-free attention, from RoPE to the layer norm after it.
 
 use super::pattern::Uses;
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
@@ -20,7 +20,7 @@ impl Switch for LinearAttentionPass {
     }
 
     fn about(&self) -> &'static str {
-        "Turns heads, multiplies them with themselves and with one value for all, and norms the result in one go: heads are read once, in either direction."
+        "Fuses attention without softmax: RoPE, q q^T, the matmul with values that all heads share, and the layer norm after it. Heads are read once, forward and backward."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -54,7 +54,7 @@ impl Pass for LinearAttentionPass {
                     receipt.decline(reason, &node.scope);
                     return Ok(None);
                 }
-                (_, Some(p)) => return Ok(Some(vec![inputs[0].permute(&p.0)])), // which may undo the one below
+                (_, Some(p)) => return Ok(Some(vec![inputs[0].permute(&p.0)])), // recorded anew: may cancel with `heads_inside` below
                 _ => return Ok(None),
             };
             receipt.applied += 1;
@@ -75,7 +75,7 @@ impl Pass for LinearAttentionPass {
     }
 }
 
-/// [batch, heads, ..] and [heads, batch, ..].
+/// The permutation between [batch, heads, ..] and [heads, batch, ..].
 const HEADS: [usize; 4] = [1, 0, 2, 3];
 
 struct Site {
@@ -89,41 +89,41 @@ struct Site {
 struct Norm {
     node: usize,
     eps: f32,
-    /// It norms [heads, batch, ..].
+    /// Its input is [heads, batch, ..].
     heads_outside: bool,
 }
 
-/// Node `i` as the product with the values; or why it stays one.
+/// Node `i` as the matmul of scores and values; or why it is not fused.
 fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<Site, &'static str>> {
     let product = |node: usize| g.nodes[node].op::<Matmul>().filter(|&m| *m == Matmul::default()).map(|_| &g.nodes[node].inputs);
     let permuted =
         |v: Value, order: [usize; 4]| g.nodes[v.node].op::<Permute>().filter(|p| p.0 == order).map(|_| g.nodes[v.node].inputs[0]);
     let &[s, v] = &product(i)?[..] else { return None };
     let &[q, transposed] = &product(s.node)?[..] else { return None };
-    let turned = permuted(q, [0, 2, 1, 3]).filter(|_| permuted(transposed, [0, 1, 3, 2]) == Some(q))?;
-    let rope = g.nodes[turned.node].op::<Rope>().filter(|r| !r.inverse)?;
-    let &[xs, cos, sin] = &g.nodes[turned.node].inputs[..] else { return None };
-    // Whether a value is read by these alone.
+    let rotated = permuted(q, [0, 2, 1, 3]).filter(|_| permuted(transposed, [0, 1, 3, 2]) == Some(q))?;
+    let rope = g.nodes[rotated.node].op::<Rope>().filter(|r| !r.inverse)?;
+    let &[xs, cos, sin] = &g.nodes[rotated.node].inputs[..] else { return None };
+    // Whether only these nodes read a value.
     let only = |v: Value, by: &[usize]| !uses.is_root(v.node) && uses.readers(v.node, 0..g.nodes.len()).all(|r| by.contains(&r));
     let reason = if crate::mutant!("linear-attention-of-other-pairs", rope.pairs != Pairs::Adjacent, false) {
-        "pairs are not neighbours"
+        "RoPE rotates pairs of elements that are not adjacent"
     } else if g.meta(cos).rank() != 2 || g.meta(cos).rows() != g.meta(xs).shape[1] {
-        "each batch element has a table of its own"
+        "each sequence has a RoPE table of its own"
     } else if g.meta(v).rank() != 4 || g.meta(v).shape[1] != 1 {
         "each head has values of its own"
     } else if g.meta(v).shape[0] != g.meta(xs).shape[0] {
-        "all batch elements have the same values"
+        "all sequences share the same values"
     } else if g.meta(xs).dtype != g.meta(v).dtype {
         "heads and values have different types"
-    } else if !only(turned, &[q.node]) || !only(q, &[transposed.node, s.node]) || !only(transposed, &[s.node]) || !only(s, &[i]) {
-        "the turned heads or their products are read elsewhere"
+    } else if !only(rotated, &[q.node]) || !only(q, &[transposed.node, s.node]) || !only(transposed, &[s.node]) || !only(s, &[i]) {
+        "the rotated heads or their scores are read elsewhere"
     } else {
         return Some(Ok(Site { xs, cos, sin, v, norm: norm(g, uses, i) }));
     };
     Some(Err(reason))
 }
 
-/// The norm of node `i`, seen with its heads inside or outside, if nobody else reads it.
+/// The layer norm of node `i`, with or without a permutation in between, if it is the only reader.
 fn norm(g: &Graph, uses: &Uses, i: usize) -> Option<Norm> {
     let next = uses.only_reader(i)?;
     let heads_outside = g.nodes[next].op::<Permute>().is_some_and(|p| p.0 == HEADS);

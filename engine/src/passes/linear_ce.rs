@@ -1,4 +1,4 @@
-//! The loss head in chunks: logits never exist whole.
+//! Computes the output projection and its cross-entropy in chunks of rows, so that the full logits are never stored.
 
 use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -15,16 +15,16 @@ impl Switch for LinearCe {
     }
 
     fn about(&self) -> &'static str {
-        "Computes the loss head a chunk of rows at a time, gradients in the same pass: the logits never exist whole, and chunks of rows without a target not at all."
+        "Computes the output projection, cross-entropy and their gradients one chunk of rows at a time: the full logits are never stored, and chunks without any target are skipped."
     }
 
     fn settings(&self) -> &'static [Setting] {
         &[
-            Setting { name: "chunk", default: "auto", about: "rows of logits that exist at once; auto: 192 on the CPU, 4096 on a GPU" },
+            Setting { name: "chunk", default: "auto", about: "rows of logits in memory at once; auto: 192 on the CPU, 4096 on a GPU" },
             Setting {
                 name: "rows",
                 default: "trained",
-                about: "trained: rows without a target are left out (on a GPU whole chunks of them); all: they are not",
+                about: "trained: rows without a target are skipped (on a GPU, whole chunks of them); all: every row is computed",
             },
         ]
     }
@@ -36,7 +36,7 @@ impl Switch for LinearCe {
     fn example(&self, r: &Recorder) {
         let w = r.param("w", &[300, 8], Init::Normal { std: 1.0 });
         let v = r.param("v", &[8, 8], Init::Normal { std: 1.0 });
-        let rows = 9000; // three chunks on a GPU, of which two have targets, or one
+        let rows = 9000; // three chunks on a GPU
         let (x, targets) = (r.feed("x", &[rows, 8], DType::F32), r.feed("targets", &[rows], DType::I32));
         let loss = x.matmul(v).linear_cross_entropy(w, targets, r.full(&[1], 1.0 / rows as f32));
         r.output("loss", loss);
@@ -52,14 +52,14 @@ impl Pass for LinearCe {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        // Measured: LOG.md. Fewer rows read and write the head's gradient more often.
+        // Measured, see LOG.md. Smaller chunks read and write the weight's gradient more often.
         let chunk = match (settings.text("chunk"), settings.target) {
             ("auto", Target::Cpu) => 192,
             ("auto", Target::Cuda(_)) => 4096,
             _ => settings.number("chunk")?,
         };
         let skip = settings.one_of("rows", &["trained", "all"])? == "trained";
-        // Gradients are computed with the loss only where a later Grad node asks for them.
+        // Gradients are computed together with the loss only if a Grad node asks for them.
         let asked: Vec<(Value, Vec<bool>)> = g
             .nodes
             .iter()

@@ -1,4 +1,5 @@
-//! Two narrow products of the same large matrix read it once; those of several matrices whose results are put side by side are one kernel.
+//! Fuses LoRA's two backward matmuls with the same large matrix (the gradient with respect to the adapter's output), which is then read once.
+//! Pairs whose results are concatenated, those of adapters with the same input, become one kernel.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -13,9 +14,9 @@ use std::collections::{HashMap, HashSet};
 
 pub struct LoraBackward;
 
-/// The large matrix is so many times as wide as what it is multiplied by.
+/// The large matrix must have at least so many times the columns of the low-rank one.
 const TIMES: usize = 8;
-/// Pairs of one kernel: every block chooses among them.
+/// At most so many pairs in one kernel: every block looks up which one it works on.
 const MOST: usize = 8;
 
 impl Switch for LoraBackward {
@@ -24,7 +25,7 @@ impl Switch for LoraBackward {
     }
 
     fn about(&self) -> &'static str {
-        "Multiplies what flows back into an adapter by both of its narrow matrices at once: it is read once, not twice. What flows back into adapters of the same input is read by one kernel."
+        "LoRA backward: the gradient with respect to an adapter's output is multiplied by both low-rank matrices in one kernel, which reads it once, not twice. Adapters with the same input share one kernel."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -34,7 +35,7 @@ impl Switch for LoraBackward {
     fn example(&self, r: &Recorder) {
         let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.3 }).cast(DType::BF16);
         let x = r.feed("x", &[70, 64], DType::F32).cast(DType::BF16);
-        // Two adapters of the same input, whose first products are one.
+        // Two adapters with the same input, whose first matmuls are merged.
         let (a, b, c) = (param("a", &[16, 64]), param("b", &[72, 8]), param("c", &[136, 8]));
         let narrow = x.linear(a);
         let mut parts =
@@ -64,11 +65,11 @@ impl Pass for LoraBackward {
             }
         }
         receipt.applied = pairs.len();
-        // The first node of a group -> its pairs, and the concatenation that it makes.
+        // The first node of a group -> its pairs, and the concatenation that the group's kernel replaces.
         let mut groups: HashMap<usize, (Vec<Pair>, Option<usize>)> = HashMap::new();
-        let (together, apart) = side_by_side(g, &pairs);
+        let (together, apart) = concatenated(g, &pairs);
         if apart > 0 {
-            receipt.notes.push(format!("{apart} that are put side by side made apart: not all is there when the first is, or they differ"));
+            receipt.notes.push(format!("{apart} concatenations of such results use a kernel for each pair: inputs are computed after the first one would run, or ranks differ"));
         }
         let grouped: HashSet<usize> = together.iter().flat_map(|(_, members)| members).map(|pair| pair.by_row).collect();
         pairs.retain(|pair| !grouped.contains(&pair.by_row));
@@ -79,7 +80,7 @@ impl Pass for LoraBackward {
 
         g.rewrite(|w, i, _, _| {
             let Some((pairs, concat)) = groups.get(&i) else { return Ok::<_, Error>(None) };
-            // A reshape that stands behind this is made here.
+            // A reshape that comes after this node is recorded here.
             let at = |v: Value| w.at(if v.node < i { v } else { w.old.unshaped(v) }).reshape(&w.old.meta(v).shape);
             let x: Vec<Var> = pairs.iter().flat_map(|pair| pair.inputs(w.old)).map(at).collect();
             let y = w.recorder.op(NarrowProducts, &x);
@@ -92,7 +93,7 @@ impl Pass for LoraBackward {
                 }
             }
             concat.iter().for_each(|&c| w.put(c, &y[..1]));
-            Ok(Some(vec![own.expect("a group begins with one of its nodes")]))
+            Ok(Some(vec![own.expect("the first node of a group is one of its own")]))
         })?;
         if receipt.applied > 0 {
             super::dead_code::sweep(g);
@@ -101,7 +102,7 @@ impl Pass for LoraBackward {
     }
 }
 
-/// The nodes of d q [m, r], of d's type, and d^T p [n, r], in f32, of the same d [m, n], far wider than r.
+/// The nodes of the two matmuls d q [m, r] (of d's type) and d^T p [n, r] (in f32) with the same d [m, n], where n is far larger than r.
 #[derive(Clone, Copy, PartialEq)]
 struct Pair {
     by_row: usize,
@@ -116,7 +117,7 @@ impl Pair {
     }
 }
 
-/// Where a kernel for all of these has to stand.
+/// The position of the first of these nodes, where one kernel for all of them runs.
 fn first(pairs: &[Pair]) -> usize {
     pairs.iter().map(|p| p.by_row.min(p.by_column)).min().expect("a pair")
 }
@@ -126,19 +127,19 @@ fn sites(g: &Graph) -> Vec<Pair> {
         let n = &g.nodes[i];
         n.op::<Matmul>().filter(|m| m.add.is_none() && !m.bias && m.act.is_none() && n.outputs[0].rank() == 2).is_some()
     };
-    // d -> the products d^T p.
-    let mut turned: HashMap<Value, Vec<usize>> = HashMap::new();
+    // d -> the matmuls d^T p.
+    let mut transposed: HashMap<Value, Vec<usize>> = HashMap::new();
     for i in (0..g.nodes.len()).filter(|&i| plain(i) && g.nodes[i].outputs[0].dtype == DType::F32) {
         let left = &g.nodes[g.nodes[i].inputs[0].node];
         if left.op::<Permute>().is_some_and(|p| p.0 == [1, 0]) {
-            turned.entry(left.inputs[0]).or_default().push(i);
+            transposed.entry(left.inputs[0]).or_default().push(i);
         }
     }
     let mut sites = vec![];
     for i in (0..g.nodes.len()).filter(|&i| plain(i)) {
         let (d, out) = (g.nodes[i].inputs[0], &g.nodes[i].outputs[0]);
         let (from, r) = (g.meta(d), out.dim(0));
-        let Some(partners) = turned.get_mut(&d).filter(|_| out.dtype == from.dtype && from.dim(0) >= TIMES * r) else { continue };
+        let Some(partners) = transposed.get_mut(&d).filter(|_| out.dtype == from.dtype && from.dim(0) >= TIMES * r) else { continue };
         if let Some(k) = partners.iter().position(|&j| g.nodes[j].outputs[0].dim(0) == r) {
             sites.push(Pair { by_row: i, by_column: partners.remove(k) });
         }
@@ -146,8 +147,8 @@ fn sites(g: &Graph) -> Vec<Pair> {
     sites
 }
 
-/// Concatenations of products by row, with all of their pairs, where one kernel can make them; and how many others there are.
-fn side_by_side(g: &Graph, pairs: &[Pair]) -> (Vec<(usize, Vec<Pair>)>, usize) {
+/// Concatenations of the results d q that one kernel can compute, each with its pairs; and how many concatenations cannot.
+fn concatenated(g: &Graph, pairs: &[Pair]) -> (Vec<(usize, Vec<Pair>)>, usize) {
     let by_row: HashMap<usize, Pair> = pairs.iter().map(|&p| (p.by_row, p)).collect();
     let source = |v: Value| {
         let from = g.unshaped(v);
@@ -182,9 +183,9 @@ fn refused(g: &Graph, pair: Pair) -> Option<String> {
     if !matches!(d.dtype, DType::BF16 | DType::F16) {
         Some(format!("there is no kernel for {}", d.dtype))
     } else if !r.is_multiple_of(8) || !d.dim(0).is_multiple_of(8) || r > 32 {
-        Some(format!("{} by {r} columns: not multiples of 8, or more than 32 of the narrow", d.dim(0)))
+        Some(format!("{} columns and rank {r}: both must be multiples of 8, and the rank at most 32", d.dim(0)))
     } else if p.node.max(q.node) >= first(&[pair]) {
-        Some("one product needs what comes after the other".into())
+        Some("one matmul's input is computed after the other matmul".into())
     } else {
         None
     }
@@ -197,7 +198,7 @@ mod tests {
     use crate::passes::Switches;
     use crate::program::Compiled;
 
-    /// Two pairs side by side, the second of a matrix that is there from the start, or made of what the first gives.
+    /// Two pairs whose results are concatenated; the second's large matrix is a feed, or (`late`) computed from the first pair's result.
     #[test]
     fn pairs_are_made_together_where_all_is_there() {
         for late in [false, true] {

@@ -1,5 +1,7 @@
-//! What an adapter adds to a product becomes more terms of that product. Those of other adapters at the same rows it multiplies by zero, so that an infinity
-//! among them, in a run that is broken anyway, spreads.
+//! Fuses LoRA's second matmul into the base layer's: [x, x A^T] [W, B]^T, one GEMM with a larger K.
+//!
+//! Layers with the same input x share one wide matrix [x, x A1^T, x A2^T, ..]; the columns of the other adapters are multiplied by zeros. An
+//! infinity in one adapter therefore becomes a NaN in the others' layers, in a run that has already diverged.
 
 use super::merged_qkv::transposed;
 use super::pattern::is_sum;
@@ -18,11 +20,11 @@ use std::collections::{HashMap, HashSet};
 
 pub struct LoraForward;
 
-/// Rows have so many times the terms that are put beside them, each of which every product of these rows then has.
+/// x must have at least so many times the columns that are appended to it, since every GEMM with x gets all of them.
 const TIMES: usize = 8;
-/// Rows to a term from which reading and writing the weights once more is little.
+/// x must have at least so many rows for each column, so that copying the weights once more costs little.
 const ROWS: usize = 4;
-/// On a GPU, rows of both sides are multiples of so many elements: whole lines of memory.
+/// On a GPU, the row pitch of both operands is a multiple of so many elements (128 bytes in bf16).
 const LINE: usize = 64;
 
 impl Switch for LoraForward {
@@ -31,7 +33,7 @@ impl Switch for LoraForward {
     }
 
     fn about(&self) -> &'static str {
-        "Puts what an adapter multiplies beside the rows of the product it adds to, and its matrix beside the weights: one product of a few more terms, and what is added is never written. The norm that makes the rows leaves room for it."
+        "LoRA forward: x W^T + (x A^T) B^T becomes one GEMM [x, x A^T] [W, B]^T with a slightly larger K, so that the adapter's output is never written. The RMS norm that computes x leaves room for the extra columns."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -46,7 +48,7 @@ impl Switch for LoraForward {
             let [a, b] = [("a", [8, 256]), ("b", [n, 8])].map(|(part, shape)| param(&format!("{name}.{part}"), &shape));
             rows.linear(param(name, &[n, 256])) + (rows.linear(a) * 2.0).linear(b)
         };
-        // Too wide to be merged.
+        // Too wide for merged-qkv.
         let loss = adapted("gate", 1024).silu().mean() + adapted("up", 1032).mean() + adapted("more", 1024).square().mean();
         r.output("loss", loss);
         let params: Vec<_> = r.params().into_iter().map(|p| p.1).collect();
@@ -65,12 +67,12 @@ impl Pass for LoraForward {
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let line = if settings.target == Target::Cpu { 8 } else { LINE };
-        let mut groups: HashMap<usize, Vec<Site>> = HashMap::new(); // by the norm
+        let mut groups: HashMap<usize, Vec<Site>> = HashMap::new(); // by the norm's node
         for site in sites(g) {
             let rows = site.rows(g);
             let beside = |sites: &Vec<Site>| sites.iter().map(|s| s.added(g)).sum::<usize>();
             let more = groups.get(&rows.node).map_or(0, beside) + site.added(g);
-            let many = (TIMES * more > g.meta(rows).dim(0)).then(|| format!("{more} terms are many beside those of the rows"));
+            let many = (TIMES * more > g.meta(rows).dim(0)).then(|| format!("{more} more columns are many beside the input's own"));
             match site.refused(g).or(many) {
                 Some(reason) => receipt.decline(reason, &g.nodes[site.sum].scope),
                 None => groups.entry(rows.node).or_default().push(site),
@@ -82,7 +84,7 @@ impl Pass for LoraForward {
         }
         let mut views: HashMap<Value, Vec<usize>> = HashMap::new(); // of a value
         view_roots(g).into_iter().enumerate().for_each(|(i, root)| root.into_iter().for_each(|v| views.entry(v).or_default().push(i)));
-        let mut sums: HashMap<usize, (Value, Value)> = HashMap::new(); // a sum's node -> rows and weights, with what is beside them
+        let mut sums: HashMap<usize, (Value, Value)> = HashMap::new(); // a sum's node -> the extended input and the extended weights
         g.rewrite(|w, i, node, inputs| {
             let (old, recorder) = (w.old, w.recorder);
             if let Some(&(rows, terms)) = sums.get(&i) {
@@ -93,19 +95,19 @@ impl Pass for LoraForward {
             let (op, d, rank) = (node.op::<AddRmsNorm>().expect("a norm"), node.outputs[0].dim(0), node.outputs[0].rank());
             let pitch = (d + sites.iter().map(|s| s.added(old)).sum::<usize>()).next_multiple_of(line);
             let made = recorder.op(AddRmsNorm { room: pitch - d, ..op.clone() }, inputs);
-            // What stands beside the rows is made of them.
+            // x A^T reads the norm's result before it is extended.
             w.put(i, &[&[made[0].slice(rank - 1, 0, d)], &made[1..]].concat());
             let beside = sites.iter().map(|site| w.at(old.nodes[site.narrow].inputs[0])).collect::<Vec<_>>();
             let flat = made[0].reshape(&[made[0].meta().rows(), pitch]);
             let whole = recorder.op1(Beside { at: d }, &[&[flat], &beside[..]].concat());
             let weights: Vec<_> = sites.iter().flat_map(|s| [s.wide, s.narrow]).map(|m| w.at(old.nodes[m].inputs[1])).collect();
-            let all = recorder.op1(Extend { pitch }, &transposed(&weights).expect("as `refused` looked for"));
+            let all = recorder.op1(Extend { pitch }, &transposed(&weights).expect("checked by `refused`"));
             let mut at = 0;
             for (site, weight) in sites.iter().zip(weights.iter().step_by(2)) {
                 sums.insert(site.sum, (whole.value(), all.slice(0, at, at + weight.dim(0)).t().value()));
                 at += weight.dim(0);
             }
-            // Who comes later sees the rows as they are now.
+            // Later readers of x read the extended matrix's first columns.
             views.get(&Value { node: i, out: 0 }).into_iter().flatten().for_each(|&j| w.forget(j));
             Ok(Some([&[whole.reshape(&made[0].shape()).slice(rank - 1, 0, d)], &made[1..]].concat()))
         })?;
@@ -114,7 +116,7 @@ impl Pass for LoraForward {
     }
 }
 
-/// The nodes of a sum of two products which nobody else reads, one of few terms.
+/// The nodes of x W^T + (x A^T) B^T, neither matmul having another reader; `narrow` is the one of small K.
 #[derive(Clone, Copy)]
 struct Site {
     sum: usize,
@@ -151,12 +153,12 @@ fn sites(g: &Graph) -> Vec<Site> {
 }
 
 impl Site {
-    /// What the wide product multiplies.
+    /// x, the input of the wide matmul.
     fn rows(&self, g: &Graph) -> Value {
         g.unshaped(g.nodes[self.wide].inputs[0])
     }
 
-    /// Terms that the narrow product adds.
+    /// K of the narrow matmul, the adapter's rank: columns that are appended to x.
     fn added(&self, g: &Graph) -> usize {
         g.meta(g.nodes[self.narrow].inputs[0]).dim(0)
     }
@@ -168,22 +170,22 @@ impl Site {
             || g.nodes[rows.node].op::<AddRmsNorm>().is_none()
             || crate::mutant!("lora-forward-of-other-rows", g.meta(rows).dim(0) != product.dim(0), false)
         {
-            Some("what is multiplied is not made by a norm of a sum, which could leave room beside it".into())
+            Some("the input is not the result of a fused add and RMS norm, which could leave room for more columns".into())
         } else if product.dim(1) < ROWS * product.dim(0) {
-            Some(format!("{} rows are few for {} terms", product.dim(1), product.dim(0)))
+            Some(format!("{} rows are too few for {} columns", product.dim(1), product.dim(0)))
         } else if weights.iter().any(|&v| g.state_role(v).is_none() || g.transpose_of(v).is_none()) {
-            Some("the weights are no parameters, each row of which has all terms of a column".into())
+            Some("a weight is not a parameter stored as [out, in]".into())
         } else if !product.dim(0).is_multiple_of(8) || !self.added(g).is_multiple_of(8) {
-            Some(format!("{} or {} terms are no multiple of 8", product.dim(0), self.added(g)))
+            Some(format!("K = {} or rank {} is not a multiple of 8", product.dim(0), self.added(g)))
         } else if !follows(g, g.nodes[self.narrow].inputs[0], rows.node, product.dim(0)) {
-            Some("what is added is made of more than the rows and parameters".into())
+            Some("the adapter's input depends on more than the layer's input and parameters".into())
         } else {
             None
         }
     }
 }
 
-/// Whether a value can be made right behind `norm`, by arithmetic and products of less than `wide` columns.
+/// Whether a value can be computed right after `norm`, by pointwise ops and matmuls of fewer than `wide` columns.
 fn follows(g: &Graph, v: Value, norm: usize, wide: usize) -> bool {
     let (mut left, mut seen) = (vec![v.node], HashSet::new());
     while let Some(i) = left.pop() {

@@ -1,4 +1,4 @@
-//! Several narrow products of the same rows become one.
+//! Merges matmuls with the same input (q, k and v projections) into one matmul with concatenated weights.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 pub struct MergedQkv;
 
-/// Columns from which a product is as fast alone; its result would have to be cut up and its gradient put together again.
+/// A matmul with at least so many columns is as fast alone, without slicing its result and concatenating its gradient.
 const WIDE: usize = 1024;
 
 impl Switch for MergedQkv {
@@ -19,7 +19,7 @@ impl Switch for MergedQkv {
     }
 
     fn about(&self) -> &'static str {
-        "Multiplies the same rows by several narrow matrices at once (q, k, v): the rows are read once, in both directions."
+        "Merges matmuls with the same input (q, k and v projections) into one with concatenated weights: the input is read once, forward and backward."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -51,11 +51,11 @@ impl Pass for MergedQkv {
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let mut groups: HashMap<(Value, u32, bool), Vec<usize>> = HashMap::new();
         for (i, node) in g.nodes.iter().enumerate() {
-            // Weights that are there before anything runs, so that the first product of a group can wait for nothing.
+            // Only weights (states): all of them are available when the first matmul of a group runs.
             if let Some([x, weight]) = g.plain_matmul(i)
                 && let Some(role) = g.state_role(weight)
             {
-                // What is trained stays apart from what is not, which has no gradient.
+                // Trained weights are not merged with frozen ones, which need no gradient.
                 let frozen = crate::mutant!("merged-qkv-trained-with-frozen", role == Role::Frozen, false);
                 groups.entry((x, node.block, frozen)).or_default().push(i);
             }
@@ -64,7 +64,7 @@ impl Pass for MergedQkv {
         for (_, group) in groups.into_iter().filter(|(_, g)| g.len() > 1) {
             let (narrow, wide): (Vec<usize>, Vec<usize>) = group.iter().partition(|&&i| g.nodes[i].outputs[0].dim(0) < WIDE);
             for i in wide {
-                receipt.decline(format!("{} columns are wide enough alone", g.nodes[i].outputs[0].dim(0)), &g.nodes[i].scope);
+                receipt.decline(format!("{} columns are enough for a GEMM of its own", g.nodes[i].outputs[0].dim(0)), &g.nodes[i].scope);
             }
             if narrow.len() > 1 {
                 receipt.applied += narrow.len();
@@ -91,12 +91,12 @@ impl Pass for MergedQkv {
     }
 }
 
-/// [k, n1], [k, n2], .. -> [k, n1 + n2 + ..]. Transposed matrices are joined as they lie.
+/// [k, n1], [k, n2], .. -> [k, n1 + n2 + ..]. Transposes are concatenated in their stored layout, [n, k].
 fn columns<'g>(weights: &[Var<'g>]) -> Var<'g> {
     transposed(weights).map_or_else(|| concat(weights, 1), |rows| concat(&rows, 0).t())
 }
 
-/// What all of these are transposes of.
+/// The matrices that these are transposes of; None if one of them is no transpose.
 pub(super) fn transposed<'g>(weights: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
     let of = |w: &Var<'g>| w.recorder().with_graph(|g| g.transpose_of(w.value())).map(|v| w.recorder().var(v));
     weights.iter().map(of).collect()

@@ -1,4 +1,4 @@
-//! A sum of products is one product of what is put end to end.
+//! Merges the weight gradients of a layer that is applied several times: x1^T d1 + x2^T d2 = [x1; x2]^T [d1; d2].
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
@@ -18,7 +18,7 @@ impl Switch for MergedWgrad {
     }
 
     fn about(&self) -> &'static str {
-        "Makes one product of a sum of products over rows (the gradient of a weight that is used again and again): the rows are written end to end in the first place."
+        "Merges the weight-gradient GEMMs of a layer that is applied several times into one: activations and gradients are written into one buffer, row after row, in the first place."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -65,18 +65,18 @@ impl Pass for MergedWgrad {
             let first = &old.nodes[chain[0]];
             let mut x = vec![left.t(), right];
             x.extend(first.inputs.get(2).map(|&v| w.at(v)));
-            Ok(Some(vec![w.recorder.op1(first.op::<Matmul>().expect("a product").clone(), &x)]))
+            Ok(Some(vec![w.recorder.op1(first.op::<Matmul>().expect("a matmul").clone(), &x)]))
         })?;
         super::dead_code::sweep(g);
         Ok(())
     }
 }
 
-/// For the last product of a sum, all of them in order.
+/// The last matmul of an accumulating chain -> all matmuls of the chain, in order.
 fn chains(g: &Graph, receipt: &mut Receipt) -> HashMap<usize, Vec<usize>> {
     let reads = g.reads();
     let product = |i: usize| g.nodes[i].op::<Matmul>().filter(|m| !m.bias && m.act.is_none() && g.nodes[i].outputs[0].rank() == 2);
-    // What this product adds to, if that is a product which nobody else reads.
+    // The matmul whose result this one accumulates into, if it has no other reader.
     let before = |i: usize| {
         let v = *product(i).and_then(|_| g.nodes[i].inputs.get(2))?;
         (reads.once(v) && product(v.node).is_some()).then_some(v.node)
@@ -89,7 +89,7 @@ fn chains(g: &Graph, receipt: &mut Receipt) -> HashMap<usize, Vec<usize>> {
             chain.push(next);
         }
         chain.reverse();
-        // Products over rows: both sides are [rows, ..], the first read transposed.
+        // x^T d, with x and d both stored as [rows, ..].
         let by_rows = |&m: &usize| {
             let left = &g.nodes[g.nodes[m].inputs[0].node];
             left.op::<Permute>().is_some() && !g.nodes[left.inputs[0].node].is_view() && !g.nodes[g.nodes[m].inputs[1].node].is_view()
@@ -97,7 +97,7 @@ fn chains(g: &Graph, receipt: &mut Receipt) -> HashMap<usize, Vec<usize>> {
         if chain.iter().all(by_rows) {
             chains.insert(i, chain);
         } else {
-            receipt.decline("the sides of a product do not lie row by row", &g.nodes[i].scope);
+            receipt.decline("an operand of one of the matmuls is a view", &g.nodes[i].scope);
         }
     }
     chains

@@ -16,7 +16,7 @@ mod gemm_pointwise;
 mod grouped_gemm;
 mod hoist;
 mod in_place;
-pub mod layout;
+mod layout;
 mod linear_attention;
 mod linear_ce;
 mod lora_backward;
@@ -38,34 +38,35 @@ use crate::record::MOST_TABLE;
 /// What passes make of a recorded graph, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stage {
-    /// As the model's code recorded it: composite ops, f32 throughout, gradients only asked for.
+    /// As the model's code recorded it: composite ops, f32 throughout, gradients as Grad nodes.
     Recorded,
-    /// Composite ops are fused ops, or written out in plain ones.
+    /// Composite ops are replaced by fused ops, or by the plain ops that define them.
     Fused,
-    /// Every value has the type in which it is computed.
+    /// Every value has the type that it is computed in.
     Typed,
-    /// Gradients are ops like others; what nothing needs is gone.
+    /// Gradients are ordinary ops; dead code is removed.
     Differentiated,
-    /// Nodes stand where they run, and what is computed twice to save memory is there twice.
+    /// Nodes are in execution order, recomputed activations included.
     Scheduled,
-    /// Ops are those that the executor launches, and read their inputs where they lie.
+    /// Ops are those that the executor launches, with input strides that they can read.
     Lowered,
 }
 
 /// A rewrite of the graph.
 pub trait Pass: Switch {
-    /// The stage that it helps to bring about.
+    /// The stage that the graph is in once this pass and the others of its stage have run.
     fn stage(&self) -> Stage;
 
-    /// Passes that must have had their turn before it, because it looks for what they leave, or would hide what they look for.
+    /// Passes that must run before this one, because it matches what they produce, or would rewrite what they match.
     fn after(&self) -> &'static [&'static str] {
         &[]
     }
 
+    /// Rewrites the graph, and counts in the receipt where it applied and why it declined elsewhere.
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error>;
 }
 
-/// In running order: stage by stage, and behind what each names in `after`.
+/// The engine's passes in execution order: by stage, and after the passes that each names in [`Pass::after`].
 pub const PASSES: &[&dyn Pass] = &[
     &flash_attention::FlashAttentionPass,
     &linear_attention::LinearAttentionPass,
@@ -92,7 +93,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &layout::LayoutPass,
 ];
 
-/// Names that passes had before, so that older configs and commands still work. None: taken out, because it gained too little.
+/// Former names of passes, so that older configs and commands still work. None: the pass was removed because it gained too little.
 pub const FORMERLY: &[(&str, Option<&str>)] = &[
     ("share", Some("cse")),
     ("merge-products", Some("merged-qkv")),
@@ -109,13 +110,13 @@ pub const FORMERLY: &[(&str, Option<&str>)] = &[
     ("group-casts", None),
 ];
 
-/// Everything that can be switched: passes in running order, then settings of the executor.
+/// Everything that can be switched: passes in execution order, then settings of the executor.
 pub fn all() -> impl Iterator<Item = &'static dyn Switch> {
     let passes = crate::extension::passes().into_iter().map(|p| p as &dyn Switch);
     passes.chain(EXECUTOR.iter().map(|e| e as &dyn Switch))
 }
 
-/// Runs all passes.
+/// Runs all passes on a graph, registered ones included, and returns a receipt of each.
 pub fn run(g: &mut Graph, switches: &Switches, target: Target) -> Result<Vec<Receipt>, Error> {
     check_sizes(g)?;
     let mut receipts = vec![];
@@ -127,7 +128,7 @@ pub fn run(g: &mut Graph, switches: &Switches, target: Target) -> Result<Vec<Rec
     Ok(receipts)
 }
 
-/// Refuses tensors that no memory holds, by name: before anything forms products of their sizes, or asks for that memory.
+/// Refuses tensors too large for any memory, by name, before anything multiplies their sizes or allocates them.
 fn check_sizes(g: &Graph) -> Result<(), Error> {
     for node in &g.nodes {
         let limit = if matches!(node.kind, Kind::Const(_)) { MOST_TABLE } else { MOST_BYTES };
@@ -145,7 +146,7 @@ fn check_sizes(g: &Graph) -> Result<(), Error> {
     Ok(())
 }
 
-/// A pass that is required must have applied somewhere in the programs that run together.
+/// An error if a pass with mode `require` applied nowhere in these programs, which belong to one run.
 pub fn all_applied<'a>(programs: impl Iterator<Item = &'a [Receipt]> + Clone) -> Result<(), Error> {
     for pass in all() {
         let mut own = programs.clone().flatten().filter(|r| r.pass == pass.name() && r.mode == Mode::Require).peekable();

@@ -1,4 +1,4 @@
-//! Switches: what they are called, how they are set, and the receipt that each leaves.
+//! Switches for passes and executor settings: their names, modes and settings, and the receipt of what each did.
 
 use super::FORMERLY;
 use crate::error::Error;
@@ -7,21 +7,28 @@ use crate::meta::DType;
 use crate::record::Recorder;
 use std::collections::BTreeMap;
 
+/// What a program is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
+    /// The CPU executor.
     Cpu,
+    /// A GPU of this architecture.
     Cuda(Arch),
 }
 
+/// Whether a switch is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
+    /// Not applied.
     Off,
+    /// Applied wherever it can be.
     Auto,
-    /// As Auto, but a site that is declined is an error.
+    /// As Auto, but it is an error if a place is declined.
     Require,
 }
 
 impl Mode {
+    /// As written in configs and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Mode::Off => "off",
@@ -31,109 +38,126 @@ impl Mode {
     }
 }
 
-/// What switching a pass may change in the numbers. Decides how its test compares.
+/// How switching something on may change results. Decides the tolerance of its test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Numerics {
     /// Bit for bit the same.
     Exact,
-    /// The same sums in another order, or a rounding less.
+    /// The same sums in another order, or fewer roundings.
     Reordered,
     /// Rounded to a narrower type.
     LowPrecision,
 }
 
-/// A setting of a pass beside its mode: name, default, what it does.
+/// A setting of a pass beside its mode, written as `auto,name=value`.
 pub struct Setting {
+    /// The word before `=`.
     pub name: &'static str,
+    /// The value where none is given.
     pub default: &'static str,
+    /// What its values do, for `kiln passes`.
     pub about: &'static str,
 }
 
 /// Something that can be switched: a pass, or a setting of the executor.
 pub trait Switch: Sync {
+    /// The name in configs, on the command line and in receipts.
     fn name(&self) -> &'static str;
+    /// What it does, in one or two sentences, for `kiln passes`.
     fn about(&self) -> &'static str;
+    /// How results may differ from those without it, on this target and for values of this type.
     fn numerics(&self, target: Target, dtype: DType) -> Numerics;
-    /// A step on which it has something to do. Its states and feeds are filled by the harness.
+    /// Records a small graph on which it applies, for its test, which fills the states and feeds.
     fn example(&self, r: &Recorder);
 
+    /// The mode where none is set.
     fn default_mode(&self) -> Mode {
         Mode::Auto
     }
 
+    /// Settings beside the mode.
     fn settings(&self) -> &'static [Setting] {
         &[]
     }
 
-    /// Switched on like this, it has something to do in its example.
+    /// Values of the switch under which it applies to its example; each is tested.
     fn variants(&self) -> &'static [&'static str] {
         &["auto"]
     }
 
-    /// Does something on a GPU only.
+    /// Whether it applies on a GPU only.
     fn needs_gpu(&self) -> bool {
         false
     }
 
-    /// No program runs without it: it cannot be switched off.
+    /// Whether no program runs without it, so that it cannot be switched off.
     fn required(&self) -> bool {
         false
     }
 }
 
-/// The values of a pass's settings.
+/// What a pass is run with: the target, and the values of its settings.
 pub struct Settings<'a> {
+    /// What the program is compiled for.
     pub target: Target,
     switch: &'static dyn Switch,
     values: &'a BTreeMap<String, String>,
 }
 
 impl Settings<'_> {
+    /// The value of a setting, or its default. Panics if the switch has no such setting.
     pub fn text(&self, name: &str) -> &str {
         let known = self.switch.settings().iter().find(|s| s.name == name).expect("a pass reads its own settings");
         self.values.get(name).map_or(known.default, |v| v)
     }
 
+    /// The value of a setting as a number of at least 1.
     pub fn number(&self, name: &str) -> Result<usize, Error> {
         self.from(name, 1)
     }
 
-    /// A number that may be zero.
+    /// The value of a setting as a number of at least 0.
     pub fn number_or_none(&self, name: &str) -> Result<usize, Error> {
         self.from(name, 0)
     }
 
     fn from(&self, name: &str, least: usize) -> Result<usize, Error> {
         let text = self.text(name);
-        let problem = || format!("{name}={text} is not a number from {least} on");
+        let problem = || format!("{name}={text} is not a whole number of at least {least}");
         let number = text.parse().ok().filter(|&n| n >= least);
         number.ok_or_else(|| Error::PassSetting { pass: self.switch.name().into(), problem: problem() })
     }
 
-    /// Which of these words a setting is.
+    /// The value of a setting that must be one of these words.
     pub fn one_of(&self, name: &str, words: &[&'static str]) -> Result<&'static str, Error> {
         let text = self.text(name);
-        let problem = || format!("{name}={text} is none of {}", words.join(", "));
+        let problem = || format!("{name}={text} is not one of {}", words.join(", "));
         words.iter().copied().find(|w| *w == text).ok_or_else(|| Error::PassSetting { pass: self.switch.name().into(), problem: problem() })
     }
 }
 
-/// What a pass did. Printed at start-up, kept with the run.
+/// What a pass or an executor setting did. Printed at start-up and stored with the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Receipt {
+    /// The switch's name.
     pub pass: &'static str,
+    /// The mode it had.
     pub mode: Mode,
+    /// At how many places it applied.
     pub applied: usize,
-    /// (reason, where).
+    /// (reason, scope of the model) of every place that it did not apply to.
     pub declined: Vec<(String, String)>,
+    /// Remarks for the summary that concern no single place.
     pub notes: Vec<String>,
 }
 
 impl Receipt {
+    /// Places that it applied to or declined.
     pub fn sites(&self) -> usize {
         self.applied + self.declined.len()
     }
 
+    /// Notes a place (a scope of the model) that it did not apply to, and why.
     pub fn decline(&mut self, reason: impl Into<String>, site: &str) {
         self.declined.push((reason.into(), if site.is_empty() { "the top level".into() } else { site.into() }));
     }
@@ -155,15 +179,15 @@ impl Receipt {
     }
 }
 
-/// Modes and settings of all passes.
+/// Modes and settings of all switches; those not set have their defaults.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Switches {
     chosen: BTreeMap<String, (Mode, BTreeMap<String, String>)>,
 }
 
 impl Switches {
-    /// `value` is `off`, `auto` or `require`, then `,setting=value` any number of times. A name that a pass had before works, too:
-    /// `formerly` has what to say about it.
+    /// `value` is `off`, `auto` or `require`, then `,setting=value` any number of times. A pass's former name works too; [`Switches::formerly`]
+    /// has a note about it.
     pub fn set(&mut self, pass: &str, value: &str) -> Result<(), Error> {
         let pass = match FORMERLY.iter().find(|f| f.0 == pass) {
             Some((_, Some(now))) => now,
@@ -194,24 +218,26 @@ impl Switches {
         Ok(())
     }
 
-    /// What a pass that was renamed is called now (None: it was taken out), and a sentence that says so.
+    /// For a former name: the pass's name now (None: the pass was removed), and a sentence that says so.
     pub fn formerly(pass: &str) -> Option<(Option<&'static str>, String)> {
         FORMERLY.iter().find(|f| f.0 == pass).map(|&(old, now)| match now {
             Some(now) => (Some(now), format!("the pass '{old}' is called '{now}' now")),
-            None => (None, format!("the pass '{old}' was taken out, because it gained too little; setting it changes nothing")),
+            None => (None, format!("the pass '{old}' was removed because it gained too little; setting it changes nothing")),
         })
     }
 
+    /// As [`Switches::set`], for chaining.
     pub fn with(mut self, pass: &str, value: &str) -> Result<Switches, Error> {
         self.set(pass, value)?;
         Ok(self)
     }
 
+    /// The mode set for a switch, or its default.
     pub fn mode(&self, switch: &dyn Switch) -> Mode {
         self.chosen.get(switch.name()).map_or(switch.default_mode(), |c| c.0)
     }
 
-    /// Lets a switch do what it does, unless it is off; returns its receipt. One that is required and declined somewhere is an error.
+    /// Calls `f` unless the switch is off, and returns the receipt. A declined place is an error where the mode is `require`.
     pub(crate) fn apply(
         &self,
         switch: &'static dyn Switch,
@@ -232,7 +258,7 @@ impl Switches {
     }
 }
 
-/// What may stand in the place of a name that is not known: `; did you mean 'x'? (known: x, y, z)`, the nearest first.
+/// The end of an error message about an unknown name: `; did you mean 'x'? (known: x, y, z)`, the most similar name first.
 pub fn known<'a>(name: &str, all: impl IntoIterator<Item = &'a str>) -> String {
     let mut all: Vec<&str> = all.into_iter().collect();
     all.sort_by_key(|k| strsim::levenshtein(k, name));

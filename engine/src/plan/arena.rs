@@ -1,9 +1,9 @@
-//! Where in the arena every buffer lies.
+//! Assigns arena offsets: best fit, largest buffer first.
 
 use super::{ALIGN, Buffer, Home};
 
-/// Gives every arena buffer an offset: the largest first, each in the smallest gap that holds it among those alive at the same time, the
-/// lowest of such. Returns the bytes needed.
+/// Gives every arena buffer an offset, the largest buffer first: in the smallest gap that holds it between buffers alive at the same time, the
+/// lowest such gap. Returns the bytes needed.
 pub fn assign(buffers: &mut [Buffer]) -> usize {
     let mut order: Vec<usize> = (0..buffers.len()).filter(|&b| matches!(buffers[b].home, Home::Arena(_))).collect();
     order.sort_by_key(|&b| (std::cmp::Reverse(buffers[b].bytes), buffers[b].first));
@@ -29,13 +29,14 @@ pub fn assign(buffers: &mut [Buffer]) -> usize {
 
 type Bytes = (usize, usize);
 
-/// What is taken of the arena at which positions of the program: a tree over the positions, each node of which halves its parent's. A buffer
-/// is noted in some nodes of each level, and buffers that touch become one range: so placing one takes next to nothing, however many live
-/// beside it, where going through all of them would take time with the square of a model's depth.
+/// Which bytes of the arena are taken at which positions of the program: a segment tree over the positions. Adjacent buffers are merged into
+/// one range, so that placing a buffer takes logarithmic rather than linear time; searching all buffers would take time quadratic in the
+/// model's depth.
 struct Taken {
     positions: usize,
-    /// By node, the children of node n being 2n and 2n + 1: what buffers take that live throughout its positions, and at one of them at least.
+    /// By tree node (the children of n are 2n and 2n + 1): bytes of buffers alive at all of its positions.
     throughout: Vec<Ranges>,
+    /// The same for buffers alive at one of its positions at least.
     ever: Vec<Ranges>,
 }
 
@@ -55,7 +56,7 @@ impl Taken {
         });
     }
 
-    /// What is taken at any of these positions, in order of its start.
+    /// The bytes taken at any of these positions, sorted.
     fn during(&mut self, first: usize, last: usize) -> Vec<Bytes> {
         let mut all = vec![];
         self.visit(first, last, |taken, node, inside| {
@@ -65,7 +66,7 @@ impl Taken {
         all
     }
 
-    /// Goes down to the largest nodes inside these positions: `f` gets every node on the way, and whether it is one of them.
+    /// Visits the tree nodes that overlap these positions, down to the largest ones inside; `f` gets each, and whether it is inside.
     fn visit(&mut self, first: usize, last: usize, mut f: impl FnMut(&mut Taken, usize, bool)) {
         let mut left = vec![(1, 0, self.positions)];
         while let Some((node, start, length)) = left.pop() {
@@ -82,7 +83,7 @@ impl Taken {
     }
 }
 
-/// Ranges of bytes in order, none of which touch.
+/// Sorted ranges of bytes that neither overlap nor touch.
 #[derive(Clone, Default)]
 struct Ranges(Vec<Bytes>);
 
@@ -100,7 +101,7 @@ mod tests {
     use super::*;
     use crate::philox::philox;
 
-    /// The same, by going through all buffers that are placed.
+    /// The same result, found by comparing with all buffers placed so far.
     fn plainly(buffers: &mut [Buffer]) -> usize {
         let mut order: Vec<usize> = (0..buffers.len()).collect();
         order.sort_by_key(|&b| (std::cmp::Reverse(buffers[b].bytes), buffers[b].first));

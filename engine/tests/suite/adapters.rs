@@ -157,7 +157,7 @@ fn what_is_cheap_is_made_again() {
         let reference = exact("off");
         assert!(exact("require") == reference && exact("require,what=memory-bound") == reference);
     }
-    // Norms' results come from their gradients, SwiGLU's from its own; the turned heads alone are an op again.
+    // Norms' results come from their gradients, SwiGLU's from its own; the rotated heads alone are an op again.
     let c = compiled(&with("auto,what=memory-bound"), 0.0, SMALL);
     let again: Vec<&str> = c
         .graph
@@ -189,7 +189,7 @@ fn spare_memory_keeps_what_is_dearest_to_make_again() {
     let exact = |value: &str| run(&Switches::default().with("recompute", value).unwrap(), 0.1, WIDE);
     assert_eq!(exact("auto,what=memory-bound,spare=1"), exact("off"));
     let wrong = Compiled::new(Recorder::new().finish(), &with("auto,spare=much"), Target::Cpu).err().unwrap();
-    assert!(wrong.to_string().contains("spare=much is not a number from 0 on"), "{wrong}");
+    assert!(wrong.to_string().contains("spare=much is not a whole number of at least 0"), "{wrong}");
 }
 
 #[test]
@@ -217,11 +217,11 @@ fn what_adapters_add_becomes_terms_of_their_products() {
     // A rank of 16 is too much beside 128 terms for more than one of the two.
     let many = compiled(&half(), 0.0, Sizes { rank: 16, ..WIDE });
     let receipt = many.receipts.iter().find(|r| r.pass == "lora-forward").unwrap();
-    assert!(receipt.applied == 3 && receipt.summary().contains("32 terms are many beside"), "{}", receipt.summary());
+    assert!(receipt.applied == 3 && receipt.summary().contains("32 more columns are many beside"), "{}", receipt.summary());
     // Few rows are not worth it.
     let few = compiled(&half(), 0.0, Sizes { time: 64, ..WIDE });
     let receipt = few.receipts.iter().find(|r| r.pass == "lora-forward").unwrap();
-    assert!(receipt.applied == 0 && receipt.summary().contains("128 rows are few for 128 terms"), "{}", receipt.summary());
+    assert!(receipt.applied == 0 && receipt.summary().contains("128 rows are too few for 128 columns"), "{}", receipt.summary());
 
     for dropout in [0.0, 0.1] {
         let on = run(&joined(Switches::default()), dropout, WIDE);

@@ -189,18 +189,18 @@ fn a_norm_adds_only_where_that_saves_something() {
         },
         "before its norm",
     );
-    refused(|a, b, _, w| a.recorder().output("y", (a + b.silu()).rms_norm(w, 1e-6)), "is arithmetic");
+    refused(|a, b, _, w| a.recorder().output("y", (a + b.silu()).rms_norm(w, 1e-6)), "is a pointwise op");
     assert_eq!(run(|a, b, _, _| a.recorder().output("y", (a + b).rms_norm_plain(1e-6))), (1, String::new()));
-    refused(|a, b, _, _| a.recorder().output("y", (a + b.matmul(b.t()).matmul(b)).rms_norm_plain(1e-6)), "is a product");
-    refused(|a, _, row, _| a.recorder().output("y", (a + row).rms_norm_plain(1e-6)), "not the sum's shape");
-    refused(|a, b, _, w| a.recorder().output("y", (a + b.slice(1, 0, 1)).rms_norm(w, 1e-6)), "nor is it a row");
+    refused(|a, b, _, _| a.recorder().output("y", (a + b.matmul(b.t()).matmul(b)).rms_norm_plain(1e-6)), "is a matmul");
+    refused(|a, _, row, _| a.recorder().output("y", (a + row).rms_norm_plain(1e-6)), "is broadcast or of another type");
+    refused(|a, b, _, w| a.recorder().output("y", (a + b.slice(1, 0, 1)).rms_norm(w, 1e-6)), "and no single row");
     refused(
         |a, b, _, w| {
             let s = a + b;
             let loss = s.rms_norm(w, 1e-6).square().sum();
             a.recorder().output("ds", a.recorder().grad(loss, &[s])[0]);
         },
-        "a gradient by the sum",
+        "a gradient with respect to the sum",
     );
 }
 
@@ -247,7 +247,7 @@ fn experts_run_on_tensor_cores_or_there_is_a_reason() {
     assert_eq!(declined(90, 24, "auto"), (4, String::new()));
     assert_eq!(declined(80, 24, "auto"), (4, String::new()));
     let refused = |(applied, reason): (usize, String), why: &str| assert!(applied == 0 && reason.contains(why), "{applied} {reason}");
-    refused(declined(90, 24, "off"), "tensor cores multiply bf16 and f16");
+    refused(declined(90, 24, "off"), "the tensor-core kernels take bf16 and f16");
     refused(declined(75, 24, "auto"), "compute capability 8.0");
     refused(declined(90, 23, "auto"), "a row of 23 elements");
 }
@@ -356,9 +356,9 @@ fn products_keep_to_themselves_where_that_is_better() {
         let reasons: Vec<&str> = receipt.declined.iter().map(|d| d.0.as_str()).collect();
         assert!(if why.is_empty() { reasons.is_empty() } else { reasons.iter().any(|r| r.contains(why)) }, "{reasons:?}");
     };
-    refused(|a, b, c| a.recorder().output("y", a.matmul(b).tanh() * c.slice(1, 0, 1)), "is broadcast or has gaps");
-    refused(|a, b, c| a.recorder().output("y", a.matmul(b).t().tanh() * c), "broadcast, cut or turned");
-    refused(|a, b, _| a.recorder().output("y", a.t().matmul(b.t()).tanh()), "row by row");
+    refused(|a, b, c| a.recorder().output("y", a.matmul(b).tanh() * c.slice(1, 0, 1)), "is broadcast or strided");
+    refused(|a, b, c| a.recorder().output("y", a.matmul(b).t().tanh() * c), "broadcast, sliced or transposed");
+    refused(|a, b, _| a.recorder().output("y", a.t().matmul(b.t()).tanh()), "not row-major");
     refused(|a, b, c| a.recorder().output("y", a.slice(2, 1, 9).matmul(b.slice(1, 0, 8)).tanh() * c), "multiples of 16 bytes");
     refused(|a, b, c| a.recorder().output("y", a.slice(2, 0, 7).matmul(b.slice(1, 0, 7)).tanh() * c), "multiples of 8");
     refused(
@@ -413,7 +413,7 @@ fn attention_without_softmax_becomes_one_op_where_it_fits() {
     assert_eq!(run(Pairs::Adjacent, &[2, 1, 5, 4], plain), (1, String::new()));
     assert_eq!(run(Pairs::Adjacent, &[2, 1, 5, 4], |r, _, y| r.output("y", y.layer_norm(1e-5))), (1, String::new()));
     let refused = |(applied, declined): (usize, String), why: &str| assert!(applied == 0 && declined.contains(why), "{applied} {declined}");
-    refused(run(Pairs::Halves, &[2, 1, 5, 4], plain), "neighbours");
+    refused(run(Pairs::Halves, &[2, 1, 5, 4], plain), "not adjacent");
     refused(run(Pairs::Adjacent, &[2, 3, 5, 4], plain), "values of its own");
     refused(
         run(Pairs::Adjacent, &[2, 1, 5, 4], |r, s, y| {
@@ -570,7 +570,7 @@ fn heads_are_normed_and_turned_in_one_go_only_where_nothing_is_lost() {
     };
     assert_eq!(run(|x, w, _| x.rms_norm(w, 1e-6)), "");
     assert_eq!(run(|x, _, number| x.rms_norm_plain(1e-6) * number), "");
-    assert_eq!(run(|x, w, number| x.rms_norm(w, 1e-6) * number), "a norm with a weight, times a number");
+    assert_eq!(run(|x, w, number| x.rms_norm(w, 1e-6) * number), "also multiplied by a number");
     let twice = run(|x, w, _| {
         let normed = x.rms_norm(w, 1e-6);
         x.recorder().output("normed", normed);

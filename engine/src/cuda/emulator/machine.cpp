@@ -359,9 +359,9 @@ unsigned short emu_f16(float v) {
 }
 float emu_wide(unsigned short v, int half) { return wide(v, half); }
 
-void emu_ldmatrix(unsigned *r, unsigned row, int turned) {
+void emu_ldmatrix(unsigned *r, unsigned row, int transposed) {
     Machine *m = current();
-    const emu_slot *slots = emu_meet(turned ? 11 : 10, &row, 4);
+    const emu_slot *slots = emu_meet(transposed ? 11 : 10, &row, 4);
     unsigned lane = m->running->seen.index.x & 31, group = lane / 4, pair = lane % 4 * 2;
     for (unsigned i = 0; i < 4; i++) {
         auto at = [&](unsigned row, unsigned column) -> unsigned {
@@ -369,7 +369,7 @@ void emu_ldmatrix(unsigned *r, unsigned row, int turned) {
             if (p % 16) fail(m, "ldmatrix: the address of a row is no multiple of 16");
             return ((const unsigned short *)p)[column];
         };
-        r[i] = turned ? at(pair + 1, group) << 16 | at(pair, group) : at(group, pair + 1) << 16 | at(group, pair);
+        r[i] = transposed ? at(pair + 1, group) << 16 | at(pair, group) : at(group, pair + 1) << 16 | at(group, pair);
     }
     emu_meet(12, r, 0); // nobody changes a row before all have read theirs
 }

@@ -27,6 +27,6 @@ unsigned short emu_bf16(float v);
 unsigned short emu_f16(float v);
 // A bf16, or an f16 where `half`.
 float emu_wide(unsigned short v, int half);
-void emu_ldmatrix(unsigned *r, unsigned row, int turned);
+void emu_ldmatrix(unsigned *r, unsigned row, int transposed);
 void emu_mma(float *d, const unsigned *a, const unsigned *b, const float *c, int half);
 }

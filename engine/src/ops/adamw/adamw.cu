@@ -29,7 +29,7 @@ extern "C" __global__ void adamw(const float *rate, const float *scale, const fl
     int n = left < PIECE ? (int)left : PIECE;
     p += from, g += from, m += from, v += from;
 
-    // Moments start at 0; what that takes from them: 1 - beta^count.
+    // Bias correction, since moments start at 0: 1 - beta^count.
     __shared__ float bias[2];
     if (threadIdx.x == 0) {
         bias[0] = (float)(1.0 - pow((double)BETA1, (double)*count));

@@ -11,7 +11,7 @@ extern "C" __global__ void global_norm_parts(POINTERS, float *parts) {
     u64 from = (u64)(blockIdx.x - starts[tensor]) * PIECE, left = sizes[tensor] - from;
     int n = left < PIECE ? (int)left : PIECE;
     x += from;
-    // A view may start anywhere: then all of it goes one by one.
+    // A view may be unaligned: then it is read element by element.
     int packs = ((u64)x & 15) == 0 ? n / WIDE : 0;
     float sum = 0.0f;
 #pragma unroll 4

@@ -1,4 +1,4 @@
-//! The optimizer's step over all parameters at once, and the norm of all gradients.
+//! AdamW over all parameters in a few launches, and the global gradient norm.
 
 use crate::cpu::math::sum;
 use crate::cpu::{View, ViewMut, simd};
@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Elements of one task, and of one partial sum.
 const PIECE: usize = 1 << 14;
 
-/// Inputs: any number of tensors. Output: sqrt of the sum of all squares, f32 [1].
+/// The global norm. Inputs: any number of tensors. Output: the root of the sum of all squares, f32 [1].
 #[derive(Debug)]
 pub struct GlobalNorm;
 
@@ -44,7 +44,7 @@ impl Op for GlobalNorm {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        const TENSORS: usize = 480; // of one launch: their addresses are its arguments, of which 4 KB fit
+        const TENSORS: usize = 480; // per launch: their addresses are its arguments, at most 4 KB
         let mut code = Code::default();
         let mut parts = 0;
         for (key, tensors) in by_types(0..io.x.len(), |i| (io.x[i].elements(), [io.x[i].dtype])) {
@@ -81,7 +81,7 @@ impl Op for GlobalNorm {
     }
 }
 
-/// Things with `N` types each, those of the same types together; what has no elements is left out.
+/// Groups tensors by their `N` types, leaving out empty ones.
 pub(in crate::ops) fn by_types<const N: usize>(
     all: Range<usize>,
     of: impl Fn(usize) -> (usize, [DType; N]),
@@ -97,7 +97,7 @@ pub(in crate::ops) fn by_types<const N: usize>(
     groups
 }
 
-/// One launch over several tensors: each block has `piece` elements of one of them. Also: how many blocks.
+/// One launch over several tensors, in which each block has `piece` elements of one of them; and the number of blocks.
 pub(in crate::ops) fn in_pieces(launch: Launch, sizes: &[usize], piece: usize) -> (Launch, usize) {
     let mut starts = vec![0];
     for size in sizes {
@@ -117,15 +117,18 @@ pub(in crate::ops) fn list(n: usize, between: &str, item: impl Fn(usize) -> Stri
     (0..n).map(item).collect::<Vec<_>>().join(between)
 }
 
-/// Adam with decoupled weight decay. Inputs: rate [1], gradient scale [1], step count after this one [1], go ahead (0 or 1) [1],
-/// then for every parameter: itself, its gradient, first and second moment. Outputs: for every parameter itself and its
-/// moments, in the inputs' own buffers. Where `go ahead` is 0 nothing changes.
+/// Adam with decoupled weight decay. Inputs: learning rate [1], gradient scale [1], step count including this step [1], and a flag [1] that is 0 to
+/// skip the step; then for every parameter: itself, its gradient, first and second moment. Outputs, in place: for every parameter itself and its
+/// moments.
 #[derive(Debug)]
 pub struct AdamW {
+    /// Decay of the first moment.
     pub beta1: f32,
+    /// Decay of the second moment.
     pub beta2: f32,
+    /// Added to the root of the second moment.
     pub eps: f32,
-    /// Of each parameter.
+    /// Weight decay of each parameter.
     pub decay: Vec<f32>,
 }
 
@@ -135,7 +138,7 @@ impl Op for AdamW {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        assert_eq!(x.len(), 4 + 4 * self.decay.len(), "adamw wants four tensors for each parameter");
+        assert_eq!(x.len(), 4 + 4 * self.decay.len(), "adamw needs four tensors for each parameter");
         x[4..].chunks(4).flat_map(|p| [p[0].clone(), p[2].clone(), p[3].clone()]).collect()
     }
 
@@ -181,8 +184,8 @@ impl Op for AdamW {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        const PARAMETERS: usize = 120; // of one launch, which takes 4 KB of arguments
-        const ELEMENTS: usize = 1 << 12; // of one block
+        const PARAMETERS: usize = 120; // per launch, which takes 4 KB of arguments
+        const ELEMENTS: usize = 1 << 12; // per block
         let mut code = Code::default();
         let types = |i: usize| [0, 1, 2, 3].map(|k| io.x[4 + 4 * i + k].dtype);
         for (key, parameters) in by_types(0..self.decay.len(), |i| (io.y[3 * i].elements(), types(i))) {
@@ -217,7 +220,7 @@ impl Op for AdamW {
     }
 
     fn differentiable(&self) -> bool {
-        false // the last step of training
+        false // nothing differentiates through the optimizer
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -226,7 +229,7 @@ impl Op for AdamW {
     }
 }
 
-/// The norm of all of these together.
+/// The global norm of these tensors.
 pub fn global_norm<'g>(x: &[Var<'g>]) -> Var<'g> {
     x[0].recorder().op1(GlobalNorm, x)
 }
@@ -240,6 +243,7 @@ fn step<'g>(x: &[Var<'g>], decay: Vec<f32>) -> Vec<Var<'g>> {
     r.op(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay }, &inputs)
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("norm", &[In(&[7, 5], Fill::Normal), In(&[3], Fill::Normal)], |x| vec![global_norm(x)]),
     Case::new("norm of more than one launch has", &[In(&[1500], Fill::Normal)], |x| {
@@ -259,7 +263,7 @@ mod tests {
     use super::*;
     use crate::cpu::{Data, DataMut};
 
-    /// Kingma and Ba's algorithm with Loshchilov and Hutter's decay, in f64.
+    /// AdamW as published (Kingma and Ba; Loshchilov and Hutter), in f64.
     #[test]
     fn three_steps_are_those_of_the_papers() {
         let (beta1, beta2, eps, decay, rate, scale) = (0.9, 0.95, 1e-3, 0.1, 0.02, 0.5);

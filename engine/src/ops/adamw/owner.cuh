@@ -1,4 +1,4 @@
-// Of several tensors, each with blocks of its own from starts[i] on, the one that this block belongs to.
+// The tensor that this block belongs to: tensor i has the blocks from starts[i] on.
 template <int COUNTED> __device__ __forceinline__ int owner(const u32 (&starts)[COUNTED]) {
     int first = 0;
     for (int past = COUNTED; past - first > 1;) {

@@ -1,4 +1,4 @@
-//! Attention block by block: scores of a block of queries and a block of keys at a time, with a running maximum and sum.
+//! Flash attention on the CPU: tiles of queries and keys, with an online softmax.
 
 use super::{Attention, check, kernels, score_flops};
 use crate::cpu::gemm::{Into, Mat, gemm};
@@ -10,13 +10,15 @@ use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Queries and keys of a block: the scores (16 KiB) stay in the first-level cache.
+/// Queries and keys of a tile: its scores (16 KiB) stay in the L1 cache.
 const BLOCK: usize = 64;
 
-/// Inputs: q, k, v, and perhaps `until`. Outputs: y, and the logarithm of each row's sum of exponentials [batch, heads, time].
+/// Inputs: q, k, v, and perhaps `until` (see the module `attention`). Outputs: y, and the log-sum-exp of each row of scores [batch, heads, time].
 #[derive(Debug)]
 pub struct FlashAttention {
+    /// Whether a position attends only to itself and earlier ones.
     pub causal: bool,
+    /// Factor of the scores.
     pub scale: f32,
 }
 
@@ -28,9 +30,9 @@ struct Sizes<'a> {
     kv: usize,
     d: usize,
     causal: bool,
-    /// Elements from one [heads, d] of q, k and v to the next.
+    /// Distance between consecutive time steps [heads, d] of q, k and v, in elements.
     rows: [usize; 3],
-    /// [batch, keys]: the last query that sees each key, where that is not all of them.
+    /// [batch, keys]: the last query that sees each key, if keys are masked.
     until: Option<&'a [i32]>,
 }
 
@@ -46,12 +48,12 @@ impl<'x> Sizes<'x> {
         self.heads / self.kv
     }
 
-    /// How many keys query `t` sees.
+    /// How many keys query `t` may see by causality.
     fn seen(&self, t: usize) -> usize {
         if self.causal { crate::mutant!("attention-hides-a-query-from-itself", t + 1, t) + self.keys - self.time } else { self.keys }
     }
 
-    /// `until` of `count` keys from k0 on.
+    /// `until` of the keys k0..k0 + count.
     fn limits(&self, b: usize, k0: usize, count: usize) -> Option<&'x [i32]> {
         self.until.map(|u| &u[b * self.keys + k0..][..count])
     }
@@ -85,7 +87,7 @@ impl Op for FlashAttention {
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {
-        x[0].elements() // y by heads, before it is laid out by time
+        x[0].elements() // y as [batch, heads, time, d], before it is permuted
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], by_head: &mut [f32]) {
@@ -105,7 +107,7 @@ impl Op for FlashAttention {
         });
     }
 
-    /// q, k and v may be columns of one product.
+    /// q, k and v may be column slices of one merged projection.
     fn layout(&self, input: usize) -> Layout {
         if input < 3 { Layout::Blocks(2) } else { Layout::Contiguous }
     }
@@ -172,7 +174,7 @@ fn forward_block(
                     }
                     let high = max(&[top[r], max(live)]);
                     if high == f32::NEG_INFINITY {
-                        live.fill(0.0); // nothing seen yet
+                        live.fill(0.0); // no key seen yet
                         continue;
                     }
                     let shrink = exp(top[r] - high);
@@ -198,16 +200,18 @@ fn none_from(limits: Option<&[i32]>, t0: usize) -> bool {
     limits.is_some_and(|l| l.iter().all(|&until| until < t0 as i32))
 }
 
-/// Puts `number` where a key is hidden from query t.
+/// Writes `number` where a key is masked for query t.
 #[inline(always)]
 fn hide(row: &mut [f32], limits: &[i32], t: usize, number: f32) {
     row.iter_mut().zip(limits).for_each(|(x, &until)| *x = if until < t as i32 { number } else { *x });
 }
 
-/// Inputs: q, k, v, y, lse, dy, and `until` where keys have it. Outputs: dq, dk, dv.
+/// Inputs: q, k, v, y, lse, dy, and perhaps `until`. Outputs: dq, dk, dv.
 #[derive(Debug)]
 pub struct FlashAttentionGrad {
+    /// As in the forward op.
     pub causal: bool,
+    /// As in the forward op.
     pub scale: f32,
 }
 
@@ -221,7 +225,7 @@ impl Op for FlashAttentionGrad {
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {
-        x[..3].iter().map(|m| m.elements()).sum() // the gradients by heads
+        x[..3].iter().map(|m| m.elements()).sum() // the gradients as [batch, heads, time, d]
     }
 
     fn cpu(&self, x: &[View], out: &mut [ViewMut], work: &mut [f32]) {
@@ -230,7 +234,7 @@ impl Op for FlashAttentionGrad {
         let (y, lse, dy) = (x[3].f32(), x[4].f32(), x[5].f32());
         let (dq, rest) = work.split_at_mut(q.len());
         let (dk, dv) = rest.split_at_mut(k.len());
-        // A task owns one key head and the query heads that read it: no two tasks add to the same place.
+        // A task owns one key head and the query heads that read it, so that no two tasks accumulate into the same place.
         let (per_q, per_k) = (s.group() * s.time * s.d, s.keys * s.d);
         let tasks = dq.par_chunks_mut(per_q).zip(dk.par_chunks_mut(per_k)).zip(dv.par_chunks_mut(per_k));
         tasks.enumerate().for_each(|(i, ((dq, dk), dv))| {

@@ -7,13 +7,13 @@ use crate::meta::{DType, block_stride};
 /// The kernels that compute attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// bf16 or f16 products with sums in f32.
+    /// Tensor cores: bf16 or f16 with f32 accumulation.
     TensorCore,
     /// f32 throughout.
     Plain,
 }
 
-/// Which kernel computes attention of heads of `d`, and why.
+/// Which kernel computes attention for a head dimension `d`.
 pub fn kernel_for(dtype: DType, d: usize, arch: Arch) -> (Kind, &'static str) {
     match (dtype, d, arch.sm) {
         (DType::BF16 | DType::F16, 16 | 32 | 64 | 128, 80..) => {
@@ -37,11 +37,11 @@ struct Sizes {
     heads: usize,
     kv: usize,
     d: usize,
-    /// Elements from one [heads, d] of q, k and v to the next.
+    /// Distance between consecutive time steps [heads, d] of q, k and v, in elements.
     rows: [usize; 3],
-    /// Rows of 16-bit elements begin at a multiple of 16 bytes.
+    /// Whether rows of 16-bit elements are aligned to 16 bytes.
     packed: bool,
-    /// The last input says until which query each key is seen.
+    /// Whether the last input is `until`.
     masked: bool,
 }
 
@@ -70,12 +70,12 @@ impl Sizes {
             .define("MASKED", self.masked as u8)
     }
 
-    /// Where the gradient's `until` lies, if there is one.
+    /// The gradient op's input `until`, if there is one.
     fn until(&self) -> &'static [Place] {
         if self.masked { &[Place { at: At::X(6), bytes: 0 }] } else { &[] }
     }
 
-    /// Rows [d] of q.
+    /// The number of rows [d] of q.
     fn queries(&self) -> usize {
         self.batch * self.time * self.heads
     }
@@ -114,7 +114,7 @@ pub fn backward(io: &Io, causal: bool, scale: f32) -> Code {
     }
 }
 
-/// The longest head whose tiles the plain kernels' blocks have room for, in both directions. The pass declines longer ones.
+/// The largest head dimension for which the plain kernels' tiles fit into shared memory, forward and backward. The pass declines larger ones.
 pub const LONGEST_HEAD: usize = 384;
 
 /// A thread of a plain kernel owns r x r scores. Returns r and bytes: the largest r whose `heads` tiles of 16 r rows [d] and
@@ -122,7 +122,7 @@ pub const LONGEST_HEAD: usize = 384;
 fn plain_tile(d: usize, heads: usize, squares: usize) -> (usize, usize) {
     let bytes = |r: usize| 4 * 16 * r * (heads * (d.next_multiple_of(16) + 1) + squares * (16 * r + 1));
     let fits = [4, 2, 1].into_iter().find(|&r| bytes(r) <= Arch::LEAST_SHARED && r * d.div_ceil(16) <= 32);
-    let r = fits.unwrap_or_else(|| panic!("attention has no kernel for heads of {d}; the plain one takes up to {LONGEST_HEAD}"));
+    let r = fits.unwrap_or_else(|| panic!("attention has no kernel for a head dimension of {d}; the plain one takes up to {LONGEST_HEAD}"));
     (r, bytes(r))
 }
 
@@ -172,8 +172,8 @@ fn plain_backward(io: &Io, causal: bool, scale: f32) -> Code {
     Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 4 * s.queries() }
 }
 
-/// 64 rows of a tile for each unit: as many as leave no register in memory, for sm_80 and sm_90a: 234 of 255 for the forward
-/// kernel of 64 and 244 for dk and dv of 128; twice as many rows would spill.
+/// 64 rows of a tile for each unit, as many as fit without register spills on sm_80 and sm_90a: 234 of 255 registers for the forward kernel with
+/// head dimension 64, and 244 for dk and dv with 128; twice as many rows would spill.
 fn forward_rows(d: usize) -> usize {
     if d <= 64 { 2 } else { 1 }
 }
@@ -186,7 +186,7 @@ fn tensor_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let rows = forward_rows(s.d);
     let source = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh"), include_str!("tensor_forward.cu")].concat();
-    // A masked score is minus infinity, and 0 times that is no number.
+    // A masked score is minus infinity, and 0 times that is NaN.
     let positive = scale.abs().max(f32::MIN_POSITIVE);
     s.define(Launch::new(&source, "attention_forward"), causal)
         .define_type("T", io.x[0].dtype)
@@ -203,7 +203,7 @@ fn tensor_forward(io: &Io, causal: bool, scale: f32) -> Code {
 fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let rows = backward_rows(s.d);
-    let stage = if s.d <= 64 { 64 } else { 32 }; // queries of a stage, so that two blocks fit a multiprocessor
+    let stage = if s.d <= 64 { 64 } else { 32 }; // queries per stage, so that two blocks fit on a multiprocessor
     let source = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh"), STATS, include_str!("tensor_backward.cu")].concat();
     // The same text for all three: one entry in the cache of compiled kernels.
     let launch = |entry| {
@@ -234,8 +234,7 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
     Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 8 * s.queries() }
 }
 
-/// Products of four warps: only compute capability 9.0 has them, they read shared memory that was filled 16 bytes at a time, and want 64
-/// queries a group. The sign of scores cannot be changed where they are made.
+/// Whether the wgmma kernels apply: they need compute capability 9.0, rows aligned to 16 bytes, 64 queries per warp group, and a positive scale.
 fn is_wide(s: &Sizes, arch: Arch, scale: f32) -> bool {
     arch.sm == 90 && matches!(s.d, 64 | 128) && s.packed && s.time >= 128 && scale >= f32::MIN_POSITIVE
 }
@@ -250,22 +249,22 @@ fn wide_forward(io: &Io, causal: bool, scale: f32) -> Code {
         .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
         .grid(query_pieces(&s, 2).min(io.arch.multiprocessors as usize), 1, 1)
         .block(384)
-        // Two stages of queries, keys and values, `until` of two stages, and where the first may begin.
+        // Two stages of queries, keys and values, `until` of two stages, and padding for alignment.
         .shared(6 * 128 * s.d * 2 + 2 * 128 * 4 + 1024)
         .all(io)
         .code()
 }
 
-/// Pieces of work for blocks of `groups` times 64 queries: of two heads that read the same keys, where there are such.
+/// Work items for blocks of `groups` times 64 queries: two heads that read the same keys together, if there are such.
 fn query_pieces(s: &Sizes, groups: usize) -> usize {
     let heads = if (s.heads / s.kv).is_multiple_of(2) { 2 } else { 1 };
     s.batch * s.heads / heads * s.time.div_ceil(64 * groups / heads)
 }
 
-/// Bytes that ds may take. Where a batch has more, its examples come in turns.
+/// The most bytes for ds. If a batch needs more, its examples are processed one group after another.
 const MOST_DS: usize = 512 << 20;
 
-/// Bytes of ds of one example, tiles of 64 x 64 in 16 bits: those above the diagonal do not exist.
+/// Bytes of ds of one example, in 16-bit tiles of 64 x 64; tiles above the diagonal are not stored.
 fn ds_bytes(s: &Sizes, causal: bool) -> usize {
     let (rows, columns) = (s.time.div_ceil(64), s.keys.div_ceil(64));
     let tiles = if causal { rows * (rows - 1) / 2 + rows * ((63 + s.keys - s.time) / 64 + 1) } else { rows * columns };
@@ -276,14 +275,14 @@ fn is_wide_backward(s: &Sizes, arch: Arch, causal: bool, scale: f32) -> bool {
     is_wide(s, arch, scale) && ds_bytes(s, causal) <= MOST_DS
 }
 
-/// ds goes through memory, so that five products are made. The other way without atomic additions makes ds anew for dq, seven products: with
-/// 16 x 512 tokens and 16 heads of 128 the two are 20 GFLOP, some 45 us, and ds is 75 MB, 35 us to write and read beside other products.
+/// The backward pass with ds stored in memory: five matmuls. The other way without atomics recomputes ds for dq, seven matmuls: with 16 x 512
+/// tokens and 16 heads of 128 those two are 20 GFLOP, some 45 us, while ds is 75 MB, 35 us to write and read next to other matmuls.
 fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let (s, dtype) = (Sizes::new(io), io.x[0].dtype);
     let products = [
         wgmma::product("scores", 64, dtype, Left::Rows, false),
         wgmma::product("add_rows", s.d, dtype, Left::Registers, true),
-        wgmma::product("add_turned", s.d, dtype, Left::Turned, true),
+        wgmma::product("add_transposed", s.d, dtype, Left::Transposed, true),
     ]
     .concat();
     let source = [wgmma::TEXT, &products, UNTIL, REACH, include_str!("pieces.cuh"), STATS, include_str!("wgmma_backward.cu")].concat();
@@ -301,7 +300,7 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let at_once = (MOST_DS / ds_bytes(&s, causal)).min(s.batch);
     for first in (0..s.batch).step_by(at_once) {
         let part = Sizes { batch: at_once.min(s.batch - first), ..s };
-        // Of a tensor with so many bytes for each example.
+        // The part of a tensor, with so many bytes per example, that this group of examples has.
         let from = |at: At, bytes: usize| at.plus(first * bytes);
         let (of_q, of_k) = (2 * s.time * s.heads * s.d, 2 * s.keys * s.kv * s.d);
         let [q, k, v, dy] = [(0, of_q), (1, of_k), (2, of_k), (5, of_q)].map(|(i, bytes)| from(At::X(i), bytes));
@@ -330,18 +329,18 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
 
 const SHORT: [&str; 4] = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh")];
 
-/// Whether a block may take all queries and keys of a head, of which there must be some to keep the card busy.
+/// Whether a block may take all queries and keys of a head; there must be enough heads to keep the GPU busy.
 fn is_short(s: &Sizes, arch: Arch, longest: usize) -> bool {
     let heads = 4 * s.batch * s.heads >= arch.multiprocessors as usize;
     matches!(s.d, 32 | 64) && s.time == s.keys && s.time <= longest && s.packed && !s.masked && heads
 }
 
-/// 96 rows leave no register in memory; more would.
+/// 96 rows fit without register spills; more would not.
 fn is_short_backward(s: &Sizes, arch: Arch) -> bool {
     is_short(s, arch, 96) && s.kv == s.heads
 }
 
-/// A launch whose blocks have 16 queries a warp, and `tiles` tiles of their rows in shared memory.
+/// A launch with 16 queries per warp and `tiles` tiles of rows in shared memory.
 fn short(io: &Io, entry: &'static str, source: &str, causal: bool, tiles: usize) -> Launch {
     let s = Sizes::new(io);
     let rows = s.time.next_multiple_of(32);
@@ -356,7 +355,7 @@ fn short(io: &Io, entry: &'static str, source: &str, causal: bool, tiles: usize)
 }
 
 fn short_forward(io: &Io, causal: bool, scale: f32) -> Code {
-    // A masked score is minus infinity, and 0 times that is no number.
+    // A masked score is minus infinity, and 0 times that is NaN.
     let positive = scale.abs().max(f32::MIN_POSITIVE);
     short(io, "attention_forward", include_str!("short_forward.cu"), causal, 3)
         .define_f32("SCALE_2", positive * std::f32::consts::LOG2_E)
@@ -375,7 +374,7 @@ fn short_backward(io: &Io, causal: bool, scale: f32) -> Code {
 
 const SMALL: [&str; 5] = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh"), include_str!("small.cuh")];
 
-/// A warp has 32 queries or keys.
+/// Queries or keys of a warp.
 const SMALL_ROWS: usize = 2;
 
 /// Bytes of k and v of one head in shared memory.
@@ -383,7 +382,7 @@ fn small_keys(s: &Sizes) -> usize {
     4 * s.d * s.keys.next_multiple_of(32)
 }
 
-/// Heads of 16 in whole packs whose keys fit into shared memory, on compute capability 9.0 twice: up to 1584. It knows no masks.
+/// For a head dimension of 16, rows in whole packs, keys that fit into shared memory (up to 1584 on compute capability 9.0), and no `until`.
 fn is_small_forward(s: &Sizes) -> bool {
     s.d == 16 && s.packed && !s.masked && small_keys(s) <= Arch::LEAST_SHARED
 }
@@ -391,12 +390,12 @@ fn is_small_forward(s: &Sizes) -> bool {
 fn small_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
     let tiles = s.time.div_ceil(16 * SMALL_ROWS);
-    // Two tiles or more for each warp, so that a long one goes with a short one. The keys want some warps to fetch them.
+    // Two tiles or more per warp, so that a long one is paired with a short one; and enough warps to load the keys.
     let warps = tiles.div_ceil(2).clamp(4, 8);
-    let blocks = 2 * io.arch.multiprocessors as usize; // those that run at once
+    let blocks = 2 * io.arch.multiprocessors as usize; // that run at once
     let parts = (blocks / (s.batch * s.heads)).min(tiles / (2 * warps)).max(1);
     let source = [&SMALL[..], &[include_str!("small_forward.cu")]].concat().concat();
-    // A masked score is minus infinity, and 0 times that is no number.
+    // A masked score is minus infinity, and 0 times that is NaN.
     let positive = scale.abs().max(f32::MIN_POSITIVE);
     s.define(Launch::new(&source, "attention_forward"), causal)
         .define_type("T", io.x[0].dtype)
@@ -412,7 +411,7 @@ fn small_forward(io: &Io, causal: bool, scale: f32) -> Code {
         .code()
 }
 
-/// Bytes of 16 queries in shared memory: q and dy in 16 bits, dq and two statistics in f32, and the turn.
+/// Bytes of 16 queries in shared memory: q and dy in 16 bits, dq and two statistics in f32, and the counter of warps that have added.
 fn small_tile(d: usize) -> usize {
     16 * d * (2 + 2 + 4) + 16 * (8 + 4) + 16
 }
@@ -422,17 +421,17 @@ fn small_split(s: &Sizes, arch: Arch) -> usize {
     s.time.div_ceil(16).div_ceil(arch.shared_limit() / small_tile(s.d))
 }
 
-/// Heads of 16 of up to twice the queries that shared memory holds: up to 3296 on compute capability 9.0.
+/// For a head dimension of 16, and up to twice the queries that shared memory holds: up to 3296 on compute capability 9.0.
 fn is_small_backward(s: &Sizes, arch: Arch) -> bool {
     s.d == 16 && !s.masked && small_split(s, arch) <= 2
 }
 
 fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let s = Sizes::new(io);
-    // A block takes a multiprocessor; a head may have up to four.
+    // One block per multiprocessor; a head may have up to four blocks.
     let idle = io.arch.multiprocessors as usize / (s.batch * s.heads);
     let split = idle.min(4).min(s.time / 32).max(small_split(&s, io.arch));
-    // 16 warps take 128 registers a thread, all there are. Two rounds or more, so that many queries go with few.
+    // 16 warps with 128 registers per thread use all there are. Two rounds or more, so that long and short queries are paired.
     let tiles = s.keys.div_ceil(16 * SMALL_ROWS);
     let warps = tiles.div_ceil(tiles.div_ceil(16).max(2));
     let source = [&SMALL[..], &[include_str!("small_backward.cu")]].concat().concat();
@@ -447,7 +446,7 @@ fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {
     };
     let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
     let (dq, dk, dv) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into());
-    // Where several blocks have parts of dk and dv, these are added up afterwards.
+    // If several blocks have partial dk and dv, these are summed afterwards.
     let blocks = s.batch * s.heads * split;
     let parts = if blocks > s.batch * s.kv { 4 * blocks * s.keys * s.d } else { 0 };
     let (to_k, to_v) = if parts > 0 { (At::Work.into(), At::Work.plus(parts)) } else { (dk, dv) };

@@ -1,9 +1,9 @@
-// The instructions of the tensor-core kernels: copies that do not wait, 8 x 8 matrices into registers, and their product.
+// Instructions of the tensor-core kernels: cp.async, ldmatrix and mma.
 // With group = lane / 4 and pair = lane % 4, a thread holds
 //   of a (16 x 16): a[0] (group, 2 pair..), a[1] (group + 8, 2 pair..), a[2] (group, 2 pair + 8..), a[3] (group + 8, 2 pair + 8..),
 //   of b (16 x 8):  b0 (2 pair.., group), b1 (2 pair + 8.., group),
 //   of c (16 x 8):  c[0], c[1] (group, 2 pair..) and c[2], c[3] (group + 8, 2 pair..).
-// So two neighbouring c, rounded, are an a.
+// So two adjacent fragments c, rounded, are a fragment a.
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -37,10 +37,10 @@ __device__ __forceinline__ u32 transposed(u32 a) {
     return r;
 }
 
-// Computed here and held in a register, where the compiler would compute it anew in every turn of a loop.
+// Forces a value into a register, where the compiler would otherwise recompute it in every iteration.
 __device__ __forceinline__ void kept(int &x) { asm volatile("" : "+r"(x)); }
 
-// Warps that work on the same shared memory one after the other: what one wrote before it passed its turn, the next one sees.
+// Lets warps work on the same shared memory in a fixed order: a warp sees what the one before it wrote before `pass_turn`.
 __device__ __forceinline__ void wait_turn(const int *turns, int turn) {
     int now;
     do asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(now) : "r"(shared_address(turns)) : "memory");
@@ -95,8 +95,8 @@ __device__ __forceinline__ float power_of_two(float x) {
     return r;
 }
 
-// Of 32 columns a lane has two in each 8. Afterwards it has 8 neighbours, those of number lane % 4.
-__device__ __forceinline__ void turn(u32 (&p)[4]) {
+// A lane has two of each 8 of 32 columns; afterwards it has the 8 adjacent columns number lane % 4.
+__device__ __forceinline__ void transpose(u32 (&p)[4]) {
     bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {

@@ -1,12 +1,12 @@
-//! Attention with grouped heads: softmax(scale q k^T) v. What model code records is the meaning; the pass `flash-attention`
-//! replaces it by a version that never holds time x time scores.
+//! Attention with grouped key and value heads (GQA): softmax(scale q k^T) v. Model code records the composite op; the pass `flash-attention`
+//! replaces it by one that never stores the [time, time] scores.
 //!
 //! q [batch, time, heads, d]; k, v [batch, keys, kv_heads, d]; the result [batch, time, heads, d]. Query head h reads key head
 //! h / (heads / kv_heads). Causal: query i sees keys up to i + keys - time.
 //!
-//! With `until`, i32 [batch, keys], query i sees key j only where i <= until[j]. That one number says what masks of training are made of:
-//! padding is seen by nobody else (until[j] = j; -1 where attention is not causal), an example in a row of several ends with it (until[j] = its
-//! last token), everything else is seen to the end. A query that sees nothing gives zeros.
+//! With `until`, i32 [batch, keys], query i sees key j only if i <= until[j]. That covers the masks of training: padding is seen by no other token
+//! (until[j] = j; -1 if attention is not causal), several examples packed into a row do not see each other (until[j] = the example's last token),
+//! and other keys are seen to the end. A query that sees no key gives zeros.
 
 mod flash;
 pub(crate) mod kernels;
@@ -22,9 +22,12 @@ use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::full::Full;
 use crate::record::Var;
 
+/// softmax(scale q k^T + mask) v. Composite: a pass replaces it by [`FlashAttention`], or `decompose` by matmuls and softmax.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
+    /// Whether a position attends only to itself and earlier ones.
     pub causal: bool,
+    /// Factor of the scores, usually 1 / sqrt(head dimension).
     pub scale: f32,
 }
 
@@ -35,11 +38,11 @@ pub(super) fn check(x: &[Meta], causal: bool) {
     assert!(fits && masked && q.dim(1) % k.dim(1) == 0 && (!causal || k.shape[1] >= q.shape[1]), "attention of {x:?}");
 }
 
-/// Multiplications and additions of one product of scores.
+/// FLOPs of one matmul with the scores.
 pub(super) fn score_flops(x: &[Meta], causal: bool) -> usize {
     let (b, t, h, d) = (x[0].shape[0], x[0].shape[1], x[0].shape[2], x[0].shape[3]);
     let keys = x[1].shape[1];
-    // A causal query sees half of the square and all that lies before it.
+    // With causality: half of the [time, time] square, and all keys before it.
     let pairs = if causal { t * (keys - t) + t * (t + 1) / 2 } else { t * keys };
     2 * b * h * pairs * d
 }
@@ -85,7 +88,7 @@ impl Op for Attention {
         let q = q.reshape(&[b, t, kv, h / kv, d]).permute(&[0, 2, 3, 1, 4]); // [b, kv, group, t, d]
         let heads = |x: Var<'g>| x.permute(&[0, 2, 1, 3]).reshape(&[b, kv, 1, keys, d]);
         let r = q.recorder();
-        // Where a key is hidden from a query.
+        // Where a key is masked for a query.
         let hidden = x.get(3).map(|until| {
             let time = r.constant(&[t, 1], (0..t).map(|i| i as f32).collect());
             until.cast(DType::F32).reshape(&[b, 1, 1, 1, keys]).less(time)
@@ -98,13 +101,13 @@ impl Op for Attention {
     }
 }
 
-/// See the module's head for the shapes.
+/// Records attention; see the module for the shapes.
 #[track_caller]
 pub fn attention<'g>(q: Var<'g>, k: Var<'g>, v: Var<'g>, causal: bool, scale: f32) -> Var<'g> {
     q.recorder().op1(Attention { causal, scale }, &[q, k, v])
 }
 
-/// The same where keys are seen by some of the queries only.
+/// The same with the mask `until` (see the module).
 #[track_caller]
 pub fn attention_until<'g>(q: Var<'g>, k: Var<'g>, v: Var<'g>, until: Var<'g>, causal: bool, scale: f32) -> Var<'g> {
     q.recorder().op1(Attention { causal, scale }, &[q, k, v, until])
@@ -127,7 +130,7 @@ macro_rules! masked {
     };
 }
 
-/// Keys that are padding, one in eight, and examples of `length` behind one another: from an input of targets.
+/// `until` for packed examples of `length` tokens with one key in eight as padding, made from an input of targets.
 fn packed<'g>(x: &[Var<'g>], length: usize) -> Vec<Var<'g>> {
     let (r, t) = (x[0].recorder(), x[1].shape()[1]);
     let ends = r.constant(&[t], (0..t).map(|j| ((j / length + 1) * length - 1) as f32).collect());
@@ -136,7 +139,7 @@ fn packed<'g>(x: &[Var<'g>], length: usize) -> Vec<Var<'g>> {
     soft(&[x[0], x[1], x[2], padding.choose(own, ends).cast(DType::I32)], true)
 }
 
-/// Scores small enough for finite differences where heads are long.
+/// Scores small enough for finite differences with large head dimensions.
 fn soft<'g>(x: &[Var<'g>], causal: bool) -> Vec<Var<'g>> {
     flash(&[&[x[0] * 0.25], &x[1..]].concat(), causal)
 }
@@ -153,8 +156,9 @@ fn columns<'g>(x: Var<'g>, d: usize, at: usize, apart: usize) -> Vec<Var<'g>> {
     flash(&[part(0), part(1), part(2)], true)
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
-    Case::new("flash columns of one product", &[In(&[2, 70, 384], Fill::Normal)], |x| columns(x[0], 64, 0, 128)),
+    Case::new("flash columns of one matmul", &[In(&[2, 70, 384], Fill::Normal)], |x| columns(x[0], 64, 0, 128)),
     Case::new("flash columns, heads of 16", &[In(&[2, 70, 96], Fill::Normal)], |x| columns(x[0], 16, 0, 32)),
     Case::new("flash columns at odd places", &[In(&[1, 67, 203], Fill::Normal)], |x| columns(x[0], 32, 1, 67)),
     Case::new("unfused causal", qkv!(2, 5, 4, 5, 2, 3), |x| vec![attention(x[0], x[1], x[2], true, 0.5)]),

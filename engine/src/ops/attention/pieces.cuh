@@ -1,10 +1,10 @@
-// Blocks stay and take piece after piece of the work, and four of their warps copy ahead of the others.
+// Persistent blocks take one work item (piece) after another; four of their warps copy ahead of the others.
 #define COPIERS 128
 
-// The piece of this block in a round, long ones first. Every other round goes the other way, so that blocks have about as much to do.
+// This block's piece in a round, long ones first. Every other round is reversed, so that all blocks have about the same amount of work.
 __device__ __forceinline__ u32 number_in(u32 round) { return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
 
-// 64 queries for each of GROUPS times four warps: of two heads that read the same keys where there are such, else of one.
+// 64 queries for each of GROUPS warp groups: of two heads that read the same keys, if there are such, else of one.
 #define HEADS_AT_ONCE (GROUP % 2 == 0 ? 2 : 1)
 #define STREAMS (BATCH * HEADS / HEADS_AT_ONCE)
 template <int GROUPS> struct QueryPiece {
@@ -23,7 +23,7 @@ template <int GROUPS> struct QueryPiece {
     __device__ __forceinline__ int end() const { return CAUSAL && t0 + QUERIES + OFFSET < KEYS ? t0 + QUERIES + OFFSET : KEYS; }
 };
 
-// Four warps that multiply together. The shuffle tells the compiler that a warp's lanes agree, so that what a product is told is calculated once.
+// The index of the warp group. The shuffle tells the compiler that it is uniform in a warp, so that wgmma descriptors are computed once.
 __device__ __forceinline__ u32 own_group() { return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); }
 
 // COUNT rows from row `first` on; row t lies at from + t * step. Zeros beyond `rows`.
@@ -36,7 +36,7 @@ template <int COUNT> __device__ __forceinline__ void load(T *to, const T *from, 
     for (u32 i = 0; i < COUNT; i += pass, from += pass * step) copy16(to + i * 64, from, left > (int)i);
 }
 
-// Sums of a product times a factor for each of a thread's two rows, to row(0) and row(1), if these are not null.
+// Writes accumulators, times a factor for each of a thread's two rows, to row(0) and row(1), unless these are null.
 template <class Row> __device__ __forceinline__ void store(const float *sum, float first, float second, u32 lane, Row row) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -50,7 +50,7 @@ template <class Row> __device__ __forceinline__ void store(const float *sum, flo
                 const float *two = sum + c / 2 + 4 * j + 2 * half;
                 p[j] = pack<T>(two[0] * factor, two[1] * factor);
             }
-            turn(p);
+            transpose(p);
             if (to) *(uint4 *)(to + lane % 4 * 8 + c) = make_uint4(p[0], p[1], p[2], p[3]);
         }
     }

@@ -1,4 +1,4 @@
-// One block for each (batch, head, tile of queries); a running maximum and sum for each row.
+// One block for each (batch, head, tile of queries), with an online softmax.
 extern "C" __global__ void __launch_bounds__(256) attention_forward(const TQ *q, const TK *k, const TK *v, UNTIL TQ *y, float *lse) {
     extern __shared__ float shared[];
     float *queries = shared, *others = queries + TILE * PITCH, *weights = others + TILE * PITCH;

@@ -1,6 +1,6 @@
-// Attention for small heads, of which shared memory holds a whole one.
+// Attention for small heads: shared memory holds all keys and values of one.
 
-// Where 8 elements of a row lie in shared memory: without padding, chunks change places so that eight rows lie in different banks.
+// Where 8 elements of a row lie in shared memory: swizzled instead of padded, so that eight rows are in different banks.
 __device__ __forceinline__ int place(int row, int chunk) { return row * D + (chunk ^ row / (64 / D) % (D / 8)) * 8; }
 
 // 16 rows from row `first` on as a, step i of D; row t lies at from + t * step. Zeros beyond `rows`.

@@ -3,9 +3,8 @@
 // SCALE_2 = SCALE log2(e).
 //
 // A block owns every SPLIT-th tile of 16 queries of one (batch, query head): their q, dy and sums of dq lie in shared memory. A warp
-// owns a tile of 16 M_K keys, with the sums of their dk and dv in registers, and walks over the queries; what it finds for dq it
-// adds to the tile's sum when its turn there comes. So the order of additions is fixed, and nobody waits for more than the
-// neighbour's last tile.
+// owns a tile of 16 M_K keys, accumulates their dk and dv in registers, and walks over the queries. Warps add to a tile's dq in a fixed order,
+// each waiting for its turn, so that results are deterministic; a warp waits at most for its neighbour's last tile.
 #define QUERY_TILES (((TIME + 15) / 16 + SPLIT - 1) / SPLIT) // of a block
 #define PARTS (GROUP * SPLIT)                                // of dk and dv
 #define WARP_KEYS (16 * M_K)
@@ -19,7 +18,7 @@ struct __align__(16) Eight { T of[8]; };
 struct __align__(16) Tile {
     Four dq[D / 8][32]; // the sums, as the threads of a warp hold them
     T q[16 * D], dy[16 * D];
-    Four along[8]; // of two queries, negative, and again: where the sums of dy v^T start
+    Four along[8]; // -along of two queries, twice: the initial accumulators of dy v^T
     Two lse[8];    // of two queries, times log2(e)
     int turn;      // how many warps have added to dq
 };
@@ -48,7 +47,7 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
     const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
     u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
 
-    // y waits where its thread then clears the sums.
+    // y is staged in the memory of the accumulators, which the same thread clears afterwards.
     const int chunks = 2 * QUERY_TILES * D;
 #pragma unroll 4
     for (int i = threadIdx.x; i < chunks; i += 32 * WARPS) {
@@ -81,7 +80,7 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
     }
     __syncthreads();
 
-    // A query is a row of b in the scores, and a column of b in dk and dv.
+    // Queries are rows of operand b in the scores, and columns of b in dk and dv.
     int by_row[STEPS], by_column[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
@@ -90,7 +89,7 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
         kept(by_row[i]), kept(by_column[i]);
     }
     kept(lane);
-    // Causal: the first keys are seen by the most queries, so a warp with much to do in one round has little in the next.
+    // Causal: the first keys are seen by the most queries, so a warp with much work in one round gets little in the next.
     for (int round = 0; round * WARPS < KEY_TILES; round++) {
         int mine = round * WARPS + (round % 2 ? WARPS - 1 - warp : warp), k0 = mine * WARP_KEYS;
         if (k0 >= KEYS) continue;
@@ -105,8 +104,8 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
                 for (int j = 0; j < 4; j++) kb[m][i][j] = transposed(ka[m][i][j]);
             }
         float sum_k[M_K][D / 8][4] = {}, sum_v[M_K][D / 8][4] = {};
-        // Turns at a tile go round by round, and in a round from the last warp to the first: in even ones the last of the keys that
-        // the tile sees come first, as their warp starts there; in odd ones the first, as theirs was done first with the round before.
+        // The order of additions to a tile: round by round; in even rounds from the last keys that the tile sees, whose warp starts there; in odd
+        // rounds from the first keys, whose warp finished the previous round first.
         int last = round % 2 ? 0 : (round + 1) * WARPS < KEY_TILES ? (round + 1) * WARPS : KEY_TILES;
         int before = round % 2 ? mine : round * WARPS - 1 - mine;
         kept(k0), kept(last), kept(before);

@@ -1,5 +1,5 @@
-// PARTS blocks for each (batch, query head), each with all keys and values in shared memory. A warp takes 16 M_Q queries after
-// the other and walks over the keys, 32 at a time, without waiting for any other warp.
+// PARTS blocks for each (batch, query head), each with all keys and values in shared memory. A warp processes 16 M_Q queries at a time and walks over
+// the keys, 32 at a time, independently of other warps.
 // SCALE_2 = |scale| log2(e): exp(scale s) = 2^(SCALE_2 s), s with the sign of scale.
 #define BM (16 * M_Q)
 #define QUERY_TILES ((TIME + BM - 1) / BM)
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_forward(const
     copies_wait<0>();
     __syncthreads();
 
-    // A key is a row of b in the scores, and a column of b in the result.
+    // Keys are rows of operand b in the scores, and columns of b in the result.
     int by_row[STEPS], by_column[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_forward(const
         by_column[i] = place(lane % 16, 2 * i + lane / 16);
         kept(by_row[i]), kept(by_column[i]);
     }
-    // Causal: the last queries see the most keys, so a warp with much to do in one round has little in the next.
+    // Causal: the last queries see the most keys, so a warp with much work in one round gets little in the next.
     const int walkers = WARPS * PARTS, walker = threadIdx.x / 32 * PARTS + blockIdx.x % PARTS;
     for (int round = 0; round * walkers < QUERY_TILES; round++) {
         int t0 = (round * walkers + (round % 2 ? walkers - 1 - walker : walker)) * BM;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_forward(const
 #pragma unroll
                 for (int j = 0; j < 4; j++) a[m][i][j] ^= NEGATIVE ? 0x80008000u : 0u;
             }
-        // `base` is the exponent that a row's sums are relative to.
+        // `base` is the exponent that a row's sums are relative to; it is raised only when the maximum exceeds it by 8.
         float out[M_Q][D / 8][4] = {}, base[M_Q][2], total[M_Q][2] = {};
 #pragma unroll
         for (int m = 0; m < M_Q; m++) base[m][0] = base[m][1] = -infinity();
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_forward(const
 #pragma unroll
                     for (int n = 0; n < 4; n++) x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
                     high[m][half] = x * SCALE_2;
-                    risen |= high[m][half] - base[m][half] > 8.0f; // up to 2^8 the sums are as exact as up to 1
+                    risen |= high[m][half] - base[m][half] > 8.0f; // up to 2^8 the sums lose no precision
                 }
             // Every row sees key 0, so from here on a base is a score.
             if (__any_sync(0xffffffffu, risen)) {

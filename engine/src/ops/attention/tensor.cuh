@@ -5,7 +5,7 @@
 #define THREADS 128
 #endif
 
-// A tile of 64 keys of which some query from t0 on sees one, and the least `until` in it.
+// A tile of 64 keys that some query from t0 on sees, and the least `until` in it.
 struct Seen { int first, least; };
 
 // The first such tile from key `first` on; none if it is `last` or more.
@@ -31,7 +31,7 @@ template <int COUNT> __device__ __forceinline__ void load(T *tile, const T *from
     }
 }
 
-// Rows of a tile as a; step i of D.
+// Rows of a tile as operand a; step i of D.
 __device__ __forceinline__ void load_a(u32 a[4], const T *tile, int i, int lane) {
     matrices(a, tile + lane % 16 * PITCH + 16 * i + lane / 16 * 8);
 }

@@ -48,7 +48,7 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *
         int k0 = now.first, least = now.least;
         now = seen_from(limits, k0 + 64, last, t0, lane);
         copies_wait<0>();
-        __syncthreads(); // this stage is there, and nobody reads the other
+        __syncthreads(); // this stage has arrived, and no warp reads the other any more
         if (now.first < last) {
             T *next = tiles + (stage ^ 1) * 128 * PITCH;
             load<64>(next, k + k_at, k_step, now.first, KEYS);
@@ -142,7 +142,7 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
     float sum_k[M_K][D / 8][4] = {}, sum_v[M_K][D / 8][4] = {};
     for (int i = 0; i < GROUP * per_head; i++) {
         copies_wait<0>();
-        __syncthreads(); // this stage is there, and nobody reads the other
+        __syncthreads(); // this stage has arrived, and no warp reads the other any more
         if (i + 1 < GROUP * per_head) fetch(i + 1);
         if (kept && i == 0) {
 #pragma unroll

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(const T *q, 
         int k0 = now.first, least = now.least;
         now = seen_from(limits, k0 + 64, last, t0, lane);
         copies_wait<0>();
-        __syncthreads(); // this stage is there, and nobody reads the other
+        __syncthreads(); // this stage has arrived, and no warp reads the other any more
         if (now.first < last) {
             T *next = tiles + (stage ^ 1) * 128 * PITCH;
             load<64>(next, k, k_step, now.first, KEYS);

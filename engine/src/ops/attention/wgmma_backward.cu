@@ -1,17 +1,17 @@
-// Two kernels. One has keys and goes over the queries: it makes dk and dv, and leaves ds in memory in tiles of 64 x 64, from which the other
-// makes dq.
+// Two kernels. In the first, a block owns keys and walks over the queries: it computes dk and dv, and stores ds in tiles of 64 x 64, from which the
+// second computes dq.
 #define QUERY_TILES ((TIME + 63) / 64)
 #define KEY_TILES ((KEYS + 63) / 64)
-// Tiles of ds that a head has: of those above the diagonal there are none.
+// Tiles of ds of a head; those above the diagonal are not stored.
 #define FIRST_ROW ((63 + OFFSET) / 64 + 1)
 #define TILES_BEFORE(row) (CAUSAL ? (u64)(row) * ((row) - 1) / 2 + (u64)(row) * FIRST_ROW : (u64)(row) * KEY_TILES)
 #define TILES_A_HEAD TILES_BEFORE(QUERY_TILES)
 
-// The tile of queries from t0 and keys from k0 on, of head h: 64 rows of keys, as products read them, with the queries of each at their places.
+// The tile of queries from t0 and keys from k0 on, of head h: 64 rows of keys, in the swizzled layout that wgmma reads.
 __device__ __forceinline__ T *tile_at(T *tiles, u64 b, u64 h, int t0, int k0) {
     return tiles + ((b * HEADS + h) * TILES_A_HEAD + TILES_BEFORE(t0 / 64) + k0 / 64) * 4096;
 }
-// Whether there is anything in it; `most` is the largest `until` of its keys.
+// Whether any query of it sees any key; `most` is the largest `until` of its keys.
 __device__ __forceinline__ bool is_seen(int t0, int k0, int most) {
     return t0 < TIME && k0 < KEYS && t0 <= most && (!CAUSAL || k0 <= t0 + 63 + OFFSET);
 }
@@ -40,7 +40,7 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
     extern __shared__ __align__(1024) float shared[];
     __shared__ u64 k_full[2], k_empty[2], full[STEPS], empty[STEPS];
     __shared__ Queries ranges[2];
-    // Keys and values of two pieces; then queries, dy and their statistics. It is all there is: no room to look for a place to begin.
+    // Keys and values of two pieces; then queries, dy and their statistics. They fill all of shared memory, without room for alignment.
     T *keys = (T *)shared, *values = keys + 2 * BK * D, *queries = values + 2 * BK * D, *dys = queries + STEPS * 64 * D;
     float *columns = (float *)(dys + STEPS * 64 * D);
     const u64 q_step = HEADS * D, k_step = KV * D;
@@ -113,7 +113,7 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
 #pragma unroll
         for (int i = 0; i < D / 2; i++) sum_k[i] = sum_v[i] = 0.0f;
 
-        // Stages whose queries see no key of this group are passed over.
+        // Stages whose queries see no key of this group are skipped.
         u32 h = piece.kv * GROUP, h_end = first < end ? h + GROUP : h;
         int t0 = first;
         const auto advance = [&] {
@@ -222,7 +222,7 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
     }
 }
 
-// The keys go by 64 at a time. A product alone, so that memory is what it waits for: four stages, and keys for four groups of warps.
+// dq = ds k, 64 keys at a time. One GEMM alone is memory-bound: four stages, and keys for four warp groups.
 #define GROUPS 4
 #define STAGES 4
 #define STAGE (64 * D + GROUPS * 4096) // elements: keys, then a tile of ds for each group
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + COPIERS, 1) attentio
                 show();
                 products_begin();
 #pragma unroll
-                for (int i = 0; i < 4; i++) add_turned(sum, ds + 128 * i, keys + 128 * i);
+                for (int i = 0; i < 4; i++) add_transposed(sum, ds + 128 * i, keys + 128 * i);
                 products_commit();
                 products_wait<0>();
 #pragma unroll

@@ -1,12 +1,12 @@
-// Two groups of four warps have 64 queries each, of two heads that read the same keys where there are such, else of one; the keys and values
-// go by in tiles of 128, and four more warps copy these ahead. While a tile's values are added, the scores of the next are made, and
-// while one group takes exponentials the other multiplies. Blocks stay and take piece after piece of the work, long ones first.
+// Two warp groups have 64 queries each, of two heads that read the same keys, if there are such, else of one. Keys and values are processed in tiles of
+// 128, which four more warps copy ahead. The matmul with a tile's values overlaps with that for the next tile's scores, and one group's exponentials
+// with the other's matmuls. Blocks are persistent and take one work item (piece) after another, long ones first.
 // SCALE_2 = scale log2(e): exp(scale s) = 2^(SCALE_2 s).
 #define THREADS 256
 #define BK 128
 typedef QueryPiece<2> Piece;
 
-// The tiles from `last` down to `first` have all keys that some query of a piece sees; there are none where `first` is more.
+// The tiles from `last` down to `first` contain all keys that some query of a piece sees; none if `first` > `last`.
 struct Range { int first, last; };
 __device__ __forceinline__ Range range(const Piece &piece, const int *limits, int lane) {
     Range r = {0, (piece.end() - 1) / BK * BK};
@@ -101,14 +101,14 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
         // These 64 queries see no key from `seen` on, and so perhaps not the last tiles.
         int seen = t_group >= TIME ? 0 : CAUSAL && t_group + 64 + OFFSET < KEYS ? t_group + 64 + OFFSET : KEYS;
         u64 q_at = rows_at(queries + (slot * 2 + group) * 64 * D);
-        // The piece before is written while the first scores of this one are made: a fence would wait for it.
+        // The previous piece is written while the first scores of this one are computed; a fence here would wait for that.
         const auto begin = [&] {
             if (round > 0) finish(Piece(round - 1));
 #pragma unroll
             for (int i = 0; i < D / 2; i++) out[i] = 0.0f;
             top[0] = top[1] = -infinity(), total[0] = total[1] = 0.0f;
         };
-        // Scores of tile n become weights, and the sums before are scaled to them once their products are over.
+        // Turns the scores of tile n into probabilities, and rescales the accumulators once their matmuls are done.
         const auto weigh = [&](int k0, bool first) {
             const int *limits = ends + n % 2 * BK;
             int least = TIME;

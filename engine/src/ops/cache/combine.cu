@@ -1,4 +1,4 @@
-// y = the parts of as many splits as there are keys for. A warp for each head of each query.
+// y combines the partial results of all splits that have keys. A warp for each head of each query.
 extern "C" __global__ void __launch_bounds__(256) attention_combine(const int *past_at, const float *partial, TQ *y) {
     u64 head = (u64)blockIdx.x * 8 + threadIdx.x / 32;
     if (head >= (u64)BATCH * TIME * KV * GROUP) return;

@@ -1,11 +1,11 @@
 // Attention of TIME new queries, at past, past + 1, .., over the keys of a cache, new ones included; those are written into it.
 // q [BATCH, TIME, KV * GROUP, D], k and v [BATCH, TIME, KV, D], caches [BATCH, CAPACITY, KV, D]. Query i sees key j where i <= until[j], if MASKED.
-// TURN (TIME is 1): queries and keys are turned first, by cosines and sines [TABLE, D / 2], and normed before that if NORM.
+// ROTATE (TIME is 1): queries and keys are rotated first, by cosines and sines [TABLE, D / 2], and normed before that if NORM.
 //
-// A block has CHUNK keys of one key head and R rows: queries of its group's heads, the heads of a query side by side. LANES threads own a key, PER packs of it
-// each, with running maximum, sum and output for every row; a warp has SIDE keys at once, and looks at UNROLL times as many together. They travel to shared
-// memory, STAGES times that ahead, where the thread that copied them reads them; where nobody wrote to the caches (EARLY), before it is the kernel's turn. The
-// parts of the block's threads are put together in the end, those of the SPLITS blocks by attention_combine.
+// A block has CHUNK keys of one key head and R rows: queries of its group's heads. LANES threads share a key, PER packs each, and keep a running maximum,
+// sum and output for every row; a warp has SIDE keys at once, and processes UNROLL times as many together. Keys and values are copied to shared memory,
+// STAGES times that ahead, and read by the thread that copied them; if nothing wrote to the caches (EARLY), copying starts before `wait_for_turn`. The
+// threads' partial results are combined at the end, those of the SPLITS blocks by attention_combine.
 
 const int SIDE = 32 / LANES, DIMS = PER * VEC, ROWS = TIME * GROUP, TILES = (ROWS + R - 1) / R;
 const int HALF = D / 2;
@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_pack(Pack<T> *to, const T *from, bool live)
     if (sizeof(*to) == 16) copy16(to, from, live);
     else if (sizeof(*to) == 8) copy8(to, from, live);
     else if (sizeof(*to) == 4) copy4(to, from, live);
-    else if (live) to->at[0] = *from; // too little to travel alone
+    else if (live) to->at[0] = *from; // too small for cp.async
     else from_float(0.0f, to->at[0]);
 }
 
@@ -34,8 +34,8 @@ template <class E> __device__ __forceinline__ void read_head(const E *from, int 
     }
 }
 
-// head, normed and turned by the angles of row `table`.
-__device__ __forceinline__ void turn(const float (&head)[DIMS], const float (&other)[DIMS], int own, const TW *weight, const C *cos, const C *sin,
+// The head, normed, and rotated by the angles of row `table`.
+__device__ __forceinline__ void rotate(const float (&head)[DIMS], const float (&other)[DIMS], int own, const TW *weight, const C *cos, const C *sin,
                                      u64 table, float (&to)[DIMS]) {
     float square = 0.0f;
 #pragma unroll
@@ -69,9 +69,9 @@ attention_decode(const TQ *q, const T *k, const T *v, const int *past_at, const 
     extern __shared__ uint4 shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = lane % LANES;
     Pack<T> *ring = (Pack<T> *)shared + warp * (STAGES * UNROLL * 2 * PER * 32) + lane;              // [STAGES, UNROLL, 2, PER, 32]
-    float *queries = (float *)((Pack<T> *)shared + WARPS * STAGES * UNROLL * 2 * PER * 32);          // TURN: [R, D]
-    T *fresh = (T *)(queries + TURN * R * D);                                                         // TURN: the new key and value, [2, D]
-    float *sums = (float *)(fresh + TURN * 2 * D);                                                    // [WARPS, R, D + 2]: outputs, maximum, sum
+    float *queries = (float *)((Pack<T> *)shared + WARPS * STAGES * UNROLL * 2 * PER * 32);          // ROTATE: [R, D]
+    T *fresh = (T *)(queries + ROTATE * R * D);                                                         // ROTATE: the new key and value, [2, D]
+    float *sums = (float *)(fresh + ROTATE * 2 * D);                                                    // [WARPS, R, D + 2]: outputs, maximum, sum
     int *seen = (int *)(sums + WARPS * R * (D + 2)) + warp * (STAGES * UNROLL * 32) + lane;           // MASKED: [STAGES, UNROLL, 32]
     const int split = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS % TILES, kv = blockIdx.x / (SPLITS * TILES) % KV;
     const u64 b = blockIdx.x / (SPLITS * TILES * KV);
@@ -107,19 +107,19 @@ attention_decode(const TQ *q, const T *k, const T *v, const int *past_at, const 
         const int row = tile * R + r < ROWS ? tile * R + r : ROWS - 1;
         return q + (b * TIME + row / GROUP) * Q_ROW + (kv * GROUP + row % GROUP) * D;
     };
-    if (TURN) { // LANES threads for each query, for the key and for the value
+    if (ROTATE) { // LANES threads for each query, for the key and for the value
         for (int i0 = 0; i0 < R + 2; i0 += WARPS * SIDE) {
             const int i = i0 + warp * SIDE + lane / LANES;
-            float head[DIMS], other[DIMS], turned[DIMS];
+            float head[DIMS], other[DIMS], rotated[DIMS];
             if (i < R) read_head(query_row(i), own, head, other);
             else read_head(i == R ? k + b * K_ROW + kv * D : v + b * V_ROW + kv * D, own, head, other);
-            turn(head, other, own, i < R ? q_weight : k_weight, cos, sin, b % TABLE, turned);
+            rotate(head, other, own, i < R ? q_weight : k_weight, cos, sin, b % TABLE, rotated);
 #pragma unroll
             for (int n = 0; n < DIMS; n++) {
                 const int d = (n / VEC * LANES + own) * VEC + n % VEC;
                 if (d >= D || i > R + 1) continue;
-                if (i < R) queries[i * D + d] = turned[n] * SCALE_2;
-                else from_float(i == R ? turned[n] : head[n], fresh[(i - R) * D + d]);
+                if (i < R) queries[i * D + d] = rotated[n] * SCALE_2;
+                else from_float(i == R ? rotated[n] : head[n], fresh[(i - R) * D + d]);
             }
         }
         __syncthreads();
@@ -130,7 +130,7 @@ attention_decode(const TQ *q, const T *k, const T *v, const int *past_at, const 
 #pragma unroll
         for (int n = 0; n < DIMS; n++) {
             const int d = (n / VEC * LANES + own) * VEC + n % VEC;
-            query[r][n] = d >= D ? 0.0f : TURN ? queries[r * D + d] : to_float(query_row(r)[d]) * SCALE_2;
+            query[r][n] = d >= D ? 0.0f : ROTATE ? queries[r * D + d] : to_float(query_row(r)[d]) * SCALE_2;
         }
     }
 
@@ -143,7 +143,7 @@ attention_decode(const TQ *q, const T *k, const T *v, const int *past_at, const 
             const int j = j0 + u * SIDE + lane / LANES, slot = batch % STAGES * UNROLL + u;
             const bool is_new = j >= past && j < end;
             const u64 at = (b * CAPACITY + j) * KV * D + kv * D, new_row = b * TIME + (j - past);
-            const T *key = TURN ? fresh : k + new_row * K_ROW + kv * D, *value = TURN ? fresh + D : v + new_row * V_ROW + kv * D;
+            const T *key = ROTATE ? fresh : k + new_row * K_ROW + kv * D, *value = ROTATE ? fresh + D : v + new_row * V_ROW + kv * D;
 #pragma unroll
             for (int p = 0; p < PER; p++) {
                 const int d = (p * LANES + own) * VEC;

@@ -1,4 +1,4 @@
-//! Attention of new tokens over a cache that they are written to.
+//! Attention of new tokens over a KV cache, which their keys and values are written to.
 
 use super::{check, held, row, write};
 use crate::cpu::math::{dot, exp, max, sum};
@@ -12,52 +12,55 @@ use crate::ops::rope::{self, Pairs, Rope};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: q [batch, time, heads, d]; k, v [batch, time, kv_heads, d]; the caches of both; past; perhaps until, i32 [batch, capacity]; and what `turn` wants.
+/// Inputs: q [batch, time, heads, d]; k, v [batch, time, kv_heads, d]; the caches of both; past; perhaps until, i32 [batch, capacity]; and the inputs of `rotation`.
 /// Outputs: y [batch, time, heads, d], and the caches with k and v at past, past + 1, ..
 ///
-/// Query t stands at i = past + t and sees key j where j <= i and i <= until[j]: what `attention_until` means by it. One that sees nothing gives zeros.
+/// Query t is at position i = past + t and sees key j if j <= i and i <= until[j], as in `attention_until`. A query that sees no key gives zeros.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecodeAttention {
+    /// Factor of the scores.
     pub scale: f32,
-    /// q and k of one token go through this first: the pass `fuse-decode` says so.
-    pub turn: Option<Turn>,
+    /// Applied to q and k first, for one token; set by the pass `fuse-decode`.
+    pub rotation: Option<Rotation>,
 }
 
-/// Rotary embedding, inputs cosines and sines as `Rope` has them; before it an RMS norm with this epsilon, inputs its weights [d] for q and for k.
+/// RoPE of q and k, with cosines and sines as inputs (see `Rope`); before it perhaps an RMS norm, with weights [d] for q and for k as inputs.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Turn {
+pub struct Rotation {
+    /// Which elements of a head RoPE rotates together.
     pub pairs: Pairs,
+    /// QK-norm before RoPE, with this epsilon.
     pub norm: Option<f32>,
 }
 
 impl DecodeAttention {
-    /// Where `turn`'s inputs begin.
+    /// The index of `rotation`'s first input.
     fn more(&self, inputs: usize) -> usize {
-        inputs - self.turn.map_or(0, |t| if t.norm.is_some() { 4 } else { 2 })
+        inputs - self.rotation.map_or(0, |t| if t.norm.is_some() { 4 } else { 2 })
     }
 
-    /// Input 0 or 1, normed and turned, its rows without gaps.
-    fn turned(&self, input: usize, x: &[View], to: &mut [f32]) {
-        let (Some(turn), more) = (self.turn, self.more(x.len())) else { unreachable!("only what turns asks") };
+    /// Input 0 or 1, normed and rotated, as contiguous rows.
+    fn rotated(&self, input: usize, x: &[View], to: &mut [f32]) {
+        let (Some(rotation), more) = (self.rotation, self.more(x.len())) else { unreachable!("only where `rotation` is set") };
         let (heads, d, apart) = (x[input].shape[2], x[input].shape[3], row(&x[input]));
         for (place, to) in to.chunks_mut(heads * d).enumerate() {
             to.copy_from_slice(&x[input].f32()[place * apart..][..heads * d]);
             for head in to.chunks_mut(d) {
-                if let Some(eps) = turn.norm {
+                if let Some(eps) = rotation.norm {
                     let scale = 1.0 / (sum(head, |v| v * v) / d as f32 + eps).sqrt();
                     head.iter_mut().zip(x[more + 2 + input].f32()).for_each(|(v, w)| *v = *v * scale * w);
                 }
-                rope::turn(turn.pairs, 1.0, head, place, x[more].f32(), x[more + 1].f32());
+                rope::rotate(rotation.pairs, 1.0, head, place, x[more].f32(), x[more + 1].f32());
             }
         }
     }
 }
 
-/// Keys of a block without tensor cores: 128 KiB to read where heads are 128 wide in bf16.
+/// Keys of a block without tensor cores: 128 KiB to read with a head dimension of 128 in bf16.
 const CHUNK: usize = 256;
 /// The most rows of a block, each with a query and an output in registers.
 const ROWS: usize = 8;
-/// Bytes of keys and values that a block looks at together, and that are on their way to it: more where it is alone on its multiprocessor.
+/// Bytes of keys and values that a block processes at once, and that it has in flight: more if it is alone on its multiprocessor.
 const TOGETHER: usize = 48 << 10;
 const AHEAD: usize = 64 << 10;
 const AHEAD_ALONE: usize = 112 << 10;
@@ -74,17 +77,17 @@ impl Op for DecodeAttention {
         let types = x[1..5].iter().all(|m| m.dtype == k.dtype);
         let masked = x[..more].get(6).is_none_or(|until| *until == Meta::new(&cache.shape[..2], DType::I32));
         assert!(heads && types && masked, "decode_attention of {x:?}");
-        if let Some(turn) = self.turn {
-            Rope { pairs: turn.pairs, inverse: false }.infer(&[q.clone(), x[more].clone(), x[more + 1].clone()]);
+        if let Some(rotation) = self.rotation {
+            Rope { pairs: rotation.pairs, inverse: false }.infer(&[q.clone(), x[more].clone(), x[more + 1].clone()]);
             let weights = x[more + 2..].iter().all(|w| w.shape == [q.dim(0)] && w.dtype == x[more + 2].dtype);
             assert!(weights && q.shape[1] == 1, "{self:?} of {x:?}");
         }
         vec![q.clone(), x[3].clone(), x[4].clone()]
     }
 
-    /// q and k, turned.
+    /// q and k, rotated.
     fn workspace(&self, x: &[Meta]) -> usize {
-        if self.turn.is_some() { x[0].elements() + x[1].elements() } else { 0 }
+        if self.rotation.is_some() { x[0].elements() + x[1].elements() } else { 0 }
     }
 
     fn reuse(&self) -> Vec<(usize, usize)> {
@@ -96,10 +99,10 @@ impl Op for DecodeAttention {
         let until = x[..self.more(x.len())].get(6).map(|u| u.i32());
         let strides = [0, 1].map(|i| contiguous(x[i].shape));
         let (mut new_q, mut new_k) = (x[0], x[1]);
-        if self.turn.is_some() {
+        if self.rotation.is_some() {
             let (a, b) = work.split_at_mut(x[0].shape.iter().product());
-            self.turned(0, x, a);
-            self.turned(1, x, b);
+            self.rotated(0, x, a);
+            self.rotated(1, x, b);
             new_q = View { strides: &strides[0], data: Data::F32(a), ..new_q };
             new_k = View { strides: &strides[1], data: Data::F32(b), ..new_k };
         }
@@ -135,7 +138,7 @@ impl Op for DecodeAttention {
         });
     }
 
-    /// q, k and v may be columns of one product.
+    /// q, k and v may be column slices of one merged projection.
     fn layout(&self, input: usize) -> Layout {
         if input < 3 { Layout::Blocks(2) } else { Layout::Contiguous }
     }
@@ -150,9 +153,9 @@ impl Op for DecodeAttention {
         let rows = [0, 1, 2].map(|i| block_stride(&io.x[i].shape, &io.strides[i], 2).expect("blocks evenly apart"));
         let dtype = io.x[1].dtype;
         let mut lengths = vec![d, rows[1], rows[2], io.offsets[1], io.offsets[2]];
-        if let Some(turn) = self.turn {
+        if let Some(rotation) = self.rotation {
             // A pack lies in one half of the head.
-            lengths.extend([rows[0], io.offsets[0], if turn.pairs == Pairs::Halves { d / 2 } else { d }]);
+            lengths.extend([rows[0], io.offsets[0], if rotation.pairs == Pairs::Halves { d / 2 } else { d }]);
             lengths.extend(&io.offsets[more..]);
         }
         let vec = pack(&[dtype], &lengths);
@@ -162,7 +165,7 @@ impl Op for DecodeAttention {
             Launch::new(&[include_str!("../attention/mma.cuh"), PACKS, include_str!("share.cuh"), source].concat(), entry)
                 .define_type("T", dtype)
                 .define_type("TQ", io.x[0].dtype)
-                .define_type("C", if self.turn.is_some() { io.x[more].dtype } else { DType::F32 })
+                .define_type("C", if self.rotation.is_some() { io.x[more].dtype } else { DType::F32 })
                 .define_type("TW", io.x.get(more + 2).map_or(DType::F32, |w| w.dtype))
                 .define("BATCH", batch)
                 .define("TIME", time)
@@ -177,11 +180,11 @@ impl Op for DecodeAttention {
                 .define("CHUNK", chunk)
                 .define("MASKED", masked as u8)
                 .define("EARLY", (3..more).all(|i| io.settled[i]) as u8)
-                .define("TURN", self.turn.is_some() as u8)
-                .define("NORM", self.turn.is_some_and(|t| t.norm.is_some()) as u8)
-                .define("ADJACENT", self.turn.is_some_and(|t| t.pairs == Pairs::Adjacent) as u8)
-                .define("TABLE", if self.turn.is_some() { io.x[more].rows() } else { 1 })
-                .define_f32("EPS", self.turn.and_then(|t| t.norm).unwrap_or(0.0))
+                .define("ROTATE", self.rotation.is_some() as u8)
+                .define("NORM", self.rotation.is_some_and(|t| t.norm.is_some()) as u8)
+                .define("ADJACENT", self.rotation.is_some_and(|t| t.pairs == Pairs::Adjacent) as u8)
+                .define("TABLE", if self.rotation.is_some() { io.x[more].rows() } else { 1 })
+                .define_f32("EPS", self.rotation.and_then(|t| t.norm).unwrap_or(0.0))
                 .define_f32("SCALE_2", self.scale * std::f32::consts::LOG2_E)
         };
         // Queries are read in packs, too.
@@ -209,20 +212,20 @@ impl Op for DecodeAttention {
             let packs = d / vec;
             let lanes = packs.next_power_of_two().min(32);
             let per = packs.div_ceil(lanes);
-            // A row has 2 x per x vec registers; as many rows as leave none in memory.
+            // A row takes 2 x per x vec registers; as many rows as fit without spills.
             let most = (64 / (per * vec)).clamp(1, ROWS);
             let tiles = (time * group).div_ceil(most);
             let r = (time * group).div_ceil(tiles);
             let blocks = batch * kv * tiles * splits_of(CHUNK);
-            // With few registers for its rows, a thread looks at more keys together, and two blocks fit on a multiprocessor.
+            // If its rows take few registers, a thread processes more keys at once, and two blocks fit on a multiprocessor.
             let light = r <= 4 && r * per * vec <= 32;
             let (mut unroll, mut warps) = (if light { 4 } else { 2 }, 8);
             let stage = |unroll: usize, warps: usize| warps * unroll * 2 * per * 32 * vec * dtype.size();
             while stage(unroll, warps) > TOGETHER && unroll * warps > 1 {
                 (unroll, warps) = if unroll > 1 { (unroll / 2, warps) } else { (1, warps / 2) };
             }
-            let turned = if self.turn.is_some() { 4 * r * d + 2 * d * dtype.size() } else { 0 };
-            let apart = turned + 4 * warps * r * (d + 2);
+            let rotated = if self.rotation.is_some() { 4 * r * d + 2 * d * dtype.size() } else { 0 };
+            let apart = rotated + 4 * warps * r * (d + 2);
             let one = stage(unroll, warps) + if masked { 4 * warps * unroll * 32 } else { 0 };
             let room = if blocks <= multiprocessors { AHEAD_ALONE } else { AHEAD }.min(limit - apart);
             let stages = (room / one).clamp(1, capacity.min(CHUNK).div_ceil(warps * unroll * 32 / lanes));
@@ -240,7 +243,7 @@ impl Op for DecodeAttention {
             (first, CHUNK)
         };
         let (past, y, partial) = (At::X(5).into(), At::Y(0).into(), At::Work.into());
-        // One that is not there is not read.
+        // A missing input is not read.
         let own = |input: usize, there: bool| Place::from(At::X(if there { input } else { 0 }));
         let mut args: Vec<Place> = vec![At::X(0).into(), At::X(1).into(), At::X(2).into(), past, own(6, masked)];
         args.extend((more..more + 4).map(|i| own(i, i < io.x.len())));
@@ -262,21 +265,21 @@ impl Op for DecodeAttention {
         false
     }
 
-    /// As if the caches were full.
+    /// The cost with full caches.
     fn cost(&self, x: &[Meta]) -> Cost {
         let flops = 4 * x[0].elements() * x[3].shape[1];
         Cost { flops: flops as u64, ..Cost::memory(2 * x[0].bytes() + 2 * (x[1].bytes() + x[2].bytes()) + x[3].bytes() + x[4].bytes()) }
     }
 
     fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
-        if let Some(turn) = self.turn {
+        if let Some(rotation) = self.rotation {
             let more = self.more(x.len());
-            let turned = |i: usize| {
-                let head = turn.norm.map_or(x[i], |eps| x[i].rms_norm(x[more + 2 + i], eps));
-                head.rope(turn.pairs, (x[more], x[more + 1]))
+            let rotated = |i: usize| {
+                let head = rotation.norm.map_or(x[i], |eps| x[i].rms_norm(x[more + 2 + i], eps));
+                head.rope(rotation.pairs, (x[more], x[more + 1]))
             };
-            let plain = DecodeAttention { turn: None, ..self.clone() };
-            return plain.unfused(&[&[turned(0), turned(1)], &x[2..more]].concat());
+            let plain = DecodeAttention { rotation: None, ..self.clone() };
+            return plain.unfused(&[&[rotated(0), rotated(1)], &x[2..more]].concat());
         }
         let (q, r) = (x[0], x[0].recorder());
         let (k, v) = super::cache_write((x[3], x[4]), x[5], x[1], x[2]);
@@ -298,7 +301,8 @@ impl Op for DecodeAttention {
     }
 }
 
-/// Attention of the tokens at past, past + 1, .. over what is cached before them, and over themselves; and the caches with them. See `DecodeAttention`.
+/// Attention of the tokens at past, past + 1, .. over the cached tokens before them and over themselves; and the updated caches. See
+/// [`DecodeAttention`].
 #[track_caller]
 pub fn decode_attention<'g>(
     q: Var<'g>,
@@ -310,6 +314,6 @@ pub fn decode_attention<'g>(
     scale: f32,
 ) -> (Var<'g>, (Var<'g>, Var<'g>)) {
     let inputs: Vec<Var> = [q, k, v, caches.0, caches.1, past].into_iter().chain(until).collect();
-    let y = q.recorder().op(DecodeAttention { scale, turn: None }, &inputs);
+    let y = q.recorder().op(DecodeAttention { scale, rotation: None }, &inputs);
     (y[0], (y[1], y[2]))
 }

@@ -1,16 +1,16 @@
-// Attention of new queries over a cache as in decode.cu, by the tensor cores: heads of 16, 32, 64 or 128 elements, in T.
+// Attention of new queries over a cache as in decode.cu, on tensor cores: head dimensions 16, 32, 64 or 128, in T.
 //
-// A block has CHUNK keys of one key head, all of them in shared memory at once, and R of up to 16 rows: queries of its group's heads. They are fetched, a
-// little at a time so that others' reads do not wait behind them, where nobody wrote to the caches (EARLY) before it is the kernel's turn. Each warp
-// has 16 keys at a time, with running maximum, sum and output for every row; the parts of the warps are put together in the end, those of the SPLITS
-// blocks by attention_combine. As in few_rows/whole.cu, blocks without work stay until it is their turn.
+// A block has CHUNK keys of one key head, all of them in shared memory at once, and R of up to 16 rows: queries of its group's heads. The keys are loaded
+// in small portions, so that other reads are not delayed, and if nothing wrote to the caches (EARLY), before `wait_for_turn`. Each warp has 16 keys at a
+// time, with a running maximum, sum and output for every row; the warps' partial results are combined at the end, those of the SPLITS blocks by
+// attention_combine. As in few_rows/whole.cu, blocks without work stay until `wait_for_turn` returns.
 
 const int VEC_LANES = D / VEC, SIDE = 32 / VEC_LANES, ROWS = TIME * GROUP, TILES = (ROWS + R - 1) / R;
 const int HALF = D / 2, ROW = D + 8, THREADS = 32 * WARPS;
 const bool TWO = R > 8; // eights of rows
 
-// The pack of a head at d, normed and turned.
-__device__ __forceinline__ Pack<T> turned(const Pack<T> &a, const T *head, int d, const TW *weight, const C *cos, const C *sin) {
+// The pack of a head at d, normed and rotated.
+__device__ __forceinline__ Pack<T> rotated(const Pack<T> &a, const T *head, int d, const TW *weight, const C *cos, const C *sin) {
     const int far = d < HALF ? d + HALF : d - HALF;
     const Pack<T> b = ADJACENT ? a : read<true>(head + far);
     Pack<TW> w, x;
@@ -52,7 +52,7 @@ attention_decode_tensor(const T *q, const T *k, const T *v, const int *past_at, 
     if (b >= BATCH) return;
     const int past = held(*past_at), first = split * CHUNK, all = past + TIME - first, count = all < CHUNK ? all : CHUNK;
     const int old = past < first ? 0 : past - first < count ? past - first : count; // keys that are in the cache
-    // Behind the last key come zeros, until there are 16.
+    // After the last key, zeros up to a multiple of 16.
     for (int i = threadIdx.x; i < (count + 15) / 16 * 16 * VEC_LANES; i += THREADS) {
         const int j = i / VEC_LANES, d = i % VEC_LANES * VEC;
         const u64 at = ((b * CAPACITY + first + j) * KV + kv) * D + d;
@@ -82,8 +82,8 @@ attention_decode_tensor(const T *q, const T *k, const T *v, const int *past_at, 
         const u64 token = b * TIME + (is_query ? row / GROUP : first + j - past);
         const T *from = !live ? q : is_query ? q + token * Q_ROW + (kv * GROUP + row % GROUP) * D : is_value ? v + token * V_ROW + kv * D : k + token * K_ROW + kv * D;
         Pack<T> head = read<true>(from + d);
-        if (TURN) {
-            const Pack<T> other = turned(head, from, d, is_query ? q_weight : k_weight, cos + b % TABLE * HALF, sin + b % TABLE * HALF);
+        if (ROTATE) {
+            const Pack<T> other = rotated(head, from, d, is_query ? q_weight : k_weight, cos + b % TABLE * HALF, sin + b % TABLE * HALF);
             if (!is_value) head = other;
         }
         if (!live) continue;

@@ -1,9 +1,9 @@
-//! Keys and values that outlive a run: caches [batch, capacity, kv_heads, d], of which the first `past` rows are filled. How many those are is i32 [1] in
-//! device memory, so the same program runs for every token and nobody waits for the host. `past` is held to what fits: 0..=capacity - time.
+//! KV caches [batch, capacity, kv_heads, d], of which the first `past` rows are filled. `past` is an i32 [1] in device memory, so that the same program
+//! runs for every token without waiting for the host; it is clamped to 0..=capacity - time.
 
 mod decode;
 
-pub use decode::{DecodeAttention, Turn, decode_attention};
+pub use decode::{DecodeAttention, Rotation, decode_attention};
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch};
@@ -13,22 +13,22 @@ use crate::ops::reduce::packs::{PACKS, pack};
 use crate::ops::rope::Pairs;
 use crate::record::Var;
 
-/// Puts rows past, past + 1, .. of both caches in place. Inputs: caches of keys and values, past, k and v [batch, time, kv_heads, d], or of fewer
-/// sequences, each for as many neighbours of the caches'. Outputs: the caches.
+/// Writes rows past, past + 1, .. of both caches, in place. Inputs: caches of keys and values, past, k and v [batch, time, kv_heads, d]; with a smaller
+/// batch, each sequence is written to several consecutive sequences of the caches. Outputs: the caches.
 #[derive(Debug)]
 pub struct CacheWrite;
 
-/// Where the first new row goes.
+/// The first new row: `past`, clamped.
 fn held(past: &View, capacity: usize, time: usize) -> usize {
     (past.i32()[0].max(0) as usize).min(capacity - time)
 }
 
-/// Elements from one [kv_heads, d] to the next.
+/// Distance between consecutive rows [kv_heads, d], in elements.
 fn row(x: &View) -> usize {
     block_stride(x.shape, x.strides, 2).expect("blocks evenly apart")
 }
 
-/// rows [batch, time, ..] of x, or of fewer sequences, to place `past` of a cache [batch, capacity, ..].
+/// Copies rows [batch, time, ..] of x, perhaps with a smaller batch, to row `past` of a cache [batch, capacity, ..].
 fn write(cache: &mut ViewMut, x: &View, past: usize) {
     let (capacity, time, wide, apart) = (cache.shape[1], x.shape[1], x.shape[2] * x.shape[3], row(x));
     let each = cache.shape[0] / x.shape[0];
@@ -39,7 +39,7 @@ fn write(cache: &mut ViewMut, x: &View, past: usize) {
     }
 }
 
-/// Caches, and rows of as many sequences that fit into them.
+/// Checks that the rows fit into the caches.
 fn check(caches: &[Meta], past: &Meta, rows: &[Meta]) {
     let (cache, new) = (&caches[0].shape, &rows[0].shape);
     let shapes = cache.len() == 4 && new.len() == 4 && caches[1].shape == *cache && rows[1].shape == *new;
@@ -68,7 +68,7 @@ impl Op for CacheWrite {
         write(&mut y[1], &x[4], past);
     }
 
-    /// k and v may be columns of one product.
+    /// k and v may be column slices of one merged projection.
     fn layout(&self, input: usize) -> Layout {
         if input < 3 { Layout::Contiguous } else { Layout::Blocks(2) }
     }
@@ -113,7 +113,8 @@ impl Op for CacheWrite {
     }
 }
 
-/// The caches with k and v [batch, time, kv_heads, d], or of fewer sequences, each for as many neighbours, from row `past` on; of keys and of values, as are `caches`.
+/// Writes k and v [batch, time, kv_heads, d] to the caches (of keys, of values) from row `past` on; with a smaller batch, each sequence is written to
+/// several consecutive sequences of the caches. Returns the updated caches.
 #[track_caller]
 pub fn cache_write<'g>(caches: (Var<'g>, Var<'g>), past: Var<'g>, k: Var<'g>, v: Var<'g>) -> (Var<'g>, Var<'g>) {
     let y = past.recorder().op(CacheWrite, &[caches.0, caches.1, past, k, v]);
@@ -148,7 +149,7 @@ macro_rules! decoded {
 }
 
 /// Inputs of `rows` for one query, which is next; then `until`, tables for each place, and weights of norms.
-macro_rules! turned {
+macro_rules! rotated {
     ($b:literal, $capacity:literal, $h:literal, $kv:literal, $d:literal, $past:literal) => {
         &[
             In(&[$b, $capacity, $kv, $d], Fill::Frozen),
@@ -176,19 +177,20 @@ fn decoded<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
     vec![y, k, v]
 }
 
-/// Inputs of `decoded` for one query, then cosines and sines, then the weights of norms if `turn` norms.
-fn turned<'g>(x: &[Var<'g>], turn: Turn, masked: bool) -> Vec<Var<'g>> {
+/// Inputs of `decoded` for one query, then cosines and sines, then the norms' weights if `rotation` has norms.
+fn rotated<'g>(x: &[Var<'g>], rotation: Rotation, masked: bool) -> Vec<Var<'g>> {
     let inputs = [&[x[5], x[3], x[4], x[0], x[1], x[2]], &x[6..]].concat();
-    assert_eq!(inputs.len(), 8 + masked as usize + 2 * turn.norm.is_some() as usize);
-    x[0].recorder().op(DecodeAttention { scale: 0.5, turn: Some(turn) }, &inputs)
+    assert_eq!(inputs.len(), 8 + masked as usize + 2 * rotation.norm.is_some() as usize);
+    x[0].recorder().op(DecodeAttention { scale: 0.5, rotation: Some(rotation) }, &inputs)
 }
 
-/// With caches that are full but for the new row: what a benchmark should read.
+/// With caches that are full except for the new row, as a benchmark should read them.
 fn full<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
     let past = x[0].recorder().constant(&[1], vec![(x[0].shape()[1] - 1) as f32]).cast(DType::I32);
     vec![decode_attention(x[5], x[3], x[4], (x[0], x[1]), past, x.get(6).copied(), 0.5).0]
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("written", rows!(3, 20, 4, 2, 8, 17), written),
     Case::new("written at odd places", rows!(2, 9, 2, 1, 5, 20), written),
@@ -229,17 +231,19 @@ pub const CASES: &[Case] = &[
         },
     ),
     Case::new("decoded, the first token", decoded!(2, 300, 1, 2, 1, 64, 1), decoded),
-    Case::new("turned", turned!(3, 40, 4, 2, 16, 40), |x| turned(x, Turn { pairs: Pairs::Halves, norm: Some(1e-6) }, true)),
-    Case::new("turned, neighbours", turned!(2, 300, 6, 2, 24, 300), |x| turned(x, Turn { pairs: Pairs::Adjacent, norm: Some(1e-6) }, true)),
-    Case::new("turned, not normed", turned!(2, 9, 3, 3, 6, 9), |x| turned(&x[..9], Turn { pairs: Pairs::Halves, norm: None }, true)),
-    Case::new("turned, one table, not masked", turned!(3, 70, 10, 1, 64, 70), |x| {
+    Case::new("rotated", rotated!(3, 40, 4, 2, 16, 40), |x| rotated(x, Rotation { pairs: Pairs::Halves, norm: Some(1e-6) }, true)),
+    Case::new("rotated, neighbours", rotated!(2, 300, 6, 2, 24, 300), |x| {
+        rotated(x, Rotation { pairs: Pairs::Adjacent, norm: Some(1e-6) }, true)
+    }),
+    Case::new("rotated, not normed", rotated!(2, 9, 3, 3, 6, 9), |x| rotated(&x[..9], Rotation { pairs: Pairs::Halves, norm: None }, true)),
+    Case::new("rotated, one table, not masked", rotated!(3, 70, 10, 1, 64, 70), |x| {
         let tables = [x[7], x[8]].map(|t| t.slice(0, 1, 2).reshape(&[1, 32]));
         let x = [&x[..6], &tables, &x[9..]].concat();
-        turned(&x, Turn { pairs: Pairs::Halves, norm: Some(1e-5) }, false)
+        rotated(&x, Rotation { pairs: Pairs::Halves, norm: Some(1e-5) }, false)
     }),
-    Case::new("Qwen3, 164 keys, turned", turned!(12, 164, 16, 8, 128, 164), |x| {
+    Case::new("Qwen3, 164 keys, rotated", rotated!(12, 164, 16, 8, 128, 164), |x| {
         let past = x[0].recorder().constant(&[1], vec![163.0]).cast(DType::I32);
-        turned(&[&x[..2], &[past], &x[3..]].concat(), Turn { pairs: Pairs::Halves, norm: Some(1e-6) }, true)
+        rotated(&[&x[..2], &[past], &x[3..]].concat(), Rotation { pairs: Pairs::Halves, norm: Some(1e-6) }, true)
     })
     .bench(),
     Case::new("Qwen3, 164 keys", decoded!(12, 164, 1, 16, 8, 128, 164, 164), full).bench(),

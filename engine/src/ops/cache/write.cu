@@ -1,5 +1,5 @@
-// rows [BATCH / EACH, TIME, WIDE] of keys and values go to rows past, past + 1, .. of caches [BATCH, CAPACITY, WIDE], EACH neighbours the same. K_ROW
-// and V_ROW: elements from one row to the next. past is held to what fits.
+// rows [BATCH / EACH, TIME, WIDE] of keys and values go to rows past, past + 1, .. of caches [BATCH, CAPACITY, WIDE], each sequence to EACH consecutive ones. K_ROW
+// and V_ROW: distance between rows, in elements. past is clamped to what fits.
 extern "C" __global__ void __launch_bounds__(256)
 cache_write(const int *past_at, const TK *k, const TV *v, CK *k_cache, CV *v_cache) {
     u64 i = ((u64)blockIdx.x * 256 + threadIdx.x) * VEC;

@@ -1,4 +1,4 @@
-//! More terms for products: columns beside rows that have room for them, and beside the weights that these are multiplied by.
+//! For `lora-forward`: appends columns to the input of a GEMM, which has room for them, and to its weights, so that K grows.
 
 use super::{blocks, concat, launches, put};
 use crate::cpu::{View, ViewMut};
@@ -8,9 +8,10 @@ use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 
-/// Inputs: rows [m, n], then parts [m, ..]. The rows where they lie, with the parts from column `at` on and zeros behind them.
+/// Inputs: x [m, n], then parts [m, ..]. Output: x, in place, with the parts in the columns from `at` on and zeros after them.
 #[derive(Debug)]
 pub struct Beside {
+    /// The first column that is written.
     pub at: usize,
 }
 
@@ -66,15 +67,16 @@ impl Op for Beside {
     }
 }
 
-/// Inputs: weights [n, k], and what is put beside them [n, r]; further two, with the same k, follow. The weights one below another, each with
-/// its own behind zeros where those before it have theirs; zeros up to `pitch` columns.
+/// Inputs: a weight W [n, k] and its LoRA matrix B [n, r], for one or more layers with the same k. Output: the weights stacked by rows, [W, 0 .. 0, B, 0 ..],
+/// where each B has columns of its own; zeros up to `pitch` columns.
 #[derive(Debug)]
 pub struct Extend {
+    /// Columns of the result; those that no input fills are zero.
     pub pitch: usize,
 }
 
 impl Extend {
-    /// Where the columns of each lie.
+    /// The first column of each B.
     fn firsts(k: usize, widths: impl Iterator<Item = usize>) -> Vec<usize> {
         let behind = |at: &mut usize, width: usize| Some(std::mem::replace(at, *at + width));
         widths.scan(k, behind).collect()

@@ -1,4 +1,4 @@
-//! Side by side along an axis; and zeros on both sides of one.
+//! Concatenation along an axis, and padding with zeros.
 
 pub mod extend;
 
@@ -10,23 +10,25 @@ use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use extend::{Beside, Extend};
 
-/// Parts of one launch: each is an argument, and a choice that every thread makes.
+/// Parts per launch: each is an argument that every thread must choose from.
 const PARTS: usize = 16;
 
-/// Elements of a block of the dimensions `axis..`: what an input gives to each row of the output.
+/// Elements of the dimensions `axis..`: what an input contributes to each row of the output.
 fn width(shape: &[usize], axis: usize) -> usize {
     shape[axis..].iter().product()
 }
 
-/// The inputs' blocks, as `layout` promises them.
+/// The inputs' blocks, evenly spaced as `layout` ensures.
 fn blocks<'a>(v: &View<'a>, axis: usize) -> impl Iterator<Item = &'a [f32]> {
     let (data, width) = (v.f32(), width(v.shape, axis));
     let stride = block_stride(v.shape, v.strides, axis).expect("blocks evenly apart");
     (0..v.shape[..axis].iter().product()).map(move |i| &data[i * stride..][..width])
 }
 
+/// Concatenates its inputs.
 #[derive(Debug)]
 pub struct Concat {
+    /// Along which dimension.
     pub axis: usize,
 }
 
@@ -77,7 +79,7 @@ impl Op for Concat {
     }
 }
 
-/// Writes the parts one after another into each row of y, from column `at` on. Where they end.
+/// Writes the parts one after another into each row of y, from column `at` on. Returns the column after the last.
 fn put(parts: &[View], y: &mut ViewMut, axis: usize, mut at: usize) -> usize {
     let row = width(y.shape, axis);
     for part in parts {
@@ -90,7 +92,7 @@ fn put(parts: &[View], y: &mut ViewMut, axis: usize, mut at: usize) -> usize {
     at
 }
 
-/// The same on a GPU, of the inputs from `from` on; and zeros up to the end of the rows.
+/// The same on a GPU, for the inputs from `from` on, with zeros up to the end of the rows.
 fn launches(io: &Io, from: usize, axis: usize, mut at: usize) -> Code {
     let dtype = io.y[0].dtype;
     let outer: usize = io.y[0].shape[..axis].iter().product();
@@ -103,7 +105,7 @@ fn launches(io: &Io, from: usize, axis: usize, mut at: usize) -> Code {
         let stride = |i: usize| block_stride(&io.x[i].shape, &io.strides[i], axis).expect("blocks evenly apart");
         let strides: Vec<usize> = parts.clone().map(stride).collect();
         let vec = pack(&[dtype], &[&[row, at], &widths[..], &strides, &io.offsets[parts.clone()]].concat());
-        // The last takes the rest of the row.
+        // The last launch also fills the rest of the row.
         let all = if parts.end == io.x.len() { row - at } else { widths.iter().sum() };
         let args: Vec<Place> = parts.map(At::X).chain([At::Y(0)]).map(Place::from).collect();
         let launch = Launch::new(&[PACKS, include_str!("concat.cu")].concat(), "concat")
@@ -126,7 +128,7 @@ fn launches(io: &Io, from: usize, axis: usize, mut at: usize) -> Code {
     Code { steps: (from..io.x.len()).step_by(PARTS).map(several).collect(), workspace: 0 }
 }
 
-/// As Concat along the first axis, but nothing runs: the plan puts the inputs where they belong when they are made, or copies them.
+/// Concatenation along the first axis without a kernel: the plan lets the inputs be computed directly in the output's buffer, or copies them.
 #[derive(Debug)]
 pub struct Join;
 
@@ -158,10 +160,14 @@ impl Op for Join {
     }
 }
 
+/// Pads its input with zeros: the gradient of a slice.
 #[derive(Debug)]
 pub struct Pad {
+    /// Along which dimension.
     pub axis: usize,
+    /// Zeros before the input.
     pub before: usize,
+    /// Zeros after the input.
     pub after: usize,
 }
 
@@ -225,7 +231,7 @@ impl Op for Pad {
 }
 
 impl<'g> Var<'g> {
-    /// Zeros before and after, along `axis`.
+    /// Pads with zeros before and after, along `axis`.
     #[track_caller]
     pub fn pad(self, axis: usize, before: usize, after: usize) -> Var<'g> {
         if before + after == 0 {
@@ -235,11 +241,13 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Concatenates values along an axis; all other dimensions must be equal.
 #[track_caller]
 pub fn concat<'g>(parts: &[Var<'g>], axis: usize) -> Var<'g> {
     parts[0].recorder().op1(Concat { axis }, parts)
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("join", &[In(&[64, 4], Fill::Normal), In(&[3, 4], Fill::Normal)], |x| {
         let made = [x[0].silu(), x[1].silu(), x[0] * 2.0];

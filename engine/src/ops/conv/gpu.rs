@@ -1,28 +1,28 @@
-//! The three products on a GPU: on tensor cores (`tensor.rs`) where types and sizes allow. Otherwise small groups have kernels of
-//! their own. For the rest, what the taps of a time step see is laid out side by side ([rows, groups, width, channels of a group],
-//! `unfold.cu`), and one matrix product does all taps at once.
+//! The convolution and its two gradients on a GPU: on tensor cores (`tensor.rs`) where types and sizes allow; otherwise small groups have kernels of
+//! their own. For the rest, im2col: the inputs of all taps are laid out as columns ([rows, groups, width, channels of a group], `unfold.cu`), and one
+//! GEMM does all taps at once.
 
 use super::tensor;
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Place, Step};
 use crate::meta::DType;
 
-/// Bytes of shared memory that every architecture gives without asking.
+/// Bytes of shared memory that every GPU has without opting in for more.
 const SHARED: usize = 48 << 10;
-/// Bytes of columns that exist at once, unless one sequence has more: about what an H200 keeps in its second-level cache.
+/// Bytes of columns at once, unless one sequence needs more: about the size of an H200's L2 cache.
 const COLUMNS: usize = 48 << 20;
-/// Taps that the kernels without columns are written out for.
+/// The most taps of the kernels without columns.
 pub(super) const TAPS: usize = 8;
 
-/// One product: y[t, p] = sum over taps k and q of w[k, q, p] x[t + k - before, q], p and q inside a group.
+/// One convolution: y[t, p] = sum over taps k and channels q of w[k, q, p] x[t + k - before, q], p and q inside a group.
 pub(super) struct Sizes {
     pub batch: usize,
     pub time: usize,
     pub groups: usize,
     pub width: usize,
-    /// Of a group: what is summed over, and what comes out.
+    /// Channels of a group: those that are summed over, and those of the output.
     pub qg: usize,
     pub pg: usize,
-    /// The input's gradient: outputs and inputs change places, taps run backwards.
+    /// Whether this is the gradient with respect to the input: outputs and inputs swapped, taps reversed.
     pub backward: bool,
 }
 
@@ -40,7 +40,7 @@ pub(super) fn conv(io: &Io, groups: usize, backward: bool) -> Code {
     tensor::conv(&s, io).or_else(|| direct(&s, io)).map(Launch::code).unwrap_or_else(|| product(&s, io))
 }
 
-/// A block works on a tile of time steps of one group, whose weights lie in shared memory. None where they do not fit.
+/// A block works on a tile of time steps of one group, whose weights are in shared memory. None if they do not fit.
 fn direct(s: &Sizes, io: &Io) -> Option<Launch> {
     let pad = s.pg.next_multiple_of(4);
     let across = pad / 4; // threads next to each other, 4 outputs each
@@ -49,7 +49,7 @@ fn direct(s: &Sizes, io: &Io) -> Option<Launch> {
     }
     let slots = (128 / across).min(s.time.div_ceil(4)); // 4 time steps each
     let tile = 4 * slots;
-    // Channels lie in rows of `span` time steps; 2 modulo 4 keeps the writes of a warp in different banks.
+    // A channel is a row of `span` time steps; a span of 2 modulo 4 avoids bank conflicts.
     let span = (tile + s.width) / 4 * 4 + 2;
     let shared = 4 * (s.width * s.qg * pad + s.qg * span);
     let tiles = s.time.div_ceil(tile);
@@ -99,8 +99,8 @@ fn product(s: &Sizes, io: &Io) -> Code {
     code
 }
 
-/// Lays out input 0 as columns of `dtype` in the workspace from byte `start`, as many sequences at a time as fit, and makes a
-/// product with each: from the matrix of columns, its first row and its rows.
+/// Lays out input 0 as columns of `dtype` in the workspace from byte `start`, as many sequences at a time as fit, and adds the GEMM that `f` makes of
+/// each: from the matrix of columns, its first row and its number of rows.
 fn each_columns(s: &Sizes, io: &Io, dtype: DType, start: usize, code: &mut Code, product: impl Fn(Matrix, usize, usize) -> Gemm) {
     let from = io.x[0].dtype;
     let row = s.groups * s.width * s.qg;
@@ -143,7 +143,7 @@ pub(super) fn weight_gradient(io: &Io, groups: usize, width: usize) -> Code {
     tensor::weight(&s, io).or_else(|| direct_weight(&s, io)).unwrap_or_else(|| product_weight(&s, io))
 }
 
-/// Blocks sum over slices of the time steps; a second launch adds the slices in order. None where a group is too large.
+/// Blocks sum over slices of the time steps; a second launch adds the slices in order. None if a group is too large.
 fn direct_weight(s: &Sizes, io: &Io) -> Option<Code> {
     let pad = s.pg.next_multiple_of(4);
     let units = pad / 4 * s.qg; // threads that share one time step

@@ -1,6 +1,6 @@
-//! Causal convolution over time, in groups: y[t] = sum over taps j of w[.., j] x[t - (width - 1) + j], zeros before the start.
+//! Causal grouped convolution over time: y[t] = sum over taps j of w[.., j] x[t - (width - 1) + j], with zeros before the start.
 //!
-//! Tap j is a matrix product of x, shifted by width - 1 - j, with that tap's matrix.
+//! On the CPU, tap j is a GEMM of x, shifted by width - 1 - j, with that tap's matrix.
 
 mod gpu;
 mod tensor;
@@ -16,10 +16,11 @@ use rayon::prelude::*;
 /// Inputs: x [batch, time, channels], weight [outputs, channels / groups, width]. Output [batch, time, outputs].
 #[derive(Debug)]
 pub struct CausalConv {
+    /// Channels are split into so many groups, each with its own filters.
     pub groups: usize,
 }
 
-/// Sizes that all three products share.
+/// Sizes that the convolution and its gradients share.
 struct Sizes {
     batch: usize,
     time: usize,
@@ -103,6 +104,7 @@ impl Op for CausalConv {
 /// Inputs: dy [batch, time, outputs], weight. Output: dx.
 #[derive(Debug)]
 pub struct CausalConvGradInput {
+    /// As in the forward op.
     pub groups: usize,
 }
 
@@ -156,7 +158,9 @@ impl Op for CausalConvGradInput {
 /// Inputs: x, dy. Output: the weight's gradient.
 #[derive(Debug)]
 pub struct CausalConvGradWeight {
+    /// As in the forward op.
     pub groups: usize,
+    /// Taps of the filters.
     pub width: usize,
 }
 
@@ -166,7 +170,7 @@ impl Op for CausalConvGradWeight {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        vec![Meta::f32(&[x[1].dim(0), x[0].dim(0) / self.groups, self.width])] // a sum over everything, in f32 whatever is read
+        vec![Meta::f32(&[x[1].dim(0), x[0].dim(0) / self.groups, self.width])] // a sum over all time steps, in f32 whatever the inputs' type
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {
@@ -219,19 +223,21 @@ impl Op for CausalConvGradWeight {
 }
 
 impl<'g> Var<'g> {
+    /// Causal grouped convolution over time: position t sees t and the positions before it.
     #[track_caller]
     pub fn causal_conv(self, weight: Var<'g>, groups: usize) -> Var<'g> {
         self.recorder().op1(CausalConv { groups }, &[self, weight])
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("one group", &[In(&[2, 5, 4], Fill::Normal), In(&[6, 4, 3], Fill::Normal)], |x| vec![x[0].causal_conv(x[1], 1)]),
     Case::new("groups", &[In(&[3, 7, 6], Fill::Normal), In(&[6, 2, 3], Fill::Normal)], |x| vec![x[0].causal_conv(x[1], 3)]),
     Case::new("wider than the sequence", &[In(&[1, 2, 2], Fill::Normal), In(&[2, 1, 4], Fill::Normal)], |x| {
         vec![x[0].causal_conv(x[1], 2)]
     }),
-    // In bf16 and f16 these are for tensor cores: groups of a multiple of 16, more time steps than a tile and no multiple of it.
+    // In bf16 and f16 these use tensor cores: groups of a multiple of 16, and more time steps than a tile, but not a multiple of it.
     Case::new("groups of 16", &[In(&[2, 37, 48], Fill::Normal), In(&[48, 16, 3], Fill::Normal)], |x| vec![x[0].causal_conv(x[1], 3)]),
     Case::new("one group of 16 to 48", &[In(&[1, 161, 16], Fill::Normal), In(&[48, 16, 4], Fill::Normal)], |x| {
         vec![x[0].causal_conv(x[1], 1)]

@@ -1,13 +1,13 @@
-//! The three products on tensor cores, straight from x and dy: bf16 or f16, groups of a multiple of 16.
+//! The convolution and its gradients on tensor cores, without im2col: bf16 or f16, groups of a multiple of 16.
 
 use super::gpu::{Sizes, TAPS, sum_slices};
 use crate::kernel::{Arch, At, Code, Io, Launch, Step};
 use crate::meta::DType;
 
-/// Blocks of the weight's gradient: the multiprocessors of an H200. Sums must not depend on the card, so neither does this.
+/// Blocks of the weight's gradient: the multiprocessors of an H200, and as many on every GPU, so that sums have the same bits.
 const BLOCKS: usize = 132;
 
-/// Both inputs can be read 16 bytes at a time into products of 16 by 16. A width of 1 in one group is a plain matrix product.
+/// Whether both inputs can be read 16 bytes at a time into tiles of 16 by 16. A width of 1 in one group is a plain GEMM instead.
 fn applies(s: &Sizes, io: &Io) -> bool {
     let dtype = io.x[0].dtype;
     let types = matches!(dtype, DType::BF16 | DType::F16) && io.x[1].dtype == dtype && io.arch.sm >= 80;
@@ -20,7 +20,7 @@ fn divisor(n: usize, of: impl IntoIterator<Item = usize>) -> usize {
     of.into_iter().filter(|d| n.is_multiple_of(*d)).max().unwrap_or(1)
 }
 
-/// How a block of `conv` is cut.
+/// The tile of a block of `conv`.
 struct Tile {
     /// Groups, and outputs of each.
     groups: usize,
@@ -44,7 +44,7 @@ impl Tile {
         (s.groups * s.pg / (self.groups * self.outputs), s.batch * s.time.div_ceil(self.time))
     }
 
-    /// The tiles that fit, the largest first; none where shared memory holds so little of a group that cuBLAS is faster on columns.
+    /// The tiles that fit, the largest first; none if shared memory holds so little of a group that im2col with cuBLASLt is faster.
     fn all(s: &Sizes, limit: usize) -> Vec<Tile> {
         let together = (192 / s.qg.max(s.pg)).max(1);
         let whole = (1..=together).rev().filter(|n| s.groups.is_multiple_of(*n)).map(|groups| (groups, s.pg));
@@ -58,13 +58,13 @@ impl Tile {
     }
 }
 
-/// One launch. None where the kernel does not apply.
+/// One launch. None if the kernel does not apply.
 pub(super) fn conv(s: &Sizes, io: &Io) -> Option<Launch> {
     if !applies(s, io) {
         return None;
     }
     let processors = io.arch.multiprocessors as usize;
-    // The largest tile of which there are enough to keep the card busy.
+    // The largest tile of which there are enough to keep the GPU busy.
     let tiles = Tile::all(s, io.arch.shared_limit());
     let pieces = |t: &Tile| t.pieces(s).0 * t.pieces(s).1;
     let busy = tiles.iter().find(|t| 4 * pieces(t) >= 3 * processors);
@@ -72,13 +72,13 @@ pub(super) fn conv(s: &Sizes, io: &Io) -> Option<Launch> {
 
     let (slices, count) = tile.pieces(s);
     let resident = (io.arch.shared_limit() / (tile.shared(s, 2) + 1024)).clamp(1, pieces(tile).div_ceil(processors));
-    // Outputs of a warp: the more, the fewer reads for each product; but every quarter of a multiprocessor wants a warp, better two.
+    // Outputs per warp: more of them mean fewer reads, but each quarter of a multiprocessor should have one warp, better two.
     let units = |across: usize| tile.area() / (32 * across);
     let fits = [16, 32, 48, 64].into_iter().filter(|n| tile.outputs.is_multiple_of(*n));
     let across = fits.max_by_key(|&n| (units(n) * resident).min(if n < 32 { 4 } else { 8 }))?;
     // Warps without a unit help to load: 8 weights of all taps at a time.
     let warps = units(across).max(tile.groups * tile.outputs * s.qg / 8 / 256).clamp(4, 8);
-    // Of registers, there are enough for 16 warps with many sums and for 32 with few.
+    // Registers are enough for 16 warps with many sums, or 32 with few.
     let together = resident.min(if across > 32 { 16 } else { 32 } / warps);
     let rounds = count.div_ceil((together * processors / slices).max(1));
     let step = count.div_ceil(rounds);

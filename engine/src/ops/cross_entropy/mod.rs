@@ -1,4 +1,4 @@
-//! Cross-entropy of logits with target classes, row by row. A target of -1 counts for nothing.
+//! Cross-entropy of logits with target classes, row by row. Rows with target -1 have no loss and no gradient (`ignore_index`).
 
 use crate::cpu::math::{exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
@@ -21,7 +21,7 @@ pub(super) fn row_loss(x: &[f32], target: i32) -> (f32, f32) {
     (crate::mutant!("cross-entropy-counts-ignored-targets", loss, lse - x[target.max(0) as usize]), lse)
 }
 
-/// x becomes the gradient of weight * loss.
+/// Overwrites the logits x by the gradient of weight * loss with respect to them.
 #[inline(always)]
 pub(super) fn row_gradient(x: &mut [f32], target: i32, lse: f32, weight: f32) {
     if target < 0 {
@@ -32,7 +32,7 @@ pub(super) fn row_gradient(x: &mut [f32], target: i32, lse: f32, weight: f32) {
     x[target as usize] -= weight;
 }
 
-/// A kernel over rows of logits: a warp for each short row, a block for each long one. `source` stands behind `row.cuh`.
+/// A kernel over rows of logits: a warp for each short row, a block for each long one. `row.cuh` is put before `source`.
 pub(super) fn row_launch(source: &str, entry: &'static str, dtype: DType, rows: usize, classes: usize) -> Launch {
     let by_warp = classes <= 1024;
     let (block, rows_per_block) = match classes {
@@ -146,13 +146,14 @@ impl Op for CrossEntropyGrad {
 }
 
 impl<'g> Var<'g> {
-    /// Loss of each row of these logits: [rows]; 0 where the target is -1.
+    /// The loss of each row of these logits: [rows]; 0 if the target is -1.
     #[track_caller]
     pub fn cross_entropy(self, targets: Var<'g>) -> Var<'g> {
         self.recorder().op(CrossEntropy, &[self, targets])[0]
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("some ignored", &[In(&[13, 7], Fill::Normal), In(&[13], Fill::Target(7))], |x| vec![x[0].cross_entropy(x[1])]),
     Case::new("vocabulary", &[In(&[1024, 50304], Fill::Normal), In(&[1024], Fill::Target(50304))], |x| vec![x[0].cross_entropy(x[1])])

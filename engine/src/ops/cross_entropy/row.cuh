@@ -11,7 +11,7 @@ __device__ __forceinline__ Parts parts_of(const T *x) {
     int packs = (CLASSES - before) / WIDE;
     return {before, packs, CLASSES - before - packs * WIDE};
 }
-// Fewer than 32 elements lie outside the packs: at most one for each lane; -1 for none.
+// The element outside of the packs that a lane has, of which there are fewer than 32; -1 for none.
 __device__ __forceinline__ int loose(Parts parts, int lane) {
     if (lane < parts.before) return lane;
     lane -= parts.before;
@@ -59,7 +59,7 @@ __device__ __forceinline__ float log_sum_exp(const T *x, int lane) {
 }
 
 __device__ __forceinline__ bool is_class(int target) { return target >= 0 && target < CLASSES; }
-// `picked` is the target's logit. A class that does not exist shows as NaN.
+// `picked` is the target's logit. A target outside of the classes gives NaN.
 __device__ __forceinline__ float loss_of(int target, float picked, float lse) {
     if (target < 0) return 0.0f;
     return is_class(target) ? lse - picked : __int_as_float(0x7fc00000);
@@ -80,7 +80,7 @@ template <int N> __device__ __forceinline__ void slope_packs(Pack *p, int stride
     }
 }
 
-// x becomes weight * (softmax - one at the target); zeros where the row is ignored.
+// Overwrites x by weight * (softmax - one_hot(target)); zeros if the row is ignored.
 __device__ __forceinline__ void gradient(T *x, int lane, int target, float lse, float weight) {
     Parts parts = parts_of(x);
     Pack *packs = (Pack *)(x + parts.before);

@@ -1,5 +1,5 @@
-// e [SETS, N, D]: for each set the mean over pairs of 1 - cosine. With u the vectors made one long, |sum of u|^2 is the sum of |u|^2 and twice that over
-// pairs. A block has a set, each of its GROUPS groups every GROUPS-th vector, UNROLL of them on their way at once.
+// e [SETS, N, D]: for each set the mean over pairs of 1 - cosine. With u the normalized vectors, |sum of u|^2 = sum of |u|^2 + 2 (sum of u_i u_j over
+// pairs). A block has a set, each of its GROUPS groups every GROUPS-th vector, UNROLL of them in flight at once.
 
 // Over the block; the order is fixed.
 __device__ __forceinline__ double block_sum_wide(double v) {

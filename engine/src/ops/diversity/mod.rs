@@ -1,4 +1,4 @@
-//! How far vectors of a set point apart: 1 - cosine, for each pair and in the mean over pairs. A vector of zeros has a cosine of 0 with all.
+//! Cosine distance, 1 - cosine, between the vectors of a set: for each pair, and its mean over pairs. A zero vector has cosine 0 with all others.
 
 use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut};
@@ -9,14 +9,14 @@ use crate::ops::reduce::packs::{LANES, PACKS, Rows, pack};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Below this a length counts as this.
+/// Shorter vectors are divided by this instead of their length.
 const SHORTEST: f32 = 1e-12;
 
 fn check(x: &Meta) {
     assert!(x.rank() == 3 && x.shape[1] >= 2 && x.dtype.is_float(), "distances within sets of {x:?}: [sets, two or more, width]");
 }
 
-/// A set's vectors made one long: [n, width].
+/// A set's vectors, normalized to length 1: [n, width].
 fn units(set: &[f32], width: usize) -> Vec<f32> {
     set.chunks(width)
         .flat_map(|e| {
@@ -26,7 +26,7 @@ fn units(set: &[f32], width: usize) -> Vec<f32> {
         .collect()
 }
 
-/// A kernel over vectors, `groups` of them at once in a block.
+/// A kernel over vectors, `groups` of them per block at once.
 fn launch(io: &Io, source: &str, entry: &'static str, groups: usize) -> Launch {
     let (dtype, d) = (io.x[0].dtype, io.x[0].dim(0));
     let vec = pack(&[dtype], &[d, io.offsets[0]]);
@@ -44,7 +44,7 @@ fn launch(io: &Io, source: &str, entry: &'static str, groups: usize) -> Launch {
         .all(io)
 }
 
-/// Threads of one vector: a warp, or a block where that would leave more than 32 elements to each of its threads.
+/// Threads per vector: a warp, or a block if each thread of a warp would have more than 32 elements.
 fn lanes(d: usize) -> usize {
     if d <= 1024 { 32 } else { Rows::new(d, &[DType::F32]).lanes }
 }
@@ -71,7 +71,7 @@ impl Op for Diversity {
             for u in units.chunks(width) {
                 all.iter_mut().zip(u).for_each(|(a, &v)| *a += v as f64);
             }
-            // |sum of u|^2 is the sum of |u|^2 and twice that over pairs.
+            // |sum of u|^2 = sum of |u|^2 + 2 (sum of u_i u_j over pairs).
             let own: f64 = units.iter().map(|&v| v as f64 * v as f64).sum();
             let pairs = all.iter().map(|a| a * a).sum::<f64>() - own;
             *y = (1.0 - pairs / (n * (n - 1)) as f64) as f32;
@@ -87,7 +87,7 @@ impl Op for Diversity {
         const WARPS: usize = 8192;
         let (sets, n, d) = (io.x[0].shape[0], io.x[0].shape[1], io.x[0].shape[2]);
         let groups = if lanes(d) > 32 { 1 } else { (WARPS / sets).clamp(1, n.div_ceil(2).min(8)) };
-        // Vectors that a thread holds at once.
+        // Vectors per thread at once.
         let unroll = (64 / d.div_ceil(lanes(d)).next_multiple_of(4)).clamp(1, 4);
         launch(io, include_str!("diversity.cu"), "diversity", groups)
             .define("UNROLL", unroll)
@@ -96,7 +96,8 @@ impl Op for Diversity {
             .code()
     }
 
-    /// With u = e / |e| and s = the sum of a set's u: the gradient by u is -2 (s - u) / (n (n - 1)), of which e sees what is across to u.
+    /// With u = e / |e| and s = the sum of a set's u: the gradient with respect to u is -2 (s - u) / (n (n - 1)); with respect to e, its component
+    /// orthogonal to u, divided by |e|.
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return no_gradient(1) };
         let (sets, n) = (x[0].shape()[0], x[0].shape()[1]);
@@ -119,7 +120,7 @@ impl Op for Diversity {
     }
 }
 
-/// Vectors made one long, in f32, and how long they were.
+/// Vectors normalized to length 1, in f32, and their lengths.
 fn unit(e: Var) -> (Var, Var) {
     let e = e.cast(DType::F32);
     let length = e.square().sum_axis(2).sqrt().max(e.recorder().full(&[1, 1, 1], SHORTEST));
@@ -205,6 +206,7 @@ fn pairs<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
     vec![x[0].pair_distances()]
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("a set of two", &[In(&[3, 2, 5], Fill::Normal)], mean),
     Case::new("sets", &[In(&[7, 10, 48], Fill::Normal)], mean),

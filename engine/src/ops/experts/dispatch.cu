@@ -1,5 +1,5 @@
-// A counting sort of slots by expert, stable. Each block has CHUNK slots: it counts those of every expert; then, from the counts of all
-// blocks, it knows where its own begin.
+// A stable counting sort of slots by expert. Each block counts the slots of every expert in its CHUNK; from the counts of all blocks it then knows where its
+// own slots begin.
 #define THREADS 256
 
 // This slot's expert, its peers among the lanes of the warp, and -1 past the end of the chunk.
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dispatch_place(const int *
         if (i / EXPERTS < blockIdx.x) atomicAdd(&next[i % EXPERTS], count);
     }
     __syncthreads();
-    // Where each expert's slots begin: what all experts before it have.
+    // The first row of each expert: the number of slots of all experts before it.
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
         int begin = 0;
         for (int i = 0; i < e; i++) begin += total[i];

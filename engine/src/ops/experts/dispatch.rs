@@ -1,4 +1,4 @@
-//! Slots of tokens, sorted by expert.
+//! Sorts the slots of tokens by expert.
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch, Step};
@@ -6,10 +6,11 @@ use crate::meta::{DType, Meta};
 use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 
-/// Of expert numbers i32 [tokens, k], whose places are the slots 0..tokens k: slots by expert, then by number, i32 [slots]; where each
-/// slot is among these, i32 [slots]; and where each expert's begin, i32 [experts + 1], the last being their number.
+/// A stable sort of the slots by expert. Input: the expert of each slot, i32 [tokens, k]. Outputs: order, the slot at each row, i32 [slots];
+/// position, the row of each slot, i32 [slots]; offsets, the first row of each expert and last the number of rows, i32 [experts + 1].
 #[derive(Debug)]
 pub struct Dispatch {
+    /// The number of experts.
     pub experts: usize,
 }
 
@@ -72,7 +73,7 @@ impl Op for Dispatch {
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
-        // As with `route`: what is decided once is kept.
+        // Not marked memory-bound, so that `recompute` keeps the routing decision, as with `route`.
         Cost { memory_bound: false, ..Cost::memory(4 * x[0].bytes()) }
     }
 }

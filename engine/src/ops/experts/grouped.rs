@@ -1,4 +1,4 @@
-//! Products of rows with the matrix of each row's expert.
+//! Grouped GEMM: each row times the matrix of its expert.
 
 use super::kernels::{Kernel, TILE_ROWS, Tile};
 use super::outer::GroupedOuter;
@@ -11,39 +11,44 @@ use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// What the rows of a tensor are: those of the experts, sorted, or tokens, each of which has several of those.
+/// How the rows of a tensor are indexed. A token has one row for each of its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
+    /// One row for each token copy, sorted by expert.
     Row,
+    /// One row for each token.
     Token,
 }
 
 /// Inputs: x [rows or tokens, k], w [experts, k, n] or, `transposed`, [experts, n, k], then `dispatch`'s order, position and offsets.
-/// Row r is x[r], or that of r's token. Output [rows or tokens, n]: a token's is the sum of its rows'.
+/// By token, row r reads x of its token (a gather), and the output of a token is the sum over its rows. Output [rows or tokens, n].
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupedMatmul {
-    /// Rows of a token.
+    /// Experts, and so rows, of each token.
     pub top: usize,
+    /// How the rows of the input are indexed.
     pub from: By,
+    /// How the rows of the output are indexed.
     pub to: By,
+    /// Whether w is [experts, n, k].
     pub transposed: bool,
     /// Set by the pass `grouped-gemm`.
     pub kernel: Kernel,
 }
 
-/// [experts, k, n] of w.
+/// (experts, k, n) of w.
 pub(super) fn matrices(w: &[usize], transposed: bool) -> [usize; 3] {
     if transposed { [w[0], w[2], w[1]] } else { [w[0], w[1], w[2]] }
 }
 
-/// Order, position and offsets fit rows that come `top` to a token.
+/// Whether order, position and offsets have the right shapes for `top` rows per token.
 pub(super) fn routed(x: &[Meta], top: usize, experts: usize) -> bool {
     let slots = x[0].elements();
     slots.is_multiple_of(top) && x[1].elements() == slots && x[2].elements() == experts + 1 && x.iter().all(|m| m.dtype == DType::I32)
 }
 
 impl By {
-    /// How many there are of `rows` rows.
+    /// The first dimension of a tensor that is indexed so, if there are `rows` rows by expert.
     pub(super) fn count(self, rows: usize, top: usize) -> usize {
         if self == By::Row { rows } else { rows / top }
     }
@@ -145,7 +150,7 @@ impl Op for GroupedMatmul {
     }
 }
 
-/// Rows [d] by expert, of tokens.
+/// The rows [d] of tokens, gathered in the order of the experts.
 pub(super) fn gather<'a>(tokens: &[f32], order: &[i32], top: usize, d: usize, rows: &'a mut [f32]) -> &'a [f32] {
     rows.par_chunks_mut(d)
         .zip(order)
@@ -156,7 +161,7 @@ pub(super) fn gather<'a>(tokens: &[f32], order: &[i32], top: usize, d: usize, ro
 
 /// y [rows, n] = x [rows, k] times each expert's matrix.
 pub(super) fn products(x: &[f32], w: &[f32], offsets: &[i32], k: usize, n: usize, transposed: bool, y: &mut [f32]) {
-    // As many rows at a time as give every thread some, whatever the loads, and are worth to lay out a matrix for.
+    // Chunks of rows: small enough that every thread gets some, whatever the loads, and large enough to be worth packing the matrix.
     let most = (y.len() / n).div_ceil(4 * rayon::current_num_threads()).max(32);
     let mut tasks: Vec<(usize, usize, &mut [f32])> = vec![];
     let mut rest = y;
@@ -175,7 +180,7 @@ pub(super) fn products(x: &[f32], w: &[f32], offsets: &[i32], k: usize, n: usize
     });
 }
 
-/// One product on a GPU, with or without SwiGLU.
+/// One grouped GEMM on a GPU, with or without SwiGLU.
 pub(super) struct Product {
     pub experts: usize,
     pub rows: usize,
@@ -186,13 +191,13 @@ pub(super) struct Product {
     pub from: By,
     pub transposed: bool,
     pub swiglu: bool,
-    /// What SwiGLU is made of is written too.
+    /// Whether SwiGLU's inputs, gate and up, are written too.
     pub kept: bool,
 }
 
 impl Product {
     pub(super) fn launch(&self, kernel: Kernel, io: &Io, args: &[Place]) -> Launch {
-        // SwiGLU wants gates and as many others.
+        // SwiGLU has as many gate columns as up columns.
         let columns = if self.out <= 128 && !self.swiglu { 128 } else { 256 };
         let launch = match Tile::new(kernel, io.arch, io.x[0].dtype, &io.offsets[..2], columns, [false, !self.transposed]) {
             Some(tile) => {

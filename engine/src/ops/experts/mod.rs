@@ -1,6 +1,6 @@
-//! Mixtures of experts: who computes what is decided on the device, and shapes are static all the same. A token has `k` slots, one
-//! for each of its experts, numbered token k + j; sorted by expert they are rows, and products of all rows with the matrices of their experts
-//! are made at once, whatever the experts' loads.
+//! Mixture of experts without capacity limits: routing is decided on the device, and shapes are static. A token has `k` slots, one for each of
+//! its experts, numbered token * k + j. Sorted by expert, the slots are rows, and one grouped GEMM multiplies all rows by the matrices of their
+//! experts, whatever the experts' loads.
 
 mod dispatch;
 mod grouped;
@@ -21,52 +21,54 @@ use crate::op::{Case, Fill, In};
 use crate::ops::matmul::Matmul;
 use crate::record::Var;
 
-/// Where tokens go.
+/// The routing of tokens to experts.
 #[derive(Clone, Copy, Debug)]
 pub struct Routing<'g> {
-    /// f32 [tokens, experts].
+    /// The router's softmax, f32 [tokens, experts].
     pub probabilities: Var<'g>,
-    /// f32 [tokens, k]: the largest probabilities of each token, which sum to 1.
+    /// The k largest probabilities of each token, renormalized to sum to 1, f32 [tokens, k].
     pub weights: Var<'g>,
-    /// i32 [tokens, k]: whose these are.
+    /// The experts that these belong to, i32 [tokens, k].
     pub chosen: Var<'g>,
+    /// The slots, sorted by expert.
     pub rows: Rows<'g>,
 }
 
-/// Slots by expert.
+/// The slots, sorted by expert (see `dispatch`).
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'g> {
     /// Slots of a token.
     pub k: usize,
-    /// i32 [slots]: the slot of each row, and the row of each slot.
+    /// The slot of each row, i32 [slots].
     pub order: Var<'g>,
+    /// The row of each slot, i32 [slots].
     pub position: Var<'g>,
-    /// i32 [experts + 1]: where the rows of each expert begin, and the number of all.
+    /// The first row of each expert, and last the number of rows, i32 [experts + 1].
     pub offsets: Var<'g>,
 }
 
 impl<'g> Var<'g> {
-    /// The k experts of each token with the largest of these logits [tokens, experts].
+    /// Routes each token to the k experts with the largest of these logits [tokens, experts].
     #[track_caller]
     pub fn route(self, k: usize) -> Routing<'g> {
         let y = self.recorder().op(Route { k }, &[self]);
         Routing { probabilities: y[0], weights: y[1], chosen: y[2], rows: y[2].dispatch(self.dim(0)) }
     }
 
-    /// Slots by expert, given the experts of each token, i32 [tokens, k].
+    /// Sorts slots by expert, given the experts of each token, i32 [tokens, k].
     #[track_caller]
     pub fn dispatch(self, experts: usize) -> Rows<'g> {
         let y = self.recorder().op(Dispatch { experts }, &[self]);
         Rows { k: self.dim(0), order: y[0], position: y[1], offsets: y[2] }
     }
 
-    /// Rows [rows, n] of tokens [tokens, k] times the matrices of their experts, w [experts, n, k].
+    /// Each token of x [tokens, k] times the matrices w [experts, n, k] of its experts: [rows, n].
     #[track_caller]
     pub fn to_experts(self, w: Var<'g>, rows: &Rows<'g>) -> Var<'g> {
         rows.matmul(self, w, By::Token, By::Row)
     }
 
-    /// The sum [tokens, n] of each token's rows [rows, k] times the matrices of their experts, w [experts, n, k].
+    /// Each row [rows, k] times the matrix of its expert, w [experts, n, k], summed over each token's rows: [tokens, n].
     #[track_caller]
     pub fn from_experts(self, w: Var<'g>, rows: &Rows<'g>) -> Var<'g> {
         rows.matmul(self, w, By::Row, By::Token)
@@ -82,8 +84,8 @@ impl<'g> Rows<'g> {
 }
 
 impl<'g> Routing<'g> {
-    /// The experts' answers to x [tokens, d], weighted and added up: each is SwiGLU of gate_up [experts, 2 hidden, d] (gates first),
-    /// then down [experts, d, hidden].
+    /// The weighted sum of the experts' outputs for x [tokens, d]. Each expert is a SwiGLU MLP: gate_up [experts, 2 hidden, d] (gates first), then
+    /// down [experts, d, hidden].
     #[track_caller]
     pub fn experts(&self, x: Var<'g>, gate_up: Var<'g>, down: Var<'g>) -> Var<'g> {
         let r = &self.rows;
@@ -92,23 +94,23 @@ impl<'g> Routing<'g> {
         hidden.from_experts(down, r)
     }
 
-    /// The share of all slots that each expert has: f32 [experts].
+    /// The fraction of all slots that each expert has: f32 [experts].
     pub fn loads(&self) -> Var<'g> {
         let experts = self.probabilities.dim(0);
         let offsets = self.rows.offsets.cast(DType::F32);
         (offsets.slice(0, 1, experts + 1) - offsets.slice(0, 0, experts)) * (1.0 / self.rows.order.meta().elements() as f32)
     }
 
-    /// How uneven the experts' loads are: these times their mean probabilities, summed and scaled so that even loads give 1.
-    /// Its gradient is that of the probabilities.
+    /// The balance loss: the sum over experts of load times mean probability, scaled so that even loads give 1. Its gradient goes through the
+    /// probabilities.
     pub fn balance(&self) -> Var<'g> {
         let experts = self.probabilities.dim(0);
         (self.loads() * self.probabilities.mean_axis(0).reshape(&[experts])).sum() * experts as f32
     }
 }
 
-/// A mixture layer: `x` [.., d] through the `k` experts that `router` [experts, d] chooses for each token, and what it chose.
-/// Without a router there is one expert, which is a dense layer.
+/// A mixture-of-experts layer: `x` [.., d] through the `k` experts that `router` [experts, d] chooses for each token; and the routing. Without a
+/// router there is one expert, a dense layer.
 #[track_caller]
 pub fn mixture<'g>(x: Var<'g>, router: Option<Var<'g>>, gate_up: Var<'g>, down: Var<'g>, k: usize) -> (Var<'g>, Option<Routing<'g>>) {
     let meta = x.meta();
@@ -119,7 +121,7 @@ pub fn mixture<'g>(x: Var<'g>, router: Option<Var<'g>>, gate_up: Var<'g>, down: 
         let y = both.slice(1, 0, hidden).swiglu(both.slice(1, hidden, 2 * hidden)).linear(down.row(0));
         return (y.reshape(&meta.shape), None);
     };
-    // The logits are f32 whatever they are made of: they decide.
+    // Logits are f32 whatever the inputs' type, since routing depends on small differences.
     let logits = x.recorder().op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, &[flat, router.t()]);
     let routing = logits.route(k);
     (routing.experts(flat, gate_up, down).reshape(&meta.shape), Some(routing))
@@ -130,7 +132,7 @@ fn rows<'g>(chosen: Var<'g>, experts: usize) -> Rows<'g> {
     chosen.recorder().scope("routing", || chosen.dispatch(experts))
 }
 
-/// As `rows`, of numbers below 512: half of the slots are the first of 8 experts', an eighth the second's, and so on down to a 23rd.
+/// As `rows`, with uneven loads, from numbers below 512: half of the slots go to the first of 8 experts, an eighth to the second, and so on.
 fn skewed(numbers: Var) -> Rows {
     numbers.recorder().scope("routing", || {
         let share = numbers.cast(DType::F32) * (1.0 / 512.0);
@@ -147,6 +149,7 @@ fn outer<'g>(rows_of: Var<'g>, tokens: Var<'g>, rows: &Rows<'g>) -> Var<'g> {
     GroupedOuter::record([(rows_of, By::Row), (tokens, By::Token)], rows.k, rows.order, rows.offsets)
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("route", &[In(&[7, 5], Fill::Spread)], |x| {
         let r = (x[0] * 0.1).route(2);

@@ -1,6 +1,6 @@
 // y [EXPERTS, M, N] = the sum over an expert's rows of left[row] right[row], left [.., M] and right [.., N] by row or by token (BY_TOKEN).
-// The steps of all tiles of all experts are dealt out evenly to the blocks, whatever the experts' loads. A tile that one block has alone it
-// writes to y; what several have parts of, `outer_join` adds up in their order.
+// Stream-K: the steps along K of all tiles of all experts are divided evenly among the blocks, whatever the experts' loads. A tile that one block has alone
+// is written to y; partial sums of tiles that several blocks share are added in order by `outer_join`.
 #define TILES_ACROSS ((N + TN - 1) / TN)
 #define TILES ((M + TM - 1) / TM * TILES_ACROSS) // of one expert
 
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) outer_join(const int *offs
     tile %= TILES;
     for (u32 e = 0; e < expert; e++) before += steps_of(offsets[e + 1] - offsets[e]) * TILES;
     u32 steps = steps_of(offsets[expert + 1] - offsets[expert]), first = before + tile * steps;
-    // Whose a step is: block b if first_step(b) <= step < first_step(b + 1).
+    // Block b has the steps first_step(b) <= step < first_step(b + 1).
     const auto block_of = [&](u32 step) { return (u32)((((u64)step + 1) * blocks_for(all) - 1) / all); };
     u32 begin = 0, end = 0;
     if (steps > 0) {
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) outer_join(const int *offs
 struct Source {
     const T *left, *right;
     const int *offsets, *order;
-    // What is fetched next, and the slots of this thread's rows.
+    // The step that is loaded next, and the slots of this thread's rows.
     u32 number, end;
     Part p;
     int slots[STEP / PASS];

@@ -1,4 +1,4 @@
-//! Gradients of the experts' matrices: for each, the sum of its rows' outer products.
+//! Gradients with respect to the experts' matrices: for each expert, left^T right over its rows.
 
 use super::grouped::{By, gather};
 use super::kernels::{Kernel, TILE_ROWS, Tile};
@@ -13,22 +13,25 @@ use crate::record::Var;
 /// left^T right over each expert's rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupedOuter {
-    /// Rows of a token.
+    /// Experts, and so rows, of each token.
     pub top: usize,
+    /// How the rows of the left operand are indexed.
     pub left: By,
+    /// How the rows of the right operand are indexed.
     pub right: By,
     /// Set by the pass `grouped-gemm`.
     pub kernel: Kernel,
 }
 
 impl GroupedOuter {
+    /// Records left^T right for each expert: the gradient with respect to the experts' matrices.
     pub fn record<'g>([(left, by_left), (right, by_right)]: [(Var<'g>, By); 2], top: usize, order: Var<'g>, offsets: Var<'g>) -> Var<'g> {
         let op = GroupedOuter { top, left: by_left, right: by_right, kernel: Kernel::Plain };
         left.recorder().op1(op, &[left, right, order, offsets])
     }
 }
 
-/// Blocks that share the work: the multiprocessors of an H200. Sums must not depend on the card, so neither does this.
+/// Blocks that share the work: the multiprocessors of an H200, and as many on every GPU, so that sums have the same bits.
 const BLOCKS: usize = 132;
 const COLUMNS: usize = 256;
 

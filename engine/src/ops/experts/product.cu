@@ -1,7 +1,7 @@
 // y [rows, OUT] = x times the matrix of each row's expert: w [EXPERTS, OUT, K] where it is TRANSPOSED, else [EXPERTS, K, OUT].
-// Rows of x are the sorted ones, or, with GATHER, x[order[row] / TOP]. With SWIGLU, w has OUT rows for gates and then as many for what they
-// let through: y = weight * silu(gate) * up, and h [rows, 2 OUT] is both, where it is to be KEPT.
-// Blocks stay and take tile after tile; the next one's first steps are fetched while the last ones of this are multiplied.
+// Rows of x are sorted by expert, or, with GATHER, x[order[row] / TOP]. With SWIGLU, w has OUT rows for gate and then as many for up:
+// y = weight * silu(gate) * up, and with KEPT, h [rows, 2 OUT] gets gate and up.
+// Blocks are persistent and take one tile after another; the next one's first steps are loaded during the last ones of this.
 #define WIDTH (SWIGLU ? TN / 2 : TN) // columns of y in a tile
 #define TILES_ACROSS ((OUT + WIDTH - 1) / WIDTH)
 #define STEPS ((K + STEP - 1) / STEP)
@@ -19,10 +19,10 @@ __device__ __forceinline__ bool find_tile(const int *offsets, u32 number, Tile &
 struct Source {
     const T *x, *w;
     const int *offsets, *order;
-    // The tile that is being fetched, step by step: this thread's rows of x (and which of them there are), and its place in w.
+    // The tile that is being loaded, step by step: this thread's rows of x (and which of them exist), and its address in w.
     const T *a[TM / PASS], *b;
     u32 live, column, k;
-    // The one after it, whose rows are looked up early.
+    // The tile after it, whose row indices are read early.
     Tile next;
     u32 number;
     bool more;
@@ -48,7 +48,7 @@ struct Source {
             a[i] = x + (u64)(in ? GATHER ? slots[i] / TOP : row : 0) * K + own_piece();
             live |= (u32)in << i;
         }
-        // With SwiGLU, eight rows of gates and eight of the others take turns: a thread then has sums of both.
+        // With SwiGLU, groups of eight gate rows and eight up rows alternate, so that a thread has accumulators of both.
         u32 r = own_row(0), up = SWIGLU ? r / 8 % 2 : 0;
         column = next.column + (TRANSPOSED ? SWIGLU ? r / 16 * 8 + r % 8 : r : own_piece());
         b = w + (u64)next.expert * K * (SWIGLU ? 2 * OUT : OUT);
@@ -83,7 +83,7 @@ struct Source {
 // 32 columns of a row, of which a lane has f[0..8].
 __device__ __forceinline__ void store(T *to, bool live, const float (&f)[8]) {
     u32 p[4] = {pack<T>(f[0], f[1]), pack<T>(f[2], f[3]), pack<T>(f[4], f[5]), pack<T>(f[6], f[7])};
-    turn(p);
+    transpose(p);
     if (live) *(uint4 *)to = make_uint4(p[0], p[1], p[2], p[3]);
 }
 

@@ -3,7 +3,7 @@
 extern "C" __global__ void route(const T *x, float *p, float *weights, int *chosen) {
     int lane = row_lane();
     u64 row = (u64)blockIdx.x * (256 / LANES) + row_group();
-    bool real = row < (u64)ROWS; // threads without a row are needed by the shuffles
+    bool real = row < (u64)ROWS; // threads without a row take part in the shuffles
     float v[EACH], e[EACH], top = -infinity(), total = 0.0f;
     #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -24,7 +24,7 @@ extern "C" __global__ void route(const T *x, float *p, float *weights, int *chos
         if (real && i * LANES + lane < EXPERTS) p[row * EXPERTS + i * LANES + lane] = e[i];
     }
 
-    // By the logits, whose order no rounding has touched. EXPERTS is nobody.
+    // Compare logits, which are exact, not probabilities. EXPERTS stands for none.
     u32 taken = 0;
     float sum = 0.0f;
     for (int j = 0; j < K; j++) {
@@ -42,7 +42,7 @@ extern "C" __global__ void route(const T *x, float *p, float *weights, int *chos
         for (int i = LANES / 2; i > 0; i >>= 1) {
             float other = __shfl_xor_sync(0xffffffffu, best, i), other_p = __shfl_xor_sync(0xffffffffu, best_p, i);
             int whose = __shfl_xor_sync(0xffffffffu, who, i);
-            // Where neither is larger (both may be NaN), the earlier.
+            // If neither is larger (both may be NaN), the earlier one.
             if (who == EXPERTS || (whose != EXPERTS && (other > best || (!(best > other) && whose < who)))) {
                 best = other;
                 best_p = other_p;

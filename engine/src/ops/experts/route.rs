@@ -1,4 +1,4 @@
-//! Which experts a token goes to, and how much each counts.
+//! The router: softmax, top-k and renormalization.
 
 use crate::cpu::math::{exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
@@ -12,10 +12,11 @@ use rayon::prelude::*;
 /// Rows of one task.
 const ROWS: usize = 64;
 
-/// Of logits [tokens, experts]: their softmax f32 [tokens, experts]; the probabilities of the k largest, the largest first, divided by
-/// their sum, f32 [tokens, k]; and which these are, i32 [tokens, k]. Of equal logits, the earlier counts as the larger.
+/// Input: logits [tokens, experts]. Outputs: their softmax, f32 [tokens, experts]; the k largest probabilities, largest first, divided by their
+/// sum, f32 [tokens, k]; and their experts, i32 [tokens, k]. Of equal logits, the first counts as the larger.
 #[derive(Debug)]
 pub struct Route {
+    /// Experts for each token.
     pub k: usize,
 }
 
@@ -77,16 +78,19 @@ impl Op for Route {
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
-        // Cheap, but its result is small and decides what follows: `recompute` should keep it.
+        // Not marked memory-bound: the result is small, so `recompute` should keep it.
         let bytes = x[0].bytes() + self.infer(x).iter().map(|m| m.bytes()).sum::<usize>();
         Cost { flops: 8 * x[0].elements() as u64, memory_bound: false, ..Cost::memory(bytes) }
     }
 }
 
-/// Inputs: the three outputs, then the gradients of the first two that there are. Output: the gradient of the logits, f32.
+/// Inputs: the three outputs, then the gradients with respect to the first two, as far as they exist. Output: the gradient with respect to the
+/// logits, f32.
 #[derive(Debug)]
 pub struct RouteGrad {
+    /// Whether there is a gradient with respect to the probabilities.
     pub by_probabilities: bool,
+    /// Whether there is a gradient with respect to the weights.
     pub by_weights: bool,
 }
 

@@ -10,7 +10,7 @@
 extern "C" __global__ void route_grad(const float *p, const float *weights, const int *chosen, GRADIENTS, float *dx) {
     int lane = row_lane();
     u64 row = (u64)blockIdx.x * (256 / LANES) + row_group();
-    bool real = row < (u64)ROWS; // threads without a row are needed by the shuffles
+    bool real = row < (u64)ROWS; // threads without a row take part in the shuffles
     float v[EACH], g[EACH], along = 0.0f;
     #pragma unroll
     for (int i = 0; i < EACH; i++) {

@@ -1,4 +1,4 @@
-//! The first half of an expert: gates and what they let through, in one product.
+//! The first half of an expert: gate and up projections in one grouped GEMM, with SwiGLU fused.
 
 use super::grouped::{By, GroupedMatmul, Product, gather, products, routed};
 use super::kernels::Kernel;
@@ -12,13 +12,14 @@ use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: x [tokens, d], w [experts, 2 hidden, d] (gates, then the others), `dispatch`'s order, position and offsets, weights f32
-/// [tokens, top]. With (gate, up) = x w^T for a row's token and expert: y [rows, hidden] = weight silu(gate) up, so that the sum of a token's
-/// rows, after another product, is weighted already; and h [rows, 2 hidden] = gate and up, which the gradient is computed from.
+/// Inputs: x [tokens, d], w [experts, 2 hidden, d] (gate, then up), `dispatch`'s order, position and offsets, weights f32 [tokens, top]. With
+/// (gate, up) = x w^T for a row's token and expert: y [rows, hidden] = weight silu(gate) up, so that after the down projection a token's rows
+/// need only be summed; and h [rows, 2 hidden] = (gate, up), which the gradient needs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupedSwiglu {
+    /// Experts for each token.
     pub top: usize,
-    /// h is an output: `dead-code` drops it where there is no gradient.
+    /// Whether h is an output; `dead-code` drops it in programs without gradients.
     pub keep: bool,
     /// Set by the pass `grouped-gemm`.
     pub kernel: Kernel,
@@ -73,7 +74,7 @@ impl Op for GroupedSwiglu {
     }
 
     fn only(&self, read: &[bool]) -> Option<Lean> {
-        // What only a gradient reads.
+        // Only the gradient reads h.
         (self.keep && !read[1]).then(|| Lean::without_last(GroupedSwiglu { keep: false, ..self.clone() }, read.len()))
     }
 
@@ -103,7 +104,7 @@ impl Op for GroupedSwiglu {
         vec![Some(by_x), Some(by_w), None, None, None, Some(both[1])]
     }
 
-    /// Without h there is nothing to compute a gradient from.
+    /// The gradient needs h.
     fn differentiable(&self) -> bool {
         self.keep
     }
@@ -124,9 +125,10 @@ impl Op for GroupedSwiglu {
     }
 }
 
-/// Inputs: h [rows, 2 hidden], dy [rows, hidden], order, weights. Outputs: the gradients of h and of the weights, f32 [tokens, top].
+/// Inputs: h [rows, 2 hidden], dy [rows, hidden], order, weights. Outputs: gradients with respect to h, and to the weights, f32 [tokens, top].
 #[derive(Debug)]
 pub struct GroupedSwigluGrad {
+    /// Experts for each token.
     pub top: usize,
 }
 
@@ -142,7 +144,7 @@ impl Op for GroupedSwigluGrad {
         vec![x[0].clone(), x[3].clone()]
     }
 
-    /// A row's part of the weights' gradient is known with the row; its slot's place comes after.
+    /// The weights' gradient by row, before it is reordered by slot.
     fn workspace(&self, x: &[Meta]) -> usize {
         x[2].elements()
     }

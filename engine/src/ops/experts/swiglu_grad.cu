@@ -3,7 +3,7 @@
 template <bool PACKED>
 __device__ __forceinline__ void back(const T *h, const T *dy, const int *order, const float *weights, T *dh, float *dw) {
     u64 i = (u64)blockIdx.x * GROUPS + row_group();
-    bool real = i < (u64)N; // threads without a row are needed by the shuffles
+    bool real = i < (u64)N; // threads without a row take part in the shuffles
     float dot = 0.0f;
     int slot = real ? order[i] : 0;
     if (real) {

@@ -1,8 +1,8 @@
-// A tile [TM, TN] of a product on tensor cores, STEP of what is summed over at a time.
-// In shared memory both sides are rows of 64 elements, 128 bytes. A side's rows are its own, with 64 of the sum each; or, where it is read
-// TURNED, they are rows of the sum: 64 of these for its first 64 columns, 64 for the next. Piece c (16 bytes) of row r lies at c ^ r % 8, so
-// that eight rows' pieces are in different banks. wgmma calls this a swizzle of 128 bytes.
-// With wgmma, four more warps copy: those that calculate then never wait for copies of their own.
+// A tile [TM, TN] of a GEMM on tensor cores, in steps of STEP along K.
+// In shared memory both operands are rows of 64 elements (128 bytes). A row of an operand has 64 elements along K; or, if the operand is TRANSPOSED, rows
+// are along K: 64 of them for its first 64 columns, 64 for the next. Piece c (16 bytes) of row r lies at c ^ r % 8, wgmma's 128-byte swizzle, so that
+// eight rows' pieces are in different banks.
+// With wgmma, four more warps copy (warp specialization), so that computing warps never wait for their own copies.
 #define THREADS 256
 #define COPIERS (WGMMA ? 128 : THREADS)
 #define BLOCK (WGMMA ? THREADS + COPIERS : THREADS)
@@ -43,17 +43,17 @@ __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
     u64 a = rows_at(stage + threadIdx.x / 128 * 8192, 8192), b = rows_at(stage + A_BYTES, 8192);
     products_begin();
 #pragma unroll
-    for (int k = 0; k < 4; k++) wgmma(&c[0][0][0], a + k * (A_TURNED ? 128 : 2), b + k * (B_TURNED ? 128 : 2));
+    for (int k = 0; k < 4; k++) wgmma(&c[0][0][0], a + k * (A_TRANSPOSED ? 128 : 2), b + k * (B_TRANSPOSED ? 128 : 2));
     products_commit();
 }
 
-// Stages in a ring. source.copy(stage) begins to fetch the next step of the block's work, or says that there is none.
+// A ring of stages. source.copy(stage) starts to load the next step of the block's work, or returns that there is none.
 template <class Source> struct Ring {
     Source &source;
     char *memory;
     u64 *full, *empty;
     u32 now, phase;
-    bool held; // the stage before, by a product that may still read it
+    bool held; // whether a wgmma may still read the previous stage
 
     __device__ __forceinline__ Ring(Source &s) : source(s), memory(stages()), now(0), phase(0), held(false) {
         __shared__ u64 barriers[2][STAGES];
@@ -105,11 +105,11 @@ template <class Source> struct Ring {
 __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
     u32 lane = threadIdx.x % 32, low = lane % 8, high = lane / 16, middle = lane / 8 % 2;
     // The row and the piece of it that this lane names to ldmatrix.
-    u32 a_row = A_TURNED ? warp_row() + high * 8 + low : warp_row() + lane % 16;
-    u32 a_piece = A_TURNED ? middle : high;
+    u32 a_row = A_TRANSPOSED ? warp_row() + high * 8 + low : warp_row() + lane % 16;
+    u32 a_piece = A_TRANSPOSED ? middle : high;
     u32 column = warp_column() / 8; // in pieces
-    u32 b_row = B_TURNED ? column / 8 * 64 + middle * 8 + low : warp_column() + high * 8 + low;
-    u32 b_piece = B_TURNED ? column % 8 + high : middle;
+    u32 b_row = B_TRANSPOSED ? column / 8 * 64 + middle * 8 + low : warp_column() + high * 8 + low;
+    u32 b_piece = B_TRANSPOSED ? column % 8 + high : middle;
     const char *a = stage + a_row * 128, *b = stage + A_BYTES + b_row * 128;
     a_piece = (a_piece ^ low) << 4;
     b_piece = (b_piece ^ low) << 4;
@@ -118,12 +118,12 @@ __device__ __forceinline__ void multiply(Sums &c, const char *stage) {
         u32 x[DOWN][4], y[ACROSS / 2][4];
 #pragma unroll
         for (int i = 0; i < DOWN; i++) {
-            if (A_TURNED) matrices_t(x[i], a + k * 2048 + (a_piece ^ i << 5));
+            if (A_TRANSPOSED) matrices_t(x[i], a + k * 2048 + (a_piece ^ i << 5));
             else matrices(x[i], a + i * 2048 + (a_piece ^ k << 5));
         }
 #pragma unroll
         for (int j = 0; j < ACROSS / 2; j++) {
-            if (B_TURNED) matrices_t(y[j], b + k * 2048 + (b_piece ^ j << 5));
+            if (B_TRANSPOSED) matrices_t(y[j], b + k * 2048 + (b_piece ^ j << 5));
             else matrices(y[j], b + j * 2048 + (b_piece ^ k << 5));
         }
 #pragma unroll
@@ -152,7 +152,7 @@ template <class Source> struct Ring {
     __device__ __forceinline__ void add(Sums &c, u32 steps) {
         for (u32 s = 0; s < steps; s++) {
             copies_wait<STAGES - 2>();
-            __syncthreads(); // this step is there, and nobody reads the stage that comes next
+            __syncthreads(); // this step has arrived, and no warp reads the next stage any more
             source.copy(memory + (now == 0 ? STAGES - 1 : now - 1) * STAGE);
             copies_commit();
             multiply(c, memory + now * STAGE);
@@ -163,7 +163,7 @@ template <class Source> struct Ring {
 };
 #endif
 
-// Adds up a number of each lane of a warp: `upto` and including its own, and all of them, which is returned.
+// Inclusive prefix sum over the lanes of a warp, in `upto`; returns the sum of all.
 __device__ __forceinline__ u32 count_up(u32 own, u32 &upto) {
     upto = own;
 #pragma unroll
@@ -179,7 +179,7 @@ struct Found {
     u32 expert, first, end, number;
 };
 
-// Experts come in order and have `units(rows)` each: whose the unit of this number is. Every warp finds it for itself.
+// The expert of work unit number n, where experts have `units(rows)` units each, in order. Every warp searches for itself.
 template <class Units> __device__ __forceinline__ bool find(const int *offsets, u32 number, Units units, Found &f) {
     for (u32 some = 0; some < EXPERTS; some += 32) {
         u32 e = some + threadIdx.x % 32, upto;

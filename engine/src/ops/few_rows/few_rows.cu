@@ -1,9 +1,9 @@
-// y = x W^T of few rows x [ROWS, K] and weights W [n, K] as they are stored: nothing but reading W once.
+// y = x W^T for few rows x [ROWS, K] and weights W [n, K]: bound by reading W once.
 //
-// A block has TILES tiles of eight rows of W at a time, its warps have equal parts of K: LINES lines of 64 elements, 128 bytes of each row. They
-// travel to shared memory, STAGES lines of all tiles ahead of the arithmetic; where nobody writes the weights (EARLY), the first of them before it
-// is the kernel's turn. The tensor cores see x, 16 rows at a time, as a, a tile as b, and the elements of K in the order in which a thread's 16 bytes have
-// them: the same for both. What the warps have is added up in their order.
+// A block processes TILES tiles of eight rows of W at a time; its warps split K: LINES lines of 64 elements, 128 bytes of each row. W is copied to shared
+// memory, STAGES lines of all tiles ahead of the arithmetic; if nothing writes the weights (EARLY), the first copies start before `wait_for_turn`. In the
+// mma, x (16 rows at a time) is operand a and a tile is b; K is permuted alike in both, so that a thread's 16 bytes are used as they lie. The warps'
+// partial sums are added in order.
 //
 // NORM: x is rms_norm(x) norm. PAIR: y = silu(x W0^T) * (x W1^T). ADD: y has `more` added.
 
@@ -27,7 +27,7 @@ few_rows(const T *x, const TN *norm, const TR *more, WEIGHT_ARGS, OUT_ARGS) {
     float *sums = (float *)(shared + WARPS * STAGES * TILES * 64);          // [WARPS, 16 MT, STRIDE]
     float *squares = sums + WARPS * 16 * MT * STRIDE;                       // [WARPS, 16 MT]
 
-    // Line `turn % LINES` of round `turn / LINES`. Eight threads have 128 bytes of a row; what is read together lies in different banks.
+    // Loads line `turn % LINES` of round `turn / LINES`. Eight threads have 128 bytes of a row; simultaneous reads are in different banks.
     auto fetch = [&](int turn) {
         if (turn < ROUNDS * LINES) {
             const int k = (warp * LINES + turn % LINES) * 64 + lane % 8 * 8, half = lane % 8 / 4;

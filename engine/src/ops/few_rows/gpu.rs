@@ -1,4 +1,4 @@
-//! Which kernel, and how its blocks share the weights.
+//! Matmuls of few rows on a GPU: which kernel runs, and how its blocks share the weights.
 
 use super::FewRows;
 use crate::kernel::{At, Code, Io, Launch, Place};
@@ -8,9 +8,9 @@ use crate::ops::reduce::packs::pack;
 /// Elements of a row that a warp takes at once, and rows of a tile.
 const LINE: usize = 64;
 const TILE: usize = 8;
-/// A product's terms are split over as many warps, whatever the GPU: so are its sums.
+/// K is split over so many warps on every GPU, so that the order of additions is the same.
 const WARPS: usize = 8;
-/// Weights on their way to a multiprocessor, in bytes: enough to keep the memory busy, and little enough that the next kernel's fit beside them.
+/// Bytes of weights in flight to a multiprocessor: enough to saturate memory, and little enough that the next kernel's prefetch fits too.
 const AHEAD: usize = 96 << 10;
 
 pub fn code(op: &FewRows, io: &Io) -> Code {
@@ -25,7 +25,7 @@ pub fn code(op: &FewRows, io: &Io) -> Code {
     };
     let list = |count: usize, name: &str| (0..count).map(|i| format!("{name}{i}")).collect::<Vec<_>>().join(", ");
     let more = op.add.then(|| io.x.len() - 1);
-    let own = |input: Option<usize>| At::X(input.unwrap_or(0)); // one that is not there is not read
+    let own = |input: Option<usize>| At::X(input.unwrap_or(0)); // a missing input is not read
     let mut args: Vec<Place> = [At::X(0), own(norm), own(more)].map(Place::from).into();
     args.extend(weights.clone().map(|i| Place::from(At::X(i))));
     args.extend((0..io.y.len()).map(|i| Place::from(At::Y(i))));
@@ -54,7 +54,7 @@ fn numbers(all: impl Iterator<Item = usize>) -> String {
     all.map(|n| n.to_string()).collect::<Vec<_>>().join(", ")
 }
 
-/// What stands before each part, and the sum of all.
+/// Prefix sums: the offset of each part, and last the total.
 fn starts(parts: impl Iterator<Item = usize>) -> (Vec<usize>, usize) {
     parts.fold((vec![], 0), |(mut before, all), n| {
         before.push(all);
@@ -62,22 +62,22 @@ fn starts(parts: impl Iterator<Item = usize>) -> (Vec<usize>, usize) {
     })
 }
 
-/// Bytes of weights that a block asks for at once; and that it has under way, and lying there, where they do not all fit.
+/// Bytes of weights that a block loads at once; and that it has in flight and in shared memory, if they do not all fit.
 const PIECE: usize = 8 << 10;
 const RING: usize = 176 << 10;
 
-/// Where x fits into registers: all weights of a block in half of a multiprocessor's shared memory, or round after round of them.
+/// The kernel for an x that fits into registers: a block's weights take half of the shared memory, all at once or in rounds.
 fn whole(op: &FewRows, io: &Io) -> Option<Launch> {
     let (rows, k, weights) = (io.x[0].dim(1), io.x[0].dim(0), op.weights(io.x.len()));
     let (first, all) = starts(io.y.iter().map(|y| y.dim(0).div_ceil(TILE)));
     let (eights, sixteens, sides) = (rows.div_ceil(8), rows.div_ceil(16), if op.swiglu { 2 } else { 1 });
     let multiprocessors = io.arch.multiprocessors as usize;
     let share = all.div_ceil(multiprocessors);
-    // A product of one tile to a block has little else to do than to fetch x: by twice the warps, where that fits into registers.
+    // With one tile per block, loading x dominates: use twice the warps, if the registers allow it.
     let long = share * sides == 1 && rows <= 16 && (3 * WARPS..=4 * WARPS).contains(&k.div_ceil(LINE));
     let warps = if long { 2 * WARPS } else { k.div_ceil(LINE).min(WARPS) };
     let lines = k.div_ceil(LINE).div_ceil(warps);
-    // Rows of weights begin half of the banks apart.
+    // Pad rows of weights so that consecutive rows start half of the banks apart.
     let row = k + (96 - k % 64) % 64;
     let stride = |tiles: usize| tiles * TILE + if tiles.is_multiple_of(2) { 8 } else { 0 };
     let sums = |tiles: usize, rounds: usize| 4 * warps * 16 * sixteens * (rounds * stride(tiles) + 1);
@@ -97,7 +97,7 @@ fn whole(op: &FewRows, io: &Io) -> Option<Launch> {
             let sums_at = slots * 2 * tiles * TILE * row;
             (tiles, rounds, tiles * TILE, slots, sums_at, sums_at + sums(tiles, 2), slots)
         };
-    // x times the norm's weight, and not yet scaled, may be too large for f16.
+    // x times the norm's weight, before it is scaled by rstd, may overflow f16.
     let narrow = op.norm.is_some() && (io.x[0].dtype == DType::F16 || io.x[1].dtype == DType::F16);
     if io.arch.sm < 90 || !(1..weights.end).all(|i| io.settled[i]) || narrow || lines * eights > 12 {
         return None;
@@ -132,7 +132,7 @@ fn tensor(op: &FewRows, io: &Io) -> Launch {
     let sides = if op.swiglu { 2 } else { 1 };
     let warps = k.div_ceil(LINE).min(WARPS);
     let lines = k.div_ceil(LINE).div_ceil(warps);
-    // One block to a multiprocessor, so that the next kernel's have room. It goes through its tiles in rounds, with sums in registers.
+    // One block per multiprocessor, so that the next kernel's blocks fit too. It processes its tiles in rounds, with sums in registers.
     let limit = io.arch.shared_limit();
     let sixteens = rows.div_ceil(16);
     let most = if limit > 128 << 10 { 6 } else { 4 } / sixteens / sides;

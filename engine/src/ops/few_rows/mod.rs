@@ -1,5 +1,5 @@
-//! Products of a few rows with weights as PyTorch stores them, x [rows, k] W [n, k]^T: what one token of each of some sequences needs, and nothing but
-//! reading the weights. What stands before and behind the products is done with them, because a launch costs as much as a megabyte.
+//! Matmuls of a few rows, x [rows, k] W [n, k]^T, as in decoding one token of each sequence: bound by reading the weights. The norm before and the
+//! pointwise ops after them are fused, because a kernel launch costs as much as reading a megabyte.
 
 mod gpu;
 
@@ -15,21 +15,22 @@ use crate::record::Var;
 /// The most rows.
 pub const MOST: usize = 32;
 
-/// Inputs: x [rows, k]; the weight [k] of its norm, if there is one; the weights [n, k]; and what is added, if something is. Outputs: x W^T
-/// [rows, n] for each weight; or, for two with `swiglu`, silu(x W0^T) * (x W1^T).
+/// Inputs: x [rows, k]; with `norm` the norm's weight [k]; the weights [n, k]; with `add` a tensor to add. Outputs: x W^T [rows, n] for each weight;
+/// or, for two weights with `swiglu`, silu(x W0^T) * (x W1^T).
 #[derive(Clone, Debug, PartialEq)]
 pub struct FewRows {
-    /// x goes through an RMS norm with this epsilon first.
+    /// An RMS norm of x with this epsilon comes first.
     pub norm: Option<f32>,
+    /// Whether the two weights are gate and up of a SwiGLU, whose result is the output.
     pub swiglu: bool,
-    /// To the one output there is.
+    /// Whether the last input is added to the output, of which there is one then.
     pub add: bool,
-    /// Of the outputs; x's own if there is none.
+    /// Type of the outputs; x's if None.
     pub dtype: Option<DType>,
 }
 
 impl FewRows {
-    /// Where the inputs behind x are.
+    /// The indices of the inputs after x.
     fn weights(&self, inputs: usize) -> std::ops::Range<usize> {
         1 + self.norm.is_some() as usize..inputs - self.add as usize
     }
@@ -54,7 +55,7 @@ impl Op for FewRows {
         y
     }
 
-    /// x normed; gate and up.
+    /// The normed x; gate and up.
     fn workspace(&self, x: &[Meta]) -> usize {
         let both = if self.swiglu { 2 * x[0].dim(1) * x[self.weights(x.len()).start].dim(1) } else { 0 };
         x[0].elements() + both
@@ -113,7 +114,7 @@ impl Op for FewRows {
         no_gradient(x.len())
     }
 
-    /// Made where nobody asks for gradients.
+    /// Recorded only in programs without gradients.
     fn differentiable(&self) -> bool {
         false
     }
@@ -138,7 +139,7 @@ impl Op for FewRows {
     }
 }
 
-/// x, the norm's weight, weights, what is added: as `op` says.
+/// For the cases: x, the norm's weight, weights and the added tensor, as `op` needs them.
 fn products<'g>(x: &[Var<'g>], op: FewRows) -> Vec<Var<'g>> {
     x[0].recorder().op(op, x)
 }
@@ -153,6 +154,7 @@ macro_rules! frozen {
     ($($shape:expr),*) => { &[$(In(&$shape, Fill::Frozen)),*] };
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("one row", frozen!([1, 64], [8, 64]), |x| products(x, PLAIN)),
     Case::new("three weights, normed", frozen!([12, 128], [128], [40, 128], [16, 128], [16, 128]), |x| products(x, NORMED)),

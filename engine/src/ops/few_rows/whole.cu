@@ -1,13 +1,13 @@
-// The same with weights that nobody writes and that come in whole rows, a copy each, which takes no threads: compute capability 9.0.
+// The same for weights that nothing writes, loaded in whole rows by bulk copies (compute capability 9.0).
 //
-// The next kernel is let begin at once, and fetches its weights while this one works. A round is TILES tiles of eight rows. Where all weights of a
-// block fit into shared memory beside those of the next kernel's, there is one ROUND. They are asked for in pieces of CR rows, FLIGHT at a time, because what
-// this kernel reads of x waits behind them in the memory. Blocks are as many as multiprocessors, and those without work stay until it is their turn: so
-// each multiprocessor has one of this kernel and one of the next, and no two of a kind, which would have to share x's way. Otherwise a piece is a round, and
-// FLIGHT of them are under way. Warps, lines and the order of elements are few_rows'.
+// The next kernel may be launched at once, and prefetches its weights while this one works. A round is TILES tiles of eight rows. If all weights of a
+// block fit into shared memory together with those of the next kernel's block, there is one round. They are requested in pieces of CR rows, FLIGHT at a
+// time, because reads of x queue behind them. There are as many blocks as multiprocessors, and blocks without work stay until `wait_for_turn` returns: so
+// each multiprocessor has one block of this kernel and one of the next, never two of the same, which would share bandwidth for x. Otherwise a piece is a
+// round, and FLIGHT of them are in flight. Warps, lines and the permutation of K are those of few_rows.cu.
 //
-// With NORM, x times the norm's weight is rounded and multiplied, and the product scaled by 1 / rms: so nothing waits for the sum of squares, which is the
-// diagonal of x x^T. The weights, of f32 or bf16, are there before the turn.
+// With NORM, x times the norm's weight is rounded and multiplied, and the result is scaled by 1 / rms, so that nothing waits for the sum of squares, which
+// is the diagonal of x x^T. The norm's weights, f32 or bf16, are read before `wait_for_turn`.
 
 const int THREADS = 32 * WARPS, MT = (ROWS + 15) / 16, EIGHTS = (ROWS + 7) / 8;
 const int SIDE = PAIR ? TILES / 2 : TILES, WIDE = SIDE * 8;    // tiles and columns of y, of one round

@@ -1,4 +1,4 @@
-//! One number everywhere.
+//! A tensor filled with one number.
 
 use crate::cpu::{DataMut, View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
@@ -8,10 +8,14 @@ use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::{Recorder, Var};
 use rayon::prelude::*;
 
+/// A tensor filled with one number. No inputs.
 #[derive(Clone, Debug)]
 pub struct Full {
+    /// Its shape.
     pub shape: Vec<usize>,
+    /// The number.
     pub value: f32,
+    /// Its type.
     pub dtype: DType,
 }
 
@@ -63,14 +67,17 @@ impl Op for Full {
 }
 
 impl Recorder {
+    /// An f32 tensor filled with one number.
     pub fn full(&self, shape: &[usize], value: f32) -> Var<'_> {
         self.op1(Full { shape: shape.to_vec(), value, dtype: DType::F32 }, &[])
     }
 
+    /// An f32 tensor of zeros.
     pub fn zeros(&self, shape: &[usize]) -> Var<'_> {
         self.full(shape, 0.0)
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] =
     &[Case::new("added", &[In(&[3, 5], Fill::Normal)], |x| vec![x[0] + x[0].recorder().full(&[2, 3, 5], 1.5).slice(0, 1, 2)])];

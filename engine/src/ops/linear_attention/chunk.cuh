@@ -1,4 +1,4 @@
-// xs [batch, TIME, HEADS, N], 64 columns at a time, of the HELD heads that a block works on. A thread copies, turns and writes the same
+// xs [batch, TIME, HEADS, N], 64 columns at a time, of the HELD heads that a block works on. A thread copies, rotates and writes the same
 // groups of 8 elements of every head, so that the tables are read once for all.
 #define CHUNK 64
 #define CHUNKS ((N + CHUNK - 1) / CHUNK)
@@ -40,8 +40,8 @@ __device__ __forceinline__ void angles(Angles to[ROUNDS], const float *cos, cons
     }
 }
 
-// Pairs of neighbours turned.
-__device__ __forceinline__ Eight turned(Eight x, const Angles &by) {
+// RoPE of adjacent pairs.
+__device__ __forceinline__ Eight rotated(Eight x, const Angles &by) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float a, b;

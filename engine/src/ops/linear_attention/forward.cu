@@ -1,5 +1,5 @@
-// A block takes HELD heads of one batch element. First s = q q^T over chunks of xs, where SHARE warps share the tiles of a head's square;
-// then y = norm(s v), head by head, where each warp has its part of the columns.
+// A block processes HELD heads of one sequence. First s = q q^T over chunks of xs, where SHARE warps share the tiles of a head's scores; then
+// y = norm(s v), head by head, each warp with its part of the columns.
 #define SHARE (WARPS / HELD)
 #define OWN ((TRIANGLE + SHARE - 1) / SHARE) // tiles of a square for each warp
 #define PER ((D_TILES + WARPS - 1) / WARPS)  // tiles of columns of v for each warp
@@ -23,7 +23,7 @@ template <int PART> __device__ __forceinline__ void multiply(float sum[OWN][2][4
 #pragma unroll
         for (int i = 0; i < TILES; i++)
             if (i <= column_of(end - 1)) matrices(a[i], rows.of(memory, i));
-        // Rows as a are also, two and two, columns of b.
+        // Fragments of rows as operand a are also fragments of columns as operand b.
 #pragma unroll
         for (int i = first; i < end; i++) {
             const u32 *left = a[row_in(i)], *right = a[column_of(i)];
@@ -81,11 +81,11 @@ linear_attention(const T *xs, const float *cos, const float *sin, const T *v, T 
 #pragma unroll
             for (int h = 0; h < HELD; h++) {
                 Eight *at = (Eight *)(chunk + h * HEAD + place(row, eight, CHUNK));
-                *at = turned(*at, by[k]);
+                *at = rotated(*at, by[k]);
             }
         }
         __syncthreads();
-        // All have left the chunk before this one: its place is free.
+        // All warps are done with the previous chunk: its memory is free.
         if (c + STAGES - 1 < CHUNKS) fetch(memory + (stage == 0 ? STAGES - 1 : stage - 1) * HELD * HEAD, from, c + STAGES - 1);
         copies_commit();
         if (c + 1 < CHUNKS) angles(by, cos, sin, c + 1);

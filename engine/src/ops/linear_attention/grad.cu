@@ -1,5 +1,5 @@
-// dxs, from `both` (scores.cu): dq = both q, turned back, with ADD plus more, with RELU 0 where xs is not positive. A block takes HELD heads
-// of one batch element and every PARTS-th chunk, a warp 16 rows of a head. A chunk of q gives way to its dq.
+// dxs, from `both` (scores.cu): dq = both q, rotated back, with ADD plus more, with RELU 0 where xs is not positive. A block processes HELD heads
+// of one sequence and every PARTS-th chunk, a warp 16 rows of a head. dq overwrites its chunk of q.
 #define STAGE ((ADD ? 2 : 1) * HELD * HEAD) // elements: a chunk of xs and one of more
 
 __device__ __forceinline__ void fetch_both(T *stage, const T *xs, const T *more, int c) {
@@ -45,7 +45,7 @@ linear_attention_grad(const T *xs, const float *cos, const float *sin, const Eig
                     halves(x.of[j], low, high);
                     positive[k] |= (low > 0.0f ? 1u : 0u) << 8 * h + 2 * j | (high > 0.0f ? 2u : 0u) << 8 * h + 2 * j;
                 }
-                *at = turned(x, by[k]);
+                *at = rotated(x, by[k]);
             }
         }
         __syncthreads();

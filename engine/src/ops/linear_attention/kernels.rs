@@ -1,4 +1,4 @@
-//! Linear attention with tensor cores: where it fits, and how it is launched.
+//! Linear attention on tensor cores: for which shapes, and how it is launched.
 
 use super::{DType, LinearAttentionGrad, Meta, Sizes};
 use crate::kernel::{Arch, At, Code, Io, Launch, Place, Step};
@@ -8,7 +8,7 @@ const CHUNKS: [&str; 3] = [TILES[0], TILES[1], include_str!("chunk.cuh")];
 
 /// Columns of xs that kernels take at a time.
 const CHUNK: usize = 64;
-/// The longest time: five tiles of 16.
+/// The longest sequence: five tiles of 16.
 const LONGEST: usize = 80;
 
 impl Sizes {
@@ -25,7 +25,7 @@ impl Sizes {
         FORWARD_STAGES * self.chunk_bytes(held) + self.rows_bytes()
     }
 
-    /// Of a chunk of `held` heads.
+    /// Bytes of a chunk of `held` heads.
     fn chunk_bytes(&self, held: usize) -> usize {
         2 * held * self.time * CHUNK
     }
@@ -45,7 +45,7 @@ impl Sizes {
     }
 }
 
-/// Whether kernels take these inputs, of which `wide` are f32.
+/// Whether the kernels take these inputs, of which `wide` are f32.
 fn fits(io: &Io, wide: &[usize]) -> bool {
     let (s, dtype) = (Sizes::of(&io.x), io.x[0].dtype);
     let typed = |(i, m): (usize, &Meta)| m.dtype == if wide.contains(&i) { DType::F32 } else { dtype };
@@ -57,12 +57,12 @@ fn fits(io: &Io, wide: &[usize]) -> bool {
 
 /// Whether a multiprocessor holds two such blocks.
 fn twice(bytes: usize, arch: Arch) -> bool {
-    2 * (bytes + 1024) <= arch.shared_limit() + 1024 // of each block 1024 are the system's
+    2 * (bytes + 1024) <= arch.shared_limit() + 1024 // the system reserves 1024 bytes of each block
 }
 
 const FORWARD_STAGES: usize = 3;
 
-/// Inputs xs, cos, sin, v; outputs y, rstd if there is a norm, s.
+/// Inputs xs, cos, sin, v; outputs y, rstd if there is a norm, and s.
 pub fn forward(io: &Io, eps: Option<f32>) -> Option<Code> {
     if !fits(io, &[1, 2]) {
         return None;
@@ -108,7 +108,7 @@ pub fn backward(io: &Io, op: &LinearAttentionGrad) -> Option<Code> {
     let fit = |&c: &(usize, usize)| s.heads.is_multiple_of(c.0) && twice(bytes(c), io.arch);
     let (held, stages) = [(2, 3), (2, 2), (1, 3), (1, 2)].into_iter().find(fit).unwrap_or((1, 2));
     let blocks = s.batch * s.heads / held;
-    // Into as many parts as fill the last round of blocks best.
+    // Split into as many parts as fill the last wave of blocks best.
     let rounds = |parts: usize| (blocks * parts).div_ceil(2 * io.arch.multiprocessors as usize) * (8 / parts);
     let parts = [1, 2, 4, 8].into_iter().filter(|&p| p <= s.n.div_ceil(CHUNK)).min_by_key(|&p| rounds(p))?;
     let grad = s

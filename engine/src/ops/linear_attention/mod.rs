@@ -1,16 +1,16 @@
-//! Attention of a head with itself, without softmax, scale or mask, and one value for all heads: q = rope(xs), s = q q^T,
-//! y = layer_norm(s v). What model code records are these ops; the pass `linear-attention` puts this one in.
+//! Attention without softmax, scale or mask, with keys equal to queries and values shared by all heads: q = rope(xs), s = q q^T,
+//! y = layer_norm(s v). Model code records these ops; the pass `linear-attention` fuses them.
 //!
 //! xs [batch, time, heads, n]; cosines and sines [time, n / 2], for pairs of neighbours; v [batch, time, d]; y [heads, batch, time, d],
-//! heads outermost, as the product behind it reads them. s is kept for the way back, rows of `time` and zeros up to a multiple of 8.
-//! It is symmetric, and so is what its gradient does: with dr the gradient before the norm, dq = (dr v^T + v dr^T) q.
+//! heads outermost, as the next matmul reads them. s is kept for the backward pass, its rows padded with zeros to a multiple of 8.
+//! s is symmetric, so with dr the gradient before the norm, dq = (dr v^T + v dr^T) q.
 
 mod kernels;
 mod plain;
 
 use super::norm::LayerNorm;
 use super::norm::residual::{grad_row, norm_row};
-use super::rope::{Pairs, turn};
+use super::rope::{Pairs, rotate};
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
@@ -22,7 +22,7 @@ use rayon::prelude::*;
 /// Inputs: xs, cosines, sines, v. Outputs: y; 1 / sqrt(..) of its rows [heads * batch * time], if there is a norm; s.
 #[derive(Debug)]
 pub struct LinearAttention {
-    /// Of the norm, if there is one.
+    /// Epsilon of the layer norm, if there is one.
     pub eps: Option<f32>,
 }
 
@@ -49,7 +49,7 @@ impl Sizes {
         self.time.next_multiple_of(8)
     }
 
-    /// Multiplications and additions of a product of all heads' squares with [time, width].
+    /// FLOPs of a matmul of all heads' [time, time] scores with [time, width].
     fn flops(&self, width: usize) -> usize {
         2 * self.batch * self.heads * self.time * self.time * width
     }
@@ -59,7 +59,7 @@ impl Sizes {
         Mat::rows(s, self.square()).at((b * self.heads + h) * self.time * self.square())
     }
 
-    /// Of v.
+    /// The matrix of v.
     fn values<'a>(&self, v: &'a [f32], b: usize) -> Mat<'a> {
         Mat::rows(v, self.d).at(b * self.time * self.d)
     }
@@ -73,7 +73,7 @@ impl Sizes {
                 || {
                     for (t, row) in q.chunks_mut(self.n).enumerate() {
                         row.copy_from_slice(&xs[((b * self.time + t) * self.heads + h) * self.n..][..self.n]);
-                        turn(Pairs::Adjacent, 1.0, row, t, cos, sin);
+                        rotate(Pairs::Adjacent, 1.0, row, t, cos, sin);
                     }
                 },
             )
@@ -142,7 +142,7 @@ impl Op for LinearAttention {
         let norm = self.eps.is_some();
         let inputs = [x, if norm { &y[..2] } else { &[] }, &[y[y.len() - 1], d]].concat();
         let grads = d.recorder().op(LinearAttentionGrad { norm, add: false, relu: false }, &inputs);
-        vec![Some(grads[0]), None, None, Some(grads[1])] // tables are not trained
+        vec![Some(grads[0]), None, None, Some(grads[1])] // RoPE tables have no gradient
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -162,17 +162,19 @@ impl Op for LinearAttention {
     }
 }
 
-/// Inputs: xs, cosines, sines, v; with `norm` y and 1 / sqrt(..); s, dy; with `add` what is added to dxs. Outputs: dxs, dv.
+/// Inputs: xs, cosines, sines, v; with `norm` y and rstd; s, dy; with `add` a tensor to add to dxs. Outputs: dxs, dv.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearAttentionGrad {
+    /// Whether the forward op ended with a layer norm.
     pub norm: bool,
+    /// Whether a last input is added to the gradient of the heads.
     pub add: bool,
-    /// xs is the result of a ReLU: the gradient before that, which is 0 where xs is not positive.
+    /// Whether ReLU's gradient is applied too: dxs is 0 where xs, ReLU's output, is not positive.
     pub relu: bool,
 }
 
 impl LinearAttentionGrad {
-    /// Where s, dy and what is added stand among the inputs.
+    /// The indices of s, dy and the added tensor among the inputs.
     fn places(&self) -> (usize, usize, usize) {
         let s = if self.norm { 6 } else { 4 };
         (s, s + 1, s + 2)
@@ -190,7 +192,7 @@ impl Op for LinearAttentionGrad {
         vec![x[0].clone(), x[3].clone()]
     }
 
-    /// q, dr, and the squares' gradients.
+    /// q, dr, and the gradients of the scores.
     fn workspace(&self, x: &[Meta]) -> usize {
         let (s, dy, _) = self.places();
         x[0].elements() + x[dy].elements() + x[s].rows() * Sizes::of(x).time
@@ -238,7 +240,7 @@ impl Op for LinearAttentionGrad {
                 #[inline(always)]
                 || {
                     for (i, row) in dxs.chunks_mut(n).enumerate() {
-                        turn(Pairs::Adjacent, -1.0, row, i / heads, cos, sin);
+                        rotate(Pairs::Adjacent, -1.0, row, i / heads, cos, sin);
                         let at = (b * time * heads + i) * n;
                         if let Some(more) = more {
                             row.iter_mut().zip(&more[at..]).for_each(|(g, &m)| *g += m);
@@ -287,6 +289,7 @@ macro_rules! sizes {
     };
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("odd", sizes!(2, 5, 3, 6, 7), |x| attend(x, Some(1.0))),
     Case::new("odd, no norm", sizes!(1, 9, 2, 4, 3), |x| attend(x, None)),

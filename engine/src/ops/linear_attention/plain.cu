@@ -1,5 +1,5 @@
-// What is left beside products, for every shape and type; xs [batch, TIME, HEADS, N], heads inside, q [batch, HEADS, TIME, N], heads outside.
-// One thread a pair of neighbours.
+// The steps besides GEMMs, for every shape and type; xs [batch, TIME, HEADS, N], heads inside, q [batch, HEADS, TIME, N], heads outside.
+// One thread per adjacent pair.
 struct Pair { u64 inside, outside, table; };
 
 __device__ __forceinline__ Pair pair_of(u64 i) {
@@ -7,7 +7,7 @@ __device__ __forceinline__ Pair pair_of(u64 i) {
     return Pair{2 * i, ((b * HEADS + h) * TIME + t) * N + 2 * j, t * (N / 2) + j};
 }
 
-// q = xs turned; and, with CLEAR, 0 in the columns of s [batch, HEADS, TIME, SQUARE] beyond the last.
+// q = xs rotated; and, with CLEAR, 0 in the columns of s [batch, HEADS, TIME, SQUARE] beyond the last.
 extern "C" __global__ void linear_attention_turn(const T *xs, const C *cos, const C *sin, T *q, T *s) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (u64)PAIRS) return;
@@ -19,7 +19,7 @@ extern "C" __global__ void linear_attention_turn(const T *xs, const C *cos, cons
         for (int j = TIME; j < SQUARE; j++) from_float(0.0f, s[i * SQUARE + j]);
 }
 
-// dxs = dq turned back, with ADD plus more, with RELU 0 where xs is not positive.
+// dxs = dq rotated back, with ADD plus more, with RELU 0 where xs is not positive.
 extern "C" __global__ void linear_attention_turn_back(const T *xs, const C *cos, const C *sin, const T *dq, const M *more, T *dxs) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (u64)PAIRS) return;

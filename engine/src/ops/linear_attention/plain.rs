@@ -1,10 +1,10 @@
-//! Linear attention of any shape and type: products, and kernels for what lies between them.
+//! Linear attention of any shape and type: GEMMs, and kernels for the steps between them.
 
 use super::{DType, LinearAttentionGrad, Sizes};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Place, Step};
 use crate::ops::norm::gpu;
 
-/// What both directions are made of.
+/// Steps that forward and backward share.
 struct Plain<'a> {
     io: &'a Io,
     s: Sizes,
@@ -36,7 +36,7 @@ impl<'a> Plain<'a> {
         self.code.steps.push(Step::Launch(define(launch).grid(threads.div_ceil(256), 1, 1).args(args)));
     }
 
-    /// q [batch, heads, time, n]; clears the columns of `s` that no product writes.
+    /// q [batch, heads, time, n]; zeroes the padding columns of `s`.
     fn queries(&mut self, s: Option<Place>) -> Matrix {
         let q = self.reserve(self.io.x[0].elements(), self.dtype);
         let args = [At::X(0).into(), At::X(1).into(), At::X(2).into(), q, s.unwrap_or(q)];
@@ -45,14 +45,14 @@ impl<'a> Plain<'a> {
         Matrix { batch: self.s.time * self.s.n, ..Matrix::rows(q, self.dtype, self.s.n) }
     }
 
-    /// One product for all heads of all batch elements; c += a b where `more`.
+    /// One batched GEMM for all heads of all sequences; c += a b if `more`.
     fn product(&mut self, (m, n, k): (usize, usize, usize), a: Matrix, b: Matrix, c: Matrix, more: bool) {
         let beta = if more { 1.0 } else { 0.0 };
         let batch = self.s.batch * self.s.heads;
         self.code.steps.push(Step::Gemm(Gemm { batch, beta, ..Gemm::new(m, n, k, a, b, c) }));
     }
 
-    /// One product of all batch elements for each head: what has heads outside, inside, or none.
+    /// For each head, one GEMM batched over sequences, for tensors with heads outermost, inside, or none.
     fn by_head(&mut self, (m, n, k): (usize, usize, usize), matrices: impl Fn(usize) -> [Matrix; 3], more: impl Fn(usize) -> bool) {
         for h in 0..self.s.heads {
             let [a, b, c] = matrices(h);
@@ -74,12 +74,12 @@ impl Sizes {
     }
 }
 
-/// The steps of a norm, its inputs and outputs being elsewhere.
+/// The steps of a norm, with its addresses replaced.
 fn moved(code: Code, x: &[Place], y: &[Place]) -> Vec<Step> {
     let place = |p: &Place| match p.at {
         At::X(i) => x[i],
         At::Y(i) => y[i],
-        At::Work => y[0], // for sums over rows, of which there are none
+        At::Work => y[0], // its workspace is for sums over rows, which this norm has none of
     };
     let moved = |step: Step| match step {
         Step::Launch(l) => Step::Launch(Launch { args: l.args.iter().map(place).collect(), ..l }),
@@ -99,7 +99,7 @@ pub fn forward(io: &Io, eps: Option<f32>) -> Code {
     let matrices = |h| [s.inside(scores, dtype, s.square(), h), v, s.outside(y, dtype, h)];
     p.by_head((s.time, s.d, s.time), matrices, |_| false);
     if let Some(eps) = eps {
-        // Row by row, so that it may work in place.
+        // Row by row, so that it can work in place.
         let rows = Io::plain(&io.y[..1], &io.y[..2], io.arch);
         let norm = gpu::forward(&rows, gpu::Inputs::default(), eps, true);
         p.code.steps.extend(moved(norm, &[y], &[y, At::Y(1).into()]));
@@ -127,7 +127,7 @@ pub fn backward(io: &Io, op: &LinearAttentionGrad) -> Code {
     p.product((s.time, s.n, s.time), ds, q, dq, false);
     p.product((s.time, s.n, s.time), ds.t(), q, dq, true);
 
-    // Heads are added up in f32.
+    // Heads are summed in f32.
     let narrow = dtype != DType::F32;
     let sum = if narrow { p.reserve(io.x[3].elements(), DType::F32) } else { At::Y(1).into() };
     let scores = |h| s.inside(At::X(at_s).into(), dtype, s.square(), h);

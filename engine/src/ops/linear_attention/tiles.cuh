@@ -1,5 +1,5 @@
 // Linear attention with tensor cores (see mod.rs): a time of up to 16 TILES rows, rows of shared memory without padding, whose groups of
-// 8 elements change places so that eight rows lie in different banks.
+// 8 elements are swizzled so that eight rows are in different banks.
 #define THREADS (32 * WARPS)
 #define TILES ((TIME + 15) / 16)
 #define PITCH (16 * TILES + 8)              // of a square in shared memory, in elements
@@ -24,7 +24,7 @@ __device__ __forceinline__ int row_of(int tile, int lane) {
     return row < TIME ? row : TIME - 1;
 }
 
-// Squares are symmetric: of tiles (row, column) only those with row <= column are computed, counted column by column.
+// The scores are symmetric: of tiles (row, column) only those with row <= column are computed, numbered column by column.
 #define TRIANGLE (TILES * (TILES + 1) / 2)
 __device__ __forceinline__ constexpr int column_of(int tile) {
     int column = 0;

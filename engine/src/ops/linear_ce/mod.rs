@@ -1,6 +1,6 @@
-//! The loss head: cross-entropy of h W^T, each row weighted, summed. What model code records is the meaning; the pass
-//! `linear-cross-entropy` replaces it by a version that works on a chunk of rows at a time, so that the logits never exist whole, and
-//! that computes the gradients in the same pass: the loss is one number, so they need only be scaled afterwards.
+//! Output projection and loss: the weighted sum over rows of the cross-entropy of h W^T. Model code records the composite op; the pass
+//! `linear-cross-entropy` replaces it by one that works on a chunk of rows at a time, so that the full logits are never stored, and that computes
+//! the gradients in the same pass. The loss is a scalar, so they need only be scaled in the backward pass.
 
 use super::cross_entropy::{row_gradient, row_launch, row_loss};
 use super::reduce::packs::{PACKS, pack};
@@ -64,14 +64,16 @@ impl Op for LinearCrossEntropy {
     }
 }
 
-/// The same in chunks. Outputs: the loss; then, where asked for, the gradients of h and, in f32, of W for a loss gradient of 1.
+/// The same in chunks. Outputs: the loss; then, with `grad_h` and `grad_w`, the gradients with respect to h and, in f32, to W.
 #[derive(Debug)]
 pub struct ChunkedLinearCrossEntropy {
-    /// Rows at a time.
+    /// Rows of a chunk.
     pub chunk: usize,
+    /// Whether the gradient with respect to the hidden states is computed too.
     pub grad_h: bool,
+    /// Whether the gradient with respect to the weight is computed too.
     pub grad_w: bool,
-    /// Rows without a target are left out: on a GPU as many chunks of them as there are, where the targets are fed.
+    /// Whether rows without a target are skipped: on a GPU whole chunks of them, if the targets are a feed.
     pub skip: bool,
 }
 
@@ -168,7 +170,7 @@ impl Op for ChunkedLinearCrossEntropy {
         let (rows, d, classes) = (io.x[0].dim(1), io.x[0].dim(0), io.x[1].dim(1));
         let (dtype, w_dtype) = (io.x[0].dtype, io.x[1].dtype);
         let chunk = self.chunk.min(rows);
-        let stride = classes.next_multiple_of(16 / dtype.size()); // rows of logits start on 16 bytes
+        let stride = classes.next_multiple_of(16 / dtype.size()); // rows of logits are aligned to 16 bytes
         let mut workspace = 0;
         let mut reserve = |elements: usize, dtype: DType| {
             let place = At::Work.plus(workspace);
@@ -179,7 +181,7 @@ impl Op for ChunkedLinearCrossEntropy {
         let losses = reserve(rows, DType::F32);
         let mut steps = vec![];
 
-        // A product has one type of input.
+        // Both operands of a GEMM must have the same type.
         let mut w = Matrix::rows(At::X(1), dtype, d);
         if w_dtype != dtype {
             w.place = reserve(classes * d, dtype);
@@ -187,7 +189,7 @@ impl Op for ChunkedLinearCrossEntropy {
         }
         let dw = Matrix::rows(At::Y(1 + self.grad_h as usize), DType::F32, d);
 
-        // n rows of h, and of its gradient; their losses are the r0-th on. Targets and weights are those of rows `order`, or the r0-th on, too.
+        // n rows of h and of its gradient, from row r0 on. Targets and weights are those of the rows that `order` lists, or also from r0 on.
         let one_weight = io.x[3].elements() == 1;
         let rows_of = |r0: usize, n: usize, h: Matrix, dh: Matrix, order: Option<Place>| {
             let product = |m, n, k, a, b, c, beta| Step::Gemm(Gemm { beta, ..Gemm::new(m, n, k, a, b, c) });
@@ -204,14 +206,14 @@ impl Op for ChunkedLinearCrossEntropy {
             if self.grad_w {
                 steps.push(product(classes, d, n, logits.t(), h, dw, if r0 == 0 { 0.0 } else { 1.0 }));
             }
-            // Last: it may take the place of h.
+            // Last, since it may overwrite h.
             if self.grad_h {
                 steps.push(product(n, d, classes, logits, w, dh, 0.0));
             }
             steps
         };
         let (h, dh) = (Matrix::rows(At::X(0), dtype, d), Matrix::rows(At::Y(1), dtype, d));
-        let last = (rows - 1) / chunk * chunk; // of this many rows and less, the last chunk has none
+        let last = (rows - 1) / chunk * chunk; // with at most so many rows with targets, the last chunk is empty
         let skip = self.skip && last > 0;
         for r0 in (0..rows).step_by(chunk) {
             let own = rows_of(r0, chunk.min(rows - r0), h.at(r0 * d), dh.at(r0 * d), None);
@@ -241,7 +243,7 @@ impl Op for ChunkedLinearCrossEntropy {
                 if self.grad_h {
                     all.push(copy("linear_ce_put", chunk, [picked.place, own, At::Y(1).into()]));
                 }
-                let least = if r0 == 0 { 0 } else { r0 + 1 }; // the first chunk writes what the others add to
+                let least = if r0 == 0 { 0 } else { r0 + 1 }; // the first chunk writes the sums that the others accumulate into
                 steps.extend(all.into_iter().map(|s| s.when(2, [least, last])));
             }
         }
@@ -255,7 +257,7 @@ impl Op for ChunkedLinearCrossEntropy {
         let mut ready = y[1..].iter().map(|&g| g * d.cast(g.dtype()));
         let dh = if self.grad_h { ready.next() } else { None };
         let dw = if self.grad_w { ready.next() } else { None };
-        vec![dh, dw, None, None] // the row weights are given, not learnt
+        vec![dh, dw, None, None] // the row weights have no gradient
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -270,7 +272,7 @@ impl Op for ChunkedLinearCrossEntropy {
 }
 
 impl<'g> Var<'g> {
-    /// Sum over rows of weight * cross-entropy(self W^T, target): [1]. The weights get no gradient.
+    /// The sum over rows of weight * cross_entropy(self W^T, target): [1]. The row weights get no gradient.
     #[track_caller]
     pub fn linear_cross_entropy(self, w: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
         self.recorder().op1(LinearCrossEntropy, &[self, w, targets, weight.stop_gradient()])
@@ -283,7 +285,7 @@ fn chunked<'g>(x: &[Var<'g>], chunk: usize) -> Vec<Var<'g>> {
     vec![y[0]]
 }
 
-/// Rows without a target are left out; each of the others has its own weight.
+/// For the cases: rows without a target, and a weight for each of the others.
 fn skipping<'g>(x: &[Var<'g>], chunk: usize, grad_w: bool) -> Vec<Var<'g>> {
     vec![x[0].recorder().op(ChunkedLinearCrossEntropy { chunk, grad_h: true, grad_w, skip: true }, x)[0]]
 }
@@ -294,6 +296,7 @@ const SOME_FROZEN: &[In] =
 const FEW: &[In] = &[In(&[500, 24], Fill::Normal), In(&[40, 24], Fill::Normal), In(&[500], Fill::FewTargets(40)), In(&[500], Fill::Frozen)];
 const NONE: &[In] = &[In(&[100, 8], Fill::Normal), In(&[40, 8], Fill::Normal), In(&[100], Fill::FewTargets(0)), In(&[100], Fill::Frozen)];
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("unfused", &[In(&[9, 5], Fill::Normal), In(&[11, 5], Fill::Normal), In(&[9], Fill::Target(11))], |x| {
         vec![x[0].linear_cross_entropy(x[1], x[2], x[0].recorder().full(&[1], 0.25))]
@@ -314,7 +317,7 @@ mod tests {
     use super::*;
     use crate::kernel::Arch;
 
-    /// What is done with so many targets: chunks of all rows in their order, or of those that have a target.
+    /// The kernels that run with so many targets: chunks of all rows in order, or only of rows that have a target.
     #[test]
     fn chunks_without_targets_are_left_out() {
         let (rows, chunk) = (100, 30);

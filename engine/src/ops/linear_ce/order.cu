@@ -1,4 +1,4 @@
-// Which rows have a target: order [ROWS], their numbers one after another, then -1. By one block. All losses are 0 before some are computed.
+// order [ROWS]: the indices of rows that have a target, then -1. By one block. Also sets all losses to 0.
 extern "C" __global__ void linear_ce_order(const int *targets, int *order, float *losses) {
     __shared__ int before[32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -1,4 +1,4 @@
-//! Matrix products: x [.., m, k] times w [.., k, n]. Transposes are views; leading dimensions broadcast.
+//! Matmul: a [.., m, k] times b [.., k, n]. Transposes are views; leading dimensions broadcast.
 
 mod terms;
 mod thin;
@@ -16,17 +16,22 @@ use rayon::prelude::*;
 /// Inputs: a, b, then c if `add`, then a bias [n] if `bias`. y = act(a b + c + bias), rounded once.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Matmul {
-    /// Of the result; the inputs' own if there is none.
+    /// Type of the result; the inputs' if None.
     pub dtype: Option<DType>,
+    /// Whether the result is added to a third input, and where.
     pub add: Option<Add>,
+    /// Whether a bias, the last input, is added to every row.
     pub bias: bool,
+    /// The activation function that is applied last.
     pub act: Option<Act>,
 }
 
-/// Where c lies: in a buffer of its own, or in the result's, which the pass `in-place` decides.
+/// Where c, which a b is added to, lies; the pass `in-place` decides.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Add {
+    /// c is read from its own buffer, and the result gets another.
     Apart,
+    /// The result overwrites c.
     InPlace,
 }
 
@@ -112,7 +117,7 @@ impl Op for Matmul {
             broadcast_strides(&io.x[i].shape[..r - 2], &io.strides[i][..r - 2], lead)
         };
         let strides = [leads(0), leads(1), contiguous(&y.shape)[..lead.len()].to_vec()];
-        // From the right, as many dimensions as all three step through evenly become one batch; the rest is a loop.
+        // From the right, as many leading dimensions as have uniform strides in all three matrices become one batch; the rest is a loop.
         let mut first = lead.len();
         let mut batch = 1;
         while first > 0 {
@@ -155,18 +160,18 @@ impl Op for Matmul {
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return vec![None; x.len()] };
         let narrow = d.cast(x[0].dtype());
-        // An outer product is arithmetic: it joins what reads it.
+        // An outer product (k = 1) is a broadcast multiplication, which fuses with its readers.
         let product = |a: Var<'g>, b: Var<'g>| if a.dim(0) == 1 { a * b } else { a.matmul(b) };
         let by_a = product(narrow, x[1].t()).sum_to(&x[0].shape());
-        // A weight that is read transposed gets its gradient as it lies itself.
-        let turned = x[1].recorder().with_graph(|g| g.nodes[x[1].value().node].op::<Permute>().is_some());
-        let by_b = if turned { product(narrow.t(), x[0]).t() } else { product(x[0].t(), narrow) };
+        // The gradient of a weight that is read transposed is computed in the weight's own layout.
+        let transposed = x[1].recorder().with_graph(|g| g.nodes[x[1].value().node].op::<Permute>().is_some());
+        let by_b = if transposed { product(narrow.t(), x[0]).t() } else { product(x[0].t(), narrow) };
         let mut grads = vec![Some(by_a), Some(by_b.sum_to(&x[1].shape()))];
         grads.extend(self.add.map(|_| Some(d)));
         grads
     }
 
-    /// The pass `gemm-epilogue` adds these behind autodiff.
+    /// Epilogues are added by the pass `gemm-epilogue`, after autodiff.
     fn differentiable(&self) -> bool {
         !self.bias && self.act.is_none()
     }
@@ -181,18 +186,18 @@ impl Op for Matmul {
     }
 }
 
-/// Terms of a sum, and elements of the large matrix, from which a product that is nothing but reading it has a kernel of its own.
+/// The least K, and the fewest elements of the large matrix, for which a GEMM that is bound by reading that matrix uses a kernel of its own.
 const TERMS: usize = 2048;
 const LARGE: usize = 1 << 21;
 
-/// x^T p, or its transpose, where p has few columns and x many rows: the gradient of an adapter.
+/// x^T p, or its transpose, where p has few columns and x many rows: the gradient of a LoRA matrix.
 fn over_rows(io: &Io) -> Option<Code> {
     let (m, k, n) = (io.x[0].dim(1), io.x[0].dim(0), io.x[1].dim(0));
     let strides = |i: usize| (io.strides[i][io.x[i].rank() - 2], io.strides[i][io.x[i].rank() - 1]);
     let ((a, a_column), (b, b_column)) = (strides(0), strides(1));
-    // The large one as [k, columns], and the other as [k, r].
-    let turned = m < n;
-    let (large, row, one, p, r) = match turned {
+    // The large matrix as [k, columns], the other one as [k, r].
+    let transposed = m < n;
+    let (large, row, one, p, r) = match transposed {
         true => (1, b, b_column, (0, a_column, a), m),
         false => (0, a_column, a, (1, b, b_column), n),
     };
@@ -200,7 +205,7 @@ fn over_rows(io: &Io) -> Option<Code> {
     if io.y[0].elements() != m * n || one != 1 || k < TERMS || d.m * d.n < LARGE {
         return None;
     }
-    narrow::by_column(io, d, p, r, turned).ok()
+    narrow::by_column(io, d, p, r, transposed).ok()
 }
 
 fn gelu(x: f32) -> f32 {
@@ -209,7 +214,7 @@ fn gelu(x: f32) -> f32 {
 }
 
 impl<'g> Var<'g> {
-    /// [.., m, k] x [.., k, n]. Where `other` is one matrix, all rows of `self` are multiplied at once.
+    /// [.., m, k] times [.., k, n]. If `other` is a single matrix, all rows of `self` become one GEMM.
     #[track_caller]
     pub fn matmul(self, other: Var<'g>) -> Var<'g> {
         let (a, b) = (self.meta(), other.meta());
@@ -221,13 +226,14 @@ impl<'g> Var<'g> {
         self.recorder().op1(Matmul::default(), &[self, other])
     }
 
-    /// x W^T: W is [out, in], as PyTorch keeps it.
+    /// x W^T with W [out, in], as `torch.nn.functional.linear`.
     #[track_caller]
     pub fn linear(self, weight: Var<'g>) -> Var<'g> {
         self.matmul(weight.t())
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("plain", &[In(&[7, 5], Fill::Normal), In(&[5, 9], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
     Case::new("both transposed", &[In(&[5, 7], Fill::Normal), In(&[9, 5], Fill::Normal)], |x| vec![x[0].t().matmul(x[1].t())]),
@@ -273,7 +279,7 @@ pub const CASES: &[Case] = &[
     })
     .bench(),
     Case::new("few terms", &[In(&[2050, 16], Fill::Normal), In(&[16, 1032], Fill::Normal)], |x| vec![x[0].matmul(x[1])]),
-    Case::new("few terms, turned", &[In(&[2051, 24], Fill::Normal), In(&[1048, 20], Fill::Normal)], |x| {
+    Case::new("small k, transposed", &[In(&[2051, 24], Fill::Normal), In(&[1048, 20], Fill::Normal)], |x| {
         vec![x[0].slice(1, 4, 24).linear(x[1])]
     }),
     Case::new("few terms of many rows", &[In(&[40_003, 64], Fill::Normal), In(&[520, 64], Fill::Normal)], |x| vec![x[0].linear(x[1])]),

@@ -1,7 +1,7 @@
-// y [M, N] = a b of few terms, a [M, K], its rows A_ROW apart, b [K, N] with strides B_ROW and B_COLUMN, one of them 1: nothing but writing y.
-// A warp keeps 64 columns of b in registers and walks over rows, 8 at a time, AHEAD of them under way: b's columns are the 16 rows of the tensor
-// cores' products, so that a thread has 8 neighbouring columns of two rows of y, and a warp whole lines of memory. Terms are cut into CHUNKS
-// of 16, of which a thread has four neighbours of a row where the tensor cores have two pairs.
+// y [M, N] = a b of few terms, a [M, K], its rows A_ROW apart, b [K, N] with strides B_ROW and B_COLUMN, one of them 1: bound by writing y.
+// A warp keeps 64 columns of b in registers and walks over rows, 8 at a time, AHEAD of them in flight. b's columns are the 16 rows of the mma, so that a
+// thread has 8 adjacent columns of two rows of y, and a warp writes whole cache lines. K is split into CHUNKS of 16, permuted so that a thread reads four
+// adjacent elements of a row.
 #define CHUNKS ((K + 15) / 16)
 #define TILES ((M + 7) / 8)
 #define PARTS ((N + 63) / 64)

@@ -1,19 +1,19 @@
-//! Products of few terms with a large result, as adapters have them: nothing but writing it.
+//! GEMMs of small K with a large result, as in LoRA's second matmul: bound by writing the result.
 
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::DType;
 
-/// Terms: each 16 of them take 16 registers of a thread.
+/// The largest K: each 16 take 16 registers of a thread.
 const MOST: usize = 64;
-/// Elements of the result, from which writing it takes longer than all else.
+/// The fewest elements of the result for which writing it dominates.
 const LARGE: usize = 1 << 21;
-/// Columns to a term.
+/// The least number of columns for each unit of K.
 const TIMES: usize = 8;
-/// Warps of a multiprocessor, and rows that each has under way.
+/// Warps per multiprocessor, and rows that each has in flight.
 const WARPS: usize = 16;
 const AHEAD: usize = 4;
 
-/// None where the library's product is meant.
+/// None if cuBLASLt is to do it.
 pub fn code(io: &Io) -> Option<Code> {
     let (m, k, n, dtype) = (io.x[0].dim(1), io.x[0].dim(0), io.x[1].dim(0), io.x[0].dtype);
     let same = matches!(dtype, DType::BF16 | DType::F16) && io.x[1].dtype == dtype && io.y[0].dtype == dtype;
@@ -25,7 +25,7 @@ pub fn code(io: &Io) -> Option<Code> {
         [io.strides[i][rank - 2], io.strides[i][rank - 1]]
     };
     let ([a_row, a_column], [b_row, b_column]) = (steps(0), steps(1));
-    // Four terms, or eight columns, are read at once.
+    // Four elements along K, or eight columns, are read at once.
     let aligned = |i: usize, step: usize, to: usize| step.is_multiple_of(to) && io.offsets[i].is_multiple_of(to);
     let b_aligned = if b_row == 1 { aligned(1, b_column, 4) } else { b_column == 1 && aligned(1, b_row, 8) };
     if !k.is_multiple_of(4) || !n.is_multiple_of(8) || a_column != 1 || !aligned(0, a_row, 4) || !b_aligned {

@@ -1,21 +1,21 @@
-//! Products with few columns, y [m, n] = x [m, k] w [k, n]: nothing but reading x once, which a tiled product does badly.
+//! GEMMs with few columns, y [m, n] = x [m, k] w [k, n]: bound by reading x once, which a tiled GEMM does badly.
 
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::DType;
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::ops::reduce::sum_rows;
 
-/// Columns of y: a thread keeps a sum for each.
+/// The most columns of y: a thread keeps a sum for each.
 const COLUMNS: usize = 8;
-/// Below so many rows, and so many columns, of x as it lies in memory there is too little to read.
+/// The fewest rows and columns of x, as it lies in memory, for which the kernel pays.
 const ROWS: usize = 512;
 const WIDTH: usize = 64;
 const THREADS: usize = 256;
-/// Warps that fill any GPU, and blocks that do: not the number of its multiprocessors, so that sums are the same on all.
+/// Warps, and blocks, that fill any GPU: constants, so that the order of additions is the same on all.
 const WARPS: usize = 1024;
 const BLOCKS: usize = 512;
 
-/// None where the product is not thin, or lies otherwise.
+/// None if y has too many columns, or if the strides do not fit.
 pub fn code(io: &Io) -> Option<Code> {
     let side = |i: usize| {
         let r = io.x[i].rank();
@@ -82,7 +82,7 @@ impl Thin {
             .args(&[At::X(self.x.input).into(), At::X(self.w.input).into(), to])
     }
 
-    /// Rows of x lie without gaps: up to a warp for each few of them.
+    /// x is row-major: up to a warp for every few rows.
     fn rows(&self, io: &Io) -> Code {
         let packs = self.k / self.vec;
         let lanes = packs.next_power_of_two().min(32);
@@ -92,7 +92,7 @@ impl Thin {
         while rows > 1 && (values(rows) > lanes || self.m * lanes < WARPS * 32 * rows) {
             rows /= 2;
         }
-        // How the VEC rows of w that belong to a pack of x are read: as packs of columns, as packs of rows, one by one.
+        // How the VEC rows of w for a pack of x are read: in packs along columns, in packs along rows, or one by one.
         let aligned = io.offsets[self.w.input].is_multiple_of(self.vec);
         let w = match (self.w.row, self.w.column) {
             (1, column) if aligned && (self.n == 1 || column.is_multiple_of(self.vec)) => 1,
@@ -109,11 +109,11 @@ impl Thin {
             .code()
     }
 
-    /// Columns of x lie without gaps: the gradient of w. Sums over parts of k, then over the parts.
+    /// x is column-major, as in the gradient of w: partial sums over parts of k, then their sum.
     fn columns(&self, io: &Io) -> Code {
         let packs = self.m / self.vec;
         let batch = if self.n <= 2 { 8 } else { 4 };
-        // Packs that a block is wide: 8 (a line of memory) where there is little to read, for fewer parts.
+        // Width of a block in packs: 8 (a cache line) if there is little to read, so that there are fewer parts.
         let mut wide = packs.next_power_of_two().clamp(8, 32);
         while wide > 8 && packs.div_ceil(wide) * self.k.div_ceil(THREADS / wide * batch) < BLOCKS {
             wide /= 2;

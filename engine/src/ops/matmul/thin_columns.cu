@@ -3,7 +3,7 @@
 #define TALL (256 / WIDE)
 #define PITCH (WIDE + 32 / VEC) // no two threads of a warp on one bank, writing or reading
 
-// BATCH columns of x, TALL apart; past `stop` they count for nothing. No load has a condition, so none waits for another.
+// BATCH columns of x, TALL apart; past `stop` they are ignored. Loads are unconditional, so that they overlap.
 template <bool ENDS> __device__ __forceinline__ void add(const T *x, const T *w, u64 k, u64 stop, float (&acc)[N][VEC]) {
     float v[BATCH][VEC], b[BATCH][N];
     #pragma unroll

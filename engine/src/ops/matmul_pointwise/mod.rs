@@ -1,4 +1,4 @@
-//! A matrix product with arithmetic behind it, in one kernel: the product itself never reaches memory.
+//! A GEMM and the pointwise ops after it in one kernel: the GEMM's result never reaches memory.
 
 use super::attention::wgmma::{self, Left};
 use super::matmul::Matmul;
@@ -9,21 +9,22 @@ use crate::meta::{DType, Layout, Meta, broadcast_strides, contiguous};
 use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 
-/// Inputs: a [.., m, k] and b [.., k, n], then what the arithmetic reads beside their product: tensors of its shape, and counters of
-/// random numbers. The expression's input 0 is the product, in f32 and unrounded; its input i is this op's input i + 1.
+/// Inputs: a [.., m, k] and b [.., k, n], then the other inputs of the pointwise expression: tensors of its shape, and rng counters. The
+/// expression's input 0 is a b, in f32 and unrounded; its input i is this op's input i + 1.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MatmulPointwise {
+    /// What is computed from the matmul's result (input 0) and the other inputs.
     pub expr: Expr,
-    /// Of each output.
+    /// Type of each output.
     pub dtypes: Vec<DType>,
-    /// The arithmetic sees the product [.., m, n] as [m, .., n]: a row has those of all heads side by side.
+    /// Whether the expression reads the result [heads, m, n] as [m, heads, n], the heads of a row concatenated.
     pub heads_inside: bool,
-    /// (input, output) pairs in one buffer, set by the pass `in-place`.
+    /// (input, output) pairs that share one buffer, set by the pass `in-place`.
     pub in_place: Vec<(usize, usize)>,
 }
 
 impl MatmulPointwise {
-    /// The arithmetic's shape, and how the product lies in it.
+    /// The expression's shape, and the strides of the GEMM's result in it.
     pub fn shape(&self, product: &Meta) -> (Vec<usize>, Vec<usize>) {
         let (mut shape, mut strides) = (product.shape.clone(), contiguous(&product.shape));
         for of in [&mut shape, &mut strides] {
@@ -32,21 +33,21 @@ impl MatmulPointwise {
         (shape, strides)
     }
 
-    /// The arithmetic alone, its input 0 being the product.
+    /// The pointwise op alone, with the GEMM's result as input 0.
     fn arithmetic(&self) -> Pointwise {
         let in_place = self.in_place.iter().map(|p| (p.0 - 1, p.1)).collect();
         Pointwise { in_place, ..Pointwise::new(self.expr.clone(), self.dtypes.clone()) }
     }
 
-    /// The one kernel, or why it does not apply.
+    /// The fused kernel, or why it cannot be used.
     pub fn fused(&self, io: &Io) -> Result<Code, String> {
         let sides: Vec<usize> = (2..io.x.len()).filter(|&i| !self.expr.uses_rng(i - 1)).collect();
         let sizes: Vec<usize> = sides.iter().map(|&i| io.x[i].dtype.size()).collect();
         let tiles = Tiles::new(io, &sizes)?;
         if sides.iter().any(|&i| !(io.offsets[i] * io.x[i].dtype.size()).is_multiple_of(16)) {
-            return Err("an input does not begin on a multiple of 16 bytes".into());
+            return Err("an input is not aligned to 16 bytes".into());
         }
-        // What is read before the product has ended waits in registers.
+        // Inputs that are loaded before the GEMM has finished wait in registers.
         let words: usize = sides.iter().map(|&i| 2 * io.x[i].dtype.size()).sum();
         let early = if tiles.wide { (64 / words.max(1)).min(8) } else { (32 / words.max(1)).min(4) };
         let index = if io.y[0].elements() < 1 << 31 { "u32" } else { "u64" };
@@ -68,10 +69,10 @@ impl MatmulPointwise {
         Ok(tiles.launch(launch, io).code())
     }
 
-    /// How the arithmetic of 8 neighbouring elements is read, computed and written.
+    /// CUDA source that loads the inputs of 8 adjacent elements, evaluates the expression and stores the outputs.
     fn text(&self, io: &Io, index: &str, wide: bool) -> String {
         let [mut pointers, mut sides, mut fetch, mut ask, mut take] = [const { String::new() }; 5];
-        let mut at = 0; // bytes of the sides before, of an element
+        let mut at = 0; // bytes per element of the inputs before this one
         for i in 2..io.x.len() {
             let (n, c) = (i - 1, c_type(io.x[i].dtype));
             if self.expr.uses_rng(n) {
@@ -81,7 +82,7 @@ impl MatmulPointwise {
             pointers += &format!("    const {c} *x{n};\n");
             sides += &format!("    Pack<{c}> p{n};\n");
             fetch += &format!("    s.p{n} = *(const Pack<{c}> *)(at.x{n} + i);\n");
-            // In shared memory tile by tile, of 64 x 128 elements.
+            // Staged in shared memory, in tiles of 64 x 128 elements.
             let size = io.x[i].dtype.size();
             let near = format!("(char *)near + {} + pack * {}", 8192 * at, 8 * size);
             for k in (0..8).step_by(16 / size) {
@@ -110,7 +111,7 @@ impl MatmulPointwise {
         )
     }
 
-    /// The product into scratch memory, then the arithmetic.
+    /// The unfused way: the GEMM into scratch memory, then the pointwise op.
     fn apart(&self, io: &Io) -> Code {
         let product = Matmul { dtype: Some(DType::F32), ..Matmul::default() };
         let meta = product.infer(&io.x[..2]).remove(0);
@@ -130,7 +131,7 @@ impl MatmulPointwise {
         rest.offsets.insert(0, 0);
         rest.settled.insert(0, false);
         let second = self.arithmetic().cuda(&rest);
-        // The result lies where the product's scratch memory would begin.
+        // The GEMM's result is at the start of the workspace.
         let bytes = meta.bytes().next_multiple_of(256);
         let of_product = |p: Place| match p.at {
             At::Y(_) => At::Work.plus(p.bytes),
@@ -148,7 +149,7 @@ impl MatmulPointwise {
     }
 }
 
-/// The step on other memory.
+/// The step with its addresses replaced.
 fn moved(step: Step, to: impl Fn(Place) -> Place) -> Step {
     match step {
         Step::Launch(l) => Step::Launch(Launch { args: l.args.iter().map(|&p| to(p)).collect(), ..l }),
@@ -162,7 +163,7 @@ fn moved(step: Step, to: impl Fn(Place) -> Place) -> Step {
     }
 }
 
-/// How the product is cut.
+/// The tiles of the GEMM.
 #[derive(Clone, Copy)]
 struct Tiles {
     heads: usize,
@@ -174,13 +175,13 @@ struct Tiles {
     b: [usize; 3],
     /// Columns of a tile; it has 8192 / columns rows.
     columns: usize,
-    /// Tiles of rows of a in shared memory, if it is not wide.
+    /// Tiles of a in shared memory, without `wide`.
     buffers: usize,
     /// How many blocks there are.
     blocks: usize,
-    /// By Hopper's products of four warps, tiles of 64 x 128.
+    /// Whether it uses wgmma (compute capability 9.0), with tiles of 64 x 128.
     wide: bool,
-    /// Bytes that the arithmetic reads beside an element of the product.
+    /// Bytes that the expression reads for each element, besides the GEMM's result.
     sides: usize,
 }
 
@@ -189,7 +190,7 @@ impl Tiles {
         let (a, b) = (&io.x[0], &io.x[1]);
         let (m, k, n) = (a.dim(1), a.dim(0), b.dim(0));
         if !matches!(a.dtype, DType::BF16 | DType::F16) || io.arch.sm < 80 {
-            return Err("only bf16 and f16 have a kernel, since compute capability 8.0".into());
+            return Err("the kernel needs bf16 or f16 and compute capability 8.0".into());
         }
         if !n.is_multiple_of(8) || !k.is_multiple_of(8) {
             return Err(format!("K = {k} and {n} columns are not both multiples of 8"));
@@ -206,12 +207,12 @@ impl Tiles {
         let inner = |i: usize| (io.strides[i][io.x[i].rank() - 2], io.strides[i][io.x[i].rank() - 1]);
         let ((a_row, a_column), (b_row, b_column)) = (inner(0), inner(1));
         if a_column != 1 {
-            return Err("the left matrix does not lie row by row".into());
+            return Err("the left operand is not row-major".into());
         }
         let (a, b) = ([stride(0)?, a_row], [stride(1)?, b_row, b_column]);
         let across = if b_row == 1 { b_column } else { b_row };
         if [a[0], a[1], b[0], across, io.offsets[0], io.offsets[1]].iter().any(|s| !s.is_multiple_of(8)) {
-            return Err("rows do not begin on multiples of 16 bytes".into());
+            return Err("rows are not aligned to multiples of 16 bytes".into());
         }
         let columns = [32, 64, 128].into_iter().find(|&c| n <= c).unwrap_or(128);
         let wide = io.arch.sm == 90 && columns == 128 && sides.iter().all(|&size| size >= 2); // copies of whole 16 bytes
@@ -261,18 +262,18 @@ impl Tiles {
         if slots == 0 {
             return None;
         }
-        // The time of all blocks in tiles, the columns of b counting as one. So many blocks share the rows of a.
+        // Estimated time of all blocks in tiles, loading the columns of b counting as one.
         let time = |walkers: usize| (parts * walkers).div_ceil(slots) * (tiles.div_ceil(walkers) + 1);
         let walkers = (1..=tiles.min(8 * slots)).min_by_key(|&w| time(w))?;
         Some(Tiles { blocks: parts * walkers, ..best })
     }
 
-    /// Blocks on a multiprocessor, so that one calculates while another waits; registers do not last for more.
+    /// Blocks per multiprocessor: several, so that one computes while another waits; registers limit them.
     fn resident(&self, limit: usize) -> usize {
         ((limit + 1024) / (self.shared() + 1024)).min(2)
     }
 
-    /// Blocks with other columns or heads.
+    /// How many different column tiles and heads there are.
     fn parts(&self) -> usize {
         self.heads * self.n.div_ceil(self.columns)
     }
@@ -309,7 +310,7 @@ impl Op for MatmulPointwise {
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let (shape, _) = self.shape(&Matmul::default().infer(&x[..2])[0]);
         let fits = |i: usize| self.expr.uses_rng(i - 1) || x[i].shape == shape;
-        assert!((2..x.len()).all(fits), "arithmetic on a product {shape:?} and on {:?}", &x[2..]);
+        assert!((2..x.len()).all(fits), "a pointwise expression of a GEMM's result {shape:?} and {:?}", &x[2..]);
         self.dtypes.iter().map(|&d| Meta::new(&shape, d)).collect()
     }
 
@@ -340,7 +341,7 @@ impl Op for MatmulPointwise {
         no_gradient(x.len())
     }
 
-    /// The pass `gemm-pointwise` records it behind autodiff.
+    /// The pass `gemm-pointwise` records it after autodiff.
     fn differentiable(&self) -> bool {
         false
     }
@@ -397,6 +398,7 @@ fn gate_gradient<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
 
 const N: Fill = Fill::Frozen;
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("gate, heads inside", &[In(&[3, 70, 40], N), In(&[3, 40, 136], N), In(&[70, 3, 136], N), In(&[4], Fill::Rng)], |x| {
         gate(x, true)

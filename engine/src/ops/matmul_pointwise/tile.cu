@@ -1,6 +1,6 @@
-// a [HEADS, M, K] times b [HEADS, K, N] on tensor cores, and arithmetic on the result while it is in registers.
-// A block keeps BN columns of b in shared memory and walks over tiles of BM rows of a; a warp has 32 x 32 of a tile. What the arithmetic
-// reads beside the product is asked for before the product begins, so that memory is busy meanwhile.
+// a [HEADS, M, K] times b [HEADS, K, N] on tensor cores, and a pointwise expression on the result while it is in registers.
+// A block keeps BN columns of b in shared memory and walks over tiles of BM rows of a; a warp has 32 x 32 of a tile. The
+// expression's other inputs are loaded before the matmul starts, so that memory stays busy.
 #define THREADS 256
 #define BN COLUMNS
 #define BM (8192 / BN)
@@ -9,7 +9,7 @@
 #define KP ((K + 15) / 16 * 16)
 #define PITCH (KP + 8) // eight rows, 16 bytes each, lie in different banks
 
-// Of 32 columns, a thread gets 8 neighbours: columns 8 p + 2 j and the next are columns 2 p and the next of the warp's j-th product.
+// Permutes 32 columns so that a thread gets 8 adjacent ones: columns 8 p + 2 j and the next are columns 2 p and the next of the warp's j-th mma.
 __device__ __forceinline__ u32 place(u32 n) { return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2; }
 
 // COUNT vectors of K elements, `step` apart, of which those from `left` on are zeros. Vector v goes to row v of `to`, or to its place.
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) matmul_pointwise
         for (int r = 0; r < EARLY; r++)
             if (live(r)) fetch(at, index(r), sides[r]);
         copies_wait<0>();
-        __syncthreads(); // this tile is there, and nobody reads the other buffer
+        __syncthreads(); // this tile has arrived, and no warp reads the other buffer any more
         const T *left = rows + (buffer * BM + m_warp + lane % 16) * PITCH + lane / 16 * 8;
         const T *right = columns + (n_warp + lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 8;
         buffer = (buffer + 1) % BUFFERS;

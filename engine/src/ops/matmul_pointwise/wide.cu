@@ -1,7 +1,7 @@
-// a [HEADS, M, K] times b [HEADS, K, N] by Hopper's products of four warps, which read both from shared memory, and arithmetic on the result
-// while it is in registers. The tiles of all columns are one line, of which a block takes an even part: it keeps BN columns of b as long
-// as its tiles have the same, and GROUPS times four warps take its tiles in turn. Four more warps copy what a group's next tile needs, rows
-// of a and what the arithmetic reads beside the product, while the group finishes the tile before.
+// a [HEADS, M, K] times b [HEADS, K, N] with wgmma, both operands in shared memory, and a pointwise expression on the result while it is in registers.
+// The tiles are divided evenly among the blocks: a block keeps BN columns of b as long as its tiles have the same columns, and its GROUPS warp groups
+// alternate on its tiles. Four more warps copy what a group's next tile needs, rows of a and the expression's other inputs, while the group finishes the
+// tile before.
 #define GROUPS 3
 #define THREADS (128 * GROUPS)
 #define BM 64

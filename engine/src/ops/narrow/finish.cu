@@ -1,5 +1,5 @@
-// Of each of so many COUNT, side by side: the sums over its part of ACROSS of by_row [ACROSS, M, R] -> a [M, COUNT, R]; and over DOWN of
-// by_column [DOWN, all n, R] -> [n, R]. A thread has two numbers.
+// Sums the partial results of narrow.cu, for COUNT adapters: by_row [ACROSS, M, R] over each adapter's part of ACROSS -> [M, COUNT, R]; and by_column
+// [DOWN, all n, R] over DOWN -> [n, R]. A thread has two numbers.
 template <typename E> __device__ __forceinline__ void add(const float *from, int parts, u64 step, E *to) {
     float2 v = *(const float2 *)from;
     #pragma unroll 8

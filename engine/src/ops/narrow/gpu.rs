@@ -1,4 +1,4 @@
-//! How blocks share the large matrix, and which products have a kernel.
+//! The LoRA backward kernel: which shapes it takes, and how blocks share the large matrix.
 
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::DType;
@@ -6,23 +6,28 @@ use crate::meta::DType;
 /// Columns of a block, and rows of a step.
 const WIDE: usize = 256;
 const TILE: usize = 64;
-/// Multiprocessors of an H200: blocks are as many on every GPU, so that the order of additions is the same.
+/// Blocks: the multiprocessors of an H200, and as many on every GPU, so that the order of additions is the same.
 const MULTIPROCESSORS: usize = 132;
-/// Columns of the narrow matrices, for both products and for one.
+/// The most columns of the low-rank matrices, for both matmuls and for one.
 const BOTH: usize = 32;
 const ONE: usize = 64;
 
-/// A matrix [m, n] whose rows lie `row` elements apart, `offset` elements behind the start of an input.
+/// A matrix [m, n] inside an input.
 #[derive(Clone, Copy)]
 pub struct Wide {
+    /// Which input of the op.
     pub input: usize,
+    /// Rows.
     pub m: usize,
+    /// Columns.
     pub n: usize,
+    /// Distance between rows, in elements.
     pub row: usize,
+    /// Of its first element, in elements.
     pub offset: usize,
 }
 
-/// A narrow one [.., r].
+/// A low-rank matrix [.., r].
 #[derive(Clone, Copy)]
 struct Narrow {
     input: usize,
@@ -31,7 +36,7 @@ struct Narrow {
     offset: usize,
 }
 
-/// One large matrix with its narrow ones, and the output that d^T p is.
+/// A large matrix with its low-rank ones, and which output d^T p is.
 struct Pair {
     d: Wide,
     p: Narrow,
@@ -42,27 +47,27 @@ struct Pair {
 struct Work {
     pairs: Vec<Pair>,
     r: usize,
-    /// d^T p is wanted as [r, n].
-    turned: bool,
+    /// Whether the output is (d^T p)^T, [r, n].
+    transposed: bool,
 }
 
-/// d q of all, side by side, and d^T p of each.
+/// d q of all, concatenated, and d^T p of each.
 pub fn both(io: &Io) -> Result<Code, &'static str> {
     let side = |i: usize| Narrow { input: i, row: io.strides[i][0], column: io.strides[i][1], offset: io.offsets[i] };
     if io.strides.iter().step_by(3).any(|s| s[1] != 1) {
-        return Err("a large matrix lies column by column");
+        return Err("the large matrix is column-major");
     }
     let pair = |i: usize| {
         let d = Wide { input: i, m: io.x[i].dim(1), n: io.x[i].dim(0), row: io.strides[i][0], offset: io.offsets[i] };
         Pair { d, p: side(i + 1), q: Some(side(i + 2)), by_column: 1 + i / 3 }
     };
-    Work { pairs: (0..io.x.len()).step_by(3).map(pair).collect(), r: io.x[1].dim(0), turned: false }.code(io)
+    Work { pairs: (0..io.x.len()).step_by(3).map(pair).collect(), r: io.x[1].dim(0), transposed: false }.code(io)
 }
 
-/// d^T p [n, r], or turned, as output 0. `p` is an input with the strides of its rows and columns.
-pub fn by_column(io: &Io, d: Wide, (p, row, column): (usize, usize, usize), r: usize, turned: bool) -> Result<Code, &'static str> {
+/// d^T p [n, r], or transposed, as output 0. `p` is an input with the strides of its rows and columns.
+pub fn by_column(io: &Io, d: Wide, (p, row, column): (usize, usize, usize), r: usize, transposed: bool) -> Result<Code, &'static str> {
     let p = Narrow { input: p, row, column, offset: io.offsets[p] };
-    Work { pairs: vec![Pair { d, p, q: None, by_column: 0 }], r, turned }.code(io)
+    Work { pairs: vec![Pair { d, p, q: None, by_column: 0 }], r, transposed }.code(io)
 }
 
 impl Work {
@@ -93,7 +98,7 @@ impl Work {
             return Err(reason);
         }
         let (r, m, by_row, count) = (self.r, self.pairs[0].d.m, self.pairs[0].q.is_some(), self.pairs.len());
-        // One block a multiprocessor, since every block leaves sums in parts; what it has on its way is enough.
+        // One block per multiprocessor: every block leaves partial sums, and its loads in flight are enough to saturate memory.
         let starts = sums(self.pairs.iter().map(|p| p.d.n.div_ceil(WIDE)));
         let columns = sums(self.pairs.iter().map(|p| p.d.n * r));
         let across = starts[count];
@@ -104,12 +109,12 @@ impl Work {
         if stages < 2 {
             return Err("too little shared memory");
         }
-        // Sums in parts lie behind one another in the workspace.
+        // Partial sums lie one after another in the workspace.
         let (rows_in_parts, columns_in_parts) = (by_row && across > 1, down > 1);
         let second = if rows_in_parts { 4 * across * m * r } else { 0 };
         let workspace = second + if columns_in_parts { 4 * down * columns[count] } else { 0 };
         let results: Vec<Place> = self.pairs.iter().map(|p| At::Y(p.by_column).into()).collect();
-        let rows: Place = if rows_in_parts { At::Work.into() } else { At::Y(0).into() }; // not written, where it is not wanted
+        let rows: Place = if rows_in_parts { At::Work.into() } else { At::Y(0).into() }; // not written if it is not needed
         let (a, b) = (io.y[0].dtype, io.y[self.pairs[0].by_column].dtype);
         let list = |of: &dyn Fn(usize) -> String| format!("{{{}}}", (0..count).map(of).collect::<Vec<_>>().join(", "));
         let all = |of: &[usize]| format!("{{{}}}", of.iter().map(|n| n.to_string()).collect::<Vec<_>>().join(", "));
@@ -141,7 +146,7 @@ impl Work {
             .define("M", m)
             .define("R", r)
             .define("BY_ROW", by_row as u8)
-            .define("TURNED", self.turned as u8)
+            .define("TRANSPOSED", self.transposed as u8)
             .define("ACROSS", across)
             .define("DOWN", down)
             .define("STAGES", stages)
@@ -173,13 +178,13 @@ impl Work {
 }
 
 impl Pair {
-    /// Not read, where there is none.
+    /// Not read if there is none.
     fn q(&self) -> Narrow {
         self.q.unwrap_or(self.p)
     }
 }
 
-/// 0, and the sum of the first, of the first two, ...
+/// Prefix sums, starting with 0.
 fn sums(of: impl Iterator<Item = usize>) -> Vec<usize> {
     std::iter::once(0)
         .chain(of.scan(0, |sum, n| {

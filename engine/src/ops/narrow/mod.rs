@@ -1,4 +1,4 @@
-//! Products of a large matrix with narrow ones, as adapters have them: nothing but reading it, which is done once for both.
+//! LoRA backward: two matmuls of one large matrix with low-rank ones. They are bound by reading the large matrix, which is done once for both.
 
 mod gpu;
 
@@ -13,8 +13,8 @@ use crate::ops::concat::concat;
 use crate::ops::matmul::Matmul;
 use crate::record::Var;
 
-/// Inputs: d [m, n], p [m, r], q [n, r]; further three, with the same m and r, follow. Outputs: d q of all, side by side [m, all r]; and of each
-/// d^T p [n, r] in f32.
+/// Inputs: d [m, n], p [m, r], q [n, r], for one or more adapters with the same m and r. Outputs: d q of all, concatenated [m, adapters * r]; and for
+/// each d^T p [n, r] in f32.
 #[derive(Debug)]
 pub struct NarrowProducts;
 
@@ -42,7 +42,7 @@ impl Op for NarrowProducts {
         }
     }
 
-    /// Two products of each, where rows do not start on 16 bytes.
+    /// Two GEMMs for each, if rows are not aligned to 16 bytes.
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         op::rounded(at)
     }
@@ -96,6 +96,7 @@ fn both<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
 
 const F: Fill = Fill::Frozen;
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("plain", &[In(&[70, 40], F), In(&[70, 8], F), In(&[40, 8], F)], both),
     Case::new("several blocks", &[In(&[333, 520], F), In(&[333, 16], F), In(&[520, 16], F)], both),
@@ -106,7 +107,7 @@ pub const CASES: &[Case] = &[
     Case::new("slices", &[In(&[130, 272], F), In(&[130, 48], F), In(&[264, 40], F)], |x| {
         both(&[x[0].slice(1, 8, 272), x[1].slice(1, 16, 40), x[2].slice(1, 8, 32)])
     }),
-    Case::new("turned", &[In(&[130, 264], F), In(&[130, 32], F), In(&[32, 264], F)], |x| both(&[x[0], x[1], x[2].t()])),
+    Case::new("transposed", &[In(&[130, 264], F), In(&[130, 32], F), In(&[32, 264], F)], |x| both(&[x[0], x[1], x[2].t()])),
     Case::new("several", &[In(&[201, 520], F), In(&[201, 16], F), In(&[520, 16], F), In(&[201, 48], F), In(&[48, 16], F)], |x| {
         both(&[x[0], x[1], x[2], x[3], x[3].slice(1, 16, 32), x[4]])
     }),

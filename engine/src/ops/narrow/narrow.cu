@@ -1,6 +1,6 @@
-// For each of so many COUNT: d [M, n], its rows d_row apart. d^T p -> by_column [n, R], or TURNED [R, n], DOWN times, STEP apart, where rows of
-// p [M, R] are p_row apart. With BY_ROW also d q -> by_row [across, M, R], where q [n, R] has strides q_row and q_column; those of all lie behind
-// one another. A block has WIDE columns of one d and a share of the rows, TILE at a time; where it is the only one across (down), the
+// For each of COUNT adapters: d [M, n], its rows d_row apart. d^T p -> by_column [n, R], or TRANSPOSED [R, n], DOWN times, STEP apart, where rows of
+// p [M, R] are p_row apart. With BY_ROW also d q -> by_row [across, M, R], where q [n, R] has strides q_row and q_column; those of
+// all adapters lie one after another. A block has WIDE columns of one d and a share of the rows, TILE at a time; where it is the only one across (down), the
 // sums are the result, and have its type.
 // Warps w / 4 = 0, 1 have 32 rows of a tile each, w % 4 = 0 .. 3 have 64 columns.
 #define TILE 64
@@ -160,7 +160,7 @@ narrow(MATRICES, ROW_OUT *by_row) {
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int n = own.column + warp * 64 + 16 * m + group + i / 2 * 8, r = 8 * t + 2 * pair + i % 2;
-                u64 at = down * (u64)STEP + (TURNED ? (u64)r * own.n + n : (u64)n * R + r);
+                u64 at = down * (u64)STEP + (TRANSPOSED ? (u64)r * own.n + n : (u64)n * R + r);
                 if (n < own.n) from_float(total[m][t][i] + lower[(m * (R / 8) + t) * 4 + i], own.by_column[at]);
             }
 }

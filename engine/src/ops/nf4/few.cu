@@ -1,8 +1,8 @@
-// y = x W^T of few rows x [ROWS, K], where W [N, K] stays in four bits until it is in registers: nothing but reading them once.
+// y = x W^T for few rows x [ROWS, K], where the 4-bit W [N, K] is dequantized in registers: bound by reading W once.
 //
-// A block has 16 rows of W; its warps take turns with their terms, 128 at a time, AHEAD turns of them under way; where nobody writes the weights
-// (EARLY), the first before it is the kernel's turn. The tensor cores see W as a, and x, eight rows at a time, as b. A thread has 32
-// neighbouring terms of two rows of W, 16 bytes each, all with one scale; terms are met in the order in which they lie, the same for both.
+// A block has 16 rows of W; its warps alternate along K, 128 elements at a time, with AHEAD iterations of loads in flight; if nothing writes the weights
+// (EARLY), the first loads start before `wait_for_turn`. In the mma, W is operand a, and x, eight rows at a time, is b. A thread has 32 adjacent elements
+// of two rows of W, 16 bytes each, all with one scale; K is permuted alike in both operands.
 #define LINES ((K + 127) / 128)
 #define TURNS ((LINES + WARPS - 1) / WARPS)
 #define EIGHTS ((ROWS + 7) / 8)

@@ -1,7 +1,6 @@
-//! Weights in four bits: each the nearest of 16 numbers that split a normal distribution into equal shares (NF4), times the largest of its block of 64.
-//! Those largest ones are bytes themselves: in blocks of 256, behind their mean, the nearest of 256 numbers that lie closer together towards 0 (double
-//! quantisation). 4.13 bits a weight, the bits and numbers that the
-//! package bitsandbytes makes (but for a scale that is as near to one byte as to the next).
+//! NF4: weights in four bits, as in QLoRA. A code stands for one of 16 quantiles of a normal distribution, times the absolute maximum of its
+//! block of 64 weights. With double quantization: those scales, minus their mean, are 8-bit codes themselves, in blocks of 256. 4.13 bits per
+//! weight; bitwise what the package bitsandbytes produces, except where a scale lies exactly between two codes.
 
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
@@ -14,11 +13,11 @@ use crate::record::{Recorder, Var};
 use rayon::prelude::*;
 use std::sync::LazyLock;
 
-/// Weights of a block that share a scale, and scales of a block that share theirs.
+/// Weights that share a scale, and scales that share a scale of theirs.
 const BLOCK: usize = 64;
 const SCALES: usize = 256;
 
-/// What the codes mean.
+/// The number that each 4-bit code stands for.
 #[allow(clippy::excessive_precision)]
 const LEVELS: [f32; 16] = [
     -1.0,
@@ -39,7 +38,8 @@ const LEVELS: [f32; 16] = [
     1.0,
 ];
 
-/// What the bytes of scales mean: 0, 1, and with each sign 2^i numbers of the size of 10^(i - 6), the middles of equal parts of [0.1, 1].
+/// The number that each 8-bit code of a scale stands for: 0, 1, and with each sign 2^i numbers of magnitude 10^(i - 6), the midpoints of equal
+/// parts of [0.1, 1].
 static BYTES: LazyLock<[f32; 256]> = LazyLock::new(|| {
     let mut all = vec![0.0, 1.0];
     for i in 0..7 {
@@ -64,19 +64,21 @@ fn nearest(of: &[f32], v: f32) -> usize {
     }
 }
 
-/// A matrix in four bits.
+/// A quantized matrix.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Nf4 {
-    /// Two to a byte, the first in the upper half.
+    /// Two codes to a byte, the first in the upper half.
     pub codes: Vec<u8>,
+    /// Scales of the blocks, quantized themselves.
     pub scales: Vec<u8>,
-    /// Of each block of scales.
+    /// The scale of each block of scales.
     pub largest: Vec<f32>,
-    /// The mean of the scales, which is not in their bytes.
+    /// The mean of the scales, subtracted before they are quantized.
     pub mean: f32,
 }
 
 impl Nf4 {
+    /// Quantizes a matrix, row after row.
     pub fn new(weights: &[f32]) -> Nf4 {
         let scales: Vec<f32> = weights.par_chunks(BLOCK).map(|b| b.iter().fold(0.0f32, |m, v| m.max(v.abs()))).collect();
         let mean = (scales.iter().map(|&s| s as f64).sum::<f64>() / scales.len().max(1) as f64) as f32;
@@ -113,13 +115,15 @@ fn widen(codes: &[u8], scales: &[u8], largest: &[f32], mean: f32, to: &mut [f32]
     });
 }
 
-/// x W^T of a matrix W [n, k] in four bits, or x W. Inputs: x [rows, k] or [rows, n]; codes and scales u8; largest f32; mean f32 [1]. For a few rows,
-/// as decoding has them, W leaves its four bits in registers. For many it is made whole in the workspace, right before a product
-/// that takes many times as long: it is never kept.
+/// x W^T, or x W, with a quantized W [n, k]. Inputs: x [rows, k] or [rows, n]; codes and scales u8; largest f32; mean f32 [1]. For the few rows of
+/// decoding, W is dequantized in registers. For many rows it is dequantized into the workspace right before a GEMM that takes many times as long.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Nf4Product {
+    /// Rows of the weight: output features.
     pub n: usize,
+    /// Columns of the weight: input features.
     pub k: usize,
+    /// x W^T, the forward pass, if true; x W, the gradient with respect to the input, if false.
     pub transposed: bool,
 }
 
@@ -129,7 +133,7 @@ impl Nf4Product {
         if self.transposed { (self.k, self.n) } else { (self.n, self.k) }
     }
 
-    /// Nothing is read but the four bits.
+    /// The kernel for few rows, which reads W in its four bits.
     fn few(&self, io: &Io) -> Option<Code> {
         let (rows, dtype) = (io.x[0].dim(1), io.x[0].dtype);
         let tensor_cores = matches!(dtype, DType::BF16 | DType::F16) && io.arch.sm >= 80;
@@ -164,7 +168,7 @@ impl Nf4Product {
     }
 }
 
-/// What the bits mean.
+/// Dequantizes one weight.
 fn tables(launch: Launch, io: &Io) -> Launch {
     let list = |of: &[f32]| of.iter().map(|v| format!("{v:e}f")).collect::<Vec<_>>().join(", ");
     launch
@@ -226,7 +230,7 @@ impl Op for Nf4Product {
     }
 }
 
-/// The states of a matrix in four bits.
+/// The states that hold a quantized matrix.
 #[derive(Clone, Copy)]
 pub struct Nf4Weight<'g> {
     n: usize,
@@ -234,11 +238,11 @@ pub struct Nf4Weight<'g> {
     parts: [Var<'g>; 4],
 }
 
-/// Names of those states, behind the matrix's own.
+/// Suffixes of those states' names.
 pub const PARTS: [&str; 4] = ["codes", "scales", "largest", "mean"];
 
 impl Recorder {
-    /// A matrix [n, k] that is kept in four bits and not trained.
+    /// A frozen matrix [n, k] that is stored in NF4.
     pub fn nf4(&self, name: &str, n: usize, k: usize) -> Nf4Weight<'_> {
         let [codes, scales, largest] = Nf4::sizes(n * k);
         let metas = [(codes, DType::U8), (scales, DType::U8), (largest, DType::F32), (1, DType::F32)];
@@ -280,6 +284,7 @@ macro_rules! four {
     }};
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("x W^T", four!(5, 10, 24), |x| product(x, 10, 24, true)),
     Case::new(
@@ -318,7 +323,7 @@ mod tests {
             let back = wide(&q, n);
             let error = w.iter().zip(&back).map(|(a, b)| (a - b).powi(2)).sum::<f32>() / w.iter().map(|a| a * a).sum::<f32>();
             assert!(error.sqrt() < 0.11, "{n}: {error}");
-            assert_eq!(Nf4::new(&back).codes, q.codes, "{n}: what it gives back, it takes as it is");
+            assert_eq!(Nf4::new(&back).codes, q.codes, "{n}: quantizing the dequantized weights changes nothing");
         }
     }
 

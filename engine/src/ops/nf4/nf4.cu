@@ -1,4 +1,4 @@
-// Weights out of four bits: eight to a thread, which are 4 bytes of codes with one scale.
+// Dequantizes weights: eight per thread, 4 bytes of codes with one scale.
 
 __device__ const float levels[16] = {LEVELS};
 __device__ const float sizes[256] = {BYTES};

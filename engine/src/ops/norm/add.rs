@@ -1,4 +1,4 @@
-//! The RMS norm of a sum. The sum itself is written only where something else reads it.
+//! RMS norm of a sum, fused. The sum itself is written only if something else reads it.
 
 use super::gpu::{self, Inputs};
 use super::{ROWS, RmsNorm, RmsNormGrad, add_pieces, each_row, norm_again, norm_metas, rms_row};
@@ -11,12 +11,14 @@ use crate::record::Var;
 use rayon::prelude::*;
 
 /// y = rms_norm(a + b) * weight. Inputs: a [.., d]; b, of the same shape or one row; perhaps a weight [d].
-/// Outputs: y, rstd [rows], and with `sum` (b of a's shape) a + b. Without a weight, only that has a gradient.
+/// Outputs: y, rstd [rows], and with `sum` (b of a's shape) a + b. Without a weight, the gradient needs `sum`.
 #[derive(Clone, Debug)]
 pub struct AddRmsNorm {
+    /// Added to the mean square.
     pub eps: f32,
+    /// Whether the sum is an output too.
     pub sum: bool,
-    /// Columns behind those of y that nothing is written to: the pass `lora-forward` has a use for them.
+    /// Extra columns of y that are left unwritten: the pass `lora-forward` puts LoRA activations there.
     pub room: usize,
 }
 
@@ -84,7 +86,7 @@ impl Op for AddRmsNorm {
     }
 
     fn precision(&self, at: Port, x: &[Meta]) -> Narrow {
-        // A row that is added to all others stays as it is.
+        // A broadcast row keeps its type.
         match at {
             Port::In(1) if x[1].shape != x[0].shape => Narrow::Keep,
             _ => op::rounded_first(2, at),
@@ -92,7 +94,7 @@ impl Op for AddRmsNorm {
     }
 
     fn only(&self, read: &[bool]) -> Option<Lean> {
-        // A sum that is only normed.
+        // Nothing but the norm reads the sum.
         (self.sum && !read[2]).then(|| Lean::without_last(AddRmsNorm { sum: false, ..self.clone() }, read.len()))
     }
 
@@ -104,12 +106,12 @@ impl Op for AddRmsNorm {
         self.room == 0
     }
 
-    /// Where the sum was written, it is read again rather than the two terms.
+    /// If the sum was written, the gradient reads it instead of the two terms.
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let ds = dy.get(2).copied().flatten();
         if x.len() == 2 {
             let through = |d: Var<'g>| {
-                assert!(self.sum, "a sum that was not kept has no gradient without a weight");
+                assert!(self.sum, "without a weight, add_rms_norm needs `sum` for its gradient");
                 d.recorder().op1(RmsNormGrad { add: ds.is_some(), ..RmsNormGrad::default() }, &[&[y[2], y[1], d], ds.as_slice()].concat())
             };
             let ds = dy[0].map(through).or(ds);
@@ -148,14 +150,15 @@ impl Op for AddRmsNorm {
     }
 }
 
-/// Inputs: a, b, rstd, dy, weight; or, with `sum`, a + b and the gradient that it has from elsewhere instead of a and b.
-/// Outputs: the gradient of a + b, the weight's unless nobody wants it, where b is one row, b's, and perhaps the norm's own result.
+/// Inputs: a, b, rstd, dy, weight; or, with `sum`, a + b and its gradient from other readers instead of a and b.
+/// Outputs: gradients with respect to a + b, with `dw` the weight, and b if it is one row; with `y` also the norm's result, recomputed.
 #[derive(Clone, Debug)]
 pub struct AddRmsNormGrad {
+    /// Whether the first two inputs are the sum and its gradient from other readers.
     pub sum: bool,
-    /// The weight's gradient is wanted. It always is where b is one row, which is summed with it.
+    /// Whether the weight's gradient is an output. Always, if b is one row.
     pub dw: bool,
-    /// With `sum`: what the norm gave is wanted again, which the pass `recompute` decides.
+    /// Whether the norm's result is recomputed as an output (the pass `recompute`); needs `sum`.
     pub y: bool,
 }
 
@@ -177,7 +180,7 @@ impl Op for AddRmsNormGrad {
         [&x[..1], if self.dw { &x[4..] } else { &[] }, row, if self.y { &x[..1] } else { &[] }].concat()
     }
 
-    /// For each task: the sums of the weight's gradient and of b's; then a row.
+    /// For each task: partial sums of the gradients of the weight and of b, and one row.
     fn workspace(&self, x: &[Meta]) -> usize {
         3 * x[0].rows().div_ceil(ROWS) * x[0].dim(0)
     }
@@ -226,7 +229,7 @@ impl Op for AddRmsNormGrad {
     }
 
     fn only(&self, read: &[bool]) -> Option<Lean> {
-        // The gradient of a weight that is not trained.
+        // The gradient of a frozen weight.
         (self.dw && read.len() == 2 && !read[1]).then(|| Lean::without_last(AddRmsNormGrad { dw: false, ..self.clone() }, read.len()))
     }
 

@@ -2,7 +2,7 @@
 template <bool PACKED> __device__ __forceinline__ void columns(const T *x, float *y) {
     u64 row = (u64)blockIdx.x * GROUPS + row_group();
     bool real = row < (u64)ROWS;
-    if (!real) row = ROWS - 1; // its sums are needed by nobody, but its threads by the shuffles
+    if (!real) row = ROWS - 1; // no such row: its results are not used, but its threads take part in the shuffles
     Row<PACKED, T> v(x + row * D, D);
 
     float mean = 0.0f, square = 0.0f;

@@ -1,4 +1,4 @@
-//! The first columns of a layer norm, in f32 whatever is normed: for readers that want no more.
+//! The first columns of a layer norm, in f32, for readers that need no others.
 
 use crate::cpu::{View, ViewMut, math, simd};
 use crate::kernel::{Code, Io};
@@ -11,7 +11,9 @@ use rayon::prelude::*;
 /// x [.., d] -> [.., columns].
 #[derive(Debug)]
 pub struct LayerNormColumns {
+    /// Added to the variance.
     pub eps: f32,
+    /// How many columns.
     pub columns: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Norms on a GPU: one kernel forwards, one backwards whose sums over rows a second launch adds up.
+//! Norms on a GPU: one forward kernel, and one backward kernel whose partial sums over rows a second launch adds.
 
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::DType;
@@ -7,38 +7,38 @@ use crate::ops::reduce::packs::Rows;
 const SUMMED: &str = include_str!("sum.cuh");
 pub const PARTIAL: &str = include_str!("partial.cuh");
 
-/// Blocks that sum over rows, each leaving one partial sum: two for each multiprocessor of an H200, and the same on every GPU, so that
-/// the order of additions is.
+/// Blocks that sum over rows, each leaving one partial sum: two for each multiprocessor of an H200, and as many on every GPU, so that the order
+/// of additions is the same.
 const BLOCKS: usize = 264;
 
-/// Which inputs of a norm, or of its gradient, are what. Input 0 is what is normed.
+/// Which input of a norm, or of its gradient, is which. Input 0 is the tensor that is normed.
 #[derive(Default)]
 pub struct Inputs {
-    /// Added to input 0 first: a row for all, or as large as it.
+    /// Added to input 0 first: one broadcast row, or a tensor of the same shape.
     pub term: Option<usize>,
     pub weight: Option<usize>,
-    /// Of the gradient alone.
+    /// Only for the gradient.
     pub rstd: usize,
     pub dy: usize,
     /// Added to the result.
     pub more: Option<usize>,
-    /// The last output is the norm's own result.
+    /// Whether the last output is the norm's own result.
     pub y: bool,
 }
 
 impl Inputs {
-    /// An input, or 0 where there is none: a kernel has all its parameters and does not read those.
+    /// An input; input 0 in place of a missing one, which the kernel does not read.
     fn at(input: Option<usize>) -> Place {
         At::X(input.unwrap_or(0)).into()
     }
 
-    /// 0: no term, 1: a row for all, 2: a row for each.
+    /// 0: nothing is added, 1: one broadcast row, 2: a tensor of the same shape.
     fn kind(&self, io: &Io) -> usize {
         self.term.map_or(0, |t| if io.x[t].elements() == io.x[0].elements() { 2 } else { 1 })
     }
 
-    /// The type of a term that has a row for each; input 0's where there is none. What is one row for all is in the cache, and may be read in
-    /// packs of more than 16 bytes.
+    /// The type of an added tensor; input 0's if there is none, or if it is one row, which is cached and may be read in packs of more than 16
+    /// bytes.
     fn of_rows(&self, io: &Io) -> DType {
         dtype(io, self.term.filter(|_| self.kind(io) == 2))
     }
@@ -48,7 +48,7 @@ fn dtype(io: &Io, input: Option<usize>) -> DType {
     io.x[input.unwrap_or(0)].dtype
 }
 
-/// Outputs y, rstd, and perhaps what is normed.
+/// Outputs y, rstd, and perhaps the sum that is normed.
 pub fn forward(io: &Io, inputs: Inputs, eps: f32, layer: bool) -> Code {
     let (d, n) = (io.x[0].dim(0), io.x[0].rows());
     let (t, b, w) = (io.x[0].dtype, dtype(io, inputs.term), dtype(io, inputs.weight));
@@ -71,7 +71,7 @@ pub fn forward(io: &Io, inputs: Inputs, eps: f32, layer: bool) -> Code {
         .code()
 }
 
-/// Outputs dx, then the gradients of the weight and of a term that is one row, and perhaps what was normed.
+/// Outputs dx, then the gradients of the weight and of an added row, and perhaps the norm's result.
 pub fn backward(io: &Io, inputs: Inputs, layer: bool) -> Code {
     let (d, n) = (io.x[0].dim(0), io.x[0].rows());
     let (t, g) = (io.x[0].dtype, io.x[inputs.dy].dtype);
@@ -114,7 +114,7 @@ pub fn backward(io: &Io, inputs: Inputs, layer: bool) -> Code {
     Code { steps, workspace: 4 * blocks * sums * d }
 }
 
-/// Outputs from 1 to `last`: the sums over partial [parts, their elements].
+/// Outputs 1 to `last`: sums of their partial sums [parts, elements].
 pub fn finish(io: &Io, last: usize, parts: usize) -> Launch {
     let columns = io.y[1..=last].iter().map(|m| m.elements()).sum::<usize>();
     Launch::new(include_str!("finish.cu"), "finish")

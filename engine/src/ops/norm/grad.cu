@@ -1,6 +1,6 @@
 // Rows [ROWS, D] of x (sum.cuh); s = rstd, g = dy, with WEIGHT times w [D].
-// LAYER, where x is the output: dx = s (g - mean(g) - x mean(g x)); otherwise dx = s (g - x s^2 mean(g x)), with ADD plus more. With NORMED
-// x s w, what the norm gave, goes to y.
+// LAYER, where x is the output: dx = s (g - mean(g) - x mean(g x)); otherwise dx = s (g - x s^2 mean(g x)), with ADD plus more. With NORMED,
+// the norm's result x s w is recomputed in y.
 // A block takes the rows GROUPS * (block, block + grid, ..), and leaves its sums of dy x s and, where b is one row for all, of dx in
 // its part of partial [grid, SUMS, D].
 template <bool PACKED>
@@ -17,7 +17,7 @@ grad_rows(const T *x, const B *b, const float *rstd, const G *dy, const W *w, co
     for (u64 first = (u64)blockIdx.x * GROUPS; first < (u64)ROWS; first += (u64)gridDim.x * GROUPS) {
         u64 row = first + row_group();
         bool real = row < (u64)ROWS;
-        if (!real) row = ROWS - 1; // its sums are needed by nobody, but its threads by the shuffles
+        if (!real) row = ROWS - 1; // no such row: its results are not used, but its threads take part in the shuffles
         Summed<PACKED> from(x, b, row);
         Row<PACKED, G> d(dy + row * D, D);
         Row<PACKED, M> m(ADD ? more + row * D : more, ADD ? D : 0);

@@ -1,5 +1,5 @@
-//! RMS norm (with or without a weight) and layer norm (without; a weight is arithmetic that fuses behind it), over the last
-//! dimension. Both keep one number a row for the way back. `add` norms a sum that is never written.
+//! RMS norm (with or without a weight) and layer norm (without: a weight is a pointwise op after it), over the last dimension. Both keep one
+//! number per row, rstd, for the backward pass. `add` fuses the residual addition before an RMS norm.
 
 pub mod add;
 pub mod columns;
@@ -15,18 +15,20 @@ use crate::record::Var;
 use gpu::Inputs;
 use rayon::prelude::*;
 
-/// Rows of one task, and of one partial sum of a weight's gradient: the order of additions is fixed by this alone.
+/// Rows of one task, and of one partial sum of a weight's gradient: a constant, so that the order of additions is always the same.
 const ROWS: usize = 64;
 
 /// y = x / sqrt(mean(x^2) + eps), times the weight if there is one. Outputs: y, and 1 / sqrt(..) [rows].
 #[derive(Debug)]
 pub struct RmsNorm {
+    /// Added to the mean square.
     pub eps: f32,
 }
 
 /// y = (x - mean) / sqrt(variance + eps). Outputs: y, and 1 / sqrt(..) [rows].
 #[derive(Debug)]
 pub struct LayerNorm {
+    /// Added to the variance.
     pub eps: f32,
 }
 
@@ -106,15 +108,15 @@ impl Op for RmsNorm {
     }
 }
 
-/// Inputs: x, rstd, dy, the weight if there is one, and what is added to dx if something is. Outputs: dx, perhaps the weight's gradient, and
-/// perhaps the norm's own result.
+/// Inputs: x, rstd, dy, the weight if there is one, and with `add` a tensor to add to dx. Outputs: dx, with `dw` the weight's gradient, and with `y`
+/// the norm's result, recomputed.
 #[derive(Clone, Debug, Default)]
 pub struct RmsNormGrad {
-    /// The pass `gemm-epilogue` adds what meets dx here.
+    /// Whether another gradient of x is added to dx (the pass `gemm-epilogue`).
     pub add: bool,
-    /// The weight's gradient is wanted.
+    /// Whether the weight's gradient is an output.
     pub dw: bool,
-    /// What the norm gave is wanted again, which the pass `recompute` decides.
+    /// Whether the norm's result is recomputed as an output (the pass `recompute`).
     pub y: bool,
 }
 
@@ -130,7 +132,7 @@ impl Op for RmsNormGrad {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        assert!(!self.dw || self.weight(x.len()), "rms_norm_grad of {x:?}: the gradient of no weight");
+        assert!(!self.dw || self.weight(x.len()), "rms_norm_grad of {x:?}: a weight's gradient without a weight");
         [&x[..1], if self.dw { &x[3..4] } else { &[] }, if self.y { &x[..1] } else { &[] }].concat()
     }
 
@@ -143,7 +145,7 @@ impl Op for RmsNormGrad {
         let (data, rstd, dy) = (x[0].f32(), x[1].f32(), x[2].f32());
         let weight = self.weight(x.len()).then(|| x[3].f32());
         let more = self.add.then(|| x[x.len() - 1].f32());
-        // Where there is nothing to sum, the tasks get empty pieces.
+        // If there is nothing to sum, the tasks get empty slices.
         let mut pieces: Vec<&mut [f32]> = if self.dw { partial.chunks_mut(d).collect() } else { vec![] };
         pieces.resize_with(rstd.len().div_ceil(ROWS), || &mut []);
         out[0].f32().par_chunks_mut(ROWS * d).zip(pieces).enumerate().for_each(|(task, (dx, dw))| {
@@ -175,7 +177,7 @@ impl Op for RmsNormGrad {
     }
 
     fn only(&self, read: &[bool]) -> Option<Lean> {
-        // The gradient of a weight that is not trained.
+        // The gradient of a frozen weight.
         (self.dw && read.len() == 2 && !read[1]).then(|| Lean::without_last(RmsNormGrad { dw: false, ..self.clone() }, read.len()))
     }
 
@@ -198,7 +200,7 @@ impl Op for RmsNormGrad {
     }
 }
 
-/// dx of one row, and its part of the weight's gradient, which may be empty.
+/// dx of one row; and adds its part of the weight's gradient, unless that slice is empty.
 #[inline(always)]
 pub(crate) fn rms_row(x: &[f32], rstd: f32, dy: &[f32], weight: Option<&[f32]>, dx: &mut [f32], dw: &mut [f32]) {
     match weight {
@@ -212,7 +214,7 @@ pub(crate) fn rms_row(x: &[f32], rstd: f32, dy: &[f32], weight: Option<&[f32]>, 
     dx.iter_mut().zip(x).for_each(|(o, &x)| *o = (*o - x * mean) * rstd);
 }
 
-/// y = x rstd, times the weight if there is one: to the last bit what the norm gave.
+/// y = x rstd, times the weight if there is one: bitwise what the norm computed.
 fn norm_again(x: &[f32], rstd: &[f32], weight: Option<&[f32]>, y: &mut [f32]) {
     let d = x.len() / rstd.len();
     y.par_chunks_mut(d).zip(x.par_chunks(d)).zip(rstd).with_min_len(ROWS).for_each(|((y, x), &r)| match weight {
@@ -350,6 +352,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("rms", &[In(&[2, 67, 33], Fill::Normal), In(&[33], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]),
     Case::new("rms small heads", &[In(&[3, 7, 16], Fill::Normal)], |x| vec![x[0].rms_norm_plain(1e-6)]),

@@ -3,7 +3,7 @@
 template <bool PACKED> __device__ __forceinline__ void norm_rows(const T *x, const B *b, const W *w, T *y, float *rstd, T *sum) {
     u64 row = (u64)blockIdx.x * GROUPS + row_group();
     bool real = row < (u64)ROWS;
-    if (!real) row = ROWS - 1; // its sums are needed by nobody, but its threads by the shuffles
+    if (!real) row = ROWS - 1; // no such row: its results are not used, but its threads take part in the shuffles
     Summed<PACKED> from(x, b, row);
 
     float kept[KEEP ? PACKS : 1][VEC], mean = 0.0f, square = 0.0f;

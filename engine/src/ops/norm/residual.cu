@@ -1,4 +1,4 @@
-// v becomes its layer norm; returns 1 / sqrt(variance + EPS).
+// Replaces v by its layer norm; returns 1 / sqrt(variance + EPS).
 __device__ __forceinline__ float norm_row(float (&v)[PACKS][VEC]) {
     float mean = 0.0f, square = 0.0f;
     EACH(p) for (int i = 0; i < VEC; i++) mean += v[p][i];
@@ -13,7 +13,7 @@ __device__ __forceinline__ float norm_row(float (&v)[PACKS][VEC]) {
 template <bool PACKED> __device__ __forceinline__ void rows(const T *x, const T *o, T *z, T *s, T *y, float *rstd) {
     u64 row = (u64)blockIdx.x * GROUPS + row_group();
     bool real = row < (u64)ROWS;
-    if (!real) row = ROWS - 1; // its sums are needed by nobody, but its threads by the shuffles
+    if (!real) row = ROWS - 1; // no such row: its results are not used, but its threads take part in the shuffles
     bool first = real && row_lane() == 0;
     float v[PACKS][VEC] = {}, more[PACKS][VEC] = {};
     fetch<PACKED>(v, o + row * D);

@@ -1,4 +1,4 @@
-//! The three layer norms that meet where a residual layer ends and the next begins, in one pass over the rows.
+//! The three layer norms between two residual layers, fused into one pass over the rows.
 
 use super::{LayerNorm, ROWS};
 use crate::cpu::math::{dot, sum};
@@ -13,6 +13,7 @@ use rayon::prelude::*;
 /// z = norm(o), s = norm(x + z), y = norm(s). Inputs: x, o. Outputs: z, s, y, and 1 / sqrt(..) of the three, [3 * rows].
 #[derive(Debug)]
 pub struct ResidualNorm {
+    /// Added to the variance, in all of the norms.
     pub eps: f32,
 }
 
@@ -26,7 +27,7 @@ pub(crate) fn norm_row(out: &mut [f32], eps: f32) -> f32 {
     r
 }
 
-/// g becomes the gradient of the row that was normed to y.
+/// Turns g, the gradient with respect to y, into that with respect to the row that was normed.
 #[inline(always)]
 pub(crate) fn grad_row(g: &mut [f32], y: &[f32], rstd: f32) {
     let d = g.len() as f32;
@@ -77,7 +78,7 @@ impl Op for ResidualNorm {
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
-        assert!(dy[0].is_none(), "the inner norm of a residual_norm is read by nothing but it");
+        assert!(dy[0].is_none(), "only residual_norm itself reads its inner norm");
         let (by_s, by_y) = (dy[1], dy[2]);
         let Some(any) = by_s.or(by_y) else { return no_gradient(x.len()) };
         let inputs: Vec<Var> = [y[0], y[1], y[2], y[3]].into_iter().chain(by_s).chain(by_y).collect();
@@ -100,7 +101,9 @@ impl Op for ResidualNorm {
 /// Inputs: z, s, y, rstd, then the gradients of s and y, of which one may be missing. Outputs: the gradients of x and o.
 #[derive(Debug)]
 pub struct ResidualNormGrad {
+    /// Whether there is a gradient with respect to output s.
     pub by_s: bool,
+    /// Whether there is a gradient with respect to output y.
     pub by_y: bool,
 }
 

@@ -1,4 +1,4 @@
-// g becomes the gradient of the row whose layer norm is y.
+// Replaces g, the gradient with respect to the layer norm y of a row, by that with respect to the row.
 __device__ __forceinline__ void grad_row(float (&g)[PACKS][VEC], const float (&y)[PACKS][VEC], float rstd) {
     float mean = 0.0f, along = 0.0f;
     EACH(p) for (int i = 0; i < VEC; i++) mean += g[p][i], along += g[p][i] * y[p][i];
@@ -12,9 +12,9 @@ template <bool PACKED>
 __device__ __forceinline__ void rows(const T *z, const T *s, const T *y, const float *rstd, const S *by_s, const G *by_y, T *dx, T *d_o) {
     u64 row = (u64)blockIdx.x * GROUPS + row_group();
     bool real = row < (u64)ROWS;
-    if (!real) row = ROWS - 1; // its sums are needed by nobody, but its threads by the shuffles
+    if (!real) row = ROWS - 1; // no such row: its results are not used, but its threads take part in the shuffles
     u64 at = row * D;
-    // Everything is asked for before anything is waited for.
+    // All loads are issued before the first is used.
     float g[PACKS][VEC] = {}, more[PACKS][VEC] = {}, of_y[PACKS][VEC] = {}, of_s[PACKS][VEC] = {}, of_z[PACKS][VEC] = {};
     if (BY_Y) fetch<PACKED>(g, by_y + at), fetch<PACKED>(of_y, y + at);
     if (BY_S) fetch<PACKED>(more, by_s + at);

@@ -1,57 +1,84 @@
-//! Arithmetic on one element, as a list of instructions, each naming earlier ones. The pass `fuse-pointwise` grows these.
+//! Pointwise expressions: lists of instructions on one element, in single-assignment form. The pass `fuse-pointwise` merges them.
 
 use std::collections::HashMap;
 
-/// The number of an instruction.
+/// The index of an instruction, and so of its result.
 pub type Reg = usize;
 
+/// Operations on one value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Un {
+    /// -a
     Neg,
+    /// |a|
     Abs,
+    /// e^a
     Exp,
+    /// Natural logarithm.
     Ln,
     /// ln(1 + x)
     Ln1p,
+    /// Square root.
     Sqrt,
+    /// 1 / sqrt(a)
     Rsqrt,
-    /// 1 / x, on a GPU to two units in the last place; infinite below 1e-38.
+    /// 1 / x, on a GPU accurate to two units in the last place; infinite below 1e-38.
     Inverse,
+    /// 1 / (1 + e^-a)
     Sigmoid,
+    /// Hyperbolic tangent.
     Tanh,
+    /// Sine, in radians.
     Sin,
+    /// Cosine, in radians.
     Cos,
+    /// The largest whole number up to a.
     Floor,
     /// 1 where x > 0, else 0.
     Step,
 }
 
+/// Operations on two values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Bin {
+    /// a + b
     Add,
+    /// a - b
     Sub,
+    /// a * b
     Mul,
+    /// a / b
     Div,
+    /// The larger of the two.
     Max,
+    /// The smaller of the two.
     Min,
     /// 1 where a < b, else 0.
     Lt,
     /// 1 where a == b, else 0.
     Eq,
+    /// The angle of the point (b, a).
     Atan2,
 }
 
+/// An instruction. Its result is the register with the instruction's index.
 #[derive(Clone, Copy, Debug)]
 pub enum Ins {
+    /// The current element of an input.
     In(usize),
+    /// A constant.
     Const(f32),
+    /// An operation on one register.
     Un(Un, Reg),
+    /// An operation on two registers.
     Bin(Bin, Reg, Reg),
     /// a where c is not 0, else b.
     Select(Reg, Reg, Reg),
-    /// Uniform in [0, 1), a multiple of 2^-16: this element's draw at `site`, from the counters that input `rng` holds.
+    /// This element's uniform random number in [0, 1), a multiple of 2^-16.
     Random {
+        /// The op's number in the model, so that sites draw different numbers.
         site: u32,
+        /// The input with the rng counters: seed, step, micro-batch.
         rng: usize,
     },
 }
@@ -63,7 +90,7 @@ impl PartialEq for Ins {
 }
 
 impl Ins {
-    /// Everything that makes two instructions the same.
+    /// A key by which equal instructions are found.
     fn key(&self) -> (u8, u8, [usize; 3]) {
         match *self {
             Ins::In(i) => (0, 0, [i, 0, 0]),
@@ -75,6 +102,7 @@ impl Ins {
         }
     }
 
+    /// The registers that it reads.
     pub fn args(&self) -> Vec<Reg> {
         match *self {
             Ins::In(_) | Ins::Const(_) | Ins::Random { .. } => vec![],
@@ -94,14 +122,17 @@ impl Ins {
     }
 }
 
+/// A pointwise expression in single-assignment form.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Expr {
+    /// The instructions, in order.
     pub ins: Vec<Ins>,
+    /// The registers that are the outputs.
     pub outs: Vec<Reg>,
 }
 
 impl Expr {
-    /// One output, of inputs 0 to `inputs` - 1.
+    /// An expression with one output, built from `inputs` inputs.
     pub fn of(inputs: usize, build: impl FnOnce(&mut Expr, &[Reg]) -> Reg) -> Expr {
         let mut e = Expr::default();
         let regs: Vec<Reg> = (0..inputs).map(|i| e.input(i)).collect();
@@ -110,7 +141,7 @@ impl Expr {
         e
     }
 
-    /// Adds an instruction, or finds the same one; folds what needs no arithmetic and changes no number.
+    /// Adds an instruction, or finds an equal one; simplifies where that changes no result.
     pub fn push(&mut self, i: Ins) -> Reg {
         use Bin::*;
         let constant = |r: Reg| match self.ins[r] {
@@ -125,7 +156,7 @@ impl Expr {
                     let c = super::run::binary(op, x, y);
                     return self.push(Ins::Const(c));
                 }
-                // x + 0 is x, but for the sign of zero: -0 stays -0.
+                // x + 0 is x, except that -0 + 0 is 0; here -0 stays -0.
                 (Add, Some(0.0), _) => return b,
                 (Add | Sub, _, Some(0.0)) => return a,
                 _ => {}
@@ -137,64 +168,76 @@ impl Expr {
         })
     }
 
+    /// Reads an input.
     pub fn input(&mut self, i: usize) -> Reg {
         self.push(Ins::In(i))
     }
 
+    /// A constant.
     pub fn c(&mut self, value: f32) -> Reg {
         self.push(Ins::Const(value))
     }
 
+    /// Applies a unary operation.
     pub fn un(&mut self, op: Un, a: Reg) -> Reg {
         self.push(Ins::Un(op, a))
     }
 
+    /// Applies a binary operation.
     pub fn bin(&mut self, op: Bin, a: Reg, b: Reg) -> Reg {
         self.push(Ins::Bin(op, a, b))
     }
 
+    /// a + b
     pub fn add(&mut self, a: Reg, b: Reg) -> Reg {
         self.bin(Bin::Add, a, b)
     }
 
+    /// a - b
     pub fn sub(&mut self, a: Reg, b: Reg) -> Reg {
         self.bin(Bin::Sub, a, b)
     }
 
+    /// a * b
     pub fn mul(&mut self, a: Reg, b: Reg) -> Reg {
         self.bin(Bin::Mul, a, b)
     }
 
+    /// a / b
     pub fn div(&mut self, a: Reg, b: Reg) -> Reg {
         self.bin(Bin::Div, a, b)
     }
 
+    /// `a` where `c` is not 0, else `b`.
     pub fn select(&mut self, c: Reg, a: Reg, b: Reg) -> Reg {
         self.push(Ins::Select(c, a, b))
     }
 
+    /// a * a
     pub fn square(&mut self, a: Reg) -> Reg {
         self.mul(a, a)
     }
 
+    /// a times a constant.
     pub fn scale(&mut self, a: Reg, by: f32) -> Reg {
         let c = self.c(by);
         self.mul(a, c)
     }
 
-    /// 0 with chance `p`, else a / (1 - p).
+    /// Dropout: 0 with probability `p`, else a / (1 - p).
     pub fn dropout(&mut self, a: Reg, p: f32, site: u32, rng: usize) -> Reg {
         let (u, chance, zero) = (self.push(Ins::Random { site, rng }), self.c(p), self.c(0.0));
         let (gone, kept) = (self.bin(Bin::Lt, u, chance), self.scale(a, crate::mutant!("dropout-not-scaled", 1.0 / (1.0 - p), 1.0)));
         self.select(gone, zero, kept)
     }
 
+    /// 1 - a
     pub fn one_minus(&mut self, a: Reg) -> Reg {
         let one = self.c(1.0);
         self.sub(one, a)
     }
 
-    /// Only what the outputs need, and the inputs that are left: (expression, old numbers of its inputs).
+    /// The expression without unused instructions and inputs, and the old indices of the inputs that remain.
     pub fn pruned(&self) -> (Expr, Vec<usize>) {
         let mut live = vec![false; self.ins.len()];
         for &o in &self.outs {
@@ -227,7 +270,7 @@ impl Expr {
         (out, inputs)
     }
 
-    /// Appends `other`, its inputs replaced by what `input` says; returns where its instructions went.
+    /// Appends `other`, its inputs mapped by `input` and its rng inputs by the last argument; returns the new index of each of its instructions.
     pub fn append(
         &mut self,
         other: &Expr,
@@ -246,7 +289,7 @@ impl Expr {
         map
     }
 
-    /// Gradients of the inputs `wanted`, given inputs `first_dy + k` as the gradients of output k, for the k that have one.
+    /// The expression for gradients with respect to the inputs `wanted`; its inputs `first_dy + k` are the gradients with respect to output k.
     pub fn gradient(&self, wanted: &[usize], dy: &[Option<usize>]) -> Expr {
         let mut e = Expr { ins: self.ins.clone(), outs: vec![] };
         let mut adjoint: Vec<Option<Reg>> = vec![None; self.ins.len()];
@@ -276,20 +319,23 @@ impl Expr {
         e
     }
 
+    /// Whether an input is the seed of random draws, not a number to compute with.
     pub fn uses_rng(&self, input: usize) -> bool {
         self.ins.iter().any(|i| matches!(i, Ins::Random { rng, .. } if *rng == input))
     }
 
+    /// Whether it draws random numbers.
     pub fn draws(&self) -> bool {
         self.ins.iter().any(|i| matches!(i, Ins::Random { .. }))
     }
 
+    /// Operations for each element, as counted in costs.
     pub fn flops(&self) -> usize {
         self.ins.iter().filter(|i| !matches!(i, Ins::In(_) | Ins::Const(_))).count()
     }
 }
 
-/// What instruction `i` (value `y`, gradient `g`) adds to the gradients of its arguments.
+/// Adds what instruction `i` (value `y`, gradient `g`) contributes to the gradients of its arguments.
 fn slopes(e: &mut Expr, ins: &Ins, y: Reg, g: Reg) -> Vec<(Reg, Reg)> {
     match *ins {
         Ins::In(_) | Ins::Const(_) | Ins::Random { .. } => vec![],
@@ -335,7 +381,7 @@ fn slopes(e: &mut Expr, ins: &Ins, y: Reg, g: Reg) -> Vec<(Reg, Reg)> {
                     e.un(Un::Neg, s)
                 }
                 Un::Abs => {
-                    // The slope at 0 is -1 here; PyTorch has 0. Nothing trains through an exact zero of |x|.
+                    // The derivative at 0 is -1 here, and 0 in PyTorch; an exact 0 hardly occurs in training.
                     let (step, two, one) = (e.un(Un::Step, a), e.c(2.0), e.c(1.0));
                     let twice = e.mul(step, two);
                     e.sub(twice, one)

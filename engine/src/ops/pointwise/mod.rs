@@ -1,4 +1,4 @@
-//! Arithmetic, element by element, with broadcasting: one op for all of it.
+//! Pointwise ops with broadcasting: one op for all of them, which holds an expression.
 
 pub mod expr;
 pub(crate) mod print;
@@ -16,24 +16,27 @@ use crate::record::Var;
 use expr::Reg;
 use std::sync::Arc;
 
+/// A fused pointwise expression, evaluated for every element of its broadcast inputs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pointwise {
+    /// What is computed.
     pub expr: Expr,
-    /// Of each output.
+    /// Type of each output.
     pub dtypes: Vec<DType>,
-    /// (input, output) pairs in one buffer, set by the pass `in-place`.
+    /// (input, output) pairs that share one buffer, set by the pass `in-place`.
     pub in_place: Vec<(usize, usize)>,
-    /// The gradients of the inputs that have one, where they are better made from the results than from all inputs. Its inputs: those of
-    /// `expr`, the result, and the result's gradient.
+    /// A gradient of its own, for ops whose gradient is better computed from the result than from the inputs (which then need not be kept). Its
+    /// inputs: those of `expr`, the result, and the result's gradient.
     pub back: Option<Expr>,
 }
 
 impl Pointwise {
-    /// The same numbers in another type, or in the same.
+    /// Whether it is a cast, perhaps to the same type.
     pub fn is_cast(&self) -> bool {
         self.expr.outs == [0] && self.expr.ins == [Ins::In(0)]
     }
 
+    /// An op that computes `expr`, with outputs of these types.
     pub fn new(expr: Expr, dtypes: Vec<DType>) -> Pointwise {
         Pointwise { expr, dtypes, in_place: vec![], back: None }
     }
@@ -59,7 +62,7 @@ impl Op for Pointwise {
     }
 
     fn precision(&self, at: Port, x: &[Meta]) -> Narrow {
-        // Arithmetic on an activation stays one, also where it is repeated; its other inputs may be of any type.
+        // The outputs follow all inputs of the full shape; broadcast inputs may have any type.
         match at {
             Port::In(_) => Narrow::Keep,
             Port::Out(_) => {
@@ -134,7 +137,7 @@ impl Op for Pointwise {
     }
 }
 
-/// The one number that a value holds everywhere, if it was recorded as such.
+/// The number that a value was filled with, if it was recorded by `full`.
 fn constant(g: &Graph, v: Value) -> Option<f32> {
     let node = &g.nodes[v.node];
     match &node.kind {
@@ -144,12 +147,12 @@ fn constant(g: &Graph, v: Value) -> Option<f32> {
     }
 }
 
-/// Records an expression. Inputs that are constants become part of it, what is then unused is dropped, and an output that
-/// is just an input is that input.
+/// Records an expression. Inputs filled with one number become constants in it, unused inputs are dropped, and an output that is just an input is
+/// that input.
 #[track_caller]
 pub fn record<'g>(expr: Expr, dtypes: Vec<DType>, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
     let recorder = inputs.first().expect("arithmetic needs a value to work on").recorder();
-    // Draws are numbered by the elements of the shape, so where there are any no input may vanish.
+    // Random draws are numbered by the elements of the shape, so no input may be dropped if there are any.
     let draws = expr.draws();
     let constants: Vec<Option<f32>> = inputs
         .iter()
@@ -173,7 +176,7 @@ pub fn record<'g>(expr: Expr, dtypes: Vec<DType>, inputs: &[Var<'g>]) -> Vec<Var
         |rng| rng,
     );
     let outs: Vec<Reg> = expr.outs.iter().map(|&o| map[o]).collect();
-    // Outputs that need no arithmetic are not computed.
+    // Outputs that are just inputs are not computed.
     let mut result: Vec<Option<Var>> = vec![None; outs.len()];
     for (k, &o) in outs.iter().enumerate() {
         match folded.ins[o] {
@@ -190,14 +193,14 @@ pub fn record<'g>(expr: Expr, dtypes: Vec<DType>, inputs: &[Var<'g>]) -> Vec<Var
         let op = Pointwise::new(pruned, left.iter().map(|&k| dtypes[k]).collect());
         let vars = recorder.op(op, &kept);
         for (&k, v) in left.iter().zip(vars) {
-            // Constants that were folded may have carried the larger shape.
+            // A folded constant may have had the larger shape.
             result[k] = Some(v.expand(&shape));
         }
     }
     result.into_iter().flatten().collect()
 }
 
-/// The type that arithmetic on these gives: theirs where they agree, f32 where they do not. Integers count for nothing.
+/// The result type for these inputs: theirs if all floats agree, else f32. Integers are ignored.
 fn common(inputs: &[Var]) -> DType {
     let floats: Vec<DType> = inputs.iter().map(|v| v.dtype()).filter(|d| d.is_float()).collect();
     match floats.first() {
@@ -245,39 +248,47 @@ impl<'g> Var<'g> {
         pointwise(&[self], |e, x| e.un(op, x[0]))
     }
 
+    /// e^x.
     pub fn exp(self) -> Var<'g> {
         self.unary(Un::Exp)
     }
 
+    /// The natural logarithm.
     pub fn ln(self) -> Var<'g> {
         self.unary(Un::Ln)
     }
 
+    /// The square root.
     pub fn sqrt(self) -> Var<'g> {
         self.unary(Un::Sqrt)
     }
 
+    /// 1 / sqrt(x).
     pub fn rsqrt(self) -> Var<'g> {
         self.unary(Un::Rsqrt)
     }
 
+    /// 1 / (1 + e^-x).
     pub fn sigmoid(self) -> Var<'g> {
         self.unary(Un::Sigmoid)
     }
 
+    /// The hyperbolic tangent.
     pub fn tanh(self) -> Var<'g> {
         self.unary(Un::Tanh)
     }
 
+    /// The absolute value.
     pub fn abs(self) -> Var<'g> {
         self.unary(Un::Abs)
     }
 
+    /// x * x.
     pub fn square(self) -> Var<'g> {
         pointwise(&[self], |e, x| e.square(x[0]))
     }
 
-    /// Its gradient reads the result: what goes in need not be kept, and may never be written.
+    /// max(x, 0). Its gradient reads the result, so that the input need not be kept.
     pub fn relu(self) -> Var<'g> {
         let expr = Expr::of(1, |e, x| {
             let zero = e.c(0.0);
@@ -291,11 +302,11 @@ impl<'g> Var<'g> {
         self.recorder().op1(Pointwise { back: Some(back), ..Pointwise::new(expr, vec![self.dtype()]) }, &[self])
     }
 
-    /// self * dropout(relu(gate)), for a `self` that is a ReLU's result: where it is 0, so is the gradient behind it, and none is given.
-    /// The gradients are made from `self` and the result, so the gate is never kept. `dropout` is its chance and the feed `rng`.
+    /// self * dropout(relu(gate)), for a `self` that is ReLU's output. Gradients are computed from `self` and the result, so that the gate is never
+    /// kept; where `self` is 0, the gradient with respect to it is 0, as ReLU before it would make it anyway. `dropout`: probability and the feed `rng`.
     #[track_caller]
     pub fn gated(self, gate: Var<'g>, dropout: Option<(f32, Var<'g>)>) -> Var<'g> {
-        // Below this an inverse overflows; as an activation it is nothing.
+        // Below this, 1 / x overflows; such an activation counts as 0.
         const NOTHING: f32 = 1e-30;
         let dropout = dropout.filter(|d| d.0 > 0.0);
         let scale = dropout.map_or(1.0, |(p, _)| 1.0 / (1.0 - p));
@@ -338,7 +349,7 @@ impl<'g> Var<'g> {
         })
     }
 
-    /// The approximation with tanh.
+    /// GELU in its tanh approximation.
     pub fn gelu(self) -> Var<'g> {
         pointwise(&[self], |e, x| {
             let cube = e.square(x[0]);
@@ -354,11 +365,13 @@ impl<'g> Var<'g> {
         })
     }
 
+    /// The larger of two values, element by element.
     #[track_caller]
     pub fn max(self, other: Var<'g>) -> Var<'g> {
         pointwise(&[self, other], |e, x| e.bin(Bin::Max, x[0], x[1]))
     }
 
+    /// The smaller of two values, element by element.
     #[track_caller]
     pub fn min(self, other: Var<'g>) -> Var<'g> {
         pointwise(&[self, other], |e, x| e.bin(Bin::Min, x[0], x[1]))
@@ -377,7 +390,7 @@ impl<'g> Var<'g> {
         record(expr, vec![common(&[a, b])], &[self, a, b])[0]
     }
 
-    /// 1 where finite, else 0.
+    /// 1 where the number is finite, else 0.
     pub fn is_finite(self) -> Var<'g> {
         pointwise(&[self], |e, x| {
             // x - x is 0 for finite numbers and NaN for the others.
@@ -386,7 +399,7 @@ impl<'g> Var<'g> {
         })
     }
 
-    /// Binary cross-entropy of these logits with `target`s in [0, 1]: max(x, 0) - x t + ln(1 + e^-|x|).
+    /// Binary cross-entropy of these logits with targets in [0, 1]: max(x, 0) - x t + ln(1 + e^-|x|).
     #[track_caller]
     pub fn bce_with_logits(self, target: Var<'g>) -> Var<'g> {
         pointwise(&[self, target], |e, x| {
@@ -402,8 +415,8 @@ impl<'g> Var<'g> {
         })
     }
 
-    /// Zero with chance `p`, else divided by 1 - p. `rng` is the feed of that name: the draw is a function of seed, step,
-    /// micro-batch and this call's place in the recording, so the backward pass draws it again instead of keeping it.
+    /// Dropout: 0 with probability `p`, else divided by 1 - p. `rng` is the feed of that name: the draw is a function of seed, step, micro-batch and
+    /// this call's number in the recording, so that the backward pass draws it again instead of keeping a mask.
     pub fn dropout(self, p: f32, rng: Var<'g>) -> Var<'g> {
         if p == 0.0 {
             return self;
@@ -413,12 +426,13 @@ impl<'g> Var<'g> {
         record(expr, vec![self.dtype()], &[self, rng])[0]
     }
 
-    /// The same numbers in another type.
+    /// Converts to another type.
     pub fn cast(self, dtype: DType) -> Var<'g> {
         record(Expr::of(1, |_, x| x[0]), vec![dtype], &[self])[0]
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("add broadcast", &[In(&[3, 1, 5], Fill::Normal), In(&[4, 1], Fill::Normal)], |x| vec![x[0] + x[1]]),
     Case::new("sub", &[In(&[7], Fill::Normal), In(&[7], Fill::Normal)], |x| vec![x[0] - x[1]]),

@@ -1,4 +1,4 @@
-//! An expression as CUDA source: the only code that is generated.
+//! Pointwise expressions as generated CUDA source.
 
 use super::Pointwise;
 use super::expr::{Bin, Expr, Ins, Un};
@@ -14,7 +14,7 @@ pub fn code(op: &Pointwise, io: &Io) -> Code {
     let views: Vec<Option<(&[usize], &[usize])>> =
         (0..io.x.len()).map(|i| (!op.expr.uses_rng(i)).then_some((&io.x[i].shape[..], &io.strides[i][..]))).collect();
     let walk = Walk::new(shape, &views);
-    // Indices in 32 bits where they fit: a 64-bit division costs more than the arithmetic.
+    // 32-bit indices if they suffice: a 64-bit division costs more than the rest.
     let index = if total < 1 << 31 { "u32" } else { "u64" };
     let width = width(op, io, &walk);
     let mut load = String::new();
@@ -30,7 +30,7 @@ pub fn code(op: &Pointwise, io: &Io) -> Code {
     let elements = elements(&op.expr, &types, width, "", |n| match read(&walk, n) {
         Read::Packed if width > 1 => format!("p{n}.at[j]"),
         Read::Same => format!("s{n}"),
-        // The innermost stride takes lane j along.
+        // Element j of the thread's pack, along the innermost dimension.
         _ => format!("x{n}[{} + j * {}]", place(&walk, n), walk.strides[n].last().unwrap()),
     });
     let inputs = io.x.iter().enumerate().map(|(i, m)| format!("const {} *x{i}", c_type(m.dtype)));
@@ -47,13 +47,13 @@ pub fn code(op: &Pointwise, io: &Io) -> Code {
     Launch::new(&source, "pointwise").grid((total / width).div_ceil(THREADS), 1, 1).block(THREADS).args(&args).code()
 }
 
-/// Neighbouring elements, read and written together.
+/// A struct for packed loads and stores of adjacent elements.
 pub(crate) fn packs(width: usize) -> String {
     format!("template <class E> struct __align__(sizeof(E) * {width} < 16 ? sizeof(E) * {width} : 16) Pack {{ E at[{width}]; }};\n")
 }
 
-/// Computes and writes elements i .. i + width of the outputs, `input` being how element i + j of an input is read. The counters
-/// of random numbers are called x{input} and the outputs y{output}, with `at` before their names.
+/// Source that computes and writes elements i .. i + width of the outputs; `input` prints how element i + j of an input is read. The rng counters are
+/// called x{input} and the outputs y{output}, with `at` before their names.
 pub(crate) fn elements(expr: &Expr, types: &[DType], width: usize, at: &str, input: impl Fn(usize) -> String) -> String {
     let (mut before, mut body, mut store) = (String::new(), String::new(), String::new());
     for (r, ins) in expr.ins.iter().enumerate() {
@@ -62,7 +62,7 @@ pub(crate) fn elements(expr: &Expr, types: &[DType], width: usize, at: &str, inp
             Ins::Const(c) => format!("__int_as_float(0x{:08x})", c.to_bits()),
             Ins::Un(u, a) => unary(u, a),
             Ins::Bin(Bin::Lt, a, b) => match (expr.ins[a], expr.ins[b]) {
-                // The 16 bits themselves may be compared.
+                // The 16 random bits themselves are compared.
                 (Ins::Random { .. }, Ins::Const(c)) if c < 1.0 => {
                     format!("w{a}[j] < {}u ? 1.0f : 0.0f", (c as f64 * 65_536.0).ceil() as u32)
                 }
@@ -80,7 +80,7 @@ pub(crate) fn elements(expr: &Expr, types: &[DType], width: usize, at: &str, inp
     for (k, (o, &dtype)) in expr.outs.iter().zip(types).enumerate() {
         let c = c_type(dtype);
         before += &format!("    Pack<{c}> q{k};\n");
-        // Narrow floats are rounded two at a time.
+        // bf16 and f16 are rounded two at a time.
         if width > 1 && matches!(dtype, DType::BF16 | DType::F16) {
             before += &format!("    float f{k}[{width}];\n");
             body += &format!("        f{k}[j] = v{o};\n");
@@ -94,11 +94,11 @@ pub(crate) fn elements(expr: &Expr, types: &[DType], width: usize, at: &str, inp
     format!("{before}    #pragma unroll\n    for (int j = 0; j < {width}; j++) {{\n{body}    }}\n{store}")
 }
 
-/// How a thread reads its neighbouring elements of an input.
+/// How a thread reads its adjacent elements of an input.
 enum Read {
-    /// They lie side by side.
+    /// As one pack: they are contiguous.
     Packed,
-    /// They are one and the same.
+    /// Once: the input is broadcast along them.
     Same,
     Apart,
 }
@@ -111,11 +111,11 @@ fn read(walk: &Walk, input: usize) -> Read {
     }
 }
 
-/// Elements that a thread works on: 16 bytes of the narrowest type, halved until rows divide by it and every packed read is aligned.
+/// Elements per thread: 16 bytes of the narrowest type, halved until it divides the rows and every packed read is aligned.
 fn width(op: &Pointwise, io: &Io, walk: &Walk) -> usize {
     let inner = *walk.shape.last().unwrap();
     let narrowest = io.y.iter().chain(&io.x).map(|m| m.dtype.size()).min().unwrap_or(4).max(2);
-    // Small tensors want threads more than wide reads.
+    // For small tensors, more threads matter more than wide loads.
     let enough = io.y[0].elements() / (32 * 2048 * io.arch.multiprocessors as usize / 132).max(1);
     let mut width = (16 / narrowest).min(enough.max(1).next_power_of_two());
     let aligned = |w: usize| {
@@ -131,7 +131,7 @@ fn width(op: &Pointwise, io: &Io, walk: &Walk) -> usize {
     width
 }
 
-/// Where element `i` of the output lies in an input.
+/// Source for the index in an input of element `i` of the output.
 fn place(walk: &Walk, input: usize) -> String {
     let strides = &walk.strides[input];
     let mut inner = 1;

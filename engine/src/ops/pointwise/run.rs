@@ -1,4 +1,4 @@
-//! Runs an expression on the CPU: every instruction over one cache-sized chunk before the next instruction.
+//! Evaluates expressions on the CPU: each instruction over one cache-sized chunk before the next instruction.
 
 use super::expr::{Bin, Expr, Ins, Un};
 use crate::cpu::math::{exp, sigmoid, tanh};
@@ -7,11 +7,12 @@ use crate::meta::{broadcast_strides, contiguous};
 use crate::philox::fill_halves;
 use rayon::prelude::*;
 
-/// Elements of one chunk: with some ten live registers they fill 20 KiB of a 32 KiB first-level cache.
+/// Elements of a chunk: with some ten live registers they take 20 KiB of a 32 KiB L1 cache.
 const CHUNK: usize = 512;
 /// Chunks of one rayon task.
 const TASK: usize = 16 * CHUNK;
 
+/// A unary operation on one number.
 #[inline(always)]
 pub fn unary(op: Un, a: f32) -> f32 {
     match op {
@@ -38,6 +39,7 @@ pub fn unary(op: Un, a: f32) -> f32 {
     }
 }
 
+/// A binary operation on two numbers.
 #[inline(always)]
 pub fn binary(op: Bin, a: f32, b: f32) -> f32 {
     match op {
@@ -45,7 +47,7 @@ pub fn binary(op: Bin, a: f32, b: f32) -> f32 {
         Bin::Sub => a - b,
         Bin::Mul => a * b,
         Bin::Div => a / b,
-        // Written so that a NaN on either side survives.
+        // Written so that a NaN on either side wins.
         Bin::Max => {
             if a > b || a.is_nan() {
                 a
@@ -66,7 +68,7 @@ pub fn binary(op: Bin, a: f32, b: f32) -> f32 {
     }
 }
 
-/// Instructions with chunk buffers assigned: a buffer is free again after its last reader.
+/// Instructions with chunk buffers assigned; a buffer is reused after its last reader.
 struct Code {
     slots: Vec<usize>,
     count: usize,
@@ -86,7 +88,7 @@ impl Code {
         }
         let (mut slots, mut free, mut count) = (vec![], vec![], 0);
         for (i, ins) in e.ins.iter().enumerate() {
-            // The result takes its buffer before the arguments give theirs back: never the same one.
+            // The result gets its buffer before those of the arguments are freed, so that they never coincide.
             slots.push(free.pop().unwrap_or_else(|| {
                 count += 1;
                 count - 1
@@ -104,7 +106,7 @@ impl Code {
     }
 }
 
-/// Where input elements come from, after neighbouring dimensions that all inputs step through alike were merged.
+/// How input elements are addressed, after merging adjacent dimensions that have uniform strides in all inputs.
 pub(super) struct Walk {
     pub shape: Vec<usize>,
     pub strides: Vec<Vec<usize>>,
@@ -189,6 +191,7 @@ enum Out<'a> {
     U8(&'a mut [u8]),
 }
 
+/// Evaluates an expression for all elements on the CPU, in chunks that fit into the cache.
 pub fn run(e: &Expr, in_place: &[(usize, usize)], x: &[View], y: &mut [ViewMut]) {
     let shape = y[0].shape.to_vec();
     let total: usize = shape.iter().product();
@@ -203,7 +206,7 @@ pub fn run(e: &Expr, in_place: &[(usize, usize)], x: &[View], y: &mut [ViewMut])
         })
         .collect();
     let walk = Walk::new(&shape, &views);
-    // Every output is cut into the same tasks; task t of all outputs is worked on together.
+    // All outputs are split into the same tasks; task t computes its part of all outputs.
     let mut tasks: Vec<(usize, Vec<Out>)> = (0..total.div_ceil(TASK)).map(|t| (t * TASK, vec![])).collect();
     for out in y.iter_mut() {
         match &mut out.data {
@@ -249,7 +252,7 @@ pub fn run(e: &Expr, in_place: &[(usize, usize)], x: &[View], y: &mut [ViewMut])
     });
 }
 
-/// One instruction over a chunk. The operator is chosen outside the loop, so that each loop is plain vector code.
+/// One instruction over a chunk. The operator is chosen outside the loop, so that each loop vectorizes.
 #[inline(always)]
 fn instruction(ins: &Ins, slots: &[usize], regs: &[Vec<f32>], r: &mut [f32]) {
     let n = r.len();

@@ -13,22 +13,27 @@ use std::sync::Arc;
 
 pub mod packs;
 
+/// How values are combined.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reduction {
+    /// Their sum.
     Sum,
+    /// The largest.
     Max,
 }
 
-/// Over one axis, which becomes 1.
+/// A reduction over one axis, which stays with size 1.
 #[derive(Clone, Debug)]
 pub struct Reduce {
+    /// How values are combined.
     pub how: Reduction,
+    /// Which dimension becomes 1.
     pub axis: usize,
-    /// The result is f32, whatever is read.
+    /// Whether the result is f32 whatever the input's type.
     pub wide: bool,
 }
 
-/// Elements along the axis that one partial result covers: partial results are then added in order.
+/// Elements along the axis for each partial result; partial results are then added in order.
 const BLOCK: usize = 512;
 /// Output elements of one task.
 const COLUMNS: usize = 1024;
@@ -131,7 +136,7 @@ impl Op for Reduce {
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         match self.how {
             Reduction::Sum => vec![dy[0].map(|d| d.cast(x[0].dtype()).expand(&x[0].shape()))],
-            // Shared evenly by all that reach the maximum.
+            // The gradient is divided evenly among all elements that equal the maximum.
             Reduction::Max => vec![dy[0].map(|d| {
                 let highest = pointwise(&[x[0], y[0]], |e, r| e.bin(Bin::Eq, r[0], r[1]));
                 highest * crate::mutant!("maximum-gradient-not-shared", d / highest.sum_axis(self.axis), d)
@@ -144,16 +149,15 @@ impl Op for Reduce {
     }
 }
 
-/// Blocks that a reduction is cut into, to fill any GPU: not the number of its multiprocessors, so that the order of additions
-/// is the same on all.
+/// Blocks that a reduction is split into, enough for any GPU: a constant, so that the order of additions is the same on all.
 const BLOCKS: usize = 1024;
 const THREADS: usize = 256;
-/// Packs of columns that a block is wide.
+/// Width of a block in packs of columns.
 const WIDE: usize = 32;
-/// Packs (of a row) or rows (of a column) that a thread takes before it is worth to have more threads.
+/// Packs of a row, or rows of a column, per thread before more threads pay.
 const EACH: usize = 8;
 
-/// In how many parts [outer, n, inner] is reduced; more than one are joined by a second launch.
+/// In how many parts [outer, n, inner] is reduced; several are combined by a second launch.
 fn parts(outer: usize, n: usize, inner: usize, dtype: DType) -> usize {
     let (blocks, worth) = match inner {
         1 => (outer, THREADS * EACH * 16 / dtype.size()),
@@ -192,7 +196,7 @@ impl Part {
     }
 
     fn rows(&self, launch: Launch, from: DType) -> Launch {
-        // A single row may end inside a pack; of several, all have to start with one.
+        // A single row may end inside a pack; with several rows, each must start with one.
         let vec = if self.outer == 1 { packs::pack(&[from], &[]) } else { packs::pack(&[from], &[self.n]) };
         let chunk = self.n.div_ceil(self.parts).next_multiple_of(vec);
         let packs = chunk / vec;
@@ -209,7 +213,7 @@ impl Part {
         let chunk = self.n.div_ceil(self.parts);
         let width = self.inner / vec;
         let mut tx = width.next_power_of_two().min(WIDE);
-        // Narrower (8 packs are still a line of memory) where there would be too few blocks.
+        // Narrower (8 packs are still a cache line) if there would be too few blocks.
         while tx > 8 && self.outer * self.parts * width.div_ceil(tx) < BLOCKS / 8 {
             tx /= 2;
         }
@@ -233,7 +237,7 @@ pub fn sum_rows(rows: usize, columns: usize, x: Place, y: (Place, DType)) -> Lau
 }
 
 impl<'g> Var<'g> {
-    /// The axis stays, with one element.
+    /// The sum along an axis, which stays with size 1.
     #[track_caller]
     pub fn sum_axis(self, axis: usize) -> Var<'g> {
         let n = self.shape()[axis];
@@ -251,26 +255,29 @@ impl<'g> Var<'g> {
         }
     }
 
+    /// The maximum along an axis, which stays with size 1.
     #[track_caller]
     pub fn max_axis(self, axis: usize) -> Var<'g> {
         self.recorder().op1(Reduce { how: Reduction::Max, axis, wide: false }, &[self])
     }
 
-    /// Sum of everything: [1].
+    /// The sum of all elements: [1].
     pub fn sum(self) -> Var<'g> {
         self.reshape(&[self.meta().elements()]).sum_axis(0)
     }
 
+    /// The mean of all elements, of shape [1].
     pub fn mean(self) -> Var<'g> {
         self.sum() * (1.0 / self.meta().elements() as f32)
     }
 
+    /// The mean along an axis, which stays with size 1.
     #[track_caller]
     pub fn mean_axis(self, axis: usize) -> Var<'g> {
         self.sum_axis(axis) * (1.0 / self.shape()[axis] as f32)
     }
 
-    /// The opposite of a broadcast: sums over what was repeated.
+    /// The gradient of a broadcast: sums over the dimensions that were broadcast from this shape.
     #[track_caller]
     pub fn sum_to(self, shape: &[usize]) -> Var<'g> {
         let full = self.shape();
@@ -279,7 +286,7 @@ impl<'g> Var<'g> {
         }
         let pad = full.len() - shape.len();
         let repeated = |d: usize| full[d] != 1 && (d < pad || shape[d - pad] == 1);
-        // Neighbouring repeated dimensions are summed as one.
+        // Adjacent broadcast dimensions are summed as one.
         let mut v = self;
         let mut d = full.len();
         while d > 0 {
@@ -300,6 +307,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("rows", &[In(&[7, 1031], Fill::Normal)], |x| vec![x[0].sum_axis(1)]),
     Case::new("columns", &[In(&[1031, 7], Fill::Normal)], |x| vec![x[0].sum_axis(0)]),

@@ -1,4 +1,4 @@
-//! Rotary position embedding: pairs of a head's elements are turned by an angle that grows with the position.
+//! Rotary position embedding (RoPE): pairs of a head's elements are rotated by an angle proportional to the position.
 
 pub mod norm;
 
@@ -23,28 +23,29 @@ pub enum Pairs {
 /// Inputs: x [batch, time, heads, d]; cosines and sines [time, d / 2], or [batch, time, d / 2].
 #[derive(Debug)]
 pub struct Rope {
+    /// Which elements are rotated together.
     pub pairs: Pairs,
-    /// Turn the other way: the gradient.
+    /// Whether to rotate backward, as the gradient does.
     pub inverse: bool,
 }
 
-/// Turns a head at `place` by the angles that the tables [places or time, d / 2] have for it.
+/// Rotates a head at `place` by its angles in the tables [places or time, d / 2].
 #[inline(always)]
-pub(crate) fn turn(pairs: Pairs, sign: f32, row: &mut [f32], place: usize, cos: &[f32], sin: &[f32]) {
+pub(crate) fn rotate(pairs: Pairs, sign: f32, row: &mut [f32], place: usize, cos: &[f32], sin: &[f32]) {
     let half = row.len() / 2;
     let at = place * half % cos.len();
     let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
-    let turned = |a: f32, b: f32, i: usize| (a * cos[i] - b * (sign * sin[i]), a * (sign * sin[i]) + b * cos[i]);
+    let rotated = |a: f32, b: f32, i: usize| (a * cos[i] - b * (sign * sin[i]), a * (sign * sin[i]) + b * cos[i]);
     match pairs {
         Pairs::Halves => {
             let (a, b) = row.split_at_mut(half);
             for i in 0..half {
-                (a[i], b[i]) = turned(a[i], b[i], i);
+                (a[i], b[i]) = rotated(a[i], b[i], i);
             }
         }
         Pairs::Adjacent => {
             for i in 0..half {
-                (row[2 * i], row[2 * i + 1]) = turned(row[2 * i], row[2 * i + 1], i);
+                (row[2 * i], row[2 * i + 1]) = rotated(row[2 * i], row[2 * i + 1], i);
             }
         }
     }
@@ -75,14 +76,14 @@ impl Op for Rope {
                     for (p, out) in out.chunks_mut(heads * d).enumerate() {
                         let place = task * PLACES + p;
                         out.copy_from_slice(&data[place * stride..][..heads * d]);
-                        out.chunks_mut(d).for_each(|row| turn(self.pairs, sign, row, place, cos, sin));
+                        out.chunks_mut(d).for_each(|row| rotate(self.pairs, sign, row, place, cos, sin));
                     }
                 },
             )
         });
     }
 
-    /// Heads may be columns of something wider.
+    /// Heads may be column slices of a wider tensor.
     fn layout(&self, input: usize) -> Layout {
         if input == 0 { Layout::Blocks(2) } else { Layout::Contiguous }
     }
@@ -98,7 +99,7 @@ impl Op for Rope {
         Launch::new(&[PACKS, include_str!("rope.cu")].concat(), "rope")
             .define_type("T", x.dtype)
             .define_type("C", io.x[1].dtype)
-            // Divisions of short numbers are much cheaper.
+            // 32-bit divisions are much cheaper.
             .define("AT", if threads < 1 << 31 { "u32" } else { "u64" })
             .define("THREADS", threads)
             .define("VEC", vec)
@@ -115,7 +116,7 @@ impl Op for Rope {
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let back = |d: Var<'g>| d.recorder().op1(Rope { pairs: self.pairs, inverse: !self.inverse }, &[d, x[1], x[2]]);
-        vec![dy[0].map(back), None, None] // tables are not trained
+        vec![dy[0].map(back), None, None] // the tables have no gradient
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -124,6 +125,7 @@ impl Op for Rope {
 }
 
 impl<'g> Var<'g> {
+    /// Rotates heads [batch, time, heads, d] by the angles of tables from `Recorder::rope_tables`.
     #[track_caller]
     pub fn rope(self, pairs: Pairs, (cos, sin): (Var<'g>, Var<'g>)) -> Var<'g> {
         self.recorder().op1(Rope { pairs, inverse: false }, &[self, cos, sin])
@@ -136,12 +138,12 @@ pub fn rope_frequencies(d: usize, theta: f32) -> Vec<f32> {
 }
 
 impl Recorder {
-    /// Cosines and sines for `time` positions, made once: angle = t * theta^(-2 i / d), all in f32.
+    /// Constant tables of cosines and sines for `time` positions: angle = t * theta^(-2 i / d), all in f32.
     pub fn rope_tables(&self, time: usize, d: usize, theta: f32) -> (Var<'_>, Var<'_>) {
         self.rope_tables_of(time, &rope_frequencies(d, theta))
     }
 
-    /// The same for frequencies of one's own: angle = t * frequency.
+    /// The same for given frequencies: angle = t * frequency.
     pub fn rope_tables_of(&self, time: usize, frequencies: &[f32]) -> (Var<'_>, Var<'_>) {
         let half = frequencies.len();
         let table = |f: fn(f32) -> f32| {
@@ -151,6 +153,7 @@ impl Recorder {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("halves", &[In(&[2, 5, 3, 8], Fill::Normal)], |x| vec![x[0].rope(Pairs::Halves, x[0].recorder().rope_tables(5, 8, 100.0))]),
     Case::new("adjacent", &[In(&[2, 5, 1, 6], Fill::Normal)], |x| {

@@ -1,4 +1,4 @@
-// y = turned(x rstd w), rstd = 1 / sqrt(mean(x^2) + EPS); w: none (WEIGHT 0), one number (1), or [D] (2).
+// y = rotated(x rstd w), rstd = 1 / sqrt(mean(x^2) + EPS); w: none (WEIGHT 0), one number (1), or [D] (2).
 template <bool PACKED>
 __device__ __forceinline__ void norm_rope_rows(const T *x, const C *cos, const C *sin, const W *w, T *y, float *rstd) {
     Unit unit((u64)blockIdx.x * GROUPS + row_group());

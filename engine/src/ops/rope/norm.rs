@@ -1,6 +1,6 @@
-//! RMS norm and rotary embedding of queries and keys as one op.
+//! RMS norm and RoPE of queries and keys, fused.
 
-use super::{Pairs, Rope, turn};
+use super::{Pairs, Rope, rotate};
 use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
@@ -13,14 +13,16 @@ use rayon::prelude::*;
 
 /// Rows of one task, and of one partial sum of the weight's gradient.
 const ROWS: usize = 64;
-/// The longest head: rows of a block are added up in shared memory.
+/// The largest head dimension: a block sums its rows in shared memory.
 pub const LONGEST: usize = 1024;
 
-/// y = rope(rms_norm(x) * weight). Inputs: x [batch, time, heads, d], cosines and sines as `Rope` has them, and perhaps a weight,
-/// [d] or [1]. Outputs: y, and rstd [rows].
+/// y = rope(rms_norm(x) * weight). Inputs: x [batch, time, heads, d], cosines and sines as in `Rope`, and perhaps a weight, [d] or [1]. Outputs: y,
+/// and rstd [rows].
 #[derive(Debug)]
 pub struct NormRope {
+    /// Added to the mean square.
     pub eps: f32,
+    /// Which elements are rotated together.
     pub pairs: Pairs,
 }
 
@@ -56,7 +58,7 @@ impl Op for NormRope {
                             Some(w) => y.iter_mut().zip(x).zip(w).for_each(|((y, &x), &w)| *y = x * s * w),
                             None => y.iter_mut().zip(x).for_each(|(y, &x)| *y = x * s),
                         }
-                        turn(self.pairs, 1.0, y, row / heads, cos, sin);
+                        rotate(self.pairs, 1.0, y, row / heads, cos, sin);
                     }
                 },
             )
@@ -70,7 +72,7 @@ impl Op for NormRope {
     fn cuda(&self, io: &Io) -> Code {
         let shape = Shape::new(io, self.pairs, &[io.x[0].dtype], io.x.get(3));
         let args = [At::X(0), At::X(1), At::X(2), weight_at(io, 3), At::Y(0), At::Y(1)].map(Place::from);
-        // A pack a thread fits into 64 registers, of which a multiprocessor has enough for four blocks.
+        // One pack per thread fits into 64 registers, so that four blocks fit on a multiprocessor.
         let resident = if shape.rows.packs == 1 { 4 } else { 1 };
         let launch = shape.launch(include_str!("norm.cu"), "norm_rope").define_f32("EPS", self.eps).define("RESIDENT", resident);
         launch.grid(shape.blocks, 1, 1).args(&args).code()
@@ -80,7 +82,7 @@ impl Op for NormRope {
         let Some(d) = dy[0] else { return no_gradient(x.len()) };
         let inputs = [&x[..3], &[y[1], d], &x[3..]].concat();
         let all = d.recorder().op(NormRopeGrad { pairs: self.pairs, dw: x.len() > 3 }, &inputs);
-        let tables = [None, None]; // not trained
+        let tables = [None, None]; // no gradients
         all[..1].iter().map(|&g| Some(g)).chain(tables).chain(all[1..].iter().map(|&g| Some(g))).collect()
     }
 
@@ -103,8 +105,9 @@ impl Op for NormRope {
 /// Inputs: x, cosines, sines, rstd, dy, and the weight if there is one. Outputs: dx, and perhaps the weight's gradient.
 #[derive(Clone, Debug)]
 pub struct NormRopeGrad {
+    /// As in the forward op.
     pub pairs: Pairs,
-    /// The weight's gradient is wanted.
+    /// Whether the weight's gradient is an output.
     pub dw: bool,
 }
 
@@ -114,11 +117,11 @@ impl Op for NormRopeGrad {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        assert!(!self.dw || x.len() > 5, "norm_rope_grad of {x:?}: the gradient of no weight");
+        assert!(!self.dw || x.len() > 5, "norm_rope_grad of {x:?}: a weight's gradient without a weight");
         [&x[..1], if self.dw { &x[5..] } else { &[] }].concat()
     }
 
-    /// For each task: the weight's gradient, and a row of dy turned back.
+    /// For each task: a partial sum of the weight's gradient, and a row of dy rotated back.
     fn workspace(&self, x: &[Meta]) -> usize {
         x[0].rows().div_ceil(ROWS) * (x[0].dim(0) + x.get(5).map_or(1, |w| w.elements()))
     }
@@ -128,8 +131,8 @@ impl Op for NormRopeGrad {
         let (data, cos, sin, rstd, dy) = (x[0].f32(), x[1].f32(), x[2].f32(), x[3].f32(), x[4].f32());
         let weight = x.get(5).map(|w| w.f32());
         let piece = weight.map_or(1, |w| w.len());
-        let (sums, turned) = workspace.split_at_mut(rstd.len().div_ceil(ROWS) * piece);
-        let tasks = sums.par_chunks_mut(piece).zip(turned.par_chunks_mut(d));
+        let (sums, rotated) = workspace.split_at_mut(rstd.len().div_ceil(ROWS) * piece);
+        let tasks = sums.par_chunks_mut(piece).zip(rotated.par_chunks_mut(d));
         out[0].f32().par_chunks_mut(ROWS * d).zip(tasks).enumerate().for_each(|(task, (dx, (dw, g)))| {
             simd(
                 #[inline(always)]
@@ -139,7 +142,7 @@ impl Op for NormRopeGrad {
                         let row = task * ROWS + r;
                         let (x, s) = (&data[row * d..][..d], rstd[row]);
                         g.copy_from_slice(&dy[row * d..][..d]);
-                        turn(self.pairs, -1.0, g, row / heads, cos, sin);
+                        rotate(self.pairs, -1.0, g, row / heads, cos, sin);
                         match weight {
                             Some(&[w]) => {
                                 dw[0] += dot(g, x) * s;
@@ -162,14 +165,14 @@ impl Op for NormRopeGrad {
     }
 
     fn only(&self, read: &[bool]) -> Option<Lean> {
-        // The gradient of a weight that is not trained.
+        // The gradient of a frozen weight.
         (self.dw && !read[1]).then(|| Lean::without_last(NormRopeGrad { dw: false, ..self.clone() }, read.len()))
     }
 
     fn cuda(&self, io: &Io) -> Code {
         let shape = Shape::new(io, self.pairs, &[io.x[0].dtype, io.x[4].dtype], io.x.get(5));
         let args = [At::X(0), At::X(1), At::X(2), At::X(3), At::X(4), weight_at(io, 5), At::Y(0), At::Work].map(Place::from);
-        // Blocks that a multiprocessor holds at once: fewer, where sums for each element take registers.
+        // Blocks per multiprocessor: fewer if sums for each element take registers.
         let resident = if self.dw && io.y[1].elements() > 1 { 2 } else { 3 };
         let source = [gpu::PARTIAL, include_str!("norm_grad.cu")].concat();
         let launch = shape
@@ -200,10 +203,10 @@ impl Op for NormRopeGrad {
     }
 }
 
-/// Multiprocessors of an H200: there are as many blocks that sum a weight's gradient on every GPU, so that the order of additions is the same.
+/// Blocks that sum a weight's gradient: the multiprocessors of an H200, and as many on every GPU, so that the order of additions is the same.
 const MULTIPROCESSORS: usize = 132;
 
-/// How threads share heads, and what both kernels are told.
+/// How threads share heads, and the macros that both kernels need.
 struct Shape<'a> {
     io: &'a Io,
     rows: Rows,
@@ -213,7 +216,7 @@ struct Shape<'a> {
     weight: Option<&'a Meta>,
 }
 
-/// The weight's place, or that of input 0 where there is none and the kernel does not read it.
+/// The weight's address, or that of input 0 if there is none, which the kernel does not read.
 fn weight_at(io: &Io, input: usize) -> At {
     At::X(if io.x.len() > input { input } else { 0 })
 }
@@ -225,7 +228,7 @@ impl<'a> Shape<'a> {
         let vec = pack(types, &[d / 2]);
         let lanes = (d / 2 / vec).next_power_of_two().min(32);
         let rows = Rows { vec, lanes, groups: 256 / lanes, packs: (d / 2 / vec).div_ceil(lanes), keep: true };
-        // Two heads a thread keep more loads under way and share angles and weights, once there are rows for all threads.
+        // Two heads per thread keep more loads in flight and share angles and weights, if there are enough rows for all threads.
         let items = if rows.packs == 1 && heads.is_multiple_of(2) && n >= 4 * MULTIPROCESSORS * rows.groups { 2 } else { 1 };
         Shape { io, rows, items, blocks: (n / items).div_ceil(rows.groups), pairs, weight }
     }
@@ -238,7 +241,7 @@ impl<'a> Shape<'a> {
             .define_type("T", x.dtype)
             .define_type("C", self.io.x[1].dtype)
             .define_type("W", self.weight.map_or(x.dtype, |w| w.dtype))
-            // Divisions of short numbers are much cheaper.
+            // 32-bit divisions are much cheaper.
             .define("AT", if x.rows() < 1 << 31 { "u32" } else { "u64" })
             .define("ROWS", x.rows())
             .define("HEADS", x.dim(1))

@@ -1,4 +1,4 @@
-// g = dy turned back, s = rstd: dx = s (g w - x s^2 mean(g w x)). A block takes the units GROUPS * (block, block + grid, ..), and with SUM leaves
+// g = dy rotated back, s = rstd: dx = s (g w - x s^2 mean(g w x)). A block takes the units GROUPS * (block, block + grid, ..), and with SUM leaves
 // its sum of g x s in its row of partial: [grid, D] with a weight for each element (WEIGHT 2), [grid] with one number (1).
 template <bool PACKED>
 __device__ __forceinline__ void norm_rope_back(

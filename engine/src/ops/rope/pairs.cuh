@@ -1,5 +1,5 @@
 // x [ROWS = places * HEADS, D]; cos, sin [TABLE, D / 2]. LANES threads share a row: pack p of a thread is VEC pairs, and lies in two packs of
-// elements. A thread has the same pairs of ITEMS heads of one place, which are turned by the same angles.
+// elements. A thread has the same pairs of ITEMS heads of one place, which are rotated by the same angles.
 const int HALF = D / 2, SLOTS = HEADS / ITEMS;
 const u64 UNITS = (u64)ROWS / ITEMS;
 
@@ -29,7 +29,7 @@ struct Unit {
     bool real;
 
     __device__ __forceinline__ Unit(u64 unit) : real(unit < UNITS) {
-        AT at = real ? unit : UNITS - 1; // its sums are needed by nobody, but its threads by the shuffles
+        AT at = real ? unit : UNITS - 1; // no such row: its results are not used, but its threads take part in the shuffles
         place = at / SLOTS;
         slot = at % SLOTS;
     }

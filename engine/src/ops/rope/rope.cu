@@ -1,7 +1,7 @@
-// x: places that lie STRIDE elements apart, each [HEADS, D]; y [places, HEADS, D]; cos, sin [TABLE, D / 2]. A thread turns VEC pairs.
+// x: places that lie STRIDE elements apart, each [HEADS, D]; y [places, HEADS, D]; cos, sin [TABLE, D / 2]. A thread rotates VEC pairs.
 #define HALF (D / 2)
 
-template <bool PACKED> __device__ __forceinline__ void turn(const T *x, const C *cos, const C *sin, T *y) {
+template <bool PACKED> __device__ __forceinline__ void rotate(const T *x, const C *cos, const C *sin, T *y) {
     AT i = (AT)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (AT)THREADS) return;
     int pair = i % (HALF / VEC) * VEC;
@@ -27,6 +27,6 @@ template <bool PACKED> __device__ __forceinline__ void turn(const T *x, const C 
 }
 
 extern "C" __global__ void rope(const T *x, const C *cos, const C *sin, T *y) {
-    if (packed(x) && packed(cos) && packed(sin)) turn<true>(x, cos, sin, y);
-    else turn<false>(x, cos, sin, y);
+    if (packed(x) && packed(cos) && packed(sin)) rotate<true>(x, cos, sin, y);
+    else rotate<false>(x, cos, sin, y);
 }

@@ -1,4 +1,4 @@
-// y [ROWS, D] += source [N, D] by row; one thread a pack. No row is named twice, so no two threads meet.
+// y [ROWS, D] += source [N, D] by row; one thread a pack. Indices are distinct, so there are no races.
 template <bool PACKED> __device__ __forceinline__ void add(const int *index, const T *source, T *y) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (u64)N * (D / VEC)) return;

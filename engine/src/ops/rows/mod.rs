@@ -1,4 +1,4 @@
-//! Rows of a table by number: gather them, add to them, replace them. Embeddings, routing and caches are made of these.
+//! Rows of a table by index: gather, scatter-add, replace. For embeddings, routing and caches.
 
 use crate::cpu::{View, ViewMut, simd};
 use crate::graph::Kind;
@@ -13,7 +13,7 @@ use rayon::prelude::*;
 /// y[i] = table[index[i]]. Inputs: table [rows, d], index i32 [..]. Output [.., d].
 #[derive(Debug)]
 pub struct GatherRows {
-    /// No row is named twice: the gradient need not look for those that are.
+    /// Whether the indices are distinct, so that the gradient need not sort them.
     pub once: bool,
 }
 
@@ -36,7 +36,7 @@ impl Op for GatherRows {
     }
 
     fn precision(&self, at: Port, x: &[Meta]) -> Narrow {
-        // Rows of a parameter are cast after they are gathered, so that its gradient is added up in f32.
+        // Rows are cast after they are gathered, so that the table's gradient accumulates in f32.
         match at {
             Port::In(_) => crate::mutant!("embedding-gradient-summed-in-bf16", Narrow::Keep, Narrow::Round),
             Port::Out(_) if x[0].dim(0) > 1 => Narrow::Round,
@@ -69,21 +69,24 @@ impl Op for GatherRows {
     }
 }
 
+/// What happens to a row that an index names.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Write {
+    /// The source row is added to it.
     Add,
-    /// No row is named twice, the caller promises: nothing has to be sorted.
+    /// As `Add`, where the caller promises distinct indices, which need not be sorted.
     AddOnce,
-    /// Where a row is named twice, the later wins.
+    /// The source row replaces it; of equal indices, the last one wins.
     Replace,
 }
 
-/// Up to so many numbers, every thread goes through all of them; more are sorted by row first.
+/// Up to so many indices, every thread looks at all of them; more are sorted by row first.
 const FEW: usize = 256;
 
-/// y = base, then row index[i] of it takes source[i]. Inputs: base [rows, d], index i32 [..], source [.., d].
+/// y = base, with source[i] added to row index[i], or replacing it. Inputs: base [rows, d], index i32 [..], source [.., d].
 #[derive(Debug)]
 pub struct ScatterRows {
+    /// Whether rows are added or replaced.
     pub write: Write,
 }
 
@@ -106,7 +109,7 @@ impl Op for ScatterRows {
         let d = x[2].dim(0);
         let (index, source) = (x[1].i32(), x[2].f32());
         if self.write == Write::AddOnce {
-            debug_assert!(distinct(index, y[0].dim(1)), "scatter_add_rows_once names a row twice");
+            debug_assert!(distinct(index, y[0].dim(1)), "scatter_add_rows_once: an index occurs twice");
         }
         by_row(
             y[0].f32(),
@@ -153,7 +156,7 @@ impl Op for ScatterRows {
             return launch(include_str!("scatter_few.cu"), "scatter_few", n, &[index, source, y]).define("ADD", add as u8).code();
         }
 
-        // Segments as short as it takes to keep the GPU busy, and never so short that their sums are much.
+        // Segments short enough to keep the GPU busy, but not so short that their partial sums take much memory.
         let segment = ((n * packs) >> 18).next_power_of_two().clamp(4, 32);
         let segments = n.div_ceil(segment);
         // Workspace: total, hits [n], sorted [n], head [segments, d], tail [segments, d].
@@ -194,7 +197,7 @@ impl Op for ScatterRows {
         let source = d.recorder().op1(GatherRows { once: self.write == Write::AddOnce }, &[d, x[1]]);
         let base = match self.write {
             Write::Add | Write::AddOnce => d,
-            // Exact where no row is named twice; caches, its only users, are never differentiated.
+            // Correct only for distinct indices; caches, its only users, are never differentiated.
             Write::Replace => d.recorder().op1(ScatterRows { write: Write::Replace }, &[d, x[1], d.recorder().full_like(source)]),
         };
         vec![Some(base), None, Some(source)]
@@ -214,8 +217,8 @@ impl Op for ScatterRows {
     }
 }
 
-/// `f` with every i and the row of y [rows, d] that index[i] names, if there is one. Each task owns a range of rows and goes through
-/// all numbers in order: nothing races, and the order of additions to a row is that of the index.
+/// Calls `f` with every i and row index[i] of y [rows, d], if that exists. Each task owns a range of rows and goes through all indices in order:
+/// no races, and additions to a row happen in the order of the indices.
 fn by_row(y: &mut [f32], d: usize, index: &[i32], f: impl Fn(usize, &mut [f32]) + Sync) {
     let range = (y.len() / d).div_ceil(4 * rayon::current_num_threads()).max(1);
     y.par_chunks_mut(range * d).enumerate().for_each(|(task, out)| {
@@ -232,7 +235,7 @@ fn by_row(y: &mut [f32], d: usize, index: &[i32], f: impl Fn(usize, &mut [f32]) 
     });
 }
 
-/// No row that there is is named twice.
+/// Whether no index inside the table occurs twice.
 fn distinct(index: &[i32], rows: usize) -> bool {
     let mut seen = vec![false; rows];
     index.iter().filter_map(|&i| seen.get_mut(i as usize).map(|s| std::mem::replace(s, true))).all(|twice| !twice)
@@ -246,36 +249,38 @@ impl crate::record::Recorder {
 }
 
 impl<'g> Var<'g> {
-    /// Rows of this table [rows, d]: [.., d]. An index outside of it is the caller's mistake.
+    /// Rows of this table [rows, d], as in `torch.embedding`: [.., d]. All indices must be inside the table.
     #[track_caller]
     pub fn gather_rows(self, index: Var<'g>) -> Var<'g> {
         self.recorder().op1(GatherRows { once: false }, &[self, index])
     }
 
-    /// As `gather_rows`, where no row is named twice: the caller's promise, for the sake of the gradient.
+    /// As `gather_rows`, where the caller promises distinct indices, which makes the gradient faster.
     #[track_caller]
     pub fn gather_rows_once(self, index: Var<'g>) -> Var<'g> {
         self.recorder().op1(GatherRows { once: true }, &[self, index])
     }
 
+    /// Adds row i of `source` to row `index[i]` of this table; indices outside of it are skipped.
     #[track_caller]
     pub fn scatter_add_rows(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
         self.recorder().op1(ScatterRows { write: Write::Add }, &[self, index, source])
     }
 
-    /// As `scatter_add_rows`, where no row is named twice. That is the caller's promise: if one is, some of its sources are lost.
+    /// As `scatter_add_rows`, where the caller promises distinct indices; of equal ones, some sources would be lost.
     #[track_caller]
     pub fn scatter_add_rows_once(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
         self.recorder().op1(ScatterRows { write: Write::AddOnce }, &[self, index, source])
     }
 
-    /// Where a row is named twice the later wins; its gradient is right only where none is.
+    /// Replaces row `index[i]` by row i of `source`; of equal indices, the last one wins. Its gradient is correct only for distinct indices.
     #[track_caller]
     pub fn replace_rows(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
         self.recorder().op1(ScatterRows { write: Write::Replace }, &[self, index, source])
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("gather, some twice", &[In(&[7, 5], Fill::Normal), In(&[3, 4], Fill::Index(7))], |x| vec![x[0].gather_rows(x[1])]),
     Case::new("add, some twice", &[In(&[7, 5], Fill::Normal), In(&[12], Fill::Index(7)), In(&[12, 5], Fill::Normal)], |x| {

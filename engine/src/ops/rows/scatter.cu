@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_rows(const int *count, const Entry *sorted, 
     bool begins = first == 0 || sorted[first - 1].row != sorted[first].row;
     float acc[VEC] = {};
     for (int batch = first; batch < stop; batch += BATCH) {
-        // All loads first: none waits for another.
+        // All loads first, so that they overlap.
         Entry e[BATCH];
         bool last[BATCH];
         Pack<T> v[BATCH], old[BATCH];

@@ -1,4 +1,4 @@
-// y [ROWS, D] takes source [N, D], for small N. One thread a pack of a source row; of the sources that name a row, one does the
+// y [ROWS, D] takes source [N, D], for small N. One thread a pack of a source row; of the sources with the same index, one does the
 // work for all: the first adds them in order, the last replaces. Every thread goes through the whole index.
 template <bool PACKED> __device__ __forceinline__ void scatter(const int *index, const T *source, T *y) {
     u64 item = (u64)blockIdx.x * blockDim.x + threadIdx.x;

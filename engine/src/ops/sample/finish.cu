@@ -104,7 +104,7 @@ top_p_finish(const T *x, DRAW_ARGUMENTS const float *most, const u64 *sure, cons
 #if !DRAW
     if (tid == 0) rows[row].last = last, rows[row].kept = kept;
 #else
-    // A number below the mass, and the token on which it falls when the kept ones lie in the order of their numbers: first its segments.
+    // Draw a number below the mass, and find the token whose part of the cumulative sum, in the order of token ids, it falls into: first its segment.
     u64 left = __umul64hi((u64)words[0] << 32 | words[1], kept), all;
     in_bin([&](u64 place) {
         if (place >= last) sums.add(index_at(place) / SPAN, units_of(key_at(place, bin)));

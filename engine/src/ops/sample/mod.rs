@@ -1,11 +1,11 @@
-//! Tokens drawn from the nucleus of their logits: the fewest tokens whose probability reaches top_p, the one that crosses it among them.
+//! Top-p (nucleus) sampling: tokens are drawn from the fewest tokens whose total probability reaches top_p.
 //!
-//! Probabilities are whole numbers here, floor(2^40 exp((x - largest) / temperature)): sums of them are exact in any order, so a GPU may add them
-//! with atomics, and finds the token that the CPU finds. Of equal weights the earlier token counts as the larger. What is less than 2^-40
-//! of the largest, and a NaN, is never drawn.
+//! Probabilities are integer weights here, floor(2^40 exp((x - largest) / temperature)): their sums are exact in any order, so a GPU can use
+//! atomics and still draw the same token as the CPU. Of equal weights, the earlier token counts as the larger. Tokens below 2^-40 of the largest,
+//! and NaNs, are never drawn.
 //!
-//! No vocabulary is sorted on a GPU: the mass of each bin of weights (32 to an octave) says in which bin the nucleus ends, and only that bin's tokens
-//! are told apart, ten bits of (weight, token) at a time until few are left.
+//! The GPU does not sort the vocabulary: a histogram of the weights (32 bins to a factor of two) shows in which bin the nucleus ends, and only that
+//! bin's tokens are resolved further, by radix selection on ten bits of (weight, token) at a time.
 
 use crate::cpu::math::exp;
 use crate::cpu::{View, ViewMut, simd};
@@ -26,17 +26,17 @@ pub struct Nucleus {
     pub top_p: f32,
 }
 
-/// 1 as a weight.
+/// The weight of probability 1 relative to the largest.
 const ONE: f32 = (1u64 << 40) as f32;
 
-/// The tokens that are kept: those from place `last` up. `mass` is the sum of their weights.
+/// The nucleus: tokens that rank at `last` or above. `mass` is the sum of their weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Kept {
     last: u64,
     mass: u64,
 }
 
-/// Larger weights above, of equal ones the earlier token.
+/// Rank: larger weights first, of equal ones the earlier token.
 fn place(weight: f32, token: usize) -> u64 {
     (weight.to_bits() as u64) << 32 | !(token as u32) as u64
 }
@@ -45,7 +45,7 @@ fn mass(weight: f32) -> u64 {
     (weight * ONE) as u64
 }
 
-/// A NaN is no maximum.
+/// The largest number, ignoring NaNs.
 fn largest(logits: &[f32]) -> f32 {
     logits.iter().copied().fold(f32::NEG_INFINITY, f32::max)
 }
@@ -82,7 +82,7 @@ impl Nucleus {
         weights
     }
 
-    /// None where no token can be drawn.
+    /// None if no token can be drawn.
     fn kept(&self, weights: &[f32]) -> Option<Kept> {
         let mut places: Vec<u64> = weights.iter().enumerate().filter(|(_, w)| **w > 0.0).map(|(i, &w)| place(w, i)).collect();
         places.sort_unstable_by(|a, b| b.cmp(a));
@@ -99,7 +99,7 @@ impl Nucleus {
         })
     }
 
-    /// The steps that all kernels share, then `finish`, with what it takes beside the logits.
+    /// The launches that both ops share, then `finish` with its further arguments.
     fn code(&self, io: &Io, log_prob: bool, finish: impl Fn(&Places) -> Vec<Launch>) -> Code {
         let (rows, vocab) = (io.x[0].dim(1), io.x[0].dim(0));
         let chunks = vocab.div_ceil(CHUNK);
@@ -167,19 +167,19 @@ const WEIGHTS: &str = include_str!("weights.cuh");
 const CHUNK: usize = 8192;
 /// Logits of a warp.
 const SEGMENT: usize = 512;
-/// Bits of a weight below those that say its bin.
+/// Bits of a weight below those that select its bin.
 const LOW_BITS: usize = 18;
 const BINS: usize = (40 << (23 - LOW_BITS)) + 1;
-/// The most that a token takes: with 2^22 of them sums of weights have 62 bits.
+/// The largest vocabulary: with 2^22 tokens, sums of weights have 62 bits.
 const INDEX_BITS: usize = 22;
-/// Tokens of the bin in which the nucleus ends that are listed; where it has more, the row is gone through again. A bin holds 1,900 of 151,936 tokens
-/// where logits are normal with a deviation of 0.6.
+/// The most tokens of the bin in which the nucleus ends that are listed; if it has more, the row is read again. A bin holds 1,900 of 151,936 tokens
+/// if logits are normal with a standard deviation of 0.6.
 const LIST: usize = 4096;
 /// Bytes of a `Row` of weights.cuh.
 const ROW: usize = 48;
 
-/// Parts of the workspace: the largest logit of each chunk; the mass of each bin; the mass in each segment of what surely is kept; the bin's tokens;
-/// the rows.
+/// Parts of the workspace: the largest logit of each chunk; the mass of each bin; the mass of each segment's tokens above the last bin; the last bin's
+/// tokens; the rows' state.
 struct Places {
     most: Place,
     masses: Place,
@@ -188,12 +188,15 @@ struct Places {
     rows: Place,
 }
 
-/// Draws a token for each row. Inputs: logits [rows, vocab]; rng, the feed of that name; perhaps turn, i32 [1], the number of this draw where one `rng`
-/// serves many. Outputs: tokens i32 [rows]; with `log_prob`, ln softmax(logits) of each, f32 [rows]: at temperature 1 and among all tokens.
+/// Draws a token for each row. Inputs: logits [rows, vocab]; rng, the feed of that name; perhaps turn, i32 [1], the number of this draw if one `rng` is
+/// used for many. Outputs: tokens i32 [rows]; with `log_prob`, log_softmax(logits) of each, f32 [rows], at temperature 1 and over all tokens.
 #[derive(Debug)]
 pub struct Sample {
+    /// Temperature and top-p.
     pub nucleus: Nucleus,
+    /// Whether the token's log probability is a second output.
     pub log_prob: bool,
+    /// The op's number in the model (see [`Recorder::new_site`]).
     pub site: u32,
 }
 
@@ -221,7 +224,7 @@ impl Op for Sample {
             let words = random_words(rng, self.site, turn * rows as u64 + row as u64);
             let number = (words[0] as u64) << 32 | words[1] as u64;
             let mut left = ((number as u128 * kept.mass as u128) >> 64) as u64;
-            // The kept tokens lie side by side in the order of their numbers.
+            // The kept tokens divide [0, mass) in the order of their ids.
             let token = weights.iter().enumerate().position(|(i, &w)| {
                 let own = if w > 0.0 && place(w, i) >= kept.last { mass(w) } else { 0 };
                 let hit = left < own;
@@ -269,9 +272,10 @@ impl Op for Sample {
     }
 }
 
-/// What `Sample` draws from: f32 [rows, vocab], 0 outside of the nucleus.
+/// The probabilities that `Sample` draws with: f32 [rows, vocab], 0 outside of the nucleus.
 #[derive(Debug)]
 pub struct TopP {
+    /// Temperature and top-p.
     pub nucleus: Nucleus,
 }
 
@@ -331,7 +335,7 @@ impl<'g> Var<'g> {
         self.drawn(nucleus, rng, turn, false)[0]
     }
 
-    /// The same with ln softmax(self) of each token, f32 [rows].
+    /// The same, with the log probability of each token, f32 [rows].
     #[track_caller]
     pub fn sample_with_log_prob(self, nucleus: Nucleus, rng: Var<'g>, turn: Option<Var<'g>>) -> (Var<'g>, Var<'g>) {
         let y = self.drawn(nucleus, rng, turn, true);
@@ -351,7 +355,7 @@ impl<'g> Var<'g> {
     }
 }
 
-/// Logits from whole numbers, so that the case draws the same tokens in whatever type it is checked.
+/// For the cases: logits from whole numbers, so that the same tokens are drawn in every type.
 fn logits<'g>(x: &[Var<'g>], apart: f32, dtype: DType) -> Var<'g> {
     (x[0].cast(DType::F32) * apart).cast(dtype)
 }
@@ -376,6 +380,7 @@ macro_rules! rows {
 
 use DType::{BF16, F16, F32};
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("many ties", rows!(9, 96, 128), |x| drawn(logits(x, 0.0625, BF16), x, 0.9, 0.9)),
     Case::new("three chunks", rows!(3, 20000, 100_000), |x| drawn(logits(x, 1e-4, F32), x, 0.7, 0.95)),
@@ -435,7 +440,7 @@ mod tests {
         y
     }
 
-    /// As the reference says it: sorted, summed up, cut and divided, in f64.
+    /// The textbook algorithm: sort, cumulative sum, cut and renormalize, in f64.
     fn plain(logits: &[f32], temperature: f64, top_p: f64) -> Vec<f64> {
         let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
         let mut p: Vec<f64> = logits.iter().map(|&x| ((x as f64 - most) / temperature).exp()).collect();

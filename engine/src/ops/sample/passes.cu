@@ -1,11 +1,12 @@
 // Passes over logits [ROWS, VOCAB], a block of THREADS for each chunk of a row: the largest; the mass in each bin of weights; the mass of the
 // bins that are kept whole, and the tokens of the bin that crosses the limit.
 //
-// The first lets the next begin only when it is its own turn. What was before it is done by then, so that the others read logits before theirs.
+// The first pass lets the next launch only after its own `wait_for_turn`. All earlier kernels are done by then, so the other passes may read logits before
+// theirs.
 
 const int BINS = (127 << (23 - LOW_BITS)) - FIRST_BIN + 1;
 
-// A NaN is no maximum, and is never drawn.
+// NaNs are ignored, and never drawn.
 __device__ __forceinline__ float largest(const float (&v)[VEC]) {
     float m = v[0];
 #pragma unroll
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_p_masses(const T *x, c
     float m = most_of(most + row * CHUNKS);
     __syncthreads();
     logits.visit([&](int, const float (&v)[VEC]) {
-        // All additions are under way before the first is looked at. Where there is no key nothing is added, by each lane elsewhere.
+        // All atomics are issued before the first result is used. Lanes without a key add 0, each to another address.
         u32 bins[VEC], units[VEC], old[VEC];
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
@@ -145,7 +146,7 @@ top_p_list(const T *x, const float *most, const u64 *masses, u64 *sure, u64 *lis
             int j = __ffs(mine) - 1;
             u32 key = keys[0];
 #pragma unroll
-            for (int k = 1; k < VEC; k++) key = j == k ? keys[k] : key; // no array that is asked by number stays in registers
+            for (int k = 1; k < VEC; k++) key = j == k ? keys[k] : key; // an array that is indexed dynamically would not stay in registers
             found[to] = place_of(key, first + j);
         }
     });

@@ -1,4 +1,4 @@
-// Logits as whole numbers (see mod.rs), and sums of them over a block. A row is cut into CHUNKS chunks of CHUNK logits, one for each block of the
+// Logits as integer weights (see mod.rs), and sums of them over a block. A row is cut into CHUNKS chunks of CHUNK logits, one for each block of the
 // passes, and these into segments, one for each warp.
 
 const int CHUNKS = (VOCAB + CHUNK - 1) / CHUNK;
@@ -57,7 +57,7 @@ __device__ __forceinline__ float most_of(const float *most) {
     return warp_max(m);
 }
 
-// Sums from atomics of 32 bits: what an addition leaves says whether it carried, which one of 256 does.
+// 64-bit sums from 32-bit atomics: the old value shows whether an addition carried, which one in 256 does.
 template <int COUNT> struct Sums {
     u32 low[COUNT], high[COUNT];
     __device__ __forceinline__ void clear(int i) { low[i] = high[i] = 0; }

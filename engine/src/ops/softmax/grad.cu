@@ -2,7 +2,7 @@
 template <bool PACKED> __device__ __forceinline__ void grad_rows(const T *y, const G *dy, T *dx) {
     u64 row = (u64)blockIdx.x * GROUPS + row_group();
     bool real = row < (u64)ROWS;
-    if (!real) row = ROWS - 1; // its sum is needed by nobody, but its threads by the shuffles
+    if (!real) row = ROWS - 1; // no such row: its results are not used, but its threads take part in the shuffles
     Row<PACKED, T> a(y + row * D, D);
     Row<PACKED, G> b(dy + row * D, D);
 

@@ -12,9 +12,10 @@ use rayon::prelude::*;
 /// Rows of one task.
 const ROWS: usize = 16;
 
+/// Softmax along the last dimension.
 #[derive(Debug)]
 pub struct Softmax {
-    /// Row i of [.., rows, columns] sees columns up to i + columns - rows; the others become 0.
+    /// A causal mask: row i of [.., rows, columns] has columns up to i + columns - rows; the others become 0.
     pub causal: bool,
 }
 
@@ -150,18 +151,20 @@ impl Op for SoftmaxGrad {
 }
 
 impl<'g> Var<'g> {
+    /// Softmax along the last dimension.
     #[track_caller]
     pub fn softmax(self) -> Var<'g> {
         self.recorder().op1(Softmax { causal: false }, &[self])
     }
 
-    /// Row i of the last two dimensions sees only the columns up to its own (counted from the end where there are more).
+    /// Softmax with a causal mask over the last two dimensions, aligned at the last row and column.
     #[track_caller]
     pub fn causal_softmax(self) -> Var<'g> {
         self.recorder().op1(Softmax { causal: true }, &[self])
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("rows", &[In(&[5, 37], Fill::Normal)], |x| vec![x[0].softmax()]),
     Case::new("causal", &[In(&[2, 5, 7], Fill::Normal)], |x| vec![x[0].causal_softmax()]),

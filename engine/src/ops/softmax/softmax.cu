@@ -2,7 +2,7 @@
 template <bool PACKED> __device__ __forceinline__ void softmax_rows(const T *x, T *y) {
     u64 row = (u64)blockIdx.x * GROUPS + row_group();
     bool real = row < (u64)ROWS;
-    if (!real) row = ROWS - 1; // its sums are needed by nobody, but its threads by the shuffles
+    if (!real) row = ROWS - 1; // no such row: its results are not used, but its threads take part in the shuffles
     int seen = CAUSAL ? D - SQUARE + 1 + (int)(row % SQUARE) : D;
     Row<PACKED, T> v(x + row * D, seen);
 

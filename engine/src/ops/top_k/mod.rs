@@ -1,4 +1,4 @@
-//! Positions of the k largest of each row, in the order of the positions; of equal values, the earlier one is taken.
+//! Indices of the k largest values of each row, in increasing order of the indices; of equal values, the first is taken.
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
@@ -7,8 +7,10 @@ use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient
 use crate::record::Var;
 use rayon::prelude::*;
 
+/// Indices of the k largest values of each row, in increasing order.
 #[derive(Debug)]
 pub struct TopK {
+    /// How many.
     pub k: usize,
 }
 
@@ -64,7 +66,7 @@ impl Op for TopK {
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
-        // Cheap, but its result is small and decides what follows: `recompute` should keep it.
+        // Not marked memory-bound: the result is small, so `recompute` should keep it.
         Cost { memory_bound: false, ..Cost::memory(x[0].bytes() + self.infer(x)[0].bytes()) }
     }
 }
@@ -77,6 +79,7 @@ impl<'g> Var<'g> {
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("gathered by", &[In(&[2, 13], Fill::Distinct), In(&[13, 3], Fill::Normal)], |x| vec![x[1].gather_rows(x[0].top_k(5))]),
     // Whole numbers, so that many are equal: a GPU decides as the CPU does.

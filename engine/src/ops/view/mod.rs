@@ -1,4 +1,4 @@
-//! Other shapes for the same memory: reshape, permute, slice, expand, stop_gradient. None of them runs.
+//! Views, which run nothing: reshape, permute, slice, expand, stop_gradient.
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
@@ -32,6 +32,7 @@ macro_rules! view_op {
     };
 }
 
+/// The same elements in another shape.
 #[derive(Debug)]
 pub struct Reshape(pub Vec<usize>);
 
@@ -48,8 +49,8 @@ impl Op for Reshape {
     }
 
     fn alias(&self, x: &Meta, strides: &[usize]) -> Option<(usize, Vec<usize>)> {
-        // Old dimensions are taken from the left until they hold as many elements as the new ones taken so far; such a
-        // group can be cut anew only if it lies without gaps.
+        // From the left, old dimensions are grouped until they have as many elements as the new ones so far; a group can be split differently only
+        // if it is contiguous.
         let (old, new) = (&x.shape, &self.0);
         let mut out = vec![0; new.len()];
         let (mut i, mut j) = (0, 0);
@@ -67,7 +68,7 @@ impl Op for Reshape {
                     break;
                 }
             }
-            // Dimensions of one element join any group.
+            // Dimensions of size 1 fit into any group.
             while i < old.len() && old[i] == 1 {
                 i += 1;
             }
@@ -88,6 +89,7 @@ impl Op for Reshape {
     }
 }
 
+/// The dimensions in another order: output dimension i is input dimension `.0[i]`.
 #[derive(Debug)]
 pub struct Permute(pub Vec<usize>);
 
@@ -114,10 +116,14 @@ impl Op for Permute {
     }
 }
 
+/// Part of one dimension.
 #[derive(Debug)]
 pub struct Slice {
+    /// Which dimension.
     pub axis: usize,
+    /// The first index.
     pub start: usize,
+    /// The index after the last.
     pub end: usize,
 }
 
@@ -141,6 +147,7 @@ impl Op for Slice {
     }
 }
 
+/// Broadcasts dimensions of size 1 to this shape.
 #[derive(Debug)]
 pub struct Expand(pub Vec<usize>);
 
@@ -162,6 +169,7 @@ impl Op for Expand {
     }
 }
 
+/// The same value, without a gradient: `detach` in PyTorch.
 #[derive(Debug)]
 pub struct StopGradient;
 
@@ -173,7 +181,7 @@ impl Op for StopGradient {
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
-        vec![None] // this is what it is for
+        vec![None] // its purpose
     }
 
     fn alias(&self, _: &Meta, strides: &[usize]) -> Option<(usize, Vec<usize>)> {
@@ -182,6 +190,7 @@ impl Op for StopGradient {
 }
 
 impl<'g> Var<'g> {
+    /// The same elements in another shape of as many elements.
     #[track_caller]
     pub fn reshape(self, shape: &[usize]) -> Var<'g> {
         if self.shape() == shape {
@@ -190,7 +199,7 @@ impl<'g> Var<'g> {
         self.recorder().op1(Reshape(shape.to_vec()), &[self])
     }
 
-    /// Output dimension i is input dimension `order[i]`. What was permuted the other way before is itself again.
+    /// Output dimension i is input dimension `order[i]`. Undoing an earlier permutation gives its input.
     #[track_caller]
     pub fn permute(self, order: &[usize]) -> Var<'g> {
         let back = self.recorder().with_graph(|g| {
@@ -204,7 +213,7 @@ impl<'g> Var<'g> {
         }
     }
 
-    /// The last two dimensions change places.
+    /// The transpose: swaps the last two dimensions.
     #[track_caller]
     pub fn t(self) -> Var<'g> {
         let rank = self.meta().rank();
@@ -214,6 +223,7 @@ impl<'g> Var<'g> {
         self.permute(&order)
     }
 
+    /// The elements `start..end` of a dimension.
     #[track_caller]
     pub fn slice(self, axis: usize, start: usize, end: usize) -> Var<'g> {
         if self.shape().get(axis) == Some(&end) && start == 0 {
@@ -222,13 +232,13 @@ impl<'g> Var<'g> {
         self.recorder().op1(Slice { axis, start, end }, &[self])
     }
 
-    /// Row `i` of the first axis, that axis gone.
+    /// Element `i` of the first dimension, without that dimension.
     #[track_caller]
     pub fn row(self, i: usize) -> Var<'g> {
         self.slice(0, i, i + 1).reshape(&self.shape()[1..])
     }
 
-    /// Repeats dimensions of one element, and adds dimensions in front.
+    /// Broadcasts to a shape: expands dimensions of size 1, and adds leading dimensions.
     #[track_caller]
     pub fn expand(self, shape: &[usize]) -> Var<'g> {
         if self.shape() == shape {
@@ -237,12 +247,13 @@ impl<'g> Var<'g> {
         self.recorder().op1(Expand(shape.to_vec()), &[self])
     }
 
-    /// The same value, through which no gradient flows.
+    /// The same value without a gradient: `detach` in PyTorch.
     pub fn stop_gradient(self) -> Var<'g> {
         self.recorder().op1(StopGradient, &[self])
     }
 }
 
+/// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("reshape of a permuted", &[In(&[2, 3, 4], Fill::Normal)], |x| vec![x[0].permute(&[2, 0, 1]).reshape(&[8, 3]) * 2.0]),
     Case::new("slices", &[In(&[5, 6], Fill::Normal)], |x| vec![x[0].slice(0, 1, 4).slice(1, 2, 6) * x[0].slice(0, 2, 5).slice(1, 0, 4)]),

@@ -1,8 +1,8 @@
-//! Attention of one token over a KV cache norms and rotates its query and key itself.
+//! Fuses QK-norm and RoPE of one token into its attention over the KV cache.
 
 use crate::error::Error;
 use crate::graph::{Graph, Value};
-use crate::ops::cache::{DecodeAttention, Turn};
+use crate::ops::cache::{DecodeAttention, Rotation};
 use crate::ops::rope::Rope;
 use crate::ops::rope::norm::NormRope;
 use crate::passes::Receipt;
@@ -33,31 +33,31 @@ pub fn apply(g: &mut Graph, receipt: &mut Receipt) -> Result<(), Error> {
     Ok(())
 }
 
-/// The op that rotates, and its inputs: heads before RoPE, then tables and weights. Or why it does not.
+/// The attention op with RoPE, and its inputs: q and k before RoPE, then tables and norm weights. Or why it is not fused.
 fn site(g: &Graph, uses: &Uses, i: usize) -> Option<Result<(DecodeAttention, Vec<Value>), &'static str>> {
-    let op = g.nodes[i].op::<DecodeAttention>().filter(|op| op.turn.is_none())?;
+    let op = g.nodes[i].op::<DecodeAttention>().filter(|op| op.rotation.is_none())?;
     let made = [0, 1].map(|n| g.nodes[i].inputs[n]);
     let nodes = made.map(|v| &g.nodes[v.node]);
-    let turn = |n: usize| match (nodes[n].op::<NormRope>(), nodes[n].op::<Rope>()) {
-        (Some(norm), _) => Some(Turn { pairs: norm.pairs, norm: Some(norm.eps) }),
-        (_, Some(rope)) => (!rope.inverse).then_some(Turn { pairs: rope.pairs, norm: None }),
+    let rotation = |n: usize| match (nodes[n].op::<NormRope>(), nodes[n].op::<Rope>()) {
+        (Some(norm), _) => Some(Rotation { pairs: norm.pairs, norm: Some(norm.eps) }),
+        (_, Some(rope)) => (!rope.inverse).then_some(Rotation { pairs: rope.pairs, norm: None }),
         _ => None,
     };
-    let (turn, of_key) = (turn(0)?, turn(1)?);
+    let (rotation, of_key) = (rotation(0)?, rotation(1)?);
     let alone = |v: Value| uses.only_reader(v.node).is_some();
     let weights = nodes.map(|n| n.inputs.get(3));
     let [of_q, of_k] = weights.map(|w| w.map(|w| g.meta(*w)));
     Some(if g.meta(made[0]).shape[1] != 1 {
         Err("several tokens at once")
-    } else if turn != of_key || nodes[0].inputs[1..3] != nodes[1].inputs[1..3] {
+    } else if rotation != of_key || nodes[0].inputs[1..3] != nodes[1].inputs[1..3] {
         Err("queries and keys have different RoPE or norms")
     } else if !made.into_iter().all(alone) {
         Err("the rotated heads are read elsewhere")
-    } else if turn.norm.is_some() && (of_q != of_k || of_q.is_none_or(|m| m.shape != [g.meta(made[0]).dim(0)])) {
-        Err("a norm without a weight for each element")
+    } else if rotation.norm.is_some() && (of_q != of_k || of_q.is_none_or(|m| m.shape != [g.meta(made[0]).dim(0)])) {
+        Err("the norm has no weight of the head's size")
     } else {
         let heads = nodes.map(|n| n.inputs[0]).into_iter();
         let more = nodes[0].inputs[1..3].iter().chain(weights.into_iter().flatten()).copied();
-        Ok((DecodeAttention { turn: Some(turn), ..op.clone() }, heads.chain(more).collect()))
+        Ok((DecodeAttention { rotation: Some(rotation), ..op.clone() }, heads.chain(more).collect()))
     })
 }

@@ -1,4 +1,4 @@
-//! Decoding: a token's matmuls and its attention over the KV cache in few launches.
+//! Decoding: computes a token's matmuls and its attention over the KV cache in few kernel launches.
 
 mod attention;
 mod rows;
@@ -19,7 +19,7 @@ impl Switch for FuseDecode {
     }
 
     fn about(&self) -> &'static str {
-        "In programs without gradients: multiplies up to 32 rows by weights that are read once, all weights of the same rows together, with the RMSNorm before and the residual or SwiGLU behind; attention over a KV cache does QK-norm and RoPE itself."
+        "In programs without gradients: GEMMs of up to 32 rows use kernels that read each weight once, with the RMS norm before and the residual or SwiGLU after them fused, and matmuls with the same input merged. Attention over a KV cache applies QK-norm and RoPE itself."
     }
 
     fn numerics(&self, _: Target, dtype: DType) -> Numerics {

@@ -1,4 +1,4 @@
-//! Products of a few rows, with the norm before them and the sum or SwiGLU behind them, become one launch.
+//! Matmuls of a few rows (tokens being decoded), with the RMS norm before and the residual or SwiGLU after them, become one kernel.
 
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Role, Value};
@@ -17,7 +17,7 @@ pub fn apply(g: &mut Graph, receipt: &mut Receipt) -> Result<(), Error> {
     if g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad)) {
         return Ok(());
     }
-    part_sums(g)?;
+    split_add_norms(g)?;
     let sites = Sites::new(g);
     let launches = sites.launches();
     receipt.applied += sites.products.len();
@@ -36,23 +36,23 @@ pub fn apply(g: &mut Graph, receipt: &mut Receipt) -> Result<(), Error> {
     Ok(())
 }
 
-/// A sum that a norm makes itself is one of its own again, where a product of few rows can make it.
-fn part_sums(g: &mut Graph) -> Result<(), Error> {
+/// Splits a fused add and RMS norm again where the matmul before it can do the addition.
+fn split_add_norms(g: &mut Graph) -> Result<(), Error> {
     let sites = Sites::new(g);
     let made_here = |i: usize| {
         let x = &g.nodes[i].inputs;
         x.len() == 3 && g.meta(x[0]) == g.meta(x[1]) && x[..2].iter().any(|&v| sites.product(v).is_some())
     };
-    let parted: Vec<bool> = (0..g.nodes.len()).map(|i| g.nodes[i].op::<AddRmsNorm>().is_some() && made_here(i)).collect();
+    let split: Vec<bool> = (0..g.nodes.len()).map(|i| g.nodes[i].op::<AddRmsNorm>().is_some() && made_here(i)).collect();
     g.rewrite(|_, i, node, inputs| {
         Ok(match &node.kind {
-            Kind::Op(op) if parted[i] => op.unfused(inputs),
+            Kind::Op(op) if split[i] => op.unfused(inputs),
             _ => None,
         })
     })
 }
 
-/// x W^T.
+/// A matmul x W^T.
 #[derive(Clone, Copy)]
 struct Product {
     x: Value,
@@ -60,6 +60,7 @@ struct Product {
     weight: Value,
 }
 
+/// All matmuls that can use the kernel, and why others cannot.
 struct Sites<'a> {
     g: &'a Graph,
     reads: Reads,
@@ -67,7 +68,7 @@ struct Sites<'a> {
     refused: Vec<(usize, String)>,
 }
 
-/// What is recorded in place of a product, or of what alone reads it.
+/// One kernel in place of some matmuls and, if they have a single reader, of that.
 struct Launch {
     products: Vec<usize>,
     x: Value,
@@ -90,7 +91,7 @@ impl<'a> Sites<'a> {
         Sites { g, reads: g.reads(), products, refused }
     }
 
-    /// The product whose result this is, if nobody else reads it.
+    /// The matmul that computes this value, looking through reshapes, if nothing else reads it.
     fn product(&self, v: Value) -> Option<usize> {
         let node = &self.g.nodes[v.node];
         match self.reads.once(v) {
@@ -100,7 +101,7 @@ impl<'a> Sites<'a> {
         }
     }
 
-    /// By the node that is replaced: first what reads products, then the products that are left, those of the same rows together.
+    /// By the node that is replaced: first the single readers of matmuls, then the remaining matmuls, those with the same input merged.
     fn launches(&self) -> HashMap<usize, Launch> {
         let mut all: HashMap<usize, Launch> = (0..self.g.nodes.len()).filter_map(|i| Some((i, self.behind(i)?))).collect();
         let taken: HashSet<usize> = all.values().flat_map(|l| l.products.clone()).collect();
@@ -117,7 +118,7 @@ impl<'a> Sites<'a> {
         Launch { x: self.products[&products[0]].x, products, weights, add: None, swiglu: false, dtype: None }
     }
 
-    /// Arithmetic that a product may do with its result: a sum, SwiGLU, a wider type.
+    /// Node `i` as the epilogue of matmuls: a sum, SwiGLU or a cast to f32.
     fn behind(&self, i: usize) -> Option<Launch> {
         let node = &self.g.nodes[i];
         let arithmetic = node.op::<Pointwise>().filter(|p| p.dtypes.len() == 1)?;
@@ -127,7 +128,7 @@ impl<'a> Sites<'a> {
         }
         let same = node.inputs.iter().all(|&v| *self.g.meta(v) == node.outputs[0]);
         match made[..] {
-            // The later of two products: the other is there before it.
+            // Of two matmuls, the later one adds: the other's result is available by then.
             [a, b] if same && is_sum(arithmetic) && a.or(b).is_some() => {
                 let own = if a > b { 0 } else { 1 };
                 Some(Launch { add: Some(node.inputs[1 - own]), ..self.launch(vec![made[own]?]) })
@@ -156,7 +157,7 @@ impl Launch {
     }
 }
 
-/// Node `i` as a product of few rows; or why it stays one of the library's.
+/// Node `i` as a matmul of few rows; or why it stays with cuBLASLt.
 fn product(g: &Graph, i: usize) -> Option<Result<Product, String>> {
     let [left, right] = g.plain_matmul(i)?;
     let y = &g.nodes[i].outputs[0];
@@ -165,24 +166,24 @@ fn product(g: &Graph, i: usize) -> Option<Result<Product, String>> {
     }
     let k = g.meta(left).dim(0);
     Some(if !matches!(y.dtype, DType::BF16 | DType::F16) {
-        Err(format!("tensor cores multiply bf16 and f16, not {}", y.dtype))
+        Err(format!("the kernel takes bf16 and f16, not {}", y.dtype))
     } else if !matches!(g.state_role(right), Some(Role::Param | Role::Frozen)) {
-        Err("the other side is no weight of the model".into())
+        Err("the second operand is not a weight of the model".into())
     } else if !k.is_multiple_of(8) {
-        Err(format!("rows of {k} elements are no multiple of 16 bytes"))
+        Err(format!("rows of {k} elements are not a multiple of 16 bytes"))
     } else {
-        g.transpose_of(right).map(|weight| Product { x: same_rows(g, left), weight }).ok_or("the weights lie as [in, out]".into())
+        g.transpose_of(right).map(|weight| Product { x: same_rows(g, left), weight }).ok_or("the weight is stored as [in, out]".into())
     })
 }
 
-/// What is normed, the norm's weight and its epsilon.
+/// If `v` is an RMS norm: its input, its weight and its epsilon.
 fn normed(g: &Graph, v: Value) -> Option<(Value, Value, f32)> {
     let node = &g.nodes[v.node];
     let norm = node.op::<RmsNorm>().filter(|_| v.out == 0 && node.inputs.len() == 2)?;
     Some((node.inputs[0], node.inputs[1], norm.eps))
 }
 
-/// What is seen through reshapes that leave rows as they are.
+/// `v`, looking through reshapes that keep the last dimension.
 fn same_rows(g: &Graph, v: Value) -> Value {
     let node = &g.nodes[v.node];
     match node.op::<Reshape>() {

@@ -1,4 +1,4 @@
-//! Which values of the forward pass are made again.
+//! Chooses which forward values are recomputed.
 
 use super::{forward, wanted};
 use crate::graph::{Graph, Kind, Value};
@@ -8,7 +8,7 @@ use crate::ops::pointwise::Pointwise;
 use crate::plan::view_roots;
 use std::collections::{HashMap, HashSet};
 
-/// What is so many times smaller than the result counts for nothing.
+/// An input so many times smaller than the result counts as free to read.
 const LITTLE: usize = 32;
 
 /// Everything inside a block of the model whose value does not leave it.
@@ -22,7 +22,7 @@ pub fn inside_blocks(g: &Graph) -> HashSet<Value> {
     for v in g.roots() {
         leaves[v.node] = true;
     }
-    // What a view that leaves shows.
+    // A view that leaves the block keeps what it is a view of.
     for i in (0..g.nodes.len()).rev().filter(|&i| g.nodes[i].is_view()) {
         leaves[g.nodes[i].inputs[0].node] |= leaves[i];
     }
@@ -33,7 +33,7 @@ pub fn inside_blocks(g: &Graph) -> HashSet<Value> {
     (0..g.nodes.len()).filter(inside).flat_map(|node| (0..g.nodes[node].outputs.len()).map(move |out| Value { node, out })).collect()
 }
 
-/// Forward arithmetic that a backward node can do on the side: one that reads all of its inputs. The pass `fuse-pointwise` joins the two.
+/// Forward pointwise ops that a backward pointwise op can recompute, since it reads all of their inputs. The pass `fuse-pointwise` fuses the two.
 pub fn siblings(g: &Graph) -> HashSet<Value> {
     let choice = Choice::new(g);
     let arithmetic = |v: &Value| g.nodes[v.node].op::<Pointwise>().is_some();
@@ -41,17 +41,17 @@ pub fn siblings(g: &Graph) -> HashSet<Value> {
     choice.wanted.keys().filter(|v| choice.possible(**v)).filter_map(aside).flat_map(|(_, values)| values).collect()
 }
 
-/// What moves at most `price` bytes for each byte that need not be kept, the cheapest first, until at most `spare` bytes are left that could
-/// be chosen, too; and how many of both.
+/// Values that cost at most `price` bytes of memory traffic for each byte saved, the cheapest first, leaving about `spare` bytes of the dearest
+/// ones kept; and the bytes (saved, moved).
 pub fn by_price(g: &Graph, price: usize, spare: usize) -> (HashSet<Value>, (usize, usize)) {
     let all = cheapest(g, price, usize::MAX);
     if spare == 0 { all } else { cheapest(g, price, all.1.0.saturating_sub(spare)) }
 }
 
-/// The same, until `enough` bytes need not be kept.
+/// The same, until `enough` bytes are saved.
 fn cheapest(g: &Graph, price: usize, enough: usize) -> (HashSet<Value>, (usize, usize)) {
     let mut choice = Choice::new(g);
-    // What belongs to no block is read by many, and would live on once made again.
+    // Values outside of all blocks have many readers, and would stay alive once recomputed.
     let mut all: Vec<Value> = choice.wanted.keys().copied().filter(|&v| choice.possible(v) && g.nodes[v.node].block != 0).collect();
     all.sort();
     let ratio = |(saved, moved): (usize, usize)| moved as f64 / saved as f64;
@@ -62,7 +62,7 @@ fn cheapest(g: &Graph, price: usize, enough: usize) -> (HashSet<Value>, (usize, 
         if total.0 >= enough {
             break;
         }
-        // Others may have been chosen meanwhile, from which this would be made.
+        // Its inputs may have been chosen for recomputation in the meantime, which raises its cost.
         if let Some((cost, values)) = choice.price(v)
             && ratio(cost) <= price as f64
         {
@@ -77,12 +77,12 @@ struct Choice<'a> {
     g: &'a Graph,
     roots: Vec<Option<Value>>,
     results: HashSet<Value>,
-    /// By backward nodes.
+    /// Forward values that backward nodes read.
     wanted: HashMap<Value, Vec<usize>>,
     readers: Vec<Vec<usize>>,
     forward: usize,
     again: HashSet<Value>,
-    /// Read when something is made again.
+    /// Values that a recomputation reads.
     needed: HashSet<Value>,
 }
 
@@ -94,28 +94,28 @@ impl<'a> Choice<'a> {
         Choice { g, roots, results, wanted: wanted(g), readers, forward, again: HashSet::new(), needed: HashSet::new() }
     }
 
-    /// Whether a value may be made again: cheaply, and without being there at the end anyway.
+    /// Whether a value may be recomputed: it is memory-bound, and not kept until the end anyway.
     fn possible(&self, v: Value) -> bool {
         let n = &self.g.nodes[v.node];
         let Kind::Op(op) = &n.kind else { return false };
         let cheap = !op.is_view() && op.cost(&self.g.inputs(v.node)).memory_bound && !n.is_cast();
-        // The sum that a norm has added is made again by no other.
+        // Only the norm's gradient can recompute the result of a fused add and norm.
         let own = n.op::<AddRmsNorm>().is_none() || (v.out == 0 && self.gradient(v).is_some());
         cheap && own && !n.backward && !self.results.contains(&v)
     }
 
-    /// What a value is made from again, seen through views: for a norm, what its gradient has read already.
+    /// What recomputing a value reads, looking through views: nothing, if the norm's gradient recomputes it.
     fn sources(&self, v: Value) -> Vec<Value> {
         let inputs = if self.gradient(v).is_some() { &[] } else { &self.g.nodes[v.node].inputs[..] };
         inputs.iter().map(|&v| self.roots[v.node].unwrap_or(v)).collect()
     }
 
-    /// A backward node of arithmetic that reads all that this arithmetic does.
+    /// A backward pointwise node that reads all inputs of this pointwise value.
     fn beside(&self, v: Value) -> Option<usize> {
         super::side::beside(self.g, &self.readers, self.forward, v).next()
     }
 
-    /// The gradient of the norm whose result this is, which can give it too.
+    /// The backward node of the norm that computes this value, which can recompute it.
     fn gradient(&self, v: Value) -> Option<usize> {
         super::side::gradient(self.g, &self.readers, v).next()
     }
@@ -125,8 +125,8 @@ impl<'a> Choice<'a> {
         there || ((self.wanted.contains_key(&v) || self.needed.contains(&v)) && !self.again.contains(&v))
     }
 
-    /// (Bytes that need not be kept, bytes moved) for making a value again, and with it what it is made from and nobody keeps. None where
-    /// that saves nothing.
+    /// (bytes saved, bytes moved) for recomputing a value, together with those of its inputs that are not kept; and all values that are
+    /// recomputed then. None if that saves nothing.
     fn price(&self, v: Value) -> Option<((usize, usize), Vec<Value>)> {
         let (mut values, mut left, mut moved, mut more) = (vec![], vec![v], 0, HashSet::new());
         while let Some(w) = left.pop() {
@@ -142,7 +142,7 @@ impl<'a> Choice<'a> {
                 } else if !chosen && !self.kept(input) {
                     more.insert(input);
                 }
-                // Arithmetic that is made from arithmetic fuses with it.
+                // Pointwise ops that are recomputed from pointwise ops fuse with them.
                 let fused = arithmetic && through && self.g.nodes[input.node].op::<Pointwise>().is_some();
                 let read = self.g.meta(input).bytes();
                 let little = read * LITTLE <= bytes;
@@ -165,7 +165,7 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// A norm's op, with or without a sum in front of it.
+/// Whether this is the result of an RMS norm, with or without a fused addition.
 pub fn is_norm(g: &Graph, v: Value) -> bool {
     let n = &g.nodes[v.node];
     v.out == 0 && (n.op::<RmsNorm>().is_some() || n.op::<AddRmsNorm>().is_some_and(|op| op.sum))

@@ -1,4 +1,4 @@
-//! Computes forward values again when the backward pass needs them, instead of keeping them.
+//! Activation checkpointing: recomputes forward values in the backward pass instead of keeping them.
 
 mod choose;
 mod side;
@@ -20,7 +20,7 @@ impl Switch for Recompute {
     }
 
     fn about(&self) -> &'static str {
-        "Computes forward values again where the backward pass needs them: less memory for more arithmetic, the same bits."
+        "Activation checkpointing: recomputes forward values in the backward pass instead of keeping them. Less memory for more arithmetic, bitwise the same results."
     }
 
     fn settings(&self) -> &'static [Setting] {
@@ -28,17 +28,17 @@ impl Switch for Recompute {
             Setting {
                 name: "what",
                 default: "siblings",
-                about: "siblings: arithmetic whose inputs the backward pass reads together anyway; memory-bound: what moves at most `price` bytes for each that need not be kept; blocks: all but what enters and leaves a block of the model",
+                about: "what is recomputed. siblings: pointwise ops whose inputs one backward kernel reads anyway; memory-bound: ops that read and write at most `price` bytes for each byte of memory saved; blocks: everything but the inputs and outputs of the model's blocks",
             },
             Setting {
                 name: "price",
                 default: "4",
-                about: "of memory-bound: norms and arithmetic on the side of their gradients cost 1, a norm alone 2, what has two inputs 3",
+                about: "with what=memory-bound: the most bytes that may be read and written for each byte saved. A norm or pointwise op that its backward kernel recomputes costs 1, a norm in a kernel of its own 2, a pointwise op of two inputs 3",
             },
             Setting {
                 name: "spare",
                 default: "0",
-                about: "of memory-bound: so many MiB are kept all the same, of what is dearest to make again",
+                about: "with what=memory-bound: MiB of activations that are kept anyway, those that cost the most to recompute",
             },
         ]
     }
@@ -48,7 +48,7 @@ impl Switch for Recompute {
     }
 
     fn numerics(&self, _: Target, dtype: DType) -> Numerics {
-        // A norm that adds first sees the sum rounded when it is made again.
+        // A recomputed add and RMS norm reads the rounded sum, the original one did not.
         if dtype == DType::F32 { Numerics::Exact } else { Numerics::Reordered }
     }
 
@@ -85,7 +85,7 @@ impl Pass for Recompute {
             "siblings" => choose::siblings(g),
             "memory-bound" => {
                 let (again, (saved, moved)) = choose::by_price(g, price, spare);
-                receipt.notes.push(format!("{} MiB less kept for {} MiB more moved", saved >> 20, moved >> 20));
+                receipt.notes.push(format!("{} MiB less memory for {} MiB more memory traffic", saved >> 20, moved >> 20));
                 again
             }
             _ => choose::inside_blocks(g),
@@ -108,22 +108,22 @@ impl Pass for Recompute {
         receipt.applied = given.len() + copies.ops;
         let flops = copies.flops;
         if total > 0 && receipt.applied > 0 {
-            receipt.notes.push(format!("{} ops again, {:.0}% more arithmetic", receipt.applied, 100.0 * flops as f64 / total as f64));
+            receipt.notes.push(format!("{} ops recomputed, {:.0}% more arithmetic", receipt.applied, 100.0 * flops as f64 / total as f64));
         }
         if receipt.applied == 0 && g.nodes.iter().any(|n| n.backward) {
-            receipt.decline("the backward pass needs nothing that this setting would compute again", "");
+            receipt.decline("the backward pass reads nothing that this setting would recompute", "");
         }
         super::dead_code::sweep(g);
         Ok(())
     }
 }
 
-/// Where the forward pass ends. Gradients that `hoist` computes during it read what is there.
+/// The last node of the forward pass. Gradients that `hoist` moved before it read the original values.
 fn forward(g: &Graph) -> usize {
     g.nodes.iter().rposition(|n| !n.backward && n.block != 0).unwrap_or(0)
 }
 
-/// Values of the forward pass that backward nodes read, each with those nodes; views are seen through.
+/// Forward values that backward nodes read, looking through views, each with those nodes.
 fn wanted(g: &Graph) -> HashMap<Value, Vec<usize>> {
     let (roots, forward) = (view_roots(g), forward(g));
     let mut wanted: HashMap<Value, Vec<usize>> = HashMap::new();
@@ -139,19 +139,20 @@ fn wanted(g: &Graph) -> HashMap<Value, Vec<usize>> {
     wanted
 }
 
-/// Forward values as the backward pass reads them: made anew from what was kept, once for each node.
+/// Recomputes forward values for the backward pass from what was kept, each node once.
 struct Copies<'a> {
+    /// Values that are recomputed.
     again: &'a HashSet<Value>,
-    /// Made by a backward node beside its own results.
+    /// Values that a backward node computes beside its own outputs.
     given: &'a HashMap<Value, Value>,
     made: HashMap<usize, Vec<Value>>,
     flops: u64,
-    /// Nodes that are no views, made anew.
+    /// Recomputed nodes, views not counted.
     ops: usize,
 }
 
 impl Copies<'_> {
-    /// What the old graph's value is in the new one.
+    /// What a backward node reads in place of the old graph's value.
     fn of<'g>(&mut self, w: &Rewrite<'g>, v: Value) -> Var<'g> {
         let n = &w.old.nodes[v.node];
         if let Some(&by) = self.given.get(&v) {
@@ -164,7 +165,7 @@ impl Copies<'_> {
             return w.at(v);
         }
         let inputs: Vec<Var> = n.inputs.iter().map(|&v| self.of(w, v)).collect();
-        // A view of what was kept.
+        // A view of a value that was kept.
         if n.is_view() && inputs.iter().zip(&n.inputs).all(|(new, &old)| new.value() == w.at(old).value()) {
             return w.at(v);
         }

@@ -1,4 +1,4 @@
-//! What a backward node makes on the side, because it reads all that is needed for it.
+//! Forward values that a backward kernel recomputes beside its own results, because it reads their inputs anyway.
 
 use super::choose::is_norm;
 use super::{forward, wanted};
@@ -10,14 +10,14 @@ use crate::plan::view_roots;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-/// Nodes that wait for another keep at most this share of what is saved alive for longer.
+/// Nodes that are moved may keep at most 1 / SHARE of the saved bytes alive for longer.
 const SHARE: usize = 4;
 
-/// Backward nodes of arithmetic that read all that the forward arithmetic of `v` does, and have its shape.
+/// Backward pointwise nodes of v's shape that read all inputs of the pointwise op that computes `v`.
 pub fn beside<'a>(g: &'a Graph, readers: &'a [Vec<usize>], forward: usize, v: Value) -> impl Iterator<Item = usize> + 'a {
     let n = &g.nodes[v.node];
     let arithmetic = n.op::<Pointwise>().is_some() && !n.is_cast();
-    // Whoever reads all of its inputs reads the one that is read least.
+    // Search only the readers of the input with the fewest readers.
     let least = n.inputs.iter().map(|v| &readers[v.node]).min_by_key(|r| r.len()).filter(|_| arithmetic);
     let reads_all = move |&m: &usize| {
         let other = &g.nodes[m];
@@ -30,7 +30,7 @@ pub fn beside<'a>(g: &'a Graph, readers: &'a [Vec<usize>], forward: usize, v: Va
     least.into_iter().flatten().copied().filter(reads_all)
 }
 
-/// Gradients of the norm whose result `v` is: they read what was normed, and can give the result again.
+/// Backward nodes of the norm that computes `v`: they read the norm's input, and can recompute `v`.
 pub fn gradient<'a>(g: &'a Graph, readers: &'a [Vec<usize>], v: Value) -> impl Iterator<Item = usize> + 'a {
     let rstd = Value { node: v.node, out: 1 };
     let normed = if g.nodes[v.node].op::<RmsNorm>().is_some() { g.nodes[v.node].inputs[0] } else { Value { node: v.node, out: 2 } };
@@ -47,8 +47,8 @@ pub fn gradient<'a>(g: &'a Graph, readers: &'a [Vec<usize>], v: Value) -> impl I
     all.iter().copied().filter(of_it)
 }
 
-/// Moves what reads these values again behind the nodes that can make them on the side, and lets gradients of norms give what they normed:
-/// value -> the gradient's output.
+/// Moves the readers of recomputed values after the nodes that can recompute them, and lets backward nodes of norms output the norm's result:
+/// value -> that output.
 pub fn arrange(g: &mut Graph, again: &mut HashSet<Value>) -> HashMap<Value, Value> {
     let mut order = Order::new(g, again);
     let mut given: HashMap<Value, Value> = HashMap::new();
@@ -56,7 +56,7 @@ pub fn arrange(g: &mut Graph, again: &mut HashSet<Value>) -> HashMap<Value, Valu
     left.sort();
     while let Some(v) = left.pop() {
         let norm = is_norm(g, v);
-        // Arithmetic is joined where the other could begin.
+        // Fused pointwise ops run at the earliest position where the backward node could.
         let begin = |m: usize| g.nodes[m].inputs.iter().map(|v| v.node).max_by_key(|&n| order.place[n]).unwrap_or(m);
         let by = match norm {
             true => gradient(g, &order.readers, v).min_by_key(|&m| order.place[m]),
@@ -65,7 +65,7 @@ pub fn arrange(g: &mut Graph, again: &mut HashSet<Value>) -> HashMap<Value, Valu
         match by.filter(|&m| order.put_behind(g, m, &order.users(again, v), g.meta(v).bytes() / SHARE)) {
             Some(m) if norm => drop(given.insert(v, give(g, m, v))),
             Some(_) => {}
-            // A norm that adds first cannot be made again from what is kept.
+            // The result of a fused add and norm cannot be recomputed otherwise: it is kept.
             None if norm && g.nodes[v.node].op::<RmsNorm>().is_none() => drop(again.remove(&v)),
             None => {}
         }
@@ -76,8 +76,8 @@ pub fn arrange(g: &mut Graph, again: &mut HashSet<Value>) -> HashMap<Value, Valu
     given.into_iter().map(|(v, by)| (at(v), at(by))).collect()
 }
 
-/// The order in which nodes are to run. The graph itself stays as it is until all have moved: what is known about it stays true, and a
-/// move costs as much as lies between its two places.
+/// The order in which nodes will run. The graph itself is reordered once, at the end, so that indices into it stay valid; a move costs as
+/// much as there are nodes between the two positions.
 struct Order {
     /// Position -> node, and node -> position.
     nodes: Vec<usize>,
@@ -86,9 +86,9 @@ struct Order {
     forward: usize,
     roots: Vec<Option<Value>>,
     wanted: HashMap<Value, Vec<usize>>,
-    /// Value -> what is made again from it.
+    /// Value -> recomputed values that read it.
     makes: HashMap<Value, Vec<Value>>,
-    /// Value -> the nodes that read it, views seen through.
+    /// Value -> the nodes that read it, looking through views.
     read_by: HashMap<Value, Vec<usize>>,
 }
 
@@ -108,7 +108,7 @@ impl Order {
         Order { nodes: all.clone(), place: all, readers: g.readers(), forward: forward(g), wanted: wanted(g), roots, makes, read_by }
     }
 
-    /// Backward nodes that read `v`, or what is made again from it.
+    /// Backward nodes that read `v`, or a value that is recomputed from it.
     fn users(&self, again: &HashSet<Value>, v: Value) -> Vec<usize> {
         let (mut left, mut seen, mut users) = (vec![v], HashSet::from([v]), vec![]);
         while let Some(v) = left.pop() {
@@ -119,8 +119,8 @@ impl Order {
         users
     }
 
-    /// Lets `users`, and what depends on them, run right behind node `m`. False where that depends on them, or where they would keep more
-    /// than `most` bytes alive until then.
+    /// Moves `users`, and what depends on them, to right after node `m`. False if `m` depends on them, or if more than `most` bytes would stay
+    /// alive for longer.
     fn put_behind(&mut self, g: &Graph, m: usize, users: &[usize], most: usize) -> bool {
         let end = self.place[m];
         let mut late: HashSet<usize> = users.iter().copied().filter(|&u| self.place[u] < end).collect();
@@ -149,7 +149,7 @@ impl Order {
     }
 }
 
-/// Makes the gradient `m` of a norm give the norm's result `v`, too.
+/// Lets the backward node `m` of a norm output the norm's result `v`, too.
 fn give(g: &mut Graph, m: usize, v: Value) -> Value {
     let meta = g.meta(v).clone();
     let node = &mut g.nodes[m];
