@@ -27,6 +27,10 @@ ROWS = {
     "polychromic": (["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "objective.weight=0"], "LoRA 16, 16 x 512 tokens, no dropout", "graphs,tuned-graphs"),
     "generate": (["generate", "--preset", "qwen3-0.6b", "--set", "prompt_tokens=64"], "12 replies of 100 tokens, prompts of 64", "compile,tuned-graphs"),
     "polychromic-step": (["polychromic", "--preset", "qwen3-0.6b", "--set", "model.dropout=0", "--set", "every=1", "--set", "prompt_tokens=64"], "the same with 12 replies of 100 tokens, no dropout", "tuned-graphs"),
+    # Plain decoders, every weight trained. Their usual opponent is decoder.py's mode `usual`. Two processes of the larger ones fill the card: one model a call.
+    "gpt2-124m": (["decoder", "--preset", "gpt2-124m", "--set", "batch=64"], "64 x 1024 tokens", "usual,tuned-graphs,tuned-graphs+LOSS=whole"),
+    "qwen2.5-0.5b": (["decoder", "--preset", "qwen2.5-0.5b", "--set", "batch=32"], "32 x 1024 tokens", "usual,tuned-graphs"),
+    "qwen2.5-1.5b": (["decoder", "--preset", "qwen2.5-1.5b", "--set", "batch=16"], "16 x 1024 tokens", "usual,tuned-graphs"),
     "diversity": (["ops", "--only", "diversity"], "4,096 sets of 10 x 384, in L2", "compile,tuned-graphs"),
 }
 
@@ -46,7 +50,7 @@ def kiln(binary, name, extra):
 
 
 def opponent(mode):
-    return "tuned" if mode.startswith("tuned-") else "bench.py"
+    return "tuned" if mode.startswith("tuned-") else "decoder.py" if mode == "usual" else "bench.py"
 
 
 def median(rows):
@@ -70,7 +74,7 @@ def main():
     p.add_argument("--patience", type=int, default=600, help="seconds after which a process that is not set up is left out")
     p.add_argument("--json")
     a, extra = p.parse_known_args()
-    chosen = [(name, (modes or a.modes or ROWS[name][2]).split(",")) for name, _, modes in (row.partition(":") for row in a.rows or ROWS)]
+    chosen = [(name, (modes or a.modes or ROWS[name][2]).split(",")) for name, _, modes in (row.partition(":") for row in a.rows or [r for r in ROWS if "decoder" not in ROWS[r][0]])]
     names = [name for name, _ in chosen]
     # Every process compiles with as many threads as the machine has, unless told.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
@@ -102,8 +106,8 @@ def main():
         if not ours:
             print(f"{name:17} no figure of kiln's")
             continue
-        best = lambda who: max((s for mode, s in sides.items() if opponent(mode) == who), key=lambda s: s["per_s"], default={})
-        usual, expert = best("bench.py"), best("tuned")
+        best = lambda tuned: max((s for mode, s in sides.items() if (opponent(mode) == "tuned") == tuned), key=lambda s: s["per_s"], default={})
+        usual, expert = best(False), best(True)
         if name == "polychromic-step" and not usual and {"generate", "polychromic"} <= results.keys():
             # All replies at once, then the supervised step: the two rows together, in favour of PyTorch without the policy gradient.
             parts = [results[n]["usual"] for n in ("generate", "polychromic")]

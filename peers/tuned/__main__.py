@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The strongest PyTorch that we know how to write: the steps of bench.py, rewritten by hand for speed, timed on one GPU.
 
-    python3 peers/tuned hydra hydra-4 vision_bdh hrm polychromic generate polychromic-step lior lior-1 lior-64 diversity [--modes graphs,autotune] [--json out.json]
+    python3 peers/tuned hydra hydra-4 vision_bdh hrm polychromic generate polychromic-step lior lior-1 lior-64 diversity gpt2-124m qwen2.5-0.5b [--modes graphs,autotune] [--json out.json]
     python3 peers/tuned --check       # every recipe against ../reference: TINY sizes, CPU, fp32 (losses, gradients, state, replies)
 
 "tuned" means: no autocast but a bf16 stream with f32 master weights, cast once a step; f32 norms, softmax and losses; matmuls that share an
@@ -10,6 +10,7 @@ atomics; clipping inside fused AdamW; SDPA with cuDNN first; and what a recipe a
 compile: torch.compile.  graphs: the whole step (forward, backward, clip, AdamW) captured as ONE CUDA graph besides.  autotune: the same, max-autotune.
 peak_gib counts what the capture allocates. Options are part of a mode (`graphs+CONV=cudnn`) or environment variables:
 TUNED_CONV=matmul|cudnn  TUNED_EXTEND=1|0  TUNED_FIELD=sines|steps  TUNED_CHUNK=rows  TUNED_SDPA=cudnn|flash
+and for plain decoders those of plain.py.
 """
 import time
 STARTED = time.time()
@@ -20,7 +21,7 @@ sys.path[:0] = [HERE, os.path.dirname(HERE)]
 import torch  # noqa: E402
 import serve  # noqa: E402
 from common import S, option  # noqa: E402
-import adapters, check, geometry, language, puzzles, vision  # noqa: E402
+import adapters, check, geometry, language, plain, puzzles, vision  # noqa: E402
 
 # recipe -> the function that makes its pieces, and its arguments
 RECIPES = {
@@ -28,6 +29,7 @@ RECIPES = {
     "polychromic": (adapters.bench_polychromic, {}), "generate": (adapters.bench_generate, {}), "polychromic-step": (adapters.bench_polychromic_step, {}),
     "lior": (geometry.bench_lior, {}), "lior-1": (geometry.bench_lior, {"batch": 1}), "lior-64": (geometry.bench_lior, {"batch": 64}),
     "diversity": (adapters.bench_diversity, {}),
+    **{name: (plain.bench_decoder, {"name": name}) for name in plain.SIZES},
 }
 
 

@@ -20,6 +20,8 @@ class S:
 
 @functools.lru_cache(None)
 def compiled(fn):
+    if S.mode == "eager":
+        return fn
     if S.device == "cpu":
         return torch.compile(fn, backend=option("BACKEND", "aot_eager"), fullgraph=True, dynamic=False)
     return torch.compile(fn, mode="max-autotune-no-cudagraphs" if S.mode == "autotune" else None, fullgraph=True, dynamic=False)
