@@ -239,7 +239,18 @@ fn what_is_wrong_with_a_folder_is_said_by_name() {
         &whole,
         &["config.json", "GemmaForCausalLM", "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"],
     );
-    refused(&set("architectures", Value::Null), 1, &whole, &["names no architecture"]);
+    refused(
+        &|c: &mut Value, _: &mut Tensors| (c["architectures"], c["model_type"]) = (Value::Null, Value::Null),
+        1,
+        &whole,
+        &["names no architecture"],
+    );
+    refused(
+        &|c: &mut Value, _: &mut Tensors| (c["architectures"], c["model_type"]) = (Value::Null, "gemma".into()),
+        1,
+        &whole,
+        &["gemma", "llama, qwen2, qwen3, mistral, gpt2"],
+    );
     refused(&set("model_type", "llama".into()), 1, &whole, &["model_type"]);
     refused(&set("attention_bias", true.into()), 1, &whole, &["'attention_bias' is true"]);
     refused(&set("mlp_bias", true.into()), 1, &whole, &["'mlp_bias' is true"]);

@@ -14,6 +14,17 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
+/// Recipes whose name is also a word of the field: modules, parameters and messages may use it. What counts is who names the recipe.
+const WORDS: &[(&str, [&str; 3])] = &[("decoder", ["recipes::decoder", "DecoderRecipe", "train decoder"])];
+
+/// The lines of a source that name a recipe.
+fn naming_recipe(source: &str, name: &str) -> Vec<String> {
+    match WORDS.iter().find(|w| w.0 == name) {
+        Some((_, ways)) => ways.iter().flat_map(|way| naming(source, way)).collect(),
+        None => naming(source, name),
+    }
+}
+
 /// The lines of a source that hold a name as a word, outside of comments that no help is made from and of tests.
 fn naming(source: &str, name: &str) -> Vec<String> {
     let code = source.split("#[cfg(test)]").next().unwrap();
@@ -44,7 +55,7 @@ fn only_the_table_and_the_folders_of_recipes_name_them() {
     for path in outside {
         let source = fs::read_to_string(path).unwrap();
         for recipe in RECIPES {
-            found.extend(naming(&source, recipe.name()).into_iter().map(|line| format!("{}: {line}", path.display())));
+            found.extend(naming_recipe(&source, recipe.name()).into_iter().map(|line| format!("{}: {line}", path.display())));
         }
     }
     assert!(found.is_empty(), "{}", found.join("\n"));
@@ -63,7 +74,7 @@ fn a_recipe_names_no_other() {
         for path in all {
             let source = fs::read_to_string(&path).unwrap();
             for other in RECIPES.iter().filter(|r| r.name() != own) {
-                assert_eq!(naming(&source, other.name()), Vec::<String>::new(), "{}", path.display());
+                assert_eq!(naming_recipe(&source, other.name()), Vec::<String>::new(), "{}", path.display());
             }
         }
     }

@@ -241,7 +241,8 @@ fn a_step_makes_replies_of_sets_that_differ_much_more_likely_and_others_less() {
         let scores: Vec<f64> = embeddings.chunks(replies * width).map(|set| diversity(&set.chunks(width).collect::<Vec<_>>())).collect();
         let mean = scores.iter().sum::<f64>() / prompts as f64;
 
-        let model: PolychromicConfig = c.section("model").unwrap();
+        let model: PolychromicConfig =
+            kiln::recipe::Recipe::sized(&kiln::recipes::polychromic::PolychromicRecipe, &c).unwrap().section("model").unwrap();
         let adapted = model.adapted().unwrap();
         let lessons = Lessons::new(c.section("data").unwrap(), &adapted, model.seq, c.seed()).unwrap();
         let asked = lessons.ask(Split::Train, 0..prompts as u64, time).unwrap();

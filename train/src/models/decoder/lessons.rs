@@ -83,18 +83,6 @@ impl RepliesConfig {
     }
 }
 
-impl RepliesConfig {
-    /// Tokens of the data's tokenizer, for a model that has none yet.
-    pub fn vocab(&self) -> Result<usize, TrainError> {
-        let path = Path::new(&self.path);
-        Ok(match self.path.as_str() {
-            "" => Tokenizer::Byte.vocab(),
-            _ if path.join(Dataset::FILE).exists() => Dataset::open(path)?.load_tokenizer(path)?.vocab(),
-            _ => words(&self.template, None)?.0.vocab(),
-        })
-    }
-}
-
 impl Lessons {
     pub fn new(config: RepliesConfig, model: &Adapted, seq: usize, seed: u64) -> Result<Lessons, TrainError> {
         let (path, vocab) = (Path::new(&config.path), model.shape.vocab);

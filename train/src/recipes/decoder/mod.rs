@@ -4,7 +4,7 @@ mod golden;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig};
-use crate::data::{Source, Split};
+use crate::data::{Source, Split, Tokenizer};
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, Lessons, Places, RepliesConfig, Writer, Writing, export};
 use crate::models::{Family, Folder, Lora, RopeScaling, Shape, Target};
@@ -41,7 +41,7 @@ section! {
         pub vocab: usize = 0, in 1..=1 << 24, [data];
         /// Width of the residual stream.
         pub dim: usize = 128, in 1..=1 << 20;
-        /// Layers.
+        /// Layers of the decoder.
         pub layers: usize = 4, in 1..=1024;
         /// Attention heads.
         pub heads: usize = 4, in 1..=1 << 12;
@@ -150,7 +150,8 @@ impl Recipe for DecoderRecipe {
         config.size("model.vocab", |c| {
             let (model, data): (DecoderConfig, RepliesConfig) = (c.section("model")?, c.section("data")?);
             match model.base.as_str() {
-                "" => data.vocab(),
+                "" if data.path.is_empty() => Ok::<_, TrainError>(Tokenizer::Byte.vocab()),
+                "" => Ok(data.tokenizer()?.vocab()),
                 path => Ok(Folder::open(Path::new(path))?.shape.vocab),
             }
         })?;
@@ -195,7 +196,7 @@ impl Recipe for DecoderRecipe {
 
 impl Writes for DecoderRecipe {
     fn text_model(&self, config: &Config, found: Option<&Checkpoint>) -> Result<TextModel, TrainError> {
-        let c: DecoderConfig = config.section("model")?;
+        let c: DecoderConfig = self.sized(config)?.section("model")?;
         Ok(TextModel::Replies(Box::new(Chat::of_run(found, c.model()?, config.section("data")?, c.seq)?)))
     }
 }
@@ -216,7 +217,7 @@ impl Surveys for DecoderRecipe {
 
 impl Exports for DecoderRecipe {
     fn export(&self, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
-        export(&config.section::<DecoderConfig>("model")?.model()?, config, found, out, merge)
+        export(&self.sized(config)?.section::<DecoderConfig>("model")?.model()?, config, found, out, merge)
     }
 }
 
