@@ -112,11 +112,18 @@ impl Op for Pointwise {
             }
             _ => (self.expr.gradient(&wanted, &places), inputs),
         };
-        let dtypes = wanted.iter().map(|&i| x[i].dtype()).collect();
+        // What flows unchanged to a broadcast input (a bias) is summed as it is, into the input's type: a copy in that type would be read once.
+        let broadcast = |i: usize| x[i].meta().elements() < y[0].meta().elements();
+        let passed = |n: usize| match expr.ins[expr.outs[n]] {
+            Ins::In(k) if broadcast(wanted[n]) && x[wanted[n]].dtype() == DType::F32 => inputs[k].dtype(),
+            _ => x[wanted[n]].dtype(),
+        };
+        let dtypes = (0..wanted.len()).map(passed).collect();
         let grads = record(expr, dtypes, &inputs);
         let mut result = vec![None; x.len()];
         for (&i, g) in wanted.iter().zip(grads) {
-            result[i] = Some(g.sum_to(&x[i].shape()));
+            let g = g.sum_to_type(&x[i].shape(), x[i].dtype());
+            result[i] = Some(if g.dtype() == x[i].dtype() { g } else { g.cast(x[i].dtype()) });
         }
         result
     }

@@ -240,6 +240,12 @@ impl<'g> Var<'g> {
     /// The sum along an axis, which stays with size 1.
     #[track_caller]
     pub fn sum_axis(self, axis: usize) -> Var<'g> {
+        self.summed(axis, false)
+    }
+
+    /// The same; with `wide` in f32, whatever is summed.
+    #[track_caller]
+    fn summed(self, axis: usize, wide: bool) -> Var<'g> {
         let n = self.shape()[axis];
         if n == 1 {
             return self;
@@ -248,7 +254,7 @@ impl<'g> Var<'g> {
             Kind::Op(op) => op.is::<Full>().map(|f| f.value),
             _ => None,
         });
-        let op = Reduce { how: Reduction::Sum, axis, wide: false };
+        let op = Reduce { how: Reduction::Sum, axis, wide };
         match constant {
             Some(c) => self.recorder().full(&op.infer(&[self.meta()])[0].shape, c * n as f32),
             None => self.recorder().op1(op, &[self]),
@@ -280,6 +286,13 @@ impl<'g> Var<'g> {
     /// The gradient of a broadcast: sums over the dimensions that were broadcast from this shape.
     #[track_caller]
     pub fn sum_to(self, shape: &[usize]) -> Var<'g> {
+        self.sum_to_type(shape, self.dtype())
+    }
+
+    /// The same, summed into this type: that of the value, or f32.
+    #[track_caller]
+    pub(crate) fn sum_to_type(self, shape: &[usize], dtype: DType) -> Var<'g> {
+        let wide = dtype == DType::F32;
         let full = self.shape();
         if full == shape {
             return self;
@@ -301,7 +314,7 @@ impl<'g> Var<'g> {
             let now = v.shape();
             let merged = [&now[..d], &[now[d..end].iter().product()], &now[end..]].concat();
             let ones = [&now[..d], &vec![1; end - d], &now[end..]].concat();
-            v = v.reshape(&merged).sum_axis(d).reshape(&ones);
+            v = v.reshape(&merged).summed(d, wide).reshape(&ones);
         }
         v.reshape(shape)
     }
