@@ -213,7 +213,7 @@ impl Recorder {
         result
     }
 
-    /// What `f` records may be computed in a narrow type by passes such as `bf16`, though no loss depends on it: an optimizer's matmuls.
+    /// Lets mixed-precision passes such as `bf16` round what `f` records, although no loss depends on it: an optimizer's matmuls, as in Muon.
     pub fn narrow<R>(&self, f: impl FnOnce() -> R) -> R {
         let outer = self.narrow.replace(true);
         let result = f();
@@ -221,7 +221,7 @@ impl Recorder {
         result
     }
 
-    /// Whether a value was recorded inside of a block: a weight of a layer, say.
+    /// Whether a value was recorded inside of a block, such as a layer's weight.
     pub fn is_in_block(&self, v: Var) -> bool {
         self.graph.borrow().nodes[v.value.node].block != 0
     }
