@@ -73,18 +73,21 @@ impl Recorder {
     }
 
     /// A tensor that keeps its value between runs, in the [`Store`](crate::Store).
+    #[track_caller]
     pub fn state(&self, name: &str, shape: &[usize], dtype: DType, init: Init) -> Var<'_> {
         let state = State { name: name.into(), init, role: Role::Carried };
         self.named(name, Kind::State(state), Meta::new(shape, dtype))
     }
 
     /// A parameter: an f32 state that is trained, and saved with the model.
+    #[track_caller]
     pub fn param(&self, name: &str, shape: &[usize], init: Init) -> Var<'_> {
         let state = State { name: name.into(), init, role: Role::Param };
         self.named(name, Kind::State(state), Meta::f32(shape))
     }
 
     /// A weight that is loaded and not trained. Recorded as f32; a pass may store it in another type.
+    #[track_caller]
     pub fn frozen(&self, name: &str, shape: &[usize], init: Init) -> Var<'_> {
         let state = State { name: name.into(), init, role: Role::Frozen };
         self.named(name, Kind::State(state), Meta::f32(shape))
