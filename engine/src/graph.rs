@@ -91,7 +91,7 @@ pub struct Node {
     pub block: u32,
     /// Whether it keeps the types that it was recorded with (see [`Recorder::typed`](crate::Recorder::typed)).
     pub typed: bool,
-    /// May be computed in a narrow type though no loss depends on it (see `Recorder::narrow`).
+    /// Whether a mixed-precision pass may round it although no loss depends on it (see [`Recorder::narrow`](crate::Recorder::narrow)).
     pub narrow: bool,
 }
 

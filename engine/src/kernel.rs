@@ -303,7 +303,7 @@ pub struct Gemm {
     pub beta: f32,
     /// The matrix that is added, times `beta`; c itself if None.
     pub plus: Option<Matrix>,
-    /// A vector [n] of c's type that is added to every row.
+    /// A vector `[n]` of c's type that is added to every row.
     pub bias: Option<Place>,
     /// The activation function that is applied last.
     pub act: Option<Act>,

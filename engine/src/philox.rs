@@ -24,7 +24,7 @@ pub fn uniform(word: u32) -> f32 {
     (word >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
-/// The feed `rng`, i32 [4], that a graph's draws depend on: seed (two words), step, micro-batch.
+/// The feed `rng`, i32 `[4]`, that a graph's draws depend on: seed (two words), step, micro-batch.
 pub fn rng_feed(seed: u64, step: u64, micro_batch: u32) -> [i32; 4] {
     [seed as i32, (seed >> 32) as i32, step as i32, micro_batch as i32]
 }

@@ -73,18 +73,21 @@ impl Recorder {
     }
 
     /// A tensor that keeps its value between runs, in the [`Store`](crate::Store).
+    #[track_caller]
     pub fn state(&self, name: &str, shape: &[usize], dtype: DType, init: Init) -> Var<'_> {
         let state = State { name: name.into(), init, role: Role::Carried };
         self.named(name, Kind::State(state), Meta::new(shape, dtype))
     }
 
     /// A parameter: an f32 state that is trained, and saved with the model.
+    #[track_caller]
     pub fn param(&self, name: &str, shape: &[usize], init: Init) -> Var<'_> {
         let state = State { name: name.into(), init, role: Role::Param };
         self.named(name, Kind::State(state), Meta::f32(shape))
     }
 
     /// A weight that is loaded and not trained. Recorded as f32; a pass may store it in another type.
+    #[track_caller]
     pub fn frozen(&self, name: &str, shape: &[usize], init: Init) -> Var<'_> {
         let state = State { name: name.into(), init, role: Role::Frozen };
         self.named(name, Kind::State(state), Meta::f32(shape))
@@ -103,8 +106,8 @@ impl Recorder {
         let known = names.borrow().get(name).copied();
         let Some(node) = known else { return self.push(kind, vec![], vec![meta])[0] };
         let var = self.var(Value { node, out: 0 });
-        assert_eq!(var.meta(), meta, "'{name}' was recorded before with another shape or type");
-        // Two layers that name a parameter alike would silently share it; a layer that is recorded again (recursion) has the same scope.
+        assert_eq!(var.meta(), meta, "'{name}' was already recorded with another shape or type");
+        // Two blocks that use the same name would silently share the parameter; a block that is recorded again (recursion) has the same scope.
         let (first, scope) = self.with_graph(|g| (g.nodes[node].block, g.nodes[node].scope.clone()));
         let other = first != 0 && self.block.get() != 0 && first != self.block.get() && scope != *self.scope.borrow();
         let apart = crate::mutant!("blocks-share-parameters", other, false);
@@ -151,7 +154,7 @@ impl Recorder {
     #[track_caller]
     pub fn op_arc<'g>(&'g self, op: Arc<dyn Op>, inputs: &[Var<'g>]) -> Vec<Var<'g>> {
         let metas: Vec<Meta> = inputs.iter().map(|v| v.meta()).collect();
-        // Shapes that do not fit are found in `infer`; the panic is to name the line of the model that recorded the op.
+        // `infer` panics where shapes do not fit; panic again here, so that the message names the model's line (`track_caller`).
         let outputs = match catch_unwind(AssertUnwindSafe(|| op.infer(&metas))) {
             Ok(outputs) => outputs,
             Err(why) => {
@@ -213,7 +216,7 @@ impl Recorder {
         result
     }
 
-    /// What `f` records may be computed in a narrow type by passes such as `bf16`, though no loss depends on it: an optimizer's matmuls.
+    /// Lets mixed-precision passes such as `bf16` round what `f` records, although no loss depends on it: an optimizer's matmuls, as in Muon.
     pub fn narrow<R>(&self, f: impl FnOnce() -> R) -> R {
         let outer = self.narrow.replace(true);
         let result = f();
@@ -221,12 +224,12 @@ impl Recorder {
         result
     }
 
-    /// Whether a value was recorded inside of a block: a weight of a layer, say.
+    /// Whether a value was recorded inside of a block, such as a layer's weight.
     pub fn is_in_block(&self, v: Var) -> bool {
         self.graph.borrow().nodes[v.value.node].block != 0
     }
 
-    /// A number for a place that draws random numbers: the same whatever passes do later.
+    /// A number for an op that draws random numbers, so that its draws are the same whatever passes do later.
     pub fn new_site(&self) -> u32 {
         self.sites.set(self.sites.get() + 1);
         self.sites.get()

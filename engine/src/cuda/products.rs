@@ -78,7 +78,7 @@ impl<'a> Products<'a> {
             product.algorithm.data = data;
             let mut fastest = f32::MAX;
             for round in 0..4 {
-                // SAFETY: all operands lie in free memory, as large as the product wants; the events are ours.
+                // SAFETY: all operands lie in free memory, as large as the GEMM needs; the events are ours.
                 let ms = unsafe {
                     let _ = result::event::record(begin, stream);
                     if self.cuda.0.products.run(product, places, self.cuda.0.workspace.start(), stream).is_err() {

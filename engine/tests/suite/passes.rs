@@ -529,7 +529,7 @@ fn attention_of_long_heads_is_declined_on_a_gpu_and_written_out() {
         let gpu = Target::Cuda(Arch { sm, multiprocessors: 132 });
         for head in [385, 512, 1000] {
             let (receipt, fused) = compiled(head, gpu, bf16);
-            assert_eq!(receipt.declined, [(format!("heads of {head}: a GPU's kernels take up to 384"), "the top level".to_string())]);
+            assert_eq!(receipt.declined, [(format!("head dimension {head}: the GPU kernels take up to 384"), "the top level".to_string())]);
             assert!(!fused && receipt.applied == 0);
         }
         assert!(compiled(384, gpu, bf16).1 && compiled(128, gpu, bf16).1);
@@ -570,7 +570,7 @@ fn heads_are_normed_and_turned_in_one_go_only_where_nothing_is_lost() {
     };
     assert_eq!(run(|x, w, _| x.rms_norm(w, 1e-6)), "");
     assert_eq!(run(|x, _, number| x.rms_norm_plain(1e-6) * number), "");
-    assert_eq!(run(|x, w, number| x.rms_norm(w, 1e-6) * number), "also multiplied by a number");
+    assert_eq!(run(|x, w, number| x.rms_norm(w, 1e-6) * number), "the norm has a weight and is also multiplied by a number");
     let twice = run(|x, w, _| {
         let normed = x.rms_norm(w, 1e-6);
         x.recorder().output("normed", normed);

@@ -1,4 +1,4 @@
-//! Kernels as shared libraries: compiled by the system's C++ compiler, kept on disk by what they are made from.
+//! Compiles kernels to shared libraries with the system's C++ compiler, cached on disk by a hash of their source.
 
 use super::text;
 use crate::kernel::Launch;
@@ -15,14 +15,14 @@ const MACHINE_H: &str = include_str!("machine.h");
 const MACHINE: &str = include_str!("machine.cpp");
 const CUDA_H: &str = include_str!("cuda.h");
 
-/// A float keeps its type, as on a GPU; pointers of different types may mean the same memory, as kernels assume.
+/// No excess precision, as on a GPU; and pointers of different types may alias, as kernels assume.
 const FLAGS: &[&str] =
     &["-std=c++17", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing"];
 const MACHINE_FLAGS: &[&str] = &["-O2", "-fvisibility=default", "-Wl,-Bsymbolic", "-ftls-model=initial-exec", "-U_FORTIFY_SOURCE"];
 const KERNEL_FLAGS: &[&str] =
     &["-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fno-threadsafe-statics", "-fno-ipa-reference", "-nostartfiles"];
 
-/// Kernels to a file: starting the compiler takes as long as three small kernels do.
+/// Kernels per file: starting the compiler takes as long as compiling three small kernels.
 const BATCH: usize = 12;
 
 #[repr(C)]
@@ -37,7 +37,7 @@ type Entry = unsafe extern "C" fn(*mut *mut c_void);
 type LaunchOn =
     unsafe extern "C" fn(Entry, *mut *mut c_void, *const Module, *const c_uint, c_uint, c_uint, c_int, u8, *mut c_char, c_uint) -> c_int;
 
-/// Some kernels' code. Its shared memory is the library's own, so one thread at a time runs in it.
+/// A loaded library with some kernels. Their shared memory belongs to the library, so only one thread at a time runs in it.
 struct Loaded {
     library: Library,
     module: Module,
@@ -46,7 +46,7 @@ struct Loaded {
 // SAFETY: the addresses are of the library's memory, which lives as long as it does; who uses them holds the lock.
 unsafe impl Send for Loaded {}
 
-/// Which way everything runs: blocks, warps, lanes.
+/// In which order blocks, warps and lanes run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Order {
     Forwards,
@@ -54,7 +54,7 @@ pub enum Order {
 }
 
 impl Order {
-    /// What memory holds that nobody has written: NaN in every type and -1; or numbers of 3e38 and indices of two billions.
+    /// What uninitialized memory holds: bits that are NaN in every float type and -1 as an integer; or 3e38 and two billion.
     pub fn poison(self) -> u8 {
         match self {
             Order::Forwards => 0xff,
@@ -63,7 +63,7 @@ impl Order {
     }
 }
 
-/// CUDA, and the kernels in it that are launched, with the number of their arguments.
+/// A CUDA source, and the kernels of it that are launched, with their numbers of arguments.
 struct Text {
     text: String,
     entries: BTreeSet<(&'static str, usize)>,
@@ -77,21 +77,21 @@ struct Source {
 
 pub struct Kernels {
     machine: Library,
-    /// By the name of a kernel's text: the library that has it, or why there is none.
+    /// By the name of a kernel's source: the library that has it, or why it could not be compiled.
     known: HashMap<String, Result<usize, String>>,
     libraries: Vec<Mutex<Loaded>>,
-    /// Texts that were compiled now, and not found on disk.
+    /// How many sources were compiled now, because they were not cached.
     pub compiled: usize,
 }
 
-/// GCC is what this was written for: clang knows neither all options nor all attributes.
+/// GCC: clang does not have all of the options and attributes that are used.
 pub const COMPILER: &str = "g++";
 
 pub fn has_compiler() -> bool {
     Command::new(COMPILER).arg("--version").output().is_ok_and(|o| o.status.success())
 }
 
-/// Removes what was not used for a week.
+/// Removes files that were not used for a week.
 fn tidy(folder: &Path) {
     let Ok(files) = std::fs::read_dir(folder) else { return };
     for file in files.flatten() {
@@ -111,7 +111,7 @@ fn built(folder: &Path, name: &str, source: &str, flags: &[&str]) -> Result<(Pat
         return Ok((done, false));
     }
     std::fs::create_dir_all(folder).map_err(text)?;
-    // Under a name of its own until it is whole.
+    // Under a temporary name until it is complete.
     let part = folder.join(format!("{key:032x}-{}", std::process::id()));
     let (source_file, object) = (part.with_extension("cpp"), part.with_extension("part"));
     std::fs::write(&source_file, source).map_err(text)?;
@@ -128,7 +128,7 @@ fn built(folder: &Path, name: &str, source: &str, flags: &[&str]) -> Result<(Pat
 }
 
 impl Kernels {
-    /// Compiles all that these launches need. `change` is made to every text: for mistakes that are planted.
+    /// Compiles all kernels of these launches. `change` is applied to every source, to plant errors.
     pub fn new(folder: &Path, launches: &[&Launch], change: &dyn Fn(String) -> String) -> Result<Kernels, String> {
         use libloading::os::unix;
         tidy(folder);
@@ -155,7 +155,7 @@ impl Kernels {
             while let Some(&batch) = batches.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let done: Vec<_> = match file(batch) {
                     Ok(f) => vec![(batch, Ok(f))],
-                    // One by one, to keep those that are right.
+                    // One by one, to keep those that compile.
                     Err(_) => batch.chunks(1).map(|one| (one, file(one))).collect(),
                 };
                 found.lock().expect("no panic under the lock").extend(done);
@@ -177,7 +177,7 @@ impl Kernels {
         Ok(kernels)
     }
 
-    /// Why a launch cannot be made, if it cannot.
+    /// Why a launch cannot be emulated, if it cannot.
     pub fn problem(&self, launch: &Launch) -> Option<&str> {
         self.known[&text::name(launch)].as_ref().err().map(String::as_str)
     }

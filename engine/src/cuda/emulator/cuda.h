@@ -1,4 +1,4 @@
-// CUDA's words for a C++ compiler. The kernel's text stands behind this; its inline assembly was made into calls of ptx_NAME(operands).
+// CUDA's keywords and functions for a C++ compiler. The kernel's source follows, its inline PTX replaced by calls of ptx_NAME(operands).
 #define __CUDA_ARCH__ 800
 #define __global__ static
 #define __device__
@@ -26,7 +26,7 @@ struct emu_argument {
     template <class T> operator T *() const { return (T *)p; }
 };
 
-// 16 bytes at an address that is no multiple of 16 are a fault here too.
+// An unaligned access of 16 bytes is an error here too.
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };

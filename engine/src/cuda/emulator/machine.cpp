@@ -1,6 +1,6 @@
-// Runs a kernel's blocks one after another and the threads of a block as fibers, which change where they wait for each other and nowhere else.
+// Runs a kernel's blocks one after another, and the threads of a block as fibers, which switch only where they wait for each other.
 // A warp runs until all its lanes wait for other warps or are done. In the other order everything runs backwards: blocks, warps, lanes.
-// So what is read without a barrier between it and its writing is read too early in one of the orders.
+// So a read that lacks a barrier after the write happens too early in one of the two orders.
 #include <math.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -87,7 +87,7 @@ void on_signal(int number) {
 // While one of these is called other fibers run: the compiler must not think that it knows which registers it leaves alone.
 #define APART __attribute__((noinline, noipa))
 
-// Back to the scheduler, until it is this fiber's turn again. The compiler's own jumps are a few instructions; the library's are a hundred.
+// Switches to the scheduler, until this fiber runs again. The compiler's own jumps take a few instructions; the library's a hundred.
 APART void back(Machine *m) { __builtin_longjmp(m->scheduler, 1); }
 APART void leave(Machine *m) {
     if (!__builtin_setjmp(m->running->here)) back(m);
@@ -142,7 +142,7 @@ bool run_warp(Machine *m, unsigned warp) {
             if (!ready(f)) continue;
             resume(m, &f);
             if (f.done) m->live--, w.lanes &= ~(1u << lane);
-            // Who has died is not waited for at a barrier.
+            // A barrier does not wait for threads that have returned.
             if (f.done && m->live && m->at_barrier == m->live) barrier_passed(m);
             moved |= f.done || f.waits_for; // and has not only looked whether another one is so far
         }
@@ -374,7 +374,7 @@ void emu_ldmatrix(unsigned *r, unsigned row, int transposed) {
     emu_meet(12, r, 0); // nobody changes a row before all have read theirs
 }
 
-// Products are exact and their sum is rounded once; a card rounds a little more often.
+// Multiplications are exact and their sum is rounded once; a GPU rounds slightly more often.
 void emu_mma(float *d, const unsigned *a, const unsigned *b, const float *c, int half) {
     // What this lane has of a, rows group and group + 8, columns k = 2 pair, 2 pair + 1, 2 pair + 8, 2 pair + 9; and of b, the same k.
     float own[3][4];

@@ -1,6 +1,6 @@
-//! Kernels on the CPU: their CUDA text compiled as C++, blocks one after another, threads as fibers that change at barriers. For tests and
-//! `kiln check emulate`, so that a wrong kernel is found where there is no GPU. Kernels are those of compute capability 8.0, with mma.sync;
-//! what only later ones have (wgmma, barriers in shared memory) is not emulated.
+//! Emulates kernels on the CPU: CUDA source compiled as C++, blocks one after another, threads as fibers that switch at barriers. For tests and
+//! `kiln check emulate`, so that a wrong kernel is found without a GPU. It covers compute capability 8.0, with mma.sync; features of later ones
+//! (wgmma, mbarriers) are not emulated.
 
 mod compile;
 mod program;

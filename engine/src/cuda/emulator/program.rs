@@ -1,4 +1,4 @@
-//! A planned graph as a GPU would run it, on the CPU: kernels emulated, products made one number after another.
+//! Runs a planned graph as a GPU would, on the CPU: kernels emulated, GEMMs as plain loops.
 
 use super::compile::{Kernels, Order};
 use super::{codes, feed};
@@ -19,7 +19,7 @@ pub struct Emulated {
     graph: Graph,
     plan: Plan,
     codes: Vec<Code>,
-    /// Bytes that nobody may write, and where each source lies.
+    /// Guard zones that nothing may write, and the address of each source.
     gaps: Vec<Range<usize>>,
     sources: Vec<usize>,
     bytes: usize,
@@ -30,7 +30,7 @@ impl Emulated {
         let mut c = Compiled::new(graph, switches, Target::Cuda(arch)).map_err(|e| e.to_string())?;
         let mut gaps = c.plan.spread(GAP);
         let codes = codes(&c.graph, &c.plan.spots, arch).collect();
-        // Sources lie behind the arena, with gaps of their own.
+        // Sources lie after the arena, with guard zones of their own.
         let (mut at, mut sources) = (c.plan.arena().next_multiple_of(GAP), vec![]);
         for node in &c.graph.nodes {
             sources.push(at + GAP);
@@ -43,7 +43,7 @@ impl Emulated {
         Ok(Emulated { graph: c.graph, plan: c.plan, codes, gaps, sources, bytes: at })
     }
 
-    /// Arithmetic and bytes: how much there is to do.
+    /// FLOPs and bytes: how long it will take.
     pub fn work(&self) -> u64 {
         self.plan.cost.flops + self.plan.cost.bytes
     }
@@ -99,7 +99,7 @@ impl Emulated {
         names.iter().map(read).collect()
     }
 
-    /// Where a value begins in memory.
+    /// The address of a value.
     fn at(&self, v: Value) -> usize {
         let spot = &self.plan.spots[v.node][v.out];
         let start = match self.plan.buffers[spot.buffer].home {
@@ -158,14 +158,14 @@ impl Emulated {
     }
 }
 
-/// What lies between buffers, in no two places and no two runs the same: what is read there shows, and so does a copy of it.
+/// The content of guard zones, different at every address and in every run, so that reading it changes results, and overwriting it is noticed.
 fn sentinel(at: usize, order: Order) -> u8 {
     ((at as u32 ^ order.poison() as u32).wrapping_mul(2_654_435_761) >> 24) as u8
 }
 
-/// In f32, rounded once.
+/// A GEMM in f32, rounded once.
 fn product(g: &Gemm, resolve: impl Fn(&Place) -> usize, memory: &mut [u8]) {
-    // A matrix [rows, columns] without gaps.
+    // A contiguous matrix [rows, columns].
     let read = |memory: &[u8], m: &Matrix, batch: usize, rows: usize, columns: usize| -> Vec<f32> {
         let first = resolve(&m.place) + batch * m.batch * m.dtype.size();
         let extent = 1 + (rows - 1) * m.row + (columns - 1) * m.column;

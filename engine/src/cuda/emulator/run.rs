@@ -1,4 +1,4 @@
-//! Every kernel that the cases of some ops launch, against the CPU's numbers.
+//! Compares every kernel that the cases of some ops launch with the CPU's results.
 
 use super::compile::{COMPILER, Kernels, Order, has_compiler};
 use super::program::Emulated;
@@ -15,19 +15,19 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-/// Few multiprocessors: kernels that divide their work among them have several turns to make.
+/// Few multiprocessors, so that kernels with persistent blocks make several rounds.
 pub const ARCH: Arch = Arch { sm: 80, multiprocessors: 4 };
 
-/// Cases with more arithmetic and bytes than this are left out, unless all are asked for.
+/// Cases with more FLOPs and bytes than this are skipped, unless all are asked for.
 const MOST_WORK: u64 = 20_000_000;
 
 /// Why kernels cannot be emulated here.
 pub fn missing() -> Option<String> {
-    (!has_compiler()).then(|| format!("kernels are emulated with {COMPILER}, which is not there"))
+    (!has_compiler()).then(|| format!("kernels are emulated with {COMPILER}, which is not installed"))
 }
 
-/// Runs the kernels of every case of these ops, in f32 and bf16, and compares with the CPU's numbers. Kernels are compiled once and kept in
-/// `folder`. Without `every`, large cases are left out. `say` gets a line for each op; errors name the cases that are off.
+/// Runs the kernels of every case of these ops, in f32 and bf16, and compares with the CPU's results. Kernels are compiled once and cached in
+/// `folder`. Without `every`, large cases are skipped. `say` gets a line for each op; errors name the cases that differ.
 pub fn check(ops: &[&'static Entry], folder: &Path, every: bool, say: &mut dyn FnMut(String)) -> Result<(), String> {
     if let Some(missing) = missing() {
         return Err(missing);
@@ -110,7 +110,7 @@ pub fn compiled(jobs: &[Job], folder: &Path, change: &dyn Fn(String) -> String) 
     Kernels::new(folder, &launches, change)
 }
 
-/// What each job came to, and its seconds.
+/// The result of each job, and its seconds.
 pub fn outcomes<'a>(jobs: &'a [Job], kernels: &Kernels) -> Vec<(&'a Job, Result<f64, String>, f64)> {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(vec![]));
     std::thread::scope(|s| {
@@ -132,7 +132,7 @@ pub fn outcomes<'a>(jobs: &'a [Job], kernels: &Kernels) -> Vec<(&'a Job, Result<
 /// Kernels for compute capability 9.0 that cannot be run here, by op and function.
 fn not_emulated(ops: &[&'static Entry], folder: &Path) -> Result<Vec<String>, String> {
     let jobs = jobs(ops, |_| true, &[DType::F32, DType::BF16], Arch { sm: 90, multiprocessors: 132 });
-    // One text of each function and each set of sources is enough to know.
+    // One source of each function and each set of files is enough.
     let mut one: BTreeMap<(&str, &str, &str), &Launch> = BTreeMap::new();
     for job in &jobs {
         one.extend(job.program.launches().map(|l| ((job.op, l.entry, l.source.as_str()), l)));

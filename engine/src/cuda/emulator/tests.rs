@@ -1,4 +1,4 @@
-//! Every kernel of the engine's ops in the emulator; and kernels with mistakes planted in them, which must be found.
+//! Runs every kernel of the engine's ops in the emulator; and kernels with planted errors, which must be found.
 
 use super::run::{ARCH, check, compiled, jobs, missing, outcomes};
 use crate::meta::DType;
@@ -24,7 +24,7 @@ fn kernels_give_the_cpus_numbers() {
     }
 }
 
-/// A mistake: in the kernels of one case, this text becomes that.
+/// A planted error: in the kernels of one case, the text `is` is replaced by `becomes`.
 struct Mistake {
     what: &'static str,
     op: &'static str,

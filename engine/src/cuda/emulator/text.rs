@@ -1,9 +1,9 @@
-//! A kernel's CUDA text as C++: inline assembly becomes calls, dynamic shared memory a pointer, everything else is said by cuda.h.
+//! Translates CUDA source to C++: inline PTX becomes function calls and dynamic shared memory a pointer; cuda.h defines the rest.
 
 use crate::kernel::Launch;
 use std::collections::BTreeSet;
 
-/// One kernel's text in a namespace of its own, with a function that calls each entry: several of these may stand in one file.
+/// A kernel's source in a namespace of its own, with a function that calls each entry, so that one file can have several.
 pub fn translated(text: &str, entries: &BTreeSet<(&'static str, usize)>, name: &str) -> String {
     let text = pointers(&calls(text)).replace("extern \"C\" __global__", "__global__");
     let mut out = format!("namespace {name} {{\n{text}\n");
@@ -25,7 +25,7 @@ pub fn symbol(name: &str, entry: &str) -> String {
     format!("run_{name}_{entry}")
 }
 
-/// What a launch is known by: equal texts are compiled once.
+/// The name of a launch's source: equal sources are compiled once.
 pub fn name(launch: &Launch) -> String {
     format!("k{:016x}", xxhash_rust::xxh3::xxh3_64(launch.text().as_bytes()))
 }
@@ -71,7 +71,7 @@ fn calls(text: &str) -> String {
     out + rest
 }
 
-/// What lies before the bracket that closes, and what behind it.
+/// Splits at the closing bracket.
 fn closing(text: &str) -> Option<(&str, &str)> {
     let (mut depth, mut quoted) = (1, false);
     for (i, c) in text.char_indices() {
@@ -88,7 +88,7 @@ fn closing(text: &str) -> Option<(&str, &str)> {
     None
 }
 
-/// At separators that are in no bracket and no string.
+/// Splits at separators outside of brackets and strings.
 fn split(text: &str, separator: char) -> Vec<&str> {
     let (mut depth, mut quoted, mut from, mut parts) = (0, false, 0, vec![]);
     for (i, c) in text.char_indices() {

@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Elements of one task, and of one partial sum.
 const PIECE: usize = 1 << 14;
 
-/// The global norm. Inputs: any number of tensors. Output: the root of the sum of all squares, f32 [1].
+/// The global norm. Inputs: any number of tensors. Output: the root of the sum of all squares, f32 `[1]`.
 #[derive(Debug)]
 pub struct GlobalNorm;
 
@@ -117,7 +117,7 @@ pub(in crate::ops) fn list(n: usize, between: &str, item: impl Fn(usize) -> Stri
     (0..n).map(item).collect::<Vec<_>>().join(between)
 }
 
-/// Adam with decoupled weight decay. Inputs: learning rate [1], gradient scale [1], step count including this step [1], and a flag [1] that is 0 to
+/// Adam with decoupled weight decay. Inputs: learning rate `[1]`, gradient scale `[1]`, step count including this step `[1]`, and a flag `[1]` that is 0 to
 /// skip the step; then for every parameter: itself, its gradient, first and second moment. Outputs, in place: for every parameter itself and its
 /// moments.
 #[derive(Debug)]

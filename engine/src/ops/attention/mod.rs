@@ -4,8 +4,8 @@
 //! q [batch, time, heads, d]; k, v [batch, keys, kv_heads, d]; the result [batch, time, heads, d]. Query head h reads key head
 //! h / (heads / kv_heads). Causal: query i sees keys up to i + keys - time.
 //!
-//! With `until`, i32 [batch, keys], query i sees key j only if i <= until[j]. That covers the masks of training: padding is seen by no other token
-//! (until[j] = j; -1 if attention is not causal), several examples packed into a row do not see each other (until[j] = the example's last token),
+//! With `until`, i32 [batch, keys], query i sees key j only if i <= until`[j]`. That covers the masks of training: padding is seen by no other token
+//! (until`[j]` = j; -1 if attention is not causal), several examples packed into a row do not see each other (until`[j]` = the example's last token),
 //! and other keys are seen to the end. A query that sees no key gives zeros.
 
 mod flash;

@@ -152,7 +152,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
                 }
                 total[half] = total[half] * shrink[half] + sum; // of this thread's columns
             }
-            // The branch here keeps the compiler from waiting for the products before the exponentials.
+            // The branch here keeps the compiler from waiting for the matmuls before the exponentials.
 #pragma unroll
             for (int i = 0; i < BK / 2; i++) settled(s[i]);
             await(v_full + n % 2, n / 2);

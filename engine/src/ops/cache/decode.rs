@@ -15,7 +15,7 @@ use rayon::prelude::*;
 /// Inputs: q [batch, time, heads, d]; k, v [batch, time, kv_heads, d]; the caches of both; past; perhaps until, i32 [batch, capacity]; and the inputs of `rotation`.
 /// Outputs: y [batch, time, heads, d], and the caches with k and v at past, past + 1, ..
 ///
-/// Query t is at position i = past + t and sees key j if j <= i and i <= until[j], as in `attention_until`. A query that sees no key gives zeros.
+/// Query t is at position i = past + t and sees key j if j <= i and i <= until`[j]`, as in `attention_until`. A query that sees no key gives zeros.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecodeAttention {
     /// Factor of the scores.
@@ -24,7 +24,7 @@ pub struct DecodeAttention {
     pub rotation: Option<Rotation>,
 }
 
-/// RoPE of q and k, with cosines and sines as inputs (see `Rope`); before it perhaps an RMS norm, with weights [d] for q and for k as inputs.
+/// RoPE of q and k, with cosines and sines as inputs (see `Rope`); before it perhaps an RMS norm, with weights `[d]` for q and for k as inputs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotation {
     /// Which elements of a head RoPE rotates together.

@@ -1,4 +1,4 @@
-//! KV caches [batch, capacity, kv_heads, d], of which the first `past` rows are filled. `past` is an i32 [1] in device memory, so that the same program
+//! KV caches [batch, capacity, kv_heads, d], of which the first `past` rows are filled. `past` is an i32 `[1]` in device memory, so that the same program
 //! runs for every token without waiting for the host; it is clamped to 0..=capacity - time.
 
 mod decode;

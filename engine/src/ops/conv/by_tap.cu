@@ -1,4 +1,4 @@
-// dw [outputs, CG, WIDTH] from the products by_tap [outputs, WIDTH, CG].
+// dw [outputs, CG, WIDTH] from the GEMM results by_tap [outputs, WIDTH, CG].
 extern "C" __global__ void conv_by_tap(const float *by_tap, T *dw) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (u64)OUTPUTS * CG * WIDTH) return;

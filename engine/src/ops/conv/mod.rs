@@ -1,4 +1,4 @@
-//! Causal grouped convolution over time: y[t] = sum over taps j of w[.., j] x[t - (width - 1) + j], with zeros before the start.
+//! Causal grouped convolution over time: y`[t]` = sum over taps j of w[.., j] x[t - (width - 1) + j], with zeros before the start.
 //!
 //! On the CPU, tap j is a GEMM of x, shifted by width - 1 - j, with that tap's matrix.
 

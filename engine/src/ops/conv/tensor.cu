@@ -11,7 +11,7 @@
 #define W_PITCH (W_COLUMNS + 8)
 #define UNITS (TILE / 32 * (GB * PS / NW))
 
-// Of 16 outputs, 4 n .. 4 n + 3 lie at places 2 n, 2 n + 1, 2 n + 8, 2 n + 9, one thread's share of two products: it stores them
+// Of 16 outputs, 4 n .. 4 n + 3 lie at places 2 n, 2 n + 1, 2 n + 8, 2 n + 9, one thread's share of two mma results: it stores them
 // together.
 __device__ __forceinline__ void load_weights(T *w, const T *weight, u32 g, u32 p) {
     const int CG = BACKWARD ? PG : QG;

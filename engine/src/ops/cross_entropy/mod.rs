@@ -8,7 +8,7 @@ use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: logits [rows, classes], targets i32 [rows]. Outputs: loss [rows], ln(sum(exp(logits))) [rows], both f32.
+/// Inputs: logits [rows, classes], targets i32 `[rows]`. Outputs: loss `[rows]`, ln(sum(exp(logits))) `[rows]`, both f32.
 #[derive(Debug)]
 pub struct CrossEntropy;
 
@@ -91,7 +91,7 @@ impl Op for CrossEntropy {
     }
 }
 
-/// Inputs: logits (overwritten by their gradient), targets, lse, dy [rows].
+/// Inputs: logits (overwritten by their gradient), targets, lse, dy `[rows]`.
 #[derive(Debug)]
 pub struct CrossEntropyGrad;
 
@@ -146,7 +146,7 @@ impl Op for CrossEntropyGrad {
 }
 
 impl<'g> Var<'g> {
-    /// The loss of each row of these logits: [rows]; 0 if the target is -1.
+    /// The loss of each row of these logits: `[rows]`; 0 if the target is -1.
     #[track_caller]
     pub fn cross_entropy(self, targets: Var<'g>) -> Var<'g> {
         self.recorder().op(CrossEntropy, &[self, targets])[0]

@@ -49,7 +49,7 @@ fn lanes(d: usize) -> usize {
     if d <= 1024 { 32 } else { Rows::new(d, &[DType::F32]).lanes }
 }
 
-/// e [sets, n, width] -> the mean over pairs of 1 - cosine, f32 [sets].
+/// e [sets, n, width] -> the mean over pairs of 1 - cosine, f32 `[sets]`.
 #[derive(Debug)]
 pub struct Diversity;
 
@@ -185,7 +185,7 @@ impl Op for PairDistances {
 }
 
 impl<'g> Var<'g> {
-    /// Of vectors [sets, n, width]: the mean over pairs of 1 - cosine, f32 [sets].
+    /// Of vectors [sets, n, width]: the mean over pairs of 1 - cosine, f32 `[sets]`.
     #[track_caller]
     pub fn diversity(self) -> Var<'g> {
         self.recorder().op1(Diversity, &[self])

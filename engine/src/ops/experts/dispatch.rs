@@ -6,8 +6,8 @@ use crate::meta::{DType, Meta};
 use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 
-/// A stable sort of the slots by expert. Input: the expert of each slot, i32 [tokens, k]. Outputs: order, the slot at each row, i32 [slots];
-/// position, the row of each slot, i32 [slots]; offsets, the first row of each expert and last the number of rows, i32 [experts + 1].
+/// A stable sort of the slots by expert. Input: the expert of each slot, i32 [tokens, k]. Outputs: order, the slot at each row, i32 `[slots]`;
+/// position, the row of each slot, i32 `[slots]`; offsets, the first row of each expert and last the number of rows, i32 [experts + 1].
 #[derive(Debug)]
 pub struct Dispatch {
     /// The number of experts.

@@ -39,9 +39,9 @@ pub struct Routing<'g> {
 pub struct Rows<'g> {
     /// Slots of a token.
     pub k: usize,
-    /// The slot of each row, i32 [slots].
+    /// The slot of each row, i32 `[slots]`.
     pub order: Var<'g>,
-    /// The row of each slot, i32 [slots].
+    /// The row of each slot, i32 `[slots]`.
     pub position: Var<'g>,
     /// The first row of each expert, and last the number of rows, i32 [experts + 1].
     pub offsets: Var<'g>,
@@ -94,7 +94,7 @@ impl<'g> Routing<'g> {
         hidden.from_experts(down, r)
     }
 
-    /// The fraction of all slots that each expert has: f32 [experts].
+    /// The fraction of all slots that each expert has: f32 `[experts]`.
     pub fn loads(&self) -> Var<'g> {
         let experts = self.probabilities.dim(0);
         let offsets = self.rows.offsets.cast(DType::F32);

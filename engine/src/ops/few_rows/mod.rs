@@ -15,7 +15,7 @@ use crate::record::Var;
 /// The most rows.
 pub const MOST: usize = 32;
 
-/// Inputs: x [rows, k]; with `norm` the norm's weight [k]; the weights [n, k]; with `add` a tensor to add. Outputs: x W^T [rows, n] for each weight;
+/// Inputs: x [rows, k]; with `norm` the norm's weight `[k]`; the weights [n, k]; with `add` a tensor to add. Outputs: x W^T [rows, n] for each weight;
 /// or, for two weights with `swiglu`, silu(x W0^T) * (x W1^T).
 #[derive(Clone, Debug, PartialEq)]
 pub struct FewRows {

@@ -1,6 +1,6 @@
 // Gradients of the scores, one sequence per block, head by head: dr, the gradient with respect to the norm's input; both = dr v^T + v dr^T, which is
 // symmetric; and dv = sum over heads of s dr. TILES warps compute `both`, a row of tiles each, and 3 TILES warps dv, in registers.
-// `both` is [batch, HEADS, TILES, TILES, 32]: 16 x 16 tiles as the threads of a warp hold them, as a of a product.
+// `both` is [batch, HEADS, TILES, TILES, 32]: 16 x 16 tiles as the threads of a warp hold them, as operand a of an mma.
 #define PAIRED (TILES / 2 + 1)              // tiles of a row, from the diagonal on and around: the others are mirror images
 #define PER ((D_TILES + 2) / 3)             // tiles of columns of dv for each warp
 #define EIGHTS ((D / 8 + 7) / 8)            // groups of 8 elements of a row for each of its 8 threads

@@ -33,7 +33,7 @@ __device__ __forceinline__ constexpr int column_of(int tile) {
 }
 __device__ __forceinline__ constexpr int row_in(int tile) { return tile - column_of(tile) * (column_of(tile) + 1) / 2; }
 
-// A 16 x 16 tile of sums, rounded, as a of a product; 0 beyond the edges of the square.
+// A 16 x 16 tile of accumulators, rounded, as operand a of an mma; 0 outside of the scores.
 __device__ __forceinline__ void rounded(u32 a[4], const float sum[2][4], int row_tile, int column_tile, int lane) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {

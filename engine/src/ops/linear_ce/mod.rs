@@ -12,7 +12,7 @@ use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: h [rows, d], W [classes, d], targets i32 [rows], weight f32 [1] or [rows]. Output: the weighted sum of losses, f32 [1].
+/// Inputs: h [rows, d], W [classes, d], targets i32 `[rows]`, weight f32 `[1]` or `[rows]`. Output: the weighted sum of losses, f32 `[1]`.
 #[derive(Debug)]
 pub struct LinearCrossEntropy;
 
@@ -272,7 +272,7 @@ impl Op for ChunkedLinearCrossEntropy {
 }
 
 impl<'g> Var<'g> {
-    /// The sum over rows of weight * cross_entropy(self W^T, target): [1]. The row weights get no gradient.
+    /// The sum over rows of weight * cross_entropy(self W^T, target): `[1]`. The row weights get no gradient.
     #[track_caller]
     pub fn linear_cross_entropy(self, w: Var<'g>, targets: Var<'g>, weight: Var<'g>) -> Var<'g> {
         self.recorder().op1(LinearCrossEntropy, &[self, w, targets, weight.stop_gradient()])

@@ -13,7 +13,7 @@ use crate::ops::view::Permute;
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: a, b, then c if `add`, then a bias [n] if `bias`. y = act(a b + c + bias), rounded once.
+/// Inputs: a, b, then c if `add`, then a bias `[n]` if `bias`. y = act(a b + c + bias), rounded once.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Matmul {
     /// Type of the result; the inputs' if None.

@@ -13,7 +13,7 @@ few_terms(const T *a, const T *b, T *y) {
     u32 tile = warp / PARTS;
     if (tile >= WALKERS) return;
 
-    // Columns n + 2 t and the next are rows `group` and the eighth from there of the t-th product.
+    // Columns n + 2 t and the next are rows `group` and group + 8 of the t-th mma.
     u32 columns[CHUNKS][4][4] = {};
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; c++)

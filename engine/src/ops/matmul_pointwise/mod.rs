@@ -375,7 +375,7 @@ fn record<'g>(expr: Expr, x: &[Var<'g>], heads_inside: bool) -> Vec<Var<'g>> {
     x[0].recorder().op(MatmulPointwise { expr, dtypes, heads_inside, in_place: vec![] }, x)
 }
 
-/// A gate as Vision-BDH has it: ReLU of the product, dropout, times another. Inputs a, b, the other, counters.
+/// A gate as in Vision-BDH: dropout(relu(a b)) times another tensor. Inputs a, b, the other tensor, rng counters.
 fn gate<'g>(x: &[Var<'g>], heads_inside: bool) -> Vec<Var<'g>> {
     let mut e = Expr::default();
     let (product, other, zero) = (e.input(0), e.input(1), e.c(0.0));
@@ -385,7 +385,7 @@ fn gate<'g>(x: &[Var<'g>], heads_inside: bool) -> Vec<Var<'g>> {
     record(e, x, heads_inside)
 }
 
-/// Gradients through a gate by two tensors, the gradient of its result being a product itself. Inputs a, b, the two.
+/// Gradients through a gate with respect to two tensors, where the gradient of its result is a matmul. Inputs a, b, the two tensors.
 fn gate_gradient<'g>(x: &[Var<'g>]) -> Vec<Var<'g>> {
     let mut e = Expr::default();
     let (product, other, result, zero, little) = (e.input(0), e.input(1), e.input(2), e.c(0.0), e.c(0.1));

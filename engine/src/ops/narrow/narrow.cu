@@ -46,7 +46,7 @@ __device__ __forceinline__ void load(char *stage, const Own &own, int tile) {
 
 __device__ __forceinline__ u32 bits(T v) { return v.bits; }
 
-// Columns [column + 64 (warp % 4), .. + 64) of q as the second factor of a product.
+// Columns [column + 64 (warp % 4), .. + 64) of q as the right operand of an mma.
 __device__ __forceinline__ void load_q(u32 (&q)[4][R / 8][2], const Own &own) {
     int lane = threadIdx.x % 32, first = own.column + threadIdx.x / 32 % 4 * 64 + lane % 4 * 2;
     #pragma unroll

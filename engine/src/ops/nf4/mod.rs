@@ -115,7 +115,7 @@ fn widen(codes: &[u8], scales: &[u8], largest: &[f32], mean: f32, to: &mut [f32]
     });
 }
 
-/// x W^T, or x W, with a quantized W [n, k]. Inputs: x [rows, k] or [rows, n]; codes and scales u8; largest f32; mean f32 [1]. For the few rows of
+/// x W^T, or x W, with a quantized W [n, k]. Inputs: x [rows, k] or [rows, n]; codes and scales u8; largest f32; mean f32 `[1]`. For the few rows of
 /// decoding, W is dequantized in registers. For many rows it is dequantized into the workspace right before a GEMM that takes many times as long.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Nf4Product {

@@ -10,8 +10,8 @@ use crate::op::{self, Cost, Grads, Lean, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// y = rms_norm(a + b) * weight. Inputs: a [.., d]; b, of the same shape or one row; perhaps a weight [d].
-/// Outputs: y, rstd [rows], and with `sum` (b of a's shape) a + b. Without a weight, the gradient needs `sum`.
+/// y = rms_norm(a + b) * weight. Inputs: a [.., d]; b, of the same shape or one row; perhaps a weight `[d]`.
+/// Outputs: y, rstd `[rows]`, and with `sum` (b of a's shape) a + b. Without a weight, the gradient needs `sum`.
 #[derive(Clone, Debug)]
 pub struct AddRmsNorm {
     /// Added to the mean square.

@@ -18,14 +18,14 @@ use rayon::prelude::*;
 /// Rows of one task, and of one partial sum of a weight's gradient: a constant, so that the order of additions is always the same.
 const ROWS: usize = 64;
 
-/// y = x / sqrt(mean(x^2) + eps), times the weight if there is one. Outputs: y, and 1 / sqrt(..) [rows].
+/// y = x / sqrt(mean(x^2) + eps), times the weight if there is one. Outputs: y, and 1 / sqrt(..) `[rows]`.
 #[derive(Debug)]
 pub struct RmsNorm {
     /// Added to the mean square.
     pub eps: f32,
 }
 
-/// y = (x - mean) / sqrt(variance + eps). Outputs: y, and 1 / sqrt(..) [rows].
+/// y = (x - mean) / sqrt(variance + eps). Outputs: y, and 1 / sqrt(..) `[rows]`.
 #[derive(Debug)]
 pub struct LayerNorm {
     /// Added to the variance.

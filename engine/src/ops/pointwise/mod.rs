@@ -171,8 +171,9 @@ pub fn record<'g>(expr: Expr, dtypes: Vec<DType>, inputs: &[Var<'g>]) -> Vec<Var
         })
         .collect();
     let shapes: Vec<Vec<usize>> = (0..inputs.len()).filter(|&i| !expr.uses_rng(i)).map(|i| inputs[i].shape()).collect();
-    let shape = broadcast(&shapes.iter().map(|s| &s[..]).collect::<Vec<_>>());
-    let shape = shape.unwrap_or_else(|| panic!("shapes {shapes:?} do not broadcast"));
+    let Some(shape) = broadcast(&shapes.iter().map(|s| &s[..]).collect::<Vec<_>>()) else {
+        return recorder.op(Pointwise::new(expr, dtypes), inputs); // panics, naming the shapes, the scope and the caller's line
+    };
     let mut folded = Expr::default();
     let map = folded.append(
         &expr,

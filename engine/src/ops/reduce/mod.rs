@@ -231,7 +231,7 @@ impl Part {
     }
 }
 
-/// y [columns] = the sum over x [rows, columns] f32.
+/// y `[columns]` = the sum over x [rows, columns] f32.
 pub fn sum_rows(rows: usize, columns: usize, x: Place, y: (Place, DType)) -> Launch {
     Part { how: Reduction::Sum, outer: 1, n: rows, inner: columns, parts: 1 }.launch((x, DType::F32), y)
 }
@@ -267,12 +267,12 @@ impl<'g> Var<'g> {
         self.recorder().op1(Reduce { how: Reduction::Max, axis, wide: false }, &[self])
     }
 
-    /// The sum of all elements: [1].
+    /// The sum of all elements: `[1]`.
     pub fn sum(self) -> Var<'g> {
         self.reshape(&[self.meta().elements()]).sum_axis(0)
     }
 
-    /// The mean of all elements, of shape [1].
+    /// The mean of all elements, of shape `[1]`.
     pub fn mean(self) -> Var<'g> {
         self.sum() * (1.0 / self.meta().elements() as f32)
     }

@@ -16,8 +16,8 @@ const ROWS: usize = 64;
 /// The largest head dimension: a block sums its rows in shared memory.
 pub const LONGEST: usize = 1024;
 
-/// y = rope(rms_norm(x) * weight). Inputs: x [batch, time, heads, d], cosines and sines as in `Rope`, and perhaps a weight, [d] or [1]. Outputs: y,
-/// and rstd [rows].
+/// y = rope(rms_norm(x) * weight). Inputs: x [batch, time, heads, d], cosines and sines as in `Rope`, and perhaps a weight, `[d]` or `[1]`. Outputs: y,
+/// and rstd `[rows]`.
 #[derive(Debug)]
 pub struct NormRope {
     /// Added to the mean square.

@@ -10,7 +10,7 @@ use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// y[i] = table[index[i]]. Inputs: table [rows, d], index i32 [..]. Output [.., d].
+/// y`[i]` = table[index`[i]`]. Inputs: table [rows, d], index i32 [..]. Output [.., d].
 #[derive(Debug)]
 pub struct GatherRows {
     /// Whether the indices are distinct, so that the gradient need not sort them.
@@ -83,7 +83,7 @@ pub enum Write {
 /// Up to so many indices, every thread looks at all of them; more are sorted by row first.
 const FEW: usize = 256;
 
-/// y = base, with source[i] added to row index[i], or replacing it. Inputs: base [rows, d], index i32 [..], source [.., d].
+/// y = base, with source`[i]` added to row index`[i]`, or replacing it. Inputs: base [rows, d], index i32 [..], source [.., d].
 #[derive(Debug)]
 pub struct ScatterRows {
     /// Whether rows are added or replaced.

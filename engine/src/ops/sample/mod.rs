@@ -188,15 +188,15 @@ struct Places {
     rows: Place,
 }
 
-/// Draws a token for each row. Inputs: logits [rows, vocab]; rng, the feed of that name; perhaps turn, i32 [1], the number of this draw if one `rng` is
-/// used for many. Outputs: tokens i32 [rows]; with `log_prob`, log_softmax(logits) of each, f32 [rows], at temperature 1 and over all tokens.
+/// Draws a token for each row. Inputs: logits [rows, vocab]; rng, the feed of that name; perhaps turn, i32 `[1]`, the number of this draw if one `rng` is
+/// used for many. Outputs: tokens i32 `[rows]`; with `log_prob`, log_softmax(logits) of each, f32 `[rows]`, at temperature 1 and over all tokens.
 #[derive(Debug)]
 pub struct Sample {
     /// Temperature and top-p.
     pub nucleus: Nucleus,
     /// Whether the token's log probability is a second output.
     pub log_prob: bool,
-    /// The op's number in the model (see [`Recorder::new_site`]).
+    /// The op's number in the model (see [`Recorder::new_site`](crate::Recorder::new_site)).
     pub site: u32,
 }
 
@@ -329,13 +329,13 @@ impl Op for TopP {
 }
 
 impl<'g> Var<'g> {
-    /// A token for each row of these logits: i32 [rows]. See `Sample`.
+    /// A token for each row of these logits: i32 `[rows]`. See `Sample`.
     #[track_caller]
     pub fn sample(self, nucleus: Nucleus, rng: Var<'g>, turn: Option<Var<'g>>) -> Var<'g> {
         self.drawn(nucleus, rng, turn, false)[0]
     }
 
-    /// The same, with the log probability of each token, f32 [rows].
+    /// The same, with the log probability of each token, f32 `[rows]`.
     #[track_caller]
     pub fn sample_with_log_prob(self, nucleus: Nucleus, rng: Var<'g>, turn: Option<Var<'g>>) -> (Var<'g>, Var<'g>) {
         let y = self.drawn(nucleus, rng, turn, true);

@@ -12,7 +12,7 @@ struct Row {
     u32 bin, listed;   // that bin, and how many tokens it has
 };
 
-// The CPU's exp, for x <= 0: no product may be fused with a sum, or the bits would differ. What is less than 2^-40, and a NaN, gives something less.
+// The CPU's exp, for x <= 0, without FMA contraction, so that the bits are the same. Results below 2^-40, and of NaN, are smaller numbers.
 __device__ __forceinline__ float exactly_exp(float x) {
     const float round = 12582912.0f; // the last bits of a sum with it are a whole number
     x = fmaxf(x, -28.0f);

@@ -1,4 +1,4 @@
-// y = softmax of the rows of x [ROWS, D]. CAUSAL: row i of each SQUARE rows sees D - SQUARE + i + 1 columns, the rest becomes 0.
+// y = softmax of the rows of x [ROWS, D]. CAUSAL: row i of each SQUARE rows has D - SQUARE + i + 1 columns, the others become 0.
 template <bool PACKED> __device__ __forceinline__ void softmax_rows(const T *x, T *y) {
     u64 row = (u64)blockIdx.x * GROUPS + row_group();
     bool real = row < (u64)ROWS;

@@ -1,6 +1,6 @@
 // Positions of the K largest of each row of x [rows, N], ascending: y [rows, K]. One block a row.
-// The K-th largest key is found by its bytes, from the highest: count the keys by their next byte, take the byte where the count
-// from above reaches what is still needed. Then all larger keys are in, and the first `need` equal ones.
+// Radix selection of the K-th largest key, byte by byte from the highest: a histogram of the next byte shows in which bin it lies. Then all larger keys are
+// taken, and the first `need` equal ones.
 
 // Unsigned integers in the order of the floats; both zeros are the same.
 __device__ __forceinline__ u32 key_of(T v) {
