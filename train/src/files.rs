@@ -4,12 +4,17 @@
 
 use crate::input;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 /// Writes a small file; where `path` is a link, what it leads to.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_with(path, |file| file.write_all(bytes))
+}
+
+/// Writes a file of any size; where `path` is a link, what it leads to.
+pub fn write_with<E: From<io::Error>>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<(), E>) -> Result<(), E> {
     // A pipe would wait for a reader, and renaming would replace a device.
     match fs::metadata(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -17,13 +22,18 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     }
     let path = &followed(path)?;
     let beside = beside(path)?;
-    let written = write_new(&beside, bytes).and_then(|()| fs::rename(&beside, path));
-    if let Err(e) = written {
+    let written = File::create_new(&beside).map_err(E::from).and_then(|file| {
+        let mut file = BufWriter::new(file);
+        fill(&mut file)?;
+        file.flush()?;
+        Ok(file.get_ref().sync_all()?)
+    });
+    if let Err(e) = written.and_then(|()| Ok(fs::rename(&beside, path)?)) {
         // Best effort: the error that matters is the first.
         let _ = fs::remove_file(&beside);
         return Err(e);
     }
-    sync_folder(folder_of(path))
+    Ok(sync_folder(folder_of(path))?)
 }
 
 /// Where a chain of links ends; nothing need be there.

@@ -5,6 +5,7 @@
 //! | `family.rs` | what tells families of decoders apart: one line each |
 //! | `shape.rs` | what config.json says, as far as it is known here |
 //! | `folder.rs` | the weights: read where they lie, and written |
+//! | `gguf/` | the same as one GGUF file, for llama.cpp |
 //! | `lora.rs` | what an adapter adds to which matrices |
 //! | `peft.rs` | adapters in PEFT's layout |
 //! | `encoder.rs` | encoders in sentence-transformers' layout: BERT, as MiniLM is |
@@ -14,6 +15,7 @@ pub mod decoder;
 mod encoder;
 mod family;
 mod folder;
+pub mod gguf;
 mod lora;
 mod peft;
 mod shape;
@@ -37,6 +39,8 @@ pub enum ModelError {
     Bad { path: PathBuf, problem: String },
     #[error(transparent)]
     File(#[from] CheckpointError),
+    #[error("{}: {cause}", .path.display())]
+    Gguf { path: PathBuf, cause: gguf::GgufError },
     #[error(transparent)]
     Engine(#[from] engine::Error),
 }

@@ -71,7 +71,8 @@ impl Shape {
             return Err("window = 0: a token sees itself at least".into());
         }
         if self.family.joint && (self.kv_heads != self.heads || self.heads * self.head_dim != self.dim) {
-            return Err(format!("{}: heads of dim / heads elements, each with keys of its own", self.family.name));
+            let name = self.family.name;
+            return Err(format!("kv_heads = {}: {name} has heads of dim / heads elements, each with keys of its own", self.kv_heads));
         }
         if self.family.positions == Positions::Rope && !self.head_dim.is_multiple_of(2) {
             return Err(format!("head_dim = {} is odd: it has no pairs to rotate", self.head_dim));

@@ -2,10 +2,12 @@
 //!
 //! With g the clipped gradient of a matrix p [rows, columns]:
 //!
-//!     m <- momentum m + (1 - momentum) g          u = (1 - momentum) g + momentum m
-//!     x = u / (norm(u) + 1e-7), with no more rows than columns (transposed where it has)
-//!     five times: A = x x^T;  x <- 3.4445 x + (-4.7750 A + 2.0315 A A) x
-//!     p <- p (1 - rate decay) - rate 0.2 sqrt(max(rows, columns)) x
+//! ```text
+//! m <- momentum m + (1 - momentum) g          u = (1 - momentum) g + momentum m
+//! x = u / (norm(u) + 1e-7), with no more rows than columns (transposed where it has)
+//! five times: A = x x^T;  x <- 3.4445 x + (-4.7750 A + 2.0315 A A) x
+//! p <- p (1 - rate decay) - rate 0.2 sqrt(max(rows, columns)) x
+//! ```
 //!
 //! The factor gives updates the size of AdamW's, so that rates and decay mean the same. This is torch.optim.Muon with
 //! adjust_lr_fn="match_rms_adamw". The iteration may be rounded (pass `bf16`); momentum and parameters are f32.

@@ -5,6 +5,7 @@ mod cli;
 mod common;
 mod config;
 mod data;
+mod decoder;
 mod docs;
 mod encoder;
 mod faults;

@@ -112,7 +112,9 @@ fn built(folder: &Path, name: &str, source: &str, flags: &[&str]) -> Result<(Pat
     }
     std::fs::create_dir_all(folder).map_err(text)?;
     // Under a temporary name until it is complete.
-    let part = folder.join(format!("{key:032x}-{}", std::process::id()));
+    // Two threads may compile the same kernels at once.
+    static PARTS: AtomicUsize = AtomicUsize::new(0);
+    let part = folder.join(format!("{key:032x}-{}-{}", std::process::id(), PARTS.fetch_add(1, Ordering::Relaxed)));
     let (source_file, object) = (part.with_extension("cpp"), part.with_extension("part"));
     std::fs::write(&source_file, source).map_err(text)?;
     let run = Command::new(COMPILER).args(FLAGS).args(flags).arg("-o").args([&object, &source_file]).arg("-lm").output();
