@@ -9,7 +9,7 @@ pub const PARTIAL: &str = include_str!("partial.cuh");
 
 /// Blocks that sum over rows, each leaving one partial sum: two for each multiprocessor of an H200, and as many on every GPU, so that the order
 /// of additions is the same.
-const BLOCKS: usize = 264;
+pub const BLOCKS: usize = 264;
 
 /// Which input of a norm, or of its gradient, is which. Input 0 is the tensor that is normed.
 #[derive(Default)]

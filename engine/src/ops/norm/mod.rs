@@ -2,6 +2,7 @@
 //! number per row, rstd, for the backward pass. `add` fuses the residual addition before an RMS norm.
 
 pub mod add;
+pub mod affine;
 pub mod columns;
 pub(crate) mod gpu;
 pub mod residual;
@@ -345,6 +346,12 @@ impl<'g> Var<'g> {
         self.recorder().op(RmsNorm { eps }, &[self])[0]
     }
 
+    /// Layer norm with weight and bias [d].
+    #[track_caller]
+    pub fn layer_norm_affine(self, weight: Var<'g>, bias: Var<'g>, eps: f32) -> Var<'g> {
+        self.recorder().op(affine::AffineLayerNorm { eps }, &[self, weight, bias])[0]
+    }
+
     /// (x - mean) / sqrt(variance + eps)
     #[track_caller]
     pub fn layer_norm(self, eps: f32) -> Var<'g> {
@@ -358,6 +365,19 @@ pub const CASES: &[Case] = &[
     Case::new("rms small heads", &[In(&[3, 7, 16], Fill::Normal)], |x| vec![x[0].rms_norm_plain(1e-6)]),
     Case::new("rms long rows", &[In(&[5, 1100], Fill::Normal), In(&[1100], Fill::Normal)], |x| vec![x[0].rms_norm(x[1], 1e-6)]),
     Case::new("layer", &[In(&[67, 21], Fill::Normal)], |x| vec![x[0].layer_norm(1e-5)]),
+    Case::new("layer, affine", &[In(&[3, 67, 33], Fill::Normal), In(&[33], Fill::Normal), In(&[33], Fill::Normal)], |x| {
+        vec![x[0].layer_norm_affine(x[1], x[2], 1e-5)]
+    }),
+    Case::new("layer, affine, packed rows", &[In(&[67, 64], Fill::Normal), In(&[64], Fill::Normal), In(&[64], Fill::Normal)], |x| {
+        vec![x[0].layer_norm_affine(x[1], x[2], 1e-5)]
+    }),
+    Case::new("layer, affine, long rows", &[In(&[5, 1100], Fill::Normal), In(&[1100], Fill::Normal), In(&[1100], Fill::Normal)], |x| {
+        vec![x[0].layer_norm_affine(x[1], x[2], 1e-5)]
+    }),
+    Case::new("layer, affine, gpt2", &[In(&[65536, 768], Fill::Normal), In(&[768], Fill::Normal), In(&[768], Fill::Normal)], |x| {
+        vec![x[0].layer_norm_affine(x[1], x[2], 1e-5)]
+    })
+    .bench(),
     Case::new("layer, some columns", &[In(&[3, 67, 40], Fill::Frozen)], |x| vec![x[0].layer_norm_columns(1e-5, 7)]),
     Case::new("layer, all columns of long rows", &[In(&[5, 1101], Fill::Frozen)], |x| vec![x[0].layer_norm_columns(1e-5, 1101)]),
     Case::new("a row added", &[In(&[2, 67, 33], Fill::Normal), In(&[33], Fill::Normal), In(&[33], Fill::Normal)], |x| {

@@ -141,7 +141,7 @@ impl<'g> Decoder<'_, 'g> {
         let (weight, eps) = (self.weight(name, &[x.dim(0)], Init::Full(1.0)), self.shape.norm_eps as f32);
         match self.shape.family.norm {
             Norm::Rms => x.rms_norm(weight, eps),
-            Norm::Layer => x.layer_norm(eps) * weight + self.weight(&format!("{name}.bias"), &[x.dim(0)], Init::Full(0.0)),
+            Norm::Layer => x.layer_norm_affine(weight, self.weight(&format!("{name}.bias"), &[x.dim(0)], Init::Full(0.0)), eps),
         }
     }
 
