@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::op::Entry;
 use crate::ops::OPS;
-use crate::passes::{PASSES, Pass, all};
+use crate::passes::{PASSES, Pass, Stage, all};
 use std::sync::{PoisonError, RwLock};
 
 /// The ops and passes that a crate adds.
@@ -21,20 +21,24 @@ static REGISTERED: RwLock<Vec<&'static Extension>> = RwLock::new(vec![]);
 pub fn register(extension: &'static Extension) -> Result<(), Error> {
     let names = |e: &Extension| -> Vec<&'static str> { e.ops.iter().map(|o| o.name).chain(e.passes.iter().map(|p| p.name())).collect() };
     let own = names(extension);
+    let stages: Vec<(&str, Stage)> = passes().iter().chain(extension.passes).map(|p| (p.name(), p.stage())).collect();
     let mut known: Vec<&str> = OPS.iter().map(|o| o.name).chain(all().map(|p| p.name())).collect();
     let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
-    if registered.iter().any(|e| std::ptr::eq(*e, extension) || names(e) == own) {
+    if registered.iter().any(|e| std::ptr::eq(*e, extension)) {
         return Ok(());
     }
     known.extend(registered.iter().flat_map(|e| e.ops).map(|o| o.name));
     if let Some(twice) = own.iter().enumerate().find(|(i, name)| known.contains(name) || own[..*i].contains(name)) {
         return Err(Error::Twice(twice.1.to_string()));
     }
-    if let Some((pass, after)) = extension.passes.iter().find_map(|p| {
-        let is_known = |name: &&&str| !known.contains(name) && !own.contains(name);
-        p.after().iter().find(is_known).map(|after| (p.name(), after))
-    }) {
-        return Err(Error::NoPass { name: after.to_string(), hint: format!(", which '{pass}' is to run after") });
+    for (pass, after) in extension.passes.iter().flat_map(|p| p.after().iter().map(move |after| (p, after))) {
+        let behind =
+            |hint: &str| Error::NoPass { name: after.to_string(), hint: format!(", {hint}: '{}' is to run behind it", pass.name()) };
+        match stages.iter().find(|s| s.0 == *after) {
+            None => return Err(behind("and there must be")),
+            Some((_, stage)) if *stage > pass.stage() => return Err(behind("that runs in the same stage or earlier")),
+            Some(_) => {}
+        }
     }
     registered.push(extension);
     Ok(())

@@ -177,27 +177,11 @@ fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
     // SAFETY: the workspace lies inside the arena, apart from everything that is alive while this op runs.
     let workspace = unsafe { base.arena.add(plan.scratch(i)) };
     let mut scratch = Scratch { start: workspace, used: 0 };
-    let inputs: Vec<(Vec<usize>, Data)> = node
-        .inputs
-        .iter()
-        .enumerate()
-        .map(|(k, &v)| {
-            let meta = g.meta(v);
-            let mut place = base.place(g, plan, v);
-            let dtype = meta.dtype;
-            if reuse.iter().any(|p| p.0 == k) {
-                place.elements = 0; // the op reads these numbers from its output
-            }
-            let data = if is_narrow(dtype) {
-                let wide = scratch.take(place.elements);
-                // SAFETY: `wide` is unused workspace; the input is initialised and not written during this op.
-                unsafe { widen(place.bytes(dtype), dtype, wide) };
-                Data::F32(wide)
-            } else {
-                // SAFETY: the plan keeps an input's buffer apart from this op's outputs, except where `reuse` empties it above.
-                unsafe { place.read(dtype) }
-            };
-            (plan.spots[v.node][v.out].strides.clone(), data)
+    let inputs: Vec<(Vec<usize>, Data)> = (0..node.inputs.len())
+        .map(|k| {
+            let v = node.inputs[k];
+            let reused = reuse.iter().any(|p| p.0 == k);
+            (plan.spots[v.node][v.out].strides.clone(), input(base.place(g, plan, v), g.meta(v).dtype, reused, &mut scratch))
         })
         .collect();
     let x: Vec<View> =
@@ -231,6 +215,21 @@ fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
         // SAFETY: the op is done; `wide` points to that many elements of workspace that it wrote.
         unsafe { narrow(std::slice::from_raw_parts(wide, place.elements), dtype, place.bytes_mut(dtype)) };
     }
+}
+
+/// An input's numbers; narrow ones are widened into the workspace.
+fn input<'a>(mut place: Place, dtype: DType, reused: bool, scratch: &mut Scratch) -> Data<'a> {
+    if reused {
+        place.elements = 0; // the op reads these numbers from its output
+    }
+    if is_narrow(dtype) {
+        let wide = scratch.take(place.elements);
+        // SAFETY: `wide` is unused workspace; the input is initialised and not written during this op.
+        unsafe { widen(place.bytes(dtype), dtype, wide) };
+        return Data::F32(wide);
+    }
+    // SAFETY: the plan keeps an input's buffer apart from this op's outputs, except where `reused` empties it above.
+    unsafe { place.read(dtype) }
 }
 
 struct Scratch {

@@ -6,7 +6,7 @@ use super::transfer::{Feeds, Incoming};
 use super::{Cuda, Kernel, Memory, failed};
 use crate::cpu::Data;
 use crate::error::Error;
-use crate::graph::{Graph, Kind, Value};
+use crate::graph::{Graph, Kind, Node, Value};
 use crate::kernel::{At, Code, Io, Live, Place, Step};
 use crate::meta::{DType, Meta, is_contiguous};
 use crate::op::Cost;
@@ -172,122 +172,160 @@ fn is_settled(g: &Graph, spots: &[Vec<Spot>], written: &HashMap<usize, usize>, n
     }
 }
 
+/// Makes the arena that programs share at least this large.
+fn grow(cuda: &Cuda, arena: &Mutex<Memory>, bytes: usize) -> Result<(), Error> {
+    let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
+    if memory.bytes() < bytes {
+        cuda.synchronize()?;
+        *memory = cuda.allocate(256)?; // free the smaller one first
+        *memory = cuda.allocate(bytes)?;
+    }
+    Ok(())
+}
+
+/// The memory of a constant, filled; None for other nodes.
+fn constant(cuda: &Cuda, node: &Node) -> Result<Option<Memory>, Error> {
+    let Kind::Const(numbers) = &node.kind else { return Ok(None) };
+    let memory = cuda.allocate(4 * numbers.len())?;
+    cuda.upload(&memory, bytemuck::cast_slice(&numbers[..]))?;
+    Ok(Some(memory))
+}
+
+/// Makes a program's steps, node by node.
+struct Builder<'a> {
+    graph: &'a Graph,
+    plan: &'a Plan,
+    /// One for each launch, in order.
+    kernels: std::vec::IntoIter<Kernel>,
+    products: Products<'a>,
+    steps: Vec<Ready>,
+    /// Of each step, the condition under which it runs.
+    when: Vec<Option<usize>>,
+    conditions: Vec<(usize, Live)>,
+}
+
+impl Builder<'_> {
+    fn address(&self, v: Value) -> Address {
+        let spot = &self.plan.spots[v.node][v.out];
+        let bytes = spot.offset * self.graph.meta(v).dtype.size();
+        match self.plan.buffers[spot.buffer].home {
+            Home::Arena(o) => Address::Arena(o + bytes),
+            Home::Source(n) => Address::Source(n, bytes),
+        }
+    }
+
+    fn resolve(&self, i: usize, p: &Place) -> Address {
+        let start = match p.at {
+            At::X(k) => self.address(self.graph.nodes[i].inputs[k]),
+            At::Y(out) => self.address(Value { node: i, out }),
+            At::Work => Address::Arena(self.plan.scratch(i)),
+        };
+        start.plus(p.bytes)
+    }
+
+    /// The copies that the plan wants before a node, then its steps.
+    fn node(&mut self, i: usize, code: &Code) -> Result<(), Error> {
+        let node = &self.graph.nodes[i];
+        for c in self.plan.copies.iter().filter(|c| c.node == i) {
+            let (from, to) = (node.inputs[c.input], Value { node: i, out: c.out });
+            let at = self.address(to).plus(c.at * self.graph.meta(to).dtype.size());
+            self.steps.push(Ready::Copy { from: self.address(from), to: at, bytes: self.graph.meta(from).bytes() });
+        }
+        for step in &code.steps {
+            let (live, step) = match step {
+                Step::When(live, step) => (Some(*live), &**step),
+                step => (None, step),
+            };
+            let condition = match live.map(|live| self.condition(i, live)) {
+                None => None,
+                Some(Ok(condition)) => condition,
+                Some(Err(Never)) => {
+                    step.kernel().and_then(|_| self.kernels.next());
+                    continue;
+                }
+            };
+            self.when.resize(self.steps.len(), None);
+            self.when.push(condition);
+            let ready = self.ready(i, step)?;
+            self.steps.push(ready);
+        }
+        Ok(())
+    }
+
+    /// The number of a condition that a feed decides when the program runs; None where it always holds.
+    fn condition(&mut self, i: usize, live: Live) -> Result<Option<usize>, Never> {
+        let input = self.graph.nodes[i].inputs[live.input];
+        match feed(self.graph, input) {
+            Some(feed) => {
+                let known = self.conditions.iter().position(|c| *c == (feed, live));
+                let number = known.unwrap_or(self.conditions.len());
+                self.conditions.extend(known.is_none().then_some((feed, live)));
+                Ok(Some(number))
+            }
+            None if live.holds(self.graph.meta(input).elements()) => Ok(None),
+            None => Err(Never),
+        }
+    }
+
+    fn ready(&mut self, i: usize, step: &Step) -> Result<Ready, Error> {
+        Ok(match step {
+            Step::When(..) => unreachable!("a step has one condition"),
+            Step::Launch(l) => Ready::Launch {
+                kernel: self.kernels.next().expect("one for each launch"),
+                grid: l.grid,
+                block: l.block,
+                shared: l.shared,
+                args: l.args.iter().map(|p| self.resolve(i, p)).collect(),
+            },
+            Step::Gemm(g) => {
+                let places = [&g.a, &g.b, g.plus.as_ref().unwrap_or(&g.c), &g.c].map(|m| self.resolve(i, &m.place));
+                let bias = g.bias.as_ref().map(|p| self.resolve(i, p));
+                let flops = 2 * (g.batch * g.m * g.n * g.k) as u64;
+                Ready::Gemm { product: self.products.plan(g, places.map(|a| a.aligned()))?, places, bias, flops }
+            }
+        })
+    }
+
+    /// The copies into states at the end of a run.
+    fn stores(&mut self) {
+        for &(state, value) in &self.plan.stores {
+            let to = Address::Source(state, 0);
+            self.steps.push(Ready::Copy { from: self.address(value), to, bytes: self.graph.meta(value).bytes() });
+        }
+        self.when.resize(self.steps.len(), None);
+    }
+}
+
+/// A step that never runs.
+struct Never;
+
 impl CudaProgram {
     /// Compiles the kernels of a planned graph, chooses GEMM algorithms, and enlarges the arena if it is too small.
     pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Memory>>, options: Options) -> Result<CudaProgram, Error> {
-        {
-            let mut memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
-            if memory.bytes() < plan.arena() {
-                cuda.synchronize()?;
-                *memory = cuda.allocate(256)?; // free the smaller one first
-                *memory = cuda.allocate(plan.arena())?;
-            }
-        }
+        grow(cuda, arena, plan.arena())?;
         let feeds = graph.nodes.iter().enumerate().filter(|(_, n)| matches!(n.kind, Kind::Feed(_)));
         let feeds = Feeds::new(cuda, &feeds.map(|(i, n)| (i, n.outputs[0].bytes())).collect::<Vec<_>>())?;
-        let mut own = vec![];
-        for node in &graph.nodes {
-            own.push(match &node.kind {
-                Kind::Const(numbers) => {
-                    let d = cuda.allocate(4 * numbers.len())?;
-                    cuda.upload(&d, bytemuck::cast_slice(numbers))?;
-                    Some(d)
-                }
-                _ => None,
-            });
-        }
+        let own = graph.nodes.iter().map(|n| constant(cuda, n)).collect::<Result<_, Error>>()?;
         let codes: Vec<Code> = codes(&graph, &plan.spots, cuda.arch()).collect();
         let texts: Vec<(String, &'static str, u32)> =
             codes.iter().flat_map(|c| &c.steps).filter_map(|s| s.kernel().map(|l| (l.text(), l.entry, l.shared))).collect();
-        let mut kernels = cuda.kernels(&texts)?.into_iter();
-        let (mut steps, mut when, mut nodes, mut conditions) = (vec![], vec![], vec![], vec![]);
-        let mut products = {
+        let kernels = cuda.kernels(&texts)?.into_iter();
+        let products = {
             let memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
             Products::new(cuda, options, (memory.start(), memory.bytes()))
         };
-        for (i, c) in codes.iter().enumerate() {
-            let first = steps.len();
-            let address = |v: Value| {
-                let spot = &plan.spots[v.node][v.out];
-                let bytes = spot.offset * graph.meta(v).dtype.size();
-                match plan.buffers[spot.buffer].home {
-                    Home::Arena(o) => Address::Arena(o + bytes),
-                    Home::Source(n) => Address::Source(n, bytes),
-                }
-            };
-            let node = &graph.nodes[i];
-            for c in plan.copies.iter().filter(|c| c.node == i) {
-                let (from, to) = (node.inputs[c.input], Value { node: i, out: c.out });
-                let to = address(to).plus(c.at * graph.meta(to).dtype.size());
-                steps.push(Ready::Copy { from: address(from), to, bytes: graph.meta(from).bytes() });
-            }
-            let resolve = |p: &Place| {
-                let start = match p.at {
-                    At::X(k) => address(node.inputs[k]),
-                    At::Y(out) => address(Value { node: i, out }),
-                    At::Work => Address::Arena(plan.scratch(i)),
-                };
-                start.plus(p.bytes)
-            };
-            for step in &c.steps {
-                let (live, step) = match step {
-                    Step::When(live, step) => (Some(*live), &**step),
-                    step => (None, step),
-                };
-                let mut condition = None;
-                if let Some(live) = live {
-                    let input = node.inputs[live.input];
-                    match feed(&graph, input) {
-                        Some(feed) => {
-                            let known = conditions.iter().position(|c| *c == (feed, live));
-                            condition = Some(known.unwrap_or(conditions.len()));
-                            conditions.extend(known.is_none().then_some((feed, live)));
-                        }
-                        None if live.holds(graph.meta(input).elements()) => {}
-                        None => {
-                            step.kernel().and_then(|_| kernels.next());
-                            continue;
-                        }
-                    }
-                }
-                when.resize(steps.len(), None);
-                when.push(condition);
-                steps.push(match step {
-                    Step::When(..) => unreachable!("a step has one condition"),
-                    Step::Launch(l) => Ready::Launch {
-                        kernel: kernels.next().expect("one for each launch"),
-                        grid: l.grid,
-                        block: l.block,
-                        shared: l.shared,
-                        args: l.args.iter().map(resolve).collect(),
-                    },
-                    Step::Gemm(g) => {
-                        let places = [&g.a, &g.b, g.plus.as_ref().unwrap_or(&g.c), &g.c].map(|m| resolve(&m.place));
-                        let aligned = places.map(|a| a.aligned());
-                        let flops = 2 * (g.batch * g.m * g.n * g.k) as u64;
-                        Ready::Gemm { product: products.plan(g, aligned)?, places, bias: g.bias.as_ref().map(resolve), flops }
-                    }
-                });
-            }
-            if steps.len() > first {
-                nodes.push((i, first..steps.len()));
+        let mut b = Builder { graph: &graph, plan: &plan, kernels, products, steps: vec![], when: vec![], conditions: vec![] };
+        let mut nodes = vec![];
+        for (i, code) in codes.iter().enumerate() {
+            let first = b.steps.len();
+            b.node(i, code)?;
+            if b.steps.len() > first {
+                nodes.push((i, first..b.steps.len()));
             }
         }
-        for &(state, value) in &plan.stores {
-            let spot = &plan.spots[value.node][value.out];
-            let from = match plan.buffers[spot.buffer].home {
-                Home::Arena(o) => Address::Arena(o),
-                Home::Source(n) => Address::Source(n, 0), // another state with the same update
-            };
-            let meta = graph.meta(value);
-            steps.push(Ready::Copy {
-                from: from.plus(spot.offset * meta.dtype.size()),
-                to: Address::Source(state, 0),
-                bytes: meta.bytes(),
-            });
-        }
-        when.resize(steps.len(), None);
-        products.remember();
+        b.stores();
+        b.products.remember();
+        let Builder { steps, when, conditions, .. } = b;
         Ok(CudaProgram {
             graph,
             plan,

@@ -11,6 +11,7 @@ use crate::ops::norm::LayerNorm;
 use crate::ops::rope::{Pairs, Rope};
 use crate::ops::view::Permute;
 use crate::record::Recorder;
+use std::collections::HashSet;
 
 pub struct LinearAttentionPass;
 
@@ -47,6 +48,7 @@ impl Pass for LinearAttentionPass {
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let uses = Uses::new(g);
+        let mut moved: HashSet<Value> = HashSet::new(); // results with their heads moved inside
         g.rewrite(|w, i, node, inputs| {
             let site = match (site(w.old, &uses, i), node.op::<Permute>()) {
                 (Some(Ok(site)), _) => site,
@@ -54,7 +56,8 @@ impl Pass for LinearAttentionPass {
                     receipt.decline(reason, &node.scope);
                     return Ok(None);
                 }
-                (_, Some(p)) => return Ok(Some(vec![inputs[0].permute(&p.0)])), // recorded anew: may cancel with `heads_inside` below
+                // Which may undo the one below.
+                (_, Some(p)) if moved.contains(&inputs[0].value()) => return Ok(Some(vec![inputs[0].permute(&p.0)])),
                 _ => return Ok(None),
             };
             receipt.applied += 1;
@@ -63,6 +66,7 @@ impl Pass for LinearAttentionPass {
             let eps = site.norm.as_ref().map(|n| n.eps);
             let y = w.recorder.op(LinearAttention { eps }, &[w.at(site.xs), w.at(site.cos), w.at(site.sin), v]);
             let heads_inside = y[0].permute(&HEADS);
+            moved.insert(heads_inside.value());
             if let Some(n) = site.norm {
                 w.put(n.node, &[if n.heads_outside { y[0] } else { heads_inside }, y[1]]);
             }

@@ -191,8 +191,8 @@ impl Switches {
     pub fn set(&mut self, pass: &str, value: &str) -> Result<(), Error> {
         let pass = match FORMERLY.iter().find(|f| f.0 == pass) {
             Some((_, Some(now))) => now,
-            Some((_, None)) => return Ok(()),
-            None => pass,
+            Some((_, None)) if ["off", "auto", "require"].iter().any(|mode| value.split(',').next() == Some(mode)) => return Ok(()),
+            _ => pass,
         };
         let found = super::all()
             .find(|p| p.name() == pass)

@@ -8,8 +8,8 @@ use kiln_engine::ops::cache::decode_attention;
 use kiln_engine::ops::experts::mixture;
 use kiln_engine::ops::linear_attention::LinearAttentionGrad;
 use kiln_engine::ops::rope::Pairs;
-use kiln_engine::passes::{Mode, Numerics, Receipt, Stage, Switch, Target, all, all_applied};
-use kiln_engine::{Cpu, DType, Data, Device, Error, Init, PASSES, Program, Recorder, Store, Switches, Var, check};
+use kiln_engine::passes::{Mode, Numerics, Pass, Receipt, Settings, Stage, Switch, Target, all, all_applied};
+use kiln_engine::{Cpu, DType, Data, Device, Error, Extension, Init, PASSES, Program, Recorder, Store, Switches, Var, check};
 
 #[test]
 fn every_pass_off_and_on() {
@@ -577,4 +577,44 @@ fn heads_are_normed_and_turned_in_one_go_only_where_nothing_is_lost() {
         normed
     });
     assert_eq!(twice, "the normed heads are read elsewhere");
+}
+
+/// A pass of another crate that does nothing.
+struct Foreign(&'static str, Stage, &'static [&'static str]);
+
+impl Switch for Foreign {
+    fn name(&self) -> &'static str {
+        self.0
+    }
+    fn about(&self) -> &'static str {
+        "nothing"
+    }
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Exact
+    }
+    fn example(&self, _: &Recorder) {}
+}
+
+impl Pass for Foreign {
+    fn stage(&self) -> Stage {
+        self.1
+    }
+    fn after(&self) -> &'static [&'static str] {
+        self.2
+    }
+    fn apply(&self, _: &mut Graph, _: &Settings, _: &mut Receipt) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_foreign_pass_is_refused_where_it_cannot_run() {
+    static LATE: Extension = Extension { ops: &[], passes: &[&Foreign("late", Stage::Fused, &["layout"])] };
+    static UNKNOWN: Extension = Extension { ops: &[], passes: &[&Foreign("lost", Stage::Fused, &["nowhere"])] };
+    static TAKEN: Extension = Extension { ops: &[], passes: &[&Foreign("cse", Stage::Fused, &[])] };
+    for (extension, parts) in [(&LATE, ["'layout'", "'late'"]), (&UNKNOWN, ["'nowhere'", "'lost'"]), (&TAKEN, ["'cse'", "already"])] {
+        let said = kiln_engine::register(extension).unwrap_err().to_string();
+        assert!(parts.iter().all(|p| said.contains(p)), "{said}");
+    }
+    assert!(all().all(|p| !["late", "lost"].contains(&p.name())));
 }

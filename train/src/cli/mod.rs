@@ -166,7 +166,7 @@ fn command(recipes: Recipes) -> clap::Command {
         ("{preset}", recipes.first().and_then(|r| Some(r.presets().last()?.0))),
         ("{classifies}", first(|r| r.classifies().is_some())),
         ("{solves}", first(|r| r.solves().is_some())),
-        ("{golden}", first(|r| r.reference().is_some())),
+        ("{golden}", recipes.iter().find_map(|r| Some(r.reference()?.file_name(r.name())))),
     ];
     let needs = [
         ("predict", first(|r| r.classifies().is_some())),

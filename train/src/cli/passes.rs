@@ -3,10 +3,10 @@
 use super::{Recipes, write_json};
 use anyhow::Result;
 use clap::Args;
+use engine::DType;
 use engine::executor::EXECUTOR;
 use engine::passes::{Numerics, Stage, Switch, all};
 use engine::program::imagined;
-use engine::{DType, PASSES};
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -119,7 +119,8 @@ fn entry(p: &dyn Switch) -> String {
 
 /// docs/passes.md
 fn page() -> String {
-    let example = PASSES.iter().find_map(|p| p.settings().first().map(|s| format!("{}=auto,{}={}", p.name(), s.name, s.default)));
+    let passes = engine::extension::passes();
+    let example = passes.iter().find_map(|p| p.settings().first().map(|s| format!("{}=auto,{}={}", p.name(), s.name, s.default)));
     let mut text = format!(
         "# Passes and executor settings
 
@@ -136,12 +137,12 @@ section `[passes]`.
         example.unwrap_or("NAME=auto,setting=value".into())
     );
     let mut last = None;
-    for pass in PASSES {
+    for pass in passes {
         if last.replace(pass.stage()) != Some(pass.stage()) {
             let (name, about) = stage(pass.stage());
             text += &format!("## {name}\n\n{about}\n\n");
         }
-        text += &entry(*pass);
+        text += &entry(pass);
     }
     text += "## Executor settings\n\nThese change how a program runs on a GPU, and rewrite nothing.\n\n";
     let settings: String = EXECUTOR.iter().map(|s| entry(s)).collect();

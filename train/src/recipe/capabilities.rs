@@ -74,6 +74,10 @@ pub trait Exports {
 
 /// Numbers that are compared with those of a reference implementation: `kiln check golden`.
 pub trait Reference {
+    /// What that file is called in `reference/golden`, without its ending: the recipe's name, or one of several.
+    fn file_name(&self, recipe: &'static str) -> &'static str {
+        recipe
+    }
     /// The golden file that kiln carries.
     fn file(&self) -> &'static [u8];
     /// Everything that a golden file holds, computed here, by the file's own names.

@@ -13,28 +13,31 @@ pub fn receipts_table(receipts: &[(&str, &[Receipt])], all: bool) -> String {
         let applied: usize = own.iter().map(|r| r.applied).sum();
         let declined: usize = own.iter().map(|r| r.declined.len()).sum();
         let mode = own.first().map_or("off", |r| r.mode.name());
-        let mut notes: Vec<String> = own.iter().map(|r| r.summary()).filter(|s| !s.is_empty()).collect();
-        notes.dedup();
+        let notes = together(&own).map_or(String::new(), |r| r.summary());
         let is_off = mode == "off";
         if applied + declined == 0 && !all {
             *(if is_off { &mut off } else { &mut idle }) += 1;
             continue;
         }
         let count = |n: usize| if is_off { "-".to_string() } else { n.to_string() };
-        rows.push(vec![
-            pass.name().into(),
-            mode.into(),
-            count(applied + declined),
-            count(applied),
-            count(declined),
-            notes.first().cloned().unwrap_or_default(),
-        ]);
+        rows.push(vec![pass.name().into(), mode.into(), count(applied + declined), count(applied), count(declined), notes]);
     }
     let mut text = table(&["pass", "mode", "sites", "applied", "declined", "notes"], &rows);
     if !all && off + idle > 0 {
         text += &format!("{} more passes: {idle} have no site here, {off} are off (-v shows them)\n", off + idle);
     }
     text
+}
+
+/// The receipts of a pass in several programs as one.
+fn together(own: &[&Receipt]) -> Option<Receipt> {
+    let mut all = (*own.first()?).clone();
+    for other in &own[1..] {
+        all.applied += other.applied;
+        all.declined.extend(other.declined.iter().cloned());
+        all.notes.extend(other.notes.iter().filter(|n| !own[0].notes.contains(n)).cloned());
+    }
+    Some(all)
 }
 
 pub fn receipts_json(s: &Session) -> serde_json::Value {

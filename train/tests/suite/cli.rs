@@ -395,6 +395,7 @@ fn eval_reads_the_whole_split_and_says_how_much_it_read() {
 
 #[test]
 fn the_table_at_the_start_has_the_passes_with_something_to_do() {
+    kiln::recipes::register();
     let rows = |args: &[&str]| -> (Vec<String>, String) {
         let out = kiln([&["plan", "hydra", "--preset", "tiny"], args].concat()).ok().out;
         let table: Vec<&str> = out.lines().skip_while(|l| !l.starts_with("pass ")).skip(1).collect();

@@ -20,7 +20,7 @@ fn every_key_says_what_it_means_and_defaults_are_in_range() {
             assert!(key.check(section, &key.default, true).is_ok(), "{name} = {}", key.default);
             seen += 1;
         }
-        assert!(seen > 25, "{}: {seen} keys", recipe.name());
+        assert!(seen > 5, "{}: {seen} keys", recipe.name());
     }
 }
 

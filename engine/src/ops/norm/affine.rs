@@ -11,7 +11,7 @@ use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// y = (x - mean) / sqrt(variance + eps) w + b. Inputs: x, w and b [d]. Outputs: y, 1 / sqrt(..) and the mean of each row.
+/// y = (x - mean) / sqrt(variance + eps) w + b. Inputs: x, w and b `[d]`. Outputs: y, 1 / sqrt(..) and the mean of each row.
 #[derive(Debug)]
 pub struct AffineLayerNorm {
     /// Added to the variance.

@@ -346,7 +346,7 @@ impl<'g> Var<'g> {
         self.recorder().op(RmsNorm { eps }, &[self])[0]
     }
 
-    /// Layer norm with weight and bias [d].
+    /// Layer norm with weight and bias `[d]`.
     #[track_caller]
     pub fn layer_norm_affine(self, weight: Var<'g>, bias: Var<'g>, eps: f32) -> Var<'g> {
         self.recorder().op(affine::AffineLayerNorm { eps }, &[self, weight, bias])[0]

@@ -16,7 +16,7 @@ use std::sync::Arc;
 section! {
     /// What is learned: prompts and replies, or plain text.
     pub struct RepliesConfig {
-        /// A .jsonl file or a folder of them; a folder that `kiln data prepare` made. Empty: generated questions.
+        /// A .jsonl file or a folder of them; a folder that `kiln data prepare` made. Empty: what the recipe generates, text or questions.
         pub path: String = String::new(), [path];
         /// The field of a JSONL object that holds the prompt.
         pub prompt: String = "prompt".into();
@@ -179,6 +179,7 @@ impl Lessons {
     /// For people: what was found.
     pub fn describe(&self) -> Result<String, TrainError> {
         Ok(match &self.kind {
+            Kind::Text(text) if text.data.path.is_empty() => "generated text".into(),
             Kind::Text(text) => format!("{}: plain text", text.data.path),
             Kind::Questions { train, .. } => format!("generated questions, template {}", train.template.name),
             Kind::Files { files, template } => {

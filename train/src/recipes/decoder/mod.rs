@@ -104,7 +104,7 @@ impl DecoderConfig {
     fn lora(&self) -> Option<Lora> {
         let mut targets = self.targets.clone();
         targets.sort(); // their order means nothing
-        (self.train == Trained::Lora).then(|| Lora { rank: self.rank, alpha: self.alpha, dropout: self.dropout, targets })
+        (self.train == Trained::Lora).then_some(Lora { rank: self.rank, alpha: self.alpha, dropout: self.dropout, targets })
     }
 
     fn model(&self) -> Result<Adapted, TrainError> {
@@ -222,6 +222,10 @@ impl Exports for DecoderRecipe {
 }
 
 impl Reference for DecoderRecipe {
+    fn file_name(&self, _: &'static str) -> &'static str {
+        "decoder-qwen2"
+    }
+
     fn file(&self) -> &'static [u8] {
         include_bytes!("../../../../reference/golden/decoder-qwen2.safetensors")
     }
