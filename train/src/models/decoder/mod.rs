@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `mod.rs` | the model as it is recorded, and where the tokens of its rows stand |
 //! | `adapted.rs` | a base and the adapters on it |
+//! | `learner.rs` | the model as a task trains it |
 //! | `lessons.rs` | what it learns: prompts and replies, or plain text |
 //! | `pretrain.rs` | a base of one's own, where no folder is named |
 //! | `writer.rs` | replies to many prompts at once, on the device |
@@ -15,6 +16,7 @@
 mod adapted;
 mod chat;
 mod export;
+mod learner;
 mod lessons;
 mod pretrain;
 mod writer;
@@ -22,6 +24,7 @@ mod writer;
 pub use adapted::Adapted;
 pub use chat::{Chat, Talk};
 pub use export::export;
+pub use learner::DecoderModel;
 pub use lessons::{Lessons, RepliesConfig};
 pub use pretrain::Pretraining;
 pub use writer::{WRITES, Writer, Writing, Written, made_up};

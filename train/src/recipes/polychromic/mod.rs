@@ -11,18 +11,14 @@ pub use replies::Replies;
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig, WEIGHT};
 use crate::data::replies::Quiz;
-use crate::data::{Source, Split};
 use crate::golden::Golden;
-use crate::models::decoder::{Adapted, Chat, Lessons, Places, Pretraining, RepliesConfig, Writer, Writing, export};
+use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, Pretraining, RepliesConfig, Writer, Writing, export};
 use crate::models::{Family, Folder, Lora, Shape, Target};
-use crate::recipe::{
-    Computed, Exports, Feeds, Model, Reads, Recipe, Reference, Session, Survey, Surveys, Task, TextModel, TrainError, Writes,
-};
-use crate::{say, section};
+use crate::recipe::{Computed, Exports, Reads, Recipe, Reference, Survey, Surveys, Task, TextModel, TrainError, Writes};
+use crate::section;
 use engine::ops::sample::Nucleus;
-use engine::{Device, Recorder, Switches, Var};
+use engine::{Device, Switches};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 section! {
@@ -237,7 +233,7 @@ impl Recipe for PolychromicRecipe {
         }
         let objective: Objective = config.section("objective")?;
         objective.check()?;
-        let model = PolychromicModel { model, lessons, seq: c.seq, identity };
+        let model = DecoderModel { model, lessons, seq: c.seq, identity };
         Ok(Box::new(Polychromic::new(model, objective, train, config.seed())?))
     }
 
@@ -313,78 +309,5 @@ impl Reference for PolychromicRecipe {
 
     fn compute(&self, file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
         golden::steps(file, switches, device)
-    }
-}
-
-pub struct PolychromicModel {
-    model: Adapted,
-    lessons: Lessons,
-    seq: usize,
-    identity: serde_json::Value,
-}
-
-impl PolychromicModel {
-    fn record<'g>(&self, r: &'g Recorder, batch: usize, trains: bool) -> Vec<(&'static str, Var<'g>)> {
-        let f = Feeds::new(r, batch, self.seq);
-        let d = self.model.decoder(r, trains.then_some(f.rng));
-        let places = self.has_places().then(|| Places::fed(r, batch, self.seq));
-        vec![("loss", d.loss(d.hidden(f.ids, places), f.targets, f.weight))]
-    }
-}
-
-impl Model for PolychromicModel {
-    fn seq(&self) -> usize {
-        self.seq
-    }
-
-    fn has_places(&self) -> bool {
-        self.lessons.has_places()
-    }
-
-    fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
-        self.record(r, batch, true)
-    }
-
-    fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
-        self.record(r, batch, false)
-    }
-
-    fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
-        self.model.load(s)
-    }
-
-    fn init_from(&self, s: &mut Session, from: &Path) -> Result<bool, TrainError> {
-        let is_adapter = from.join("adapter_config.json").exists();
-        if is_adapter {
-            self.model.take(s, from)?;
-        }
-        Ok(is_adapter)
-    }
-
-    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
-        if train {
-            say!("{}", self.lessons.describe()?);
-        }
-        self.lessons.source(if train { Split::Train } else { Split::Val })
-    }
-
-    fn epoch(&self) -> Option<u64> {
-        self.lessons.epoch()
-    }
-
-    fn vocab(&self) -> usize {
-        self.model.shape.vocab
-    }
-
-    fn floor(&self) -> Option<(&'static str, f64)> {
-        Some(("entropy of the data", self.lessons.floor()?))
-    }
-
-    fn identity(&self) -> Result<serde_json::Value, TrainError> {
-        Ok(self.identity.clone())
-    }
-
-    fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
-        self.lessons.kept()
     }
 }

@@ -1,10 +1,10 @@
 //! The task: supervised training, and every few steps replies that are written, embedded and rewarded where a set of them differs.
 
-use super::{Objective, PolychromicModel, Replies};
+use super::{Objective, Replies};
 use crate::config::{ConfigError, TrainConfig};
 use crate::data::Split;
 use crate::data::replies::Asked;
-use crate::models::decoder::{Adapted, Decoder, Rows, WRITES, Writer, Written, made_up};
+use crate::models::decoder::{Adapted, Decoder, DecoderModel, Rows, WRITES, Writer, Written, made_up};
 use crate::models::{Encoder, EncoderFeeds};
 use crate::recipe::{Better, Counted, Evaluation, Extent, Metric, Model, Pending, Session, Supervised, Task, TrainError, Unit};
 use crate::run::write_whole;
@@ -57,7 +57,7 @@ const METRICS: &[Metric] = &[
 const SAID: &[&str] = &["policy", "diversity", "baseline"];
 
 impl Policy {
-    pub fn new(objective: Objective, model: &PolychromicModel) -> Result<Policy, TrainError> {
+    pub fn new(objective: Objective, model: &DecoderModel) -> Result<Policy, TrainError> {
         let lessons = &model.lessons;
         if lessons.prompts(Split::Train) == 0 || lessons.prompts(Split::Val) == 0 {
             return Err(TrainError::Other(
@@ -146,13 +146,7 @@ impl Policy {
     }
 
     /// Writes replies and embeds them.
-    pub fn write(
-        &self,
-        s: &mut Session,
-        model: &PolychromicModel,
-        asked: &Asked,
-        rng: [i32; 4],
-    ) -> Result<(Written, SetFeeds), TrainError> {
+    pub fn write(&self, s: &mut Session, model: &DecoderModel, asked: &Asked, rng: [i32; 4]) -> Result<(Written, SetFeeds), TrainError> {
         let written = self.writer.write(s, asked, rng)?;
         let places = Rows::padded(&written.real, self.writer.capacity());
         let feeds = SetFeeds { ids: written.ids.clone(), reply: written.reply.iter().map(|&r| r as u8).collect(), places };
@@ -175,7 +169,7 @@ impl Policy {
 
     /// What replies to `prompts` of the prompts to validate with are like, or to all of them where there are fewer: a prompt that is asked again says
     /// nothing about others, and a standard error that counts it twice is too small.
-    pub fn survey(&self, s: &mut Session, model: &PolychromicModel, prompts: u64, seed: u64) -> Result<Survey, TrainError> {
+    pub fn survey(&self, s: &mut Session, model: &DecoderModel, prompts: u64, seed: u64) -> Result<Survey, TrainError> {
         let mut survey = Survey::default();
         let (lessons, batch) = (&model.lessons, self.writer.prompts as u64);
         let prompts = prompts.min(lessons.prompts(Split::Val));
@@ -282,7 +276,7 @@ fn mean(v: &[f64]) -> f64 {
 }
 
 pub struct Polychromic {
-    inner: Supervised<PolychromicModel>,
+    inner: Supervised<DecoderModel>,
     policy: Option<Policy>,
     seed: u64,
     /// Whether the last step had replies.
@@ -290,7 +284,7 @@ pub struct Polychromic {
 }
 
 impl Polychromic {
-    pub fn new(mut model: PolychromicModel, objective: Objective, train: TrainConfig, seed: u64) -> Result<Polychromic, TrainError> {
+    pub fn new(mut model: DecoderModel, objective: Objective, train: TrainConfig, seed: u64) -> Result<Polychromic, TrainError> {
         let policy = objective.writes().then(|| Policy::new(objective, &model)).transpose()?;
         // Where nothing is learned from what it embeds, it may change.
         if let Some(encoder) = policy.as_ref().filter(|p| p.objective.weight > 0.0).and_then(|p| p.encoder.as_ref()) {
