@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """GGUF files beside what they were made from: gguf-py reads them, llama.cpp's converter makes its own, llama.cpp runs them.
 
-    python3 peers/check_gguf.py --export 'kiln export {folder} --format gguf --type {type} --out {out}' \\
+    python3 peers/gguf_check.py --export 'kiln export {folder} --format gguf --type {type} --out {out}' \\
         --llama DIR [--library DIR] [--mistral DIR] [--work DIR] [--only NAME,..] [--keep]
 
 For each case a small model with random weights is made with transformers. Then:

@@ -1,6 +1,4 @@
-//! An op of one's own with a CUDA kernel, checked like the engine's own ops and trained with.
-//!
-//!     cargo run --release -p kiln --example own_op
+//! An op of one's own with a CUDA kernel, checked like the engine's own ops and trained with: cargo run -p kiln --example own_op
 
 use engine::check::check_case;
 use engine::cpu::{View, ViewMut};
@@ -35,10 +33,8 @@ impl Op for Shift {
         let (time, dim, x) = (y[0].dim(1), y[0].dim(0), x[0].f32());
         for (i, row) in y[0].f32().chunks_mut(dim).enumerate() {
             let from = if self.back { (i % time + 1 < time).then_some(i + 1) } else { (i % time > 0).then(|| i - 1) };
-            match from {
-                Some(from) => row.copy_from_slice(&x[from * dim..][..dim]),
-                None => row.fill(0.0),
-            }
+            row.fill(0.0);
+            from.into_iter().for_each(|from| row.copy_from_slice(&x[from * dim..][..dim]));
         }
     }
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

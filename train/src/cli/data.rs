@@ -2,6 +2,7 @@
 
 use super::signals::Signal;
 use super::{Recipes, write_json};
+use crate::data::chats::Learn;
 use crate::data::images::pictures::augmented_pictures;
 use crate::data::images::{self, Block, Format};
 use crate::data::{DataError, Dataset, Input, PrepareOptions, Split, inspect, prepare};
@@ -91,14 +92,21 @@ struct PrepareArgs {
   kiln data preview --out sheet.png
   kiln data preview --data photos --least-area 0.3 --out sheet.png
   kiln data preview --data digits --mirror false --out sheet.png
-  kiln data preview --data data/cifar-10-batches-bin --split val --count 100 --out sheet.png")]
+  kiln data preview --data data/cifar-10-batches-bin --split val --count 100 --out sheet.png
+  kiln data preview --data chats.jsonl --base models/qwen2.5-0.5b --count 2     # chats, with the learned tokens marked")]
 struct PreviewArgs {
     /// A folder: CIFAR-10 or CIFAR-100 (binary version), or pictures in a folder for each class; or generated
     #[arg(long, default_value = "generated")]
     data: PathBuf,
-    /// The PNG file to write
-    #[arg(long)]
-    out: PathBuf,
+    /// Pictures: the PNG file to write
+    #[arg(long, required_unless_present = "base")]
+    out: Option<PathBuf>,
+    /// Chats: a model's folder, whose chat template and tokenizer they are put through
+    #[arg(long, value_name = "FOLDER", conflicts_with = "out")]
+    base: Option<PathBuf>,
+    /// Chats: whose turns are learned
+    #[arg(long, default_value = "assistant", value_parser = Learn::ALL.map(|l| l.0))]
+    learn: String,
     /// The most pictures to show
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1000))]
     count: u32,
@@ -201,7 +209,12 @@ fn inspect_data(path: &Path, json: bool, recipes: Recipes) -> Result<ExitCode> {
 }
 
 fn preview(a: PreviewArgs) -> Result<ExitCode> {
-    let PreviewArgs { data, out, count, split, least_area, mirror, seed, format, size } = a;
+    let PreviewArgs { data, out, count, split, least_area, mirror, seed, format, size, base, learn } = a;
+    let out = match (out, base) {
+        (Some(out), _) => out,
+        (None, Some(base)) => return super::chats::preview(&data, &base, count as usize, &learn),
+        (None, None) => bail!("--out names the picture to write"),
+    };
     if !(least_area > 0.0 && least_area <= 1.0) {
         bail!("--least-area {least_area} is not above 0 and at most 1");
     }

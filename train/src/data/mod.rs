@@ -1,5 +1,6 @@
 //! Text files -> token shards -> windows -> batches; prompts with replies; pictures; puzzles. Item i of every source is a pure function of the seed and i.
 
+pub mod chats;
 mod dataset;
 mod eos;
 mod error;

@@ -15,6 +15,8 @@ fn beside(name: &str) -> PathBuf {
 
 #[test]
 fn an_op_of_ones_own_is_checked_and_trained_with() {
+    let source = include_str!("../../examples/own_op.rs");
+    assert!(source.lines().count() < 80, "{} lines", source.lines().count());
     let run = Command::new(beside("own_op")).output().unwrap();
     let text = String::from_utf8_lossy(&run.stdout);
     assert!(run.status.success(), "{text}{}", String::from_utf8_lossy(&run.stderr));

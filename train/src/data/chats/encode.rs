@@ -1,0 +1,28 @@
+//! Text with learned parts as tokens with a mask.
+
+use tokenizers::Tokenizer;
+
+use super::{ChatError, Rendered};
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Encoded {
+    pub ids: Vec<u32>,
+    /// Of each token, whether it is learned.
+    pub learned: Vec<bool>,
+}
+
+/// No token is added: the text has its own beginning. A token is learned where its first byte is in a learned part: one that begins in a header
+/// and reaches into the assistant's text is nothing that the model would write.
+pub fn encode(tokenizer: &Tokenizer, rendered: &Rendered) -> Result<Encoded, ChatError> {
+    let encoding = tokenizer.encode(rendered.text.as_str(), false).map_err(|e| ChatError::Encode { reason: e.to_string() })?;
+    let ids = encoding.get_ids().to_vec();
+    let (mut learned, mut parts, mut last_end) = (Vec::with_capacity(ids.len()), rendered.learned.iter().peekable(), 0);
+    for &(begin, end) in encoding.get_offsets() {
+        // Some tokenizers leave white space out of offsets: it belongs to the token that follows the last one's end.
+        let begin = begin.min(last_end);
+        last_end = last_end.max(end);
+        while parts.next_if(|part| part.end <= begin).is_some() {}
+        learned.push(parts.peek().is_some_and(|part| part.start <= begin));
+    }
+    Ok(Encoded { ids, learned })
+}

@@ -1,0 +1,216 @@
+//! Files of rows, read one row at a time: JSON lines, a JSON array, gzip of either, parquet, and folders of those.
+
+use std::fmt;
+use std::io::{BufRead, BufReader, ErrorKind, Read};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use flate2::bufread::MultiGzDecoder;
+use minijinja::Value;
+use serde::de::{Deserializer, Error as _, SeqAccess, Visitor};
+
+use super::{ChatError, Conversation, Layout, parquet};
+use crate::input;
+
+/// A row and where it stands.
+pub struct Row<'a> {
+    pub path: &'a Path,
+    /// "line" or "row".
+    pub unit: &'static str,
+    /// Counted from 1.
+    pub number: u64,
+    pub value: Value,
+}
+
+impl Row<'_> {
+    pub fn error(&self, problem: impl Into<String>) -> ChatError {
+        ChatError::Row { path: self.path.to_owned(), unit: self.unit, number: self.number, problem: problem.into() }
+    }
+}
+
+/// What is done with a row; `Break` ends the reading.
+pub type Visit<'a> = dyn FnMut(Row) -> Result<ControlFlow<()>, ChatError> + 'a;
+
+/// Suffixes of files that are read in a folder.
+const SUFFIXES: [&str; 7] = [".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet"];
+/// What programs put beside the rows.
+const BESIDE: [&str; 4] = ["dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"];
+
+/// The files behind a path, by name.
+pub fn list(path: &Path) -> Result<Vec<PathBuf>, ChatError> {
+    if !path.is_dir() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let (mut files, mut others) = (vec![], vec![]);
+    for entry in std::fs::read_dir(path).map_err(ChatError::io("list", path))? {
+        let file = entry.map_err(ChatError::io("list", path))?.path();
+        let name = file.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+        let rows = SUFFIXES.iter().any(|suffix| name.ends_with(suffix)) && !BESIDE.contains(&name.as_str()) && !name.starts_with('.');
+        if file.is_file() && rows { files.push(file) } else { others.push(name) }
+    }
+    files.sort();
+    if files.is_empty() {
+        others.sort();
+        others.truncate(8);
+        return Err(ChatError::file(path, format!("holds no {} file, only {others:?} (name the file or its folder)", SUFFIXES.join(", "))));
+    }
+    Ok(files)
+}
+
+/// Every conversation of a file or a folder, in order. Without a layout the first row says which one; it is given back.
+pub fn each_conversation(
+    path: &Path,
+    layout: Option<Layout>,
+    visit: &mut dyn FnMut(&Row, Conversation) -> Result<(), ChatError>,
+) -> Result<Layout, ChatError> {
+    let files = list(path)?;
+    let layout = match layout {
+        Some(layout) => layout,
+        None => found(path, &files)?,
+    };
+    for file in &files {
+        each_row(file, Some(&layout), &mut |row| {
+            let conversation = layout.conversation(&row.value).map_err(|problem| row.error(format!("{problem} (expected {layout})")))?;
+            visit(&row, conversation)?;
+            Ok(ControlFlow::Continue(()))
+        })?;
+    }
+    Ok(layout)
+}
+
+fn found(path: &Path, files: &[PathBuf]) -> Result<Layout, ChatError> {
+    let mut layout = None;
+    for file in files {
+        each_row(file, None, &mut |row| {
+            layout = Some(Layout::find(&row.value).map_err(|problem| row.error(problem))?);
+            Ok(ControlFlow::Break(()))
+        })?;
+        if let Some(layout) = layout {
+            return Ok(layout);
+        }
+    }
+    Err(ChatError::file(path, "holds no rows"))
+}
+
+/// Every row of one file. What it is follows from how it begins, not from its name. Of a parquet file, columns that `layout` does not need are
+/// not read.
+pub fn each_row(path: &Path, layout: Option<&Layout>, visit: &mut Visit) -> Result<(), ChatError> {
+    let mut file = input::open(path).map_err(ChatError::io("open", path))?;
+    let mut magic = vec![];
+    Read::by_ref(&mut file).take(6).read_to_end(&mut magic).map_err(ChatError::io("read", path))?;
+    let file = input::open(path).map_err(ChatError::io("open", path))?;
+    let reader = BufReader::with_capacity(1 << 16, file);
+    let refused = |what: &str| Err(ChatError::file(path, format!("it is {what} (unpack it, or convert it to JSON lines or parquet)")));
+    match &magic[..] {
+        [] => Err(ChatError::file(path, "it is empty")),
+        [b'P', b'A', b'R', b'1', ..] => parquet::each_row(path, layout, visit),
+        [0x1f, 0x8b, ..] => each_json(path, BufReader::with_capacity(1 << 16, MultiGzDecoder::new(reader)), visit),
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => refused("compressed with zstd"),
+        [b'B', b'Z', b'h', ..] => refused("compressed with bzip2"),
+        [0xfd, b'7', b'z', b'X', b'Z', ..] => refused("compressed with xz"),
+        [b'P', b'K', 3, 4, ..] => refused("a zip archive"),
+        [b'A', b'R', b'R', b'O', b'W', ..] | [0xff, 0xff, 0xff, 0xff, ..] => refused("an Arrow file"),
+        _ => each_json(path, reader, visit),
+    }
+}
+
+/// JSON lines, or an array.
+fn each_json(path: &Path, mut reader: impl BufRead, visit: &mut Visit) -> Result<(), ChatError> {
+    let mut number = 1;
+    // A mark of UTF-8 and white space may stand before the first row.
+    loop {
+        let buffer = reader.fill_buf().map_err(|e| unreadable(path, e))?;
+        let skip = match buffer {
+            [] => return Err(ChatError::file(path, "it is empty")),
+            [0xef, 0xbb, 0xbf, ..] => 3,
+            [byte, ..] if byte.is_ascii_whitespace() => 1,
+            [b'[', ..] => return each_element(path, reader, visit),
+            _ => return each_line(path, number, reader, visit),
+        };
+        number += u64::from(buffer[0] == b'\n');
+        reader.consume(skip);
+    }
+}
+
+fn each_line(path: &Path, first: u64, mut reader: impl BufRead, visit: &mut Visit) -> Result<(), ChatError> {
+    let mut buffer = vec![];
+    for number in first.. {
+        buffer.clear();
+        if reader.read_until(b'\n', &mut buffer).map_err(|e| unreadable(path, e))? == 0 {
+            break;
+        }
+        let mut row = Row { path, unit: "line", number, value: Value::UNDEFINED };
+        let text = std::str::from_utf8(&buffer)
+            .map_err(|e| row.error(format!("invalid UTF-8 at its byte {} (convert the file to UTF-8)", e.valid_up_to())))?;
+        if text.trim().is_empty() {
+            continue;
+        }
+        row.value = serde_json::from_str(text.trim_end()).map_err(|e| {
+            let message = e.to_string();
+            let reason = message.split(" at line ").next().unwrap_or_default();
+            let hint = if e.is_eof() { "; an object is one line" } else { "" };
+            row.error(format!("not JSON: {reason} at its column {} (correct or remove the line{hint})", e.column()))
+        })?;
+        if visit(row)?.is_break() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The elements of a JSON array, without ever holding more than one.
+fn each_element(path: &Path, reader: impl BufRead, visit: &mut Visit) -> Result<(), ChatError> {
+    let mut elements = Elements { path, visit, number: 0, failed: None, ended: false };
+    let mut json = serde_json::Deserializer::from_reader(reader);
+    let parsed = json.deserialize_seq(&mut elements).and_then(|()| json.end());
+    match (elements.failed, parsed) {
+        (Some(error), _) => Err(error),
+        (None, Err(_)) if elements.ended => Ok(()),
+        (None, Ok(())) => Ok(()),
+        (None, Err(e)) if e.is_io() => Err(unreadable(path, e.into())),
+        (None, Err(e)) => {
+            let problem = format!("not JSON: {e} (the array may be cut short: download it again, or correct it)");
+            Err(ChatError::Row { path: path.to_owned(), unit: "row", number: elements.number + 1, problem })
+        }
+    }
+}
+
+struct Elements<'a, 'v> {
+    path: &'a Path,
+    visit: &'a mut Visit<'v>,
+    number: u64,
+    failed: Option<ChatError>,
+    ended: bool,
+}
+
+impl<'de> Visitor<'de> for &mut Elements<'_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("an array of rows")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
+        while let Some(value) = elements.next_element::<Value>()? {
+            self.number += 1;
+            match (self.visit)(Row { path: self.path, unit: "row", number: self.number, value }) {
+                Ok(ControlFlow::Continue(())) => {}
+                Ok(ControlFlow::Break(())) => self.ended = true,
+                Err(error) => self.failed = Some(error),
+            }
+            if self.ended || self.failed.is_some() {
+                return Err(A::Error::custom("stopped"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A read that failed: with gzip, mostly because a file is cut short or damaged.
+fn unreadable(path: &Path, error: std::io::Error) -> ChatError {
+    match error.kind() {
+        ErrorKind::UnexpectedEof => ChatError::file(path, "it is cut short: the compressed data ends in the middle (download it again)"),
+        ErrorKind::InvalidInput | ErrorKind::InvalidData => ChatError::file(path, format!("it is damaged: {error} (download it again)")),
+        _ => ChatError::Io { doing: "read", path: path.to_owned(), error },
+    }
+}
