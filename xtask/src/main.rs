@@ -133,16 +133,13 @@ fn docs() -> Result<(), String> {
     run(test.args(["docs::generated_pages_are_current", "docs::the_receipts_in_the_readme_are_current"]).env("KILN_WRITE_DOCS", "1"))
 }
 
-/// The engine's own tests of its kernels, with the cases that are left out of `cargo test` because they take long.
+/// `kiln check emulate`, with the cases that the tests leave out because they take long.
 fn emulate(ops: &[String]) -> Result<(), String> {
-    if !has("g++", &["--version"]) {
-        return Err("kernels are emulated with g++, which is not there".into());
+    let emulate = ["run", "--package", "kiln", "--", "check", "emulate"];
+    match ops {
+        [] => cargo(&[&emulate[..], &["--every"]].concat()),
+        ops => ops.iter().try_for_each(|op| cargo(&[&emulate[..], &[op.as_str()]].concat())),
     }
-    let all = ["all".to_string()];
-    let ops = if ops.is_empty() { &all } else { ops };
-    let mut test = Command::new(env!("CARGO"));
-    test.args(["test", "--package", "kiln-engine", "--lib", "--", "--nocapture", "emulator::tests::kernels"]);
-    run(test.args(ops.iter().map(|op| format!("op={op}"))))
 }
 
 /// Whether a program is there.
