@@ -1,6 +1,6 @@
 //! `kiln data preview` of chats: how a model is given them, and which tokens it learns.
 
-use crate::data::chats::{ChatError, ChatTemplate, Learn, Way, complete, each_conversation, encode};
+use crate::data::chats::{ChatError, ChatTemplate, Learn, Special, Way, complete, each_conversation, encode};
 use anyhow::{Result, bail};
 use std::path::Path;
 use std::process::ExitCode;
@@ -18,6 +18,7 @@ pub fn preview(data: &Path, base: &Path, count: usize, learn: &str) -> Result<Ex
         Err(e) => bail!("{} is not a readable tokenizer.json: {e}", path.display()),
     };
     complete(&mut tokenizer, base)?;
+    Special::find(&tokenizer, Some(base))?.lines().iter().for_each(|line| crate::say!("{line}"));
     let added: Vec<String> = tokenizer.get_added_tokens_decoder().into_values().map(|t| t.content).collect();
     let template = ChatTemplate::of_folder(base, &added, None)?;
     let (mut chats, mut examples, mut tokens, mut learned, mut split) = (0, 0, 0, 0, 0);
