@@ -1,6 +1,8 @@
 //! GEMM on strided memory.
 #![allow(unsafe_code)]
 
+use gemm_common::Parallelism;
+
 /// A matrix inside a slice: element (i, j) is at `offset + i * row + j * column`.
 #[derive(Clone, Copy, Debug)]
 pub struct Mat<'a> {
@@ -51,18 +53,20 @@ pub fn gemm(c: &mut [f32], row: usize, into: Into, m: usize, k: usize, n: usize,
     assert!(a.fits(m, k) && b.fits(k, n), "a GEMM past the end of its inputs");
     assert!(m <= 1 || row >= n, "overlapping rows of a GEMM's output");
     assert!(m == 0 || n == 0 || (m - 1) * row + n <= c.len(), "a GEMM past the end of its output");
-    let threads = if parallel { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
+    let threads = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
     let alpha = if into == Into::Add { 1.0 } else { 0.0 };
+    // The kernels prefer an output whose columns are contiguous: c^T = b^T a^T, unless c is one column.
+    let (m, n, strides, a, b) = if row > 1 { (n, m, [row, 1], b.t(), a.t()) } else { (m, n, [1, row], a, b) };
     // SAFETY: both inputs and the output were just checked to hold every element that the product touches; the output is
     // borrowed mutably, so it overlaps neither input.
     unsafe {
-        gemm::gemm(
+        gemm_f32::gemm::f32::get_gemm_fn()(
             m,
             n,
             k,
             c.as_mut_ptr(),
-            1,
-            row as isize,
+            strides[0] as isize,
+            strides[1] as isize,
             into == Into::Add,
             a.data.as_ptr().add(a.offset),
             a.column as isize,

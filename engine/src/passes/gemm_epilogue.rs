@@ -10,6 +10,7 @@ use crate::op::Op;
 use crate::ops::linear_attention::LinearAttentionGrad;
 use crate::ops::matmul::{Add, Matmul};
 use crate::ops::norm::RmsNormGrad;
+use crate::ops::norm::affine::AffineLayerNormGrad;
 use crate::ops::pointwise::Pointwise;
 use crate::ops::view::Reshape;
 use crate::record::{Recorder, Var};
@@ -23,7 +24,7 @@ impl Switch for GemmEpilogue {
     }
 
     fn about(&self) -> &'static str {
-        "GEMM epilogues: matmuls write f32, accumulate into a sum (residuals, gradients of one value), add a bias and apply ReLU or GELU. The backward kernels of RMS norm and linear attention likewise accumulate, and apply ReLU's gradient."
+        "GEMM epilogues: matmuls write f32, accumulate into a sum (residuals, gradients of one value), add a bias and apply ReLU or GELU. The backward kernels of norms and linear attention likewise accumulate, and apply ReLU's gradient."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -36,11 +37,14 @@ impl Switch for GemmEpilogue {
         let x = r.feed("x", &[2, 5, 8], DType::F32);
         let h = x + x.silu().matmul(w);
         let h = h + h.rms_norm(b, 1e-6).matmul(w);
+        let h = h + h.layer_norm_affine(b, b, 1e-6).matmul(w);
         let loss = h.square().mean();
         r.output("loss", loss);
         r.output("dw", r.grad(loss, &[w])[0]);
         // A matmul with a single reader.
         r.output("y", (x.tanh().matmul(w) + b).gelu());
+        // A residual connection around a matmul with a bias.
+        r.output("residual", x + (x.tanh().matmul(w) + b));
         let (down, up) = (param("down", &[8, 1]), param("up", &[1, 8]));
         r.output("adapted", x.matmul(w) + x.matmul(down).matmul(up) + x.silu().matmul(w));
     }
@@ -73,14 +77,15 @@ impl Pass for GemmEpilogue {
             let mut x = inputs.to_vec();
             let made = if let Some(p) = products.get(&i) {
                 x.extend(p.add.map(|v| at(v).reshape(&node.outputs[0].shape)));
-                x.extend(p.bias.map(|v| at(v).reshape(&[node.outputs[0].dim(0)])));
+                let dtype = p.op.dtype.unwrap_or(node.outputs[0].dtype);
+                x.extend(p.bias.map(|v| at(v).cast(dtype).reshape(&[node.outputs[0].dim(0)])));
                 w.recorder.op(p.op.clone(), &x)
             } else if let Some(more) = gradients.get(&i) {
                 x.extend(more.add.map(|v| at(v).reshape(&node.outputs[0].shape)));
                 match (node.op::<LinearAttentionGrad>(), node.op::<RmsNormGrad>()) {
                     (Some(&op), _) => w.recorder.op(LinearAttentionGrad { add: more.add.is_some(), relu: more.relu, ..op }, &x),
                     (_, Some(op)) => w.recorder.op(RmsNormGrad { add: true, ..op.clone() }, &x),
-                    _ => unreachable!("one of the two"),
+                    _ => w.recorder.op(AffineLayerNormGrad { add: true }, &x),
                 }
             } else if let Some(&v) = stands_for.get(&Value { node: i, out: 0 }) {
                 // The matmul's output may have another shape: [rows, n] instead of [batch, time, n].
@@ -172,7 +177,7 @@ struct More {
 struct Folded {
     /// Matmuls with a new epilogue, by node.
     products: HashMap<usize, Product>,
-    /// Backward kernels of RMS norm and linear attention with more work, by node.
+    /// Backward kernels of norms and linear attention with more work, by node.
     gradients: HashMap<usize, More>,
     /// A folded node's output -> the matmul output that replaces it.
     stands_for: HashMap<Value, Value>,
@@ -234,7 +239,8 @@ impl Folded {
     /// The same for a backward kernel whose first output this value is.
     fn gradient(&self, g: &Graph, v: Value) -> Option<usize> {
         let node = &g.nodes[v.node];
-        let known = node.op::<RmsNormGrad>().is_some_and(|n| !n.add) || node.op::<LinearAttentionGrad>().is_some();
+        let norm = node.op::<RmsNormGrad>().is_some_and(|n| !n.add) || node.op::<AffineLayerNormGrad>().is_some_and(|n| !n.add);
+        let known = norm || node.op::<LinearAttentionGrad>().is_some();
         match (self.reads.once(v), self.stands_for.get(&v)) {
             (true, Some(w)) => self.gradients.contains_key(&w.node).then_some(w.node),
             (true, None) if node.op::<Reshape>().is_some() => self.gradient(g, node.inputs[0]),
@@ -299,10 +305,10 @@ impl Folded {
                 let Some(m) = product(k) else { continue };
                 let result = self.result(g, m);
                 let (own, meta) = (g.meta(node.inputs[k]), g.meta(other));
-                if own.shape != node.outputs[0].shape || result.dtype != p.dtypes[0] || meta.dtype != p.dtypes[0] {
+                if own.shape != node.outputs[0].shape || result.dtype != p.dtypes[0] {
                     continue;
                 }
-                if meta.shape == node.outputs[0].shape {
+                if meta.shape == node.outputs[0].shape && meta.dtype == p.dtypes[0] {
                     ways.push((m, Work::Add(other)));
                 } else if meta.elements() == meta.dim(0) && meta.dim(0) == result.dim(0) && meta.rank() == 1 {
                     ways.push((m, Work::Bias(other)));
@@ -359,7 +365,7 @@ impl Folded {
         let op = self.op(g, m);
         let behind = op.act.is_some() || op.bias;
         match work {
-            Work::Add(_) if op.add.is_some() || behind => Some("the matmul accumulates into another value already"),
+            Work::Add(_) if op.add.is_some() || op.act.is_some() => Some("the matmul accumulates into another value already"),
             Work::Add(v) if self.position(*v) >= m => Some("what is added is computed after the matmul"),
             Work::Bias(_) if behind => Some("the matmul has a bias or an activation already"),
             Work::Bias(v) if crate::mutant!("gemm-epilogue-adds-a-bias-from-behind", self.position(*v) >= m, false) => {

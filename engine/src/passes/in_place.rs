@@ -1,16 +1,18 @@
-//! In-place execution: pointwise ops and accumulating GEMMs overwrite an input that nothing reads afterwards.
+//! In-place execution: pointwise ops and accumulating GEMMs overwrite an input that nothing reads afterwards, and attention's gradients are
+//! written where they are concatenated.
 
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
-use crate::ops::concat::Join;
+use crate::ops::attention::{FlashAttentionGrad, attention};
+use crate::ops::concat::{Concat, Join};
 use crate::ops::matmul::{Add, Matmul};
 use crate::ops::matmul_pointwise::MatmulPointwise;
 use crate::ops::pointwise::Pointwise;
 use crate::plan::{last_reads, view_roots};
 use crate::record::Recorder;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 pub struct InPlace;
@@ -21,7 +23,7 @@ impl Switch for InPlace {
     }
 
     fn about(&self) -> &'static str {
-        "Lets pointwise ops and accumulating GEMMs overwrite an input that nothing reads afterwards: less memory, and warm cache lines."
+        "Lets pointwise ops and accumulating GEMMs overwrite an input that nothing reads afterwards: less memory, and warm cache lines. Attention writes the gradients of q, k and v into one tensor where these are slices of one projection."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -32,6 +34,10 @@ impl Switch for InPlace {
         let w = r.param("w", &[4, 4], Init::Normal { std: 1.0 });
         let x = r.feed("x", &[5, 4], DType::F32);
         r.output("y", x.matmul(w).silu().matmul(w));
+        let qkv = r.param("qkv", &[2, 3, 12], Init::Normal { std: 1.0 });
+        let part = |i: usize| qkv.slice(2, 4 * i, 4 * i + 4).reshape(&[2, 3, 2, 2]);
+        let loss = attention(part(0), part(1), part(2), true, 0.5).square().mean();
+        r.output("d_qkv", r.grad(loss, &[qkv])[0]);
     }
 }
 
@@ -45,6 +51,7 @@ impl Pass for InPlace {
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        join_gradients(g, receipt)?;
         let roots = view_roots(g);
         let last = last_reads(g, &roots);
         // Inputs of a Join are parts of its buffer, which is still needed.
@@ -107,4 +114,47 @@ impl Pass for InPlace {
         }
         Ok(())
     }
+}
+
+/// Where dq, dk and dv of one attention are only read to be concatenated, its kernel writes them side by side.
+fn join_gradients(g: &mut Graph, receipt: &mut Receipt) -> Result<(), Error> {
+    let reads = g.reads();
+    // The concat -> the attention gradient whose outputs it concatenates, head after head.
+    let joined: HashMap<usize, usize> = (0..g.nodes.len()).filter_map(|i| Some((i, gradients_of(g, i, &|v| reads.once(v))?))).collect();
+    if joined.is_empty() {
+        return Ok(());
+    }
+    receipt.applied += joined.len();
+    let gradients: HashSet<usize> = joined.values().copied().collect();
+    g.rewrite(|w, i, node, inputs| {
+        if gradients.contains(&i) {
+            let op = FlashAttentionGrad { joint: true, ..node.op::<FlashAttentionGrad>().expect("a gradient").clone() };
+            let all = w.recorder.op1(op, inputs);
+            let mut end = 0;
+            let parts = node.outputs.iter().map(|part| {
+                end += part.dim(1);
+                all.slice(2, end - part.dim(1), end)
+            });
+            return Ok::<_, Error>(Some(parts.collect()));
+        }
+        let Some(&gradient) = joined.get(&i) else { return Ok(None) };
+        let slice = w.at(Value { node: gradient, out: 0 });
+        let all = slice.recorder().with_graph(|g| g.nodes[slice.value().node].inputs[0]);
+        Ok(Some(vec![w.recorder.var(all).reshape(&node.outputs[0].shape)]))
+    })?;
+    super::dead_code::sweep(g);
+    Ok(())
+}
+
+/// The attention gradient whose three outputs are all that node `i` concatenates, if it is such a concat.
+fn gradients_of(g: &Graph, i: usize, once: &dyn Fn(Value) -> bool) -> Option<usize> {
+    let node = &g.nodes[i];
+    let of: Vec<Value> = node.inputs.iter().map(|&v| g.unshaped(v)).collect();
+    let gradient = of.first()?.node;
+    g.nodes[gradient].op::<FlashAttentionGrad>().filter(|a| !a.joint)?;
+    let [q, k] = [0, 1].map(|out| &g.nodes[gradient].outputs[out]);
+    let whole = of == [0, 1, 2].map(|out| Value { node: gradient, out }) && node.inputs.iter().chain(&of).all(|&v| once(v));
+    let last = node.op::<Concat>().is_some_and(|c| c.axis == 2) && node.outputs[0].rank() == 3;
+    let heads = node.inputs.iter().zip(&g.nodes[gradient].outputs).all(|(&v, part)| g.meta(v).shape == [q.shape[0], q.shape[1], part.dim(1) * q.dim(0)]);
+    (whole && last && heads && q.shape[1] == k.shape[1] && q.dtype == k.dtype).then_some(gradient)
 }

@@ -124,11 +124,11 @@ pub fn start(args: Vec<String>) -> Child {
     command(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// As from a terminal. Tests that run in a shell's background ignore SIGINT, and so would what they start.
+/// As from a terminal. Tests that run in a shell's background ignore SIGINT, under nohup SIGHUP, and so would what they start.
 pub fn start_in_foreground(args: Vec<String>) -> Child {
     let plain = command(args);
     let mut command = Command::new("env");
-    command.arg("--default-signal=INT").arg(plain.get_program()).args(plain.get_args());
+    command.arg("--default-signal=INT,HUP").arg(plain.get_program()).args(plain.get_args());
     for (name, value) in plain.get_envs() {
         match value {
             Some(value) => command.env(name, value),

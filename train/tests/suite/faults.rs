@@ -331,7 +331,7 @@ fn an_interrupted_run_saves_and_exits_with_128_and_its_signal() {
     for (name, status) in [("INT", 130), ("TERM", 143), ("HUP", 129), ("USR1", 138)] {
         let dir = tempdir().unwrap();
         let run = dir.path().join("run");
-        let mut child = start(train_args(&run, ENDLESS));
+        let mut child = start_in_foreground(train_args(&run, ENDLESS));
         wait_until(&mut child, || losses(&run).len() >= 3);
         signal(&child, name);
         let ran = ends(child);

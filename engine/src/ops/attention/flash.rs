@@ -67,6 +67,11 @@ impl<'x> Sizes<'x> {
         self.head(x, b, self.time, self.rows[0], h, t)
     }
 
+    /// The same of dy, which is contiguous.
+    fn gradient<'a>(&self, x: &'a [f32], b: usize, h: usize, t: usize) -> Mat<'a> {
+        self.head(x, b, self.time, self.heads * self.d, h, t)
+    }
+
     fn key<'a>(&self, x: &'a [f32], b: usize, h: usize, t: usize) -> Mat<'a> {
         self.head(x, b, self.keys, self.rows[1], h, t)
     }
@@ -123,7 +128,7 @@ impl Op for FlashAttention {
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return no_gradient(x.len()) };
         let inputs = [&x[..3], &[y[0], y[1], d], &x[3..]].concat();
-        let grads = d.recorder().op(FlashAttentionGrad { causal: self.causal, scale: self.scale }, &inputs);
+        let grads = d.recorder().op(FlashAttentionGrad { causal: self.causal, scale: self.scale, joint: false }, &inputs);
         grads.into_iter().map(Some).chain(no_gradient(x.len() - 3)).collect()
     }
 
@@ -207,12 +212,14 @@ fn hide(row: &mut [f32], limits: &[i32], t: usize, number: f32) {
 }
 
 /// Inputs: q, k, v, y, lse, dy, and perhaps `until`. Outputs: dq, dk, dv.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct FlashAttentionGrad {
     /// As in the forward op.
     pub causal: bool,
     /// As in the forward op.
     pub scale: f32,
+    /// Whether the three are one tensor [batch, time, heads + 2 kv, d], each time step's dq before its dk and dv.
+    pub joint: bool,
 }
 
 impl Op for FlashAttentionGrad {
@@ -221,7 +228,12 @@ impl Op for FlashAttentionGrad {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        x[..3].to_vec()
+        if !self.joint {
+            return x[..3].to_vec();
+        }
+        let (q, k) = (&x[0], &x[1]);
+        assert!(q.shape[1] == k.shape[1] && q.dtype == k.dtype && k == &x[2], "dq, dk and dv of {q:?} and {k:?} as one tensor");
+        vec![Meta::new(&[q.shape[0], q.shape[1], q.shape[2] + 2 * k.shape[2], q.shape[3]], q.dtype)]
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {
@@ -232,8 +244,9 @@ impl Op for FlashAttentionGrad {
         let s = Sizes::new(x, x.get(6), self.causal);
         let (q, k, v) = (x[0].f32(), x[1].f32(), x[2].f32());
         let (y, lse, dy) = (x[3].f32(), x[4].f32(), x[5].f32());
-        let (dq, rest) = work.split_at_mut(q.len());
-        let (dk, dv) = rest.split_at_mut(k.len());
+        let elements = |i: usize| x[i].shape.iter().product();
+        let (dq, rest) = work.split_at_mut(elements(0));
+        let (dk, dv) = rest.split_at_mut(elements(1));
         // A task owns one key head and the query heads that read it, so that no two tasks accumulate into the same place.
         let (per_q, per_k) = (s.group() * s.time * s.d, s.keys * s.d);
         let tasks = dq.par_chunks_mut(per_q).zip(dk.par_chunks_mut(per_k)).zip(dv.par_chunks_mut(per_k));
@@ -251,6 +264,19 @@ impl Op for FlashAttentionGrad {
                 }
             }
         });
+        if self.joint {
+            let all = s.heads + 2 * s.kv;
+            out[0].f32().par_chunks_mut(s.d).with_min_len(64).enumerate().for_each(|(i, out)| {
+                let (h, t, b) = (i % all, i / all % s.time, i / all / s.time);
+                let (from, heads, h) = match h.checked_sub(s.heads) {
+                    None => (&*dq, s.heads, h),
+                    Some(kv) if kv < s.kv => (&*dk, s.kv, kv),
+                    Some(kv) => (&*dv, s.kv, kv - s.kv),
+                };
+                out.copy_from_slice(&from[((b * heads + h) * s.time + t) * s.d..][..s.d]);
+            });
+            return;
+        }
         // [batch, heads, length, d] -> [batch, length, heads, d]
         for ((out, by_head), (length, heads)) in
             out.iter_mut().zip([&*dq, &*dk, &*dv]).zip([(s.time, s.heads), (s.keys, s.kv), (s.keys, s.kv)])
@@ -264,6 +290,11 @@ impl Op for FlashAttentionGrad {
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         op::rounded(at)
+    }
+
+    /// q, k and v may be column slices of one merged projection.
+    fn layout(&self, input: usize) -> Layout {
+        if input < 3 { Layout::Blocks(2) } else { Layout::Contiguous }
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -313,7 +344,7 @@ fn backward_block(
             continue;
         }
         gemm(&mut p, BLOCK, Into::Replace, n, s.d, m, s.query(q, b, h, t0), s.key(k, b, kv, k0).t(), scale, false);
-        gemm(&mut ds, BLOCK, Into::Replace, n, s.d, m, s.query(dy, b, h, t0), s.value(v, b, kv, k0).t(), 1.0, false);
+        gemm(&mut ds, BLOCK, Into::Replace, n, s.d, m, s.gradient(dy, b, h, t0), s.value(v, b, kv, k0).t(), 1.0, false);
         simd(
             #[inline(always)]
             || {
@@ -334,7 +365,7 @@ fn backward_block(
             },
         );
         let square = |data| Mat { data, offset: 0, row: BLOCK, column: 1 };
-        gemm(&mut dv[k0 * s.d..], s.d, Into::Add, m, n, s.d, square(&p).t(), s.query(dy, b, h, t0), 1.0, false);
+        gemm(&mut dv[k0 * s.d..], s.d, Into::Add, m, n, s.d, square(&p).t(), s.gradient(dy, b, h, t0), 1.0, false);
         gemm(dq, s.d, Into::Add, n, m, s.d, square(&ds), s.key(k, b, kv, k0), scale, false);
         let by_key = crate::mutant!("attention-gradient-without-scale", scale, 1.0);
         gemm(&mut dk[k0 * s.d..], s.d, Into::Add, m, n, s.d, square(&ds).t(), s.query(q, b, h, t0), by_key, false);

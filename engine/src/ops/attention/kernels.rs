@@ -86,6 +86,27 @@ impl Sizes {
     }
 }
 
+/// Where the gradients of q, k and v are written: three tensors, or one that has a time step of all three side by side.
+struct Grads {
+    at: [Place; 3],
+    /// Distance between consecutive time steps of dq, and of dk and dv, in elements.
+    rows: [usize; 2],
+}
+
+impl Grads {
+    fn new(io: &Io, s: &Sizes) -> Grads {
+        let (q, k) = (s.heads * s.d, s.kv * s.d);
+        match io.y.len() {
+            1 => Grads { at: [0, q, q + k].map(|first| At::Y(0).plus(first * io.y[0].dtype.size())), rows: [q + 2 * k; 2] },
+            _ => Grads { at: [0, 1, 2].map(|i| At::Y(i).into()), rows: [q, k] },
+        }
+    }
+
+    fn define(&self, launch: Launch) -> Launch {
+        launch.define("DQ_ROW", self.rows[0]).define("DK_ROW", self.rows[1])
+    }
+}
+
 fn kind(io: &Io, floats: &[usize]) -> Kind {
     let dtype = io.x[0].dtype;
     let common = if floats.iter().all(|&i| io.x[i].dtype == dtype) { dtype } else { DType::F32 };
@@ -103,7 +124,7 @@ pub fn forward(io: &Io, causal: bool, scale: f32) -> Code {
     }
 }
 
-/// Inputs q, k, v, y, lse, dy, and perhaps `until`; outputs dq, dk, dv.
+/// Inputs q, k, v, y, lse, dy, and perhaps `until`; outputs dq, dk, dv, or all three in one.
 pub fn backward(io: &Io, causal: bool, scale: f32) -> Code {
     match kind(io, &[0, 1, 2, 3, 5]) {
         Kind::TensorCore if is_small_backward(&Sizes::new(io), io.arch) => small_backward(io, causal, scale),
@@ -146,8 +167,10 @@ fn plain_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let (r, shared) = plain_tile(s.d, 4, 2);
     let source = [UNTIL, include_str!("plain.cuh"), include_str!("plain_backward.cu")].concat();
     // The same text for all three: one entry in the cache of compiled kernels.
+    let grads = Grads::new(io, &s);
     let launch = |entry| {
-        s.define(Launch::new(&source, entry), causal)
+        grads
+            .define(s.define(Launch::new(&source, entry), causal))
             .define_f32("SCALE", scale)
             .define_type("TQ", io.x[0].dtype)
             .define_type("TK", io.x[1].dtype)
@@ -156,7 +179,7 @@ fn plain_backward(io: &Io, causal: bool, scale: f32) -> Code {
             .define("R", r)
     };
     let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
-    let (dq, dk, dv, along) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into(), At::Work.into());
+    let ([dq, dk, dv], along) = (grads.at, At::Work.into());
     let given = [&[q, k, v, lse, dy], s.until()].concat();
     let steps = vec![
         launch("attention_along").grid(s.queries().div_ceil(8), 1, 1).args(&[y, dy, along]),
@@ -206,8 +229,10 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let stage = if s.d <= 64 { 64 } else { 32 }; // queries per stage, so that two blocks fit on a multiprocessor
     let source = [include_str!("mma.cuh"), UNTIL, REACH, include_str!("tensor.cuh"), STATS, include_str!("tensor_backward.cu")].concat();
     // The same text for all three: one entry in the cache of compiled kernels.
+    let grads = Grads::new(io, &s);
     let launch = |entry| {
-        s.define(Launch::new(&source, entry), causal)
+        grads
+            .define(s.define(Launch::new(&source, entry), causal))
             .define_type("T", io.x[0].dtype)
             .define_f32("SCALE", scale)
             .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
@@ -216,7 +241,7 @@ fn tensor_backward(io: &Io, causal: bool, scale: f32) -> Code {
             .define("STAGE", stage)
     };
     let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
-    let (dq, dk, dv, stats) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into(), At::Work.into());
+    let ([dq, dk, dv], stats) = (grads.at, At::Work.into());
     let given = [&[q, k, v, dy], s.until()].concat();
     let steps = vec![
         launch("attention_stats").grid(s.queries().div_ceil(256 / (s.d / 8)), 1, 1).args(&[y, lse, dy, stats]),
@@ -241,84 +266,119 @@ fn is_wide(s: &Sizes, arch: Arch, scale: f32) -> bool {
 
 fn wide_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let (s, dtype) = (Sizes::new(io), io.x[0].dtype);
+    // As many warp groups as have enough registers for their scores and sums.
+    let (groups, stages) = if s.d == 64 { (3, 3) } else { (2, 2) };
     let scores = wgmma::product("scores", 128, dtype, Left::Rows, false);
     let values = wgmma::product("add_values", s.d, dtype, Left::Registers, true);
     let source = [wgmma::TEXT, &scores, &values, UNTIL, REACH, include_str!("pieces.cuh"), include_str!("wgmma_forward.cu")].concat();
     s.define(Launch::new(&source, "attention_forward"), causal)
         .define_type("T", dtype)
         .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
-        .grid(query_pieces(&s, 2).min(io.arch.multiprocessors as usize), 1, 1)
-        .block(384)
-        // Two stages of queries, keys and values, `until` of two stages, and padding for alignment.
-        .shared(6 * 128 * s.d * 2 + 2 * 128 * 4 + 1024)
+        .define("WARP_GROUPS", groups)
+        .define("STAGES", stages)
+        .grid(query_pieces(&s, groups).min(io.arch.multiprocessors as usize), 1, 1)
+        .block(128 * (groups + 1))
+        // Two stages of queries, more of keys, values and `until`, and padding for alignment.
+        .shared(2 * (64 * groups + stages * 128) * s.d * 2 + stages * 128 * 4 + 1024)
         .all(io)
         .code()
 }
 
-/// Work items for blocks of `groups` times 64 queries: two heads that read the same keys together, if there are such.
+/// Work items for blocks of `groups` times 64 queries: several heads that read the same keys together, if there are such.
 fn query_pieces(s: &Sizes, groups: usize) -> usize {
-    let heads = if (s.heads / s.kv).is_multiple_of(2) { 2 } else { 1 };
+    let several = if groups.is_multiple_of(2) { 2 } else { groups };
+    let heads = if (s.heads / s.kv).is_multiple_of(several) { several } else { 1 };
     s.batch * s.heads / heads * s.time.div_ceil(64 * groups / heads)
 }
 
-/// The most bytes for ds. If a batch needs more, its examples are processed one group after another.
-const MOST_DS: usize = 512 << 20;
+/// The bytes that ds may take. Where a batch needs more, its examples are processed one group after another, or their heads.
+const MOST_DS: usize = 640 << 20;
 
-/// Bytes of ds of one example, in 16-bit tiles of 64 x 64; tiles above the diagonal are not stored.
+/// The same where heads are so long that fewer would leave the GPU's multiprocessors idle.
+const MOST_LONG_DS: usize = 1536 << 20;
+
+/// Bytes of ds of the heads that read one head of keys, in 16-bit tiles of 64 x 64; tiles above the diagonal are not stored.
 fn ds_bytes(s: &Sizes, causal: bool) -> usize {
     let (rows, columns) = (s.time.div_ceil(64), s.keys.div_ceil(64));
     let tiles = if causal { rows * (rows - 1) / 2 + rows * ((63 + s.keys - s.time) / 64 + 1) } else { rows * columns };
-    s.heads * tiles * 8192
+    s.heads / s.kv * tiles * 8192
+}
+
+/// How many heads of keys are processed at once: as many as `MOST_DS` has room for, or as keep the multiprocessors busy.
+fn heads_at_once(s: &Sizes, arch: Arch, causal: bool) -> usize {
+    let busy = (3 * arch.multiprocessors as usize).div_ceil(s.keys.div_ceil(128));
+    let (own, bytes) = (s.batch * s.kv, ds_bytes(s, causal));
+    (MOST_DS / bytes).max(busy.min(MOST_LONG_DS / bytes)).min(own)
+}
+
+/// `all` in as few shares of at most `most` as there can be, none much smaller than another: (first, count).
+fn shares(all: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
+    let each = all.div_ceil(all.div_ceil(most));
+    (0..all).step_by(each).map(move |first| (first, each.min(all - first)))
 }
 
 fn is_wide_backward(s: &Sizes, arch: Arch, causal: bool, scale: f32) -> bool {
-    is_wide(s, arch, scale) && ds_bytes(s, causal) <= MOST_DS
+    is_wide(s, arch, scale) && heads_at_once(s, arch, causal) > 0
 }
 
 /// The backward pass with ds stored in memory: five matmuls. The other way without atomics recomputes ds for dq, seven matmuls: with 16 x 512
 /// tokens and 16 heads of 128 those two are 20 GFLOP, some 45 us, while ds is 75 MB, 35 us to write and read next to other matmuls.
 fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let (s, dtype) = (Sizes::new(io), io.x[0].dtype);
+    let queries = if s.d == 64 { 128 } else { 64 }; // at a time, as many as there are registers for
     let products = [
-        wgmma::product("scores", 64, dtype, Left::Rows, false),
+        wgmma::product("scores", queries, dtype, Left::Rows, false),
         wgmma::product("add_rows", s.d, dtype, Left::Registers, true),
         wgmma::product("add_transposed", s.d, dtype, Left::Transposed, true),
     ]
     .concat();
     let source = [wgmma::TEXT, &products, UNTIL, REACH, include_str!("pieces.cuh"), STATS, include_str!("wgmma_backward.cu")].concat();
-    let launch = |s: &Sizes, entry| {
-        s.define(Launch::new(&source, entry), causal)
+    let grads = Grads::new(io, &s);
+    let launch = |s: &Sizes, heads: usize, entry| {
+        grads
+            .define(s.define(Launch::new(&source, entry), causal))
             .define_type("T", dtype)
             .define_f32("SCALE", scale)
             .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
+            .define("HEADS_HERE", heads)
+            .define("QUERY_ROWS", queries)
     };
     let blocks = |pieces: usize| pieces.min(io.arch.multiprocessors as usize);
     let stats = (8 * s.queries()).next_multiple_of(1024);
     let (y, lse, dy) = (At::X(3).into(), At::X(4).into(), At::X(5).into());
     let rows = s.queries().div_ceil(256 / (s.d / 8));
-    let mut steps = vec![launch(&s, "attention_stats").grid(rows, 1, 1).args(&[y, lse, dy, At::Work.into()])];
-    let at_once = (MOST_DS / ds_bytes(&s, causal)).min(s.batch);
-    for first in (0..s.batch).step_by(at_once) {
-        let part = Sizes { batch: at_once.min(s.batch - first), ..s };
-        // The part of a tensor, with so many bytes per example, that this group of examples has.
-        let from = |at: At, bytes: usize| at.plus(first * bytes);
-        let (of_q, of_k) = (2 * s.time * s.heads * s.d, 2 * s.keys * s.kv * s.d);
-        let [q, k, v, dy] = [(0, of_q), (1, of_k), (2, of_k), (5, of_q)].map(|(i, bytes)| from(At::X(i), bytes));
-        let [dq, dk, dv] = [(0, of_q), (1, of_k), (2, of_k)].map(|(i, bytes)| from(At::Y(i), bytes));
-        let until: &[Place] = if s.masked { &[from(At::X(6), 4 * s.keys)] } else { &[] };
-        let (along, tiles) = (from(At::Work, 8 * s.time * s.heads), At::Work.plus(stats));
+    let mut steps = vec![launch(&s, s.heads, "attention_stats").grid(rows, 1, 1).args(&[y, lse, dy, At::Work.into()])];
+    let at_once = heads_at_once(&s, io.arch, causal);
+    // Whole examples, or some heads of one: (first example, examples, first head of keys, heads of keys).
+    let parts: Vec<[usize; 4]> = match at_once / s.kv {
+        0 => (0..s.batch).flat_map(|b| shares(s.kv, at_once).map(move |(kv, count)| [b, 1, kv, count])).collect(),
+        most => shares(s.batch, most).map(|(b, count)| [b, count, 0, s.kv]).collect(),
+    };
+    for [first, examples, kv, heads_of_keys] in parts {
+        let part = Sizes { batch: examples, ..s };
+        let (group, heads) = (s.heads / s.kv, heads_of_keys * s.heads / s.kv);
+        // The part of a tensor that these have, whose time steps are `row` elements apart.
+        let of_q = |at: Place, row: usize| at.plus(2 * (first * s.time * row + kv * group * s.d));
+        let of_k = |at: Place, row: usize| at.plus(2 * (first * s.keys * row + kv * s.d));
+        let [q_row, k_row, v_row] = s.rows;
+        let (q, dy) = (of_q(At::X(0).into(), q_row), of_q(At::X(5).into(), s.heads * s.d));
+        let (k, v) = (of_k(At::X(1).into(), k_row), of_k(At::X(2).into(), v_row));
+        let dq = of_q(grads.at[0], grads.rows[0]);
+        let [dk, dv] = [1, 2].map(|i| of_k(grads.at[i], grads.rows[1]));
+        let until: &[Place] = if s.masked { &[At::X(6).plus(first * 4 * s.keys)] } else { &[] };
+        let (along, tiles) = (At::Work.plus(8 * s.time * (first * s.heads + kv * group)), At::Work.plus(stats));
         // Two stages of keys and values; three of queries, dy and two statistics.
         steps.push(
-            launch(&part, "attention_dkdv")
-                .grid(blocks(part.batch * s.kv * s.keys.div_ceil(128)), 1, 1)
+            launch(&part, heads, "attention_dkdv")
+                .grid(blocks(examples * heads_of_keys * s.keys.div_ceil(128)), 1, 1)
                 .block(384)
-                .shared(2 * 2 * 128 * s.d * 2 + 3 * (2 * 64 * s.d * 2 + 2 * 64 * 4))
+                .shared(2 * 2 * 128 * s.d * 2 + 3 * (2 * queries * s.d * 2 + 2 * queries * 4))
                 .args(&[&[q, k, v, dy], until, &[along, tiles, dk, dv]].concat()),
         );
         // Four stages of 64 keys and four tiles of ds.
         steps.push(
-            launch(&part, "attention_dq")
-                .grid(blocks(query_pieces(&part, 4)), 1, 1)
+            launch(&part, heads, "attention_dq")
+                .grid(blocks(query_pieces(&Sizes { heads, kv: heads_of_keys, ..part }, 4)), 1, 1)
                 .block(640)
                 .shared(4 * (64 * s.d * 2 + 4 * 8192) + 1024)
                 .args(&[&[k], until, &[tiles, dq]].concat()),
@@ -365,7 +425,12 @@ fn short_forward(io: &Io, causal: bool, scale: f32) -> Code {
 }
 
 fn short_backward(io: &Io, causal: bool, scale: f32) -> Code {
-    short(io, "attention_backward", include_str!("short_backward.cu"), causal, 4)
+    let grads = Grads::new(io, &Sizes::new(io));
+    let [dq, dk, dv] = grads.at;
+    let given = [0, 1, 2, 3, 4, 5].map(|i| At::X(i).into());
+    grads
+        .define(short(io, "attention_backward", include_str!("short_backward.cu"), causal, 4))
+        .args(&[&given[..], &[dq, dk, dv]].concat())
         .define_f32("SCALE", scale)
         .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
         .define("RESIDENT", 2)
@@ -423,7 +488,7 @@ fn small_split(s: &Sizes, arch: Arch) -> usize {
 
 /// For a head dimension of 16, and up to twice the queries that shared memory holds: up to 3296 on compute capability 9.0.
 fn is_small_backward(s: &Sizes, arch: Arch) -> bool {
-    s.d == 16 && !s.masked && small_split(s, arch) <= 2
+    s.d == 16 && s.packed && !s.masked && small_split(s, arch) <= 2
 }
 
 fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {
@@ -435,8 +500,10 @@ fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let tiles = s.keys.div_ceil(16 * SMALL_ROWS);
     let warps = tiles.div_ceil(tiles.div_ceil(16).max(2));
     let source = [&SMALL[..], &[include_str!("small_backward.cu")]].concat().concat();
+    let grads = Grads::new(io, &s);
     let launch = |entry| {
-        s.define(Launch::new(&source, entry), causal)
+        grads
+            .define(s.define(Launch::new(&source, entry), causal))
             .define_type("T", io.x[0].dtype)
             .define_f32("SCALE", scale)
             .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
@@ -445,7 +512,7 @@ fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {
             .define("SPLIT", split)
     };
     let (q, k, v, y, lse, dy) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into(), At::X(4).into(), At::X(5).into());
-    let (dq, dk, dv) = (At::Y(0).into(), At::Y(1).into(), At::Y(2).into());
+    let [dq, dk, dv] = grads.at;
     // If several blocks have partial dk and dv, these are summed afterwards.
     let blocks = s.batch * s.heads * split;
     let parts = if blocks > s.batch * s.kv { 4 * blocks * s.keys * s.d } else { 0 };

@@ -1,19 +1,22 @@
 // Persistent blocks take one work item (piece) after another; four of their warps copy ahead of the others.
 #define COPIERS 128
+#ifndef HEADS_HERE // of HEADS, those that this launch takes; its pointers are to the first of them
+#define HEADS_HERE HEADS
+#endif
 
 // This block's piece in a round, long ones first. Every other round is reversed, so that all blocks have about the same amount of work.
 __device__ __forceinline__ u32 number_in(u32 round) { return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
 
-// 64 queries for each of GROUPS warp groups: of two heads that read the same keys, if there are such, else of one.
-#define HEADS_AT_ONCE (GROUP % 2 == 0 ? 2 : 1)
-#define STREAMS (BATCH * HEADS / HEADS_AT_ONCE)
+// 64 queries for each of GROUPS warp groups: of several heads that read the same keys, if there are such, else of one.
 template <int GROUPS> struct QueryPiece {
+    static const int SEVERAL = GROUPS % 2 == 0 ? 2 : GROUPS, HEADS_AT_ONCE = GROUP % SEVERAL == 0 ? SEVERAL : 1;
+    static const int STREAMS = BATCH * HEADS_HERE / HEADS_AT_ONCE;
     static const int QUERIES = 64 * GROUPS / HEADS_AT_ONCE, PIECES = (TIME + QUERIES - 1) / QUERIES;
     u32 number, b, head;
     int t0;
     __device__ __forceinline__ QueryPiece(u32 round) {
         number = number_in(round);
-        b = number % STREAMS / (HEADS / HEADS_AT_ONCE), head = number % (HEADS / HEADS_AT_ONCE) * HEADS_AT_ONCE;
+        b = number % STREAMS / (HEADS_HERE / HEADS_AT_ONCE), head = number % (HEADS_HERE / HEADS_AT_ONCE) * HEADS_AT_ONCE;
         t0 = (PIECES - 1 - (int)(number / STREAMS)) * QUERIES;
     }
     __device__ __forceinline__ bool live() const { return number < (u32)STREAMS * PIECES; }

@@ -20,8 +20,9 @@ attention_dq(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *
     int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     int t0 = (QUERY_TILES - 1 - (int)(blockIdx.x % QUERY_TILES)) * TILE;
     u64 bh = blockIdx.x / QUERY_TILES, b = bh / HEADS, h = bh % HEADS;
-    const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
-    u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
+    const u64 y_step = (u64)HEADS * D;
+    u64 q_at = b * TIME * Q_ROW + h * D, k_at = b * KEYS * K_ROW + h / GROUP * D, v_at = b * KEYS * V_ROW + h / GROUP * D;
+    u64 y_at = (b * TIME * HEADS + h) * D;
     const int *limits = MASKED ? until + b * KEYS : until;
 
     float out[R][WIDE] = {}, row_lse[R], row_along[R];
@@ -30,13 +31,13 @@ attention_dq(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *
         row_lse[a] = t < TIME ? lse[bh * TIME + t] : 0.0f;
         row_along[a] = t < TIME ? along[bh * TIME + t] : 0.0f;
     }
-    load(queries, q + q_at, q_step, t0, TIME);
-    load(dys, dy + q_at, q_step, t0, TIME);
+    load(queries, q + q_at, Q_ROW, t0, TIME);
+    load(dys, dy + y_at, y_step, t0, TIME);
     int last = seen(t0 + TILE - 1);
     for (int k0 = 0; k0 < last; k0 += TILE) {
         __syncthreads();
-        load(keys, k + k_at, k_step, k0, KEYS);
-        load(values, v + k_at, k_step, k0, KEYS);
+        load(keys, k + k_at, K_ROW, k0, KEYS);
+        load(values, v + v_at, V_ROW, k0, KEYS);
         __syncthreads();
         float s[R][R], dp[R][R];
         dots(s, queries, keys, ty, tx);
@@ -54,7 +55,7 @@ attention_dq(const TQ *q, const TK *k, const TK *v, const float *lse, const TG *
         __syncthreads();
         add_product(out, weights, keys, ty, tx);
     }
-    store(dq + q_at, q_step, t0, TIME, out, SCALE, ty, tx);
+    store(dq + b * TIME * DQ_ROW + h * D, DQ_ROW, t0, TIME, out, SCALE, ty, tx);
 }
 
 // One block for each (batch, key head, tile of keys): all query heads that read it, and all tiles of queries that see it.
@@ -66,24 +67,24 @@ attention_dkdv(const TQ *q, const TK *k, const TK *v, const float *lse, const TG
     int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     int k0 = (int)(blockIdx.x % KEY_TILES) * TILE;
     u64 b = blockIdx.x / KEY_TILES / KV, kv = blockIdx.x / KEY_TILES % KV;
-    const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
-    u64 k_at = (b * KEYS * KV + kv) * D;
+    const u64 y_step = (u64)HEADS * D;
+    u64 k_at = b * KEYS * K_ROW + kv * D, v_at = b * KEYS * V_ROW + kv * D, to = b * KEYS * DK_ROW + kv * D;
 
     float sum_k[R][WIDE] = {}, sum_v[R][WIDE] = {};
     int limit[R]; // the last query that sees a key
 #pragma unroll
     for (int a = 0; a < R; a++) limit[a] = MASKED && k0 + ty + 16 * a < KEYS ? until[b * KEYS + k0 + ty + 16 * a] : TIME;
-    load(keys, k + k_at, k_step, k0, KEYS);
-    load(values, v + k_at, k_step, k0, KEYS);
+    load(keys, k + k_at, K_ROW, k0, KEYS);
+    load(values, v + v_at, V_ROW, k0, KEYS);
     // The first query that sees key k0.
     int first = CAUSAL && k0 > KEYS - TIME ? (k0 - (KEYS - TIME)) / TILE * TILE : 0;
     for (u64 h = kv * GROUP; h < (kv + 1) * GROUP; h++) {
-        u64 q_at = (b * TIME * HEADS + h) * D;
+        u64 q_at = b * TIME * Q_ROW + h * D, y_at = (b * TIME * HEADS + h) * D;
         const float *h_lse = lse + (b * HEADS + h) * TIME, *h_along = along + (b * HEADS + h) * TIME;
         for (int t0 = first; t0 < TIME; t0 += TILE) {
             __syncthreads();
-            load(queries, q + q_at, q_step, t0, TIME);
-            load(dys, dy + q_at, q_step, t0, TIME);
+            load(queries, q + q_at, Q_ROW, t0, TIME);
+            load(dys, dy + y_at, y_step, t0, TIME);
             __syncthreads();
             float s[R][R], dp[R][R];
             dots(s, keys, queries, ty, tx);
@@ -105,6 +106,6 @@ attention_dkdv(const TQ *q, const TK *k, const TK *v, const float *lse, const TG
             add_product(sum_k, ds_t, queries, ty, tx);
         }
     }
-    store(dk + k_at, k_step, k0, KEYS, sum_k, SCALE, ty, tx);
-    store(dv + k_at, k_step, k0, KEYS, sum_v, 1.0f, ty, tx);
+    store(dk + to, DK_ROW, k0, KEYS, sum_k, SCALE, ty, tx);
+    store(dv + to, DK_ROW, k0, KEYS, sum_v, 1.0f, ty, tx);
 }

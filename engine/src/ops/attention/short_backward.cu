@@ -9,11 +9,11 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
     T *queries = (T *)shared, *dys = queries + SIDE * PITCH, *keys = dys + SIDE * PITCH, *values = keys + SIDE * PITCH;
     Pair *pairs = (Pair *)(values + SIDE * PITCH);
     int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;
-    const u64 step = HEADS * D, at = (blockIdx.x / HEADS * TIME * HEADS + blockIdx.x % HEADS) * D;
-    load<SIDE>(queries, q + at, step, 0, TIME);
+    const u64 step = HEADS * D, b = blockIdx.x / HEADS, h = blockIdx.x % HEADS, at = (b * TIME * HEADS + h) * D;
+    load<SIDE>(queries, q + b * TIME * Q_ROW + h * D, Q_ROW, 0, TIME);
     load<SIDE>(dys, dy + at, step, 0, TIME);
-    load<SIDE>(keys, k + at, step, 0, TIME);
-    load<SIDE>(values, v + at, step, 0, TIME);
+    load<SIDE>(keys, k + b * TIME * K_ROW + h * D, K_ROW, 0, TIME);
+    load<SIDE>(values, v + b * TIME * V_ROW + h * D, V_ROW, 0, TIME);
     copies_commit();
     // D / 8 threads a row; what is behind the last has no lse, and its probability is 0.
     const int lanes = D / 8;
@@ -67,7 +67,7 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
             }
         by_columns<1, 2>(of_q, w, keys + k0 * PITCH, lane);
     }
-    store<1>(dq + at, step, first, TIME, of_q, SCALE, lane);
+    store<1>(dq + b * TIME * DQ_ROW + h * D, DQ_ROW, first, TIME, of_q, SCALE, lane);
 
     take(keys, values);
     float of_k[1][D / 8][4] = {}, of_v[1][D / 8][4] = {};
@@ -98,6 +98,6 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
         by_columns<1, 2>(of_v, w, dys + t0 * PITCH, lane);
         by_columns<1, 2>(of_k, u, queries + t0 * PITCH, lane);
     }
-    store<1>(dk + at, step, first, TIME, of_k, SCALE, lane);
-    store<1>(dv + at, step, first, TIME, of_v, 1.0f, lane);
+    store<1>(dk + b * TIME * DK_ROW + h * D, DK_ROW, first, TIME, of_k, SCALE, lane);
+    store<1>(dv + b * TIME * DK_ROW + h * D, DK_ROW, first, TIME, of_v, 1.0f, lane);
 }

@@ -44,8 +44,8 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
     Tile *tiles = (Tile *)shared;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = blockIdx.x % SPLIT;
     u64 bh = blockIdx.x / SPLIT, b = bh / HEADS, h = bh % HEADS;
-    const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
-    u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
+    u64 q_at = b * TIME * Q_ROW + h * D, k_at = b * KEYS * K_ROW + h / GROUP * D, v_at = b * KEYS * V_ROW + h / GROUP * D;
+    u64 y_at = (b * TIME * HEADS + h) * D;
 
     // y is staged in the memory of the accumulators, which the same thread clears afterwards.
     const int chunks = 2 * QUERY_TILES * D;
@@ -53,9 +53,9 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
     for (int i = threadIdx.x; i < chunks; i += 32 * WARPS) {
         int chunk = i % (D / 8), r = i / (D / 8) % 16, t = (i / (2 * D) * SPLIT + part) * 16 + r;
         bool live = t < TIME;
-        u64 row = live ? t : 0, at = q_at + row * q_step + chunk * 8;
+        u64 row = live ? t : 0, at = y_at + row * HEADS * D + chunk * 8;
         Tile &tile = tiles[i / (2 * D)];
-        copy16(tile.q + place(r, chunk), q + at, live);
+        copy16(tile.q + place(r, chunk), q + q_at + row * Q_ROW + chunk * 8, live);
         copy16(tile.dy + place(r, chunk), dy + at, live);
         copy16(&tile.dq[chunk][r], y + at, live);
         if (chunk == 0) copy4(&tile.lse[r / 2].of[r % 2], lse + bh * TIME + row, live);
@@ -98,8 +98,8 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
         for (int m = 0; m < M_K; m++)
 #pragma unroll
             for (int i = 0; i < STEPS; i++) {
-                fetch_a(ka[m][i], k + k_at, k_step, k0 + 16 * m, KEYS, i, lane);
-                fetch_a(va[m][i], v + k_at, k_step, k0 + 16 * m, KEYS, i, lane);
+                fetch_a(ka[m][i], k + k_at, K_ROW, k0 + 16 * m, KEYS, i, lane);
+                fetch_a(va[m][i], v + v_at, V_ROW, k0 + 16 * m, KEYS, i, lane);
 #pragma unroll
                 for (int j = 0; j < 4; j++) kb[m][i][j] = transposed(ka[m][i][j]);
             }
@@ -192,8 +192,8 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
             pass_turn(&tile->turn, turn, lane);
         }
         if (PARTS == 1) {
-            store<M_K>((T *)dk + k_at, k_step, k0, KEYS, sum_k, SCALE, lane);
-            store<M_K>((T *)dv + k_at, k_step, k0, KEYS, sum_v, 1.0f, lane);
+            store<M_K>((T *)dk + b * KEYS * DK_ROW + h / GROUP * D, DK_ROW, k0, KEYS, sum_k, SCALE, lane);
+            store<M_K>((T *)dv + b * KEYS * DK_ROW + h / GROUP * D, DK_ROW, k0, KEYS, sum_v, 1.0f, lane);
         } else {
             store_part((float *)dk + (u64)blockIdx.x * KEYS * D, k0, sum_k, SCALE, lane);
             store_part((float *)dv + (u64)blockIdx.x * KEYS * D, k0, sum_v, 1.0f, lane);
@@ -205,7 +205,7 @@ attention_backward(const T *q, const T *k, const T *v, const T *y, const float *
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int t = (i / (D / 8) * SPLIT + part) * 16 + 8 * half + lane / 4;
-            T *to = dq + q_at + t * q_step + i % (D / 8) * 8 + lane % 4 * 2;
+            T *to = dq + b * TIME * DQ_ROW + h * D + t * DQ_ROW + i % (D / 8) * 8 + lane % 4 * 2;
             if (t < TIME) *(u32 *)to = pack<T>(SCALE * sum.of[2 * half], SCALE * sum.of[2 * half + 1]);
         }
     }
@@ -233,5 +233,5 @@ extern "C" __global__ void __launch_bounds__(256) attention_parts(const float *k
     Eight out;
 #pragma unroll
     for (int j = 0; j < 8; j++) from_float(sum[j], out.of[j]);
-    *(Eight *)(to + ((b * KEYS + key) * KV + kv) * D + chunk * 8) = out;
+    *(Eight *)(to + (b * KEYS + key) * DK_ROW + kv * D + chunk * 8) = out;
 }

@@ -11,14 +11,15 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int t0 = (QUERY_TILES - 1 - (int)(blockIdx.x % QUERY_TILES)) * BQ, t_warp = t0 + warp * 16 * M_Q;
     u64 bh = blockIdx.x / QUERY_TILES, b = bh / HEADS, h = bh % HEADS;
-    const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
-    u64 q_at = (b * TIME * HEADS + h) * D, k_at = (b * KEYS * KV + h / GROUP) * D;
+    const u64 y_step = (u64)HEADS * D;
+    u64 q_at = b * TIME * Q_ROW + h * D, k_at = b * KEYS * K_ROW + h / GROUP * D, v_at = b * KEYS * V_ROW + h / GROUP * D;
+    u64 y_at = (b * TIME * HEADS + h) * D;
     const int *limits = MASKED ? until + b * KEYS : until;
     int last = CAUSAL && t0 + BQ + OFFSET < KEYS ? t0 + BQ + OFFSET : KEYS;
     Seen now = seen_from(limits, 0, last, t0, lane);
 
-    load<BQ>(tiles, q + q_at, q_step, t0, TIME);
-    load<BQ>(tiles + BQ * PITCH, dy + q_at, q_step, t0, TIME);
+    load<BQ>(tiles, q + q_at, Q_ROW, t0, TIME);
+    load<BQ>(tiles + BQ * PITCH, dy + y_at, y_step, t0, TIME);
     copies_commit();
     copies_wait<0>();
     __syncthreads();
@@ -39,8 +40,8 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *
         }
     }
     __syncthreads();
-    load<64>(tiles, k + k_at, k_step, now.first, KEYS);
-    load<64>(tiles + 64 * PITCH, v + k_at, k_step, now.first, KEYS);
+    load<64>(tiles, k + k_at, K_ROW, now.first, KEYS);
+    load<64>(tiles + 64 * PITCH, v + v_at, V_ROW, now.first, KEYS);
     copies_commit();
 
     float out[M_Q][D / 8][4] = {};
@@ -51,8 +52,8 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *
         __syncthreads(); // this stage has arrived, and no warp reads the other any more
         if (now.first < last) {
             T *next = tiles + (stage ^ 1) * 128 * PITCH;
-            load<64>(next, k + k_at, k_step, now.first, KEYS);
-            load<64>(next + 64 * PITCH, v + k_at, k_step, now.first, KEYS);
+            load<64>(next, k + k_at, K_ROW, now.first, KEYS);
+            load<64>(next + 64 * PITCH, v + v_at, V_ROW, now.first, KEYS);
             copies_commit();
         }
 #pragma unroll 1
@@ -84,7 +85,7 @@ attention_dq(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair *
             by_columns<M_Q, 2>(out, w, keys, lane);
         }
     }
-    store<M_Q>(dq + q_at, q_step, t_warp, TIME, out, SCALE, lane);
+    store<M_Q>(dq + b * TIME * DQ_ROW + h * D, DQ_ROW, t_warp, TIME, out, SCALE, lane);
 }
 
 // One block for each (batch, key head, tile of BK keys): all query heads that read it, and STAGE queries at a time, 32 of them in
@@ -97,8 +98,8 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int k0 = (int)(blockIdx.x % KEY_TILES) * BK, k_warp = k0 + warp * 16 * M_K;
     u64 b = blockIdx.x / KEY_TILES / KV, kv = blockIdx.x / KEY_TILES % KV;
-    const u64 q_step = (u64)HEADS * D, k_step = (u64)KV * D;
-    u64 k_at = (b * KEYS * KV + kv) * D;
+    const u64 y_step = (u64)HEADS * D;
+    u64 k_at = b * KEYS * K_ROW + kv * D, v_at = b * KEYS * V_ROW + kv * D, to = b * KEYS * DK_ROW + kv * D;
     // From the first query that sees key k0 to the last that sees any of the keys.
     int first = CAUSAL && k0 > OFFSET ? (k0 - OFFSET) / STAGE * STAGE : 0, end = TIME;
     int limit[M_K][2]; // the last query that sees a key
@@ -122,18 +123,18 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
     auto fetch = [&](int i) {
         u64 h = kv * GROUP + i / per_head;
         int t0 = first + i % per_head * STAGE;
-        u64 q_at = (b * TIME * HEADS + h) * D;
+        u64 q_at = b * TIME * Q_ROW + h * D, y_at = (b * TIME * HEADS + h) * D;
         T *to = stages + i % 2 * 2 * STAGE * PITCH;
-        load<STAGE>(to, q + q_at, q_step, t0, TIME);
-        load<STAGE>(to + STAGE * PITCH, dy + q_at, q_step, t0, TIME);
+        load<STAGE>(to, q + q_at, Q_ROW, t0, TIME);
+        load<STAGE>(to + STAGE * PITCH, dy + y_at, y_step, t0, TIME);
         if (threadIdx.x < STAGE) {
             int t = t0 + threadIdx.x;
             copy8(pairs + i % 2 * STAGE + threadIdx.x, stats + (b * HEADS + h) * TIME + (t < TIME ? t : 0), t < TIME);
         }
         copies_commit();
     };
-    load<BK>(keys, k + k_at, k_step, k0, KEYS);
-    load<BK>(values, v + k_at, k_step, k0, KEYS);
+    load<BK>(keys, k + k_at, K_ROW, k0, KEYS);
+    load<BK>(values, v + v_at, V_ROW, k0, KEYS);
     if (per_head > 0) fetch(0);
 
     const bool kept = D <= 64;
@@ -188,6 +189,6 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
             by_columns<M_K, 2>(sum_k, u, queries, lane);
         }
     }
-    store<M_K>(dk + k_at, k_step, k_warp, KEYS, sum_k, SCALE, lane);
-    store<M_K>(dv + k_at, k_step, k_warp, KEYS, sum_v, 1.0f, lane);
+    store<M_K>(dk + to, DK_ROW, k_warp, KEYS, sum_k, SCALE, lane);
+    store<M_K>(dv + to, DK_ROW, k_warp, KEYS, sum_v, 1.0f, lane);
 }

@@ -1,10 +1,10 @@
-// Two warp groups have 64 queries each, of two heads that read the same keys, if there are such, else of one. Keys and values are processed in tiles of
+// WARP_GROUPS warp groups have 64 queries each, of several heads that read the same keys, if there are such, else of one. Keys and values are processed in tiles of
 // 128, which four more warps copy ahead. The matmul with a tile's values overlaps with that for the next tile's scores, and one group's exponentials
-// with the other's matmuls. Blocks are persistent and take one work item (piece) after another, long ones first.
+// with the others' matmuls. Blocks are persistent and take one work item (piece) after another, long ones first.
 // SCALE_2 = scale log2(e): exp(scale s) = 2^(SCALE_2 s).
-#define THREADS 256
+#define THREADS (128 * WARP_GROUPS)
 #define BK 128
-typedef QueryPiece<2> Piece;
+typedef QueryPiece<WARP_GROUPS> Piece;
 
 // The tiles from `last` down to `first` contain all keys that some query of a piece sees; none if `first` > `last`.
 struct Range { int first, last; };
@@ -21,20 +21,21 @@ __device__ __forceinline__ Range range(const Piece &piece, const int *limits, in
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
     extern __shared__ __align__(1024) float shared[];
-    __shared__ u64 q_full[2], q_empty[2], k_full[2], k_empty[2], v_full[2], v_empty[2];
+    __shared__ u64 q_full[2], q_empty[2], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     __shared__ Range ranges[2];
-    // Two stages each.
-    T *queries = (T *)first_place(shared), *keys = queries + 2 * 128 * D, *values = keys + 2 * BK * D;
-    int *ends = (int *)(values + 2 * BK * D);
+    // Two stages of queries.
+    T *queries = (T *)first_place(shared), *keys = queries + 2 * WARP_GROUPS * 64 * D, *values = keys + STAGES * BK * D;
+    int *ends = (int *)(values + STAGES * BK * D);
     u32 lane = threadIdx.x % 32;
-    if (threadIdx.x < 2) {
-        expect(q_full + threadIdx.x, COPIERS + 1), expect(k_full + threadIdx.x, COPIERS), expect(v_full + threadIdx.x, COPIERS);
-        expect(q_empty + threadIdx.x, THREADS / 32), expect(k_empty + threadIdx.x, THREADS / 32), expect(v_empty + threadIdx.x, THREADS / 32);
+    if (threadIdx.x < 2) expect(q_full + threadIdx.x, COPIERS + 1), expect(q_empty + threadIdx.x, THREADS / 32);
+    if (threadIdx.x < STAGES) {
+        expect(k_full + threadIdx.x, COPIERS), expect(k_empty + threadIdx.x, THREADS / 32);
+        expect(v_full + threadIdx.x, COPIERS), expect(v_empty + threadIdx.x, THREADS / 32);
     }
     __syncthreads();
 
     if (threadIdx.x >= THREADS) {
-        give_registers<56>();
+        give_registers<WARP_GROUPS == 2 ? 56 : 32>();
         u32 copier = threadIdx.x - THREADS, n = 0; // tiles so far
         for (u32 round = 0;; round++) {
             Piece piece(round);
@@ -42,9 +43,9 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             u32 slot = round % 2;
             if (round >= 2) await(q_empty + slot, round / 2 - 1);
 #pragma unroll
-            for (u32 g = 0; g < 2; g++) {
+            for (u32 g = 0; g < WARP_GROUPS; g++) {
                 const T *from = q + (u64)piece.b * TIME * Q_ROW + piece.head_of(g) * D;
-                load<64>(queries + (slot * 2 + g) * 64 * D, from, Q_ROW, piece.first_of(g), TIME, copier);
+                load<64>(queries + (slot * WARP_GROUPS + g) * 64 * D, from, Q_ROW, piece.first_of(g), TIME, copier);
             }
             const int *limits = MASKED ? until + (u64)piece.b * KEYS : until;
             Range r = range(piece, limits, lane);
@@ -52,19 +53,19 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             arrive_with_copies(q_full + slot);
             const T *k_from = k + (u64)piece.b * KEYS * K_ROW + piece.head / GROUP * D, *v_from = v + (u64)piece.b * KEYS * V_ROW + piece.head / GROUP * D;
             for (int k0 = r.last; k0 >= r.first; k0 -= BK, n++) {
-                u32 stage = n % 2;
-                if (n >= 2) await(k_empty + stage, n / 2 - 1);
+                u32 stage = n % STAGES;
+                if (n >= STAGES) await(k_empty + stage, n / STAGES - 1);
                 load<BK>(keys + stage * BK * D, k_from, K_ROW, k0, KEYS, copier);
                 if (MASKED) copy4(ends + stage * BK + copier, limits + (k0 + copier < KEYS ? k0 + copier : 0), k0 + copier < KEYS);
                 arrive_with_copies(k_full + stage);
-                if (n >= 2) await(v_empty + stage, n / 2 - 1);
+                if (n >= STAGES) await(v_empty + stage, n / STAGES - 1);
                 load<BK>(values + stage * BK * D, v_from, V_ROW, k0, KEYS, copier);
                 arrive_with_copies(v_full + stage);
             }
         }
     }
 
-    take_registers<224>();
+    take_registers<WARP_GROUPS == 2 ? 224 : 160>();
     const u32 group = own_group(), warp = threadIdx.x / 32 % 4;
     const auto release = [&](u64 *barrier) {
         __syncwarp();
@@ -100,7 +101,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
         Range r = ranges[slot];
         // These 64 queries see no key from `seen` on, and so perhaps not the last tiles.
         int seen = t_group >= TIME ? 0 : CAUSAL && t_group + 64 + OFFSET < KEYS ? t_group + 64 + OFFSET : KEYS;
-        u64 q_at = rows_at(queries + (slot * 2 + group) * 64 * D);
+        u64 q_at = rows_at(queries + (slot * WARP_GROUPS + group) * 64 * D);
         // The previous piece is written while the first scores of this one are computed; a fence here would wait for that.
         const auto begin = [&] {
             if (round > 0) finish(Piece(round - 1));
@@ -110,7 +111,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
         };
         // Turns the scores of tile n into probabilities, and rescales the accumulators once their matmuls are done.
         const auto weigh = [&](int k0, bool first) {
-            const int *limits = ends + n % 2 * BK;
+            const int *limits = ends + n % STAGES * BK;
             int least = TIME;
             if (MASKED) {
 #pragma unroll
@@ -133,7 +134,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
                 for (int i = 0; i < BK / 2; i++)
                     if (t + i % 4 / 2 * 8 > limits[i / 4 * 8 + lane % 4 * 2 + i % 2]) s[i] = -infinity();
             }
-            release(k_empty + n % 2);
+            release(k_empty + n % STAGES);
             float shrink[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -155,10 +156,10 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             // The branch here keeps the compiler from waiting for the matmuls before the exponentials.
 #pragma unroll
             for (int i = 0; i < BK / 2; i++) settled(s[i]);
-            await(v_full + n % 2, n / 2);
+            await(v_full + n % STAGES, n / STAGES);
             if (!first) {
                 products_wait<0>();
-                release(v_empty + (n - 1) % 2);
+                release(v_empty + (n - 1) % STAGES);
 #pragma unroll
                 for (int i = 0; i < D / 2; i++) settled(out[i]), out[i] *= shrink[i % 4 / 2];
             }
@@ -167,7 +168,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
         };
         // Begins the scores of tile n.
         const auto score = [&] {
-            u64 k_at = rows_at(keys + n % 2 * BK * D);
+            u64 k_at = rows_at(keys + n % STAGES * BK * D);
             products_begin();
 #pragma unroll
             for (int i = 0; i < D; i += 16) {
@@ -179,24 +180,24 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
         };
         // Begins to add the values of tile `of`.
         const auto add = [&](u32 of) {
-            u64 v_at = rows_at(values + of % 2 * BK * D, BK * 128);
+            u64 v_at = rows_at(values + of % STAGES * BK * D, BK * 128);
 #pragma unroll
             for (int i = 0; i < BK / 16; i++) add_values(out, w[i], v_at + 128 * i);
             products_commit();
         };
         int k0 = r.last;
         for (; k0 >= r.first && k0 >= seen; k0 -= BK, n++) {
-            await(k_full + n % 2, n / 2), release(k_empty + n % 2);
-            await(v_full + n % 2, n / 2), release(v_empty + n % 2);
+            await(k_full + n % STAGES, n / STAGES), release(k_empty + n % STAGES);
+            await(v_full + n % STAGES, n / STAGES), release(v_empty + n % STAGES);
         }
         if (k0 >= r.first) {
-            await(k_full + n % 2, n / 2);
+            await(k_full + n % STAGES, n / STAGES);
             show();
             score();
             begin();
             weigh(k0, true);
             while (k0 -= BK, n++, k0 >= r.first) {
-                await(k_full + n % 2, n / 2);
+                await(k_full + n % STAGES, n / STAGES);
                 show();
                 score();
                 add(n - 1);
@@ -208,7 +209,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             products_wait<0>();
 #pragma unroll
             for (int i = 0; i < D / 2; i++) settled(out[i]);
-            release(v_empty + (n - 1) % 2);
+            release(v_empty + (n - 1) % STAGES);
         } else begin();
         release(q_empty + slot);
     }

@@ -66,7 +66,7 @@ impl Op for AffineLayerNorm {
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return no_gradient(x.len()) };
-        d.recorder().op(AffineLayerNormGrad, &[x[0], y[1], y[2], d, x[1]]).into_iter().map(Some).collect()
+        d.recorder().op(AffineLayerNormGrad { add: false }, &[x[0], y[1], y[2], d, x[1]]).into_iter().map(Some).collect()
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -78,9 +78,13 @@ impl Op for AffineLayerNorm {
     }
 }
 
-/// Inputs: x, 1 / sqrt(..) and the mean of each row, dy, the weight. Outputs: the gradients of x, of the weight and of the bias.
+/// Inputs: x, 1 / sqrt(..) and the mean of each row, dy, the weight, and with `add` a tensor to add to dx. Outputs: the gradients of x, of the
+/// weight and of the bias.
 #[derive(Debug)]
-pub struct AffineLayerNormGrad;
+pub struct AffineLayerNormGrad {
+    /// Whether another gradient of x is added to dx (the pass `gemm-epilogue`).
+    pub add: bool,
+}
 
 impl Op for AffineLayerNormGrad {
     fn name(&self) -> &'static str {
@@ -99,6 +103,7 @@ impl Op for AffineLayerNormGrad {
     fn cpu(&self, x: &[View], out: &mut [ViewMut], workspace: &mut [f32]) {
         let d = x[0].dim(0);
         let (data, rstd, means, dy, w) = (x[0].f32(), x[1].f32(), x[2].f32(), x[3].f32(), x[4].f32());
+        let more_rows = if self.add { x[5].f32() } else { &[] };
         let (sums, scratch) = workspace.split_at_mut(workspace.len() / 3 * 2);
         let (dw, db) = sums.split_at_mut(sums.len() / 2);
         let pieces = dw.par_chunks_mut(d).zip(db.par_chunks_mut(d)).zip(scratch.par_chunks_mut(d));
@@ -116,6 +121,8 @@ impl Op for AffineLayerNormGrad {
                         dw.iter_mut().zip(dy).zip(&*normed).for_each(|((o, &dy), &v)| *o += dy * v);
                         db.iter_mut().zip(dy).for_each(|(o, &dy)| *o += dy);
                         super::residual::grad_row(dx, normed, s);
+                        let more = if self.add { &more_rows[row * d..][..d] } else { &[] };
+                        dx.iter_mut().zip(more).for_each(|(g, &more)| *g += more);
                     }
                 },
             )
@@ -133,18 +140,21 @@ impl Op for AffineLayerNormGrad {
 
     fn cuda(&self, io: &Io) -> Code {
         let (d, n) = (io.x[0].dim(0), io.x[0].rows());
-        let rows = Rows::new(d, &[io.x[0].dtype, io.x[3].dtype]);
+        let more = if self.add { 5 } else { 0 }; // read only with `add`
+        let rows = Rows::new(d, &[io.x[0].dtype, io.x[3].dtype, io.x[more].dtype]);
         let blocks = n.div_ceil(rows.groups).min(BLOCKS);
         let launch = rows
             .launch(&[PARTIAL, include_str!("affine_grad.cu")].concat(), "affine_norm_grad", d)
             .define_type("T", io.x[0].dtype)
             .define_type("G", io.x[3].dtype)
             .define_type("W", io.x[4].dtype)
+            .define_type("M", io.x[more].dtype)
+            .define("ADD", self.add as u8)
             .define("ROWS", n)
             .define("WARPS", rows.threads() / 32)
             .define("RESIDENT", (512 / rows.threads()).max(1))
             .grid(blocks, 1, 1)
-            .args(&[At::X(0), At::X(1), At::X(2), At::X(3), At::X(4), At::Y(0), At::Work].map(Into::into));
+            .args(&[At::X(0), At::X(1), At::X(2), At::X(3), At::X(4), At::X(more), At::Y(0), At::Work].map(Into::into));
         Code { steps: vec![Step::Launch(launch), Step::Launch(finish(io, 2, blocks))], workspace: 4 * blocks * 2 * d }
     }
 
@@ -157,6 +167,6 @@ impl Op for AffineLayerNormGrad {
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
-        Cost { flops: 12 * x[0].elements() as u64, ..Cost::memory(3 * x[0].bytes()) }
+        Cost { flops: 12 * x[0].elements() as u64, ..Cost::memory((3 + self.add as usize) * x[0].bytes()) }
     }
 }

@@ -1,8 +1,8 @@
-// Rows [ROWS, D] of x; with v = (x - mean) s, s = rstd and g = dy w: dx = s (g - mean(g) - v mean(g v)).
+// Rows [ROWS, D] of x; with v = (x - mean) s, s = rstd and g = dy w: dx = s (g - mean(g) - v mean(g v)), with ADD plus more.
 // A block takes the rows GROUPS * (block, block + grid, ..), and leaves its sums of dy v and of dy in its part of partial [grid, 2, D].
 template <bool PACKED>
 __device__ __forceinline__ void
-grad_rows(const T *x, const float *rstd, const float *means, const G *dy, const W *w, T *dx, float *partial, float *shared) {
+grad_rows(const T *x, const float *rstd, const float *means, const G *dy, const W *w, const M *more, T *dx, float *partial, float *shared) {
     float dw[KEEP ? PACKS : 1][VEC] = {}, db[KEEP ? PACKS : 1][VEC] = {};
     partial += (u64)blockIdx.x * (2 * D);
     if (!KEEP) {
@@ -15,6 +15,7 @@ grad_rows(const T *x, const float *rstd, const float *means, const G *dy, const 
         if (!real) row = ROWS - 1; // no such row: its results are not used, but its threads take part in the shuffles
         Row<PACKED, T> from(x + row * D, D);
         Row<PACKED, G> d(dy + row * D, D);
+        Row<PACKED, M> extra(ADD ? more + row * D : more, ADD ? D : 0);
         float s = rstd[row], m = means[row];
 
         float sum = 0.0f, dot = 0.0f;
@@ -40,9 +41,12 @@ grad_rows(const T *x, const float *rstd, const float *means, const G *dy, const 
             Pack<T> v = from[p], out;
             Pack<G> a = d[p];
             Pack<W> scale = read<PACKED>(w + at);
+            Pack<M> plus;
+            if (ADD) plus = extra[p];
             for (int i = 0; i < VEC; i++) {
                 float g = to_float(a.at[i]), normed = (to_float(v.at[i]) - m) * s;
-                from_float((g * to_float(scale.at[i]) - mean - normed * along) * s, out.at[i]);
+                float result = (g * to_float(scale.at[i]) - mean - normed * along) * s;
+                from_float(ADD ? result + to_float(plus.at[i]) : result, out.at[i]);
                 if (KEEP) {
                     dw[KEEP ? p : 0][i] += g * normed;
                     db[KEEP ? p : 0][i] += g;
@@ -61,8 +65,8 @@ grad_rows(const T *x, const float *rstd, const float *means, const G *dy, const 
 }
 
 extern "C" __global__ void __launch_bounds__(LANES * GROUPS, RESIDENT)
-affine_norm_grad(const T *x, const float *rstd, const float *means, const G *dy, const W *w, T *dx, float *partial) {
+affine_norm_grad(const T *x, const float *rstd, const float *means, const G *dy, const W *w, const M *more, T *dx, float *partial) {
     __shared__ float shared[LANES <= 32 ? WARPS * D : 1];
-    if (packed(x) && packed(dy) && packed(w)) grad_rows<true>(x, rstd, means, dy, w, dx, partial, shared);
-    else grad_rows<false>(x, rstd, means, dy, w, dx, partial, shared);
+    if (packed(x) && packed(dy) && packed(w) && packed(more)) grad_rows<true>(x, rstd, means, dy, w, more, dx, partial, shared);
+    else grad_rows<false>(x, rstd, means, dy, w, more, dx, partial, shared);
 }

@@ -109,7 +109,8 @@ pub fn backward(io: &Io, inputs: Inputs, layer: bool) -> Code {
     if sums == 0 {
         return launch.grid(blocks, 1, 1).args(&args).code();
     }
-    let blocks = blocks.min(BLOCKS);
+    // Small blocks are more: as many as run at once.
+    let blocks = blocks.min(BLOCKS / 2 * (512 / rows.threads()).max(2));
     let steps = vec![Step::Launch(launch.grid(blocks, 1, 1).args(&args)), Step::Launch(finish(io, sums, blocks))];
     Code { steps, workspace: 4 * blocks * sums * d }
 }

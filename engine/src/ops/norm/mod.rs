@@ -374,6 +374,14 @@ pub const CASES: &[Case] = &[
     Case::new("layer, affine, long rows", &[In(&[5, 1100], Fill::Normal), In(&[1100], Fill::Normal), In(&[1100], Fill::Normal)], |x| {
         vec![x[0].layer_norm_affine(x[1], x[2], 1e-5)]
     }),
+    Case::new(
+        "layer, affine, another gradient added",
+        &[In(&[67, 64], Fill::Frozen), In(&[64], Fill::Frozen), In(&[67, 64], Fill::Frozen), In(&[67, 64], Fill::Frozen)],
+        |x| {
+            let y = x[0].recorder().op(affine::AffineLayerNorm { eps: 1e-5 }, &[x[0], x[1], x[1]]);
+            x[0].recorder().op(affine::AffineLayerNormGrad { add: true }, &[x[0], y[1], y[2], x[2], x[1], x[3]])
+        },
+    ),
     Case::new("layer, affine, gpt2", &[In(&[65536, 768], Fill::Normal), In(&[768], Fill::Normal), In(&[768], Fill::Normal)], |x| {
         vec![x[0].layer_norm_affine(x[1], x[2], 1e-5)]
     })
