@@ -110,6 +110,9 @@ section! {
         pub momentum: f32 = 0.95, in 0.0..1.0;
         /// Largest norm of all gradients together; beyond it they are scaled down.
         pub clip: f32 = 1.0, in 1e-38..=1e30;
+        /// EMA: decay of the moving average of the weights over steps, for example 0.999; evaluation, samples and exports use the average.
+        /// 0: no average.
+        pub ema: f32 = 0.0, in 0.0..1.0;
         /// Steps from one line of metrics to the next.
         pub log_every: u64 = 10, in 1..=MOST_STEPS, [free];
         /// Steps from one evaluation to the next. 0: once an epoch, in recipes that count epochs.
@@ -120,6 +123,12 @@ section! {
         pub save_every: u64 = 100, in 1..=MOST_STEPS, [free];
         /// Newest checkpoints that are kept. 0: all of them.
         pub keep: usize = 3, [free];
+        /// Whether an evaluation that is better than all before it saves a checkpoint, which is kept beside the newest ones as the run's `best`.
+        pub keep_best: bool = true, [free];
+        /// Which validation metric says what is better. Empty: the first of an evaluation that has a direction.
+        pub best_metric: String = String::new(), [free];
+        /// Evaluations in a row that are not better than the best before the run stops early. 0: it does not.
+        pub patience: u64 = 0, in 0..=MOST_STEPS, [free];
     }
 }
 
