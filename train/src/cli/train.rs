@@ -23,7 +23,7 @@ use std::sync::atomic::Ordering;
 
 Ctrl-C finishes the step, saves and exits with status 130; so do SIGTERM (143), SIGHUP (129; not under nohup) and SIGUSR1 (138: Slurm's
 --signal=USR1@60). A second signal, a second later or more, exits at once, and so does one before the first step. Status 0 is a run that has all
-its steps, 1 an error, 2 a wrong command line.
+its steps or stopped early (train.patience), 1 an error, 2 a wrong command line.
 
 A checkpoint that is broken is passed over for the one before; one that cannot be read is an error, as it may be whole. --resume-from and --start-over
 keep the checkpoints that they do not go on from, as checkpoints/aside-step-N.")]
