@@ -64,8 +64,9 @@ const METRICS: &[Metric] = &[
 ];
 
 fn try_train(out: &Path, steps: u64, start: Start, more: &str) -> Result<run::Finished, TrainError> {
-    let same = "batch = 2\nhorizon = 100\nschedule = \"constant\"\nlearning_rate = 0.1\nweight_decay = 0.0\neval_every = 1\nsave_every = 100\nkeep = 1";
-    let text = format!("[train]\nsteps = {steps}\n{same}\n{more}\n");
+    let same = "batch = 2\nhorizon = 100\nschedule = \"constant\"\nlearning_rate = 0.1\nweight_decay = 0.0\neval_every = 1\nsave_every = 100";
+    let keep = if more.contains("keep = ") { "" } else { "keep = 1" };
+    let text = format!("[train]\nsteps = {steps}\n{same}\n{keep}\n{more}\n");
     let c = Config::preset("falls", "test", vec![TrainConfig::keys("train")], &text);
     let mut task = Supervised::new(Falls, c.section::<TrainConfig>("train").unwrap(), c.seed());
     let options = run::Options { out: out.into(), start, ..run::Options::default() };
@@ -135,11 +136,27 @@ fn a_resumed_run_knows_the_best_and_how_long_it_has_waited() {
     // Evaluations of another part of the data are not compared with.
     assert_eq!(train(&parts, 10, Start::Newest, "eval_batches = 3"), 10);
     assert_eq!(best(&parts), 10);
-    // Back to a checkpoint that was saved before the best: what came later is no longer of this run.
-    let from = Start::From(checkpoint(&parts, 4));
-    std::fs::rename(checkpoint(&parts, 10), checkpoint(&parts, 3)).unwrap_or(());
-    assert_eq!(train(&parts, 5, from, ""), 5);
-    assert_eq!(best(&parts), 4);
+}
+
+#[test]
+fn a_run_that_goes_back_has_the_best_of_then() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("a");
+    train(&out, 3, Start::New, "keep = 0");
+    train(&out, 9, Start::Newest, "keep = 0");
+    assert_eq!((best(&out), kept(&out).len()), (4, 5), "every step up to the best, and the last");
+    // What came later is no longer of this run.
+    assert_eq!(train(&out, 3, Start::From(checkpoint(&out, 2)), "keep = 0"), 3);
+    assert_eq!(best(&out), 3);
+    // Where the best itself is gone, it begins anew.
+    std::fs::remove_dir_all(checkpoint(&out, 3)).unwrap();
+    std::fs::remove_dir_all(checkpoint(&out, 2)).unwrap();
+    train(&out, 9, Start::Newest, "keep = 0");
+    std::fs::remove_dir_all(checkpoint(&out, 4)).unwrap();
+    let said = run::find_best(&out).err().unwrap().to_string();
+    assert!(said.contains("step 4") && said.contains("is not there"), "{said}");
+    train(&out, 11, Start::Newest, "keep = 0");
+    assert_eq!(best(&out), 10);
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod data;
 mod decoder;
 mod docs;
 mod encoder;
+mod exports;
 mod faults;
 mod figures;
 mod golden;
