@@ -43,10 +43,14 @@ pub struct ExportArgs {
 /// For clap: a number of bytes, with a unit or without.
 fn bytes(text: &str) -> Result<usize, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let units = [("", 1), ("B", 1), ("KB", 1000), ("MB", 1_000_000), ("GB", 1_000_000_000), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
+    let units =
+        [("", 1), ("B", 1), ("KB", 1000), ("MB", 1_000_000), ("GB", 1_000_000_000), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
     let unit = units.iter().find(|(name, _)| name.eq_ignore_ascii_case(&text[digits.len()..]));
     let number = digits.trim().parse::<usize>().ok().filter(|n| *n > 0);
-    number.zip(unit).and_then(|(n, unit)| n.checked_mul(unit.1)).ok_or_else(|| "a whole number above 0 and a unit: B, KB, MB, GB, KiB, MiB or GiB".into())
+    number
+        .zip(unit)
+        .and_then(|(n, unit)| n.checked_mul(unit.1))
+        .ok_or_else(|| "a whole number above 0 and a unit: B, KB, MB, GB, KiB, MiB or GiB".into())
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

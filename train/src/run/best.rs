@@ -59,7 +59,10 @@ impl Best {
             let found: Vec<&str> = e.values.iter().map(|v| v.0).filter(|n| directed(n).is_some()).collect();
             return match wanted {
                 "" => Ok(false),
-                _ => Err(ConfigError::Invalid(format!("train.best_metric = \"{wanted}\": an evaluation here finds {}", found.join(", "))).into()),
+                _ => {
+                    Err(ConfigError::Invalid(format!("train.best_metric = \"{wanted}\": an evaluation here finds {}", found.join(", ")))
+                        .into())
+                }
             };
         };
         let improved = match (&self.at, better) {

@@ -1,7 +1,7 @@
 //! A run's folder: its lock, its files, its checkpoints.
 
-use super::receipts_json;
 use super::best::Best;
+use super::receipts_json;
 use crate::checkpoint::{self, AVERAGED, Keep, MODEL, Saved, Tensor};
 use crate::config::{Config, TrainConfig};
 use crate::optim::ema;

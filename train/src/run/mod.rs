@@ -84,7 +84,10 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     }
     if ready.best.is_over(task.train_config()) {
         let (best, since) = (ready.best.line(task.metrics()), ready.best.since);
-        say!("the run stopped early at step {}, {since} evaluations after its best ({best}): nothing to do (raise train.patience, or 0)", ready.done());
+        say!(
+            "the run stopped early at step {}, {since} evaluations after its best ({best}): nothing to do (raise train.patience, or 0)",
+            ready.done()
+        );
         return Ok(Finished { step: ready.done(), interrupted: false });
     }
     let mut run = Run::begin(task, config, options, ready)?;

@@ -1,7 +1,7 @@
 //! Where weights come from: a run's own checkpoint, which must be of the same config and data, or another run's.
 
-use super::folder::has_saved;
 use super::best;
+use super::folder::has_saved;
 use crate::checkpoint::{self, AVERAGED, Checkpoint, MODEL, Skipped};
 use crate::config::{Config, TrainConfig};
 use crate::recipe::{Session, Task, TrainError};

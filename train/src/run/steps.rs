@@ -329,7 +329,7 @@ impl<'a> Run<'a> {
         }
         if done < self.c.steps {
             let (best, since) = (self.best.line(self.task.metrics()), self.best.since);
-            say!("stopped early after step {done}, saved: no evaluation was better than {best} for {since} (train.patience)");
+            say!("stopped early after step {done}, saved: {since} evaluations in a row were not better than {best} (train.patience)");
         }
         say!("checkpoint {}", self.checkpoints.join(format!("step-{done:08}")).display());
         if self.c.keep_best && self.best.at.as_ref().is_some_and(|at| at.0 < done) {

@@ -62,7 +62,8 @@ fn evaluation_generation_and_new_runs_take_the_averages() {
     assert!(evaluated(&text(&plain), &[])["weights"] == "last step");
     assert!(!checkpoint(&plain, 4).join("averaged.safetensors").exists());
 
-    let write = |more: &[&str]| kiln([&["generate", &run, "--temperature", "0", "--max-tokens", "40", "--threads", "1"], more].concat()).ok();
+    let write =
+        |more: &[&str]| kiln([&["generate", &run, "--temperature", "0", "--max-tokens", "40", "--threads", "1"], more].concat()).ok();
     let (a, b) = (write(&[]), write(&["--raw-weights"]));
     assert!(a.err.contains("averaged over steps") && b.err.contains("of the last step"), "{a:#?} {b:#?}");
     let mut weights = vec![];

@@ -64,7 +64,8 @@ const METRICS: &[Metric] = &[
 ];
 
 fn try_train(out: &Path, steps: u64, start: Start, more: &str) -> Result<run::Finished, TrainError> {
-    let same = "batch = 2\nhorizon = 100\nschedule = \"constant\"\nlearning_rate = 0.1\nweight_decay = 0.0\neval_every = 1\nsave_every = 100";
+    let same =
+        "batch = 2\nhorizon = 100\nschedule = \"constant\"\nlearning_rate = 0.1\nweight_decay = 0.0\neval_every = 1\nsave_every = 100";
     let keep = if more.contains("keep = ") { "" } else { "keep = 1" };
     let text = format!("[train]\nsteps = {steps}\n{same}\n{keep}\n{more}\n");
     let c = Config::preset("falls", "test", vec![TrainConfig::keys("train")], &text);
@@ -163,11 +164,37 @@ fn a_run_that_goes_back_has_the_best_of_then() {
 fn what_cannot_decide_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("a");
-    for (more, parts) in [("best_metric = \"seen\"", ["\"seen\"", "far, near, w"]), ("best_metric = \"loss\"", ["\"loss\"", "far, near, w"])] {
+    for (more, parts) in
+        [("best_metric = \"seen\"", ["\"seen\"", "far, near, w"]), ("best_metric = \"loss\"", ["\"loss\"", "far, near, w"])]
+    {
         let said = try_train(&out, 3, Start::New, more).err().unwrap().to_string();
         assert!(parts.iter().all(|part| said.contains(part)), "{said}");
     }
     assert!(!out.exists());
     kiln(["train", "lior", "--out", &text(&out), "--set", "patience=2"]).fails(&["train.patience", "no metric"]);
     assert!(!out.exists());
+}
+
+#[test]
+fn commands_take_the_newest_or_the_best() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("a");
+    // A rate at which the second step is worse than the first.
+    let said = super::common::train(&out, "--steps 50 --set eval_every=1 --set learning_rate=3.0 --set patience=2 --set keep=1").ok();
+    let steps: Vec<u64> = records(&out, "val").iter().map(|r| r["step"].as_u64().unwrap()).collect();
+    let (last, best) = (*steps.last().unwrap(), best(&out));
+    assert!(last == best + 2 && last < 50, "{steps:?}");
+    assert!(said.out.contains(&format!("stopped early after step {last}, saved: 2 evaluations in a row were not better than loss")), "{said:#?}");
+    let eval = |path: &Path, more: &[&str]| kiln([&["eval", &text(path), "--batches", "1", "--json", "--threads", "1"], more].concat());
+    let step = |ran: super::common::Ran| serde_json::from_str::<serde_json::Value>(&ran.ok().out).unwrap()["step"].as_u64().unwrap();
+    assert_eq!(step(eval(&out, &[])), last);
+    assert_eq!((step(eval(&out, &["--best"])), step(eval(&out.join("best"), &[]))), (best, best));
+    kiln(["generate", &text(&out), "--best", "--max-tokens", "3", "--threads", "1"]).ok();
+    eval(&checkpoint(&out, last), &["--best"]).fails(&["--best is for a run's folder"]);
+    // A link that leads nowhere, as a kill may leave it, is no obstacle.
+    std::fs::remove_file(out.join("best")).unwrap();
+    std::os::unix::fs::symlink("checkpoints/step-00000999", out.join("best")).unwrap();
+    assert_eq!(step(eval(&out.join("best"), &[])), best);
+    super::common::resume(&out, "--set patience=0 --steps 4").ok();
+    assert_eq!(out.join("best").read_link().unwrap(), Path::new(&format!("checkpoints/step-{best:08}")));
 }

@@ -76,7 +76,8 @@ fn shapes_of_seven_billion_weights_are_planned_for_a_gpu_that_is_not_here() {
     let qwen = "family=qwen2 vocab=152064 dim=3584 layers=28 heads=28 kv_heads=4 head_dim=128 hidden=18944";
     for (sizes, weights) in [(llama, 6_738_415_616u64), (qwen, 7_615_616_512)] {
         let plan = |more: &[&str]| -> serde_json::Value {
-            let sets = sizes.split(' ').chain(["tied=false", "seq=2048", "batch=1"]).chain(more.iter().copied()).flat_map(|set| ["--set", set]);
+            let sets =
+                sizes.split(' ').chain(["tied=false", "seq=2048", "batch=1"]).chain(more.iter().copied()).flat_map(|set| ["--set", set]);
             let passes = ["--pass", "bf16=auto", "--pass", "recompute=auto,what=blocks"];
             let all = ["plan", "decoder", "--for-sm", "90", "--json"].into_iter().chain(passes).chain(sets);
             serde_json::from_str(&crate::common::kiln(all).ok().out).unwrap()

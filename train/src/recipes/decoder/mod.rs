@@ -8,7 +8,9 @@ use crate::data::Tokenizer;
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, RepliesConfig, Writer, Writing, export};
 use crate::models::{Family, Folder, Lora, RopeScaling, Shape, Target};
-use crate::recipe::{Computed, Exporting, Exports, Reads, Recipe, Reference, Supervised, Survey, Surveys, Task, TextModel, TrainError, Writes};
+use crate::recipe::{
+    Computed, Exporting, Exports, Reads, Recipe, Reference, Supervised, Survey, Surveys, Task, TextModel, TrainError, Writes,
+};
 use crate::{choices, section};
 use engine::ops::sample::Nucleus;
 use engine::{Device, Switches};
