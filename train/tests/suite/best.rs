@@ -184,7 +184,10 @@ fn commands_take_the_newest_or_the_best() {
     let steps: Vec<u64> = records(&out, "val").iter().map(|r| r["step"].as_u64().unwrap()).collect();
     let (last, best) = (*steps.last().unwrap(), best(&out));
     assert!(last == best + 2 && last < 50, "{steps:?}");
-    assert!(said.out.contains(&format!("stopped early after step {last}, saved: 2 evaluations in a row were not better than loss")), "{said:#?}");
+    assert!(
+        said.out.contains(&format!("stopped early after step {last}, saved: 2 evaluations in a row were not better than loss")),
+        "{said:#?}"
+    );
     let eval = |path: &Path, more: &[&str]| kiln([&["eval", &text(path), "--batches", "1", "--json", "--threads", "1"], more].concat());
     let step = |ran: super::common::Ran| serde_json::from_str::<serde_json::Value>(&ran.ok().out).unwrap()["step"].as_u64().unwrap();
     assert_eq!(step(eval(&out, &[])), last);
