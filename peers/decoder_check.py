@@ -158,4 +158,5 @@ def main():
     sys.exit(bool(off))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -60,6 +60,25 @@ pub struct Skipped {
     pub reason: String,
 }
 
+/// The weights of the last step, and those averaged over steps (train.ema), where there are any.
+pub const MODEL: &str = "model.safetensors";
+pub const AVERAGED: &str = "averaged.safetensors";
+
+/// Which older checkpoints stay when one is saved.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Keep {
+    /// So many of the newest, the new one among them; 0 keeps all.
+    pub newest: usize,
+    /// And that of this step.
+    pub best: Option<u64>,
+}
+
+impl From<usize> for Keep {
+    fn from(newest: usize) -> Keep {
+        Keep { newest, best: None }
+    }
+}
+
 /// What `save` made, and what it could not remove.
 #[derive(Debug)]
 pub struct Saved {
@@ -67,15 +86,15 @@ pub struct Saved {
     pub left: Vec<CheckpointError>,
 }
 
-/// Saves `files` of tensors and `plain` ones as `dir/step-NNNNNNNN`, replacing one of the same step. Then of the older whole checkpoints all but
-/// the last `keep - 1` are removed; 0 keeps all. Those of later steps, and broken ones, are left alone.
+/// Saves `files` of tensors and `plain` ones as `dir/step-NNNNNNNN`, replacing one of the same step. Then the older whole checkpoints that `keep`
+/// does not name are removed. Those of later steps, and broken ones, are left alone.
 pub fn save(
     dir: &Path,
     step: u64,
     files: &[(&str, Vec<Tensor>)],
     plain: &[(&str, Vec<u8>)],
     meta: &Value,
-    keep: usize,
+    keep: Keep,
 ) -> Result<Saved, CheckpointError> {
     let pid = std::process::id();
     let path = dir.join(format!("step-{step:08}"));
@@ -96,7 +115,7 @@ pub fn save(
     sync_folder(dir).map_err(io_error("sync", dir))?;
     // The new one is safe: what is in the way of tidiness is no reason to stop.
     left.extend(remove(&old).err());
-    if keep > 0 {
+    if keep.newest > 0 {
         left.extend(prune(dir, step, keep)?);
     }
     Ok(Saved { path, left })
@@ -183,6 +202,11 @@ impl Checkpoint {
     /// Reads one of the files, for example `model.safetensors`.
     pub fn file(&self, name: &str) -> Result<Loaded, CheckpointError> {
         Loaded::parse(&self.path.join(name), self.bytes(name)?)
+    }
+
+    /// The model's weights: averaged over steps where it has those, or, if they are to be `raw`, of its last step.
+    pub fn weights(&self, raw: bool) -> Result<Loaded, CheckpointError> {
+        self.file(if self.has(AVERAGED) && !raw { AVERAGED } else { MODEL })
     }
 
     /// The same as it lies there.

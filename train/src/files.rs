@@ -51,6 +51,14 @@ fn followed(path: &Path) -> io::Result<PathBuf> {
     Err(rustix::io::Errno::LOOP.into())
 }
 
+/// Makes `path` a link that leads to `target`, or leads it there anew.
+pub fn link(target: &Path, path: &Path) -> io::Result<()> {
+    let beside = beside(path)?;
+    std::os::unix::fs::symlink(target, &beside)?;
+    fs::rename(&beside, path)?;
+    sync_folder(folder_of(path))
+}
+
 /// A file that is not there yet, in a folder that nobody reads yet; it is on the disk when this returns.
 pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::create_new(path)?;

@@ -86,12 +86,12 @@ pub(super) fn move_in(tmp: &Path, path: &Path, old: &Path) -> Result<(), Checkpo
 }
 
 /// Returns what cannot be removed.
-pub(super) fn prune(dir: &Path, saved: u64, keep: usize) -> Result<Vec<CheckpointError>, CheckpointError> {
+pub(super) fn prune(dir: &Path, saved: u64, keep: Keep) -> Result<Vec<CheckpointError>, CheckpointError> {
     let mut left = vec![];
     let mut older = folders(dir)?;
-    older.retain(|f| f.kind == Kind::Named && f.step < saved && read_manifest(&f.path).is_ok());
+    older.retain(|f| f.kind == Kind::Named && f.step < saved && Some(f.step) != keep.best && read_manifest(&f.path).is_ok());
     older.sort_by_key(|f| std::cmp::Reverse(f.step));
-    for Folder { path, step, .. } in older.into_iter().skip(keep - 1) {
+    for Folder { path, step, .. } in older.into_iter().skip(keep.newest - 1) {
         // Renamed first, so that a kill half-way leaves nothing that looks like a checkpoint.
         let tmp = tmp_path(dir, step);
         match fs::rename(&path, &tmp) {

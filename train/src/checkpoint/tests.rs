@@ -16,7 +16,7 @@ fn tensor<'a>(name: &'a str, dtype: &'a str, shape: &'a [usize], bytes: &'a [u8]
 fn save_small(dir: &Path, step: u64, fill: u8, keep: usize) -> PathBuf {
     let bytes = [fill; 24];
     let model = vec![tensor("w", "F32", &[2, 3], &bytes)];
-    save(dir, step, &[("model.safetensors", model)], &[], &json!({"fill": fill}), keep).unwrap().path
+    save(dir, step, &[("model.safetensors", model)], &[], &json!({"fill": fill}), keep.into()).unwrap().path
 }
 
 fn listing(dir: &Path) -> Vec<String> {
@@ -47,7 +47,7 @@ fn reads_back_what_was_saved() {
     // Most of these floats need a parser that rounds correctly to come back bit for bit.
     let floats: Vec<f64> = (1..200).map(|i| (i as f64).sqrt() * 1e-5).collect();
     let meta = json!({"seed": u64::MAX, "floats": floats, "text": "{,\n  \"checksum\"}"});
-    let path = save(dir.path(), 100, &files, &[("notes.json", b"{}".to_vec())], &meta, 0).unwrap().path;
+    let path = save(dir.path(), 100, &files, &[("notes.json", b"{}".to_vec())], &meta, 0.into()).unwrap().path;
     assert_eq!(path, dir.path().join("step-00000100"));
 
     let (found, skipped) = newest(dir.path()).unwrap();
@@ -79,7 +79,7 @@ fn refuses_what_cannot_be_saved() {
     let dir = tempfile::tempdir().unwrap();
     let refusal = |file: &str, tensors: Vec<Tensor>| {
         let files = [("first", vec![]), (file, tensors)];
-        let e = save(dir.path(), 1, &files, &[], &Value::Null, 0).unwrap_err();
+        let e = save(dir.path(), 1, &files, &[], &Value::Null, 0.into()).unwrap_err();
         assert!(listing(dir.path()).is_empty());
         e.to_string()
     };
@@ -98,7 +98,7 @@ fn an_unusable_folder_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     fs::write(&file, "").unwrap();
-    let e = save(&file, 1, &[], &[], &Value::Null, 0).unwrap_err();
+    let e = save(&file, 1, &[], &[], &Value::Null, 0.into()).unwrap_err();
     assert!(e.to_string().contains(file.to_str().unwrap()), "{e}");
     let (found, skipped) = newest(&dir.path().join("absent")).unwrap();
     assert!(found.is_none() && skipped.is_empty());
@@ -292,7 +292,7 @@ fn child() {
         let shape = [3, 1 << 18];
         let tensors = || vec![tensor("w", "F32", &shape, &bytes)];
         let files = [("model.safetensors", tensors()), ("state.safetensors", tensors())];
-        if let Err(e) = save(dir, save_number / 2, &files, &[], &json!(save_number), 2) {
+        if let Err(e) = save(dir, save_number / 2, &files, &[], &json!(save_number), 2.into()) {
             return println!("\nrefused {e}");
         }
         println!("\ndone {save_number}");

@@ -1,7 +1,7 @@
 //! `kiln eval`: a checkpoint on the validation data, with what each number means.
 
-use super::{DeviceArgs, Opened, Recipes, write_json};
-use crate::checkpoint::Checkpoint;
+use super::{DeviceArgs, Opened, Recipes, Which, write_json};
+use crate::checkpoint::{AVERAGED, Checkpoint};
 use crate::recipe::{Better, Evaluation, Extent, Metric, Survey, Task};
 use crate::run;
 use anyhow::{Result, bail};
@@ -19,6 +19,8 @@ use std::process::ExitCode;
 pub struct EvalArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint)
     checkpoint: PathBuf,
+    #[command(flatten)]
+    which: Which,
     #[command(flatten)]
     device: DeviceArgs,
     /// Another data set of the same tokenizer, or of the same classes; a CSV file of Sudokus, of which those are taken that no training may
@@ -48,7 +50,7 @@ pub struct EvalArgs {
 
 pub fn run(a: EvalArgs, recipes: Recipes) -> Result<ExitCode> {
     let device = a.device.open()?;
-    let opened = Opened::new(&a.checkpoint, recipes)?;
+    let opened = Opened::new(&a.checkpoint, &a.which, recipes)?;
     let (found, mut config) = (&opened.found, opened.config.clone());
     if let Some(path) = &a.data {
         config.set_value("data.path", path.display().to_string().into())?;
@@ -77,13 +79,13 @@ pub fn run(a: EvalArgs, recipes: Recipes) -> Result<ExitCode> {
     let extent = task.extent()?;
     let mut s = run::load(&*task, &config, &device)?;
     run::restore(&mut s, found)?;
-    let e = task.evaluate(&mut s)?;
+    let e = if opened.raw { task.evaluate(&mut s) } else { s.averaged(|s| task.evaluate(s)) }?;
     if a.picture.is_some() && e.confusion.is_none() {
         bail!("--picture is for classifiers: {} has no confusion matrix", config.text("recipe"));
     }
     match a.json {
-        true => write_json(None, &described(found, &*task, &e, extent.as_ref()))?,
-        false => show(found, &*task, &e, extent.as_ref())?,
+        true => write_json(None, &described(&opened, &*task, &e, extent.as_ref()))?,
+        false => show(&opened, &*task, &e, extent.as_ref())?,
     }
     let picture = a.picture.clone().or_else(|| beside(found).filter(|_| a.data.is_none() && a.batches.is_none()));
     if let (Some(confusion), Some(path)) = (&e.confusion, picture) {
@@ -97,8 +99,10 @@ pub fn run(a: EvalArgs, recipes: Recipes) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn described(found: &Checkpoint, task: &dyn Task, e: &Evaluation, extent: Option<&Extent>) -> serde_json::Value {
+fn described(opened: &Opened, task: &dyn Task, e: &Evaluation, extent: Option<&Extent>) -> serde_json::Value {
+    let found = &opened.found;
     let mut object = serde_json::json!({ "checkpoint": found.path, "step": found.step });
+    object["weights"] = if found.has(AVERAGED) && !opened.raw { "averaged" } else { "last step" }.into();
     e.values.iter().for_each(|(n, v)| object[*n] = (*v).into());
     let meaning = |(n, _): &(&str, f64)| Some((n.to_string(), Metric::find(task.metrics(), n)?.to_json()));
     object["metrics"] = serde_json::Value::Object(e.values.iter().filter_map(meaning).collect());
@@ -119,7 +123,8 @@ fn described(found: &Checkpoint, task: &dyn Task, e: &Evaluation, extent: Option
 }
 
 /// The same for people, with what each number means.
-fn show(found: &Checkpoint, task: &dyn Task, e: &Evaluation, extent: Option<&Extent>) -> Result<()> {
+fn show(opened: &Opened, task: &dyn Task, e: &Evaluation, extent: Option<&Extent>) -> Result<()> {
+    let found = &opened.found;
     if let Some(confusion) = &e.confusion {
         out_part!("{}", confusion.table());
     }
@@ -127,6 +132,9 @@ fn show(found: &Checkpoint, task: &dyn Task, e: &Evaluation, extent: Option<&Ext
     for m in e.values.iter().filter_map(|(n, _)| Metric::find(task.metrics(), n)) {
         let better = if m.better == Better::Neither { String::new() } else { format!(" ({} is better)", m.better.name()) };
         out!("  {}: {}{better}", m.name, m.about);
+    }
+    if let Some(which) = opened.which() {
+        out!("weights {which}");
     }
     if let Some(extent) = extent {
         out!("{}", extent.line());

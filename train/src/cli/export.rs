@@ -1,9 +1,10 @@
 //! `kiln export`: a checkpoint for other programs.
 
-use super::{Opened, Recipes};
+use super::{Opened, Recipes, Which};
 use crate::files::Staged;
 use crate::models::gguf::{Type, convert};
 use crate::models::{Folder, ModelError};
+use crate::recipe::Exporting;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use std::process::ExitCode;
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln export runs/d --out models/d                       a model that transformers loads
+  kiln export runs/d --best --out models/d                the same of the run's best checkpoint
   kiln export runs/p --out adapters/p                     adapters that PEFT loads
   kiln export runs/p --out models/p --merge               base and adapters as one model
   kiln export runs/d --out d.gguf --format gguf --type q8_0   one file for llama.cpp
@@ -19,6 +21,8 @@ use std::process::ExitCode;
 pub struct ExportArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint); for GGUF also a model's folder
     checkpoint: PathBuf,
+    #[command(flatten)]
+    which: Which,
     /// The folder or file to write, which must not be there yet
     #[arg(long)]
     out: PathBuf,
@@ -31,6 +35,22 @@ pub struct ExportArgs {
     /// GGUF: how matrices are kept: f32, f16, bf16, q8_0 or q4_0 (default: bf16)
     #[arg(long = "type", value_name = "TYPE")]
     kind: Option<Type>,
+    /// Most bytes of a file of weights; beyond it there are several, with an index: 500MB, 5GiB
+    #[arg(long, value_name = "BYTES", default_value = "5GiB", value_parser = bytes)]
+    shard_size: usize,
+}
+
+/// For clap: a number of bytes, with a unit or without.
+fn bytes(text: &str) -> Result<usize, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let units =
+        [("", 1), ("B", 1), ("KB", 1000), ("MB", 1_000_000), ("GB", 1_000_000_000), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
+    let unit = units.iter().find(|(name, _)| name.eq_ignore_ascii_case(&text[digits.len()..]));
+    let number = digits.trim().parse::<usize>().ok().filter(|n| *n > 0);
+    number
+        .zip(unit)
+        .and_then(|(n, unit)| n.checked_mul(unit.1))
+        .ok_or_else(|| "a whole number above 0 and a unit: B, KB, MB, GB, KiB, MiB or GiB".into())
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -45,12 +65,20 @@ pub fn run(a: ExportArgs, recipes: Recipes) -> Result<ExitCode> {
         Format::Hf if a.kind.is_some() => bail!("--type is for --format gguf"),
         Format::Hf => {}
     }
-    let opened = Opened::new(&a.checkpoint, recipes)?;
-    let Opened { found, config, .. } = &opened;
-    opened.offered("export models", |r| r.exports())?.export(config, found, &a.out, a.merge)?;
+    let opened = Opened::new(&a.checkpoint, &a.which, recipes)?;
+    let Opened { found, .. } = &opened;
+    export(&a, &opened, &a.out, a.merge)?;
     let what = if a.out.join("adapter_config.json").exists() { "adapters" } else { "model" };
-    out!("{what}, of {} (step {}): {}", found.path.display(), found.step, a.out.display());
+    let which = opened.which().map_or(String::new(), |which| format!(", weights {which}"));
+    out!("{what}, of {} (step {}{which}): {}", found.path.display(), found.step, a.out.display());
     Ok(ExitCode::SUCCESS)
+}
+
+/// Writes the folder `to`.
+fn export(a: &ExportArgs, opened: &Opened, to: &Path, merge: bool) -> Result<()> {
+    let name = a.out.file_name().map_or_else(|| "model".into(), |n| n.to_string_lossy());
+    let how = Exporting { found: &opened.found, out: to, name: &name, merge, raw: opened.raw, shard: a.shard_size };
+    Ok(opened.offered("export models", |r| r.exports())?.export(&opened.config, &how)?)
 }
 
 fn gguf(a: &ExportArgs, recipes: Recipes) -> Result<ExitCode> {
@@ -62,12 +90,13 @@ fn gguf(a: &ExportArgs, recipes: Recipes) -> Result<ExitCode> {
         convert(&Folder::open(&a.checkpoint)?, &a.out, kind)?
     } else {
         // A run is first a folder, beside the file and for as long as it takes.
-        let opened = Opened::new(&a.checkpoint, recipes)?;
+        let opened = Opened::new(&a.checkpoint, &a.which, recipes)?;
         let mut name = a.out.clone().into_os_string();
         name.push(".folder");
         let staged = Staged::new(Path::new(&name)).map_err(ModelError::io("create", Path::new(&name)))?;
         let whole = staged.dir().join("model");
-        opened.offered("export models", |r| r.exports())?.export(&opened.config, &opened.found, &whole, true)?;
+        export(a, &opened, &whole, true)?;
+        opened.which().into_iter().for_each(|which| crate::warn!("weights {which}"));
         convert(&Folder::open(&whole)?, &a.out, kind)?
     };
     notes.iter().for_each(|note| crate::warn!("note: {note}"));

@@ -1,6 +1,6 @@
 //! `kiln generate`: text from a checkpoint or a model folder.
 
-use super::{DeviceArgs, Opened, Recipes};
+use super::{DeviceArgs, Opened, Recipes, Which};
 use crate::data::Tokenizer;
 use crate::models::decoder::Chat;
 use crate::recipe::{Generator, Session, TextModel};
@@ -21,6 +21,8 @@ use std::process::ExitCode;
 pub struct GenerateArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint); or a model's folder in the Hugging Face layout (Qwen3, Llama)
     checkpoint: PathBuf,
+    #[command(flatten)]
+    which: Which,
     /// Text to continue; models that were taught to reply are given it as a prompt. Escapes such as \n are undone; a backslash is \\
     #[arg(long, default_value = "the ", value_parser = super::unescaped)]
     prompt: String,
@@ -80,11 +82,11 @@ pub fn run(a: GenerateArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.adapter.is_some() || !a.passes.is_empty() {
         bail!("--adapter and --pass are for a model's folder; {} has no config.json (a run has its own)", a.checkpoint.display());
     }
-    let opened = Opened::new(&a.checkpoint, recipes)?;
+    let opened = Opened::new(&a.checkpoint, &a.which, recipes)?;
     let Opened { found, config, recipe, .. } = &opened;
     let model = opened.offered("write text", |r| r.writes())?.text_model(config, Some(found))?;
     let mut s = Session::new(&device, &config.switches()?, config.seed());
-    let fill = |s: &mut Session| Ok(s.load_used_params(&found.file("model.safetensors")?, &found.path.display().to_string())?);
+    let fill = |s: &mut Session| Ok(s.load_used_params(&opened.weights()?, &found.path.display().to_string())?);
     match model {
         TextModel::Replies(chat) => talk(&a, &chat, &mut s, fill),
         TextModel::Continues(_) if a.raw || a.replies > 1 => {

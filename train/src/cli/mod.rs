@@ -35,10 +35,10 @@ mod signals;
 mod solve;
 mod train;
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{AVERAGED, Checkpoint, Loaded};
 use crate::config::{Config, named_in, read_file};
 use crate::recipe::{self, Recipe};
-use crate::run::find_checkpoint;
+use crate::run::{find_best, find_checkpoint};
 use anyhow::{Context, Result, bail};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use engine::{Device, Switches};
@@ -181,9 +181,22 @@ fn command(recipes: Recipes) -> clap::Command {
     fill(whole, &names, &crate::program())
 }
 
+/// Which of a run's checkpoints, and which of its weights.
+#[derive(Args, Clone, Default)]
+pub struct Which {
+    /// Of a run's folder: its best checkpoint by the validation metric, and not its newest (RUN/best is the same)
+    #[arg(long)]
+    best: bool,
+    /// Of a run that averages its weights over steps (train.ema): those of the last step
+    #[arg(long)]
+    raw_weights: bool,
+}
+
 /// A checkpoint, its config and its recipe.
 struct Opened<'a> {
     found: Checkpoint,
+    /// Whether its weights are to be those of the last step, although it has averaged ones.
+    raw: bool,
     config: Config,
     recipe: &'a dyn Recipe,
     recipes: Recipes<'a>,
@@ -191,11 +204,29 @@ struct Opened<'a> {
 
 impl<'a> Opened<'a> {
     /// By the checkpoint's own folder, or the newest of a run.
-    fn new(path: &Path, recipes: Recipes<'a>) -> Result<Opened<'a>> {
-        let found = find_checkpoint(path)?;
+    fn new(path: &Path, which: &Which, recipes: Recipes<'a>) -> Result<Opened<'a>> {
+        if which.best && path.join("checkpoint.json").exists() {
+            bail!("--best is for a run's folder: {} is a checkpoint", path.display());
+        }
+        let found = if which.best { find_best(path)? } else { find_checkpoint(path)? };
+        let raw = which.raw_weights;
         let config = Config::from_json(&found.meta["config"])?;
         let recipe = recipe::find_in(recipes, config.text("recipe"))?;
-        Ok(Opened { found, config, recipe, recipes })
+        Ok(Opened { found, raw, config, recipe, recipes })
+    }
+
+    /// The model's weights; says which they are, where there are two kinds.
+    fn weights(&self) -> Result<Loaded> {
+        self.which().into_iter().for_each(|which| crate::warn!("weights {which}"));
+        Ok(self.found.weights(self.raw)?)
+    }
+
+    /// Which weights those are, where there are two kinds.
+    fn which(&self) -> Option<&'static str> {
+        self.found.has(AVERAGED).then_some(match self.raw {
+            true => "of the last step, not averaged (--raw-weights)",
+            false => "averaged over steps (train.ema; --raw-weights takes those of the last step)",
+        })
     }
 
     fn offered<T: ?Sized>(&self, what: &str, ask: impl Fn(&'a dyn Recipe) -> Option<&'a T>) -> Result<&'a T> {

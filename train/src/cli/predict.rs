@@ -1,6 +1,6 @@
 //! `kiln predict`: the classes of pictures.
 
-use super::{DeviceArgs, Opened, Recipes, write_json};
+use super::{DeviceArgs, Opened, Recipes, Which, write_json};
 use crate::data::DataError;
 use crate::data::images::{CHANNELS, read_picture};
 use crate::recipe::Session;
@@ -19,6 +19,8 @@ predicted, and the exit status is 1.")]
 pub struct PredictArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint)
     checkpoint: PathBuf,
+    #[command(flatten)]
+    which: Which,
     /// PNG or JPEG files
     #[arg(required = true)]
     pictures: Vec<PathBuf>,
@@ -37,7 +39,7 @@ const BATCH: usize = 32;
 
 pub fn run(a: PredictArgs, recipes: Recipes) -> Result<ExitCode> {
     let device = a.device.open()?;
-    let opened = Opened::new(&a.checkpoint, recipes)?;
+    let opened = Opened::new(&a.checkpoint, &a.which, recipes)?;
     let Opened { found, config, .. } = &opened;
     let mut classifier = opened.offered("classify pictures", |r| r.classifies())?.classifier(config, &found.meta["identity"])?;
     let size = classifier.size();
@@ -50,7 +52,7 @@ pub fn run(a: PredictArgs, recipes: Recipes) -> Result<ExitCode> {
 
     let mut s = Session::new(&device, &config.switches()?, config.seed());
     classifier.begin(&mut s, whole.len().clamp(1, BATCH))?;
-    s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
+    s.load_params(&opened.weights()?, &found.path.display().to_string())?;
     let logits = classifier.logits(&mut s, &whole.concat())?;
     if !logits.iter().all(|v| v.is_finite()) {
         bail!("{}: the model's numbers are not finite (use an earlier checkpoint)", found.path.display());

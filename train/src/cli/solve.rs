@@ -1,6 +1,6 @@
 //! `kiln solve`: answers to puzzles, segment by segment.
 
-use super::{DeviceArgs, Opened, Recipes, write_json};
+use super::{DeviceArgs, Opened, Recipes, Which, write_json};
 use crate::data::puzzles::Task;
 use crate::input;
 use crate::recipe::{Attempt, Session};
@@ -23,6 +23,8 @@ start S and goal G. White space counts for nothing. An x marks what is wrong, wh
 pub struct SolveArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint)
     checkpoint: PathBuf,
+    #[command(flatten)]
+    which: Which,
     /// Puzzles, or files of one each; the first of those that the model never learned from if none is given
     puzzles: Vec<String>,
     /// How many of those
@@ -45,7 +47,7 @@ const NAMED: usize = 8;
 
 pub fn run(a: SolveArgs, recipes: Recipes) -> Result<ExitCode> {
     let device = a.device.open()?;
-    let opened = Opened::new(&a.checkpoint, recipes)?;
+    let opened = Opened::new(&a.checkpoint, &a.which, recipes)?;
     let Opened { found, config, .. } = &opened;
     let mut solver = opened.offered("solve puzzles", |r| r.solves())?.solver(config)?;
     let task = solver.task();
@@ -55,7 +57,7 @@ pub fn run(a: SolveArgs, recipes: Recipes) -> Result<ExitCode> {
     };
     let mut s = Session::new(&device, &config.switches()?, config.seed());
     solver.begin(&mut s, (puzzles.len() / task.cells()).min(BATCH))?;
-    s.load_params(&found.file("model.safetensors")?, &found.path.display().to_string())?;
+    s.load_params(&opened.weights()?, &found.path.display().to_string())?;
     let solved = solver.solve(&mut s, &puzzles, a.to_limit)?;
     if solved.iter().flatten().any(|attempt| !attempt.halt.is_finite()) {
         bail!("{}: the model's numbers are not finite (use an earlier checkpoint)", found.path.display());

@@ -3,7 +3,8 @@
 use super::signals::Signal;
 use super::{ConfigArgs, DeviceArgs, Recipes};
 use crate::config::{Config, ConfigError, named_in, read_file};
-use crate::run::{END, Options, Start, resumable, train};
+use crate::recipe::TrainError;
+use crate::run::{END, Options, Start, resumable, settings_that_fit, train};
 use crate::{checkpoint, recipe, say, warn};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -22,7 +23,7 @@ use std::sync::atomic::Ordering;
 
 Ctrl-C finishes the step, saves and exits with status 130; so do SIGTERM (143), SIGHUP (129; not under nohup) and SIGUSR1 (138: Slurm's
 --signal=USR1@60). A second signal, a second later or more, exits at once, and so does one before the first step. Status 0 is a run that has all
-its steps, 1 an error, 2 a wrong command line.
+its steps or stopped early (train.patience), 1 an error, 2 a wrong command line.
 
 A checkpoint that is broken is passed over for the one before; one that cannot be read is an error, as it may be whole. --resume-from and --start-over
 keep the checkpoints that they do not go on from, as checkpoints/aside-step-N.")]
@@ -95,7 +96,7 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         };
         (out, config)
     };
-    let options = Options { out, start, verbose: a.verbose, ..Options::default() };
+    let options = Options { out, start, verbose: a.verbose, command: typed(), ..Options::default() };
     let signal = Signal::catch(&options.stop, &options.preparing)?;
     let recipe = recipe::find_in(recipes, config.text("recipe"))?;
     match recipe.make_ready(&config, &device, &options.stop) {
@@ -113,8 +114,22 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
     }
     let config = recipe.sized(&config)?;
     let mut task = recipe.task(&config)?;
-    let ended = train(&mut *task, &config, &device, &options)?;
+    let ended = match train(&mut *task, &config, &device, &options) {
+        Err(e @ TrainError::Memory { .. }) => match &settings_that_fit(recipe, &config, &device)?[..] {
+            [] => bail!("{e}"),
+            ways => bail!("{e}; settings that fit: {}", ways.join(", or ")),
+        },
+        ended => ended?,
+    };
     Ok(if ended.interrupted { signal.code() } else { ExitCode::SUCCESS })
+}
+
+/// The command line, for whoever wants to run it again.
+fn typed() -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=./:,+@%".contains(c);
+    let quoted = |a: String| if !a.is_empty() && a.chars().all(plain) { a } else { format!("'{}'", a.replace('\'', r"'\''")) };
+    let arguments = std::env::args_os().skip(1).map(|a| quoted(a.to_string_lossy().into_owned()));
+    std::iter::once(crate::program()).chain(arguments).collect::<Vec<_>>().join(" ")
 }
 
 /// The folder of the run that a checkpoint lies in.

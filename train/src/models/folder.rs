@@ -14,6 +14,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
+pub(crate) const GENERATION: &str = "generation_config.json";
+pub(crate) const CARD: &str = "README.md";
 const ONE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
@@ -221,14 +223,14 @@ impl Folder {
         })
     }
 
-    /// Copies what is no weight: config, tokenizer, chat template.
+    /// Copies what is no weight: config, tokenizer, chat template. Its model card is not that of another model.
     pub fn copy_rest(&self, to: &Path) -> Result<(), ModelError> {
         let weights = ["safetensors", "bin", "pt", "pth", "gguf", "h5", "msgpack", "onnx"];
         for entry in fs::read_dir(&self.path).map_err(ModelError::io("list", &self.path))? {
             let path = entry.map_err(ModelError::io("list", &self.path))?.path();
             let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
             let weight = path.extension().and_then(|e| e.to_str()).is_some_and(|e| weights.contains(&e)) || name.ends_with(".index.json");
-            if path.is_file() && !weight && !name.starts_with('.') {
+            if path.is_file() && !weight && !name.starts_with('.') && name != CARD {
                 fs::copy(&path, to.join(name)).map_err(ModelError::io("copy", &path))?;
             }
         }
@@ -328,6 +330,6 @@ impl Shape {
     }
 }
 
-pub(super) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+pub(in crate::models) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     crate::files::write_new(path, format!("{value:#}\n").as_bytes()).map_err(ModelError::io("write", path))
 }

@@ -2,6 +2,7 @@
 //!
 //! | file | is |
 //! |---|---|
+//! | `card.rs` | a model card of an exported folder |
 //! | `family.rs` | what tells families of decoders apart: one line each |
 //! | `shape.rs` | what config.json says, as far as it is known here |
 //! | `folder.rs` | the weights: read where they lie, and written |
@@ -11,6 +12,7 @@
 //! | `encoder.rs` | encoders in sentence-transformers' layout: BERT, as MiniLM is |
 //! | `decoder/` | decoders as they are recorded, trained and asked |
 
+mod card;
 pub mod decoder;
 mod encoder;
 mod family;
@@ -20,8 +22,10 @@ mod lora;
 mod peft;
 mod shape;
 
+pub use card::card;
 pub use encoder::{Act, Encoder, EncoderFeeds, EncoderShape, Texts};
 pub use family::{Bias, FAMILIES, Family, Mlp, Norm, Positions};
+pub(crate) use folder::{CARD, GENERATION};
 pub use folder::{Folder, Weight, write_weights};
 pub use lora::{Lora, Target};
 pub use peft::{Adapter, write_adapter};

@@ -1,5 +1,6 @@
 //! Functions that record an optimizer, and the schedules that feed it its rate.
 
+pub mod ema;
 mod muon;
 pub mod schedule;
 
@@ -33,8 +34,11 @@ pub fn step<'g>(r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>]
     let all = params.iter().zip(grads).map(|((name, p), g)| Param { name, p: *p, g: *g });
     let by_muon = |x: &Param| c.optimizer == Optimizer::Muon && x.p.shape().len() == 2 && r.is_in_block(x.p);
     let (matrices, others): (Vec<Param>, Vec<Param>) = all.partition(by_muon);
-    adamw(r, &others, [rate, scale, next, finite], c);
-    muon::update(r, &matrices, [rate, scale, finite], c);
+    let mut after = adamw(r, &others, [rate, scale, next, finite], c);
+    after.extend(muon::update(r, &matrices, [rate, scale, finite], c));
+    if c.ema > 0.0 {
+        ema::update(r, &after, finite, c.ema);
+    }
     r.update(count, next);
     r.update(skipped, skipped_next);
     r.update(row, row_next);
@@ -48,8 +52,11 @@ struct Param<'a, 'g> {
     g: Var<'g>,
 }
 
+/// Parameters by name, with their values after the step.
+type After<'g> = Vec<(String, Var<'g>)>;
+
 /// AdamW with decay on matrices only. `numbers`: the rate, what gradients are scaled by, the step's number, whether it counts.
-fn adamw<'g>(r: &'g Recorder, params: &[Param<'_, 'g>], numbers: [Var<'g>; 4], c: &TrainConfig) {
+fn adamw<'g>(r: &'g Recorder, params: &[Param<'_, 'g>], numbers: [Var<'g>; 4], c: &TrainConfig) -> After<'g> {
     let (mut inputs, mut decay, mut states) = (numbers.to_vec(), vec![], vec![]);
     for Param { name, p, g } in params {
         let moment = |which: &str| r.state(&format!("adam.{which}/{name}"), &p.shape(), DType::F32, Init::Full(0.0));
@@ -59,12 +66,13 @@ fn adamw<'g>(r: &'g Recorder, params: &[Param<'_, 'g>], numbers: [Var<'g>; 4], c
         decay.push(if p.shape().len() >= engine::mutant!("adamw-decays-rows-too", 2, 1) { c.weight_decay } else { 0.0 });
     }
     if states.is_empty() {
-        return;
+        return vec![];
     }
-    let op = AdamW { beta1: c.beta1, beta2: c.beta2, eps: c.eps, decay };
-    for (state, value) in states.into_iter().zip(r.op(op, &inputs)) {
-        r.update(state, value);
+    let values = r.op(AdamW { beta1: c.beta1, beta2: c.beta2, eps: c.eps, decay }, &inputs);
+    for (state, value) in states.into_iter().zip(&values) {
+        r.update(state, *value);
     }
+    params.iter().zip(values.chunks(3)).map(|(x, own)| (x.name.to_string(), own[0])).collect()
 }
 
 #[cfg(test)]
@@ -102,5 +110,56 @@ mod tests {
             let second = (gradient * 2.0 / norm).powi(2) * (1.0 - 0.9f64.powi(2));
             assert!(v.iter().all(|v| (*v as f64 - second).abs() < 1e-5), "{name}: {v:?}, not {second}");
         }
+    }
+
+    /// Of a matrix that Muon moves and of a row that AdamW moves, whatever may be rounded; a step that is skipped has no part in it.
+    #[test]
+    fn averages_are_means_of_the_weights_after_each_step_that_counts() {
+        const DECAY: f32 = 0.75;
+        for (optimizer, bf16) in [(Optimizer::AdamW, "off"), (Optimizer::Muon, "off"), (Optimizer::Muon, "auto")] {
+            let c = TrainConfig { ema: DECAY, optimizer, ..TrainConfig::default() };
+            let r = Recorder::new();
+            let matrix = r.block("layer", || r.param("matrix", &[2, 3], Init::Normal { std: 1.0 }));
+            let params = vec![("matrix".to_string(), matrix), ("row".to_string(), r.param("row", &[3], Init::Normal { std: 1.0 }))];
+            let loss = (matrix * params[1].1).sum() * r.feed("scale", &[1], DType::F32);
+            let grads = r.grad(loss, &[params[0].1, params[1].1]);
+            step(&r, &params, &grads, loss, &c);
+            let mut store = Store::new(0);
+            let switches = Switches::default().with("bf16", bf16).unwrap();
+            let mut p = Program::load(r.finish(), &switches, &Device::cpu(Cpu::new(1)), &mut store).unwrap();
+            let (mut seen, mut averages) = (vec![], vec![]);
+            for scale in [1.0, f32::NAN, -2.0, 0.5, f32::INFINITY] {
+                p.run(&mut store, &[("rate", Data::F32(&[0.1])), ("scale", Data::F32(&[scale]))]).unwrap();
+                let all = |prefix: &str| ["matrix", "row"].map(|n| store.get(&format!("{prefix}{n}")).unwrap().f32().unwrap()).concat();
+                if scale.is_finite() {
+                    seen.push(all(""));
+                }
+                averages.push((seen.len(), all(ema::PREFIX)));
+            }
+            assert!(seen.len() == 3 && seen[0] != seen[1] && seen[1] != seen[2]);
+            for (count, average) in averages {
+                let weight = |i: usize| (DECAY as f64).powi((count - 1 - i) as i32);
+                let mass: f64 = (0..count).map(weight).sum();
+                for (i, ours) in average.iter().enumerate() {
+                    let mean = (0..count).map(|t| seen[t][i] as f64 * weight(t)).sum::<f64>() / mass;
+                    assert!((*ours as f64 - mean).abs() < 1e-6, "{optimizer:?}, after {count}: {ours}, not {mean}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn without_an_average_the_graph_has_nothing_of_it() {
+        let states = |ema: f32| {
+            let r = Recorder::new();
+            let params = vec![("w".to_string(), r.param("w", &[2], Init::Full(1.0)))];
+            let loss = params[0].1.sum();
+            let grads = r.grad(loss, &[params[0].1]);
+            step(&r, &params, &grads, loss, &TrainConfig { ema, ..TrainConfig::default() });
+            let g = r.finish();
+            (g.states().map(|(s, _)| s.name.clone()).filter(|n| n.starts_with("ema")).collect::<Vec<_>>(), g.nodes.len())
+        };
+        let (off, on) = (states(0.0), states(0.9));
+        assert!(off.0.is_empty() && on.0 == ["ema.mass", "ema/w"] && off.1 < on.1, "{off:?} {on:?}");
     }
 }

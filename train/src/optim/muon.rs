@@ -12,7 +12,7 @@
 //! The factor gives updates the size of AdamW's, so that rates and decay mean the same. This is torch.optim.Muon with
 //! adjust_lr_fn="match_rms_adamw". The iteration may be rounded (pass `bf16`); momentum and parameters are f32.
 
-use super::Param;
+use super::{After, Param};
 use crate::config::TrainConfig;
 use engine::ops::concat::concat;
 use engine::{DType, Init, Recorder, Var};
@@ -27,12 +27,13 @@ const EPS: f32 = 1e-7;
 const RMS: f32 = 0.2;
 
 /// `numbers`: the rate, what gradients are scaled by, whether the step counts.
-pub fn update<'g>(r: &'g Recorder, matrices: &[Param<'_, 'g>], [rate, scale, finite]: [Var<'g>; 3], c: &TrainConfig) {
+pub fn update<'g>(r: &'g Recorder, matrices: &[Param<'_, 'g>], [rate, scale, finite]: [Var<'g>; 3], c: &TrainConfig) -> After<'g> {
     let mut by_shape: BTreeMap<(usize, usize), Vec<&Param<'_, 'g>>> = BTreeMap::new();
     for x in matrices {
         let (rows, columns) = (x.p.dim(1), x.p.dim(0));
         by_shape.entry((rows.min(columns), rows.max(columns))).or_default().push(x);
     }
+    let mut after = vec![];
     for ((rows, columns), group) in by_shape {
         let wide = |v: Var<'g>| if v.dim(1) > v.dim(0) { v.t() } else { v };
         let mut momenta = vec![];
@@ -48,9 +49,12 @@ pub fn update<'g>(r: &'g Recorder, matrices: &[Param<'_, 'g>], [rate, scale, fin
             let own = all.slice(0, i, i + 1).reshape(&[rows, columns]);
             let own = if x.p.dim(1) > x.p.dim(0) { own.t() } else { own };
             let moved = x.p - (x.p * c.weight_decay + own * (RMS * (columns as f32).sqrt())) * rate;
-            r.update(x.p, finite.choose(moved, x.p));
+            let moved = finite.choose(moved, x.p);
+            r.update(x.p, moved);
+            after.push((x.name.to_string(), moved));
         }
     }
+    after
 }
 
 /// Matrices [n, rows, columns] with rows <= columns, each with singular values near 1.

@@ -68,8 +68,22 @@ pub trait Solves {
 
 /// Models that other programs can read: `kiln export`.
 pub trait Exports {
-    /// Writes the folder `out`: a checkpoint's adapters, or with `merge` a whole model.
-    fn export(&self, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError>;
+    /// Writes a folder: a checkpoint's adapters, or with `merge` a whole model.
+    fn export(&self, config: &Config, how: &Exporting) -> Result<(), TrainError>;
+}
+
+/// What is exported, and how.
+pub struct Exporting<'a> {
+    pub found: &'a Checkpoint,
+    /// The folder to write, and what its model is called.
+    pub out: &'a Path,
+    pub name: &'a str,
+    /// Adapters are added to their base.
+    pub merge: bool,
+    /// The weights are those of the last step, although the run averages them.
+    pub raw: bool,
+    /// Most bytes of a file of weights.
+    pub shard: usize,
 }
 
 /// Numbers that are compared with those of a reference implementation: `kiln check golden`.

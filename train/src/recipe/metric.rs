@@ -7,6 +7,8 @@ pub struct Metric {
     pub unit: Unit,
     pub better: Better,
     pub about: &'static str,
+    /// The metric that it is the exponential of: evaluation computes it from there.
+    pub exp_of: Option<&'static str>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -51,11 +53,27 @@ impl Better {
 
 impl Metric {
     pub const fn new(name: &'static str, unit: Unit, better: Better, about: &'static str) -> Metric {
-        Metric { name, unit, better, about }
+        Metric { name, unit, better, about, exp_of: None }
+    }
+
+    /// The perplexity of a metric that is a mean cross-entropy per token, in nats.
+    pub const fn perplexity(of: &'static str) -> Metric {
+        let about = "exp of the cross-entropy: among how many equally likely tokens the model hesitates";
+        Metric { exp_of: Some(of), ..Metric::new("perplexity", Unit::None, Better::Lower, about) }
     }
 
     /// The loss of every task that says nothing else.
     pub const LOSS: Metric = Metric::new("loss", Unit::Nats, Better::Lower, "cross-entropy of the targets");
+
+    /// What language models say of a token.
+    pub const TEXT: &[Metric] =
+        &[Metric::new("loss", Unit::Nats, Better::Lower, "cross-entropy of the next token"), Metric::perplexity("loss")];
+
+    /// Those of these metrics that follow from others, of which these are the values.
+    pub fn derived(metrics: &[Metric], values: &[(&'static str, f64)]) -> Vec<(&'static str, f64)> {
+        let value = |name: &str| values.iter().find(|v| v.0 == name).map(|v| v.1);
+        metrics.iter().filter_map(|m| Some((m.name, value(m.exp_of?)?.exp()))).collect()
+    }
 
     /// What is declared of a name.
     pub fn find<'a>(metrics: &'a [Metric], name: &str) -> Option<&'a Metric> {

@@ -18,7 +18,7 @@ mod session;
 mod supervised;
 
 pub use capabilities::{
-    Attempt, Classifier, Classifies, Exports, Generator, Reads, Reference, Solver, Solves, Survey, Surveys, TextModel, Writes,
+    Attempt, Classifier, Classifies, Exporting, Exports, Generator, Reads, Reference, Solver, Solves, Survey, Surveys, TextModel, Writes,
 };
 pub use errors::TrainError;
 pub use evaluation::{Counted, Evaluation, Extent, LeftOut};
@@ -51,6 +51,10 @@ pub trait Recipe: Sync {
     }
     /// Checks the configuration and makes what trains.
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
+    /// Settings that need much less memory, where a config has not made them yet, the least change first: `model.train=lora`.
+    fn economies(&self, _config: &Config) -> Vec<Vec<String>> {
+        vec![]
+    }
     /// Ops and passes of its own.
     fn extension(&self) -> Option<&'static Extension> {
         None

@@ -2,6 +2,7 @@
 
 use super::TrainError;
 use crate::checkpoint::Loaded;
+use crate::optim::ema;
 use engine::{Data, Device, Graph, Program, Reading, Role, Store, Switches};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -90,8 +91,8 @@ impl Session {
         Ok(())
     }
 
-    /// Takes every other state that outlives a run.
-    pub fn load_state(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
+    /// Takes every other state that outlives a run; averages of parameters are in a file of their own.
+    pub fn load_state(&mut self, file: &Loaded, averages: Option<&Loaded>, what: &str) -> Result<(), TrainError> {
         let kept: Vec<(String, engine::Meta)> = self
             .store
             .iter()
@@ -99,18 +100,56 @@ impl Session {
             .map(|(n, t)| (n.to_string(), t.meta.clone()))
             .collect();
         for (name, meta) in kept {
-            self.take(file, &name, &meta, what)?;
+            match (name.strip_prefix(ema::PREFIX), averages) {
+                (Some(param), Some(averages)) => self.take_as(averages, param, &name, &meta, what)?,
+                // Nothing was averaged yet.
+                (Some(_), None) => {}
+                (None, _) => self.take(file, &name, &meta, what)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs `f` with the averages of the parameters in their place, where a run has averaged any (train.ema).
+    pub fn averaged<R>(&mut self, f: impl FnOnce(&mut Session) -> Result<R, TrainError>) -> Result<R, TrainError> {
+        let mass = self.store.get(ema::MASS).map_or(Ok(vec![0.0]), |mass| mass.f32())?;
+        if mass[0] == 0.0 {
+            return f(self);
+        }
+        self.exchange_averages()?;
+        let done = f(self);
+        self.exchange_averages()?;
+        done
+    }
+
+    /// Exchanges the parameters and their averages: programs read them where they are.
+    fn exchange_averages(&mut self) -> Result<(), TrainError> {
+        let averages: Vec<String> = self.store.iter().filter(|(n, _)| n.starts_with(ema::PREFIX)).map(|(n, _)| n.into()).collect();
+        for average in averages {
+            let param = &average[ema::PREFIX.len()..];
+            let held = |name: &str| {
+                let t = self.store.get(name).ok_or_else(|| TrainError::Other(format!("there is no '{name}'")))?;
+                Ok::<_, TrainError>((t.meta.clone(), t.bytes()?.into_owned()))
+            };
+            let ((meta, ours), (_, theirs)) = (held(param)?, held(&average)?);
+            self.store.set(param, &meta, &theirs)?;
+            self.store.set(&average, &meta, &ours)?;
         }
         Ok(())
     }
 
     fn take(&mut self, file: &Loaded, name: &str, meta: &engine::Meta, what: &str) -> Result<(), TrainError> {
+        self.take_as(file, name, name, meta, what)
+    }
+
+    /// `name` of the file becomes the state `own`.
+    fn take_as(&mut self, file: &Loaded, name: &str, own: &str, meta: &engine::Meta, what: &str) -> Result<(), TrainError> {
         let (dtype, shape, bytes) =
             file.get(name).ok_or_else(|| TrainError::Other(format!("{what} has no '{name}': it is of another model or config")))?;
         if dtype != meta.dtype.name() || shape != meta.shape {
             return Err(TrainError::Other(format!("{what}: '{name}' is {dtype} {shape:?}, but this model has {meta:?}: another config")));
         }
-        Ok(self.store.set(name, meta, bytes)?)
+        Ok(self.store.set(own, meta, bytes)?)
     }
 
     /// Numbers that are trained, or that are loaded and stay as they are.

@@ -353,7 +353,9 @@ impl<M: Model> Task for Supervised<M> {
         if total == 0.0 {
             return Err(TrainError::Other("the validation targets are all masked (data.ignore_tokens?)".into()));
         }
-        Ok(Evaluation { values: names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect(), confusion, counted: None })
+        let mut values: Vec<(&'static str, f64)> = names.into_iter().zip(sums.into_iter().map(|v| v / total)).collect();
+        values.extend(Metric::derived(self.model.metrics(), &values));
+        Ok(Evaluation { values, confusion, counted: None })
     }
 
     fn metrics(&self) -> &'static [Metric] {

@@ -1,8 +1,10 @@
 //! A run's folder: its lock, its files, its checkpoints.
 
+use super::best::Best;
 use super::receipts_json;
-use crate::checkpoint::{self, Saved, Tensor};
+use crate::checkpoint::{self, AVERAGED, Keep, MODEL, Saved, Tensor};
 use crate::config::{Config, TrainConfig};
+use crate::optim::ema;
 use crate::recipe::{Session, Task, TrainError, is_kept};
 use crate::{files, input};
 use engine::{Device, Role};
@@ -86,13 +88,29 @@ pub fn has_saved(out: &Path) -> Result<Option<bool>, TrainError> {
     }
 }
 
-pub fn save(s: &Session, task: &dyn Task, config: &Config, c: &TrainConfig, dir: &Path, step: u64) -> Result<Saved, TrainError> {
+/// What a checkpoint notes of the run up to it.
+pub struct Notes<'a> {
+    pub step: u64,
+    pub best: &'a Best,
+    /// The last record of training and of validation: their steps and values.
+    pub figures: &'a serde_json::Value,
+    pub commands: &'a [String],
+}
+
+pub fn save(s: &Session, task: &dyn Task, config: &Config, c: &TrainConfig, dir: &Path, notes: &Notes) -> Result<Saved, TrainError> {
+    let step = notes.step;
     let kept = s.store.iter().filter(|(name, t)| is_kept(name) && t.role != Role::Frozen);
     let numbers = kept.map(|(name, t)| Ok((name, t, t.bytes()?))).collect::<Result<Vec<_>, TrainError>>()?;
     let tensors = |role: Role| -> Vec<Tensor> {
-        let own = numbers.iter().filter(|(_, t, _)| t.role == role);
+        let own = numbers.iter().filter(|(name, t, _)| t.role == role && !name.starts_with(ema::PREFIX));
         own.map(|(name, t, bytes)| Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes }).collect()
     };
+    // Parameters that no optimizer moves have no average: they are what they were.
+    let average = |t: Tensor<'_>| numbers.iter().find(|(name, ..)| name.strip_prefix(ema::PREFIX) == Some(t.name)).map(|n| &n.2[..]);
+    let averaged = || tensors(Role::Param).into_iter().map(|t| Tensor { bytes: average(t).unwrap_or(t.bytes), ..t }).collect();
+    let mass = s.store.get(ema::MASS).map_or(Ok(vec![0.0]), |mass| mass.f32())?;
+    let mut files = vec![(MODEL, tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))];
+    files.extend((mass[0] > 0.0).then(|| (AVERAGED, averaged())));
     let meta = json!({
         "recipe": config.text("recipe"),
         "config": config.to_json(),
@@ -103,15 +121,13 @@ pub fn save(s: &Session, task: &dyn Task, config: &Config, c: &TrainConfig, dir:
         "device": s.device.describe(),
         "receipts": receipts_json(s),
         "choices": choices(&s.device),
+        "best": notes.best.note(c),
+        "figures": notes.figures,
+        "commands": notes.commands,
+        "version": env!("CARGO_PKG_VERSION"),
     });
-    Ok(checkpoint::save(
-        dir,
-        step,
-        &[("model.safetensors", tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))],
-        &task.kept()?,
-        &meta,
-        c.keep,
-    )?)
+    let best = notes.best.at.as_ref().map(|at| at.0).filter(|_| c.keep_best);
+    Ok(checkpoint::save(dir, step, &files, &task.kept()?, &meta, Keep { newest: c.keep, best })?)
 }
 
 /// What was chosen by timing: a resumed run takes the same again.

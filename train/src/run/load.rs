@@ -1,8 +1,8 @@
 //! A task's programs, compiled and loaded, where the machine has the memory for them.
 
-use crate::config::Config;
+use crate::config::{Config, TrainConfig};
 use crate::memory;
-use crate::recipe::{Session, Task, TrainError};
+use crate::recipe::{Recipe, Session, Task, TrainError};
 use crate::report::human_bytes;
 use engine::{Compiled, Device, Switches};
 
@@ -36,6 +36,31 @@ fn needs(programs: &Programs, device: &Device) -> (u64, u64) {
     (most(|m| m.state), most(|m| m.activations + m.workspace) + device.own_memory() as u64)
 }
 
+type Passes = &'static [(&'static str, &'static str)];
+
+fn is_gpu(device: &Device) -> bool {
+    matches!(device, Device::Cuda(..))
+}
+
+/// Passes that take memory away, the least change first.
+fn lighter(device: &Device) -> impl Iterator<Item = Passes> {
+    let sets: [Passes; 5] = [
+        &[("bf16", "auto")],
+        &[("recompute", "auto,what=memory-bound")],
+        &[("recompute", "auto,what=blocks")],
+        &[("bf16", "auto"), ("recompute", "auto,what=memory-bound")],
+        &[("bf16", "auto"), ("recompute", "auto,what=blocks")],
+    ];
+    let gpu = is_gpu(device);
+    sets.into_iter().filter(move |set| gpu || set.iter().all(|s| s.0 != "bf16"))
+}
+
+fn switched(switches: &Switches, passes: Passes) -> Result<Switches, TrainError> {
+    let mut with = switches.clone();
+    passes.iter().try_for_each(|(pass, value)| with.set(pass, value))?;
+    Ok(with)
+}
+
 /// Refuses what the machine has no memory for, before taking any; and names switches with which it would fit.
 fn fits(task: &dyn Task, programs: &Programs, switches: &Switches, device: &Device) -> Result<(), TrainError> {
     let (state, arena) = needs(programs, device);
@@ -43,19 +68,9 @@ fn fits(task: &dyn Task, programs: &Programs, switches: &Switches, device: &Devi
     if state.saturating_add(arena) <= free {
         return Ok(());
     }
-    let gpu = matches!(device, Device::Cuda(..));
-    let sets: [&[(&str, &str)]; 5] = [
-        &[("bf16", "auto")],
-        &[("recompute", "auto,what=memory-bound")],
-        &[("recompute", "auto,what=blocks")],
-        &[("bf16", "auto"), ("recompute", "auto,what=memory-bound")],
-        &[("bf16", "auto"), ("recompute", "auto,what=blocks")],
-    ];
     let mut ways = vec![];
-    for set in sets.into_iter().filter(|set| gpu || set.iter().all(|s| s.0 != "bf16")) {
-        let mut with = switches.clone();
-        set.iter().try_for_each(|(pass, value)| with.set(pass, value))?;
-        let (state, arena) = needs(&compile(task, &with, device)?, device);
+    for set in lighter(device) {
+        let (state, arena) = needs(&compile(task, &switched(switches, set)?, device)?, device);
         if state.saturating_add(arena) <= free {
             let flags: Vec<String> = set.iter().map(|(pass, value)| format!("--pass {pass}={value}")).collect();
             ways.push(format!("{} (needs {})", flags.join(" "), human_bytes(state + arena)));
@@ -72,6 +87,41 @@ fn fits(task: &dyn Task, programs: &Programs, switches: &Switches, device: &Devi
         free: human_bytes(free),
         fit,
     })
+}
+
+/// Settings with which a run that has no memory would fit, the least change first: for the config as it is, and for each of the recipe's economies, the
+/// largest batch, with as many micro-batches as make up for it, and the passes that it needs.
+pub fn settings_that_fit(recipe: &dyn Recipe, config: &Config, device: &Device) -> Result<Vec<String>, TrainError> {
+    let Some(free) = memory::available(device) else { return Ok(vec![]) };
+    let c: TrainConfig = config.section("train")?;
+    let economies = std::iter::once(vec![]).chain(recipe.economies(config));
+    let found = economies.map(|economy| {
+        for parts in (1..=c.batch).filter(|parts| c.batch.is_multiple_of(*parts)) {
+            let mut sets: Vec<String> = economy.clone();
+            if parts > 1 {
+                sets.push(format!("train.batch={}", c.batch / parts));
+                sets.push(format!("train.accumulate={}", c.accumulate * parts));
+            }
+            let mut with = config.clone();
+            sets.iter().try_for_each(|set| with.set(set))?;
+            // Of a batch that does not divide, or of data and model that do not go together, there is nothing to say.
+            let Ok(task) = recipe.task(&with) else { continue };
+            for passes in std::iter::once(&[][..]).chain(lighter(device)) {
+                let switches = switched(&with.switches()?, passes)?;
+                let (state, arena) = needs(&compile(&*task, &switches, device)?, device);
+                if state.saturating_add(arena) <= free {
+                    let sets = sets.iter().map(|set| format!("--set {set}")).chain(passes.iter().map(|(p, v)| format!("--pass {p}={v}")));
+                    return Ok(Some(format!("{} (needs {})", sets.collect::<Vec<_>>().join(" "), human_bytes(state + arena))));
+                }
+                // A smaller batch has the same state.
+                if state > free && passes.is_empty() && !is_gpu(device) {
+                    return Ok(None);
+                }
+            }
+        }
+        Ok(None)
+    });
+    Ok(found.collect::<Result<Vec<_>, TrainError>>()?.into_iter().flatten().collect())
 }
 
 /// Bytes that a session's programs take at most: state once, the largest arena, everything else of each.

@@ -8,9 +8,11 @@
 //! | `load.rs` | a task's programs, and whether they fit in memory |
 //! | `resume.rs` | checkpoints and weights to go on from |
 //! | `folder.rs` | the run's folder |
+//! | `best.rs` | the best checkpoint so far, and how long ago it was |
 //! | `receipts.rs` | what the passes did |
 //! | `show.rs` | lines, progress bar, pictures |
 
+mod best;
 mod folder;
 mod load;
 mod receipts;
@@ -19,8 +21,9 @@ mod show;
 mod start;
 mod steps;
 
+pub use best::find as find_best;
 pub use folder::{END, write_bytes, write_whole};
-pub use load::{Peak, load, load_with, peak};
+pub use load::{Peak, load, load_with, peak, settings_that_fit};
 pub use receipts::{receipts_json, receipts_table};
 pub use resume::{find_checkpoint, init_from, restore, resumable, same_base, same_classes, same_tokenizer};
 pub use show::{draw_confusion, evaluation_line};
@@ -42,6 +45,8 @@ pub struct Options {
     pub start: Start,
     /// Shows every pass, also those with nothing to do.
     pub verbose: bool,
+    /// What was typed to start it; checkpoints note it.
+    pub command: String,
     /// Set by a signal: finish the step, save, stop.
     pub stop: Arc<AtomicBool>,
     /// Set by who calls, cleared before anything is written: until then the process may be ended at any moment, and nothing is lost.
@@ -77,8 +82,16 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         say!("the run has {} steps already: nothing to do (raise --steps)", ready.done());
         return Ok(Finished { step: ready.done(), interrupted: false });
     }
+    if ready.best.is_over(task.train_config()) {
+        let (best, since) = (ready.best.line(task.metrics()), ready.best.since);
+        say!(
+            "the run stopped early at step {}, {since} evaluations after its best ({best}): nothing to do (raise train.patience, or 0)",
+            ready.done()
+        );
+        return Ok(Finished { step: ready.done(), interrupted: false });
+    }
     let mut run = Run::begin(task, config, options, ready)?;
-    while run.done < steps && !run.interrupted {
+    while run.done < steps && !run.ends() {
         run.step()?;
     }
     run.finish(started)

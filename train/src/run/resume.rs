@@ -1,7 +1,8 @@
 //! Where weights come from: a run's own checkpoint, which must be of the same config and data, or another run's.
 
+use super::best;
 use super::folder::has_saved;
-use crate::checkpoint::{self, Checkpoint, Skipped};
+use crate::checkpoint::{self, AVERAGED, Checkpoint, MODEL, Skipped};
 use crate::config::{Config, TrainConfig};
 use crate::recipe::{Session, Task, TrainError};
 use crate::{metrics, say, warn};
@@ -161,8 +162,9 @@ pub fn same_classes(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainErro
 
 pub fn restore(s: &mut Session, found: &Checkpoint) -> Result<(), TrainError> {
     let what = found.path.display().to_string();
-    s.load_params(&found.file("model.safetensors")?, &what)?;
-    engine::mutant!("resume-without-state", s.load_state(&found.file("state.safetensors")?, &what), Ok(()))
+    s.load_params(&found.file(MODEL)?, &what)?;
+    let averages = if found.has(AVERAGED) { Some(found.file(AVERAGED)?) } else { None };
+    engine::mutant!("resume-without-state", s.load_state(&found.file("state.safetensors")?, averages.as_ref(), &what), Ok(()))
 }
 
 /// The same for a run that goes on: the error names the ways to go on without this checkpoint.
@@ -173,8 +175,11 @@ pub fn go_on(s: &mut Session, found: &Checkpoint) -> Result<(), TrainError> {
     })
 }
 
-/// A checkpoint by its own folder, or the newest of a run.
+/// A checkpoint by its own folder, or the newest of a run; `RUN/best` is the run's best.
 pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
+    if let Some(run) = best::run_of(path).filter(|_| path.symlink_metadata().is_ok_and(|m| m.is_symlink())) {
+        return best::find(run);
+    }
     if path.join("checkpoint.json").exists() {
         return Ok(checkpoint::open(path)?);
     }
@@ -200,12 +205,13 @@ pub fn init_from(s: &mut Session, task: &dyn Task, from: &Path) -> Result<(), Tr
         say!("weights from {what}");
         return Ok(());
     }
-    let file = match from.extension().is_some_and(|e| e == "safetensors") {
-        true => checkpoint::load_safetensors(from)?,
-        false => find_checkpoint(from)?.file("model.safetensors")?,
+    let (file, averaged) = match from.extension().is_some_and(|e| e == "safetensors") {
+        true => (checkpoint::load_safetensors(from)?, false),
+        false => find_checkpoint(from).and_then(|found| Ok((found.weights(false)?, found.has(AVERAGED))))?,
     };
     s.load_params(&file, &what)?;
-    say!("weights from {what}");
+    let how = format!(", averaged over steps (name its {MODEL} for those of the last step)");
+    say!("weights from {what}{}", if averaged { how } else { String::new() });
     Ok(())
 }
 
@@ -219,7 +225,7 @@ mod tests {
     fn the_last_read_of_a_checkpoint_names_the_ways_out() {
         let dir = tempfile::tempdir().unwrap();
         let files = [("model.safetensors", vec![]), ("state.safetensors", vec![])];
-        let saved = checkpoint::save(dir.path(), 1, &files, &[], &serde_json::json!({}), 0).unwrap();
+        let saved = checkpoint::save(dir.path(), 1, &files, &[], &serde_json::json!({}), 0.into()).unwrap();
         let found = checkpoint::open(&saved.path).unwrap();
         let mut s = Session::new(&Device::cpu(Cpu::new(1)), &Switches::default(), 0);
         go_on(&mut s, &found).unwrap();

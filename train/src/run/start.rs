@@ -1,11 +1,13 @@
 //! Everything before the first step. What can be wrong is found here, before anything is written.
 
+use super::best::{self, Best};
 use super::resume::{go_on, newest, same_run, schedule_steps};
 use super::{Options, Start, init_from, load, peak, receipts_table};
 use crate::checkpoint::{self, Checkpoint};
 use crate::config::Config;
 use crate::epochs::Epochs;
 use crate::metrics;
+use crate::optim::ema;
 use crate::recipe::{Session, Task, TrainError};
 use crate::report::human_count;
 use crate::{say, warn};
@@ -21,6 +23,10 @@ pub struct Ready {
     /// Steps of the learning-rate schedule: those that the run began with.
     pub schedule_steps: u64,
     pub epochs: Option<Epochs>,
+    /// What the evaluations have found so far.
+    pub best: Best,
+    /// What was typed to start the run, and each time that it went on.
+    pub commands: Vec<String>,
     /// Recipe and preset.
     pub name: String,
 }
@@ -35,6 +41,7 @@ impl Ready {
                 "train.eval_every = 0 is once an epoch, but {name} counts no epochs: name a number of steps"
             )));
         }
+        best::check(task)?;
         let found = match &options.start {
             Start::New | Start::Over => None,
             Start::Newest => newest(task, &options.out)?,
@@ -42,6 +49,9 @@ impl Ready {
         };
         let mut session = loaded(task, config, device, found.as_ref())?;
         session.stop = options.stop.clone();
+        if c.ema > 0.0 && session.store.get(ema::MASS).is_none() {
+            return Err(TrainError::Other(format!("train.ema = {}: {name} has no optimizer whose weights could be averaged", c.ema)));
+        }
         if let Some(found) = &found {
             go_on(&mut session, found)?;
             say!("resumed from {} (step {})", found.path.display(), found.step);
@@ -54,7 +64,10 @@ impl Ready {
             recall(&options.out.join("metrics.jsonl"), done, epochs.as_mut())?;
         }
         let schedule_steps = found.as_ref().map_or(Ok(c.schedule_steps()), |found| schedule_steps(config, found))?;
-        let ready = Ready { session, from: found.map(|f| f.step), schedule_steps, epochs, name };
+        let best = found.as_ref().map_or_else(Best::default, |found| Best::of_checkpoint(found, c));
+        let before = found.iter().flat_map(|f| f.meta["commands"].as_array().into_iter().flatten());
+        let commands = before.filter_map(|c| c.as_str().map(String::from)).chain(Some(options.command.clone())).collect();
+        let ready = Ready { session, from: found.map(|f| f.step), schedule_steps, epochs, best, commands, name };
         say_what_runs(&ready.name, &ready.session, options.verbose);
         Ok(ready)
     }

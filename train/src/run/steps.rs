@@ -1,6 +1,7 @@
 //! A run under way: it steps, logs, evaluates and saves.
 
-use super::folder::{Place, io, lock, note_saved, save};
+use super::best::{self, Best};
+use super::folder::{Notes, Place, io, lock, note_saved, save};
 use super::show::{draw, epoch_line, indent, progress};
 use super::start::Ready;
 use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, receipts_json, write_whole};
@@ -40,6 +41,12 @@ pub struct Run<'a> {
     epochs: Option<Epochs>,
     /// What the last step's evaluation found, where it had one.
     evaluated: Option<Evaluation>,
+    best: Best,
+    /// Whether the last step's evaluation was better than all before it.
+    improved: bool,
+    /// The last records of training and validation, for who reads a checkpoint.
+    figures: serde_json::Value,
+    commands: Vec<String>,
     extent_said: bool,
     metrics: Metrics,
     speed: Speed,
@@ -59,7 +66,7 @@ impl<'a> Run<'a> {
     /// Takes the run's folder, and writes what is known before the first step.
     pub fn begin(task: &'a mut dyn Task, config: &'a Config, options: &'a Options, ready: Ready) -> Result<Run<'a>, TrainError> {
         let start = ready.done();
-        let Ready { session: s, from, schedule_steps, epochs, name } = ready;
+        let Ready { session: s, from, schedule_steps, epochs, best, commands, name } = ready;
         let c = TrainConfig { horizon: schedule_steps, ..task.train_config().clone() };
         task.begin(start)?;
         options.preparing.store(false, Ordering::SeqCst);
@@ -70,6 +77,10 @@ impl<'a> Run<'a> {
             say!(
                 "the schedule ends at step {schedule_steps}: from step {from} on the learning rate is {rate:.3e} (train.horizon is its length)"
             );
+        }
+
+        if c.ema > 0.0 {
+            say!("validation and samples use weights averaged over steps (train.ema = {})", c.ema);
         }
 
         files::create_folder(out).map_err(io("cannot create the run's folder", out))?;
@@ -88,10 +99,15 @@ impl<'a> Run<'a> {
         write_whole(&out.join("config.toml"), &format!("{}{END}", config.to_toml()))?;
         write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
         note_saved(out, from.is_some())?;
+        let kept = if c.keep_best { best.clone() } else { Best::default() };
+        if !best::mark(out, &kept)? {
+            warn!("{} is no link to a checkpoint: it stays as it is (--best finds the run's best one)", out.join("best").display());
+        }
         let metrics = Metrics::open(out)?;
         let (bar, speed) = (progress(c.steps, start), Speed::new(start, Instant::now()));
         let (evaluated, open, warned, saved) = (None, None, HashSet::new(), from.is_some());
-        let (done, interrupted, extent_said) = (start, false, false);
+        let (done, interrupted, extent_said, improved) = (start, false, false, false);
+        let figures = serde_json::json!({});
         Ok(Run {
             task,
             config,
@@ -104,6 +120,10 @@ impl<'a> Run<'a> {
             interrupted,
             epochs,
             evaluated,
+            best,
+            improved,
+            figures,
+            commands,
             extent_said,
             metrics,
             speed,
@@ -130,6 +150,10 @@ impl<'a> Run<'a> {
         let evaluates = self.due(self.c.eval_every) || self.c.eval_every == 0 && self.epochs.as_ref().is_some_and(|e| e.ends(self.done));
         let reports = self.reports(evaluates)?;
         self.evaluated = if evaluates { self.evaluate()? } else { None };
+        self.improved = match &self.evaluated {
+            Some(e) => self.best.judge(self.done, e, self.task.metrics(), &self.c.best_metric)?,
+            None => false,
+        };
         let (skipped, seen) = self.log(reports)?;
         self.show_evaluation()?;
         if skipped >= MOST_SKIPPED {
@@ -137,11 +161,16 @@ impl<'a> Run<'a> {
             return Err(TrainError::NotFinite(skipped, seen));
         }
         // A step that was skipped leaves nothing new to keep, and must not push a good checkpoint out.
-        if (self.due(self.c.save_every) && skipped == 0) || self.done == self.c.steps || self.interrupted {
+        if (self.due(self.c.save_every) && skipped == 0) || self.done == self.c.steps || self.ends() || self.improved && self.c.keep_best {
             self.save()?;
         }
         self.speed.go_on(self.done, Instant::now());
         Ok(())
+    }
+
+    /// Whether it ends before its last step: by a signal, or because nothing gets better.
+    pub fn ends(&self) -> bool {
+        self.interrupted || self.best.is_over(&self.c)
     }
 
     /// After every so many steps, and after the last.
@@ -180,7 +209,7 @@ impl<'a> Run<'a> {
 
     /// Figures of a part of the set would be others: nothing where a signal stopped it. The step itself is whole.
     fn evaluate(&mut self) -> Result<Option<Evaluation>, TrainError> {
-        match self.task.evaluate(&mut self.s) {
+        match self.s.averaged(|s| self.task.evaluate(s)) {
             Err(TrainError::Stopped) => {
                 self.interrupted = true;
                 Ok(None)
@@ -217,6 +246,10 @@ impl<'a> Run<'a> {
             values.push((format!("val_{name}"), *value));
         }
         self.metrics.record(at, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?;
+        self.figures["training"] = noted(at, report.values.iter().map(|(n, v)| (n.as_str(), *v)));
+        if let Some(e) = &self.evaluated {
+            self.figures["validation"] = noted(at, e.values.iter().copied());
+        }
         let (name, value) = &report.values[0];
         let value = Metric::shown(self.task.metrics(), name, *value);
         let line = format!("{name} {value}  {} {}/s", human_count(per_second), self.task.work().0);
@@ -247,7 +280,8 @@ impl<'a> Run<'a> {
     fn save(&mut self) -> Result<(), TrainError> {
         self.metrics.flush()?;
         self.place.check(self.done)?;
-        for problem in save(&self.s, self.task, self.config, &self.c, &self.checkpoints, self.done)?.left {
+        let notes = Notes { step: self.done, best: &self.best, figures: &self.figures, commands: &self.commands };
+        for problem in save(&self.s, self.task, self.config, &self.c, &self.checkpoints, &notes)?.left {
             // The same at every save: said once.
             if self.warned.insert(problem.to_string()) {
                 self.bar.suspend(|| warn!("warning: {problem} (the run goes on; remove it by hand)"));
@@ -255,6 +289,9 @@ impl<'a> Run<'a> {
         }
         if !std::mem::replace(&mut self.saved, true) {
             note_saved(&self.options.out, true)?;
+        }
+        if self.improved && self.c.keep_best {
+            best::mark(&self.options.out, &self.best)?;
         }
         Ok(())
     }
@@ -272,7 +309,7 @@ impl<'a> Run<'a> {
             }
             return Ok(Finished { step: done, interrupted: true });
         }
-        match self.task.show(&mut self.s) {
+        match self.s.averaged(|s| self.task.show(s)) {
             Ok(Some(text)) => say!("\na sample of what the model writes:\n{}\n", indent(&text)),
             Ok(None) => {}
             Err(e) => say!("no sample: {e}"),
@@ -290,10 +327,23 @@ impl<'a> Run<'a> {
         for p in drawn {
             say!("{} {}", p.what, out.join(p.file).display());
         }
+        if done < self.c.steps {
+            let (best, since) = (self.best.line(self.task.metrics()), self.best.since);
+            say!("stopped early after step {done}, saved: {since} evaluations in a row were not better than {best} (train.patience)");
+        }
         say!("checkpoint {}", self.checkpoints.join(format!("step-{done:08}")).display());
+        if self.c.keep_best && self.best.at.as_ref().is_some_and(|at| at.0 < done) {
+            say!("best checkpoint {} ({})", out.join("best").display(), self.best.line(self.task.metrics()));
+        }
         say!("done in {}", human_time(started.elapsed()));
         Ok(Finished { step: done, interrupted: false })
     }
+}
+
+/// Values of a step, for a checkpoint.
+fn noted<'a>(step: u64, values: impl Iterator<Item = (&'a str, f64)>) -> serde_json::Value {
+    let all = values.map(|(name, value)| (name.to_string(), value.into()));
+    serde_json::Value::Object(all.chain([("step".to_string(), step.into())]).collect())
 }
 
 /// A step's report on its way, and when it was asked for.

@@ -96,7 +96,7 @@ fn make_older(path: &Path, change: impl FnOnce(&mut serde_json::Value)) {
     let mut meta = old.meta.clone();
     change(&mut meta);
     let files = [("model.safetensors", tensors(&model)), ("state.safetensors", tensors(&state))];
-    kiln::checkpoint::save(path.parent().unwrap(), old.step, &files, &[], &meta, 0).unwrap();
+    kiln::checkpoint::save(path.parent().unwrap(), old.step, &files, &[], &meta, 0.into()).unwrap();
 }
 
 /// It did not write down how long its schedule was: more steps than the horizon stretched it.

@@ -1,6 +1,8 @@
 //! One binary for all tests of this crate but those that replace the allocator: linking is what takes long.
 
 mod absurd;
+mod averages;
+mod best;
 mod chats;
 mod cli;
 mod common;
@@ -9,6 +11,7 @@ mod data;
 mod decoder;
 mod docs;
 mod encoder;
+mod exports;
 mod faults;
 mod figures;
 mod golden;

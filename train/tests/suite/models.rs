@@ -520,8 +520,8 @@ fn runs_are_exported_as_adapters_and_as_models() {
     kiln(["export", &path("run"), "--out", &path("adapters")]).ok();
     kiln(["export", &path("run"), "--out", &path("merged"), "--merge"]).ok();
     kiln(["export", &path("run"), "--out", &path("merged"), "--merge"]).fails(&["is there already"]);
-    assert_eq!(names(&at("adapters")), ["adapter_config.json", "adapter_model.safetensors"]);
-    assert_eq!(names(&at("merged")), ["config.json", "generation_config.json", "model.safetensors"]);
+    assert_eq!(names(&at("adapters")), ["README.md", "adapter_config.json", "adapter_model.safetensors"]);
+    assert_eq!(names(&at("merged")), ["README.md", "config.json", "generation_config.json", "model.safetensors"]);
     assert!(names(dir.path()).iter().all(|n| !n.contains(".tmp")));
 
     let (plain, adapted, merged) = (

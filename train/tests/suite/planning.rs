@@ -68,3 +68,28 @@ fn a_tensor_that_no_memory_holds_is_refused_by_name() {
     // Only what a pass writes out is too large.
     refused(&["model.seq=1048576", "train.batch=16"], "off", &["a result of matmul (in blocks.0)", "1048576, 1048576]", "1024 GiB"]);
 }
+
+/// Published sizes of Llama-7B and Qwen2.5-7B; their weights are counted to the last one.
+#[test]
+fn shapes_of_seven_billion_weights_are_planned_for_a_gpu_that_is_not_here() {
+    let llama = "family=llama vocab=32000 dim=4096 layers=32 heads=32 kv_heads=32 head_dim=128 hidden=11008";
+    let qwen = "family=qwen2 vocab=152064 dim=3584 layers=28 heads=28 kv_heads=4 head_dim=128 hidden=18944";
+    for (sizes, weights) in [(llama, 6_738_415_616u64), (qwen, 7_615_616_512)] {
+        let plan = |more: &[&str]| -> serde_json::Value {
+            let sets =
+                sizes.split(' ').chain(["tied=false", "seq=2048", "batch=1"]).chain(more.iter().copied()).flat_map(|set| ["--set", set]);
+            let passes = ["--pass", "bf16=auto", "--pass", "recompute=auto,what=blocks"];
+            let all = ["plan", "decoder", "--for-sm", "90", "--json"].into_iter().chain(passes).chain(sets);
+            serde_json::from_str(&crate::common::kiln(all).ok().out).unwrap()
+        };
+        let [whole, adapters] = [plan(&[]), plan(&["train=lora"])];
+        let bytes = |plan: &serde_json::Value, program: usize, key: &str| plan[program][key].as_u64().unwrap();
+        assert_eq!(bytes(&whole, 1, "state"), 4 * weights, "evaluation reads f32 weights");
+        // Weights and two moments, and what the optimizer counts.
+        let counts = bytes(&whole, 0, "state") - 12 * weights;
+        assert!(counts < 100, "{counts}");
+        assert!(bytes(&whole, 0, "activations") > 4 * weights && bytes(&whole, 0, "peak") < 128 << 30, "gradients in f32, on one card");
+        // A base in bf16, and no gradients of it.
+        assert!(bytes(&adapters, 0, "peak") < 2 * weights + (4 << 30));
+    }
+}

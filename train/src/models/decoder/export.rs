@@ -3,29 +3,29 @@
 use super::Adapted;
 use crate::checkpoint::{Checkpoint, Loaded};
 use crate::config::Config;
-use crate::models::{Lora, ModelError, Shape, Target, Weight, new_folder, write_adapter, write_weights};
-use crate::recipe::TrainError;
+use crate::data::Tokenizer;
+use crate::models::folder::write_json;
+use crate::models::{CARD, GENERATION, Lora, ModelError, Shape, Target, Weight, card, new_folder, write_adapter, write_weights};
+use crate::recipe::{Exporting, TrainError};
 use crate::text::TOKENIZER;
 use engine::cpu::converted;
 use engine::passes::Target as Machine;
 use engine::{Compiled, DType, Meta, Recorder, Store};
+use serde_json::json;
 use std::path::Path;
 
-/// Bytes of a file of weights, as transformers has it.
-const MOST: usize = 5_000_000_000;
-
-/// Writes the folder `out` from a checkpoint of this model and config: its adapters, or with `merge`, or where every weight was trained, a
-/// whole model.
-pub fn export(model: &Adapted, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
+/// Writes a folder from a checkpoint of this model and config: its adapters, or with `merge`, or where every weight was trained, a whole model.
+pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), TrainError> {
+    let (found, out) = (how.found, how.out);
     model.is_base_of(found)?;
-    let whole = merge || model.lora.is_none();
+    let whole = how.merge || model.lora.is_none();
     if model.folder.is_none() && !whole {
         return Err(TrainError::Other(format!(
             "the base of {} was drawn at random and is in no folder: export both as one model with --merge",
             found.path.display()
         )));
     }
-    let trained = Trained { file: found.file("model.safetensors")?, path: &found.path };
+    let trained = Trained { file: found.weights(how.raw)?, path: &found.path };
     let staged = new_folder(out)?;
     match &model.lora {
         Some(lora) if !whole => {
@@ -38,20 +38,46 @@ pub fn export(model: &Adapted, config: &Config, found: &Checkpoint, out: &Path, 
                 Some(lora) => merged(model, lora, config, &trained)?,
                 None => all(model, &trained)?,
             };
-            write_weights(staged.dir(), &weights, MOST)?;
+            write_weights(staged.dir(), &weights, how.shard)?;
             match &model.folder {
                 Some(folder) => folder.copy_rest(staged.dir())?,
-                None => {
-                    model.shape.write(staged.dir())?;
-                    let path = staged.dir().join(TOKENIZER);
-                    if found.has(TOKENIZER) {
-                        crate::files::write_new(&path, &found.bytes(TOKENIZER)?).map_err(ModelError::io("write", &path))?;
-                    }
-                }
+                None => write_rest(model, found, staged.dir())?,
+            }
+            if !staged.dir().join(GENERATION).exists() {
+                write_json(&staged.dir().join(GENERATION), &generation(staged.dir())?)?;
             }
         }
     }
+    let base = model.folder.as_ref().map(|f| f.path.as_path());
+    write_text(&staged.dir().join(CARD), card(how.name, config, found, how.raw, base, !whole).as_bytes())?;
     Ok(staged.finish().map_err(ModelError::io("rename a folder to", out))?)
+}
+
+fn write_text(path: &Path, bytes: &[u8]) -> Result<(), ModelError> {
+    crate::files::write_new(path, bytes).map_err(ModelError::io("write", path))
+}
+
+/// What a model that was drawn at random has beside its weights: its config, and the tokenizer of its data where that is a file.
+fn write_rest(model: &Adapted, found: &Checkpoint, dir: &Path) -> Result<(), TrainError> {
+    model.shape.write(dir)?;
+    if found.has(TOKENIZER) {
+        let json = found.bytes(TOKENIZER)?;
+        let tokenizer = Tokenizer::from_json(&found.path.join(TOKENIZER), &json)?;
+        write_text(&dir.join(TOKENIZER), &json)?;
+        let end = tokenizer.eos().map(|id| tokenizer.decode(&[id]));
+        write_json(
+            &dir.join("tokenizer_config.json"),
+            &json!({ "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": model.shape.context }),
+        )?;
+    }
+    Ok(())
+}
+
+/// For a folder without one: where it ends what it writes. Without this file transformers takes the numbers of the family's first model.
+fn generation(dir: &Path) -> Result<serde_json::Value, TrainError> {
+    let path = dir.join(TOKENIZER);
+    let end = if path.exists() { Tokenizer::from_spec(&path.display().to_string())?.eos() } else { None };
+    Ok(json!({ "bos_token_id": null, "eos_token_id": end, "pad_token_id": null }))
 }
 
 /// Every weight of a checkpoint, in the type that the base has it in; f32 without a base.

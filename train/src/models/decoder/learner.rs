@@ -2,7 +2,7 @@
 
 use super::{Adapted, Lessons, Places};
 use crate::data::{Source, Split};
-use crate::recipe::{Feeds, Model, Session, TrainError};
+use crate::recipe::{Feeds, Metric, Model, Session, TrainError};
 use crate::say;
 use engine::{Recorder, Var};
 use std::path::Path;
@@ -43,6 +43,10 @@ impl Model for DecoderModel {
 
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         self.record(r, batch, false)
+    }
+
+    fn metrics(&self) -> &'static [Metric] {
+        Metric::TEXT
     }
 
     fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {

@@ -8,7 +8,9 @@ use crate::data::Tokenizer;
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, RepliesConfig, Writer, Writing, export};
 use crate::models::{Family, Folder, Lora, RopeScaling, Shape, Target};
-use crate::recipe::{Computed, Exports, Reads, Recipe, Reference, Supervised, Survey, Surveys, Task, TextModel, TrainError, Writes};
+use crate::recipe::{
+    Computed, Exporting, Exports, Reads, Recipe, Reference, Supervised, Survey, Surveys, Task, TextModel, TrainError, Writes,
+};
 use crate::{choices, section};
 use engine::ops::sample::Nucleus;
 use engine::{Device, Switches};
@@ -170,6 +172,16 @@ impl Recipe for DecoderRecipe {
         Ok(Box::new(Supervised::new(model, train, config.seed())))
     }
 
+    fn economies(&self, config: &Config) -> Vec<Vec<String>> {
+        let Ok(c) = config.section::<DecoderConfig>("model") else { return vec![] };
+        let (lora, nf4) = ("model.train=lora".to_string(), "model.bits=4".to_string());
+        let joint = Family::find(&c.family).is_some_and(|f| f.joint) && c.base.is_empty();
+        let mut all = vec![];
+        all.extend((c.train == Trained::All && !joint).then(|| vec![lora.clone()]));
+        all.extend((c.bits == 16 && !joint && !c.base.is_empty()).then(|| vec![lora, nf4]));
+        all
+    }
+
     fn reads(&self) -> &'static [Reads] {
         &[Reads::Text, Reads::Replies]
     }
@@ -213,8 +225,8 @@ impl Surveys for DecoderRecipe {
 }
 
 impl Exports for DecoderRecipe {
-    fn export(&self, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
-        export(&self.sized(config)?.section::<DecoderConfig>("model")?.model()?, config, found, out, merge)
+    fn export(&self, config: &Config, how: &Exporting) -> Result<(), TrainError> {
+        export(&self.sized(config)?.section::<DecoderConfig>("model")?.model()?, config, how)
     }
 }
 

@@ -96,6 +96,7 @@ impl Reference for HydraRecipe {
 const METRICS: &[Metric] = &[
     Metric::new("loss", Unit::Nats, Better::Lower, "of a token; in evaluation with routers that do not look ahead"),
     Metric::new("ce", Unit::Nats, Better::Lower, "cross-entropy of the next token, without the routers' loss"),
+    Metric::perplexity("loss"),
     Metric::new("router", Unit::None, Better::Lower, "how badly the routers foresee which tokens are chosen"),
     Metric::new("top_k_loss", Unit::Nats, Better::Lower, "the loss with routers that rank a whole row, as in training"),
 ];

@@ -14,7 +14,7 @@ use crate::data::replies::Quiz;
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, Pretraining, RepliesConfig, Writer, Writing, export};
 use crate::models::{Family, Folder, Lora, Shape, Target};
-use crate::recipe::{Computed, Exports, Reads, Recipe, Reference, Survey, Surveys, Task, TextModel, TrainError, Writes};
+use crate::recipe::{Computed, Exporting, Exports, Reads, Recipe, Reference, Survey, Surveys, Task, TextModel, TrainError, Writes};
 use crate::section;
 use engine::ops::sample::Nucleus;
 use engine::{Device, Switches};
@@ -247,6 +247,11 @@ impl Recipe for PolychromicRecipe {
         own.make(device, stop)
     }
 
+    fn economies(&self, config: &Config) -> Vec<Vec<String>> {
+        let c = config.section::<PolychromicConfig>("model").ok().filter(|c| c.bits == 16 && !c.base.is_empty());
+        c.map(|_| vec!["model.bits=4".to_string()]).into_iter().collect()
+    }
+
     fn reads(&self) -> &'static [Reads] {
         &[Reads::Replies, Reads::Text]
     }
@@ -296,9 +301,9 @@ impl Surveys for PolychromicRecipe {
 }
 
 impl Exports for PolychromicRecipe {
-    fn export(&self, config: &Config, found: &Checkpoint, out: &Path, merge: bool) -> Result<(), TrainError> {
+    fn export(&self, config: &Config, how: &Exporting) -> Result<(), TrainError> {
         let config = &self.sized(config)?;
-        export(&config.section::<PolychromicConfig>("model")?.adapted()?, config, found, out, merge)
+        export(&config.section::<PolychromicConfig>("model")?.adapted()?, config, how)
     }
 }
 

@@ -36,6 +36,7 @@ const METRICS: &[Metric] = &[
         Better::Lower,
         "of a token of the replies to learn; in training with the policy gradient's, times its weight",
     ),
+    Metric::perplexity("loss"),
     Metric::new("policy", Unit::None, Better::Lower, "the policy gradient's loss"),
     Metric::new("baseline", Unit::None, Better::Neither, "moving mean of diversity, which a set of replies is compared with"),
     Metric::new("diversity", Unit::None, Better::Higher, "mean distance of the embeddings of a prompt's replies, pair by pair"),
