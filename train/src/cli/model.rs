@@ -49,6 +49,9 @@ pub fn run(a: ModelArgs) -> Result<ExitCode> {
     let tokenizer = folder.tokenizer().map(|p| Tokenizer::from_spec(&p.display().to_string())).transpose()?;
     if let Some(t) = &tokenizer {
         out!("{}: {}", t.name(), t.describe_end(&t.end()));
+        for line in t.special().map_or(vec![], |special| special.other_lines()) {
+            out!("{line}");
+        }
     }
     let prompts = prompts(&a, &folder.shape, tokenizer.as_ref())?;
     if prompts.is_empty() {
