@@ -1,10 +1,9 @@
 //! `kiln data preview` of chats: the rows that training makes of them, and which tokens are learned.
 
-use crate::data::replies::{Example, Files, Words};
-use crate::data::{Split, Tokenizer};
+use crate::data::replies::{Example, Files, Rows, Words};
+use crate::data::{Source, Split, Tokenizer};
 use crate::models::Shape;
 use crate::models::decoder::RepliesConfig;
-use crate::say;
 use anyhow::Result;
 use std::path::Path;
 use std::process::ExitCode;
@@ -22,14 +21,20 @@ pub struct Shown {
     pub seq: Option<usize>,
     pub seed: u64,
     pub count: usize,
+    /// Every example for programs, instead.
+    pub json: bool,
 }
 
 /// Prints the first rows of a split, and counts all.
 pub fn preview(config: &RepliesConfig, base: &Path, shown: Shown) -> Result<ExitCode> {
     let path = base.join("tokenizer.json");
     let tokenizer = Tokenizer::from_spec(&path.display().to_string())?;
-    say!("{}", tokenizer.describe_end(&tokenizer.end()));
-    tokenizer.special().map_or(vec![], |special| special.other_lines()).iter().for_each(|line| say!("{line}"));
+    if !shown.json {
+        out!("{}", tokenizer.describe_end(&tokenizer.end()));
+        for line in tokenizer.special().map_or(vec![], |special| special.other_lines()) {
+            out!("{line}");
+        }
+    }
     // A folder without weights and config.json has a template, too.
     let sizes = base.join("config.json");
     let vocab = if sizes.exists() { Shape::read(&sizes)?.vocab } else { tokenizer.vocab() };
@@ -37,21 +42,31 @@ pub fn preview(config: &RepliesConfig, base: &Path, shown: Shown) -> Result<Exit
     let longest = files.examples().iter().map(Example::places).max().unwrap_or(1);
     let seq = shown.seq.unwrap_or(longest);
     let rows = files.rows(shown.split, seq, config.pack, shown.seed, config.ignore_tokens.clone())?;
-    for i in 0..crate::data::Source::len(&rows).min(shown.count as u64) {
-        let targets = crate::data::Source::item(&rows, i)?.targets;
+    let count = if shown.json { rows.len() } else { rows.len().min(shown.count as u64) };
+    for i in 0..count {
+        let targets = rows.item(i)?.targets;
         let own: Vec<&Example> = rows.examples(i).collect();
-        let places: usize = own.iter().map(|e| e.places()).sum();
-        say!("row {i}: {} examples in {places} of {seq} places", own.len());
+        if !shown.json {
+            out!("row {i}: {} examples in {} of {seq} places", own.len(), own.iter().map(|e| e.places()).sum::<usize>());
+        }
         let mut from = 0;
         for example in own {
-            say!("{}\n", marked(&tokenizer, example, &targets[from..from + example.places()]));
-            from += example.places();
+            let to = from + example.places();
+            let learned: Vec<bool> = std::iter::once(false).chain(targets[from..to].iter().map(|target| *target >= 0)).collect();
+            match shown.json {
+                true => out!("{}", serde_json::json!({ "row": i, "ids": example.tokens, "learned": learned })),
+                false => out!("{}\n", marked(&tokenizer, &example.tokens, &learned)),
+            }
+            from = to;
         }
     }
-    summary(config, &files, &words, rows.filled(), (crate::data::Source::len(&rows), seq, shown.split))
+    match shown.json {
+        true => Ok(ExitCode::SUCCESS),
+        false => summary(config, &files, &words, &rows, (seq, shown.split)),
+    }
 }
 
-fn summary(config: &RepliesConfig, files: &Files, words: &Words, filled: f64, rows: (u64, usize, Split)) -> Result<ExitCode> {
+fn summary(config: &RepliesConfig, files: &Files, words: &Words, rows: &Rows, (seq, split): (usize, Split)) -> Result<ExitCode> {
     let examples = files.examples();
     let tokens: usize = examples.iter().map(|e| e.tokens.len()).sum();
     let learned: usize = examples.iter().map(Example::learned).sum();
@@ -66,9 +81,13 @@ fn summary(config: &RepliesConfig, files: &Files, words: &Words, filled: f64, ro
         MARKS[1],
         words.name()
     );
-    let (count, seq, split) = rows;
     let [train, val] = Split::ALL.map(|split| files.count(split));
-    out!("{count} rows of {seq} in the {} split ({:.0}% full); {train} examples to learn from, {val} to validate with", split.name(), 100.0 * filled);
+    out!(
+        "{} rows of {seq} in the {} split ({:.0}% full); {train} examples to learn from, {val} to validate with",
+        rows.len(),
+        split.name(),
+        100.0 * rows.filled()
+    );
     if counts.cut + counts.skipped + counts.nothing > 0 {
         out!("{} examples cut, {} skipped; {} chats without a turn to learn", counts.cut, counts.skipped, counts.nothing);
     }
@@ -81,10 +100,8 @@ fn summary(config: &RepliesConfig, files: &Files, words: &Words, filled: f64, ro
     Ok(ExitCode::SUCCESS)
 }
 
-/// An example as text, with marks around what a row learns of it: `targets` are what is to be predicted at each of its places.
-fn marked(tokenizer: &Tokenizer, example: &Example, targets: &[i32]) -> String {
-    let ids = &example.tokens;
-    let learned: Vec<bool> = std::iter::once(false).chain(targets.iter().map(|t| *t >= 0)).collect();
+/// An example as text, with marks around what a row learns of it.
+fn marked(tokenizer: &Tokenizer, ids: &[u32], learned: &[bool]) -> String {
     let (mut text, mut from) = (String::new(), 0);
     while from < ids.len() {
         let to = (from..ids.len()).find(|&i| learned[i] != learned[from]).unwrap_or(ids.len());

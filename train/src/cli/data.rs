@@ -117,6 +117,9 @@ struct PreviewArgs {
     /// Chats: a config key of [data], as in training: data.pack=false (repeatable)
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
+    /// Chats: every example of the split as a line of JSON with its row, its tokens and which of them are learned
+    #[arg(long, requires = "base")]
+    json: bool,
     /// The most pictures, or rows of chats, to show
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1000))]
     count: u32,
@@ -222,7 +225,7 @@ fn inspect_data(path: &Path, json: bool, recipes: Recipes) -> Result<ExitCode> {
 }
 
 fn preview(a: PreviewArgs, recipes: Recipes) -> Result<ExitCode> {
-    let PreviewArgs { data, out, count, split, least_area, mirror, seed, format, size, base, learn, seq, mut set } = a;
+    let PreviewArgs { data, out, count, split, least_area, mirror, seed, format, size, base, learn, seq, mut set, json } = a;
     let out = match (out, base) {
         (Some(_), _) if learn.is_some() || seq.is_some() || !set.is_empty() => bail!("--learn, --seq and --set are for chats, with --base"),
         (Some(out), _) => out,
@@ -233,7 +236,7 @@ fn preview(a: PreviewArgs, recipes: Recipes) -> Result<ExitCode> {
             set.iter().try_for_each(|assignment| config.set(assignment))?;
             config.set_value("data.path", data.display().to_string().into())?;
             let split = Split::ALL[usize::from(split == Split::Val.name())];
-            return super::chats::preview(&config.section("data")?, &base, super::chats::Shown { split, seq, seed, count: count as usize });
+            return super::chats::preview(&config.section("data")?, &base, super::chats::Shown { split, seq, seed, count: count as usize, json });
         }
         (None, None) => bail!("--out names the picture to write"),
     };

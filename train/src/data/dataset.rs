@@ -234,6 +234,7 @@ pub(super) mod tests {
             train,
             val: SplitInfo::default(),
             eos: None,
+            bos: None,
         };
         std::fs::write(dir.join(Dataset::FILE), serde_json::to_string(&dataset).unwrap()).unwrap();
     }
