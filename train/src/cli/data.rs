@@ -2,10 +2,10 @@
 
 use super::signals::Signal;
 use super::{Recipes, write_json};
+use crate::config::Config;
 use crate::data::images::pictures::augmented_pictures;
 use crate::data::images::{self, Block, Format};
 use crate::data::{DataError, Dataset, Input, PrepareOptions, Split, inspect, prepare};
-use crate::config::Config;
 use crate::recipe::{self, Reads, Session};
 use crate::run::write_bytes;
 use crate::warn;
@@ -203,8 +203,8 @@ fn inspect_data(path: &Path, json: bool, recipes: Recipes) -> Result<ExitCode> {
                 None if d.eos.is_none() => out!("which token ends documents is not said: it was prepared by an earlier version"),
                 None => {}
             }
-            if let Some(begin) = &found.begin {
-                out!("{begin}");
+            for line in found.begin.iter().chain(&found.pad) {
+                out!("{line}");
             }
             if let Some(floor) = d.entropy_floor {
                 out!("entropy {floor:.4} nats a token");
@@ -236,7 +236,11 @@ fn preview(a: PreviewArgs, recipes: Recipes) -> Result<ExitCode> {
             set.iter().try_for_each(|assignment| config.set(assignment))?;
             config.set_value("data.path", data.display().to_string().into())?;
             let split = Split::ALL[usize::from(split == Split::Val.name())];
-            return super::chats::preview(&config.section("data")?, &base, super::chats::Shown { split, seq, seed, count: count as usize, json });
+            return super::chats::preview(
+                &config.section("data")?,
+                &base,
+                super::chats::Shown { split, seq, seed, count: count as usize, json },
+            );
         }
         (None, None) => bail!("--out names the picture to write"),
     };

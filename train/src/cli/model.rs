@@ -138,7 +138,7 @@ fn prompts(a: &ModelArgs, shape: &Shape, tokenizer: Option<&Tokenizer>) -> Resul
     }
     for text in &a.prompt {
         let Some(t) = tokenizer else { bail!("{} has no tokenizer.json: give --ids", a.folder.display()) };
-        all.push(t.encode(text)?.into_iter().map(|id| id as i32).collect());
+        all.push(t.encode_beginning(text)?.into_iter().map(|id| id as i32).collect());
     }
     for ids in &all {
         if ids.is_empty() || ids.len() > shape.context {

@@ -55,6 +55,9 @@ pub struct Dataset {
     /// What begins a document, where something does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bos: Option<Noted>,
+    /// What the model pads with, for people: nothing here is padded with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pad: Option<Noted>,
 }
 
 impl Dataset {
@@ -235,6 +238,7 @@ pub(super) mod tests {
             val: SplitInfo::default(),
             eos: None,
             bos: None,
+            pad: None,
         };
         std::fs::write(dir.join(Dataset::FILE), serde_json::to_string(&dataset).unwrap()).unwrap();
     }

@@ -29,6 +29,8 @@ pub struct Inspection {
     pub end: Option<String>,
     /// The same of the token that begins one.
     pub begin: Option<String>,
+    /// And of the one that pads.
+    pub pad: Option<String>,
 }
 
 /// A data set's folder, or one shard.
@@ -74,6 +76,7 @@ pub fn inspect(path: &Path) -> Result<Inspection, DataError> {
     let begin = dataset.as_ref().and_then(|dataset| dataset.bos.as_ref());
     Ok(Inspection {
         begin: tokenizer.as_ref().zip(begin).map(|(tokenizer, bos)| tokenizer.describe_begin(bos)),
+        pad: tokenizer.as_ref().zip(dataset.as_ref()).and_then(|(t, d)| d.pad.as_ref().map(|pad| t.describe_pad(Some(pad)))),
         first_text: tokenizer.as_ref().map(|tokenizer| tokenizer.decode(&first_tokens)),
         end: tokenizer.as_ref().zip(eos).map(|(tokenizer, eos)| tokenizer.describe_end(eos)),
         dataset,

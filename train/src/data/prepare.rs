@@ -9,10 +9,10 @@ use std::sync::atomic::AtomicBool;
 
 use serde::Serialize;
 
-use super::{DataError, Dataset, Grammar, Noted, Tokenizer};
+use super::{DataError, Dataset, Grammar, Noted, Token, Tokenizer};
 use crate::files::{self, Staged};
-use sink::{Ends, Sink};
 pub(super) use sink::is_val;
+use sink::{Ends, Sink};
 
 #[derive(Debug, Clone)]
 pub enum Input {
@@ -118,11 +118,12 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
         val,
         eos: Some(eos.clone()),
         bos: Some(bos.clone()).filter(|bos| bos.id.is_some()),
+        pad: tokenizer.special().and_then(|special| special.pad.as_ref()).map(Token::noted),
     };
     folder.finish(&dataset)?;
     let hint = if eos.id.is_none() && options.eos.is_none() && !generated { ": name one with --eos" } else { "" };
-    let begins = tokenizer.special().map(|_| tokenizer.describe_begin(&bos));
-    notes.splice(0..0, std::iter::once(format!("{}{hint}", tokenizer.describe_end(&eos))).chain(begins));
+    let others = tokenizer.special().map(|_| [tokenizer.describe_begin(&bos), tokenizer.describe_pad(dataset.pad.as_ref())]);
+    notes.splice(0..0, std::iter::once(format!("{}{hint}", tokenizer.describe_end(&eos))).chain(others.into_iter().flatten()));
     Ok(Summary { out: options.out.clone(), text_bytes, dataset, notes })
 }
 

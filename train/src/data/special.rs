@@ -28,6 +28,12 @@ pub struct Token {
     pub from: String,
 }
 
+impl Token {
+    pub fn noted(&self) -> Noted {
+        Noted { id: Some(self.id), from: self.from.clone() }
+    }
+}
+
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Special {
     /// Between documents. Models that chat name the end of a turn as their end; documents end in another token, where there is one.
@@ -84,7 +90,7 @@ impl Special {
     pub fn noted_end(&self) -> Noted {
         let (id, from) = match &self.document {
             // A file's name is reason enough.
-            Some(token) if FILES.contains(&token.from.as_str()) => return Noted { id: Some(token.id), from: token.from.clone() },
+            Some(token) if FILES.contains(&token.from.as_str()) => return token.noted(),
             Some(token) => (Some(token.id), token.from.as_str()),
             None => (None, "no file names one, and no added special token has a well-known name"),
         };
@@ -101,7 +107,10 @@ impl Special {
         let mut lines: Vec<String> = self.ends.iter().map(|t| one("end of what is written", &Some(t.clone()))).collect();
         lines.push(one("before every document", &self.begin));
         if let Some(bos) = self.bos.as_ref().filter(|bos| self.begin.as_ref().is_none_or(|begin| begin.id != bos.id)) {
-            lines.push(format!("beginning of a sequence by {}: {} {:?}, which the tokenizer does not put before texts", bos.from, bos.id, bos.text));
+            lines.push(format!(
+                "beginning of a sequence by {}: {} {:?}, which the tokenizer does not put before texts",
+                bos.from, bos.id, bos.text
+            ));
         }
         lines.push(one("padding", &self.pad));
         lines.extend(self.passed_over.iter().map(|(_, why)| format!("not taken: {why}")));
@@ -155,7 +164,12 @@ fn known(tokenizer: &Tokenizer) -> Option<Token> {
 }
 
 /// What the files name for a role, each token once, in the order of the files.
-fn tokens(tokenizer: &Tokenizer, folder: Option<&Path>, role: &'static str, passed_over: &mut Vec<(&'static str, String)>) -> Result<Vec<Token>, DataError> {
+fn tokens(
+    tokenizer: &Tokenizer,
+    folder: Option<&Path>,
+    role: &'static str,
+    passed_over: &mut Vec<(&'static str, String)>,
+) -> Result<Vec<Token>, DataError> {
     let added = tokenizer.get_added_tokens_decoder();
     let mut all: Vec<Token> = vec![];
     for (file, folder) in folder.into_iter().flat_map(|folder| FILES.map(|file| (file, folder))) {
@@ -343,7 +357,10 @@ mod tests {
         let find = |special: &[&str]| Special::find(&hugging_face(special), Some(dir.path())).unwrap();
         let llama = ["<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<pad>"];
         write("generation_config.json", json!({"bos_token_id": 256, "eos_token_id": [257, 258, 259]}));
-        write("tokenizer_config.json", json!({"eos_token": "<|eot_id|>", "pad_token": {"content": "<pad>"}, "bos_token": "<|begin_of_text|>"}));
+        write(
+            "tokenizer_config.json",
+            json!({"eos_token": "<|eot_id|>", "pad_token": {"content": "<pad>"}, "bos_token": "<|begin_of_text|>"}),
+        );
         write("config.json", json!({"eos_token_id": 3, "pad_token_id": -1}));
         let found = find(&llama);
         let token = |id: u32, from: &str| Token { id, text: llama[id as usize - 256].into(), from: from.into() };

@@ -37,8 +37,15 @@ impl Json {
         let fail = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
         let mut inner = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| fail(format!("not a readable tokenizer.json: {e}")))?;
         // Tokens that tokenizer_config.json alone lists are part of it, wherever it is copied to.
-        if folder.map_or(Ok(0), |folder| complete(&mut inner, folder))? > 0 {
-            text = inner.to_string(true).map_err(|e| fail(e.to_string()))?.into_bytes();
+        let mut whole = inner.clone();
+        match folder.map_or(Ok(0), |folder| complete(&mut whole, folder)) {
+            Ok(0) => {}
+            Ok(_) => {
+                text = whole.to_string(true).map_err(|e| fail(e.to_string()))?.into_bytes();
+                inner = whole;
+            }
+            Err(e) if ask => return Err(e),
+            Err(_) => {}
         }
         // A limit on the length, kept in some files, would cut documents in silence.
         inner.with_truncation(None).map_err(|e| fail(e.to_string()))?;
@@ -55,7 +62,7 @@ impl Json {
 
 fn noted(begin: Option<&Token>) -> Noted {
     let nothing = || Noted { id: None, from: "the tokenizer puts nothing before texts".into() };
-    begin.map_or_else(nothing, |token| Noted { id: Some(token.id), from: token.from.clone() })
+    begin.map_or_else(nothing, Token::noted)
 }
 
 impl Tokenizer {
@@ -177,6 +184,14 @@ impl Tokenizer {
         }
     }
 
+    /// For people: which token the model pads with, and who says so.
+    pub fn describe_pad(&self, pad: Option<&Noted>) -> String {
+        match pad.and_then(|pad| Some((pad.id?, &pad.from))) {
+            Some((id, from)) => format!("padding is token {id} {:?} ({from})", self.decode(&[id])),
+            None => "no token is for padding (no file names an added one)".into(),
+        }
+    }
+
     /// Special tokens by the files beside it.
     pub fn special(&self) -> Option<&Special> {
         match self {
@@ -225,7 +240,8 @@ impl Tokenizer {
         match self {
             Tokenizer::Byte => Ok(text.bytes().enumerate().map(|(i, byte)| (byte.into(), (i, i + 1))).collect()),
             Tokenizer::Json(json) => {
-                let fail = |e: tokenizers::Error| DataError::Tokenizer { path: json.path.clone(), reason: format!("cannot encode text: {e}") };
+                let fail =
+                    |e: tokenizers::Error| DataError::Tokenizer { path: json.path.clone(), reason: format!("cannot encode text: {e}") };
                 let encoding = json.inner.encode(text, false).map_err(fail)?;
                 Ok(encoding.get_ids().iter().copied().zip(encoding.get_offsets().iter().copied()).collect())
             }

@@ -107,7 +107,8 @@ fn lines(rows: &[serde_json::Value]) -> String {
 fn learn(base: &Path, data: &Path, out: &Path, more: &[&str]) -> crate::common::Ran {
     let base = format!("model.base={}", base.display());
     let own = ["train", "decoder", "--threads", "1", "--data", data.to_str().unwrap(), "--out", out.to_str().unwrap(), "--set", &base];
-    let sets = ["seq=160", "batch=2", "eval_batches=1", "horizon=4", "val_share=0.2", "learning_rate=0.01"].iter().flat_map(|s| ["--set", s]);
+    let sets =
+        ["seq=160", "batch=2", "eval_batches=1", "horizon=4", "val_share=0.2", "learning_rate=0.01"].iter().flat_map(|s| ["--set", s]);
     kiln(own.into_iter().chain(sets).chain(more.iter().copied()))
 }
 
@@ -128,10 +129,10 @@ fn conversations_are_trained_on_resumed_and_asked() {
     crate::common::same_bytes(&crate::common::checkpoint(&at("whole"), 4), &crate::common::checkpoint(&at("parts"), 4));
     // Packed or padded, gzip or a folder of files: the same loss of the same weights.
     let loss = |run: &str| {
-        let eval = kiln(["eval", &text(run), "--json", "--threads", "1", "--set", "eval_batches=0"]).ok();
+        let eval = kiln(["eval", &text(run), "--json", "--threads", "1"]).ok();
         serde_json::from_str::<serde_json::Value>(&eval.out).unwrap()["loss"].as_f64().unwrap()
     };
-    let frozen = ["--steps", "1", "--set", "learning_rate=1e-30", "--set", "weight_decay=0"];
+    let frozen = ["--steps", "1", "--set", "learning_rate=1e-30", "--set", "weight_decay=0", "--set", "eval_batches=0"];
     let run = |name: &str, data: &str, more: &[&str]| learn(&at("base"), &at(data), &at(name), &[&frozen[..], more].concat()).ok();
     run("packed", "chats.jsonl", &[]);
     run("padded", "chats.jsonl", &["--set", "pack=false"]);
@@ -179,10 +180,15 @@ fn other_layouts_become_the_same_rows() {
         let named = ["--set", "data.prompt=q", "--set", "data.reply=a"];
         let own = ["data", "preview", "--data", &at(layout), "--base", &at("base"), "--seq", "128", "--set", "data.val_share=0.2"];
         let said = kiln([&own[..], if layout == "named" { &named } else { &[] }].concat()).ok().out;
-        said.lines().filter(|line| line.starts_with("row ") || line.contains('\u{27e6}')).filter(|line| !line.contains(" chats, ")).map(String::from).collect::<Vec<_>>()
+        said.lines()
+            .filter(|line| line.starts_with("row ") || line.contains('\u{27e6}'))
+            .filter(|line| !line.contains(" chats, "))
+            .map(String::from)
+            .collect::<Vec<_>>()
     };
     let expected = shown("messages");
-    assert!(expected.len() > 20 && expected[0].starts_with("row 0: 3 examples in "), "{expected:#?}");
+    // Sixteen examples of 42 or 44 places each, in rows of 128.
+    assert!(expected.len() == 23 && expected.contains(&"row 1: 3 examples in 126 of 128 places".into()), "{expected:#?}");
     for layout in ["sharegpt", "alpaca", "pairs", "named"] {
         assert_eq!(shown(layout), expected, "{layout}");
     }
@@ -227,9 +233,7 @@ fn a_model_that_learned_to_chat_is_talked_to() {
     let text = |name: &str| at(name).to_str().unwrap().to_string();
     model(&at("base"), CHATML);
     // One reply to everything, learned by heart.
-    let chat = |asked: &str| {
-        json!({ "messages": [{ "role": "user", "content": asked }, { "role": "assistant", "content": "Say yes, now." }, { "role": "user", "content": "more" }, { "role": "assistant", "content": "Say yes, now." }] })
-    };
+    let chat = |asked: &str| json!({ "messages": [{ "role": "user", "content": asked }, { "role": "assistant", "content": "Say yes, now." }, { "role": "user", "content": "more" }, { "role": "assistant", "content": "Say yes, now." }] });
     fs::write(at("chats.jsonl"), lines(&["a", "b", "c", "d", "e", "f"].map(chat))).unwrap();
     let sets = ["--steps", "150", "--set", "learning_rate=0.02", "--set", "val_share=0.3", "--set", "batch=4", "--set", "horizon=150"];
     learn(&at("base"), &at("chats.jsonl"), &at("run"), &sets).ok();
@@ -246,7 +250,7 @@ fn a_model_that_learned_to_chat_is_talked_to() {
     // A conversation, its history in every prompt.
     let talk = |more: &[&str], lines: &str| converse(&[&["generate", &text("run"), "--chat"], &how[..], more].concat(), lines);
     assert_eq!(talk(&[], "c\n\nmore\n/quit\nnever read\n").ok().out, "Say yes, now.\nSay yes, now.\n");
-    assert_eq!(talk(&["--stop", " now"], "c\nmore").ok().out, "Say yes,\nSay yes,\n");
+    assert_eq!(talk(&["--stop", " now"], "c").ok().out, "Say yes,\n");
     assert_eq!(talk(&[], "").ok().out, "");
     // It ends where the model's positions do.
     talk(&[], &"a long line that fills many positions\n".repeat(9)).fails(&["positions"]);
@@ -286,17 +290,28 @@ fn documents_begin_and_end_as_the_files_say() {
     let prepare = |tokenizer: &str, out: &str, more: &[&str]| {
         kiln([&["data", "prepare", &at("a.jsonl"), "--tokenizer", &at(tokenizer), "--out", &at(out)], more].concat())
     };
+    let config = json!({ "eos_token": "<|stop|>", "pad_token": "<|stop|>", "bos_token": "<|start|>" });
+    fs::write(at("base/tokenizer_config.json"), config.to_string()).unwrap();
     // By the folder or by its tokenizer.json.
     let said = prepare("base", "one", &[]).ok().out;
     assert!(said.contains("documents end in token 97 \"<|stop|>\" (tokenizer_config.json)"), "{said}");
-    assert!(said.contains("documents begin with token 96 \"<|start|>\" (the tokenizer's post-processor)"), "{said}");
+    assert!(said.contains("documents begin with token 96 \"<|start|>\" (tokenizer_config.json)"), "{said}");
+    assert!(said.contains("padding is token 97 \"<|stop|>\" (tokenizer_config.json)"), "{said}");
     prepare("base/tokenizer.json", "two", &[]).ok();
     assert!(fs::read(at("one/train-00000.tokens")).unwrap() == fs::read(at("two/train-00000.tokens")).unwrap());
     let inspected = kiln(["data", "inspect", &at("one")]).ok().out;
-    assert!(inspected.contains("documents begin with token 96") && inspected.contains("begins: \"<|start|>document 0<|stop|><|start|>document 1"), "{inspected}");
+    assert!(inspected.contains("padding is token 97 \"<|stop|>\""), "{inspected}");
+    assert!(
+        inspected.contains("documents begin with token 96")
+            && inspected.contains("begins: \"<|start|>document 0<|stop|><|start|>document 1"),
+        "{inspected}"
+    );
     // Or as one says.
     let said = prepare("base", "three", &["--bos", "none", "--eos", "<|start|>"]).ok().out;
-    assert!(said.contains("no token begins documents (--bos)") && said.contains("documents end in token 96 \"<|start|>\" (--eos)"), "{said}");
+    assert!(
+        said.contains("no token begins documents (--bos)") && said.contains("documents end in token 96 \"<|start|>\" (--eos)"),
+        "{said}"
+    );
     let inspected = kiln(["data", "inspect", &at("three")]).ok().out;
     assert!(inspected.contains("begins: \"document 0<|start|>document 1") && !inspected.contains("begin with"), "{inspected}");
     prepare("base", "four", &["--bos", "nothing"]).fails(&["--bos = nothing", "no such token"]);

@@ -52,7 +52,10 @@ pub fn list(path: &Path) -> Result<Vec<PathBuf>, ChatError> {
     if files.is_empty() {
         others.sort();
         others.truncate(8);
-        return Err(ChatError::file(path, format!("holds no .jsonl file (nor {}), only {others:?} (name the file or its folder)", SUFFIXES[1..].join(", "))));
+        return Err(ChatError::file(
+            path,
+            format!("holds no .jsonl file (nor {}), only {others:?} (name the file or its folder)", SUFFIXES[1..].join(", ")),
+        ));
     }
     Ok(files)
 }

@@ -54,7 +54,11 @@ impl Message {
     /// What it says, where that is text alone.
     pub fn text(&self) -> Result<String, String> {
         let whole = template::joined(self);
-        whole.content.as_str().map(str::to_owned).ok_or_else(|| format!("the turn of the {:?} is no text but {}", self.role, shown(&self.content)))
+        whole
+            .content
+            .as_str()
+            .map(str::to_owned)
+            .ok_or_else(|| format!("the turn of the {:?} is no text but {}", self.role, shown(&self.content)))
     }
 
     pub fn is_assistant(&self) -> bool {

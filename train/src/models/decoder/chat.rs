@@ -101,11 +101,9 @@ impl Chat {
         match tokens.iter().find(|t| **t as usize >= self.shape.vocab) {
             Some(token) => Err(TrainError::Other(format!("the tokenizer makes token {token}, and the model has {}", self.shape.vocab))),
             None if tokens.is_empty() => Err(TrainError::Other("the prompt has no tokens: write something".into())),
-            None if tokens.len() >= self.shape.context => Err(TrainError::Other(format!(
-                "a prompt of {} tokens fills the model's {} positions",
-                tokens.len(),
-                self.shape.context
-            ))),
+            None if tokens.len() >= self.shape.context => {
+                Err(TrainError::Other(format!("a prompt of {} tokens fills the model's {} positions", tokens.len(), self.shape.context)))
+            }
             None => Ok(tokens),
         }
     }

@@ -248,7 +248,10 @@ impl Lessons {
                     said += &format!("; {} chats have no turn to learn", counts.nothing);
                 }
                 if counts.split > 0 {
-                    said += &format!("; the template writes earlier turns otherwise when more follow: in {} chats each turn is an example", counts.split);
+                    said += &format!(
+                        "; the template writes earlier turns otherwise when more follow: in {} chats each turn is an example",
+                        counts.split
+                    );
                 }
                 if matches!(words, Words::Own { template, .. } if template.dated) {
                     said += &format!("; it is told the date {} (data.date)", self.config.date);
