@@ -215,6 +215,11 @@ fn a_base_without_a_template_needs_one() {
     fs::write(at("own.jinja"), CHATML).unwrap();
     let said = train(&["--set", &format!("data.template={}", at("own.jinja").display())]).ok().out;
     assert!(said.contains("own.jinja"), "{said}");
+    // The date is the config's, so that a run can be resumed on another day.
+    fs::remove_dir_all(at("run")).unwrap();
+    fs::write(at("own.jinja"), format!("{{{{ strftime_now('%d %b %Y') }}}}{CHATML}")).unwrap();
+    let said = train(&["--set", &format!("data.template={}", at("own.jinja").display()), "--set", "data.date=2026-01-02"]).ok().out;
+    assert!(said.contains("it is told the date 2026-01-02 (data.date)"), "{said}");
 }
 
 /// What kiln says on these lines of a terminal that is a pipe.
@@ -235,8 +240,8 @@ fn a_model_that_learned_to_chat_is_talked_to() {
     // One reply to everything, learned by heart.
     let chat = |asked: &str| json!({ "messages": [{ "role": "user", "content": asked }, { "role": "assistant", "content": "Say yes, now." }, { "role": "user", "content": "more" }, { "role": "assistant", "content": "Say yes, now." }] });
     fs::write(at("chats.jsonl"), lines(&["a", "b", "c", "d", "e", "f"].map(chat))).unwrap();
-    let sets = ["--steps", "150", "--set", "learning_rate=0.02", "--set", "val_share=0.3", "--set", "batch=4", "--set", "horizon=150"];
-    learn(&at("base"), &at("chats.jsonl"), &at("run"), &sets).ok();
+    let sets = ["--set", "learning_rate=0.02", "--set", "val_share=0.3", "--set", "batch=4", "--set", "horizon=150"];
+    learn(&at("base"), &at("chats.jsonl"), &at("run"), &[&sets[..], &["--steps", "150"]].concat()).ok();
     let how = ["--temperature", "0", "--threads", "1", "--max-tokens", "24"];
     let say = |of: &str, more: &[&str]| kiln([&["generate", &text(of)], &how[..], more].concat()).ok().out;
     assert_eq!(say("run", &["--prompt", "c"]), "Say yes, now.\n");
