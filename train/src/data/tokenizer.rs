@@ -24,7 +24,7 @@ pub struct Json {
     path: PathBuf,
     text: Vec<u8>,
     vocab: usize,
-    special: Special,
+    special: Box<Special>,
     /// What a data set puts behind and before documents.
     end: Noted,
     begin: Noted,
@@ -56,9 +56,12 @@ impl Json {
         };
         let special = Special::find(&inner, folder.filter(|_| ask))?;
         let (end, begin) = (special.noted_end(), noted(special.begin.as_ref()));
-        Ok(Json { inner: Box::new(inner), path: path.to_owned(), text, vocab: last as usize + 1, special, end, begin })
+        Ok(Json { inner: Box::new(inner), path: path.to_owned(), text, vocab: last as usize + 1, special: Box::new(special), end, begin })
     }
 }
+
+/// A token, and the bytes of a text that it is made from.
+pub type Placed = (u32, (usize, usize));
 
 fn noted(begin: Option<&Token>) -> Noted {
     let nothing = || Noted { id: None, from: "the tokenizer puts nothing before texts".into() };
@@ -236,7 +239,7 @@ impl Tokenizer {
     }
 
     /// Tokens with the bytes of the text that each is made from.
-    pub fn encode_places(&self, text: &str) -> Result<Vec<(u32, (usize, usize))>, DataError> {
+    pub fn encode_places(&self, text: &str) -> Result<Vec<Placed>, DataError> {
         match self {
             Tokenizer::Byte => Ok(text.bytes().enumerate().map(|(i, byte)| (byte.into(), (i, i + 1))).collect()),
             Tokenizer::Json(json) => {

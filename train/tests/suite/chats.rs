@@ -95,7 +95,7 @@ fn conversations() -> Vec<serde_json::Value> {
             turn("user", "And then?".into()),
             turn("assistant", format!("{}.", i + 1)),
         ];
-        json!({ "messages": all[usize::from(i % 3 > 0)..] })
+        json!({ "messages": all[usize::from(!i.is_multiple_of(3))..] })
     };
     (0..20).map(chat).collect()
 }

@@ -23,7 +23,7 @@ pub struct Learned {
 
 /// A model's own chat template, or a text with two places.
 pub enum Words {
-    Own { template: ChatTemplate, learn: Learn },
+    Own { template: Box<ChatTemplate>, learn: Learn },
     Pair { template: Template, learn: Learn },
 }
 

@@ -57,7 +57,7 @@ pub struct Lessons {
 
 enum Kind {
     Text(Text),
-    Files { files: Files, words: Words },
+    Files { files: Box<Files>, words: Words },
     Questions { train: Arc<Questions>, val: Arc<Questions> },
 }
 
@@ -98,7 +98,7 @@ impl RepliesConfig {
             }
             (text, _) => return Ok(Words::Pair { template: Template::new(text, tokenizer)?, learn }),
         };
-        Ok(Words::Own { template, learn })
+        Ok(Words::Own { template: Box::new(template), learn })
     }
 
     fn date(&self) -> Result<NaiveDateTime, DataError> {
@@ -166,7 +166,7 @@ impl Lessons {
             if let Some(reason) = files.lacks() {
                 return Err(DataError::Examples { path: path.to_owned(), reason }.into());
             }
-            Kind::Files { files, words }
+            Kind::Files { files: Box::new(files), words }
         };
         Ok(Lessons { kind, tokenizer, config, seq, seed })
     }
