@@ -237,11 +237,19 @@ fn a_model_that_learned_to_chat_is_talked_to() {
     let at = |name: &str| dir.path().join(name);
     let text = |name: &str| at(name).to_str().unwrap().to_string();
     model(&at("base"), CHATML);
-    // One reply to everything, learned by heart.
-    let chat = |asked: &str| json!({ "messages": [{ "role": "user", "content": asked }, { "role": "assistant", "content": "Say yes, now." }, { "role": "user", "content": "more" }, { "role": "assistant", "content": "Say yes, now." }] });
-    fs::write(at("chats.jsonl"), lines(&["a", "b", "c", "d", "e", "f"].map(chat))).unwrap();
-    let sets = ["--set", "learning_rate=0.02", "--set", "val_share=0.3", "--set", "batch=4", "--set", "horizon=150"];
-    learn(&at("base"), &at("chats.jsonl"), &at("run"), &[&sets[..], &["--steps", "150"]].concat()).ok();
+    // Learned by heart: what is said to "more" depends on what was said before it.
+    let turns = |all: &[(&str, &str)]| {
+        let turn = |(asked, replied): &(&str, &str)| {
+            [json!({ "role": "user", "content": asked }), json!({ "role": "assistant", "content": replied })]
+        };
+        json!({ "messages": all.iter().flat_map(turn).collect::<Vec<_>>() })
+    };
+    let mut chats: Vec<_> =
+        ["a", "b", "c", "d", "e", "f"].iter().map(|asked| turns(&[(asked, "Say yes, now."), ("more", "And no.")])).collect();
+    chats.extend((0..4).map(|_| turns(&[("more", "Well.")])));
+    fs::write(at("chats.jsonl"), lines(&chats)).unwrap();
+    let sets = ["--set", "learning_rate=0.02", "--set", "val_share=0.3", "--set", "batch=4", "--set", "horizon=250"];
+    learn(&at("base"), &at("chats.jsonl"), &at("run"), &[&sets[..], &["--steps", "250"]].concat()).ok();
     let how = ["--temperature", "0", "--threads", "1", "--max-tokens", "24"];
     let say = |of: &str, more: &[&str]| kiln([&["generate", &text(of)], &how[..], more].concat()).ok().out;
     assert_eq!(say("run", &["--prompt", "c"]), "Say yes, now.\n");
@@ -254,7 +262,8 @@ fn a_model_that_learned_to_chat_is_talked_to() {
     kiln(["generate", &text("run"), "--stop", ""]).fails(&["--stop ''"]);
     // A conversation, its history in every prompt.
     let talk = |more: &[&str], lines: &str| converse(&[&["generate", &text("run"), "--chat"], &how[..], more].concat(), lines);
-    assert_eq!(talk(&[], "c\n\nmore\n/quit\nnever read\n").ok().out, "Say yes, now.\nSay yes, now.\n");
+    assert_eq!(talk(&[], "c\n\nmore\n/quit\nnever read\n").ok().out, "Say yes, now.\nAnd no.\n");
+    assert_eq!(talk(&[], "more\n").ok().out, "Well.\n");
     assert_eq!(talk(&["--stop", " now"], "c").ok().out, "Say yes,\n");
     assert_eq!(talk(&[], "").ok().out, "");
     // It ends where the model's positions do.

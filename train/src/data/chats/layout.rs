@@ -88,13 +88,15 @@ impl Layout {
         if has("instruction") && has("output") {
             return Ok(Layout::Alpaca);
         }
-        match PAIRS.iter().find(|(prompt, reply)| has(prompt) && has(reply)) {
-            Some((prompt, reply)) => Ok(Layout::pair(prompt, reply)),
-            None if has("text") => Err(format!("it has the fields {names:?}: plain text, and no conversation (use `kiln data prepare`)")),
-            None => Err(format!(
-                "its fields {names:?} are of no known layout (messages, sharegpt, alpaca): name the fields of the prompt and the reply (data.prompt, data.reply)"
-            )),
+        if let Some((prompt, reply)) = PAIRS.iter().find(|(prompt, reply)| has(prompt) && has(reply)) {
+            return Ok(Layout::pair(prompt, reply));
         }
+        let way_out = "name the fields of the prompt and the reply (data.prompt, data.reply)";
+        Err(match PAIRS.iter().find(|(prompt, _)| has(prompt)) {
+            _ if has("text") => format!("it has the fields {names:?}: plain text, and no conversation (use `kiln data prepare`)"),
+            Some((_, reply)) => format!("no field {reply:?}, only {names:?}: {way_out}"),
+            None => format!("its fields {names:?} are of no known layout (messages, sharegpt, alpaca): {way_out}"),
+        })
     }
 
     /// All fields that are read, where a row has them.
