@@ -55,7 +55,7 @@ impl Model for Mine {
         r.output("logits", h.slice(1, 31, 32).reshape(&[1, self.dim]).linear(table));
         s.load("next", r.finish())?;
         let mut text: Vec<i32> = " ".repeat(28).bytes().chain(*b"\nthe").map(i32::from).collect();
-        let sampling = Sampling { temperature: 0.7, top_p: 0.9, seed: 0, max_tokens: 0, stop: vec![] };
+        let sampling = Sampling { temperature: 0.7, top_p: 0.9, seed: 0, max_tokens: 0, stop: vec![], stop_text: vec![] };
         for i in 0..100 {
             s.run("next", &[("ids", Data::I32(&text[text.len() - 32..]))])?;
             text.push(choose(&s.read("next", "logits")?, &sampling, i) as i32);

@@ -211,6 +211,8 @@ impl Config {
         let (key, text) = assignment.split_once('=').ok_or_else(|| ConfigError::Set(assignment.into()))?;
         let (key, text) = (key.trim(), text.trim());
         let parsed: Option<Value> = format!("v = {text}").parse::<Table>().ok().filter(|t| t.len() == 1).and_then(|mut t| t.remove("v"));
+        // No key is a date of TOML's: what looks like one is text.
+        let parsed = parsed.filter(|value| !matches!(value, Value::Datetime(_)));
         let value = parsed.unwrap_or_else(|| Value::String(text.into()));
         self.set_value(key, value)
     }

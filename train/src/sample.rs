@@ -13,6 +13,49 @@ pub struct Sampling {
     pub max_tokens: usize,
     /// Tokens that end the text; they are not shown.
     pub stop: Vec<u32>,
+    /// Strings that end it, however many tokens they are; neither shown.
+    pub stop_text: Vec<String>,
+}
+
+/// A text up to the first of some strings, handed out as it comes in. What may be the beginning of one is held back.
+#[derive(Clone, Debug)]
+pub struct Until<'a> {
+    stops: &'a [String],
+    held: String,
+    ended: bool,
+}
+
+impl<'a> Until<'a> {
+    pub fn new(stops: &'a [String]) -> Until<'a> {
+        Until { stops, held: String::new(), ended: false }
+    }
+
+    /// Whether one of the strings has come.
+    pub fn ended(&self) -> bool {
+        self.ended
+    }
+
+    /// What of the text is now sure to stand before them all.
+    pub fn push(&mut self, piece: &str) -> String {
+        if self.ended {
+            return String::new();
+        }
+        self.held.push_str(piece);
+        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
+            self.ended = true;
+            self.held.truncate(at);
+            return std::mem::take(&mut self.held);
+        }
+        let begins = |at: &usize| self.stops.iter().any(|stop| stop.starts_with(&self.held[*at..]));
+        let from = self.held.char_indices().map(|(at, _)| at).find(begins).unwrap_or(self.held.len());
+        let rest = self.held.split_off(from);
+        std::mem::replace(&mut self.held, rest)
+    }
+
+    /// The rest, where no string came.
+    pub fn finish(self) -> String {
+        self.held
+    }
 }
 
 /// The more likely of two tokens first, of equal ones the earlier.
@@ -64,7 +107,7 @@ pub fn continue_text(
     sampling: &Sampling,
     show: &mut dyn FnMut(&str),
 ) -> Result<Vec<u32>, TrainError> {
-    let tokens = g.tokenizer()?.encode(prompt)?;
+    let tokens = g.tokenizer()?.encode_beginning(prompt)?;
     if tokens.is_empty() {
         return Err(TrainError::Other("the prompt has no tokens: write at least one character that the tokenizer knows".into()));
     }
@@ -87,7 +130,7 @@ pub fn continue_tokens(
         stream.push(t);
     });
     let mut logits = g.feed(s, tokens)?;
-    let mut added = vec![];
+    let (mut added, mut until) = (vec![], Until::new(&sampling.stop_text));
     for i in 0..sampling.max_tokens {
         // A model may have more outputs than its tokenizer has tokens.
         let token = choose(&logits[..tokenizer.vocab().min(logits.len())], sampling, i as u64);
@@ -96,15 +139,19 @@ pub fn continue_tokens(
         }
         added.push(token);
         if let Some(text) = stream.push(token) {
-            show(&text);
+            show(&until.push(&text));
+        }
+        if until.ended() {
+            break;
         }
         if i + 1 < sampling.max_tokens {
             logits = g.feed(s, &[token])?;
         }
     }
     if let Some(text) = stream.finish() {
-        show(&text);
+        show(&until.push(&text));
     }
+    show(&until.finish());
     Ok(added)
 }
 
@@ -113,9 +160,29 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_text_ends_before_a_string_that_comes_in_pieces() {
+        let stops = ["END".to_string(), "\n\nQ:".into(), "é!".into()];
+        for (pieces, shown, ended) in [
+            (&["one ", "E", "N", "D", " two"][..], &["one ", "", "", "", ""][..], true),
+            (&["one E", "NEND."], &["one ", "EN"], true),
+            (&["a\n", "\n\nQ", ":"], &["a", "\n", ""], true),
+            (&["xENDéEND"], &["x"], true),
+            (&["caf", "é", "s"], &["caf", "", "és"], false),
+            (&["\n\nQ"], &[""], false),
+        ] {
+            let mut until = Until::new(&stops);
+            let out: Vec<String> = pieces.iter().map(|piece| until.push(piece)).collect();
+            assert_eq!((&out.iter().map(String::as_str).collect::<Vec<_>>()[..], until.ended()), (shown, ended), "{pieces:?}");
+            let rest = until.finish();
+            assert_eq!(rest, if pieces == ["\n\nQ"] { "\n\nQ" } else { "" }, "{pieces:?}");
+        }
+        assert_eq!(Until::new(&[]).push("all of it"), "all of it");
+    }
+
+    #[test]
     fn top_p_keeps_the_smallest_set_and_the_token_that_crosses() {
         let logits = [0.1f32.ln(), 0.6f32.ln(), 0.3f32.ln()];
-        let s = |top_p, temperature| Sampling { temperature, top_p, seed: 1, max_tokens: 1, stop: vec![] };
+        let s = |top_p, temperature| Sampling { temperature, top_p, seed: 1, max_tokens: 1, stop: vec![], stop_text: vec![] };
         let draws = |s: &Sampling| {
             (0..4000).map(|i| choose(&logits, s, i)).fold([0; 3], |mut n, t| {
                 n[t as usize] += 1;

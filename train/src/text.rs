@@ -2,7 +2,7 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, DataConfig};
-use crate::data::{Dataset, Generated, ShardSet, Source, Split, TokenWindows, Tokenizer};
+use crate::data::{Dataset, Generated, Noted, ShardSet, Source, Split, TokenWindows, Tokenizer};
 use crate::recipe::TrainError;
 use std::cell::OnceCell;
 use std::path::Path;
@@ -78,6 +78,8 @@ impl Text {
                 if let Ok(end) = serde_json::from_value(identity["end"].clone()) {
                     own.set_end(&end);
                 }
+                let nothing = || Noted { id: None, from: "the checkpoint".into() };
+                own.set_begin(&serde_json::from_value(identity["begin"].clone()).unwrap_or_else(|_| nothing()));
                 self.fitting(own)?
             }
             false if is(&Tokenizer::Byte) => self.fitting(Tokenizer::Byte)?,
@@ -120,7 +122,10 @@ impl Text {
             path => Some(format!("{:016x}", Dataset::open(Path::new(path))?.checksum(Path::new(path))?)),
         };
         let fingerprint = format!("{:016x}", tokenizer.fingerprint());
-        let noted = serde_json::json!({ "tokenizer": fingerprint, "data": data, "end": tokenizer.end() });
+        let mut noted = serde_json::json!({ "tokenizer": fingerprint, "data": data, "end": tokenizer.end() });
+        if tokenizer.begin().id.is_some() {
+            noted["begin"] = serde_json::json!(tokenizer.begin());
+        }
         Ok(self.identity.get_or_init(|| noted).clone())
     }
 

@@ -1,62 +1,113 @@
-//! `kiln data preview` of chats: how a model is given them, and which tokens it learns.
+//! `kiln data preview` of chats: the rows that training makes of them, and which tokens are learned.
 
-use crate::data::chats::{ChatError, ChatTemplate, Learn, Special, Way, complete, each_conversation, encode};
-use anyhow::{Result, bail};
+use crate::data::replies::{Example, Files, Rows, Words};
+use crate::data::{Source, Split, Tokenizer};
+use crate::models::Shape;
+use crate::models::decoder::RepliesConfig;
+use anyhow::Result;
 use std::path::Path;
 use std::process::ExitCode;
 
 /// Around what is learned.
 const MARKS: [&str; 2] = ["\u{27e6}", "\u{27e7}"];
 
-/// Prints the first `count` examples, and counts all.
-pub fn preview(data: &Path, base: &Path, count: usize, learn: &str) -> Result<ExitCode> {
-    let learn = Learn::ALL.iter().find(|l| l.0 == learn).map_or(Learn::Assistant, |l| l.1);
+/// The longest row that is asked for where none is named.
+const LONGEST: usize = 1 << 20;
+
+/// Which rows are shown.
+pub struct Shown {
+    pub split: Split,
+    /// None: as long as the longest example.
+    pub seq: Option<usize>,
+    pub seed: u64,
+    pub count: usize,
+    /// Every example for programs, instead.
+    pub json: bool,
+}
+
+/// Prints the first rows of a split, and counts all.
+pub fn preview(config: &RepliesConfig, base: &Path, shown: Shown) -> Result<ExitCode> {
     let path = base.join("tokenizer.json");
-    let text = crate::input::read_to_string(&path).map_err(|e| anyhow::anyhow!("cannot read {}: {e}", path.display()))?;
-    let mut tokenizer = match tokenizers::Tokenizer::from_bytes(text.as_bytes()) {
-        Ok(tokenizer) => tokenizer,
-        Err(e) => bail!("{} is not a readable tokenizer.json: {e}", path.display()),
-    };
-    complete(&mut tokenizer, base)?;
-    Special::find(&tokenizer, Some(base))?.lines().iter().for_each(|line| crate::say!("{line}"));
-    let added: Vec<String> = tokenizer.get_added_tokens_decoder().into_values().map(|t| t.content).collect();
-    let template = ChatTemplate::of_folder(base, &added, None)?;
-    let (mut chats, mut examples, mut tokens, mut learned, mut split) = (0, 0, 0, 0, 0);
-    let layout = each_conversation(data, None, &mut |row, conversation| {
-        chats += 1;
-        let own = template.examples(&conversation, learn).map_err(|e| row.error(e.to_string()))?;
-        split += own.iter().filter(|e| e.way == Way::Split).count();
-        for example in own {
-            let encoded = encode(&tokenizer, &example)?;
-            examples += 1;
-            tokens += encoded.ids.len();
-            learned += encoded.learned.iter().filter(|l| **l).count();
-            if examples <= count {
-                crate::say!("{}\n", marked(&tokenizer, &encoded.ids, &encoded.learned)?);
-            }
+    let tokenizer = Tokenizer::from_spec(&path.display().to_string())?;
+    if !shown.json {
+        out!("{}", tokenizer.describe_end(&tokenizer.end()));
+        for line in tokenizer.special().map_or(vec![], |special| special.other_lines()) {
+            out!("{line}");
         }
-        Ok(())
-    })?;
+    }
+    // A folder without weights and config.json has a template, too.
+    let sizes = base.join("config.json");
+    let vocab = if sizes.exists() { Shape::read(&sizes)?.vocab } else { tokenizer.vocab() };
+    let (files, words) = config.chats(&tokenizer, Some(base), vocab, shown.seq.unwrap_or(LONGEST))?;
+    let longest = files.examples().iter().map(Example::places).max().unwrap_or(1);
+    let seq = shown.seq.unwrap_or(longest);
+    let rows = files.rows(shown.split, seq, config.pack, shown.seed, config.ignore_tokens.clone())?;
+    let count = if shown.json { rows.len() } else { rows.len().min(shown.count as u64) };
+    for i in 0..count {
+        let targets = rows.item(i)?.targets;
+        let own: Vec<&Example> = rows.examples(i).collect();
+        if !shown.json {
+            out!("row {i}: {} examples in {} of {seq} places", own.len(), own.iter().map(|e| e.places()).sum::<usize>());
+        }
+        let mut from = 0;
+        for example in own {
+            let to = from + example.places();
+            let learned: Vec<bool> = std::iter::once(false).chain(targets[from..to].iter().map(|target| *target >= 0)).collect();
+            match shown.json {
+                true => out!("{}", serde_json::json!({ "row": i, "ids": example.tokens, "learned": learned })),
+                false => out!("{}\n", marked(&tokenizer, &example.tokens, &learned)),
+            }
+            from = to;
+        }
+    }
+    match shown.json {
+        true => Ok(ExitCode::SUCCESS),
+        false => summary(config, &files, &words, &rows, (seq, shown.split)),
+    }
+}
+
+fn summary(config: &RepliesConfig, files: &Files, words: &Words, rows: &Rows, (seq, split): (usize, Split)) -> Result<ExitCode> {
+    let examples = files.examples();
+    let tokens: usize = examples.iter().map(|e| e.tokens.len()).sum();
+    let learned: usize = examples.iter().map(Example::learned).sum();
+    let counts = files.counts;
     out!(
-        "{}: {layout}; {chats} chats, {examples} examples, {tokens} tokens, of which {learned} are learned ({}..{})",
-        data.display(),
+        "{}: {}; {} chats, {} examples, {tokens} tokens, of which {learned} are learned ({}..{}); template {}",
+        config.path,
+        files.layout,
+        counts.chats,
+        examples.len(),
         MARKS[0],
-        MARKS[1]
+        MARKS[1],
+        words.name()
     );
-    if split > 0 {
-        out!("the template writes earlier turns otherwise when more follow: each of {split} turns is an example of its own");
+    let [train, val] = Split::ALL.map(|split| files.count(split));
+    out!(
+        "{} rows of {seq} in the {} split ({:.0}% full); {train} examples to learn from, {val} to validate with",
+        rows.len(),
+        split.name(),
+        100.0 * rows.filled()
+    );
+    if counts.cut + counts.skipped + counts.nothing > 0 {
+        out!("{} examples cut, {} skipped; {} chats without a turn to learn", counts.cut, counts.skipped, counts.nothing);
+    }
+    if counts.split > 0 {
+        out!("the template writes earlier turns otherwise when more follow: in {} chats each turn is an example of its own", counts.split);
+    }
+    if let Some(reason) = files.lacks() {
+        out!("not enough to train on: {reason}");
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// The tokens as text, with marks around those that are learned.
-fn marked(tokenizer: &tokenizers::Tokenizer, ids: &[u32], learned: &[bool]) -> Result<String, ChatError> {
+/// An example as text, with marks around what a row learns of it.
+fn marked(tokenizer: &Tokenizer, ids: &[u32], learned: &[bool]) -> String {
     let (mut text, mut from) = (String::new(), 0);
     while from < ids.len() {
         let to = (from..ids.len()).find(|&i| learned[i] != learned[from]).unwrap_or(ids.len());
-        let part = tokenizer.decode(&ids[from..to], false).map_err(|e| ChatError::Encode { reason: e.to_string() })?;
+        let part = tokenizer.decode(&ids[from..to]);
         text += &if learned[from] { format!("{}{part}{}", MARKS[0], MARKS[1]) } else { part };
         from = to;
     }
-    Ok(text)
+    text
 }

@@ -2,14 +2,14 @@
 
 use super::signals::Signal;
 use super::{Recipes, write_json};
-use crate::data::chats::Learn;
+use crate::config::Config;
 use crate::data::images::pictures::augmented_pictures;
 use crate::data::images::{self, Block, Format};
 use crate::data::{DataError, Dataset, Input, PrepareOptions, Split, inspect, prepare};
-use crate::recipe::{Reads, Session};
+use crate::recipe::{self, Reads, Session};
 use crate::run::write_bytes;
 use crate::warn;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use engine::philox::rng_feed;
 use engine::{Cpu, DType, Data, Device, Recorder, Switches};
@@ -52,7 +52,7 @@ enum DataCommand {
 Examples:
   kiln data prepare book.txt --out data/book
   kiln data prepare a.jsonl b.jsonl --field body --tokenizer tokenizer.json --out data/web
-  kiln data prepare book.txt --tokenizer models/qwen3-0.6b/tokenizer.json --eos '<|endoftext|>' --out data/book
+  kiln data prepare book.txt --tokenizer models/qwen3-0.6b --eos '<|endoftext|>' --out data/book
   kiln data prepare --generated 20000 --out data/made")]
 struct PrepareArgs {
     /// UTF-8 text files, or .jsonl files with one object a line
@@ -60,13 +60,16 @@ struct PrepareArgs {
     /// The field of a JSONL object that holds the text
     #[arg(long, default_value = "text")]
     field: String,
-    /// byte, or the path of a tokenizer.json
+    /// byte, or the path of a tokenizer.json or of the model's folder that holds it
     #[arg(long, default_value = "byte")]
     tokenizer: String,
     /// The token that ends a document: its name or number, or none. If not given: what generation_config.json, tokenizer_config.json or
     /// config.json beside the tokenizer name, or an added special token of a well-known name
     #[arg(long, value_name = "TOKEN_OR_ID|none")]
     eos: Option<String>,
+    /// The token before a document: its name or number, or none. If not given: what the tokenizer itself (its post-processor) puts before a text
+    #[arg(long, value_name = "TOKEN_OR_ID|none")]
+    bos: Option<String>,
     /// The folder to make
     #[arg(long)]
     out: PathBuf,
@@ -93,7 +96,8 @@ struct PrepareArgs {
   kiln data preview --data photos --least-area 0.3 --out sheet.png
   kiln data preview --data digits --mirror false --out sheet.png
   kiln data preview --data data/cifar-10-batches-bin --split val --count 100 --out sheet.png
-  kiln data preview --data chats.jsonl --base models/qwen2.5-0.5b --count 2     # chats, with the learned tokens marked")]
+  kiln data preview --data chats.jsonl --base models/qwen2.5-0.5b --count 2     # chats, with the learned tokens marked
+  kiln data preview --data chats.jsonl --base models/qwen2.5-0.5b --seq 1024 --set data.learn=last --set data.pack=false")]
 struct PreviewArgs {
     /// A folder: CIFAR-10 or CIFAR-100 (binary version), or pictures in a folder for each class; or generated
     #[arg(long, default_value = "generated")]
@@ -104,10 +108,19 @@ struct PreviewArgs {
     /// Chats: a model's folder, whose chat template and tokenizer they are put through
     #[arg(long, value_name = "FOLDER", conflicts_with = "out")]
     base: Option<PathBuf>,
-    /// Chats: whose turns are learned
-    #[arg(long, default_value = "assistant", value_parser = Learn::ALL.map(|l| l.0))]
-    learn: String,
-    /// The most pictures to show
+    /// Chats: data.learn in training: assistant, last or all
+    #[arg(long)]
+    learn: Option<String>,
+    /// Chats: tokens of a row, model.seq in training. If not given: as many as the longest example needs
+    #[arg(long)]
+    seq: Option<usize>,
+    /// Chats: a config key of [data], as in training: data.pack=false (repeatable)
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// Chats: every example of the split as a line of JSON with its row, its tokens and which of them are learned
+    #[arg(long, requires = "base")]
+    json: bool,
+    /// The most pictures, or rows of chats, to show
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1000))]
     count: u32,
     /// The val split is never augmented
@@ -134,19 +147,19 @@ pub fn run(a: DataArgs, recipes: Recipes) -> Result<ExitCode> {
     match a.command {
         DataCommand::Prepare(a) => prepare_text(a, recipes),
         DataCommand::Inspect { path, json } => inspect_data(&path, json, recipes),
-        DataCommand::Preview(a) => preview(a),
+        DataCommand::Preview(a) => preview(a, recipes),
     }
 }
 
 fn prepare_text(a: PrepareArgs, recipes: Recipes) -> Result<ExitCode> {
-    let PrepareArgs { files, field, tokenizer, eos, out, val_share, shard_tokens, generated, seed, force } = a;
+    let PrepareArgs { files, field, tokenizer, eos, bos, out, val_share, shard_tokens, generated, seed, force } = a;
     let input = match generated {
         Some(0) => bail!("--generated 0: at least one sentence"),
         Some(sentences) => Input::Generated { seed, sentences },
         None if files.is_empty() => bail!("name at least one text or .jsonl file, or --generated SENTENCES"),
         None => Input::Files { paths: files, field },
     };
-    let options = PrepareOptions { val_share, shard_tokens, force, eos, ..PrepareOptions::new(input, &tokenizer, &out) };
+    let options = PrepareOptions { val_share, shard_tokens, force, eos, bos, ..PrepareOptions::new(input, &tokenizer, &out) };
     let signal = Signal::catch(&options.stop, &Arc::default())?;
     let s = match prepare(&options) {
         Err(e @ DataError::Interrupted) => {
@@ -190,6 +203,9 @@ fn inspect_data(path: &Path, json: bool, recipes: Recipes) -> Result<ExitCode> {
                 None if d.eos.is_none() => out!("which token ends documents is not said: it was prepared by an earlier version"),
                 None => {}
             }
+            for line in found.begin.iter().chain(&found.pad) {
+                out!("{line}");
+            }
             if let Some(floor) = d.entropy_floor {
                 out!("entropy {floor:.4} nats a token");
             }
@@ -208,11 +224,24 @@ fn inspect_data(path: &Path, json: bool, recipes: Recipes) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn preview(a: PreviewArgs) -> Result<ExitCode> {
-    let PreviewArgs { data, out, count, split, least_area, mirror, seed, format, size, base, learn } = a;
+fn preview(a: PreviewArgs, recipes: Recipes) -> Result<ExitCode> {
+    let PreviewArgs { data, out, count, split, least_area, mirror, seed, format, size, base, learn, seq, mut set, json } = a;
     let out = match (out, base) {
+        (Some(_), _) if learn.is_some() || seq.is_some() || !set.is_empty() => bail!("--learn, --seq and --set are for chats, with --base"),
         (Some(out), _) => out,
-        (None, Some(base)) => return super::chats::preview(&data, &base, count as usize, &learn),
+        (None, Some(base)) => {
+            let recipe = reader(recipes, Reads::Replies).context("no recipe reads chats")?;
+            set.extend(learn.map(|learn| format!("data.learn={learn}")));
+            let mut config = Config::new(recipe, "", recipe::find_in(recipes, recipe)?.sections());
+            set.iter().try_for_each(|assignment| config.set(assignment))?;
+            config.set_value("data.path", data.display().to_string().into())?;
+            let split = Split::ALL[usize::from(split == Split::Val.name())];
+            return super::chats::preview(
+                &config.section("data")?,
+                &base,
+                super::chats::Shown { split, seq, seed, count: count as usize, json },
+            );
+        }
         (None, None) => bail!("--out names the picture to write"),
     };
     if !(least_area > 0.0 && least_area <= 1.0) {

@@ -2,14 +2,16 @@
 
 use super::{DeviceArgs, Opened, Recipes, Which};
 use crate::data::Tokenizer;
-use crate::models::decoder::Chat;
+use crate::data::chats::Message;
+use crate::models::Adapter;
+use crate::models::decoder::{Chat, Said};
 use crate::recipe::{Generator, Session, TextModel};
 use crate::sample::{Sampling, continue_text};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::{Device, Switches};
-use std::io::Write;
-use std::path::PathBuf;
+use std::io::{BufRead, IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -17,9 +19,11 @@ use std::process::ExitCode;
   kiln generate runs/a --prompt 'the '
   kiln generate runs/p --prompt 'name two numbers that make 5' --replies 4
   kiln generate models/Qwen3-0.6B --prompt 'Why is the sky blue?' --adapter runs/adapters
+  kiln generate models/Qwen3-0.6B --chat --system 'Be brief.'
+  kiln generate adapters/p --prompt 'Why is the sky blue?'    # on the base that it names, or on --base FOLDER
   kiln generate runs/a --prompt 'the ' --temperature 0 --stop '\\n' --max-tokens 2000")]
 pub struct GenerateArgs {
-    /// A checkpoint's folder, or a run's (its newest checkpoint); or a model's folder in the Hugging Face layout (Qwen3, Llama)
+    /// A checkpoint's folder, or a run's (its newest checkpoint); a model's folder in the Hugging Face layout; or an adapter's in PEFT's
     checkpoint: PathBuf,
     #[command(flatten)]
     which: Which,
@@ -29,12 +33,24 @@ pub struct GenerateArgs {
     /// The prompt as it is, without the model's chat template around it
     #[arg(long)]
     raw: bool,
+    /// Reads a conversation from the terminal, a line for each turn, through the model's chat template; /quit or Ctrl-D ends it
+    #[arg(long, conflicts_with_all = ["raw", "replies", "prompt"])]
+    chat: bool,
+    /// What the conversation's system message says
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw", value_parser = super::unescaped)]
+    system: Option<String>,
+    /// Lets a model think before it replies, where its chat template knows enable_thinking; if not given it is told not to
+    #[arg(long)]
+    think: bool,
     /// Replies to the prompt, all at once
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4096))]
     replies: u16,
     /// An adapter in PEFT's layout, for a model's folder
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
+    /// The model's folder that an adapter is on; if not given, the one that its adapter_config.json names
+    #[arg(long, value_name = "FOLDER", conflicts_with = "adapter")]
+    base: Option<PathBuf>,
     /// Switches a pass, for a model's folder: bf16=off (repeatable)
     #[arg(long = "pass", value_name = "NAME=off|auto|require")]
     passes: Vec<String>,
@@ -49,7 +65,7 @@ pub struct GenerateArgs {
     /// Most tokens to write. May exceed the length that the model was trained on, but not the positions of a model that replies to prompts
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
-    /// Text that ends the output; it must be one token; escapes such as \n are undone (repeatable)
+    /// Text that ends the output, and is no part of it; escapes such as \n are undone (repeatable)
     #[arg(long, value_parser = super::unescaped)]
     stop: Vec<String>,
     /// Number of a token that ends the output (repeatable)
@@ -73,11 +89,17 @@ pub fn run(a: GenerateArgs, recipes: Recipes) -> Result<ExitCode> {
         bail!("--max-tokens {}: at most {MOST_TOKENS}", a.max_tokens);
     }
     let device = a.device.open()?;
-    if a.checkpoint.join("config.json").exists() {
-        return folder(&a, &device);
+    if a.stop.iter().any(String::is_empty) {
+        bail!("--stop '': it would end the output before it begins");
     }
     if a.checkpoint.join("adapter_config.json").exists() {
-        bail!("{0} holds an adapter, which needs its model: kiln generate MODEL --adapter {0}", a.checkpoint.display());
+        return folder(&a, &adapters_base(&a)?, Some(&a.checkpoint), &device);
+    }
+    if a.base.is_some() {
+        bail!("--base is for an adapter's folder; {} has no adapter_config.json", a.checkpoint.display());
+    }
+    if a.checkpoint.join("config.json").exists() {
+        return folder(&a, &a.checkpoint, a.adapter.as_deref(), &device);
     }
     if a.adapter.is_some() || !a.passes.is_empty() {
         bail!("--adapter and --pass are for a model's folder; {} has no config.json (a run has its own)", a.checkpoint.display());
@@ -89,8 +111,8 @@ pub fn run(a: GenerateArgs, recipes: Recipes) -> Result<ExitCode> {
     let fill = |s: &mut Session| Ok(s.load_used_params(&opened.weights()?, &found.path.display().to_string())?);
     match model {
         TextModel::Replies(chat) => talk(&a, &chat, &mut s, fill),
-        TextModel::Continues(_) if a.raw || a.replies > 1 => {
-            bail!("--raw and --replies are for models that reply to prompts, which {} does not", recipe.name())
+        TextModel::Continues(_) if a.raw || a.replies > 1 || a.chat || a.system.is_some() || a.think => {
+            bail!("--raw, --replies, --chat, --system and --think are for models that reply to prompts, which {} does not", recipe.name())
         }
         TextModel::Continues(mut generator) => go_on(&a, &mut *generator, &mut s, fill),
     }
@@ -118,19 +140,29 @@ fn go_on(
 
 impl GenerateArgs {
     fn sampling(&self, tokenizer: &Tokenizer) -> Result<Sampling> {
-        let mut stop = self.stop_id.clone();
+        let stop = self.stop_id.clone();
         if let Some(id) = stop.iter().find(|id| **id as usize >= tokenizer.vocab()) {
             bail!("--stop-id {id}: {} has tokens 0 to {}", tokenizer.name(), tokenizer.vocab() - 1);
         }
-        for text in &self.stop {
-            match tokenizer.encode(text)?[..] {
-                [one] => stop.push(one),
-                ref more => {
-                    bail!("--stop '{}' is {} tokens of {}, not one; use --stop-id", text.escape_debug(), more.len(), tokenizer.name())
-                }
-            }
-        }
-        Ok(Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed, max_tokens: self.max_tokens, stop })
+        let Self { temperature, top_p, seed, max_tokens, .. } = *self;
+        Ok(Sampling { temperature, top_p, seed, max_tokens, stop, stop_text: self.stop.clone() })
+    }
+}
+
+/// The folder of the model that an adapter is on.
+fn adapters_base(a: &GenerateArgs) -> Result<PathBuf> {
+    let path = a.checkpoint.display();
+    if a.adapter.is_some() {
+        bail!("{path} holds an adapter itself: name its model with --base, or kiln generate MODEL --adapter {path}");
+    }
+    if let Some(base) = &a.base {
+        return Ok(base.clone());
+    }
+    match Adapter::base_of(&a.checkpoint)? {
+        (_, Some(folder)) => Ok(folder),
+        (named, None) => bail!(
+            "{path} holds an adapter on {named:?}, which is no folder here: name its model with --base, or kiln generate MODEL --adapter {path}"
+        ),
     }
 }
 
@@ -157,8 +189,8 @@ impl Shown {
 }
 
 /// A model's folder; on a GPU in bf16, unless that is switched off.
-fn folder(a: &GenerateArgs, device: &Device) -> Result<ExitCode> {
-    let chat = Chat::of_folder(&a.checkpoint, a.adapter.as_deref())?;
+fn folder(a: &GenerateArgs, path: &Path, adapter: Option<&Path>, device: &Device) -> Result<ExitCode> {
+    let chat = Chat::of_folder(path, adapter)?;
     let mut switches = Switches::default();
     if matches!(device, Device::Cuda(..)) {
         switches.set("bf16", "auto")?;
@@ -167,13 +199,21 @@ fn folder(a: &GenerateArgs, device: &Device) -> Result<ExitCode> {
     talk(a, &chat, &mut Session::new(device, &switches, 0), |_| Ok(()))
 }
 
-/// Replies to the prompt; `fill` gives the model what is not its folder's.
+/// Replies to the prompt, or to a conversation; `fill` gives the model what is not its folder's.
 fn talk(a: &GenerateArgs, chat: &Chat, s: &mut Session, fill: impl FnOnce(&mut Session) -> Result<()>) -> Result<ExitCode> {
     if a.max_tokens == 0 {
         bail!("--max-tokens 0: a reply has at least one");
     }
     let sampling = a.sampling(&chat.tokenizer)?;
-    let talk = chat.begin(s, &a.prompt, a.raw, a.replies as usize, &sampling)?;
+    if a.chat {
+        return converse(a, chat, s, &sampling, fill);
+    }
+    if a.system.is_some() && !chat.has_turns() {
+        bail!("--system: {} has no chat template that would have a place for it", a.checkpoint.display());
+    }
+    let messages: Vec<Message> = a.first_turn().into_iter().chain([Message::new("user", &a.prompt)]).collect();
+    let said = if a.raw { Said::Raw(&a.prompt) } else { Said::Turns { messages: &messages, think: a.think } };
+    let talk = chat.begin(s, said, a.replies as usize, &sampling)?;
     fill(s)?;
     let mut show = Shown::default();
     if a.raw && a.replies == 1 {
@@ -191,6 +231,62 @@ fn talk(a: &GenerateArgs, chat: &Chat, s: &mut Session, fill: impl FnOnce(&mut S
     match a.replies {
         1 => out!(),
         _ => replies.iter().enumerate().for_each(|(i, reply)| show.piece(&format!("{}. {}\n", i + 1, reply.trim()))),
+    }
+    show.finish()
+}
+
+impl GenerateArgs {
+    fn first_turn(&self) -> Option<Message> {
+        self.system.as_ref().map(|text| Message::new("system", text))
+    }
+}
+
+/// A conversation: turns from stdin, a line each, and replies to them.
+fn converse(
+    a: &GenerateArgs,
+    chat: &Chat,
+    s: &mut Session,
+    sampling: &Sampling,
+    fill: impl FnOnce(&mut Session) -> Result<()>,
+) -> Result<ExitCode> {
+    if !chat.has_turns() {
+        bail!("--chat: {} has no chat template to put several turns by (without --chat, --prompt is replied to)", a.checkpoint.display());
+    }
+    let (mut fill, mut last) = (Some(fill), None);
+    let (mut show, mut messages) = (Shown::default(), Vec::from_iter(a.first_turn()));
+    let asks = std::io::stdin().is_terminal();
+    let mut lines = std::io::stdin().lock().lines();
+    loop {
+        if asks {
+            show.piece("> ");
+        }
+        let Some(line) = lines.next().transpose()?.filter(|line| line.trim() != "/quit") else { break };
+        if line.trim().is_empty() {
+            continue;
+        }
+        messages.push(Message::new("user", &line));
+        let said = Said::Turns { messages: &messages, think: a.think };
+        let sampling = Sampling { seed: sampling.seed.wrapping_add(messages.len() as u64), ..sampling.clone() };
+        let talk = match &last {
+            Some(last) => chat.go_on(s, said, &sampling, last)?,
+            None => chat.begin(s, said, 1, &sampling)?,
+        };
+        fill.take().map_or(Ok(()), |fill| fill(s))?;
+        let mut begun = false;
+        let reply = talk.write(s, &mut |piece| {
+            let piece = if begun { piece } else { piece.trim_start() };
+            begun |= !piece.is_empty();
+            show.piece(piece);
+        })?;
+        show.piece("\n");
+        messages.push(Message::new("assistant", reply[0].trim()));
+        last = Some(talk);
+        if show.broken.is_some() {
+            break;
+        }
+    }
+    if asks {
+        show.piece("\n");
     }
     show.finish()
 }

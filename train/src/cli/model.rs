@@ -49,6 +49,9 @@ pub fn run(a: ModelArgs) -> Result<ExitCode> {
     let tokenizer = folder.tokenizer().map(|p| Tokenizer::from_spec(&p.display().to_string())).transpose()?;
     if let Some(t) = &tokenizer {
         out!("{}: {}", t.name(), t.describe_end(&t.end()));
+        for line in t.special().map_or(vec![], |special| special.other_lines()) {
+            out!("{line}");
+        }
     }
     let prompts = prompts(&a, &folder.shape, tokenizer.as_ref())?;
     if prompts.is_empty() {
@@ -135,7 +138,7 @@ fn prompts(a: &ModelArgs, shape: &Shape, tokenizer: Option<&Tokenizer>) -> Resul
     }
     for text in &a.prompt {
         let Some(t) = tokenizer else { bail!("{} has no tokenizer.json: give --ids", a.folder.display()) };
-        all.push(t.encode(text)?.into_iter().map(|id| id as i32).collect());
+        all.push(t.encode_beginning(text)?.into_iter().map(|id| id as i32).collect());
     }
     for ids in &all {
         if ids.is_empty() || ids.len() > shape.context {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::{DataError, Eos, Shard, Tokenizer};
+use super::{DataError, Noted, Shard, Tokenizer};
 use crate::input;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,7 +51,13 @@ pub struct Dataset {
     pub val: SplitInfo,
     /// What ends a document; data sets of earlier versions do not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub eos: Option<Eos>,
+    pub eos: Option<Noted>,
+    /// What begins a document, where something does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bos: Option<Noted>,
+    /// What the model pads with, for people: nothing here is padded with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pad: Option<Noted>,
 }
 
 impl Dataset {
@@ -123,6 +129,7 @@ impl Dataset {
         let found = tokenizer.fingerprint();
         same(Path::new(&spec), "the tokenizer's fingerprint", found, self.fingerprint)?;
         self.eos.iter().for_each(|eos| tokenizer.set_end(eos));
+        tokenizer.set_begin(&self.bos.clone().unwrap_or_else(|| Noted { id: None, from: Self::FILE.into() }));
         Ok(tokenizer)
     }
 }
@@ -230,6 +237,8 @@ pub(super) mod tests {
             train,
             val: SplitInfo::default(),
             eos: None,
+            bos: None,
+            pad: None,
         };
         std::fs::write(dir.join(Dataset::FILE), serde_json::to_string(&dataset).unwrap()).unwrap();
     }

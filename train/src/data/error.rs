@@ -8,8 +8,8 @@ pub enum DataError {
     Io { doing: &'static str, path: PathBuf, error: std::io::Error },
     #[error("tokenizer {path}: {reason} (use \"byte\", or the path of a Hugging Face tokenizer.json)")]
     Tokenizer { path: PathBuf, reason: String },
-    #[error("{path}: {reason} (correct the file, or name the token that ends a document with --eos)")]
-    Eos { path: PathBuf, reason: String },
+    #[error("{path}: {reason} (correct the file, or name the tokens that end and begin documents with --eos and --bos)")]
+    Special { path: PathBuf, reason: String },
     #[error("{path} is no token shard: it begins with {found:?} (make shards with `kiln data prepare`)")]
     Magic { path: PathBuf, found: String },
     #[error("{path} has shard version {found}, this program reads version {known} (prepare the data again)")]
@@ -58,6 +58,8 @@ pub enum DataError {
     Images { path: PathBuf, reason: String },
     #[error("{path}: {reason}")]
     Examples { path: PathBuf, reason: String },
+    #[error(transparent)]
+    Chats(#[from] super::chats::ChatError),
     #[error("{path}: {bytes} bytes are no whole number of records of {record}: it is cut short, or of another format (download it again)")]
     Records { path: PathBuf, bytes: usize, record: usize },
     #[error("{path}: record {record} has the label {label}, which must be below {values} (download it again)")]

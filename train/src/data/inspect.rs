@@ -27,6 +27,10 @@ pub struct Inspection {
     pub first_text: Option<String>,
     /// For people: which token ends a document, where the tokenizer is at hand and the data set says so.
     pub end: Option<String>,
+    /// The same of the token that begins one.
+    pub begin: Option<String>,
+    /// And of the one that pads.
+    pub pad: Option<String>,
 }
 
 /// A data set's folder, or one shard.
@@ -69,7 +73,10 @@ pub fn inspect(path: &Path) -> Result<Inspection, DataError> {
     let recorded = dataset.as_ref().and_then(|dataset| dataset.load_tokenizer(dir).ok());
     let tokenizer = recorded.into_iter().chain([Tokenizer::Byte]).find(|tokenizer| Some(tokenizer.fingerprint()) == fingerprint);
     let eos = dataset.as_ref().and_then(|dataset| dataset.eos.as_ref());
+    let begin = dataset.as_ref().and_then(|dataset| dataset.bos.as_ref());
     Ok(Inspection {
+        begin: tokenizer.as_ref().zip(begin).map(|(tokenizer, bos)| tokenizer.describe_begin(bos)),
+        pad: tokenizer.as_ref().zip(dataset.as_ref()).and_then(|(t, d)| d.pad.as_ref().map(|pad| t.describe_pad(Some(pad)))),
         first_text: tokenizer.as_ref().map(|tokenizer| tokenizer.decode(&first_tokens)),
         end: tokenizer.as_ref().zip(eos).map(|(tokenizer, eos)| tokenizer.describe_end(eos)),
         dataset,

@@ -2,7 +2,6 @@
 
 pub mod chats;
 mod dataset;
-mod eos;
 mod error;
 mod escape;
 mod grammar;
@@ -16,10 +15,10 @@ pub mod puzzles;
 pub mod replies;
 mod shards;
 mod source;
+mod special;
 mod tokenizer;
 
 pub use dataset::{Dataset, ShardSet, Split, SplitInfo};
-pub use eos::Eos;
 pub use error::DataError;
 pub use escape::unescape;
 pub use grammar::Grammar;
@@ -28,6 +27,7 @@ pub use loader::{Batch, Loader};
 pub use prepare::{Input, PrepareOptions, Summary, prepare};
 pub use shards::{Shard, ShardWriter};
 pub use source::{Generated, Item, Order, Source, TokenWindows, order, positions};
+pub use special::{Noted, Special, Token};
 pub use tokenizer::{Stream, Tokenizer};
 
 /// 64 random bits as a pure function of a seed and counters: splitmix64's finaliser, chained over the words.

@@ -9,10 +9,10 @@ use std::sync::atomic::AtomicBool;
 
 use serde::Serialize;
 
-use super::{DataError, Dataset, Eos, Grammar, Tokenizer};
+use super::{DataError, Dataset, Grammar, Noted, Token, Tokenizer};
 use crate::files::{self, Staged};
-use sink::Sink;
 pub(super) use sink::is_val;
+use sink::{Ends, Sink};
 
 #[derive(Debug, Clone)]
 pub enum Input {
@@ -25,7 +25,7 @@ pub enum Input {
 #[derive(Debug, Clone)]
 pub struct PrepareOptions {
     pub input: Input,
-    /// "byte" or the path of a tokenizer.json, which is copied into the data set.
+    /// "byte", or the path of a tokenizer.json or of its folder; it is copied into the data set.
     pub tokenizer: String,
     pub out: PathBuf,
     /// Share of the documents; of a single text file, its last part.
@@ -35,6 +35,8 @@ pub struct PrepareOptions {
     pub force: bool,
     /// The token that ends a document, by name or id, or "none". Not given: what the tokenizer's folder says.
     pub eos: Option<String>,
+    /// The token that begins a document, in the same way. Not given: what the tokenizer itself puts before a text.
+    pub bos: Option<String>,
     /// Set when it is to end early, leaving nothing.
     pub stop: Arc<AtomicBool>,
 }
@@ -49,6 +51,7 @@ impl PrepareOptions {
             shard_tokens: 100_000_000,
             force: false,
             eos: None,
+            bos: None,
             stop: Arc::default(),
         }
     }
@@ -65,22 +68,22 @@ pub struct Summary {
 }
 
 pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
-    let (tokenizer, mut eos) = match &options.eos {
-        Some(end) => Tokenizer::with_end(&options.tokenizer, end)?,
-        None => {
-            let tokenizer = Tokenizer::from_spec(&options.tokenizer)?;
-            let end = tokenizer.end();
-            (tokenizer, end)
-        }
+    // What is named need not be asked for.
+    let tokenizer = match options.eos {
+        Some(_) => Tokenizer::from_spec_alone(&options.tokenizer)?,
+        None => Tokenizer::from_spec(&options.tokenizer)?,
     };
+    let mut eos = options.eos.as_ref().map_or_else(|| Ok(tokenizer.end()), |end| tokenizer.chosen("--eos", end))?;
+    let bos = options.bos.as_ref().map_or_else(|| Ok(tokenizer.begin()), |begin| tokenizer.chosen("--bos", begin))?;
     check(options, &tokenizer)?;
     let folder = Folder::create(&options.out, options.force)?;
 
     let generated = matches!(options.input, Input::Generated { .. });
     if generated && options.eos.is_none() {
-        eos = Eos { id: None, from: "generated text has none, so that its entropy stays known".into() };
+        eos = Noted { id: None, from: "generated text has none, so that its entropy stays known".into() };
     }
-    let mut sink = Sink::new(&tokenizer, eos.id, folder.staged.dir(), options.shard_tokens, options.val_share, &options.stop);
+    let ends = Ends { begin: bos.id, end: eos.id };
+    let mut sink = Sink::new(&tokenizer, ends, folder.staged.dir(), options.shard_tokens, options.val_share, &options.stop);
     match &options.input {
         Input::Files { paths, field } => read::read_files(paths, field, &mut sink)?,
         Input::Generated { seed, sentences } => read::generate(*seed, *sentences, &mut sink)?,
@@ -114,10 +117,13 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
         train,
         val,
         eos: Some(eos.clone()),
+        bos: Some(bos.clone()).filter(|bos| bos.id.is_some()),
+        pad: tokenizer.special().and_then(|special| special.pad.as_ref()).map(Token::noted),
     };
     folder.finish(&dataset)?;
     let hint = if eos.id.is_none() && options.eos.is_none() && !generated { ": name one with --eos" } else { "" };
-    notes.insert(0, format!("{}{hint}", tokenizer.describe_end(&eos)));
+    let others = tokenizer.special().map(|_| [tokenizer.describe_begin(&bos), tokenizer.describe_pad(dataset.pad.as_ref())]);
+    notes.splice(0..0, std::iter::once(format!("{}{hint}", tokenizer.describe_end(&eos))).chain(others.into_iter().flatten()));
     Ok(Summary { out: options.out.clone(), text_bytes, dataset, notes })
 }
 

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{DataError, Eos, eos};
+use super::special::complete;
+use super::{DataError, Noted, Special, Token};
 use crate::files::folder_of;
 use crate::input;
 
@@ -23,14 +24,29 @@ pub struct Json {
     path: PathBuf,
     text: Vec<u8>,
     vocab: usize,
-    end: Eos,
+    special: Box<Special>,
+    /// What a data set puts behind and before documents.
+    end: Noted,
+    begin: Noted,
 }
 
 impl Json {
-    /// From the text of such a file; `path` is what it is called, `folder` where files lie that say which token ends a document.
-    fn new(path: &Path, text: Vec<u8>, folder: Option<&Path>) -> Result<Self, DataError> {
+    /// From the text of such a file; `path` is what it is called, `folder` where it lies; `ask`: whether files there
+    /// say which tokens are special.
+    fn new(path: &Path, mut text: Vec<u8>, folder: Option<&Path>, ask: bool) -> Result<Self, DataError> {
         let fail = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
         let mut inner = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| fail(format!("not a readable tokenizer.json: {e}")))?;
+        // Tokens that tokenizer_config.json alone lists are part of it, wherever it is copied to.
+        let mut whole = inner.clone();
+        match folder.map_or(Ok(0), |folder| complete(&mut whole, folder)) {
+            Ok(0) => {}
+            Ok(_) => {
+                text = whole.to_string(true).map_err(|e| fail(e.to_string()))?.into_bytes();
+                inner = whole;
+            }
+            Err(e) if ask => return Err(e),
+            Err(_) => {}
+        }
         // A limit on the length, kept in some files, would cut documents in silence.
         inner.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         inner.with_padding(None);
@@ -38,52 +54,57 @@ impl Json {
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err(fail("its vocabulary is empty".into()));
         };
-        let end = eos::choose(&inner, folder)?;
-        Ok(Json { inner: Box::new(inner), path: path.to_owned(), text, vocab: last as usize + 1, end })
-    }
-
-    fn read(path: &Path, folder: Option<&Path>) -> Result<Self, DataError> {
-        let fail = |e: std::io::Error| DataError::Tokenizer { path: path.to_owned(), reason: e.to_string() };
-        Json::new(path, input::read(path).map_err(fail)?, folder)
+        let special = Special::find(&inner, folder.filter(|_| ask))?;
+        let (end, begin) = (special.noted_end(), noted(special.begin.as_ref()));
+        Ok(Json { inner: Box::new(inner), path: path.to_owned(), text, vocab: last as usize + 1, special: Box::new(special), end, begin })
     }
 }
 
+/// A token, and the bytes of a text that it is made from.
+pub type Placed = (u32, (usize, usize));
+
+fn noted(begin: Option<&Token>) -> Noted {
+    let nothing = || Noted { id: None, from: "the tokenizer puts nothing before texts".into() };
+    begin.map_or_else(nothing, Token::noted)
+}
+
 impl Tokenizer {
-    /// "byte", or the path of a tokenizer.json.
+    /// "byte", the path of a tokenizer.json, or the folder that holds one.
     pub fn from_spec(spec: &str) -> Result<Self, DataError> {
-        match spec {
-            "byte" => Ok(Tokenizer::Byte),
-            path => Ok(Tokenizer::Json(Json::read(Path::new(path), Some(folder_of(Path::new(path))))?)),
-        }
+        Tokenizer::opened(spec, true)
     }
 
-    /// The same with this token at the end of documents, whatever the files beside it say: a name, an id, or "none".
-    pub fn with_end(spec: &str, end: &str) -> Result<(Self, Eos), DataError> {
-        let mut tokenizer = match spec {
-            "byte" => Tokenizer::Byte,
-            path => Tokenizer::Json(Json::read(Path::new(path), None)?),
+    /// The same without asking the files beside it which tokens end, begin and pad.
+    pub fn from_spec_alone(spec: &str) -> Result<Self, DataError> {
+        Tokenizer::opened(spec, false)
+    }
+
+    fn opened(spec: &str, ask: bool) -> Result<Self, DataError> {
+        let path = match spec {
+            "byte" => return Ok(Tokenizer::Byte),
+            path if Path::new(path).is_dir() => Path::new(path).join("tokenizer.json"),
+            path => path.into(),
         };
-        let id = match end {
-            "none" => None,
-            _ => {
-                // A number is an id, also where some word is written like it.
-                let known = match end.bytes().all(|b| b.is_ascii_digit()) {
-                    true => end.parse().ok().filter(|id| (*id as usize) < tokenizer.vocab()),
-                    false => tokenizer.token(end),
-                };
-                let vocab = tokenizer.vocab();
-                let need = || format!("{} has no such token; its ids go up to {} (a vocabulary of {vocab})", tokenizer.name(), vocab - 1);
-                Some(known.ok_or_else(|| DataError::Setting { what: "--eos", value: end.into(), need: need() })?)
-            }
+        let fail = |e: std::io::Error| DataError::Tokenizer { path: path.clone(), reason: e.to_string() };
+        Ok(Tokenizer::Json(Json::new(&path, input::read(&path).map_err(fail)?, Some(folder_of(&path)), ask)?))
+    }
+
+    /// A token that someone named: by its name, its id, or "none".
+    pub fn chosen(&self, what: &'static str, name: &str) -> Result<Noted, DataError> {
+        let vocab = self.vocab();
+        // A number is an id, also where some word is written like it.
+        let id = match name {
+            "none" => return Ok(Noted { id: None, from: what.into() }),
+            _ if !name.is_empty() && name.bytes().all(|b| b.is_ascii_digit()) => name.parse().ok().filter(|id| (*id as usize) < vocab),
+            _ => self.token(name),
         };
-        let eos = Eos { id, from: "--eos".into() };
-        tokenizer.set_end(&eos);
-        Ok((tokenizer, eos))
+        let need = || format!("{} has no such token; its ids go up to {} (a vocabulary of {vocab})", self.name(), vocab - 1);
+        id.map(|id| Noted { id: Some(id), from: what.into() }).ok_or_else(|| DataError::Setting { what, value: name.into(), need: need() })
     }
 
     /// From the text of a tokenizer.json; `path` is what it is called.
     pub fn from_json(path: &Path, json: &[u8]) -> Result<Self, DataError> {
-        Ok(Tokenizer::Json(Json::new(path, json.to_vec(), None)?))
+        Ok(Tokenizer::Json(Json::new(path, json.to_vec(), None, false)?))
     }
 
     /// The text of the tokenizer.json, where it is one.
@@ -122,25 +143,71 @@ impl Tokenizer {
     }
 
     /// The same, and who says so.
-    pub fn end(&self) -> Eos {
+    pub fn end(&self) -> Noted {
         match self {
-            Tokenizer::Byte => Eos { id: Some(0), from: "the byte tokenizer".into() },
+            Tokenizer::Byte => Noted { id: Some(0), from: "the byte tokenizer".into() },
             Tokenizer::Json(json) => json.end.clone(),
         }
     }
 
+    /// The token before a document.
+    pub fn begin(&self) -> Noted {
+        match self {
+            Tokenizer::Byte => noted(None),
+            Tokenizer::Json(json) => json.begin.clone(),
+        }
+    }
+
     /// What a data set was prepared with; the byte tokenizer keeps its own.
-    pub fn set_end(&mut self, end: &Eos) {
+    pub fn set_end(&mut self, end: &Noted) {
         if let Tokenizer::Json(json) = self {
             json.end = end.clone();
         }
     }
 
+    pub fn set_begin(&mut self, begin: &Noted) {
+        if let Tokenizer::Json(json) = self {
+            json.begin = begin.clone();
+        }
+    }
+
     /// For people: which token ends a document, and who says so.
-    pub fn describe_end(&self, end: &Eos) -> String {
+    pub fn describe_end(&self, end: &Noted) -> String {
         match end.id {
             Some(id) => format!("documents end in token {id} {:?} ({})", self.decode(&[id]), end.from),
             None => format!("no token ends documents ({})", end.from),
+        }
+    }
+
+    /// For people: which token begins a document, and who says so.
+    pub fn describe_begin(&self, begin: &Noted) -> String {
+        match begin.id {
+            Some(id) => format!("documents begin with token {id} {:?} ({})", self.decode(&[id]), begin.from),
+            None => format!("no token begins documents ({})", begin.from),
+        }
+    }
+
+    /// For people: which token the model pads with, and who says so.
+    pub fn describe_pad(&self, pad: Option<&Noted>) -> String {
+        match pad.and_then(|pad| Some((pad.id?, &pad.from))) {
+            Some((id, from)) => format!("padding is token {id} {:?} ({from})", self.decode(&[id])),
+            None => "no token is for padding (no file names an added one)".into(),
+        }
+    }
+
+    /// Special tokens by the files beside it.
+    pub fn special(&self) -> Option<&Special> {
+        match self {
+            Tokenizer::Byte => None,
+            Tokenizer::Json(json) => Some(&json.special),
+        }
+    }
+
+    /// The names of all added tokens, ordinary ones of the vocabulary not among them.
+    pub fn added(&self) -> Vec<String> {
+        match self {
+            Tokenizer::Byte => vec![],
+            Tokenizer::Json(json) => json.inner.get_added_tokens_decoder().into_values().map(|token| token.content).collect(),
         }
     }
 
@@ -163,6 +230,24 @@ impl Tokenizer {
                     reason: format!("cannot encode {} bytes of text: {error}", text.len()),
                 }),
             },
+        }
+    }
+
+    /// The same behind the token that begins a document, where there is one.
+    pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        Ok(self.begin().id.into_iter().chain(self.encode(text)?).collect())
+    }
+
+    /// Tokens with the bytes of the text that each is made from.
+    pub fn encode_places(&self, text: &str) -> Result<Vec<Placed>, DataError> {
+        match self {
+            Tokenizer::Byte => Ok(text.bytes().enumerate().map(|(i, byte)| (byte.into(), (i, i + 1))).collect()),
+            Tokenizer::Json(json) => {
+                let fail =
+                    |e: tokenizers::Error| DataError::Tokenizer { path: json.path.clone(), reason: format!("cannot encode text: {e}") };
+                let encoding = json.inner.encode(text, false).map_err(fail)?;
+                Ok(encoding.get_ids().iter().copied().zip(encoding.get_offsets().iter().copied()).collect())
+            }
         }
     }
 

@@ -58,6 +58,14 @@ impl Adapter {
         Ok(Adapter { path: path.to_path_buf(), lora, file: weights, names })
     }
 
+    /// The folder of the model that an adapter was trained on, as it names it: from here, or from its own folder. None where there is no such folder.
+    pub fn base_of(path: &Path) -> Result<(String, Option<PathBuf>), ModelError> {
+        let table = read_table(&path.join(CONFIG))?;
+        let named = table.get("base_model_name_or_path").and_then(Value::as_str).unwrap_or_default();
+        let found = [PathBuf::from(named), path.join(named)].into_iter().find(|folder| !named.is_empty() && folder.is_dir());
+        Ok((named.into(), found))
+    }
+
     /// Fills the states of these names.
     pub fn load(&self, store: &mut Store) -> Result<(), ModelError> {
         for (ours, theirs) in &self.names {

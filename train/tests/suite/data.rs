@@ -263,6 +263,16 @@ fn escapes_are_undone_in_prompts_and_stops() {
     let generate = |args: &[&str]| kiln([&["generate", &text(&run), "--max-tokens", "1", "--threads", "1"][..], args].concat());
     assert!(generate(&["--prompt", r"a\tb\u{e4}\\"]).ok().out.starts_with("a\tbä\\"));
     generate(&["--stop", r"\n", "--stop", r"\u{61}"]).ok();
-    generate(&["--stop", r"\n\n"]).fails(&["--stop '\\n\\n' is 2 tokens of byte"]);
+    // A string of several tokens ends the text, and is no part of it.
+    let long = |stop: &[&str]| {
+        let own = ["generate", &text(&run), "--max-tokens", "60", "--threads", "1", "--temperature", "0", "--prompt", "the "];
+        kiln([&own[..], stop].concat()).ok().out.strip_prefix("the ").unwrap().strip_suffix('\n').unwrap().to_string()
+    };
+    let whole = long(&[]);
+    let stop: String = whole.chars().skip(5).take(3).collect();
+    assert_eq!(stop.chars().count(), 3, "{whole:?}");
+    let unicode: String = stop.chars().map(|c| format!("\\u{{{:x}}}", c as u32)).collect();
+    assert_eq!(long(&["--stop", &unicode]), whole[..whole.find(&stop).unwrap()], "{stop:?} of {whole:?}");
+    assert_eq!(long(&["--stop", r"never\n\n"]), whole);
     generate(&["--prompt", r"\frac"]).fails(&[r"'\f' is no escape sequence", r"a backslash is written \\"]);
 }

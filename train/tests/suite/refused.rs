@@ -343,7 +343,7 @@ fn checkpoints_that_do_not_fit_are_refused() {
         case(format!("generate {out} --top-p 0"), &["--top-p 0"]),
         case(format!("generate {out} --top-p 1.5"), &["--top-p 1.5"]),
         case(format!("generate {out} --top-p nan"), &["--top-p"]),
-        case(format!("generate {out} --stop ab"), &["'ab'", "2 tokens"]),
+        case(format!("generate {out} --chat"), &["--chat", "reply to prompts"]),
         case(format!("generate {out} --stop-id 256"), &["256"]),
         case(format!("generate {out} --prompt="), &["prompt"]),
         case(format!("generate {out} --max-tokens 99999999999999"), &["99999999999999"]),

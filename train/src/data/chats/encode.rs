@@ -1,8 +1,7 @@
 //! Text with learned parts as tokens with a mask.
 
-use tokenizers::Tokenizer;
-
-use super::{ChatError, Rendered};
+use super::super::{DataError, Tokenizer};
+use super::Rendered;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Encoded {
@@ -13,16 +12,15 @@ pub struct Encoded {
 
 /// No token is added: the text has its own beginning. A token is learned where its first byte is in a learned part: one that begins in a header
 /// and reaches into the assistant's text is nothing that the model would write.
-pub fn encode(tokenizer: &Tokenizer, rendered: &Rendered) -> Result<Encoded, ChatError> {
-    let encoding = tokenizer.encode(rendered.text.as_str(), false).map_err(|e| ChatError::Encode { reason: e.to_string() })?;
-    let ids = encoding.get_ids().to_vec();
-    let (mut learned, mut parts, mut last_end) = (Vec::with_capacity(ids.len()), rendered.learned.iter().peekable(), 0);
-    for &(begin, end) in encoding.get_offsets() {
+pub fn encode(tokenizer: &Tokenizer, rendered: &Rendered) -> Result<Encoded, DataError> {
+    let tokens = tokenizer.encode_places(&rendered.text)?;
+    let (mut learned, mut parts, mut last_end) = (Vec::with_capacity(tokens.len()), rendered.learned.iter().peekable(), 0);
+    for (_, (begin, end)) in &tokens {
         // Some tokenizers leave white space out of offsets: it belongs to the token that follows the last one's end.
-        let begin = begin.min(last_end);
-        last_end = last_end.max(end);
+        let begin = (*begin).min(last_end);
+        last_end = last_end.max(*end);
         while parts.next_if(|part| part.end <= begin).is_some() {}
         learned.push(parts.peek().is_some_and(|part| part.start <= begin));
     }
-    Ok(Encoded { ids, learned })
+    Ok(Encoded { ids: tokens.into_iter().map(|(id, _)| id).collect(), learned })
 }

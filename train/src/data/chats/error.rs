@@ -12,17 +12,18 @@ pub enum ChatError {
     /// `unit` is "line" or "row", counted from 1.
     #[error("{path}, {unit} {number}: {problem}")]
     Row { path: PathBuf, unit: &'static str, number: u64, problem: String },
+    #[error(transparent)]
+    Special(Box<super::super::DataError>),
     /// tokenizer_config.json and its like.
     #[error("{path}: {reason} (correct the file)")]
     Config { path: PathBuf, reason: String },
     #[error(
-        "{folder} has no chat template: neither chat_template.jinja nor \"chat_template\" in tokenizer_config.json (is it a base model?)"
+        "{folder} has no chat template: neither chat_template.jinja nor \"chat_template\" in tokenizer_config.json (it may be a model that was never \
+         taught to chat: say in data.template how chats are put to it, as 'Q: {{prompt}}\\nA: {{reply}}{{eos}}', in Jinja, or as the path of a .jinja file)"
     )]
     NoTemplate { folder: PathBuf },
     #[error("the chat template of {from}: {reason}")]
     Template { from: String, reason: String },
-    #[error("a conversation cannot be encoded: {reason}")]
-    Encode { reason: String },
 }
 
 impl ChatError {

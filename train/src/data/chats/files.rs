@@ -52,7 +52,10 @@ pub fn list(path: &Path) -> Result<Vec<PathBuf>, ChatError> {
     if files.is_empty() {
         others.sort();
         others.truncate(8);
-        return Err(ChatError::file(path, format!("holds no {} file, only {others:?} (name the file or its folder)", SUFFIXES.join(", "))));
+        return Err(ChatError::file(
+            path,
+            format!("holds no .jsonl file (nor {}), only {others:?} (name the file or its folder)", SUFFIXES[1..].join(", ")),
+        ));
     }
     Ok(files)
 }
@@ -149,7 +152,7 @@ fn each_line(path: &Path, first: u64, mut reader: impl BufRead, visit: &mut Visi
             let message = e.to_string();
             let reason = message.split(" at line ").next().unwrap_or_default();
             let hint = if e.is_eof() { "; an object is one line" } else { "" };
-            row.error(format!("not JSON: {reason} at its column {} (correct or remove the line{hint})", e.column()))
+            row.error(format!("not a JSON object: {reason} at its column {} (correct or remove the line{hint})", e.column()))
         })?;
         if visit(row)?.is_break() {
             break;

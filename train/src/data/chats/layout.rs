@@ -88,13 +88,15 @@ impl Layout {
         if has("instruction") && has("output") {
             return Ok(Layout::Alpaca);
         }
-        match PAIRS.iter().find(|(prompt, reply)| has(prompt) && has(reply)) {
-            Some((prompt, reply)) => Ok(Layout::pair(prompt, reply)),
-            None if has("text") => Err(format!("it has the fields {names:?}: plain text, and no conversation (use `kiln data prepare`)")),
-            None => Err(format!(
-                "its fields {names:?} are of no known layout (messages, sharegpt, alpaca): name the fields of the prompt and the reply"
-            )),
+        if let Some((prompt, reply)) = PAIRS.iter().find(|(prompt, reply)| has(prompt) && has(reply)) {
+            return Ok(Layout::pair(prompt, reply));
         }
+        let way_out = "name the fields of the prompt and the reply (data.prompt, data.reply)";
+        Err(match PAIRS.iter().find(|(prompt, _)| has(prompt)) {
+            _ if has("text") => format!("it has the fields {names:?}: plain text, and no conversation (use `kiln data prepare`)"),
+            Some((_, reply)) => format!("no field {reply:?}, only {names:?}: {way_out}"),
+            None => format!("its fields {names:?} are of no known layout (messages, sharegpt, alpaca): {way_out}"),
+        })
     }
 
     /// All fields that are read, where a row has them.
@@ -117,6 +119,9 @@ impl Layout {
 
     /// A row as a conversation, or what does not fit.
     pub fn conversation(&self, row: &Value) -> Result<Conversation, String> {
+        if row.kind() != ValueKind::Map {
+            return Err(format!("it is {}, not a JSON object", shown(row)));
+        }
         let mut messages = vec![];
         let mut tools = None;
         match self {
@@ -143,10 +148,10 @@ impl Layout {
                 }
                 let asked = [Some(text(row, "instruction")?), optional(row, "input")?];
                 let asked: Vec<String> = asked.into_iter().flatten().filter(|part| !part.is_empty()).collect();
-                messages.extend([Message::new("user", &asked.join("\n")), Message::new("assistant", &text(row, "output")?)]);
+                messages.extend([Message::new("user", &asked.join("\n")), Message::new("assistant", &reply_of(row, "output")?)]);
             }
             Layout::Pair { prompt, reply } => {
-                messages.extend([Message::new("user", &text(row, prompt)?), Message::new("assistant", &text(row, reply)?)]);
+                messages.extend([Message::new("user", &text(row, prompt)?), Message::new("assistant", &reply_of(row, reply)?)]);
             }
         }
         Ok(Conversation { messages, tools })
@@ -181,6 +186,15 @@ fn need(row: &Value, name: &str) -> Result<Value, String> {
 fn text(row: &Value, name: &str) -> Result<String, String> {
     let value = need(row, name)?;
     value.as_str().map(str::to_owned).ok_or_else(|| format!("the field {name:?} is not a string but {}", shown(&value)))
+}
+
+/// A text to learn.
+fn reply_of(row: &Value, name: &str) -> Result<String, String> {
+    let reply = text(row, name)?;
+    match reply.trim().is_empty() {
+        true => Err(format!("the field {name:?} is empty: there is nothing to learn (remove the line)")),
+        false => Ok(reply),
+    }
 }
 
 /// A text that may be missing, null or empty.

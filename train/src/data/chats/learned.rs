@@ -5,6 +5,8 @@ use std::ops::Range;
 
 use minijinja::Value;
 
+use crate::choices;
+
 use super::template::{common_prefix, common_suffix};
 use super::{ChatError, ChatTemplate, Conversation, Message};
 
@@ -19,9 +21,7 @@ pub enum Learn {
     Last,
 }
 
-impl Learn {
-    pub const ALL: [(&str, Learn); 3] = [("assistant", Learn::Assistant), ("all", Learn::All), ("last", Learn::Last)];
-}
+choices!(Learn { Assistant: "assistant", All: "all", Last: "last" });
 
 /// How the learned parts were found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,6 @@
 //! | `python.rs` | what templates expect of Python |
 //! | `learned.rs` | a conversation as text, and which parts of it are learned |
 //! | `encode.rs` | the text as tokens with a mask |
-//! | `special.rs` | which tokens begin, end and pad |
 
 mod encode;
 mod error;
@@ -18,7 +17,6 @@ mod layout;
 mod learned;
 mod parquet;
 mod python;
-mod special;
 mod template;
 
 pub use encode::{Encoded, encode};
@@ -26,7 +24,6 @@ pub use error::ChatError;
 pub use files::{Row, each_conversation, each_row, list};
 pub use layout::Layout;
 pub use learned::{Learn, Rendered, Way};
-pub use special::{Special, Token, complete};
 pub use template::ChatTemplate;
 
 use minijinja::Value;
@@ -52,6 +49,16 @@ pub struct Message {
 impl Message {
     pub fn new(role: &str, content: &str) -> Message {
         Message { role: role.into(), content: content.into(), more: vec![] }
+    }
+
+    /// What it says, where that is text alone.
+    pub fn text(&self) -> Result<String, String> {
+        let whole = template::joined(self);
+        whole
+            .content
+            .as_str()
+            .map(str::to_owned)
+            .ok_or_else(|| format!("the turn of the {:?} is no text but {}", self.role, shown(&self.content)))
     }
 
     pub fn is_assistant(&self) -> bool {

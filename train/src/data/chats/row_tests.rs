@@ -103,10 +103,10 @@ fn a_row_that_does_not_fit_is_named() {
         (r#"{"messages": [{"role": "assistant", "content": null}]}"#, "turn 1"),
         (
             r#"{"messages": ["#,
-            "line 2: not JSON: EOF while parsing a list at its column 14 (correct or remove the line; an object is one line)",
+            "line 2: not a JSON object: EOF while parsing a list at its column 14 (correct or remove the line; an object is one line)",
         ),
         (r#"{"messages": [{"role": "user", "content": "u"}], "tools": "x"}"#, "the field \"tools\" is a string, and no JSON"),
-        ("5", "no field \"messages\", only []"),
+        ("5", "it is 5, not a JSON object"),
     ] {
         let error = read(dir.path(), "a.jsonl", format!("{good}\n{bad}\n"), None).unwrap_err();
         assert!(error.contains(part), "{error}");

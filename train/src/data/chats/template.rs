@@ -36,6 +36,8 @@ pub struct ChatTemplate {
     parts: bool,
     /// What follows an assistant's text, where it could be found out.
     pub(super) end: Option<End>,
+    /// Whether it asks for the date.
+    pub dated: bool,
 }
 
 /// What follows an assistant's text: all of it, and how many bytes up to the token that ends the turn.
@@ -50,53 +52,31 @@ impl ChatTemplate {
     /// tokenizer. `now` is the time that templates are told; by default the clock's.
     pub fn of_folder(folder: &Path, added: &[String], now: Option<NaiveDateTime>) -> Result<ChatTemplate, ChatError> {
         let path = folder.join("tokenizer_config.json");
-        let bad = |reason: &str| ChatError::Config { path: path.clone(), reason: reason.into() };
-        let config = read_object(&path)?.unwrap_or_default();
-        let mut tokens = vec![];
-        let older = read_object(&folder.join("special_tokens_map.json"))?.unwrap_or_default();
-        for name in TOKENS {
-            let text = match config.get(name).or_else(|| older.get(name)) {
-                None | Some(Json::Null) => continue,
-                Some(Json::String(text)) => text.clone(),
-                // As an object, with how the token is matched.
-                Some(value) => match value.get("content").and_then(Json::as_str) {
-                    Some(text) => text.into(),
-                    None => return Err(bad(&format!("its {name} is {value}, neither a string nor an object with \"content\""))),
-                },
-            };
-            tokens.push((name.to_string(), text));
-        }
+        let config = read_config(&path)?;
+        let tokens = tokens(folder, &config)?;
         let file = folder.join("chat_template.jinja");
-        let mut from = path.display().to_string();
-        let mut sources: Vec<(String, String)> = vec![];
-        if file.exists() {
-            from = file.display().to_string();
-            sources.push((DEFAULT.into(), input::read_to_string(&file).map_err(ChatError::io("read", &file))?));
-            let other = folder.join("additional_chat_templates/tool_use.jinja");
-            if other.exists() {
-                sources.push((TOOL_USE.into(), input::read_to_string(&other).map_err(ChatError::io("read", &other))?));
-            }
-        } else {
-            match config.get("chat_template") {
-                None | Some(Json::Null) => return Err(ChatError::NoTemplate { folder: folder.to_owned() }),
-                Some(Json::String(text)) => sources.push((DEFAULT.into(), text.clone())),
-                Some(Json::Array(list)) => {
-                    for one in list {
-                        match (one.get("name").and_then(Json::as_str), one.get("template").and_then(Json::as_str)) {
-                            (Some(name), Some(text)) => sources.push((name.into(), text.into())),
-                            _ => return Err(bad("an entry of its chat_template has no \"name\" or no \"template\"")),
-                        }
-                    }
-                }
-                Some(_) => return Err(bad("its chat_template is neither a string nor a list")),
-            }
-        }
+        let (sources, from) = match file.exists() {
+            true => (own_files(folder, &file)?, file),
+            false => (of_config(folder, &path, &config)?, path.clone()),
+        };
         let source = |name: &str| sources.iter().find(|(n, _)| n == name).map(|(_, text)| text.as_str());
         let Some(default) = source(DEFAULT) else {
             let names: Vec<&String> = sources.iter().map(|(name, _)| name).collect();
-            return Err(bad(&format!("of its chat templates {names:?}, none is called \"default\"")));
+            return Err(ChatError::Config { path, reason: format!("of its chat templates {names:?}, none is called \"default\"") });
         };
-        ChatTemplate::new(default, source(TOOL_USE), &from, tokens, added, now)
+        ChatTemplate::new(default, source(TOOL_USE), &from.display().to_string(), tokens, added, now)
+    }
+
+    /// A text of Jinja that is called `from`, with the special tokens of a model's folder.
+    pub fn of_text(
+        source: &str,
+        from: &str,
+        folder: Option<&Path>,
+        added: &[String],
+        now: Option<NaiveDateTime>,
+    ) -> Result<ChatTemplate, ChatError> {
+        let tokens = folder.map_or(Ok(vec![]), |folder| tokens(folder, &read_config(&folder.join("tokenizer_config.json"))?))?;
+        ChatTemplate::new(source, None, from, tokens, added, now)
     }
 
     /// `tokens` are special tokens as templates call them: ("bos_token", "<s>").
@@ -128,6 +108,7 @@ impl ChatTemplate {
             hides_header: false,
             parts: false,
             end: None,
+            dated: [Some(source), tool_use].into_iter().flatten().any(|text| text.contains("strftime_now")),
         };
         template.parts = template.takes_parts();
         template.hides_header = template.finds_hidden_header();
@@ -144,6 +125,14 @@ impl ChatTemplate {
     /// The same text as apply_chat_template(conversation, tools, add_generation_prompt, tokenize=False).
     pub fn render(&self, conversation: &Conversation, generation_prompt: bool) -> Result<String, ChatError> {
         self.run(&conversation.messages, conversation.tools.as_ref(), generation_prompt, false)
+    }
+
+    /// What a model is given to write the next turn. A model that may think before it replies is told that it need not (`enable_thinking`), unless
+    /// it is to `think`.
+    pub fn prompt(&self, conversation: &Conversation, think: bool) -> Result<String, ChatError> {
+        let settings = [("enable_thinking", Value::from(false))];
+        let own: Vec<Value> = self.values(&conversation.messages);
+        self.run_with(&own, conversation.tools.as_ref(), true, false, if think { &[] } else { &settings })
     }
 
     /// The same of some messages.
@@ -172,11 +161,21 @@ impl ChatTemplate {
     }
 
     fn run(&self, messages: &[Message], tools: Option<&Value>, generation_prompt: bool, marks: bool) -> Result<String, ChatError> {
-        let messages: Vec<Value> = messages.iter().map(|m| if self.parts { m.value() } else { joined(m).value() }).collect();
-        self.run_with(&messages, tools, generation_prompt, marks)
+        self.run_with(&self.values(messages), tools, generation_prompt, marks, &[])
     }
 
-    fn run_with(&self, messages: &[Value], tools: Option<&Value>, generation_prompt: bool, marks: bool) -> Result<String, ChatError> {
+    fn values(&self, messages: &[Message]) -> Vec<Value> {
+        messages.iter().map(|m| if self.parts { m.value() } else { joined(m).value() }).collect()
+    }
+
+    fn run_with(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        generation_prompt: bool,
+        marks: bool,
+        settings: &[(&str, Value)],
+    ) -> Result<String, ChatError> {
         let name = if tools.is_some() && self.tool_use { TOOL_USE } else { DEFAULT };
         let fail = |e: Error| ChatError::Template { from: self.from.clone(), reason: why(&e) };
         let mut context: Vec<(&str, Value)> = vec![
@@ -186,6 +185,7 @@ impl ChatTemplate {
             ("add_generation_prompt", generation_prompt.into()),
             ("__marks__", marks.into()),
         ];
+        context.extend(settings.iter().cloned());
         context.extend(self.variables.iter().map(|(name, text)| (name.as_str(), text.clone())));
         let template = self.env.get_template(name).map_err(fail)?;
         template.render(Value::from_pairs(context)).map_err(fail)
@@ -195,7 +195,7 @@ impl ChatTemplate {
     fn takes_parts(&self) -> bool {
         let part = Value::from_pairs([("type", Value::from("text")), ("text", Value::from("PROBE"))]);
         let message = Message { role: "user".into(), content: Value::from_iter([part]), more: vec![] };
-        let text = self.run_with(&[message.value()], None, true, false);
+        let text = self.run_with(&[message.value()], None, true, false, &[]);
         text.is_ok_and(|text| text.contains("PROBE") && !text.contains("'PROBE'") && !text.contains("\"PROBE\""))
     }
 
@@ -229,6 +229,66 @@ impl ChatTemplate {
     }
 }
 
+fn read_config(path: &Path) -> Result<Map<String, Json>, ChatError> {
+    let read = super::super::special::read_object(path).map_err(|e| ChatError::Special(Box::new(e)));
+    Ok(read?.unwrap_or_default())
+}
+
+/// Special tokens by the names that templates have for them: ("bos_token", "<s>").
+fn tokens(folder: &Path, config: &Map<String, Json>) -> Result<Vec<(String, String)>, ChatError> {
+    let older = read_config(&folder.join("special_tokens_map.json"))?;
+    let mut tokens = vec![];
+    for name in TOKENS {
+        let text = match config.get(name).or_else(|| older.get(name)) {
+            None | Some(Json::Null) => continue,
+            Some(Json::String(text)) => text.clone(),
+            // As an object, with how the token is matched.
+            Some(value) => match value.get("content").and_then(Json::as_str) {
+                Some(text) => text.into(),
+                None => {
+                    let reason = format!("its {name} is {value}, neither a string nor an object with \"content\"");
+                    return Err(ChatError::Config { path: folder.join("tokenizer_config.json"), reason });
+                }
+            },
+        };
+        tokens.push((name.to_string(), text));
+    }
+    Ok(tokens)
+}
+
+type Sources = Vec<(String, String)>;
+
+/// Templates in files of their own.
+fn own_files(folder: &Path, file: &Path) -> Result<Sources, ChatError> {
+    let read = |path: &Path| input::read_to_string(path).map_err(ChatError::io("read", path));
+    let mut sources = vec![(DEFAULT.into(), read(file)?)];
+    let other = folder.join("additional_chat_templates/tool_use.jinja");
+    if other.exists() {
+        sources.push((TOOL_USE.into(), read(&other)?));
+    }
+    Ok(sources)
+}
+
+/// Templates in tokenizer_config.json: one, or a list with names.
+fn of_config(folder: &Path, path: &Path, config: &Map<String, Json>) -> Result<Sources, ChatError> {
+    let bad = |reason: &str| Err(ChatError::Config { path: path.to_owned(), reason: reason.into() });
+    match config.get("chat_template") {
+        None | Some(Json::Null) => Err(ChatError::NoTemplate { folder: folder.to_owned() }),
+        Some(Json::String(text)) => Ok(vec![(DEFAULT.into(), text.clone())]),
+        Some(Json::Array(list)) => {
+            let mut sources = vec![];
+            for one in list {
+                match (one.get("name").and_then(Json::as_str), one.get("template").and_then(Json::as_str)) {
+                    (Some(name), Some(text)) => sources.push((name.into(), text.into())),
+                    _ => return bad("an entry of its chat_template has no \"name\" or no \"template\""),
+                }
+            }
+            Ok(sources)
+        }
+        Some(_) => bad("its chat_template is neither a string nor a list"),
+    }
+}
+
 pub(super) type Marks = (String, Vec<std::ops::Range<usize>>);
 
 /// Bytes of the longest common beginning, whole characters.
@@ -242,7 +302,7 @@ pub(super) fn common_suffix(a: &str, b: &str) -> usize {
 }
 
 /// Parts that are all text become one text.
-fn joined(message: &Message) -> Message {
+pub(super) fn joined(message: &Message) -> Message {
     let parts = match message.content.kind() {
         minijinja::value::ValueKind::Seq => message.content.try_iter().map(Vec::from_iter).unwrap_or_default(),
         _ => return message.clone(),
@@ -315,14 +375,4 @@ fn why(error: &Error) -> String {
         (None, Some(line)) => format!("{detail} (line {line} of the template)"),
         (None, None) => detail,
     }
-}
-
-/// A file of JSON that may be missing.
-pub(super) fn read_object(path: &Path) -> Result<Option<Map<String, Json>>, ChatError> {
-    if !path.exists() {
-        return Ok(None);
-    }
-    let text = input::read_to_string(path).map_err(ChatError::io("read", path))?;
-    let bad = |e: serde_json::Error| ChatError::Config { path: path.to_owned(), reason: format!("not a JSON object: {e}") };
-    serde_json::from_str(&text).map(Some).map_err(bad)
 }

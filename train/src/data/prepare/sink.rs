@@ -11,10 +11,17 @@ use super::super::{DataError, ShardWriter, Split, SplitInfo, Tokenizer, uniform}
 /// Bytes that are handed to the cutting of pieces at once.
 const PART: usize = 1 << 20;
 
+/// Tokens around every document.
+#[derive(Clone, Copy)]
+pub struct Ends {
+    pub begin: Option<u32>,
+    pub end: Option<u32>,
+}
+
 pub struct Sink<'a> {
     tokenizer: &'a Tokenizer,
     places: Places<'a>,
-    eos: Option<u32>,
+    ends: Ends,
     splits: [SplitWriter; 2],
     val_share: f64,
     stop: &'a AtomicBool,
@@ -35,16 +42,17 @@ pub struct Sink<'a> {
 struct Job {
     text: String,
     split: Split,
-    /// Whether the document ends with it.
+    /// Whether the document begins, and whether it ends with it.
+    begins: bool,
     ends: bool,
 }
 
 impl<'a> Sink<'a> {
-    pub fn new(tokenizer: &'a Tokenizer, eos: Option<u32>, dir: &Path, shard_tokens: u64, val_share: f64, stop: &'a AtomicBool) -> Self {
+    pub fn new(tokenizer: &'a Tokenizer, ends: Ends, dir: &Path, shard_tokens: u64, val_share: f64, stop: &'a AtomicBool) -> Self {
         Sink {
             tokenizer,
             places: Places::new(tokenizer),
-            eos,
+            ends,
             splits: Split::ALL.map(|split| SplitWriter::new(dir, split, shard_tokens)),
             val_share,
             stop,
@@ -91,9 +99,9 @@ impl<'a> Sink<'a> {
         let mut from = 0;
         while let Some(cut) = self.places.first(&self.rest[from..], PIECE) {
             self.cut += u64::from(!self.begun);
-            self.begun = true;
             self.forced += u64::from(cut.forced);
             self.add(from..from + cut.end, false)?;
+            self.begun = true;
             from += cut.begin;
         }
         self.rest.drain(..from);
@@ -112,7 +120,7 @@ impl<'a> Sink<'a> {
 
     fn add(&mut self, piece: std::ops::Range<usize>, ends: bool) -> Result<(), DataError> {
         self.queued += piece.len();
-        self.queue.push(Job { text: self.rest[piece].to_owned(), split: self.split, ends });
+        self.queue.push(Job { text: self.rest[piece].to_owned(), split: self.split, begins: !self.begun, ends });
         // Enough that no core waits long for another.
         if self.queued >= 4 * PIECE * rayon::current_num_threads() { self.flush() } else { Ok(()) }
     }
@@ -124,7 +132,8 @@ impl<'a> Sink<'a> {
         let encoded: Vec<_> = self.queue.par_iter().map(|job| self.tokenizer.encode(&job.text)).collect();
         for (job, ids) in self.queue.drain(..).zip(encoded) {
             let mut ids = ids?;
-            ids.extend(engine::mutant!("documents-without-an-end", self.eos.filter(|_| job.ends), None));
+            ids.splice(0..0, self.ends.begin.filter(|_| job.begins));
+            ids.extend(engine::mutant!("documents-without-an-end", self.ends.end.filter(|_| job.ends), None));
             let writer = &mut self.splits[job.split as usize];
             writer.info.documents += u64::from(job.ends);
             writer.push(&ids, self.tokenizer)?;

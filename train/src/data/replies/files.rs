@@ -1,4 +1,4 @@
-//! JSONL files of prompts and replies.
+//! Files of conversations, of prompts and replies among them.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -7,15 +7,16 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::super::chats::{self, Conversation, Layout, Message};
 use super::super::prepare::is_val;
-use super::super::{DataError, Order, Split, Tokenizer, jsonl};
+use super::super::{DataError, Order, Split, Tokenizer};
 use super::rows::{Fit, fit};
-use super::{Example, Rows, Template, TooLong};
+use super::{Example, Learned, Rows, TooLong, Wording};
 
 /// How files are read.
 #[derive(Debug, Clone)]
 pub struct Read<'a> {
-    /// Names of the fields.
+    /// Names of the fields of a prompt and a reply. Where both are `FIELDS`, a first row says of which layout the files are.
     pub prompt: &'a str,
     pub reply: &'a str,
     /// Tokens of a row, and of the model.
@@ -26,110 +27,105 @@ pub struct Read<'a> {
     pub val_share: f64,
 }
 
-/// How many lines were cut and skipped.
+/// The fields of a prompt and a reply, where nothing else is said.
+pub const FIELDS: [&str; 2] = ["prompt", "reply"];
+
+/// Conversations that are encoded at once, by all cores.
+const BATCH: usize = 1024;
+
+/// How many conversations there are, how many examples were cut and skipped, and more that people are told.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Counts {
+    pub chats: usize,
     pub cut: usize,
     pub skipped: usize,
+    /// Conversations without a turn that is learned.
+    pub nothing: usize,
+    /// Conversations whose turns are examples of their own.
+    pub split: usize,
 }
 
 /// All examples of some files.
 #[derive(Debug)]
 pub struct Files {
     pub counts: Counts,
+    pub layout: Layout,
     examples: Arc<Vec<Example>>,
-    prompts: Vec<String>,
+    prompts: Vec<Asking>,
     /// Which examples, and which prompts, are to learn from and which to validate with.
     splits: [[Vec<usize>; 2]; 2],
     fingerprint: u64,
 }
 
-/// A line of a file.
-struct Pair {
+/// What a model is asked first in some conversations.
+#[derive(Debug)]
+struct Asking {
+    text: String,
+    messages: Vec<Message>,
+}
+
+/// A conversation, where it stands, and the number of its prompt.
+struct Told {
     file: usize,
-    line: u64,
+    unit: &'static str,
+    number: u64,
     prompt: usize,
-    reply: String,
+    conversation: Conversation,
 }
 
 impl Files {
-    /// A file, or every .jsonl file of a folder; those called val.jsonl or val-*.jsonl are then to validate with. All replies to a prompt are on
-    /// the same side.
-    pub fn read(path: &Path, how: &Read, template: &Template, tokenizer: &Tokenizer) -> Result<Files, DataError> {
+    /// A file, or every file of a folder; those called val.jsonl, val-*.parquet and the like are then to validate with. All replies to a prompt
+    /// are on the same side.
+    pub fn read(path: &Path, how: &Read, wording: &dyn Wording, tokenizer: &Tokenizer) -> Result<Files, DataError> {
+        let files = Files::gather(path, how, wording, tokenizer)?;
+        match files.lacks() {
+            Some(reason) => Err(DataError::Examples { path: path.to_owned(), reason }),
+            None => Ok(files),
+        }
+    }
+
+    /// The same, though there may be nothing to learn from or to validate with.
+    pub fn gather(path: &Path, how: &Read, wording: &dyn Wording, tokenizer: &Tokenizer) -> Result<Files, DataError> {
         if !(0.0..1.0).contains(&how.val_share) {
             let need = "a share is at least 0 and below 1".into();
             return Err(DataError::Setting { what: "data.val_share", value: how.val_share.to_string(), need });
         }
-        let files = list(path)?;
-        let (prompts, pairs) = lines(path, &files, how.prompt, how.reply)?;
-        let encoded: Vec<Result<Fit, DataError>> = pairs
-            .par_iter()
-            .map(|pair| {
-                let fail = |problem: String| DataError::Line { path: files[pair.file].clone(), line: pair.line, problem };
-                let mut tokens = template.head(tokenizer, &prompts[pair.prompt])?;
-                let head = tokens.len();
-                tokens.extend(template.tail(tokenizer, &pair.reply)?);
-                if let Some(token) = tokens.iter().find(|t| **t as usize >= how.vocab) {
-                    return Err(fail(format!(
-                        "token {token} ({:?}) is outside the model's vocabulary of {}",
-                        tokenizer.decode(&[*token]),
-                        how.vocab
-                    )));
-                }
-                if tokens.len() == head {
-                    return Err(fail("its reply has no tokens: the tokenizer knows none of it (remove the line)".into()));
-                }
-                fit(Example { tokens, head }, how.seq, how.too_long).map_err(fail)
-            })
-            .collect();
+        let mut all = Gathered::new(how, wording, tokenizer, chats::list(path)?);
+        let layout = chats::each_conversation(path, layout(how.prompt, how.reply), &mut |row, conversation| all.add(row, conversation))?;
+        all.encode()?;
+        if all.counts.chats == 0 {
+            return Err(DataError::Examples { path: path.to_owned(), reason: "holds no examples".into() });
+        }
+        Ok(all.finish(layout))
+    }
 
-        let sides = Sides::new(&files, &pairs, how.val_share);
-        let (mut counts, mut examples, mut splits) = (Counts::default(), vec![], [[vec![], vec![]], [vec![], vec![]]]);
-        let mut asked = [vec![false; prompts.len()], vec![false; prompts.len()]];
-        for (pair, fit) in pairs.iter().zip(encoded) {
-            let example = match fit? {
-                Fit::Whole(e) => e,
-                Fit::Cut(e) => {
-                    counts.cut += 1;
-                    e
-                }
-                Fit::Skip => {
-                    counts.skipped += 1;
-                    continue;
-                }
-            };
-            let side = sides.of(pair) as usize;
-            splits[side][0].push(examples.len());
-            if !std::mem::replace(&mut asked[side][pair.prompt], true) {
-                splits[side][1].push(pair.prompt);
-            }
-            examples.push(example);
+    /// Why nothing can be trained on these.
+    pub fn lacks(&self) -> Option<String> {
+        let Counts { chats, skipped, nothing, .. } = self.counts;
+        let skipped = if skipped > 0 { format!(", {skipped} of them skipped as too long") } else { String::new() };
+        let nothing = if nothing > 0 { format!(", {nothing} without a turn to learn") } else { String::new() };
+        match self.splits.each_ref().map(|own| own[0].is_empty()) {
+            [true, _] => Some(format!("of {chats} lines{skipped}{nothing}, none is left to learn from")),
+            [_, true] => Some(format!(
+                "of {chats} lines{skipped}{nothing}, none is left to validate with (use data.val_share = 0.5 or so, more prompts, or a folder with a file val.jsonl)"
+            )),
+            _ => None,
         }
-        for split in Split::ALL {
-            if splits[split as usize][0].is_empty() {
-                let skipped = if counts.skipped > 0 { format!(", {} of them skipped as too long", counts.skipped) } else { String::new() };
-                let reason = match split {
-                    Split::Train => format!("of {} lines{skipped}, none is left to learn from", pairs.len()),
-                    Split::Val => format!(
-                        "of {} lines{skipped}, none is left to validate with (use data.val_share = 0.5 or so, more prompts, or a folder with a file val.jsonl)",
-                        pairs.len()
-                    ),
-                };
-                return Err(DataError::Examples { path: path.to_owned(), reason });
-            }
-        }
-        let fingerprint = fingerprint(&examples, &splits);
-        Ok(Files { counts, examples: Arc::new(examples), prompts, splits, fingerprint })
     }
 
     /// Refuses what `read` cannot read, without a tokenizer.
     pub fn check(path: &Path, prompt: &str, reply: &str) -> Result<(), DataError> {
-        lines(path, &list(path)?, prompt, reply).map(drop)
+        Ok(chats::each_conversation(path, layout(prompt, reply), &mut |_, _| Ok(())).map(drop)?)
     }
 
     /// Examples of a split.
     pub fn count(&self, split: Split) -> usize {
         self.splits[split as usize][0].len()
+    }
+
+    /// Every example, to learn from or to validate with.
+    pub fn examples(&self) -> &[Example] {
+        &self.examples
     }
 
     /// A split in rows of `seq`, which is at least what the files were read with. Rows to validate with do not depend on the seed.
@@ -145,6 +141,15 @@ impl Files {
 
     /// The text of prompt number `place`, counted on through the epochs; those to learn from are shuffled, another way in each epoch.
     pub fn prompt(&self, split: Split, seed: u64, place: u64) -> &str {
+        &self.asking(split, seed, place).text
+    }
+
+    /// The same as turns.
+    pub fn turns(&self, split: Split, seed: u64, place: u64) -> &[Message] {
+        &self.asking(split, seed, place).messages
+    }
+
+    fn asking(&self, split: Split, seed: u64, place: u64) -> &Asking {
         let own = &self.splits[split as usize][1];
         let len = own.len() as u64;
         let i = if split == Split::Train { Order { seed, len }.at(place) } else { place % len };
@@ -156,17 +161,128 @@ impl Files {
         self.fingerprint
     }
 
-    /// Tokens of the longest prompt, with what the template puts around it.
-    pub fn longest_prompt(&self) -> usize {
-        self.examples.iter().map(|e| e.head).max().unwrap_or(0)
+    /// Tokens of the longest prompt, with what is put around it.
+    pub fn longest_prompt(&self, wording: &dyn Wording, tokenizer: &Tokenizer) -> Result<usize, DataError> {
+        let own: Vec<usize> = self.splits.iter().flat_map(|split| split[1].iter().copied()).collect();
+        let tokens = |i: &usize| wording.prompt(tokenizer, &self.prompts[*i].messages).map(|tokens| tokens.len());
+        own.par_iter().map(tokens).try_reduce(|| 0, |a, b| Ok(a.max(b)))
     }
+}
+
+/// The layout that the names of the fields ask for; None: what a first row says.
+fn layout(prompt: &str, reply: &str) -> Option<Layout> {
+    ([prompt, reply] != FIELDS).then(|| Layout::pair(prompt, reply))
+}
+
+/// Files as they are being read.
+struct Gathered<'a> {
+    how: &'a Read<'a>,
+    wording: &'a dyn Wording,
+    tokenizer: &'a Tokenizer,
+    paths: Vec<PathBuf>,
+    counts: Counts,
+    prompts: Prompts,
+    /// Conversations that wait to be encoded.
+    queue: Vec<Told>,
+    examples: Vec<Example>,
+    /// Of each example, its file and its prompt.
+    from: Vec<(usize, usize)>,
+    /// Whether some file to validate with, and some other one, holds a conversation.
+    has: [bool; 2],
+}
+
+impl<'a> Gathered<'a> {
+    fn new(how: &'a Read<'a>, wording: &'a dyn Wording, tokenizer: &'a Tokenizer, paths: Vec<PathBuf>) -> Self {
+        let (counts, prompts) = (Counts::default(), Prompts::default());
+        Gathered { how, wording, tokenizer, paths, counts, prompts, queue: vec![], examples: vec![], from: vec![], has: [false; 2] }
+    }
+
+    fn add(&mut self, row: &chats::Row, conversation: Conversation) -> Result<(), chats::ChatError> {
+        let file = self.paths.iter().position(|path| path == row.path).unwrap_or_default();
+        self.has[usize::from(validates(row.path))] = true;
+        self.counts.chats += 1;
+        let prompt = self.prompts.number(&conversation);
+        self.queue.push(Told { file, unit: row.unit, number: row.number, prompt, conversation });
+        if self.queue.len() < BATCH { Ok(()) } else { self.encode() }
+    }
+
+    /// Encodes what waits, by all cores, and keeps the order.
+    fn encode(&mut self) -> Result<(), chats::ChatError> {
+        let queue = std::mem::take(&mut self.queue);
+        let encoded: Vec<_> = queue.par_iter().map(|told| self.fitted(told)).collect();
+        for (told, fits) in queue.iter().zip(encoded) {
+            let (fits, split) = fits.map_err(|problem| {
+                let path = self.paths[told.file].clone();
+                chats::ChatError::Row { path, unit: told.unit, number: told.number, problem }
+            })?;
+            self.counts.split += usize::from(split);
+            self.counts.nothing += usize::from(fits.is_empty());
+            for fit in fits {
+                let example = match fit {
+                    Fit::Whole(e) => e,
+                    Fit::Cut(e) => {
+                        self.counts.cut += 1;
+                        e
+                    }
+                    Fit::Skip => {
+                        self.counts.skipped += 1;
+                        continue;
+                    }
+                };
+                self.examples.push(example);
+                self.from.push((told.file, told.prompt));
+            }
+        }
+        Ok(())
+    }
+
+    fn fitted(&self, told: &Told) -> Result<(Vec<Fit>, bool), String> {
+        let Learned { examples, split } = self.wording.examples(self.tokenizer, &told.conversation)?;
+        let outside = |token: &&u32| **token as usize >= self.how.vocab;
+        if let Some(token) = examples.iter().flat_map(|e| &e.tokens).find(outside) {
+            let text = self.tokenizer.decode(&[*token]);
+            return Err(format!("token {token} ({text:?}) is outside the model's vocabulary of {}", self.how.vocab));
+        }
+        let fits = examples.into_iter().map(|e| fit(e, self.how.seq, self.how.too_long));
+        Ok((fits.collect::<Result<_, _>>()?, split))
+    }
+
+    fn finish(self, layout: Layout) -> Files {
+        let own_files = self.has == [true, true];
+        let mut splits = [[vec![], vec![]], [vec![], vec![]]];
+        let mut asked = [vec![false; self.prompts.all.len()], vec![false; self.prompts.all.len()]];
+        for (i, &(file, prompt)) in self.from.iter().enumerate() {
+            let val = if own_files { validates(&self.paths[file]) } else { is_val(prompt as u64, self.how.val_share) };
+            let side = usize::from(val);
+            splits[side][0].push(i);
+            let first = !std::mem::replace(&mut asked[side][prompt], true);
+            // A conversation that begins with the model's turn asks nothing.
+            if first && !self.prompts.all[prompt].messages.is_empty() {
+                splits[side][1].push(prompt);
+            }
+        }
+        let fingerprint = fingerprint(&self.examples, &splits);
+        let Gathered { counts, prompts, examples, .. } = self;
+        Files { counts, layout, examples: Arc::new(examples), prompts: prompts.all, splits, fingerprint }
+    }
+}
+
+/// Whether a file is to validate with, by its name.
+fn validates(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let stem = name.split('.').next().unwrap_or_default();
+    ["val", "validation"].iter().any(|own| stem.strip_prefix(own).is_some_and(|rest| rest.is_empty() || rest.starts_with('-')))
 }
 
 fn fingerprint(examples: &[Example], splits: &[[Vec<usize>; 2]; 2]) -> u64 {
     let mut hash = Xxh3::new();
     for e in examples {
-        hash.update(&[e.tokens.len() as u64, e.head as u64].map(u64::to_le_bytes).concat());
+        hash.update(&[e.tokens.len() as u64, e.head() as u64].map(u64::to_le_bytes).concat());
         e.tokens.iter().for_each(|t| hash.update(&t.to_le_bytes()));
+        // A prompt and its reply are told by their lengths.
+        if e.learned.len() != 1 || e.learned[0].end != e.tokens.len() {
+            e.learned.iter().for_each(|range| hash.update(&[range.start as u64, range.end as u64].map(u64::to_le_bytes).concat()));
+        }
     }
     splits[1][0].iter().for_each(|i| hash.update(&(*i as u64).to_le_bytes()));
     hash.digest()
@@ -175,83 +291,21 @@ fn fingerprint(examples: &[Example], splits: &[[Vec<usize>; 2]; 2]) -> u64 {
 /// Prompts by number, in the order in which they were first seen.
 #[derive(Default)]
 struct Prompts {
-    texts: Vec<String>,
+    all: Vec<Asking>,
     numbers: HashMap<String, usize>,
 }
 
 impl Prompts {
-    fn number(&mut self, text: String) -> usize {
-        let next = self.texts.len();
-        *self.numbers.entry(text).or_insert_with_key(|text| {
-            self.texts.push(text.clone());
+    /// Of what stands before the model's first turn.
+    fn number(&mut self, conversation: &Conversation) -> usize {
+        let messages = &conversation.messages;
+        let before = messages.iter().position(Message::is_assistant).unwrap_or(messages.len());
+        let asked = &messages[..before];
+        let texts: Vec<String> = asked.iter().map(|m| m.text().unwrap_or_else(|_| m.content.to_string())).collect();
+        let next = self.all.len();
+        *self.numbers.entry(texts.join("\0")).or_insert_with(|| {
+            self.all.push(Asking { text: texts.last().cloned().unwrap_or_default(), messages: asked.to_vec() });
             next
         })
     }
-}
-
-/// Prompts and lines of the files at `path`.
-fn lines(path: &Path, files: &[PathBuf], prompt: &str, reply: &str) -> Result<(Vec<String>, Vec<Pair>), DataError> {
-    let (mut prompts, mut pairs) = (Prompts::default(), vec![]);
-    for (file, path) in files.iter().enumerate() {
-        jsonl::each_line(path, &mut |line| {
-            let object = line.object().map_err(|p| line.error(p))?;
-            let field = |name: &str| jsonl::text(&object, name).map_err(|p| line.error(p));
-            let (asked, replied) = (field(prompt)?, field(reply)?);
-            if replied.trim().is_empty() {
-                return Err(line.error(format!("the field {reply:?} is empty: there is nothing to learn (remove the line)")));
-            }
-            pairs.push(Pair { file, line: line.number, prompt: prompts.number(asked), reply: replied });
-            Ok(())
-        })?;
-    }
-    match pairs.is_empty() {
-        true => Err(DataError::Examples { path: path.to_owned(), reason: "holds no examples".into() }),
-        false => Ok((prompts.texts, pairs)),
-    }
-}
-
-/// Which lines are to validate with.
-enum Sides {
-    /// Those of these files.
-    Files(Vec<bool>),
-    /// Those of a share of the prompts.
-    Share(f64),
-}
-
-impl Sides {
-    fn new(files: &[PathBuf], pairs: &[Pair], share: f64) -> Sides {
-        let val = |path: &PathBuf| path.file_stem().is_some_and(|name| name == "val" || name.to_string_lossy().starts_with("val-"));
-        let own: Vec<bool> = files.iter().map(val).collect();
-        match pairs.iter().any(|pair| own[pair.file]) && pairs.iter().any(|pair| !own[pair.file]) {
-            true => Sides::Files(own),
-            false => Sides::Share(share),
-        }
-    }
-
-    fn of(&self, pair: &Pair) -> Split {
-        let val = match self {
-            Sides::Files(own) => own[pair.file],
-            Sides::Share(share) => is_val(pair.prompt as u64, *share),
-        };
-        if val { Split::Val } else { Split::Train }
-    }
-}
-
-/// The files that a path names, sorted by name.
-fn list(path: &Path) -> Result<Vec<PathBuf>, DataError> {
-    if !path.is_dir() {
-        return Ok(vec![path.to_owned()]);
-    }
-    let mut files = vec![];
-    for entry in std::fs::read_dir(path).map_err(DataError::io("list", path))? {
-        let file = entry.map_err(DataError::io("list", path))?.path();
-        if file.is_file() && file.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl")) {
-            files.push(file);
-        }
-    }
-    files.sort();
-    if files.is_empty() {
-        return Err(DataError::Examples { path: path.to_owned(), reason: "holds no .jsonl file (and no dataset.json)".into() });
-    }
-    Ok(files)
 }

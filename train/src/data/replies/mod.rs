@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `template.rs` | how a prompt and a reply become one text |
 //! | `rows.rs` | examples in windows of fixed length: several in a row, kept apart, or one and padding |
-//! | `files.rs` | JSONL |
+//! | `wording.rs` | the same for conversations, by that or by a model's own chat template |
+//! | `files.rs` | files of conversations: the layouts of `data::chats` |
 //! | `quiz.rs` | generated questions, each with many right answers |
 //! | `questions.rs` | the quiz as tokens, without end |
 
@@ -13,12 +14,14 @@ mod questions;
 mod quiz;
 mod rows;
 mod template;
+mod wording;
 
-pub use files::{Counts, Files, Read};
+pub use files::{Counts, FIELDS, Files, Read};
 pub use questions::Questions;
 pub use quiz::{Question, Quiz};
 pub use rows::{Example, Rows, TooLong, row};
 pub use template::Template;
+pub use wording::{Learned, Wording, Words};
 
 /// A prompt as a model is given it.
 #[derive(Debug, Clone, PartialEq)]

@@ -49,8 +49,8 @@ impl Questions {
                 let need = format!("the tokenizer of the questions ({}) has token {token}", self.tokenizer.name());
                 return wrong("model.vocab", self.vocab.to_string(), need);
             }
-            if example.head > self.seq {
-                let need = format!("the question {:?} has {} tokens before its reply", question.prompt, example.head);
+            if example.head() > self.seq {
+                let need = format!("the question {:?} has {} tokens before its reply", question.prompt, example.head());
                 return wrong("model.seq", self.seq.to_string(), need);
             }
         }
@@ -59,7 +59,8 @@ impl Questions {
 
     fn example_of(&self, head: Vec<u32>, reply: &str) -> Result<Example, DataError> {
         let tail = self.template.tail(&self.tokenizer, reply)?;
-        Ok(Example { head: head.len(), tokens: [head, tail].concat() })
+        let learned = head.len();
+        Ok(Example::reply([head, tail].concat(), learned))
     }
 
     /// Example number `index` of the stream, and the information of its reply; None where it is left out.
@@ -100,7 +101,7 @@ impl Questions {
         for i in 0..rows.min(self.rows) {
             for (e, nats) in self.examples(i)? {
                 sum += nats;
-                count += e.tokens.len() - e.head;
+                count += e.learned();
             }
         }
         let known = self.ignore.is_empty() && !self.whole && sum.is_finite() && count > 0;

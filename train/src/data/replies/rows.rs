@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::choices;
@@ -9,15 +10,31 @@ use crate::choices;
 use super::super::source::{check_range, check_seq};
 use super::super::{DataError, Item, Source, hash};
 
-/// A prompt and a reply.
+/// A conversation: mostly a prompt and a reply, perhaps more turns.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Example {
     pub tokens: Vec<u32>,
-    /// Tokens before the reply.
-    pub head: usize,
+    /// Which of them are learned, in order: the reply, or every turn of the model's.
+    pub learned: Vec<Range<usize>>,
 }
 
 impl Example {
+    /// Learns what follows `head` tokens.
+    pub fn reply(tokens: Vec<u32>, head: usize) -> Example {
+        let learned = std::iter::once(head..tokens.len()).collect();
+        Example { tokens, learned }
+    }
+
+    /// Tokens before the first that is learned.
+    pub fn head(&self) -> usize {
+        self.learned.first().map_or(self.tokens.len(), |range| range.start)
+    }
+
+    /// How many tokens are learned.
+    pub fn learned(&self) -> usize {
+        self.learned.iter().map(Range::len).sum()
+    }
+
     /// Places that it takes in a row: from the last token nothing is predicted.
     pub fn places(&self) -> usize {
         self.tokens.len() - 1
@@ -27,7 +44,7 @@ impl Example {
 /// What happens to an example that is longer than a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TooLong {
-    /// Its reply loses its end.
+    /// It loses its end.
     Cut,
     /// It is left out.
     Skip,
@@ -47,7 +64,7 @@ pub(super) enum Fit {
 
 /// Makes an example fit into rows of `seq`, or says why it does not.
 pub(super) fn fit(mut e: Example, seq: usize, too_long: TooLong) -> Result<Fit, String> {
-    if e.head == 0 {
+    if e.head() == 0 {
         return Err("its prompt has no tokens: a reply begins after something (use data.template)".into());
     }
     let places = e.places();
@@ -62,13 +79,15 @@ pub(super) fn fit(mut e: Example, seq: usize, too_long: TooLong) -> Result<Fit, 
         }
         TooLong::Cut => {}
     }
-    if e.head > seq {
+    if e.head() > seq {
         return Err(format!(
             "its prompt has {} tokens, and model.seq = {seq} leaves none for the reply (raise model.seq, or use data.too_long=skip)",
-            e.head
+            e.head()
         ));
     }
     e.tokens.truncate(seq + 1);
+    e.learned.retain(|range| range.start <= seq);
+    e.learned.iter_mut().for_each(|range| range.end = range.end.min(seq + 1));
     Ok(Fit::Cut(e))
 }
 
@@ -78,8 +97,11 @@ pub fn row<'a>(examples: impl IntoIterator<Item = &'a Example>, seq: usize, whol
     let mut item = Item::default();
     for e in examples {
         let last = (item.ids.len() + e.places() - 1) as i32;
+        let mut learned = e.learned.iter().peekable();
         for (t, pair) in e.tokens.windows(2).enumerate() {
-            let counts = (engine::mutant!("prompts-are-learned", whole, true) || t + 1 >= e.head) && !ignore.contains(&pair[1]);
+            while learned.next_if(|range| range.end <= t + 1).is_some() {}
+            let own = learned.peek().is_some_and(|range| range.start <= t + 1);
+            let counts = (engine::mutant!("prompts-are-learned", whole, true) || own) && !ignore.contains(&pair[1]);
             // Vocabularies end at 2^31.
             item.ids.push(pair[0] as i32);
             item.targets.push(if counts { pair[1] as i32 } else { -1 });
@@ -120,6 +142,11 @@ impl Rows {
         Ok(Rows { examples, rows, seq, ignore })
     }
 
+    /// What is in row `i`.
+    pub fn examples(&self, i: u64) -> impl Iterator<Item = &Example> {
+        self.rows[i as usize].iter().map(|&e| &self.examples[e])
+    }
+
     /// The share of all places that examples take.
     pub fn filled(&self) -> f64 {
         let taken: usize = self.rows.iter().flatten().map(|&i| self.examples[i].places()).sum();
@@ -134,7 +161,7 @@ impl Source for Rows {
 
     fn item(&self, i: u64) -> Result<Item, DataError> {
         check_range(i, self.len())?;
-        Ok(row(self.rows[i as usize].iter().map(|&e| &self.examples[e]), self.seq, false, &self.ignore))
+        Ok(row(self.examples(i), self.seq, false, &self.ignore))
     }
 
     fn entropy_floor(&self) -> Option<f64> {
@@ -177,7 +204,7 @@ mod tests {
     use super::*;
 
     fn example(head: usize, tail: usize, from: u32) -> Example {
-        Example { tokens: (from..from + (head + tail) as u32).collect(), head }
+        Example::reply((from..from + (head + tail) as u32).collect(), head)
     }
 
     #[test]
@@ -201,11 +228,23 @@ mod tests {
         assert!(fit(e(), 5, TooLong::Refuse).unwrap_err().contains("it has 7 tokens, and model.seq = 5"));
         for seq in 3..6 {
             let Ok(Fit::Cut(cut)) = fit(e(), seq, TooLong::Cut) else { panic!("{seq}") };
-            assert_eq!((cut.places(), cut.head), (seq, 3));
+            assert_eq!((cut.places(), cut.head()), (seq, 3));
             assert_eq!(row([&cut], seq, false, &[]).targets.iter().filter(|t| **t >= 0).count(), seq - 2, "of the reply");
         }
         assert!(fit(e(), 2, TooLong::Cut).unwrap_err().contains("its prompt has 3 tokens, and model.seq = 2 leaves none"));
         assert!(fit(example(0, 3, 0), 9, TooLong::Skip).unwrap_err().contains("its prompt has no tokens"));
+    }
+
+    #[test]
+    fn several_turns_of_an_example_are_learned_and_cut_together() {
+        let turns = Example { tokens: (10..20).collect(), learned: vec![2..4, 7..9] };
+        assert_eq!(row([&turns], 10, false, &[]).targets, [-1, 12, 13, -1, -1, -1, 17, 18, -1, -1]);
+        assert_eq!((turns.head(), turns.learned()), (2, 4));
+        for (seq, learned) in [(8, &[2..4, 7..9][..]), (7, &[2..4, 7..8]), (6, &turns.learned[..1])] {
+            let Ok(Fit::Cut(cut)) = fit(turns.clone(), seq, TooLong::Cut) else { panic!("{seq}") };
+            assert_eq!((&cut.learned[..], cut.tokens.len()), (learned, seq + 1));
+        }
+        assert!(fit(turns, 1, TooLong::Cut).unwrap_err().contains("leaves none"));
     }
 
     #[test]

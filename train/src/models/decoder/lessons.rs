@@ -1,29 +1,38 @@
-//! What is learned: generated questions, JSONL of prompts and replies, or plain text.
+//! What is learned: generated questions, conversations in files, or plain text.
 
 use super::Adapted;
 use crate::config::DataConfig;
-use crate::data::replies::{Asked, Files, Prompt, Questions, Quiz, Read, Rows, Template, TooLong};
+use crate::data::chats::{ChatTemplate, Learn};
+use crate::data::replies::{Asked, FIELDS, Files, Prompt, Questions, Quiz, Read, Rows, Template, TooLong, Wording, Words};
 use crate::data::{DataError, Dataset, Source, Split, Tokenizer};
 use crate::models::Folder;
 use crate::recipe::TrainError;
 use crate::section;
 use crate::text::Text;
+use chrono::{NaiveDate, NaiveDateTime};
 use serde_json::json;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 section! {
-    /// What is learned: prompts and replies, or plain text.
+    /// What is learned: conversations, prompts and replies, or plain text.
     pub struct RepliesConfig {
-        /// A .jsonl file or a folder of them; a folder that `kiln data prepare` made. Empty: what the recipe generates, text or questions.
+        /// A file of conversations (.jsonl, .json, gzip of those, .parquet) or a folder of them; a folder that `kiln data prepare` made. Empty: what
+        /// the recipe generates, text or questions.
         pub path: String = String::new(), [path];
-        /// The field of a JSONL object that holds the prompt.
-        pub prompt: String = "prompt".into();
-        /// The field of a JSONL object that holds the reply.
-        pub reply: String = "reply".into();
-        /// Chat template: text with {prompt}, {reply} and perhaps {eos}. Empty: by the special tokens of the base's tokenizer.
+        /// The field that holds the prompt, where a row is a prompt and a reply. While this and `reply` keep their defaults, the first row says of
+        /// which layout the files are: messages, ShareGPT, Alpaca, or pairs.
+        pub prompt: String = FIELDS[0].into();
+        /// The field that holds the reply.
+        pub reply: String = FIELDS[1].into();
+        /// Whose turns of a conversation are learned: the assistant's, the last of those, or all.
+        pub learn: Learn = Learn::Assistant;
+        /// Chat template: Jinja, the path of a .jinja file, or for prompts and replies a text with {prompt}, {reply} and perhaps {eos}. Empty: the
+        /// base's own.
         pub template: String = String::new();
+        /// What chat templates that ask for the date are told, whenever the run is: YYYY-MM-DD.
+        pub date: String = "2024-07-26".into();
         /// Whether a row holds several examples, which do not attend to each other, or one and padding.
         pub pack: bool = true;
         /// What happens to an example that is longer than a row.
@@ -48,7 +57,7 @@ pub struct Lessons {
 
 enum Kind {
     Text(Text),
-    Files { files: Files, template: Template },
+    Files { files: Box<Files>, words: Words },
     Questions { train: Arc<Questions>, val: Arc<Questions> },
 }
 
@@ -68,6 +77,41 @@ impl RepliesConfig {
             true => Dataset::open(path)?.load_tokenizer(path)?,
             false => Quiz::get().tokenizer()?,
         })
+    }
+
+    /// How conversations are put to a model: as `template` says, or by the chat template in its folder.
+    pub fn words(&self, tokenizer: &Tokenizer, folder: Option<&Path>) -> Result<Words, DataError> {
+        self.words_at(tokenizer, folder, Some(self.date()?))
+    }
+
+    /// The same with a time that templates are told; none: the clock's.
+    pub fn words_at(&self, tokenizer: &Tokenizer, folder: Option<&Path>, now: Option<NaiveDateTime>) -> Result<Words, DataError> {
+        let (learn, added) = (self.learn, tokenizer.added());
+        let own = |text: &str, from: &str| ChatTemplate::of_text(text, from, folder, &added, now);
+        let template = match (self.template.as_str(), folder) {
+            ("", None) => return Ok(Words::Pair { template: Template::fitting(tokenizer, None)?, learn }),
+            ("", Some(folder)) => ChatTemplate::of_folder(folder, &added, now)?,
+            (text, _) if text.contains("{{") || text.contains("{%") => own(text, "data.template")?,
+            (path, _) if path.ends_with(".jinja") => {
+                let wrong = |e: std::io::Error| DataError::Setting { what: "data.template", value: path.into(), need: e.to_string() };
+                own(&crate::input::read_to_string(Path::new(path)).map_err(wrong)?, path)?
+            }
+            (text, _) => return Ok(Words::Pair { template: Template::new(text, tokenizer)?, learn }),
+        };
+        Ok(Words::Own { template: Box::new(template), learn })
+    }
+
+    fn date(&self) -> Result<NaiveDateTime, DataError> {
+        let parsed = NaiveDate::parse_from_str(&self.date, "%Y-%m-%d").ok().and_then(|day| day.and_hms_opt(0, 0, 0));
+        let wrong = || DataError::Setting { what: "data.date", value: format!("{:?}", self.date), need: "a day as 2024-07-26".into() };
+        parsed.ok_or_else(wrong)
+    }
+
+    /// The conversations of `path`, as they are learned in rows of `seq` by a model of this vocabulary. There may be none to validate with.
+    pub fn chats(&self, tokenizer: &Tokenizer, folder: Option<&Path>, vocab: usize, seq: usize) -> Result<(Files, Words), DataError> {
+        let words = self.words(tokenizer, folder)?;
+        let how = Read { prompt: &self.prompt, reply: &self.reply, seq, vocab, too_long: self.too_long, val_share: self.val_share };
+        Ok((Files::gather(Path::new(&self.path), &how, &words, tokenizer)?, words))
     }
 
     /// Refuses a path with nothing to learn from, before there is a model.
@@ -97,9 +141,10 @@ impl Lessons {
             let own = model.folder.as_ref().and_then(|f| f.tokenizer()).map_or(String::new(), |t| format!(" --tokenizer {}", t.display()));
             return Err(DataError::not_prepared(path, &own).into());
         }
-        let (tokenizer, template) = words(&config.template, model.folder.as_deref())?;
-        let tokenizer = Arc::new(tokenizer);
+        let folder = model.folder.as_deref();
+        let tokenizer = Arc::new(own_tokenizer(folder)?);
         let kind = if config.path.is_empty() {
+            let template = quiz_template(&config.template, &tokenizer, folder)?;
             let stream = |split: Split, rows: u64| Questions {
                 tokenizer: tokenizer.clone(),
                 template: template.clone(),
@@ -117,9 +162,11 @@ impl Lessons {
             train.check()?;
             Kind::Questions { train: Arc::new(train), val: Arc::new(val) }
         } else {
-            let RepliesConfig { prompt, reply, too_long, val_share, .. } = &config;
-            let how = Read { prompt, reply, seq, vocab, too_long: *too_long, val_share: *val_share };
-            Kind::Files { files: Files::read(path, &how, &template, &tokenizer)?, template }
+            let (files, words) = config.chats(&tokenizer, folder.map(|f| f.path.as_path()), vocab, seq)?;
+            if let Some(reason) = files.lacks() {
+                return Err(DataError::Examples { path: path.to_owned(), reason }.into());
+            }
+            Kind::Files { files: Box::new(files), words }
         };
         Ok(Lessons { kind, tokenizer, config, seq, seed })
     }
@@ -182,20 +229,34 @@ impl Lessons {
             Kind::Text(text) if text.data.path.is_empty() => "generated text".into(),
             Kind::Text(text) => format!("{}: plain text", text.data.path),
             Kind::Questions { train, .. } => format!("generated questions, template {}", train.template.name),
-            Kind::Files { files, template } => {
-                let rows = self.rows(files, Split::Train)?;
-                format!(
-                    "{}: {} examples to learn from in {} rows of {} ({:.0}% full), {} to validate with; {} cut, {} skipped; template {}",
+            Kind::Files { files, words } => {
+                let (rows, counts) = (self.rows(files, Split::Train)?, &files.counts);
+                let mut said = format!(
+                    "{}: {} examples to learn from in {} rows of {} ({:.0}% full), {} to validate with; {} cut, {} skipped; template {}; {}",
                     self.config.path,
                     files.count(Split::Train),
                     rows.len(),
                     self.seq,
                     100.0 * rows.filled(),
                     files.count(Split::Val),
-                    files.counts.cut,
-                    files.counts.skipped,
-                    template.name
-                )
+                    counts.cut,
+                    counts.skipped,
+                    words.name(),
+                    files.layout
+                );
+                if counts.nothing > 0 {
+                    said += &format!("; {} chats have no turn to learn", counts.nothing);
+                }
+                if counts.split > 0 {
+                    said += &format!(
+                        "; the template writes earlier turns otherwise when more follow: in {} chats each turn is an example",
+                        counts.split
+                    );
+                }
+                if matches!(words, Words::Own { template, .. } if template.dated) {
+                    said += &format!("; it is told the date {} (data.date)", self.config.date);
+                }
+                said
             }
         })
     }
@@ -238,7 +299,7 @@ impl Lessons {
     pub fn longest_prompt(&self) -> Result<usize, TrainError> {
         Ok(match &self.kind {
             Kind::Text(_) => 0,
-            Kind::Files { files, .. } => files.longest_prompt(),
+            Kind::Files { files, words } => files.longest_prompt(words, &self.tokenizer)?,
             Kind::Questions { train, .. } => train.longest_prompt()?,
         })
     }
@@ -247,31 +308,30 @@ impl Lessons {
     /// with are always the same. In rows of `time`, at least `longest_prompt`.
     pub fn ask(&self, split: Split, places: Range<u64>, time: usize) -> Result<Asked, TrainError> {
         let none = || TrainError::Other(format!("{} is plain text: it has no prompts", self.config.path));
-        let template = self.template().ok_or_else(none)?;
         let prompt = |place: u64| {
-            let text = match &self.kind {
+            let (text, tokens) = match &self.kind {
                 Kind::Text(_) => return Err(none()),
-                Kind::Files { files, .. } => files.prompt(split, self.seed, place),
-                Kind::Questions { train, val } => if split == Split::Train { train } else { val }.prompt(place),
+                Kind::Files { files, words } => {
+                    let turns = files.turns(split, self.seed, place);
+                    (files.prompt(split, self.seed, place), words.prompt(&self.tokenizer, turns)?)
+                }
+                Kind::Questions { train, val } => {
+                    let own = if split == Split::Train { train } else { val };
+                    let text = own.prompt(place);
+                    (text, own.template.head(&self.tokenizer, text)?)
+                }
             };
-            Ok(Prompt { text: text.into(), tokens: template.head(&self.tokenizer, text)? })
+            Ok(Prompt { text: text.into(), tokens })
         };
         Ok(Asked::new(places.map(prompt).collect::<Result<_, _>>()?, time))
     }
 
-    fn template(&self) -> Option<&Template> {
-        match &self.kind {
-            Kind::Text(_) => None,
-            Kind::Files { template, .. } => Some(template),
-            Kind::Questions { train, .. } => Some(&train.template),
-        }
-    }
-
     /// The token that a reply ends with.
     pub fn stop(&self) -> Result<Option<u32>, TrainError> {
-        Ok(match self.template() {
-            Some(template) => template.stop(&self.tokenizer)?,
-            None => self.tokenizer.eos(),
+        Ok(match &self.kind {
+            Kind::Text(_) => self.tokenizer.eos(),
+            Kind::Files { words, .. } => words.stop(&self.tokenizer)?,
+            Kind::Questions { train, .. } => train.template.stop(&self.tokenizer)?,
         })
     }
 
@@ -291,21 +351,24 @@ impl Lessons {
     }
 }
 
-/// A base's tokenizer, and how prompts and replies are put to it: as `template` says, or as fits its special tokens.
-pub fn words(template: &str, folder: Option<&Folder>) -> Result<(Tokenizer, Template), TrainError> {
-    let tokenizer = match folder {
+/// A base's tokenizer; without a base that of the generated questions.
+pub fn own_tokenizer(folder: Option<&Folder>) -> Result<Tokenizer, TrainError> {
+    Ok(match folder {
         Some(folder) => match folder.tokenizer() {
             Some(path) => Tokenizer::from_spec(&path.display().to_string())?,
             None => Tokenizer::Byte,
         },
         None => Quiz::get().tokenizer()?,
-    };
+    })
+}
+
+/// How generated questions are put to a model: as `template` says, or as fits the special tokens of its tokenizer.
+pub fn quiz_template(template: &str, tokenizer: &Tokenizer, folder: Option<&Folder>) -> Result<Template, TrainError> {
     let chat_template = folder.map_or(Ok(None), |f| f.chat_template())?;
-    let template = match template {
-        "" => Template::fitting(&tokenizer, chat_template.as_deref())?,
-        text => Template::new(text, &tokenizer)?,
-    };
-    Ok((tokenizer, template))
+    Ok(match template {
+        "" => Template::fitting(tokenizer, chat_template.as_deref())?,
+        text => Template::new(text, tokenizer)?,
+    })
 }
 
 /// Tokens mean what the base learnt them to mean.

@@ -5,10 +5,10 @@
 //! | `mod.rs` | the model as it is recorded, and where the tokens of its rows stand |
 //! | `adapted.rs` | a base and the adapters on it |
 //! | `learner.rs` | the model as a task trains it |
-//! | `lessons.rs` | what it learns: prompts and replies, or plain text |
+//! | `lessons.rs` | what it learns: conversations, prompts and replies, or plain text |
 //! | `pretrain.rs` | a base of one's own, where no folder is named |
 //! | `writer.rs` | replies to many prompts at once, on the device |
-//! | `chat.rs` | replies to one prompt, as they are written |
+//! | `chat.rs` | replies to one prompt or in a conversation, as they are written |
 //! | `export.rs` | adapters for PEFT, merged models for transformers |
 //!
 //! What the numbers are is said by reference/polychromic.py; names of parameters are the same there.
@@ -22,7 +22,7 @@ mod pretrain;
 mod writer;
 
 pub use adapted::Adapted;
-pub use chat::{Chat, Talk};
+pub use chat::{Chat, Said, Talk};
 pub use export::export;
 pub use learner::DecoderModel;
 pub use lessons::{Lessons, RepliesConfig};

@@ -42,6 +42,9 @@ pub const WRITES: u32 = 1 << 15;
 /// Tokens from one look at whether all replies have ended to the next.
 const LOOK: usize = 8;
 
+/// What the names of all its states begin with.
+pub const SCRATCH: &str = "scratch/write/";
+
 const READ: &str = "read";
 const WRITE: &str = "write";
 
@@ -62,12 +65,12 @@ impl Writer {
     }
 
     fn state<'g>(&self, r: &'g Recorder, name: &str, shape: &[usize]) -> Var<'g> {
-        r.state(&format!("scratch/write/{name}"), shape, DType::I32, Init::Full(0.0))
+        r.state(&format!("{SCRATCH}{name}"), shape, DType::I32, Init::Full(0.0))
     }
 
     fn caches<'g>(&self, d: &Decoder<'_, 'g>, at: &str) -> (Var<'g>, Var<'g>) {
         let shape = [self.rows(), self.capacity(), d.shape.kv_heads, d.shape.head_dim];
-        let cache = |kind: &str| d.r.state(&format!("scratch/write/{at}.{kind}"), &shape, DType::F32, Init::Full(0.0));
+        let cache = |kind: &str| d.r.state(&format!("{SCRATCH}{at}.{kind}"), &shape, DType::F32, Init::Full(0.0));
         (cache("keys"), cache("values"))
     }
 
@@ -177,7 +180,7 @@ impl Writer {
     }
 
     fn numbers(&self, s: &Session, name: &str) -> Result<Vec<i32>, TrainError> {
-        let bytes = s.store.get(&format!("scratch/write/{name}")).expect("the writer's state").bytes()?;
+        let bytes = s.store.get(&format!("{SCRATCH}{name}")).expect("the writer's state").bytes()?;
         Ok(bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 

@@ -157,7 +157,7 @@ impl Model for HydraModel {
         let begin = self.source(false)?.item(0)?.ids;
         let prompt: Vec<u32> = begin.iter().take(8).map(|&t| t as u32).collect();
         let mut text = self.text.tokenizer()?.decode(&prompt);
-        let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: self.text.seed, max_tokens: 240, stop: vec![] };
+        let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: self.text.seed, max_tokens: 240, stop: vec![], stop_text: vec![] };
         continue_tokens(&mut g, s, &prompt, &sampling, &mut |piece| text.push_str(piece))?;
         Ok(Some(text))
     }
