@@ -138,6 +138,10 @@ impl Shape {
         if let Some(act) = get("hidden_act").filter(|a| !family.acts.iter().any(|k| a == k)) {
             return Err(format!("'{}' is {act}: only {:?} is known here", family.key("hidden_act"), family.acts));
         }
+        let idle = |v: &&Value| v.is_null() || **v == Value::Bool(false) || v.as_f64().is_some_and(|v| v == 0.0 || v == 1.0);
+        if let Some(key) = UNKNOWN.iter().find(|key| table.get(**key).is_some_and(|v| !idle(&v))) {
+            return Err(format!("'{key}' is {}, which is not known here", table[*key]));
+        }
         if get("quantization_config").is_some() {
             return Err("has a 'quantization_config': weights must be bf16, f16 or f32".into());
         }
@@ -246,6 +250,26 @@ fn family(table: &Map<String, Value>) -> Result<&'static Family, String> {
     }
 }
 
+/// Keys of config.json, of families that are not known here or of changed models, that change what a decoder computes.
+const UNKNOWN: &[&str] = &[
+    "add_cross_attention",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "is_encoder_decoder",
+    "kv_lora_rank",
+    "logit_scale",
+    "logits_scaling",
+    "n_routed_experts",
+    "no_rope_layers",
+    "num_experts",
+    "num_local_experts",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+];
+
 fn number(table: &Map<String, Value>, key: &str) -> Result<Option<f64>, String> {
     let float = |v: &Value| v.as_f64().filter(|v| v.is_finite()).ok_or(format!("'{key}' is {v}, not a number"));
     table.get(key).filter(|v| !v.is_null()).map(float).transpose()
@@ -254,6 +278,11 @@ fn number(table: &Map<String, Value>, key: &str) -> Result<Option<f64>, String> 
 /// theta, and how frequencies are scaled. Newer files have both in `rope_parameters`, older ones beside each other.
 fn rope(table: &Map<String, Value>, context: usize) -> Result<(f64, RopeScaling), String> {
     let none = Map::new();
+    if let (Some(new @ Value::Object(_)), Some(old @ Value::Object(_))) = (table.get("rope_parameters"), table.get("rope_scaling"))
+        && new != old
+    {
+        return Err("'rope_parameters' and 'rope_scaling' differ: keep one of them".into());
+    }
     let inner = ["rope_parameters", "rope_scaling"].iter().find_map(|key| table.get(*key).filter(|v| !v.is_null()).map(|v| (*key, v)));
     let (key, inner) = match inner {
         None => ("rope_scaling", &none),

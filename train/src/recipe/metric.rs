@@ -84,6 +84,7 @@ impl Metric {
     pub fn shown(metrics: &[Metric], name: &str, value: f64) -> String {
         match Metric::find(metrics, name).map(|m| m.unit) {
             Some(Unit::Share) => format!("{:.2}%", 100.0 * value),
+            _ if value.abs() >= 1e7 => format!("{value:.3e}"),
             _ => format!("{value:.4}"),
         }
     }

@@ -256,7 +256,10 @@ fn message(turn: &Value, role: &str, content: &str) -> Result<Message, String> {
             let elsewhere =
                 ["tool_calls", "function_call", "reasoning_content", "thinking"].iter().any(|name| message.field(name).is_some());
             if !(message.is_assistant() && elsewhere) {
-                return Err(format!("it has no {content:?}, only {:?}", fields(turn)));
+                return Err(match get(turn, content) {
+                    None => format!("it has no {content:?}, only {:?}", fields(turn)),
+                    Some(_) => format!("its {content:?} is null"),
+                });
             }
         }
         _ => return Err(format!("its {content:?} is neither a string nor a list of parts but {}", shown(&message.content))),

@@ -55,7 +55,7 @@ impl Template {
         let twice = [PROMPT, REPLY].iter().any(|place| text.matches(place).count() != 1);
         let parts = text.split_once(PROMPT).and_then(|(before, rest)| Some((before, rest.split_once(REPLY)?)));
         let Some((before, (between, after))) = parts.filter(|_| !twice) else {
-            return Err(wrong("it has {prompt} once and {reply} once, in that order".into()));
+            return Err(wrong("it must have {prompt} once and {reply} once, in that order".into()));
         };
         if let Some(missing) = special_names(text).find(|name| tokenizer.token(name).is_none()) {
             return Err(wrong(format!("the tokenizer {} has no token {missing}", tokenizer.name())));

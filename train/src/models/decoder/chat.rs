@@ -45,15 +45,18 @@ impl Chat {
     pub fn of_folder(path: &Path, adapter: Option<&Path>) -> Result<Chat, TrainError> {
         let folder = Arc::new(Folder::open(path)?);
         let tokenizer = own_tokenizer(Some(&folder))?;
+        // Without a chat template, or tokens that tell of one, a model continues its prompt.
         let words = match RepliesConfig::default().words_at(&tokenizer, Some(path), None) {
-            Err(DataError::Chats(ChatError::NoTemplate { .. })) => pair("", &tokenizer, Some(&folder))?,
-            other => other?,
+            Err(DataError::Chats(ChatError::NoTemplate { .. })) => {
+                Some(pair("", &tokenizer, Some(&folder))?).filter(|w| !matches!(w, Words::Pair { template, .. } if template.name == "none"))
+            }
+            other => Some(other?),
         };
         let adapter = adapter.map(|path| Adapter::open(path, &folder.shape)).transpose()?;
         let lora = adapter.as_ref().map(|a| a.lora.clone());
         Ok(Chat {
             tokenizer: Arc::new(tokenizer),
-            words: Some(words),
+            words,
             shape: folder.shape.clone(),
             lora,
             folder: Some(folder),
@@ -226,6 +229,10 @@ impl Talk<'_> {
             if replies.iter().all(|reply| !reply.open) {
                 break;
             }
+        }
+        let context = self.chat.shape.context;
+        if self.writer.time + self.writer.new_tokens == context && replies.iter().any(|reply| reply.open) {
+            crate::warn!("note: stopped where the model's {context} positions are full");
         }
         let mut all = vec![];
         for (row, reply) in replies.into_iter().enumerate() {

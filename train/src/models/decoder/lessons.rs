@@ -356,7 +356,11 @@ pub fn own_tokenizer(folder: Option<&Folder>) -> Result<Tokenizer, TrainError> {
     Ok(match folder {
         Some(folder) => match folder.tokenizer() {
             Some(path) => Tokenizer::from_spec(&path.display().to_string())?,
-            None => Tokenizer::Byte,
+            None if folder.shape.vocab == Tokenizer::Byte.vocab() => Tokenizer::Byte,
+            None => {
+                let need = "put the model's own there (without one, a vocabulary of 256 is taken for bytes)";
+                return Err(TrainError::Other(format!("{} has no tokenizer.json: {need}", folder.path.display())));
+            }
         },
         None => Quiz::get().tokenizer()?,
     })
