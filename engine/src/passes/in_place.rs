@@ -155,6 +155,10 @@ fn gradients_of(g: &Graph, i: usize, once: &dyn Fn(Value) -> bool) -> Option<usi
     let [q, k] = [0, 1].map(|out| &g.nodes[gradient].outputs[out]);
     let whole = of == [0, 1, 2].map(|out| Value { node: gradient, out }) && node.inputs.iter().chain(&of).all(|&v| once(v));
     let last = node.op::<Concat>().is_some_and(|c| c.axis == 2) && node.outputs[0].rank() == 3;
-    let heads = node.inputs.iter().zip(&g.nodes[gradient].outputs).all(|(&v, part)| g.meta(v).shape == [q.shape[0], q.shape[1], part.dim(1) * q.dim(0)]);
+    let heads = node
+        .inputs
+        .iter()
+        .zip(&g.nodes[gradient].outputs)
+        .all(|(&v, part)| g.meta(v).shape == [q.shape[0], q.shape[1], part.dim(1) * q.dim(0)]);
     (whole && last && heads && q.shape[1] == k.shape[1] && q.dtype == k.dtype).then_some(gradient)
 }

@@ -194,7 +194,11 @@ pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
     }
     found.ok_or_else(|| {
         let why: Vec<String> = skipped.iter().map(|s| format!("; skipped {}: {}", s.path.display(), s.reason)).collect();
-        TrainError::Other(format!("{} holds no whole checkpoint{} (name a run's folder, or one of its checkpoints)", path.display(), why.concat()))
+        TrainError::Other(format!(
+            "{} holds no whole checkpoint{} (name a run's folder, or one of its checkpoints)",
+            path.display(),
+            why.concat()
+        ))
     })
 }
 

@@ -272,7 +272,8 @@ impl<'a> Run<'a> {
         if !std::mem::replace(&mut self.extent_said, true)
             && let Some(extent) = self.task.extent()?
         {
-            self.bar.suspend(|| say!("(each validation reads {}; train.eval_batches = {} is the most)", extent.line(), self.c.eval_batches));
+            self.bar
+                .suspend(|| say!("(each validation reads {}; train.eval_batches = {} is the most)", extent.line(), self.c.eval_batches));
         }
         Ok(())
     }

@@ -384,7 +384,7 @@ fn eval_reads_the_whole_split_and_says_how_much_it_read() {
     assert!(read(&[&text(&part)]).contains(&format!("all of the validation split, {batches} batches")));
     assert!(read(&[&text(&part), "--batches", "2"]).contains(&format!("2 of {batches} batches")));
     // Training says once that it reads less.
-    let line = format!("each validation reads 1 of {batches} batches: train.eval_batches = 1");
+    let line = format!("each validation reads 1 of {batches} batches; train.eval_batches = 1 is the most");
     assert_eq!(said.matches(&line).count(), 1, "{said}");
 
     // Generated data has no end: as much as training reads.

@@ -254,6 +254,12 @@ fn what_is_wrong_with_a_folder_is_said_by_name() {
     refused(&set("model_type", "llama".into()), 1, &whole, &["model_type"]);
     refused(&set("attention_bias", true.into()), 1, &whole, &["'attention_bias' is true"]);
     refused(&set("mlp_bias", true.into()), 1, &whole, &["'mlp_bias' is true"]);
+    refused(&set("final_logit_softcapping", json!(30.0)), 1, &whole, &["'final_logit_softcapping' is 30.0, which is not known here"]);
+    let both = |c: &mut Value, _: &mut Tensors| {
+        c["rope_parameters"] = json!({ "rope_type": "default", "rope_theta": 10000.0 });
+        c["rope_scaling"] = json!({ "rope_type": "linear", "factor": 2.0 });
+    };
+    refused(&both, 1, &whole, &["'rope_parameters' and 'rope_scaling' differ"]);
     refused(&set("use_sliding_window", true.into()), 1, &whole, &["'use_sliding_window'"]);
     refused(&set("layer_types", json!(["full_attention", "sliding_attention"])), 1, &whole, &["sliding_attention"]);
     refused(&set("hidden_act", "gelu".into()), 1, &whole, &["'hidden_act' is \"gelu\""]);

@@ -45,18 +45,21 @@ impl Chat {
     pub fn of_folder(path: &Path, adapter: Option<&Path>) -> Result<Chat, TrainError> {
         let folder = Arc::new(Folder::open(path)?);
         let tokenizer = own_tokenizer(Some(&folder))?;
-        // Without a chat template, or tokens that tell of one, a model continues its prompt.
         let words = match RepliesConfig::default().words_at(&tokenizer, Some(path), None) {
             Err(DataError::Chats(ChatError::NoTemplate { .. })) => {
-                Some(pair("", &tokenizer, Some(&folder))?).filter(|w| !matches!(w, Words::Pair { template, .. } if template.name == "none"))
+                let words = pair("", &tokenizer, Some(&folder))?;
+                if matches!(&words, Words::Pair { template, .. } if template.name == "none") {
+                    crate::warn!("note: {} has no chat template: a new line ends the prompt (--raw: the prompt as it is)", path.display());
+                }
+                words
             }
-            other => Some(other?),
+            other => other?,
         };
         let adapter = adapter.map(|path| Adapter::open(path, &folder.shape)).transpose()?;
         let lora = adapter.as_ref().map(|a| a.lora.clone());
         Ok(Chat {
             tokenizer: Arc::new(tokenizer),
-            words,
+            words: Some(words),
             shape: folder.shape.clone(),
             lora,
             folder: Some(folder),

@@ -351,14 +351,17 @@ impl Lessons {
     }
 }
 
+/// A model whose folder has no tokenizer, and at most so many tokens, is one of kiln's own that learned bytes.
+const MOST_BYTES: usize = 1024;
+
 /// A base's tokenizer; without a base that of the generated questions.
 pub fn own_tokenizer(folder: Option<&Folder>) -> Result<Tokenizer, TrainError> {
     Ok(match folder {
         Some(folder) => match folder.tokenizer() {
             Some(path) => Tokenizer::from_spec(&path.display().to_string())?,
-            None if folder.shape.vocab == Tokenizer::Byte.vocab() => Tokenizer::Byte,
+            None if folder.shape.vocab <= MOST_BYTES => Tokenizer::Byte,
             None => {
-                let need = "put the model's own there (without one, a vocabulary of 256 is taken for bytes)";
+                let need = "put the model's own there (bytes are taken for tokens only where there are few)";
                 return Err(TrainError::Other(format!("{} has no tokenizer.json: {need}", folder.path.display())));
             }
         },
