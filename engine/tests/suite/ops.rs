@@ -5,17 +5,25 @@ use kiln_engine::kernel::{Code, Io};
 use kiln_engine::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, rounded};
 use kiln_engine::ops::pointwise::run::unary;
 use kiln_engine::{Cpu, DType, Device, Meta, OPS, Var, check};
+use std::sync::Mutex;
 
 #[test]
 fn every_case_of_every_op() {
-    let device = Device::cpu(Cpu::new(2));
-    let mut problems = vec![];
-    for op in OPS {
+    let cases = OPS.iter().flat_map(|op| {
         assert!(op.cases.iter().any(|c| !c.bench), "{} has no case to check", op.name);
-        for case in op.cases.iter().filter(|c| !c.bench) {
-            problems.extend(check::check_case(op.name, case, &device).iter().filter_map(|o| Some(format!("{}: {}", o.name, o.problem()?))));
-        }
-    }
+        op.cases.iter().filter(|c| !c.bench).map(|case| (op.name, case))
+    });
+    let left = Mutex::new(cases);
+    let next = || left.lock().unwrap().next();
+    let check = || {
+        let device = Device::cpu(Cpu::new(2));
+        let outcomes = std::iter::from_fn(next).flat_map(|(op, case)| check::check_case(op, case, &device));
+        outcomes.filter_map(|o| Some(format!("{}: {}", o.name, o.problem()?))).collect::<Vec<_>>()
+    };
+    let problems = std::thread::scope(|s| {
+        let other = s.spawn(check);
+        [check(), other.join().unwrap()].concat()
+    });
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 

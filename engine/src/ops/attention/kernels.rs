@@ -530,3 +530,46 @@ fn small_backward(io: &Io, causal: bool, scale: f32) -> Code {
     }
     Code { steps: steps.into_iter().map(Step::Launch).collect(), workspace: 2 * parts }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::meta::Meta;
+
+    /// The launches of a gradient, by entry: heads, and byte offsets of the arguments.
+    fn launches(batch: usize, time: usize, heads: usize, kv: usize, entry: &str) -> Vec<(usize, Vec<usize>)> {
+        let meta = |heads: usize| Meta::new(&[batch, time, heads, 64], DType::BF16);
+        let lse = Meta::f32(&[batch, heads, time]);
+        let x = [meta(heads), meta(kv), meta(kv), meta(heads), lse, meta(heads)];
+        let io = Io::plain(&x, &x[..3], Arch { sm: 90, multiprocessors: 132 });
+        let code = wide_backward(&io, true, 0.125);
+        let of = |l: &Launch| {
+            let heads = l.defines.iter().find(|d| d.0 == "HEADS_HERE").unwrap().1.parse().unwrap();
+            (heads, l.args.iter().map(|a| a.bytes).collect())
+        };
+        code.steps.iter().filter_map(|s| s.kernel()).filter(|l| l.entry == entry).map(of).collect()
+    }
+
+    /// ds of 16k tokens is 257 MiB a head: four at a time keep 132 multiprocessors busy.
+    #[test]
+    fn long_rows_take_some_heads_at_a_time() {
+        let (time, heads) = (16384, 32);
+        let stats = 8 * 2 * time * heads;
+        let parts = (0..2).flat_map(|b| (0..heads).step_by(4).map(move |h| (b, h)));
+        let row = |(b, h): (usize, usize)| 2 * (b * time * heads + h) * 64;
+        let along = |(b, h): (usize, usize)| 8 * time * (b * heads + h);
+        let dkdv = parts.clone().map(|p| (4, vec![row(p), row(p), row(p), row(p), along(p), stats, row(p), row(p)]));
+        assert_eq!(launches(2, time, heads, heads, "attention_dkdv"), dkdv.collect::<Vec<_>>());
+        let dq = parts.map(|p| (4, vec![row(p), stats, row(p)]));
+        assert_eq!(launches(2, time, heads, heads, "attention_dq"), dq.collect::<Vec<_>>());
+    }
+
+    /// Examples in parts of the same size, and all heads at once.
+    #[test]
+    fn short_rows_take_whole_examples() {
+        let found: Vec<_> = launches(64, 1024, 12, 4, "attention_dkdv").into_iter().map(|(heads, at)| (heads, at[0], at[1])).collect();
+        let half = 32 * 1024 * 64 * 2;
+        assert_eq!(found, [(12, 0, 0), (12, half * 12, half * 4)]);
+        assert_eq!(shares(10, 4).collect::<Vec<_>>(), [(0, 4), (4, 4), (8, 2)]);
+    }
+}
