@@ -6,8 +6,8 @@ use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-/// How long a fast run's tests may take together, in seconds of one thread each: a minute on two cores.
-const BUDGET: f64 = 120.0;
+/// How long a fast run's tests may take together, in seconds of one thread each: half a minute on two cores.
+const BUDGET: f64 = 60.0;
 /// Lines of the table.
 const SHOWN: usize = 15;
 /// Test binaries print times only with an unstable option, which stable ones accept from a process with this variable.
