@@ -1,9 +1,10 @@
 //! The best checkpoint by a validation metric: it is kept, named and found again; and runs that stop when nothing gets better.
 
 use super::common::{checkpoint, kiln, names, records, text};
+use super::steps::Nothing;
 use engine::{Cpu, Device, Init, Recorder, Var};
 use kiln::config::{Config, Section, TrainConfig};
-use kiln::data::{DataError, Item, Source};
+use kiln::data::Source;
 use kiln::recipe::{Better, Feeds, Metric, Model, Supervised, TrainError, Unit};
 use kiln::run::{self, Start};
 use std::path::Path;
@@ -11,20 +12,6 @@ use std::sync::Arc;
 
 /// A weight that falls by the rate in every step. Validation wants it to be 0.6, which with a rate of 0.1, from 1, it is after step 4.
 struct Falls;
-
-struct Nothing;
-
-impl Source for Nothing {
-    fn len(&self) -> u64 {
-        100
-    }
-    fn item(&self, _: u64) -> Result<Item, DataError> {
-        Ok(Item { ids: vec![0], targets: vec![0], ..Item::default() })
-    }
-    fn entropy_floor(&self) -> Option<f64> {
-        None
-    }
-}
 
 impl Falls {
     fn weight<'g>(&self, r: &'g Recorder) -> Var<'g> {

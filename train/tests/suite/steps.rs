@@ -19,7 +19,7 @@ struct Sum {
 }
 
 /// Items that say nothing.
-struct Nothing;
+pub struct Nothing;
 
 impl Source for Nothing {
     fn len(&self) -> u64 {
