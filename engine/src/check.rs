@@ -412,6 +412,7 @@ pub(crate) fn agree(case: &Case, dtype: DType, twice: &[Vec<Vec<f32>>], cpu: &[V
     // A gradient goes through the case twice and is rounded each time. In f32, CPU and GPU add in different orders.
     let mut most = allowed(case, dtype, 2.0);
     most.length *= 4;
+    most.least = case.inexact.map_or(0.0, |i| i.0);
     let names: Vec<String> = checked(case, dtype, false).graph.outputs.iter().map(|o| o.0.clone()).collect();
     most.judge_all(&names, &twice[0], cpu)
 }
@@ -475,7 +476,7 @@ fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
             }
             Numerics::Exact => {}
             Numerics::Reordered | Numerics::LowPrecision => {
-                let dtype = if numerics == Numerics::LowPrecision { DType::BF16 } else { DType::F32 };
+                let dtype = if numerics == Numerics::LowPrecision { pass.rounds_to() } else { DType::F32 };
                 let length = graph.nodes.iter().flat_map(|n| n.outputs.iter().flat_map(|m| m.shape.iter().copied())).max().unwrap_or(1);
                 worst = worst.max(Allowed::new(dtype, length).judge_all(&names, &on, &off)?);
             }

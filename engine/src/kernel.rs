@@ -275,6 +275,8 @@ pub fn c_type(dtype: DType) -> &'static str {
         DType::F32 => "float",
         DType::BF16 => "bf16",
         DType::F16 => "f16",
+        DType::E4M3 => "e4m3",
+        DType::E5M2 => "e5m2",
         DType::I32 => "int",
         DType::U8 => "unsigned char",
     }
@@ -307,12 +309,23 @@ pub struct Gemm {
     pub bias: Option<Place>,
     /// The activation function that is applied last.
     pub act: Option<Act>,
+    /// For FP8 operands.
+    pub scaled: Option<Scaled>,
+}
+
+/// What a GEMM of FP8 operands needs beside them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scaled {
+    /// One f32 each that a and b are multiplied by, at an address that is a multiple of 16.
+    pub by: [Place; 2],
+    /// Whether the tensor cores may add with fewer bits than f32 has, which is faster.
+    pub fast: bool,
 }
 
 impl Gemm {
     /// c = a b.
     pub fn new(m: usize, n: usize, k: usize, a: Matrix, b: Matrix, c: Matrix) -> Gemm {
-        Gemm { m, n, k, batch: 1, a, b, c, alpha: 1.0, beta: 0.0, plus: None, bias: None, act: None }
+        Gemm { m, n, k, batch: 1, a, b, c, alpha: 1.0, beta: 0.0, plus: None, bias: None, act: None, scaled: None }
     }
 }
 

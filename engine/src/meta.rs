@@ -11,6 +11,10 @@ pub enum DType {
     BF16,
     /// IEEE half precision: 5 bits of exponent, 10 of mantissa.
     F16,
+    /// FP8 with 4 bits of exponent and 3 of mantissa, up to 448: operands of a GEMM.
+    E4M3,
+    /// FP8 with 5 bits of exponent and 2 of mantissa, up to 57,344: gradients as operands of a GEMM.
+    E5M2,
     /// 32-bit integer: indices, counters, rng seeds.
     I32,
     /// Byte: masks and pixels.
@@ -19,14 +23,14 @@ pub enum DType {
 
 impl DType {
     /// Every type.
-    pub const ALL: [DType; 5] = [DType::F32, DType::BF16, DType::F16, DType::I32, DType::U8];
+    pub const ALL: [DType; 7] = [DType::F32, DType::BF16, DType::F16, DType::E4M3, DType::E5M2, DType::I32, DType::U8];
 
     /// Bytes of one element.
     pub fn size(self) -> usize {
         match self {
             DType::F32 | DType::I32 => 4,
             DType::BF16 | DType::F16 => 2,
-            DType::U8 => 1,
+            DType::U8 | DType::E4M3 | DType::E5M2 => 1,
         }
     }
 
@@ -35,11 +39,18 @@ impl DType {
         matches!(self, DType::F32 | DType::BF16 | DType::F16)
     }
 
+    /// Whether it is one of the 8-bit floats, which only GEMMs compute with.
+    pub fn is_fp8(self) -> bool {
+        matches!(self, DType::E4M3 | DType::E5M2)
+    }
+
     /// Half a unit in the last place of 1.0: the relative error of one rounding.
     pub fn rounding(self) -> f32 {
         match self {
             DType::BF16 => 1.0 / 256.0,
             DType::F16 => 1.0 / 2048.0,
+            DType::E4M3 => 1.0 / 16.0,
+            DType::E5M2 => 1.0 / 8.0,
             _ => 1.0 / 16_777_216.0,
         }
     }
@@ -50,6 +61,8 @@ impl DType {
             DType::F32 => "F32",
             DType::BF16 => "BF16",
             DType::F16 => "F16",
+            DType::E4M3 => "F8_E4M3",
+            DType::E5M2 => "F8_E5M2",
             DType::I32 => "I32",
             DType::U8 => "U8",
         }

@@ -232,17 +232,25 @@ pub struct Case {
     pub bench: bool,
     /// By how many roundings of a narrow type a result may differ, if more than usual, and why.
     pub roundings: Option<(f64, &'static str)>,
+    /// The least relative error that counts on a GPU, also in f32, and why.
+    pub inexact: Option<(f64, &'static str)>,
 }
 
 impl Case {
     /// A small case for the checks.
     pub const fn new(name: &'static str, inputs: &'static [In], build: for<'g> fn(&[Var<'g>]) -> Vec<Var<'g>>) -> Case {
-        Case { name, inputs, build, bench: false, roundings: None }
+        Case { name, inputs, build, bench: false, roundings: None, inexact: None }
     }
 
     /// The same as a benchmark case.
     pub const fn bench(mut self) -> Case {
         self.bench = true;
+        self
+    }
+
+    /// Allows this relative error on a GPU, also in f32, given a reason: its instructions do not compute in f32 throughout.
+    pub const fn inexact(mut self, error: f64, why: &'static str) -> Case {
+        self.inexact = Some((error, why));
         self
     }
 

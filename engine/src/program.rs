@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::kernel::Arch;
 use crate::meta::DType;
-use crate::passes::{self, Receipt, Switches, Target};
+use crate::passes::{self, Receipt, Switches, Target, WarmUp};
 use crate::plan::{Memory, Plan, Spot};
 use crate::store::Store;
 use std::collections::BTreeMap;
@@ -83,16 +83,27 @@ pub struct Compiled {
     pub receipts: Vec<Receipt>,
     options: cuda::Options,
     target: Target,
+    /// What runs first, if a pass asks for a warm-up.
+    before: Option<Box<(WarmUp, Compiled)>>,
 }
 
 impl Compiled {
     /// Runs all passes on a graph and plans its memory.
     pub fn new(mut graph: Graph, switches: &Switches, target: Target) -> Result<Compiled, Error> {
+        let recorded = graph.clone();
         let mut receipts = passes::run(&mut graph, switches, target)?;
         let (options, of_executor) = cuda::Options::new(&graph, switches, target)?;
         receipts.extend(of_executor);
-        let plan = Plan::new(&graph, &|g, spots| workspace(target, g, spots));
-        Ok(Compiled { graph, plan, receipts, options, target })
+        let mut plan = Plan::new(&graph, &|g, spots| workspace(target, g, spots));
+        let mut before = None;
+        if let Some(warm_up) = receipts.iter().find_map(|r| r.warm_up.clone()) {
+            let first = Compiled::new(recorded, &switches.clone().with(warm_up.pass, &warm_up.value)?, target)?;
+            if first.plan.arena() > plan.arena() {
+                (plan.memory.activations, plan.memory.workspace) = (first.plan.memory.activations, first.plan.memory.workspace);
+            }
+            before = Some(Box::new((warm_up, first)));
+        }
+        Ok(Compiled { graph, plan, receipts, options, target, before })
     }
 
     /// Peak memory of each part of the model (see [`Plan::by_part`]).
@@ -120,11 +131,50 @@ pub struct Program {
     /// Bytes that the ops of one run read and write at least.
     pub bytes: u64,
     loaded: Loaded,
+    before: Option<Before>,
+}
+
+/// What runs instead of a program until a pass that needs a warm-up is ready.
+struct Before {
+    loaded: Loaded,
+    warm_up: WarmUp,
+    /// Runs of the program so far; None before the first.
+    done: Option<u64>,
+    /// Whether the caller knows that it is over.
+    told: bool,
 }
 
 enum Loaded {
     Cpu(Box<CpuProgram>),
     Cuda(Box<CudaProgram>),
+}
+
+impl Loaded {
+    fn new(graph: Graph, plan: Plan, options: cuda::Options, device: &Device) -> Result<Loaded, Error> {
+        Ok(match device {
+            Device::Cpu(cpu, arena) => Loaded::Cpu(Box::new(CpuProgram::new(graph, plan, cpu, arena)?)),
+            Device::Cuda(cuda, arena) => Loaded::Cuda(Box::new(CudaProgram::new(graph, plan, cuda, arena, options)?)),
+        })
+    }
+}
+
+impl Before {
+    /// Counts a run. How many there were before the first, such as before a resume, is read from the counter that both programs keep.
+    fn go_on(&mut self, store: &Store) -> Result<(), Error> {
+        let done = match self.done {
+            Some(done) => done,
+            None => {
+                let counter = store.get(&self.warm_up.counter).ok_or_else(|| Error::NoState(self.warm_up.counter.clone()))?;
+                counter.f32()?[0] as u64
+            }
+        };
+        self.done = Some(done + 1);
+        Ok(())
+    }
+
+    fn is_running(&self) -> bool {
+        self.done.is_some_and(|done| done <= self.warm_up.runs)
+    }
 }
 
 impl Program {
@@ -140,16 +190,23 @@ impl Program {
         if device.gpu().is_some() {
             memory.feeds *= 3; // two more sets of buffers, so that copies overlap with runs
         }
-        let loaded = match device {
-            Device::Cpu(cpu, arena) => Loaded::Cpu(Box::new(CpuProgram::new(c.graph, c.plan, cpu, arena)?)),
-            Device::Cuda(cuda, arena) => Loaded::Cuda(Box::new(CudaProgram::new(c.graph, c.plan, cuda, arena, c.options)?)),
+        let before = match c.before {
+            Some(first) => {
+                let (warm_up, first) = *first;
+                Some(Before { loaded: Loaded::new(first.graph, first.plan, first.options, device)?, warm_up, done: None, told: false })
+            }
+            None => None,
         };
-        Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded })
+        let loaded = Loaded::new(c.graph, c.plan, c.options, device)?;
+        Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded, before })
     }
 
     /// Runs once with these inputs, and updates the states. On a GPU it returns before the run has ended.
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
-        match &mut self.loaded {
+        if let Some(before) = &mut self.before {
+            before.go_on(store)?;
+        }
+        match self.now_mut() {
             Loaded::Cpu(p) => p.run(store, feeds),
             Loaded::Cuda(p) => p.run(store, feeds),
         }
@@ -157,7 +214,7 @@ impl Program {
 
     /// Runs once with a timer around every node; on a GPU only.
     pub fn profile(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<Vec<cuda::Timed>, Error> {
-        match &mut self.loaded {
+        match self.now_mut() {
             Loaded::Cpu(_) => Err(Error::Cuda("profiling needs a GPU".into())),
             Loaded::Cuda(p) => p.profile(store, feeds),
         }
@@ -165,7 +222,7 @@ impl Program {
 
     /// An output of the last run, in f32. Read it before another program runs, which may overwrite it.
     pub fn read(&self, name: &str, store: &Store) -> Result<Vec<f32>, Error> {
-        match &self.loaded {
+        match self.now() {
             Loaded::Cpu(p) => p.read(name, store),
             Loaded::Cuda(p) => p.read(name, store),
         }
@@ -173,9 +230,32 @@ impl Program {
 
     /// Starts to copy an output to the host; [`Reading::finish`] waits for it. On a GPU the next run may start in between.
     pub fn start_read(&self, name: &str, store: &Store) -> Result<Reading, Error> {
-        match &self.loaded {
+        match self.now() {
             Loaded::Cpu(p) => Ok(Reading::There(p.read(name, store)?)),
             Loaded::Cuda(p) => Ok(Reading::Coming(p.start_read(name)?)),
+        }
+    }
+
+    /// Runs that a pass asks for before it applies, which may all be over.
+    pub fn warm_up(&self) -> u64 {
+        self.before.as_ref().map_or(0, |b| b.warm_up.runs)
+    }
+
+    /// The warm-up that ended before the last run; once.
+    pub fn warmed_up(&mut self) -> Option<WarmUp> {
+        let before = self.before.as_mut().filter(|b| b.done == Some(b.warm_up.runs + 1) && !b.told)?;
+        before.told = true;
+        Some(before.warm_up.clone())
+    }
+
+    fn now(&self) -> &Loaded {
+        self.before.as_ref().filter(|b| b.is_running()).map_or(&self.loaded, |b| &b.loaded)
+    }
+
+    fn now_mut(&mut self) -> &mut Loaded {
+        match &mut self.before {
+            Some(before) if before.is_running() => &mut before.loaded,
+            _ => &mut self.loaded,
         }
     }
 

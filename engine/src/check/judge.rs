@@ -37,19 +37,22 @@ pub struct Allowed {
     pub roundings: f64,
     /// Terms of the longest sum.
     pub length: usize,
+    /// The tolerance is at least this.
+    pub least: f64,
 }
 
 impl Allowed {
     /// For results of this type that are sums of `length` terms.
     pub fn new(dtype: DType, length: usize) -> Allowed {
-        Allowed { dtype, roundings: ROUNDINGS, length }
+        Allowed { dtype, roundings: ROUNDINGS, length, least: 0.0 }
     }
 
     /// The tolerance of the relative error of the norm. Ops accumulate in f32 and round once: some roundings of the type, plus eight times the
     /// random walk of f32 roundings in a sum.
     pub fn relative(&self) -> f64 {
         let sum = 8.0 * DType::F32.rounding() as f64 * (self.length as f64).sqrt();
-        if self.dtype == DType::F32 { sum } else { sum + self.roundings * self.dtype.rounding() as f64 }
+        let rounded = if self.dtype == DType::F32 { 0.0 } else { self.roundings * self.dtype.rounding() as f64 };
+        (sum + rounded).max(self.least)
     }
 
     /// The error as a fraction of the tolerance; or what is wrong.

@@ -83,7 +83,7 @@ impl Place {
                 DType::F32 => Data::F32(std::slice::from_raw_parts(self.start.cast(), self.elements)),
                 DType::I32 => Data::I32(std::slice::from_raw_parts(self.start.cast(), self.elements)),
                 DType::U8 => Data::U8(std::slice::from_raw_parts(self.start, self.elements)),
-                DType::BF16 | DType::F16 => unreachable!("widened before the op sees it"),
+                _ => unreachable!("widened before the op sees it"),
             }
         }
     }
@@ -96,7 +96,7 @@ impl Place {
                 DType::F32 => DataMut::F32(std::slice::from_raw_parts_mut(self.start.cast(), self.elements)),
                 DType::I32 => DataMut::I32(std::slice::from_raw_parts_mut(self.start.cast(), self.elements)),
                 DType::U8 => DataMut::U8(std::slice::from_raw_parts_mut(self.start, self.elements)),
-                DType::BF16 | DType::F16 => unreachable!("widened before the op sees it"),
+                _ => unreachable!("widened before the op sees it"),
             }
         }
     }

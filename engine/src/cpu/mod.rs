@@ -1,5 +1,6 @@
 //! The CPU executor, and tools for the CPU code of ops.
 
+pub mod fp8;
 pub mod gemm;
 pub mod math;
 mod memory;

@@ -1,6 +1,7 @@
 //! Runs a planned graph, node by node.
 #![allow(unsafe_code)]
 
+use super::fp8;
 use super::memory::{Buffer, Place};
 use super::{Cpu, Data, View, ViewMut};
 use crate::error::Error;
@@ -247,13 +248,14 @@ impl Scratch {
 }
 
 fn is_narrow(d: DType) -> bool {
-    matches!(d, DType::BF16 | DType::F16)
+    matches!(d, DType::BF16 | DType::F16) || d.is_fp8()
 }
 
 fn widen(from: &[u8], dtype: DType, to: &mut [f32]) {
     match dtype {
         DType::BF16 => bytemuck::cast_slice::<u8, bf16>(from).par_iter().zip(to).with_min_len(4096).for_each(|(a, b)| *b = a.to_f32()),
         DType::F16 => bytemuck::cast_slice::<u8, f16>(from).par_iter().zip(to).with_min_len(4096).for_each(|(a, b)| *b = a.to_f32()),
+        DType::E4M3 | DType::E5M2 => from.par_iter().zip(to).with_min_len(4096).for_each(|(a, b)| *b = fp8::decoded(*a, dtype)),
         DType::F32 => to.copy_from_slice(bytemuck::cast_slice(from)),
         DType::I32 => bytemuck::cast_slice::<u8, i32>(from).iter().zip(to).for_each(|(a, b)| *b = *a as f32),
         DType::U8 => from.iter().zip(to).for_each(|(a, b)| *b = *a as f32),
@@ -289,6 +291,7 @@ pub fn narrow(from: &[f32], dtype: DType, to: &mut [u8]) {
         DType::F16 => {
             bytemuck::cast_slice_mut::<u8, f16>(to).par_iter_mut().zip(from).with_min_len(4096).for_each(|(b, a)| *b = f16::from_f32(*a))
         }
+        DType::E4M3 | DType::E5M2 => to.par_iter_mut().zip(from).with_min_len(4096).for_each(|(b, a)| *b = fp8::encoded(*a, dtype)),
         DType::F32 => to.copy_from_slice(bytemuck::cast_slice(from)),
         DType::I32 => bytemuck::cast_slice_mut::<u8, i32>(to).iter_mut().zip(from).for_each(|(b, a)| *b = *a as i32),
         DType::U8 => to.iter_mut().zip(from).for_each(|(b, a)| *b = *a as u8),

@@ -27,6 +27,8 @@ fn data_type(d: DType) -> sys::cudaDataType {
     match d {
         DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
         DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        DType::E4M3 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
+        DType::E5M2 => sys::cudaDataType_t::CUDA_R_8F_E5M2,
         _ => sys::cudaDataType_t::CUDA_R_32F,
     }
 }
@@ -42,6 +44,22 @@ fn seen(m: &Matrix, rows: usize, columns: usize) -> (bool, u64, u64, i64) {
     }
     let ld = if columns == 1 { rows } else { m.column }.max(rows);
     (true, rows as u64, columns as u64, ld as i64)
+}
+
+/// An address, for as long as the scales' own are not known.
+const SOMEWHERE: u64 = 256;
+
+/// Sets where the scales of a and b are. cuBLASLt's A is our b.
+///
+/// # Safety
+/// The description was made by cuBLASLt and is not destroyed.
+unsafe fn set_scales(description: sys::cublasLtMatmulDesc_t, [a, b]: [u64; 2]) -> Result<(), Error> {
+    use sys::cublasLtMatmulDescAttributes_t as A;
+    for (name, address) in [(A::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b), (A::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a)] {
+        // SAFETY: as this function's; the value is 8 bytes.
+        unsafe { result::set_matmul_desc_attribute(description, name, (&raw const address).cast(), 8) }.map_err(failed("a scale".into()))?;
+    }
+    Ok(())
 }
 
 /// An algorithm as cuBLASLt encodes it; valid for the same version of the library only.
@@ -113,6 +131,12 @@ impl Handle {
             set(A::CUBLASLT_MATMUL_DESC_TRANSA, &first)?;
             set(A::CUBLASLT_MATMUL_DESC_TRANSB, &second)?;
             set(A::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            if let Some(scaled) = g.scaled {
+                let fast = scaled.fast as i8;
+                let name = A::CUBLASLT_MATMUL_DESC_FAST_ACCUM;
+                result::set_matmul_desc_attribute(description, name, (&raw const fast).cast(), 1).map_err(what())?;
+                set_scales(description, [SOMEWHERE; 2])?; // which algorithms are proposed depends on there being scales
+            }
             let preference = result::create_matmul_pref().map_err(what())?;
             let most = GEMM_WORKSPACE;
             let limit = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
@@ -156,7 +180,7 @@ impl Handle {
         }
     }
 
-    /// Addresses: a, b, the added matrix, c, the bias (0 if there is none).
+    /// Addresses: a, b, the added matrix, c, the bias (0 if there is none); and of the scales of a and b, for FP8.
     ///
     /// # Safety
     /// The addresses are of matrices on the GPU as large as the plan says, and the workspace has GEMM_WORKSPACE bytes.
@@ -164,6 +188,7 @@ impl Handle {
         &self,
         p: &Product,
         [a, b, plus, c, bias]: [u64; 5],
+        scales: Option<[u64; 2]>,
         workspace: u64,
         stream: cudarc::driver::sys::CUstream,
     ) -> Result<(), Error> {
@@ -171,6 +196,9 @@ impl Handle {
             if bias != 0 {
                 let name = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
                 result::set_matmul_desc_attribute(p.description, name, (&raw const bias).cast(), 8).map_err(failed("a bias".into()))?;
+            }
+            if let Some(scales) = scales {
+                set_scales(p.description, scales)?;
             }
             result::matmul(
                 self.0,

@@ -19,6 +19,8 @@ __device__ __forceinline__ void in_turn() { next_may_begin(), wait_for_turn(); }
 
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };
+struct e4m3 { unsigned char bits; };
+struct e5m2 { unsigned char bits; };
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(bf16 v) { return __uint_as_float((u32)v.bits << 16); }
@@ -36,6 +38,34 @@ __device__ __forceinline__ void from_float(float v, unsigned char &out) { out = 
 template <typename E> __device__ __forceinline__ void from_floats(float a, float b, E *out) { from_float(a, out[0]), from_float(b, out[1]); }
 template <> __device__ __forceinline__ void from_floats(float a, float b, bf16 *out) { asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(*(u32 *)out) : "f"(b), "f"(a)); }
 template <> __device__ __forceinline__ void from_floats(float a, float b, f16 *out) { asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(*(u32 *)out) : "f"(b), "f"(a)); }
+
+// FP8, rounded to nearest, ties to even; what is too large becomes the largest number. MANTISSA: its bits; LEAST: the exponent of the smallest normal number.
+template <int MANTISSA, int LEAST> __device__ __forceinline__ unsigned char fp8_bits(float v, float most) {
+    u32 bits = __float_as_uint(v), sign = bits >> 24 & 0x80u;
+    if (v != v) return (unsigned char)(sign | 0x7fu);
+    float size = __uint_as_float(bits & 0x7fffffffu);
+    size = size > most ? most : size;
+    int exponent = (int)(__float_as_uint(size) >> 23) - 127;
+    exponent = exponent < LEAST ? LEAST : exponent;
+    float units = size * __uint_as_float((u32)(127 + MANTISSA - exponent) << 23);
+    float rounded = (units + 8388608.0f) - 8388608.0f;
+    return (unsigned char)(sign | (u32)(((exponent - LEAST) << MANTISSA) + (int)rounded));
+}
+template <int MANTISSA, int LEAST> __device__ __forceinline__ float fp8_value(unsigned char bits) {
+    int code = bits & 0x7f, exponent = code >> MANTISSA, fraction = code & ((1 << MANTISSA) - 1);
+    if (MANTISSA == 3 ? code == 0x7f : exponent == 31) return __int_as_float(0x7fc00000);
+    int units = exponent > 0 ? fraction + (1 << MANTISSA) : fraction, power = LEAST - MANTISSA + (exponent > 0 ? exponent - 1 : 0);
+    float size = (float)units * __uint_as_float((u32)(127 + power) << 23);
+    return bits & 0x80 ? -size : size;
+}
+__device__ __forceinline__ float to_float(e4m3 v) { return fp8_value<3, -6>(v.bits); }
+__device__ __forceinline__ float to_float(e5m2 v) { return fp8_value<2, -14>(v.bits); }
+__device__ __forceinline__ void from_float(float v, e4m3 &out) { out.bits = fp8_bits<3, -6>(v, 448.0f); }
+__device__ __forceinline__ void from_float(float v, e5m2 &out) { out.bits = fp8_bits<2, -14>(v, 57344.0f); }
+#if __CUDA_ARCH__ >= 890
+template <> __device__ __forceinline__ void from_floats(float a, float b, e4m3 *out) { asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(*(unsigned short *)out) : "f"(b), "f"(a)); }
+template <> __device__ __forceinline__ void from_floats(float a, float b, e5m2 *out) { asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(*(unsigned short *)out) : "f"(b), "f"(a)); }
+#endif
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 

@@ -62,6 +62,7 @@ impl<'a> Products<'a> {
         let bias = if g.bias.is_some() { start } else { 0 };
         let plus = start + (a + b + if g.plus.is_some() { c } else { 0 }) as u64;
         let places = [start, start + a as u64, plus, start + (a + b) as u64, bias];
+        let scales = g.scaled.map(|_| [start; 2]); // what this memory holds is an ordinary f32, too
         let timing = || failed("timing a GEMM");
         self.cuda.current();
         if !self.filled {
@@ -81,7 +82,7 @@ impl<'a> Products<'a> {
                 // SAFETY: all operands lie in free memory, as large as the GEMM needs; the events are ours.
                 let ms = unsafe {
                     let _ = result::event::record(begin, stream);
-                    if self.cuda.0.products.run(product, places, self.cuda.0.workspace.start(), stream).is_err() {
+                    if self.cuda.0.products.run(product, places, scales, self.cuda.0.workspace.start(), stream).is_err() {
                         break; // skip a candidate that does not run
                     }
                     let _ = result::event::record(end, stream);
@@ -119,5 +120,6 @@ fn key(g: &Gemm, tf32: bool, aligned: [u32; 4]) -> String {
     let plus = g.plus.as_ref().map_or("-".into(), side);
     let (a, b, c) = (side(&g.a), side(&g.b), side(&g.c));
     let epilogue = format!("{}{}", if g.bias.is_some() { "bias" } else { "-" }, g.act.map_or(String::new(), |a| format!("{a:?}")));
-    format!("{}x{}x{}x{} {a} {b} {c} {plus} {} {} {epilogue} {tf32} {aligned:?}", g.m, g.n, g.k, g.batch, g.alpha, g.beta)
+    let fast = if g.scaled.is_some_and(|s| s.fast) { " fast" } else { "" };
+    format!("{}x{}x{}x{} {a} {b} {c} {plus} {} {} {epilogue} {tf32} {aligned:?}{fast}", g.m, g.n, g.k, g.batch, g.alpha, g.beta)
 }

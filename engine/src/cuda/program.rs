@@ -56,6 +56,7 @@ enum Ready {
         product: Product,
         places: [Address; 4],
         bias: Option<Address>,
+        scales: Option<[Address; 2]>,
         flops: u64,
     },
     Copy {
@@ -280,8 +281,9 @@ impl Builder<'_> {
             Step::Gemm(g) => {
                 let places = [&g.a, &g.b, g.plus.as_ref().unwrap_or(&g.c), &g.c].map(|m| self.resolve(i, &m.place));
                 let bias = g.bias.as_ref().map(|p| self.resolve(i, p));
+                let scales = g.scaled.map(|s| s.by.map(|p| self.resolve(i, &p)));
                 let flops = 2 * (g.batch * g.m * g.n * g.k) as u64;
-                Ready::Gemm { product: self.products.plan(g, places.map(|a| a.aligned()))?, places, bias, flops }
+                Ready::Gemm { product: self.products.plan(g, places.map(|a| a.aligned()))?, places, bias, scales, flops }
             }
         })
     }
@@ -515,11 +517,12 @@ impl CudaProgram {
                         .result()
                         .map_err(failed("launching a kernel"))?;
                 }
-                Ready::Gemm { product, places, bias, .. } => {
+                Ready::Gemm { product, places, bias, scales, .. } => {
                     let [a, b, plus, c] = places.each_ref().map(at);
                     let bias = bias.as_ref().map_or(0, at);
+                    let scales = scales.as_ref().map(|s| s.each_ref().map(at));
                     // SAFETY: the matrices lie inside buffers of the plan, as the op described them.
-                    unsafe { self.cuda.0.products.run(product, [a, b, plus, c, bias], self.cuda.0.workspace.start(), stream)? };
+                    unsafe { self.cuda.0.products.run(product, [a, b, plus, c, bias], scales, self.cuda.0.workspace.start(), stream)? };
                 }
                 Ready::Copy { from, to, bytes } => {
                     // SAFETY: both buffers have that many bytes and do not overlap.

@@ -18,6 +18,7 @@ pub mod narrow;
 pub mod nf4;
 pub mod norm;
 pub mod pointwise;
+pub mod quantize;
 pub mod reduce;
 pub mod rope;
 pub mod rows;
@@ -42,6 +43,7 @@ pub const OPS: &[Entry] = ops! {
     concat: "concatenation along an axis; padding with zeros",
     reduce: "sums and maxima along an axis",
     matmul: "matmul: transposed, batched or broadcast operands, with an epilogue",
+    quantize: "rounding to FP8 with a scale a tensor, also transposed; the scales of the next step",
     few_rows: "matmuls of a few rows for decoding, with a fused RMS norm before and a residual or SwiGLU after them",
     narrow: "LoRA backward: two matmuls of one large matrix with low-rank ones, which read it once",
     nf4: "matmuls with weights stored in four bits (NF4)",

@@ -371,6 +371,7 @@ impl Folded {
             Work::Bias(v) if crate::mutant!("gemm-epilogue-adds-a-bias-from-behind", self.position(*v) >= m, false) => {
                 Some("the bias is computed after the matmul")
             }
+            Work::Act(_) if op.scaled.is_some() => Some("GEMMs of FP8 operands have no activation"),
             Work::Act(_) if op.act.is_some() => Some("the matmul has an activation already"),
             _ if !g.nodes[m].outputs[0].dim(0).is_multiple_of(8) && !matches!(work, Work::Add(_)) => {
                 Some("the number of columns is not a multiple of 8")

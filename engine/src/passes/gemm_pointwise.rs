@@ -99,7 +99,7 @@ fn products(g: &Graph, i: usize, reads: &Reads) -> Vec<(usize, usize)> {
         while reads.once(v) && g.nodes[v.node].is_view() {
             v = g.nodes[v.node].inputs[0];
         }
-        let plain = |m: &Matmul| m.add.is_none() && !m.bias && m.act.is_none();
+        let plain = |m: &Matmul| m.add.is_none() && !m.bias && m.act.is_none() && m.scaled.is_none();
         (reads.once(v) && g.nodes[v.node].op::<Matmul>().is_some_and(plain)).then_some((k, v.node))
     };
     (0..g.nodes[i].inputs.len()).filter(|&k| !p.expr.uses_rng(k)).filter_map(made_by).collect()

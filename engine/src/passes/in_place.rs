@@ -47,7 +47,7 @@ impl Pass for InPlace {
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["recompute", "fuse-pointwise", "gemm-pointwise"]
+        &["recompute", "fuse-pointwise", "gemm-pointwise", "fuse-quantize"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -60,7 +60,7 @@ impl Pass for InPlace {
         for i in 0..g.nodes.len() {
             if let Some(m) = g.nodes[i].op::<Matmul>().filter(|m| m.add.is_some()) {
                 // A GEMM accumulates in place if it is the last reader of that sum and reads it as no other input.
-                let v = g.nodes[i].inputs[2];
+                let v = g.nodes[i].inputs[m.addend()];
                 let root = roots[v.node].unwrap_or(v);
                 let alone = g.nodes[i].inputs.iter().filter(|w| roots[w.node].unwrap_or(**w) == root).count() == 1;
                 if alone && last[&root] == i && !g.nodes[root.node].is_source() && g.meta(root).bytes() == g.meta(v).bytes() {

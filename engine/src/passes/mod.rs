@@ -4,6 +4,7 @@ mod autodiff;
 mod bf16;
 mod dead_code;
 mod decompose;
+mod fp8;
 mod gemm_epilogue;
 pub use dead_code::sweep;
 mod cse;
@@ -12,6 +13,7 @@ mod fuse_decode;
 mod fuse_norm;
 mod fuse_pointwise;
 mod fuse_qk_norm;
+mod fuse_quantize;
 mod gemm_pointwise;
 mod grouped_gemm;
 mod hoist;
@@ -27,7 +29,7 @@ pub mod pattern;
 mod recompute;
 mod switches;
 
-pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, known};
+pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
 
 use crate::error::Error;
 use crate::executor::EXECUTOR;
@@ -80,6 +82,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &merged_qkv::MergedQkv,
     &autodiff::Autodiff,
     &dead_code::DeadCode,
+    &fp8::Fp8,
     &hoist::Hoist,
     &recompute::Recompute,
     &lora_forward::LoraForward,
@@ -88,6 +91,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &lora_backward::LoraBackward,
     &fuse_pointwise::FusePointwise,
     &gemm_pointwise::GemmPointwise,
+    &fuse_quantize::FuseQuantize,
     &in_place::InPlace,
     &grouped_gemm::GroupedGemm,
     &layout::LayoutPass,
@@ -114,6 +118,11 @@ pub const FORMERLY: &[(&str, Option<&str>)] = &[
 pub fn all() -> impl Iterator<Item = &'static dyn Switch> {
     let passes = crate::extension::passes().into_iter().map(|p| p as &dyn Switch);
     passes.chain(EXECUTOR.iter().map(|e| e as &dyn Switch))
+}
+
+/// Whether a pass adds the state of this name to a program, for itself.
+pub fn keeps(state: &str) -> bool {
+    state.starts_with(fp8::STATES)
 }
 
 /// Runs all passes on a graph, registered ones included, and returns a receipt of each.

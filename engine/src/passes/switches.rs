@@ -75,6 +75,11 @@ pub trait Switch: Sync {
         Mode::Auto
     }
 
+    /// The type that it rounds to, if its numerics are LowPrecision. Decides the tolerance of its test.
+    fn rounds_to(&self) -> DType {
+        DType::BF16
+    }
+
     /// Settings beside the mode.
     fn settings(&self) -> &'static [Setting] {
         &[]
@@ -149,6 +154,21 @@ pub struct Receipt {
     pub declined: Vec<(String, String)>,
     /// Remarks for the summary that concern no single place.
     pub notes: Vec<String>,
+    /// If a run begins without it.
+    pub warm_up: Option<WarmUp>,
+}
+
+/// How a program's first runs differ from the others.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WarmUp {
+    /// The pass that begins later.
+    pub pass: &'static str,
+    /// The state, f32 `[1]`, that counts the program's runs.
+    pub counter: String,
+    /// How many runs.
+    pub runs: u64,
+    /// The switch's value in these runs.
+    pub value: String,
 }
 
 impl Receipt {
@@ -245,7 +265,7 @@ impl Switches {
         f: impl FnOnce(&Settings, &mut Receipt) -> Result<(), Error>,
     ) -> Result<Receipt, Error> {
         let mode = self.mode(switch);
-        let mut receipt = Receipt { pass: switch.name(), mode, applied: 0, declined: vec![], notes: vec![] };
+        let mut receipt = Receipt { pass: switch.name(), mode, applied: 0, declined: vec![], notes: vec![], warm_up: None };
         if mode != Mode::Off {
             let none = BTreeMap::new();
             let values = self.chosen.get(switch.name()).map_or(&none, |c| &c.1);

@@ -212,14 +212,16 @@ struct Line {
 /// Milliseconds of the steps that count, sorted; and how long the very first took.
 fn timed(a: &BenchArgs, task: &mut dyn Task, s: &mut Session, device: &engine::Device) -> Result<(Vec<f64>, Duration)> {
     let (mut times, mut first) = (vec![], Duration::ZERO);
-    for i in 0..a.warmup + a.repeat {
+    // Steps that a pass runs without itself at first are not timed either.
+    let before = a.warmup + s.programs.values().map(|p| p.warm_up() as usize).max().unwrap_or(0);
+    for i in 0..before + a.repeat {
         let start = Instant::now();
         task.bench_step(s, i as u64)?;
         device.synchronize()?;
         if i == 0 {
             first = start.elapsed();
         }
-        if i >= a.warmup {
+        if i >= before {
             times.push(start.elapsed().as_secs_f64() * 1e3);
         }
     }

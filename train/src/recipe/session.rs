@@ -104,6 +104,8 @@ impl Session {
                 (Some(param), Some(averages)) => self.take_as(averages, param, &name, &meta, what)?,
                 // Nothing was averaged yet.
                 (Some(_), None) => {}
+                // What a pass keeps begins anew where the run was without that pass.
+                (None, _) if engine::passes::keeps(&name) && file.get(&name).is_none() => {}
                 (None, _) => self.take(file, &name, &meta, what)?,
             }
         }

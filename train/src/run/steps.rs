@@ -146,6 +146,9 @@ impl<'a> Run<'a> {
             rate(&self.c, engine::mutant!("rate-of-the-next-step", step, step + 1)),
         )?;
         self.done = step + 1;
+        for w in self.s.programs.values_mut().filter_map(|p| p.warmed_up()) {
+            self.bar.suspend(|| say!("step {}: {} is active from here on, after {} steps without it", step + 1, w.pass, w.runs));
+        }
         self.interrupted = self.options.stop.load(Ordering::Relaxed);
         let evaluates = self.due(self.c.eval_every) || self.c.eval_every == 0 && self.epochs.as_ref().is_some_and(|e| e.ends(self.done));
         let reports = self.reports(evaluates)?;

@@ -183,8 +183,10 @@ fn product(g: &Gemm, resolve: impl Fn(&Place) -> usize, memory: &mut [u8]) {
         let plus = (g.beta != 0.0).then(|| read(memory, g.plus.as_ref().unwrap_or(&g.c), batch, g.m, g.n));
         let bias = g.bias.map(|p| widened(&memory[resolve(&p)..resolve(&p) + g.n * g.c.dtype.size()], g.c.dtype));
         let (first, size) = (resolve(&g.c.place) + batch * g.c.batch * g.c.dtype.size(), g.c.dtype.size());
+        let scale = |p: &Place| f32::from_le_bytes(memory[resolve(p)..][..4].try_into().expect("four bytes"));
+        let alpha = g.alpha * g.scaled.map_or(1.0, |s| scale(&s.by[0]) * scale(&s.by[1]));
         for (i, &sum) in c.iter().enumerate() {
-            let v = g.alpha * sum + plus.as_ref().map_or(0.0, |p| g.beta * p[i]) + bias.as_ref().map_or(0.0, |b| b[i % g.n]);
+            let v = alpha * sum + plus.as_ref().map_or(0.0, |p| g.beta * p[i]) + bias.as_ref().map_or(0.0, |b| b[i % g.n]);
             let v = match g.act {
                 None => v,
                 Some(Act::Relu) => v.max(0.0),

@@ -5,7 +5,7 @@ mod thin;
 
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
-use crate::kernel::{Act, At, Code, Gemm, Io, Matrix, Step};
+use crate::kernel::{Act, At, Code, Gemm, Io, Matrix, Scaled, Step};
 use crate::meta::{DType, Layout, Meta, broadcast, broadcast_strides, contiguous};
 use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::narrow::{self, Wide};
@@ -14,6 +14,7 @@ use crate::record::Var;
 use rayon::prelude::*;
 
 /// Inputs: a, b, then c if `add`, then a bias `[n]` if `bias`. y = act(a b + c + bias), rounded once.
+/// Of FP8 operands (`scaled`): a, b, then what each is multiplied by, f32 `[1]`, then c and the bias.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Matmul {
     /// Type of the result; the inputs' if None.
@@ -24,6 +25,24 @@ pub struct Matmul {
     pub bias: bool,
     /// The activation function that is applied last.
     pub act: Option<Act>,
+    /// For FP8 operands, which have a scale each, and for these only.
+    pub scaled: Option<Sums>,
+}
+
+/// How the tensor cores add up products of FP8 numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Sums {
+    /// With some 14 bits, which is faster.
+    Fast,
+    /// Every few products in f32.
+    F32,
+}
+
+impl Matmul {
+    /// The number of the input that a b is added to, if `add`.
+    pub fn addend(&self) -> usize {
+        if self.scaled.is_some() { 4 } else { 2 }
+    }
 }
 
 /// Where c, which a b is added to, lies; the pass `in-place` decides.
@@ -42,18 +61,22 @@ impl Op for Matmul {
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let (a, b) = (&x[0], &x[1]);
-        assert_eq!(x.len(), 2 + self.add.is_some() as usize + self.bias as usize, "inputs of {self:?}");
-        let fits = a.rank() >= 2 && b.rank() >= 2 && a.dim(0) == b.dim(1) && a.dtype == b.dtype && a.dtype.is_float();
+        assert_eq!(x.len(), self.addend() + self.add.is_some() as usize + self.bias as usize, "inputs of {self:?}");
+        let types = match self.scaled {
+            None => a.dtype == b.dtype && a.dtype.is_float(),
+            Some(_) => a.dtype.is_fp8() && b.dtype.is_fp8() && self.dtype.is_some() && x[2..4] == [Meta::f32(&[1]), Meta::f32(&[1])],
+        };
+        let fits = a.rank() >= 2 && b.rank() >= 2 && a.dim(0) == b.dim(1) && types;
         let lead = fits.then(|| broadcast(&[&a.shape[..a.rank() - 2], &b.shape[..b.rank() - 2]])).flatten();
         let lead = lead.unwrap_or_else(|| panic!("matmul of {a:?} and {b:?}"));
         let y = Meta::new(&[&lead[..], &[a.dim(1), b.dim(0)]].concat(), self.dtype.unwrap_or(a.dtype));
-        assert!(self.add.is_none() || x[2] == y, "matmul of {a:?} and {b:?} added to {:?}", x[2]);
+        assert!(self.add.is_none() || x[self.addend()] == y, "matmul of {a:?} and {b:?} added to {:?}", x[self.addend()]);
         assert!(!self.bias || x[x.len() - 1] == Meta::new(&[b.dim(0)], y.dtype), "matmul of {a:?} and {b:?}: a bias {:?}", x[x.len() - 1]);
         vec![y]
     }
 
     fn reuse(&self) -> Vec<(usize, usize)> {
-        if self.add == Some(Add::InPlace) { vec![(2, 0)] } else { vec![] }
+        if self.add == Some(Add::InPlace) { vec![(self.addend(), 0)] } else { vec![] }
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
@@ -70,17 +93,18 @@ impl Op for Matmul {
             }
             (offset, v.strides[r - 2], v.strides[r - 1])
         };
+        let scale = self.scaled.map_or(1.0, |_| x[2].f32()[0] * x[3].f32()[0]);
         let into = if self.add.is_some() { Into::Add } else { Into::Replace };
         let product = |batch: usize, out: &mut [f32], parallel: bool| {
             let ((ao, ar, ac), (bo, br, bc)) = (matrix(a, batch), matrix(b, batch));
             let a = Mat { data: a.f32(), offset: ao, row: ar, column: ac };
             let b = Mat { data: b.f32(), offset: bo, row: br, column: bc };
-            gemm(out, n, into, m, k, n, a, b, 1.0, parallel)
+            gemm(out, n, into, m, k, n, a, b, scale, parallel)
         };
         let batches: usize = lead.iter().product();
         let out = y[0].f32();
         if self.add == Some(Add::Apart) {
-            out.par_chunks_mut(4096).zip(x[2].f32().par_chunks(4096)).for_each(|(y, c)| y.copy_from_slice(c));
+            out.par_chunks_mut(4096).zip(x[self.addend()].f32().par_chunks(4096)).for_each(|(y, c)| y.copy_from_slice(c));
         }
         if batches < rayon::current_num_threads() {
             out.chunks_mut(m * n).enumerate().for_each(|(i, o)| product(i, o, true));
@@ -101,12 +125,12 @@ impl Op for Matmul {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded(at)
+        if self.scaled.is_some() { Narrow::Keep } else { op::rounded(at) }
     }
 
     fn cuda(&self, io: &Io) -> Code {
         let own = || thin::code(io).or_else(|| over_rows(io)).or_else(|| terms::code(io));
-        if let Some(code) = own().filter(|_| self.add.is_none() && !self.bias && self.act.is_none()) {
+        if let Some(code) = own().filter(|_| self.add.is_none() && !self.bias && self.act.is_none() && self.scaled.is_none()) {
             return code;
         }
         let (a, b, y) = (&io.x[0], &io.x[1], &io.y[0]);
@@ -148,11 +172,12 @@ impl Op for Matmul {
             };
             let [oa, ob, oc] = [&strides[0], &strides[1], &strides[2]].map(offset);
             let out = |at: At| matrix(at, 2, n, 1, y.dtype).at(oc);
-            let plus = (self.add == Some(Add::Apart)).then(|| out(At::X(2)));
+            let plus = (self.add == Some(Add::Apart)).then(|| out(At::X(self.addend())));
             let bias = self.bias.then(|| At::X(io.x.len() - 1).into());
             let beta = if self.add.is_some() { 1.0 } else { 0.0 };
             let plain = Gemm::new(m, n, k, side(0).at(oa), side(1).at(ob), out(At::Y(0)));
-            Step::Gemm(Gemm { batch, beta, plus, bias, act: self.act, ..plain })
+            let scaled = self.scaled.map(|sums| Scaled { by: [At::X(2), At::X(3)].map(|at| at.into()), fast: sums == Sums::Fast });
+            Step::Gemm(Gemm { batch, beta, plus, bias, act: self.act, scaled, ..plain })
         });
         Code { steps: steps.collect(), workspace: 0 }
     }
@@ -171,9 +196,9 @@ impl Op for Matmul {
         grads
     }
 
-    /// Epilogues are added by the pass `gemm-epilogue`, after autodiff.
+    /// Epilogues and FP8 come after autodiff.
     fn differentiable(&self) -> bool {
-        !self.bias && self.act.is_none()
+        !self.bias && self.act.is_none() && self.scaled.is_none()
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {

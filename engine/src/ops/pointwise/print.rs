@@ -55,7 +55,28 @@ pub(crate) fn packs(width: usize) -> String {
 /// Source that computes and writes elements i .. i + width of the outputs; `input` prints how element i + j of an input is read. The rng counters are
 /// called x{input} and the outputs y{output}, with `at` before their names.
 pub(crate) fn elements(expr: &Expr, types: &[DType], width: usize, at: &str, input: impl Fn(usize) -> String) -> String {
-    let (mut before, mut body, mut store) = (String::new(), String::new(), String::new());
+    let (mut before, mut body) = instructions(expr, width, at, input);
+    let mut store = String::new();
+    for (k, (o, &dtype)) in expr.outs.iter().zip(types).enumerate() {
+        let c = c_type(dtype);
+        before += &format!("    Pack<{c}> q{k};\n");
+        // bf16 and f16 are rounded two at a time.
+        if width > 1 && matches!(dtype, DType::BF16 | DType::F16) {
+            before += &format!("    float f{k}[{width}];\n");
+            body += &format!("        f{k}[j] = v{o};\n");
+            store +=
+                &format!("    #pragma unroll\n    for (int j = 0; j < {width}; j += 2) from_floats(f{k}[j], f{k}[j + 1], q{k}.at + j);\n");
+        } else {
+            body += &format!("        from_float(v{o}, q{k}.at[j]);\n");
+        }
+        store += &format!("    *(Pack<{c}> *)({at}y{k} + i) = q{k};\n");
+    }
+    format!("{before}    #pragma unroll\n    for (int j = 0; j < {width}; j++) {{\n{body}    }}\n{store}")
+}
+
+/// Source that draws an expression's random numbers for elements i .. i + width, and source that computes element i + j, register r in v{r}.
+pub(crate) fn instructions(expr: &Expr, width: usize, at: &str, input: impl Fn(usize) -> String) -> (String, String) {
+    let (mut before, mut body) = (String::new(), String::new());
     for (r, ins) in expr.ins.iter().enumerate() {
         let value = match *ins {
             Ins::In(n) => format!("to_float({})", input(n)),
@@ -77,21 +98,7 @@ pub(crate) fn elements(expr: &Expr, types: &[DType], width: usize, at: &str, inp
         };
         body += &format!("        float v{r} = {value};\n");
     }
-    for (k, (o, &dtype)) in expr.outs.iter().zip(types).enumerate() {
-        let c = c_type(dtype);
-        before += &format!("    Pack<{c}> q{k};\n");
-        // bf16 and f16 are rounded two at a time.
-        if width > 1 && matches!(dtype, DType::BF16 | DType::F16) {
-            before += &format!("    float f{k}[{width}];\n");
-            body += &format!("        f{k}[j] = v{o};\n");
-            store +=
-                &format!("    #pragma unroll\n    for (int j = 0; j < {width}; j += 2) from_floats(f{k}[j], f{k}[j + 1], q{k}.at + j);\n");
-        } else {
-            body += &format!("        from_float(v{o}, q{k}.at[j]);\n");
-        }
-        store += &format!("    *(Pack<{c}> *)({at}y{k} + i) = q{k};\n");
-    }
-    format!("{before}    #pragma unroll\n    for (int j = 0; j < {width}; j++) {{\n{body}    }}\n{store}")
+    (before, body)
 }
 
 /// How a thread reads its adjacent elements of an input.

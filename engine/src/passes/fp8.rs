@@ -1,0 +1,324 @@
+//! FP8 GEMMs: the matmuls of linear layers, forward and backward, with operands rounded to eight bits.
+
+use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target, WarmUp};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Node, Role, Value};
+use crate::meta::{DType, Meta};
+use crate::op::Op;
+use crate::ops::concat::Concat;
+use crate::ops::matmul::{Matmul, Sums};
+use crate::ops::quantize::{Quantize, Scales};
+use crate::philox::hash_name;
+use crate::record::{Recorder, Var};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+pub struct Fp8;
+
+/// How the names of its states begin.
+pub const STATES: &str = "fp8.";
+
+/// Tokens below which a GEMM is bound by reading its weights.
+const LEAST_ROWS: usize = 256;
+
+impl Switch for Fp8 {
+    fn name(&self) -> &'static str {
+        "fp8"
+    }
+
+    fn about(&self) -> &'static str {
+        "Linear layers in FP8 while training: activations and weights in e4m3, gradients in e5m2, each tensor with one scale; sums in f32, master weights as they were. Head, embedding, norms, routers and attention stay as they are."
+    }
+
+    fn default_mode(&self) -> Mode {
+        Mode::Off
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::LowPrecision
+    }
+
+    fn settings(&self) -> &'static [Setting] {
+        &[
+            Setting {
+                name: "scaling",
+                default: "delayed",
+                about: "what a tensor's scale follows from. delayed: the largest absolute values of its last `history` steps; current: its own, for one more read of every tensor",
+            },
+            Setting { name: "history", default: "16", about: "with scaling=delayed: steps that a scale looks back on" },
+            Setting {
+                name: "warmup",
+                default: "8",
+                about: "with scaling=delayed: steps at the start of a run that are computed without FP8, while the ranges of all tensors are observed",
+            },
+            Setting {
+                name: "sums",
+                default: "mixed",
+                about: "how tensor cores add. fast: some 14 bits; f32: every few products in f32; mixed: fast in the forward pass, f32 in the backward pass",
+            },
+            Setting {
+                name: "least",
+                default: "256",
+                about: "the least N K / (N + K) of a weight [N, K] for which FP8 pays for rounding the operands: 512 x 512, or 341 x 1024",
+            },
+            Setting { name: "gemms", default: "fp8", about: "fp8; bf16: nothing is computed in FP8, only ranges are observed, as during the warm-up" },
+        ]
+    }
+
+    fn rounds_to(&self) -> DType {
+        DType::E4M3
+    }
+
+    fn variants(&self) -> &'static [&'static str] {
+        &["auto,least=8,scaling=current"]
+    }
+
+    fn example(&self, r: &Recorder) {
+        let (a, b) = (r.param("a", &[32, 16], Init::Normal { std: 0.3 }), r.param("b", &[16, 32], Init::Normal { std: 0.3 }));
+        let x = r.feed("x", &[256, 16], DType::F32);
+        let loss = (x + x.linear(a).silu().linear(b)).square().mean();
+        r.output("loss", loss);
+        for (name, g) in ["da", "db"].iter().zip(r.grad(loss, &[a, b])) {
+            r.output(name, g);
+        }
+    }
+}
+
+impl Pass for Fp8 {
+    fn stage(&self) -> Stage {
+        Stage::Differentiated
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["bf16", "merged-qkv", "autodiff", "dead-code"]
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let delayed = settings.one_of("scaling", &["delayed", "current"])? == "delayed";
+        let (history, runs) = (settings.number("history")?, settings.number_or_none("warmup")?);
+        let sums = settings.one_of("sums", &["mixed", "fast", "f32"])?;
+        let active = settings.one_of("gemms", &["fp8", "bf16"])? == "fp8";
+        let least = settings.number_or_none("least")?;
+        if !g.nodes.iter().any(|n| n.backward) {
+            return Ok(()); // evaluation and generation are not worth the error
+        }
+        if let Target::Cuda(arch) = settings.target
+            && arch.sm < 89
+        {
+            let problem = format!(
+                "needs a GPU of compute capability 8.9 or later (this one has {}.{}); --pass bf16=auto is the narrowest type here",
+                arch.sm / 10,
+                arch.sm % 10
+            );
+            return Err(Error::PassSetting { pass: self.name().into(), problem });
+        }
+        let sites = Sites::find(g, least, receipt);
+        if sites.matmuls.is_empty() {
+            return Ok(());
+        }
+        receipt.applied = sites.matmuls.len();
+        let name = sites.name(g);
+        if delayed && runs > 0 && active {
+            let rest = ["scaling", "history", "sums", "least"].map(|s| format!(",{s}={}", settings.text(s))).concat();
+            receipt.warm_up = Some(WarmUp { pass: self.name(), counter: format!("{STATES}steps/{name}"), runs: runs as u64, value: format!("auto,gemms=bf16{rest}") });
+            receipt.notes.push(format!("after {runs} steps without it"));
+        }
+        rewrite(g, &sites, active, sums, delayed.then_some((history, &*name)))
+    }
+}
+
+/// A matrix that is rounded to FP8.
+struct Tensor {
+    /// What is rounded: a weight before it was cast to bf16, or another operand as it is.
+    from: Value,
+    dtype: DType,
+    /// Whether it is needed as it is, and transposed.
+    rows: bool,
+    columns: bool,
+}
+
+/// Matmuls that are computed in FP8, and their operands.
+#[derive(Default)]
+struct Sites {
+    tensors: Vec<Tensor>,
+    known: HashMap<(Value, Vec<usize>), usize>,
+    /// By node: for both operands, which tensor, and whether it is read transposed to how it is stored.
+    matmuls: HashMap<usize, [(usize, bool); 2]>,
+}
+
+impl Sites {
+    fn find(g: &Graph, least: usize, receipt: &mut Receipt) -> Sites {
+        let mut sites = Sites::default();
+        let mut weights: HashMap<Value, ()> = HashMap::new();
+        let mut inputs: HashMap<(Value, Vec<usize>), ()> = HashMap::new();
+        for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.backward && !n.typed && !n.narrow) {
+            let Some([a, b]) = g.plain_matmul(i) else { continue };
+            let (x, w) = match (is_weight(g, a), is_weight(g, b)) {
+                (false, true) => (a, b),
+                (true, false) => (b, a),
+                _ => continue,
+            };
+            match too_small(g, [a, b], g.meta(w), least) {
+                Some(reason) => receipt.decline(reason, &node.scope),
+                None => {
+                    weights.insert(stored(g, w).0, ());
+                    inputs.insert(key(g, x), ());
+                    sites.add(g, i, [a, b], |v| if v == w { stem(g, v) } else { stored(g, v).0 }, |_| DType::E4M3);
+                }
+            }
+        }
+        for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.backward && !n.typed) {
+            let plain = node.op::<Matmul>().is_some_and(|m| Matmul { dtype: None, ..m.clone() } == Matmul::default());
+            let (true, &[a, b]) = (plain && node.outputs[0].rank() == 2, &node.inputs[..]) else { continue };
+            let (weight, input) = (|v: Value| weights.contains_key(&stored(g, v).0), |v: Value| inputs.contains_key(&key(g, v)));
+            let gradient = match ([a, b].map(weight), [a, b].map(input)) {
+                ([false, true], _) | ([false, false], [false, true]) => a,
+                ([true, false], _) | ([false, false], [true, false]) => b,
+                _ => continue,
+            };
+            let of_weight = [a, b].map(weight) == [false, false];
+            let wide = if of_weight { &node.outputs[0] } else { g.meta(if gradient == a { b } else { a }) };
+            if too_small(g, [a, b], wide, least).is_some() {
+                continue; // a LoRA matrix: its forward matmul was declined
+            }
+            let from = |v: Value| if v != gradient && !of_weight { stem(g, v) } else { stored(g, v).0 };
+            sites.add(g, i, [a, b], from, |v| if v == gradient { DType::E5M2 } else { DType::E4M3 });
+        }
+        sites
+    }
+
+    fn add(&mut self, g: &Graph, i: usize, operands: [Value; 2], from: impl Fn(Value) -> Value, dtype: impl Fn(Value) -> DType) {
+        let mut sides = [(0, false); 2];
+        for (k, v) in operands.into_iter().enumerate() {
+            let transposed = stored(g, v).1;
+            let at = *self.known.entry(key(g, v)).or_insert_with(|| {
+                self.tensors.push(Tensor { from: from(v), dtype: dtype(v), rows: false, columns: false });
+                self.tensors.len() - 1
+            });
+            // The left operand is read by rows, the right one by columns: tensor cores want both along the sum.
+            let turned = transposed == (k == 0);
+            self.tensors[at].columns |= turned;
+            self.tensors[at].rows |= !turned;
+            sides[k] = (at, turned);
+        }
+        self.matmuls.insert(i, sides);
+    }
+
+    /// Under which name scales are kept: programs that round the same tensors of a model share them.
+    fn name(&self, g: &Graph) -> String {
+        let one = |t: &Tensor| format!("{} {} {};", g.nodes[t.from.node].scope, t.dtype, g.meta(t.from).dim(0));
+        let all: String = self.tensors.iter().map(one).collect();
+        format!("{:08x}", hash_name(&all) as u32)
+    }
+}
+
+/// A trained or frozen weight, or several side by side.
+fn is_weight(g: &Graph, v: Value) -> bool {
+    let of = stored(g, v).0;
+    let weight = |v: Value| matches!(g.state_role(v), Some(Role::Param | Role::Frozen));
+    weight(of) || g.nodes[of.node].op::<Concat>().is_some() && g.nodes[of.node].inputs.iter().all(|&v| weight(v))
+}
+
+/// The matrix that is stored, and whether `v` is its transpose.
+fn stored(g: &Graph, v: Value) -> (Value, bool) {
+    g.transpose_of(v).map_or((v, false), |of| (of, true))
+}
+
+/// Operands with the same key are the same matrix.
+fn key(g: &Graph, v: Value) -> (Value, Vec<usize>) {
+    let of = stored(g, v).0;
+    (g.unshaped(of), g.meta(of).shape.clone())
+}
+
+/// A weight before it was cast.
+fn stem(g: &Graph, v: Value) -> Value {
+    let of = stored(g, v).0;
+    let node = &g.nodes[of.node];
+    if node.is_cast() && g.meta(node.inputs[0]).dtype.is_float() { node.inputs[0] } else { of }
+}
+
+/// Why FP8 does not pay for this matmul, or is impossible. `weight`: the matrix that is a weight, or a weight's gradient.
+fn too_small(g: &Graph, [a, b]: [Value; 2], weight: &Meta, least: usize) -> Option<String> {
+    let (m, k, n) = (g.meta(a).dim(1), g.meta(a).dim(0), g.meta(b).dim(0));
+    let (rows, columns) = (weight.dim(1), weight.dim(0));
+    let tokens = m * k * n / (rows * columns);
+    if [m, k, n].iter().any(|d| !d.is_multiple_of(16)) {
+        return Some(format!("{m} x {k} x {n}: FP8 GEMMs need multiples of 16"));
+    }
+    if tokens < LEAST_ROWS {
+        return Some(format!("{tokens} rows: fewer than {LEAST_ROWS} are bound by reading the weights"));
+    }
+    let small = rows * columns < least * (rows + columns);
+    small.then(|| format!("a weight of {rows} x {columns} is too small to pay for rounding the operands (least={least})"))
+}
+
+/// Records the matmuls anew. `delayed`: how many steps a scale looks back on, and the name that scales are kept under.
+fn rewrite(g: &mut Graph, sites: &Sites, active: bool, sums: &str, delayed: Option<(usize, &str)>) -> Result<(), Error> {
+    let count = sites.tensors.len();
+    // For every tensor: as it is, transposed, its scale, the parts of its largest value.
+    let mut made: Vec<Option<[Value; 4]>> = vec![None; count];
+    let mut states: Option<[Value; 4]> = None;
+    g.rewrite(|w, i, node, _| {
+        let Some(sides) = sites.matmuls.get(&i) else { return Ok::<_, Error>(None) };
+        let r = w.recorder;
+        if let (Some((history, name)), None) = (delayed, states) {
+            let state = |what: &str, shape: &[usize], v: f32| r.state(&format!("{STATES}{what}/{name}"), shape, DType::F32, Init::Full(v));
+            let steps = state("steps", &[1], 0.0);
+            states = Some([state("history", &[count, history], 0.0), state("scale", &[count, 4], 1.0), steps, steps + 1.0].map(|v| v.value()));
+        }
+        for &(at, _) in sides {
+            if made[at].is_none() {
+                let t = &sites.tensors[at];
+                let x = w.at(t.from);
+                r.set_place(node);
+                let observe = |scale: Var<'_>| r.op1(Quantize::new(t.dtype, false, false), &[x, r.var(scale.value())]);
+                let scale = match states {
+                    Some([_, scales, ..]) => r.var(scales).slice(0, at, at + 1).slice(1, 0, 1).reshape(&[1]),
+                    None => {
+                        let one = r.full(&[1], 1.0);
+                        let now = [r.zeros(&[1, 1]), r.full(&[1, 4], 1.0), one, observe(one)];
+                        r.op(Scales { types: vec![t.dtype] }, &now)[1].slice(1, 0, 1).reshape(&[1])
+                    }
+                };
+                made[at] = Some(if active {
+                    let y = r.op(Quantize::new(t.dtype, t.rows, t.columns), &[x, scale]);
+                    [y[0], y[t.rows as usize], scale, y[y.len() - 1]].map(|v| v.value())
+                } else {
+                    [scale, scale, scale, observe(scale)].map(|v| v.value())
+                });
+            }
+        }
+        if !active {
+            return Ok(None);
+        }
+        let side = |(at, turned): (usize, bool)| {
+            let [rows, columns, scale, _] = made[at].expect("made above").map(|v| r.var(v));
+            (if turned { columns } else { rows }, scale)
+        };
+        let ((a, sa), (b, sb)) = (side(sides[0]), side(sides[1]));
+        let exact = sums == "f32" || sums == "mixed" && node.backward;
+        let op = Matmul {
+            dtype: Some(node.outputs[0].dtype),
+            scaled: Some(if exact { Sums::F32 } else { Sums::Fast }),
+            ..Matmul::default()
+        };
+        Ok(Some(vec![r.op1(op, &[a, b.t(), sa, sb])]))
+    })?;
+    if let Some([history, scales, steps, next]) = states {
+        let parts: Vec<Value> = made.into_iter().map(|m| m.expect("every tensor is an operand")[3]).collect();
+        let parts = push(g, Concat { axis: 0 }, parts);
+        let after = push(g, Scales { types: sites.tensors.iter().map(|t| t.dtype).collect() }, vec![history, scales, steps, parts]);
+        g.updates.extend([(history, after), (scales, Value { out: 1, ..after }), (steps, next)]);
+    }
+    super::dead_code::sweep(g);
+    Ok(())
+}
+
+/// Adds a node at the end, as part of the backward pass: it reads what forward nodes give, but no forward node waits for it. Returns its first output.
+fn push(g: &mut Graph, op: impl Op, inputs: Vec<Value>) -> Value {
+    let metas: Vec<Meta> = inputs.iter().map(|&v| g.meta(v).clone()).collect();
+    let outputs = op.infer(&metas);
+    let kind = Kind::Op(Arc::new(op));
+    g.nodes.push(Node { kind, inputs, outputs, scope: "fp8".into(), backward: true, block: 0, typed: false, narrow: false });
+    Value { node: g.nodes.len() - 1, out: 0 }
+}
