@@ -57,7 +57,8 @@ unsafe fn set_scales(description: sys::cublasLtMatmulDesc_t, [a, b]: [u64; 2]) -
     use sys::cublasLtMatmulDescAttributes_t as A;
     for (name, address) in [(A::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b), (A::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a)] {
         // SAFETY: as this function's; the value is 8 bytes.
-        unsafe { result::set_matmul_desc_attribute(description, name, (&raw const address).cast(), 8) }.map_err(failed("a scale".into()))?;
+        unsafe { result::set_matmul_desc_attribute(description, name, (&raw const address).cast(), 8) }
+            .map_err(failed("a scale".into()))?;
     }
     Ok(())
 }

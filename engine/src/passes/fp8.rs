@@ -61,7 +61,11 @@ impl Switch for Fp8 {
                 default: "256",
                 about: "the least N K / (N + K) of a weight [N, K] for which FP8 pays for rounding the operands: 512 x 512, or 341 x 1024",
             },
-            Setting { name: "gemms", default: "fp8", about: "fp8; bf16: nothing is computed in FP8, only ranges are observed, as during the warm-up" },
+            Setting {
+                name: "gemms",
+                default: "fp8",
+                about: "fp8; bf16: nothing is computed in FP8, only ranges are observed, as during the warm-up",
+            },
         ]
     }
 
@@ -120,7 +124,12 @@ impl Pass for Fp8 {
         let name = sites.name(g);
         if delayed && runs > 0 && active {
             let rest = ["scaling", "history", "sums", "least"].map(|s| format!(",{s}={}", settings.text(s))).concat();
-            receipt.warm_up = Some(WarmUp { pass: self.name(), counter: format!("{STATES}steps/{name}"), runs: runs as u64, value: format!("auto,gemms=bf16{rest}") });
+            receipt.warm_up = Some(WarmUp {
+                pass: self.name(),
+                counter: format!("{STATES}steps/{name}"),
+                runs: runs as u64,
+                value: format!("auto,gemms=bf16{rest}"),
+            });
             receipt.notes.push(format!("after {runs} steps without it"));
         }
         rewrite(g, &sites, active, sums, delayed.then_some((history, &*name)))
@@ -264,7 +273,8 @@ fn rewrite(g: &mut Graph, sites: &Sites, active: bool, sums: &str, delayed: Opti
         if let (Some((history, name)), None) = (delayed, states) {
             let state = |what: &str, shape: &[usize], v: f32| r.state(&format!("{STATES}{what}/{name}"), shape, DType::F32, Init::Full(v));
             let steps = state("steps", &[1], 0.0);
-            states = Some([state("history", &[count, history], 0.0), state("scale", &[count, 4], 1.0), steps, steps + 1.0].map(|v| v.value()));
+            states =
+                Some([state("history", &[count, history], 0.0), state("scale", &[count, 4], 1.0), steps, steps + 1.0].map(|v| v.value()));
         }
         for &(at, _) in sides {
             if made[at].is_none() {
@@ -297,11 +307,8 @@ fn rewrite(g: &mut Graph, sites: &Sites, active: bool, sums: &str, delayed: Opti
         };
         let ((a, sa), (b, sb)) = (side(sides[0]), side(sides[1]));
         let exact = sums == "f32" || sums == "mixed" && node.backward;
-        let op = Matmul {
-            dtype: Some(node.outputs[0].dtype),
-            scaled: Some(if exact { Sums::F32 } else { Sums::Fast }),
-            ..Matmul::default()
-        };
+        let op =
+            Matmul { dtype: Some(node.outputs[0].dtype), scaled: Some(if exact { Sums::F32 } else { Sums::Fast }), ..Matmul::default() };
         Ok(Some(vec![r.op1(op, &[a, b.t(), sa, sb])]))
     })?;
     if let Some([history, scales, steps, next]) = states {

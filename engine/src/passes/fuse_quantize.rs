@@ -56,7 +56,9 @@ impl Pass for FuseQuantize {
         for (q, node) in g.nodes.iter().enumerate() {
             let Some(op) = node.op::<Quantize>() else { continue };
             let v = g.unshaped(node.inputs[0]);
-            if *op == Quantize::new(op.results[0].dtype, op.results[0].rows, op.results[0].columns) && g.nodes[v.node].op::<Pointwise>().is_some() {
+            if *op == Quantize::new(op.results[0].dtype, op.results[0].rows, op.results[0].columns)
+                && g.nodes[v.node].op::<Pointwise>().is_some()
+            {
                 sites.entry(v.node).or_default().push((v.out, q));
             }
         }
@@ -74,7 +76,10 @@ impl Pass for FuseQuantize {
         let kept: Vec<Vec<bool>> = {
             let readers = g.readers();
             let is_root = g.root_nodes();
-            let shown = |v: Value, q: usize| is_root[v.node] || readers[v.node].iter().any(|&r| g.nodes[r].inputs.contains(&v) && r != q && !leads_to(g, &readers, &is_root, r, q));
+            let shown = |v: Value, q: usize| {
+                is_root[v.node]
+                    || readers[v.node].iter().any(|&r| g.nodes[r].inputs.contains(&v) && r != q && !leads_to(g, &readers, &is_root, r, q))
+            };
             sites.iter().map(|(&p, all)| all.iter().map(|&(out, q)| shown(Value { node: p, out }, q)).collect()).collect()
         };
         let kept: BTreeMap<usize, Vec<bool>> = sites.keys().copied().zip(kept).collect();

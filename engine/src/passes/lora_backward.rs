@@ -125,7 +125,9 @@ fn first(pairs: &[Pair]) -> usize {
 fn sites(g: &Graph) -> Vec<Pair> {
     let plain = |i: usize| {
         let n = &g.nodes[i];
-        n.op::<Matmul>().filter(|m| m.add.is_none() && !m.bias && m.act.is_none() && m.scaled.is_none() && n.outputs[0].rank() == 2).is_some()
+        n.op::<Matmul>()
+            .filter(|m| m.add.is_none() && !m.bias && m.act.is_none() && m.scaled.is_none() && n.outputs[0].rank() == 2)
+            .is_some()
     };
     // d -> the matmuls d^T p.
     let mut transposed: HashMap<Value, Vec<usize>> = HashMap::new();

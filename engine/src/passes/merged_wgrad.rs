@@ -75,7 +75,9 @@ impl Pass for MergedWgrad {
 /// The last matmul of an accumulating chain -> all matmuls of the chain, in order.
 fn chains(g: &Graph, receipt: &mut Receipt) -> HashMap<usize, Vec<usize>> {
     let reads = g.reads();
-    let product = |i: usize| g.nodes[i].op::<Matmul>().filter(|m| !m.bias && m.act.is_none() && m.scaled.is_none() && g.nodes[i].outputs[0].rank() == 2);
+    let product = |i: usize| {
+        g.nodes[i].op::<Matmul>().filter(|m| !m.bias && m.act.is_none() && m.scaled.is_none() && g.nodes[i].outputs[0].rank() == 2)
+    };
     // The matmul whose result this one accumulates into, if it has no other reader.
     let before = |i: usize| {
         let v = *product(i).and_then(|_| g.nodes[i].inputs.get(2))?;

@@ -30,6 +30,7 @@ mod own_recipe;
 mod planning;
 mod policy;
 mod polychromic;
+mod precision;
 mod puzzle_files;
 mod puzzles;
 mod refused;

@@ -20,7 +20,7 @@ use std::sync::Arc;
 pub const PARTS: usize = 1024;
 
 /// Rows and columns that a block rounds at a time.
-const TILE: [usize; 2] = [128, 64];
+const TILE: [usize; 2] = [128, 128];
 
 /// A tensor to round: output number k of the expression is the k-th of these.
 #[derive(Clone, Debug, PartialEq)]
@@ -99,7 +99,11 @@ impl Op for Quantize {
             let rounded = |v: f32| if v.is_finite() { (v * by).clamp(-most, most) } else { f32::NAN };
             let mut next = || y.next().expect("an output for each");
             if r.rows {
-                next().f32().par_chunks_mut(n).zip(v.par_chunks(n)).for_each(|(y, v)| y.iter_mut().zip(v).for_each(|(y, &v)| *y = rounded(v)));
+                next()
+                    .f32()
+                    .par_chunks_mut(n)
+                    .zip(v.par_chunks(n))
+                    .for_each(|(y, v)| y.iter_mut().zip(v).for_each(|(y, &v)| *y = rounded(v)));
             }
             if r.columns {
                 let column = |(j, y): (usize, &mut [f32])| y.iter_mut().enumerate().for_each(|(i, y)| *y = rounded(v[i * n + j]));
@@ -124,6 +128,7 @@ impl Op for Quantize {
             .define("N", n)
             .define("TILES", m.div_ceil(TILE[0]) * n.div_ceil(TILE[1]))
             .grid(PARTS, 1, 1)
+            .block(512)
             .all(io)
             .code()
     }
@@ -196,7 +201,9 @@ const TENSOR_CORES: &str = "tensor cores add up a few FP8 products with some 14 
 /// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("e4m3, both ways", &[In(&[48, 80], Fill::Frozen)], |x| both(x[0], DType::E4M3, 0.0078125)),
-    Case::new("e5m2, of several tiles", &[In(&[272, 144], Fill::Frozen)], |x| both(x[0] * (1.0 / 64.0), DType::E5M2, 1.0 / (1 << 20) as f32)),
+    Case::new("e5m2, of several tiles", &[In(&[272, 144], Fill::Frozen)], |x| {
+        both(x[0] * (1.0 / 64.0), DType::E5M2, 1.0 / (1 << 20) as f32)
+    }),
     Case::new("beyond the range", &[In(&[16, 16], Fill::Frozen)], |x| both(x[0] * 1024.0, DType::E4M3, 1.0)),
     Case::new("two results of one expression", &[In(&[48, 160], Fill::Frozen), In(&[48, 160], Fill::Frozen)], |x| {
         let r = x[0].recorder();

@@ -1,0 +1,170 @@
+//! FP8: what is rounded, with which scales, and when.
+
+use kiln_engine::passes::{Receipt, Target};
+use kiln_engine::program::imagined;
+use kiln_engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches};
+
+const ROWS: usize = 256;
+
+/// Two linear layers and a narrow one, trained by plain gradient descent.
+fn step(r: &Recorder) {
+    let w = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
+    let params = [w("a", &[48, 32]), w("b", &[32, 48]), w("narrow", &[16, 32])];
+    let x = r.feed("x", &[ROWS, 32], DType::F32);
+    let h = r.scope("mlp", || x + x.linear(params[0]).silu().linear(params[1]));
+    let loss = h.square().mean() + r.scope("narrow", || h.linear(params[2])).square().mean();
+    r.output("loss", loss);
+    for (p, g) in params.into_iter().zip(r.grad(loss, &params)) {
+        r.update(p, p - g * 0.1);
+    }
+}
+
+fn graph() -> kiln_engine::Graph {
+    let r = Recorder::new();
+    step(&r);
+    r.finish()
+}
+
+fn with(fp8: &str) -> Switches {
+    Switches::default().with("fp8", fp8).unwrap()
+}
+
+fn receipt(receipts: &[Receipt]) -> &Receipt {
+    receipts.iter().find(|r| r.pass == "fp8").unwrap()
+}
+
+struct Run {
+    program: Program,
+    store: Store,
+}
+
+impl Run {
+    fn new(fp8: &str) -> Run {
+        let mut store = Store::new(3);
+        let program = Program::load(graph(), &with(fp8), &Device::cpu(Cpu::new(2)), &mut store).unwrap();
+        Run { program, store }
+    }
+
+    fn step(&mut self, x: &[f32]) -> f32 {
+        self.program.run(&mut self.store, &[("x", Data::F32(x))]).unwrap();
+        self.program.scalar("loss", &self.store).unwrap()
+    }
+
+    fn state(&self, prefix: &str) -> Vec<f32> {
+        let name = self.store.iter().map(|(n, _)| n.to_string()).find(|n| n.starts_with(prefix)).unwrap();
+        self.store.get(&name).unwrap().f32().unwrap()
+    }
+}
+
+fn numbers(seed: u32) -> Vec<f32> {
+    (0..ROWS as u32 * 32)
+        .map(|i| ((i.wrapping_mul(2_654_435_761).wrapping_add(seed.wrapping_mul(97)) >> 8) % 2001) as f32 / 1000.0 - 1.0)
+        .collect()
+}
+
+#[test]
+fn linear_layers_are_rounded_forward_and_backward_and_small_ones_are_not() {
+    let c = Compiled::new(graph(), &with("auto,least=16"), Target::Cpu).unwrap();
+    let r = receipt(&c.receipts);
+    // Of each of two layers: the output, the gradient of the weight, and of the second layer's input (nothing asks for x's).
+    assert_eq!(r.applied, 5, "{}", r.summary());
+    assert!(r.summary().contains("a weight of 32 x 16 is too small") && r.summary().contains("narrow"), "{}", r.summary());
+    let fp8: Vec<_> = c.graph.nodes.iter().filter(|n| n.outputs.iter().any(|m| m.dtype.is_fp8())).collect();
+    assert!(fp8.iter().any(|n| n.outputs[0].dtype == DType::E4M3) && fp8.iter().any(|n| n.outputs[0].dtype == DType::E5M2));
+    // Weights are rounded from f32, not from a copy.
+    assert_eq!(
+        fp8.iter()
+            .filter(|n| n
+                .inputs
+                .iter()
+                .any(|v| c.graph.nodes[v.node].name() == "state" && v.out == 0 && c.graph.meta(*v).elements() == 48 * 32))
+            .count(),
+        2
+    );
+}
+
+#[test]
+fn programs_without_gradients_and_old_gpus() {
+    let r = Recorder::new();
+    r.output("y", r.feed("x", &[ROWS, 32], DType::F32).linear(r.param("a", &[48, 32], Init::Full(1.0))));
+    let c = Compiled::new(r.finish(), &with("auto,least=16"), Target::Cpu).unwrap();
+    assert_eq!((receipt(&c.receipts).applied, receipt(&c.receipts).declined.len()), (0, 0));
+    for (sm, works) in [(80, false), (89, true), (90, true)] {
+        match (Compiled::new(graph(), &with("auto,least=16"), imagined(sm)), works) {
+            (Ok(_), true) => {}
+            (Err(Error::PassSetting { problem, .. }), false) => assert!(problem.contains("8.9") && problem.contains("8.0"), "{problem}"),
+            (other, _) => panic!("sm_{sm}: {:?}", other.map(|c| c.receipts).map_err(|e| e.to_string())),
+        }
+    }
+}
+
+/// Until the warm-up is over, every bit is as without the pass; then the loss differs, but little; scales are the smallest powers of two that keep the
+/// largest values of the last steps in range.
+#[test]
+fn after_a_warm_up_scales_follow_the_largest_values() {
+    const WARM: usize = 3;
+    let (mut off, mut on) = (Run::new("off"), Run::new("auto,least=16,warmup=3,history=4"));
+    for step in 0..10 {
+        let x = numbers(step as u32);
+        let (plain, rounded) = (off.step(&x), on.step(&x));
+        if step < WARM {
+            assert_eq!(plain.to_bits(), rounded.to_bits(), "step {step}");
+        } else {
+            let apart = (plain - rounded).abs() / plain;
+            assert!(apart > 1e-6 && apart < 0.02, "step {step}: {plain} and {rounded}");
+        }
+        assert_eq!(on.program.warmed_up().is_some(), step == WARM);
+    }
+    assert_eq!(on.state("fp8.steps"), [10.0]);
+    let (history, scales) = (on.state("fp8.history"), on.state("fp8.scale"));
+    for (seen, scale) in history.chunks(4).zip(scales.chunks(4)) {
+        let (most, scale) = (seen.iter().fold(0.0f32, |a, b| a.max(*b)), scale[0]);
+        assert!(seen.iter().all(|v| *v > 0.0) && scale.log2().fract() == 0.0, "{seen:?} {scale}");
+        let top = most / scale;
+        assert!((224.0..=448.0).contains(&top) || (28_672.0..=57_344.0).contains(&top), "{most} by {scale}");
+    }
+}
+
+/// An infinite input makes the step's loss no number, so that an optimizer skips it; the scales stay as they are, and the next step is as if nothing had been.
+#[test]
+fn what_overflows_is_noticed_and_leaves_no_trace_in_the_scales() {
+    let mut run = Run::new("auto,least=16,warmup=1");
+    for i in 0..4 {
+        run.step(&numbers(i));
+    }
+    let before = (run.state("fp8.history"), run.state("fp8.scale"));
+    let params: Vec<Vec<f32>> = ["a", "b", "narrow"].map(|n| run.state(n)).into();
+    let mut x = numbers(9);
+    x[77] = f32::INFINITY;
+    assert!(!run.step(&x).is_finite());
+    // Of what the infinity reached nothing is kept; a weight's largest value is as finite as ever.
+    let after = (run.state("fp8.history"), run.state("fp8.scale"));
+    assert_eq!(before.1, after.1);
+    assert!(after.0.iter().all(|v| v.is_finite()));
+    // As an optimizer that skips would leave it.
+    for (name, values) in ["a", "b", "narrow"].iter().zip(&params) {
+        let meta = run.store.get(name).unwrap().meta.clone();
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        run.store.set(name, &meta, &bytes).unwrap();
+    }
+    let mut plain = Run::new("off");
+    for (name, values) in ["a", "b", "narrow"].iter().zip(&params) {
+        let meta = plain.store.get(name).unwrap().meta.clone();
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        plain.store.set(name, &meta, &bytes).unwrap();
+    }
+    let (a, b) = (run.step(&numbers(10)), plain.step(&numbers(10)));
+    assert!((a - b).abs() < 0.02 * b, "{a} {b}");
+}
+
+/// With scaling=current a tensor's own values decide, from the first step on, however large they are.
+#[test]
+fn current_scaling_needs_no_history() {
+    for size in [1e-6, 1.0, 1e5] {
+        let x: Vec<f32> = numbers(4).iter().map(|v| v * size).collect();
+        let (mut off, mut on) = (Run::new("off"), Run::new("auto,least=16,scaling=current"));
+        let (plain, rounded) = (off.step(&x), on.step(&x));
+        assert!((plain - rounded).abs() < 0.02 * plain && plain != rounded, "{size}: {plain} {rounded}");
+        assert!(on.store.iter().all(|(n, _)| !n.starts_with("fp8")));
+    }
+}

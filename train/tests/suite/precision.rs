@@ -1,0 +1,47 @@
+//! Runs in FP8: the warm-up, what is kept, and resuming.
+
+use crate::common::*;
+use std::path::Path;
+use tempfile::tempdir;
+
+fn small(out: &Path, args: &str) -> Ran {
+    let all = "train decoder --preset tiny --device cpu --threads 1 --set model.layers=1 --set model.dim=64 --set model.hidden=128 --set model.heads=2 --set model.kv_heads=2 --set batch=2 --set eval_batches=2 --set log_every=1 --set warmup=1 --set horizon=7 --pass bf16=auto";
+    let mut all: Vec<String> = all.split_whitespace().map(str::to_owned).collect();
+    all.extend(["--out".into(), text(out)]);
+    all.extend(args.split_whitespace().map(str::to_owned));
+    kiln(all)
+}
+
+const FP8: &str = "--pass fp8=auto,least=16,warmup=4";
+
+#[test]
+fn a_run_in_fp8_resumes_to_the_bit_before_and_after_its_warm_up() {
+    let dir = tempdir().unwrap();
+    let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
+    let said = small(&whole, &format!("--steps 7 {FP8}")).ok().out;
+    assert!(said.contains("step 5: fp8 is active from here on, after 4 steps without it"), "{said}");
+    small(&parts, &format!("--steps 2 {FP8}")).ok();
+    let said = resume(&parts, "--steps 5").ok().out;
+    assert!(said.contains("step 5: fp8 is active"), "{said}");
+    let said = resume(&parts, "--steps 7").ok().out;
+    assert!(!said.contains("is active from here on"), "{said}");
+    same_bytes(&checkpoint(&whole, 7), &checkpoint(&parts, 7));
+    assert_eq!(losses(&whole), losses(&parts));
+    // The first steps are those of a run without it, to the bit; the others are near.
+    let plain = dir.path().join("plain");
+    small(&plain, "--steps 7").ok();
+    let (with, without) = (losses(&whole), losses(&plain));
+    assert_eq!(with[..4], without[..4]);
+    let (a, b) = (with[6].1.unwrap(), without[6].1.unwrap());
+    assert!(a != b && (a - b).abs() < 0.01 * b, "{a} {b}");
+}
+
+#[test]
+fn a_run_that_began_without_fp8_goes_on_with_it() {
+    let dir = tempdir().unwrap();
+    let run = dir.path().join("run");
+    small(&run, "--steps 2").ok();
+    let said = resume(&run, &format!("--steps 7 {FP8}")).ok().out;
+    assert!(said.contains("step 7: fp8 is active from here on, after 4 steps without it"), "{said}");
+    assert!(losses(&run).iter().all(|l| l.1.is_some_and(f64::is_finite)));
+}
