@@ -1,7 +1,6 @@
 //! Named rewrites of a graph, in stages. Each can be switched, and leaves a receipt.
 
 mod autodiff;
-mod bf16;
 mod dead_code;
 mod decompose;
 mod fp8;
@@ -25,6 +24,7 @@ mod lora_backward;
 mod lora_forward;
 mod merged_qkv;
 mod merged_wgrad;
+mod mixed;
 pub mod pattern;
 mod recompute;
 mod switches;
@@ -34,8 +34,9 @@ pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches,
 use crate::error::Error;
 use crate::executor::EXECUTOR;
 use crate::graph::{Graph, Kind};
-use crate::meta::MOST_BYTES;
+use crate::meta::{DType, MOST_BYTES};
 use crate::record::MOST_TABLE;
+use crate::store::Store;
 
 /// What passes make of a recorded graph, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -77,7 +78,8 @@ pub const PASSES: &[&dyn Pass] = &[
     &fuse_qk_norm::FuseQkNorm,
     &cse::Cse,
     &decompose::Decompose,
-    &bf16::Bf16,
+    &mixed::Mixed(DType::BF16),
+    &mixed::Mixed(DType::F16),
     &fuse_decode::FuseDecode,
     &merged_qkv::MergedQkv,
     &autodiff::Autodiff,
@@ -122,7 +124,12 @@ pub fn all() -> impl Iterator<Item = &'static dyn Switch> {
 
 /// Whether a pass adds the state of this name to a program, for itself.
 pub fn keeps(state: &str) -> bool {
-    state.starts_with(fp8::STATES)
+    [fp8::STATES, mixed::STATES].iter().any(|s| state.starts_with(s))
+}
+
+/// Where a program computes in fp16: its loss scale, and how many runs overflowed.
+pub fn loss_scale(store: &Store) -> Result<Option<String>, Error> {
+    mixed::loss_scale(store)
 }
 
 /// Runs all passes on a graph, registered ones included, and returns a receipt of each.

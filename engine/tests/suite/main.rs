@@ -1,6 +1,7 @@
 //! One binary for all tests of this crate but those that replace the allocator: linking is what takes long.
 
 mod adapters;
+mod fp16;
 mod fp8;
 mod graphs;
 mod ops;

@@ -339,6 +339,9 @@ impl<'a> Run<'a> {
         if self.c.keep_best && self.best.at.as_ref().is_some_and(|at| at.0 < done) {
             say!("best checkpoint {} ({})", out.join("best").display(), self.best.line(self.task.metrics()));
         }
+        if let Some(line) = engine::passes::loss_scale(&self.s.store)? {
+            say!("{line}");
+        }
         say!("done in {}", human_time(started.elapsed()));
         Ok(Finished { step: done, interrupted: false })
     }

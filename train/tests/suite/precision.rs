@@ -45,3 +45,19 @@ fn a_run_that_began_without_fp8_goes_on_with_it() {
     assert!(said.contains("step 7: fp8 is active from here on, after 4 steps without it"), "{said}");
     assert!(losses(&run).iter().all(|l| l.1.is_some_and(f64::is_finite)));
 }
+
+/// The scale is so large at first that steps overflow: they are skipped and counted, the scale halves, and the run goes on; stopped in the middle and
+/// resumed, it is the same to the bit.
+#[test]
+fn a_run_in_fp16_skips_overflows_and_resumes_to_the_bit() {
+    let dir = tempdir().unwrap();
+    let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
+    let fp16 = "--pass bf16=off --pass fp16=auto,scale=16777216,interval=2";
+    let said = small(&whole, &format!("--steps 7 {fp16}")).ok().out;
+    assert!(said.contains("fp16: the loss scale is") && said.contains("skipped"), "{said}");
+    small(&parts, &format!("--steps 2 {fp16}")).ok();
+    resume(&parts, "--steps 7").ok();
+    same_bytes(&checkpoint(&whole, 7), &checkpoint(&parts, 7));
+    let skipped = records(&whole, "train").last().unwrap()["skipped"].as_f64().unwrap();
+    assert!((1.0..7.0).contains(&skipped), "{skipped} steps skipped");
+}

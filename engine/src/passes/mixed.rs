@@ -1,23 +1,39 @@
-//! Mixed precision: activations and matmuls in bf16, parameters and optimizer states in f32.
+//! Mixed precision: activations and matmuls in bf16 or fp16, parameters and optimizer states in f32; for fp16 with a loss scale.
 
 use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
 use crate::op::{Narrow, Op, Port};
+use crate::ops::adamw::global_norm;
 use crate::record::{Recorder, Var};
+use crate::store::Store;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-pub struct Bf16;
+/// Rounds to this type: BF16 or F16.
+pub struct Mixed(pub DType);
 
-impl Switch for Bf16 {
+/// The loss scale grows no further: smaller gradients than it makes visible count for nothing.
+const MOST: f32 = 16_777_216.0;
+
+/// How the names of the states of the loss scale begin.
+pub const STATES: &str = "fp16.";
+
+impl Switch for Mixed {
     fn name(&self) -> &'static str {
-        "bf16"
+        if self.0 == DType::F16 { "fp16" } else { "bf16" }
     }
 
     fn about(&self) -> &'static str {
-        "Computes matmuls, attention and activations in bf16. Parameters and optimizer states stay f32; norms, softmax and loss accumulate in f32."
+        match self.0 {
+            DType::F16 => {
+                "Computes matmuls, attention and activations in fp16, for GPUs without bf16. As bf16, with a dynamic loss scale: it doubles after `interval` steps without an overflow, and halves after one, whose step is skipped."
+            }
+            _ => {
+                "Computes matmuls, attention and activations in bf16. Parameters and optimizer states stay f32; norms, softmax and loss accumulate in f32."
+            }
+        }
     }
 
     fn default_mode(&self) -> Mode {
@@ -29,11 +45,22 @@ impl Switch for Bf16 {
     }
 
     fn settings(&self) -> &'static [Setting] {
-        &[Setting {
-            name: "residual",
-            default: "bf16",
-            about: "type of the residual stream. bf16: rounded like other activations; f32: the embedding's rows, and every sum with them, stay f32",
-        }]
+        match self.0 {
+            DType::F16 => &[
+                Setting { name: "residual", default: "fp16", about: "as of bf16: fp16 or f32" },
+                Setting { name: "scale", default: "65536", about: "the loss scale of the first step" },
+                Setting { name: "interval", default: "2000", about: "steps without an overflow after which the loss scale doubles" },
+            ],
+            _ => &[Setting {
+                name: "residual",
+                default: "bf16",
+                about: "type of the residual stream. bf16: rounded like other activations; f32: the embedding's rows, and every sum with them, stay f32",
+            }],
+        }
+    }
+
+    fn rounds_to(&self) -> DType {
+        self.0
     }
 
     fn example(&self, r: &Recorder) {
@@ -47,17 +74,25 @@ impl Switch for Bf16 {
     }
 }
 
-impl Pass for Bf16 {
+impl Pass for Mixed {
     fn stage(&self) -> Stage {
         Stage::Typed
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["decompose"]
+        if self.0 == DType::F16 { &["decompose", "bf16"] } else { &["decompose"] }
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let wide = settings.one_of("residual", &["bf16", "f32"])? == "f32";
+        let (narrow, wide) = (self.0, settings.one_of("residual", &[self.name(), "f32"])? == "f32");
+        if g.nodes.iter().flat_map(|n| &n.outputs).any(|m| m.dtype == DType::BF16) && narrow == DType::F16 {
+            return Err(Error::PassSetting { pass: self.name().into(), problem: "bf16 is on already: choose one of the two".into() });
+        }
+        let scale = match narrow {
+            DType::F16 => Some((settings.number("scale")? as f32, settings.number("interval")? as f32)),
+            _ => None,
+        };
+        let mut scaled = Scaled::default();
         // With gradients: only the nodes that the loss depends on; without: all nodes. Never nodes recorded under `Recorder::typed`.
         let losses: Vec<Value> = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]).collect();
         let mut inside = if losses.is_empty() { vec![true; g.nodes.len()] } else { g.needed_by(losses.into_iter()) };
@@ -75,13 +110,13 @@ impl Pass for Bf16 {
         g.rewrite(|w, i, node, inputs| {
             let recorder = w.recorder;
             let new = match &node.kind {
-                // Frozen weights are never updated, so they are stored in bf16. Decided by shape alone, so that all programs of a run agree.
+                // Frozen weights are never updated, so they are stored rounded. Decided by shape alone, so that all programs of a run agree.
                 Kind::State(s) if s.role == Role::Frozen && node.outputs[0].rank() > 1 => {
                     frozen += 1;
-                    Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, DType::BF16))])
+                    Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, narrow))])
                 }
-                Kind::State(s) if caches.contains(&i) => Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, DType::BF16))]),
-                Kind::Op(op) if inside[i] && !op.is_view() => Some(rewritten(op, inputs, recorder, wide, &mut casts, receipt)),
+                Kind::State(s) if caches.contains(&i) => Some(vec![recorder.retyped(s, Meta::new(&node.outputs[0].shape, narrow))]),
+                Kind::Op(op) if inside[i] && !op.is_view() => Some(rewritten(op, inputs, recorder, (narrow, wide), &mut casts, receipt)),
                 // A view has its input's type; nodes that the loss does not depend on compute in the types they were recorded with.
                 Kind::Op(op) if op.is_view() => Some(recorder.op_arc(op.clone(), inputs)),
                 Kind::Op(op) => {
@@ -95,13 +130,16 @@ impl Pass for Bf16 {
                 Kind::Grad => {
                     // The loss itself is f32.
                     let loss = inputs[0].cast(DType::F32);
-                    Some(recorder.grad(loss, &inputs[1..]))
+                    Some(match scale {
+                        Some(scale) => scaled.gradients(recorder, loss, &inputs[1..], scale),
+                        None => recorder.grad(loss, &inputs[1..]),
+                    })
                 }
                 _ => None,
             };
             // An update is cast back to its state's type, which changes only for a KV cache.
             for &(state, old) in updates.get(&i).into_iter().flatten() {
-                let dtype = if caches.contains(&state.node) { DType::BF16 } else { node.outputs[old.out].dtype };
+                let dtype = if caches.contains(&state.node) { narrow } else { node.outputs[old.out].dtype };
                 if let Some(vars) = new.as_ref().filter(|vars| vars[old.out].dtype() != dtype) {
                     restored.insert(old, vars[old.out].cast(dtype).value());
                 }
@@ -109,13 +147,14 @@ impl Pass for Bf16 {
             Ok::<_, Error>(new)
         })?;
         if frozen > 0 {
-            receipt.notes.push(format!("{frozen} frozen weights kept in bf16"));
+            receipt.notes.push(format!("{frozen} frozen weights kept in {}", self.name()));
         }
         for (update, (_, old)) in g.updates.iter_mut().zip(old_updates) {
             if let Some(&v) = restored.get(&old) {
                 update.1 = v;
             }
         }
+        scaled.finish(g);
         Ok(())
     }
 }
@@ -170,7 +209,7 @@ fn rewritten<'g>(
     op: &Arc<dyn Op>,
     inputs: &[Var<'g>],
     recorder: &'g Recorder,
-    wide: bool,
+    (narrow, wide): (DType, bool),
     casts: &mut HashMap<Value, Value>,
     receipt: &mut Receipt,
 ) -> Vec<Var<'g>> {
@@ -180,7 +219,7 @@ fn rewritten<'g>(
     for k in 0..x.len() {
         match op.precision(Port::In(k), &recorded) {
             Narrow::Round => {
-                x[k] = cast(x[k], DType::BF16, casts);
+                x[k] = cast(x[k], narrow, casts);
                 rounds = true;
             }
             Narrow::Follow(of) if x[k].dtype().is_float() => x[k] = x[k].cast(x[of[0]].dtype()),
@@ -190,10 +229,10 @@ fn rewritten<'g>(
     let metas = metas(&x);
     let made: Vec<DType> = op.infer(&metas).iter().map(|m| m.dtype).collect();
     let rules: Vec<Narrow> = (0..made.len()).map(|out| op.precision(Port::Out(out), &metas)).collect();
-    // Where the inputs that an output follows differ in type: bf16, unless the residual stream is f32.
+    // Where the inputs that an output follows differ in type: the narrow one, unless the residual stream is f32.
     let follows = |of: &[usize], now: DType| {
         let any = |d: DType| of.iter().any(|&k| metas.get(k).is_some_and(|m| m.dtype == d));
-        if any(DType::BF16) && !(wide && any(DType::F32)) { DType::BF16 } else { now }
+        if any(narrow) && !(wide && any(DType::F32)) { narrow } else { now }
     };
     let wanted: Vec<DType> = made
         .iter()
@@ -206,18 +245,57 @@ fn rewritten<'g>(
         .collect();
     let own = if wanted == made { None } else { op.with_types(&wanted) };
     let y = recorder.op_arc(own.unwrap_or_else(|| op.clone()), &x);
-    rounds |= y.iter().zip(&made).any(|(y, &before)| y.dtype() != before && y.dtype() == DType::BF16);
+    rounds |= y.iter().zip(&made).any(|(y, &before)| y.dtype() != before && y.dtype() == narrow);
     let of_model = x.first().is_some_and(|v| recorder.with_graph(|g| is_state(g, v.value())));
     let result = y.into_iter().zip(rules).map(|(y, rule)| match (rule, y.dtype()) {
         (Narrow::Round, DType::F32) if !wide => {
             rounds = true;
-            y.cast(DType::BF16)
+            y.cast(narrow)
         }
-        // An embedding's rows, read from a bf16 weight, start the f32 residual stream.
-        (Narrow::Round, DType::BF16) if of_model && wide => y.cast(DType::F32),
+        // An embedding's rows, read from a rounded weight, start the f32 residual stream.
+        (Narrow::Round, dtype) if dtype == narrow && of_model && wide => y.cast(DType::F32),
         _ => y,
     });
     let result = result.collect();
     receipt.applied += rounds as usize;
     result
+}
+
+/// The loss scale of a store, and how many runs overflowed.
+pub fn loss_scale(store: &Store) -> Result<Option<String>, Error> {
+    let number = |name: &str| store.get(&format!("{STATES}{name}")).map(|t| Ok::<_, Error>(t.f32()?[0])).transpose();
+    let (Some(scale), Some(skipped)) = (number("scale")?, number("skipped")?) else { return Ok(None) };
+    Ok(Some(format!("fp16: the loss scale is {scale}; {skipped} steps overflowed and were skipped")))
+}
+
+/// Gradients of a scaled loss, divided by the scale again; and the scale of the next run.
+#[derive(Default)]
+struct Scaled {
+    /// (state, its next value).
+    updates: Vec<(Value, Value)>,
+}
+
+impl Scaled {
+    /// `first`, `interval`: the scale of the first run, and after how many runs without an overflow it doubles.
+    fn gradients<'g>(&mut self, r: &'g Recorder, loss: Var<'g>, by: &[Var<'g>], (first, interval): (f32, f32)) -> Vec<Var<'g>> {
+        let state = |name: &str, v: f32| r.state(&format!("{STATES}{name}"), &[1], DType::F32, Init::Full(v));
+        let (scale, runs, skipped) = (state("scale", first), state("runs", 0.0), state("skipped", 0.0));
+        // Powers of two, so that scaling rounds nothing.
+        let gradients: Vec<Var> = r.grad(loss * scale.reshape(&vec![1; loss.shape().len()]), by);
+        let inverse = r.full(&[1], 1.0) / scale;
+        let gradients: Vec<Var> = gradients.into_iter().map(|d| d * inverse.cast(d.dtype())).collect();
+        if self.updates.is_empty() {
+            let finite = global_norm(&gradients).is_finite();
+            let grows = finite * (-(runs + 1.0).less(r.full(&[1], interval)) + 1.0);
+            let next = (scale * (grows + 1.0)).min(r.full(&[1], MOST)) * finite + (scale * 0.5).max(r.full(&[1], 1.0)) * (-finite + 1.0);
+            let counted = (runs + 1.0) * finite * (-grows + 1.0);
+            let updates = [(scale, next), (runs, counted), (skipped, skipped + (-finite + 1.0))];
+            self.updates = updates.map(|(state, next)| (state.value(), next.value())).into();
+        }
+        gradients
+    }
+
+    fn finish(self, g: &mut Graph) {
+        g.updates.extend(self.updates);
+    }
 }
