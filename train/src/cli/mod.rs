@@ -192,6 +192,14 @@ pub struct Which {
     raw_weights: bool,
 }
 
+impl Which {
+    /// Refuses both for a folder that holds one model and no run.
+    fn only_of_runs(&self, path: &Path) -> Result<()> {
+        let named = [(self.best, "--best"), (self.raw_weights, "--raw-weights")].into_iter().find(|(is, _)| *is);
+        named.map_or(Ok(()), |(_, name)| bail!("{name} is for a run: {} is a model's folder, with one set of weights", path.display()))
+    }
+}
+
 /// A checkpoint, its config and its recipe.
 struct Opened<'a> {
     found: Checkpoint,
@@ -210,6 +218,10 @@ impl<'a> Opened<'a> {
         }
         let found = if which.best { find_best(path)? } else { find_checkpoint(path)? };
         let raw = which.raw_weights;
+        if raw && !found.has(AVERAGED) {
+            let path = found.path.display();
+            bail!("--raw-weights: {path} has no others, its run averages none over steps (train.ema); leave out --raw-weights");
+        }
         let config = Config::from_json(&found.meta["config"])?;
         let recipe = recipe::find_in(recipes, config.text("recipe"))?;
         Ok(Opened { found, raw, config, recipe, recipes })

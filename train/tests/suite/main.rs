@@ -34,6 +34,7 @@ mod puzzle_files;
 mod puzzles;
 mod refused;
 mod replies;
+mod settled;
 mod speed;
 mod steps;
 mod vision;

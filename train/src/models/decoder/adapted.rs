@@ -30,7 +30,7 @@ impl Adapted {
         }
         if shape.family.joint && (lora.is_some() || quantised) {
             let problem =
-                format!("{} has one matrix for q, k and v, on which adapters are not known here: train all of it", shape.family.name);
+                format!("{} has one matrix for q, k and v, on which adapters are not known here", shape.family.name);
             return Err(ConfigError::Invalid(problem).into());
         }
         let base = match (&lora, quantised, &folder) {

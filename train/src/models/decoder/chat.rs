@@ -94,6 +94,11 @@ impl Chat {
         matches!(self.words, Some(Words::Own { .. }))
     }
 
+    /// Whether there is a chat template that lets a model think before it replies, or tells it not to.
+    pub fn may_think(&self) -> bool {
+        matches!(&self.words, Some(Words::Own { template, .. }) if template.thinks)
+    }
+
     /// The tokens that the model is given.
     fn ask(&self, said: Said) -> Result<Vec<u32>, TrainError> {
         let tokens = match (said, &self.words) {
