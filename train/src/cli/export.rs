@@ -13,23 +13,23 @@ use std::process::ExitCode;
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln export runs/d --out models/d                       a model that transformers loads
-  kiln export runs/d --best --out models/d                the same of the run's best checkpoint
+  kiln export runs/d --best --out models/best             the same of the run's best checkpoint
   kiln export runs/p --out adapters/p                     adapters that PEFT loads
   kiln export runs/p --out models/p --merge               base and adapters as one model
   kiln export runs/d --out d.gguf --format gguf --type q8_0   one file for llama.cpp
   kiln export models/d --out d.gguf --format gguf         the same from a model's folder")]
 pub struct ExportArgs {
-    /// A checkpoint's folder, or a run's (its newest checkpoint); for GGUF also a model's folder
+    /// A checkpoint's folder, or a run's (its newest checkpoint); with --format gguf also a model's folder
     checkpoint: PathBuf,
     #[command(flatten)]
     which: Which,
-    /// The folder or file to write, which must not be there yet
+    /// The folder to write, or with --format gguf the file, which must not be there yet
     #[arg(long)]
     out: PathBuf,
-    /// Adds the adapters to their base and writes the whole model
+    /// Of a run with adapters: adds them to their base and writes the whole model, as --format gguf always does
     #[arg(long)]
     merge: bool,
-    /// A folder in Hugging Face's layout, or a GGUF file
+    /// A folder in Hugging Face's layout (adapters in PEFT's), or a GGUF file for llama.cpp
     #[arg(long, value_enum, default_value_t = Format::Hf)]
     format: Format,
     /// GGUF: how matrices are kept: f32, f16, bf16, q8_0 or q4_0 (default: bf16)

@@ -14,7 +14,8 @@ pub fn card(model: &Adapted, config: &Config, how: &Exporting, whole: bool) -> S
     let (found, raw) = (how.found, how.raw);
     let library = if whole { "transformers" } else { "peft" };
     let mut text = format!("---\nlibrary_name: {library}\ntags:\n- kiln\n---\n\n# {}\n\n", how.name);
-    let mut rows = vec![("trained with".to_string(), format!("kiln {}", found.meta["version"].as_str().unwrap_or("of an earlier version")))];
+    let mut rows =
+        vec![("trained with".to_string(), format!("kiln {}", found.meta["version"].as_str().unwrap_or("of an earlier version")))];
     let last = |path: &Path| path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
     // A preset says what a model is like that is drawn at random; of another one the base says it.
     match &model.folder {

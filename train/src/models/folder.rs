@@ -151,13 +151,22 @@ impl Folder {
         if self.holds.contains_key(theirs) { theirs } else { short }
     }
 
-    /// A weight by its name in the folder, as it lies there.
-    pub fn weight(&self, theirs: &str) -> Result<Weight, ModelError> {
+    fn held(&self, theirs: &str) -> Result<(&TensorFile, Meta), ModelError> {
         let found = self.find(theirs).and_then(|file| {
             let (dtype, shape) = file.info(self.called(theirs))?;
             Some((file, Meta::new(&shape, DType::from_name(&dtype)?)))
         });
-        let (file, meta) = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))?;
+        found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))
+    }
+
+    /// The type in which a weight lies there.
+    pub fn dtype(&self, theirs: &str) -> Result<DType, ModelError> {
+        Ok(self.held(theirs)?.1.dtype)
+    }
+
+    /// A weight by its name in the folder, as it lies there.
+    pub fn weight(&self, theirs: &str) -> Result<Weight, ModelError> {
+        let (file, meta) = self.held(theirs)?;
         Ok(Weight { name: theirs.into(), meta, bytes: file.read(self.called(theirs))? })
     }
 

@@ -50,9 +50,13 @@ fn the_sizes_of_a_base_are_its_folders() {
     assert!(plan.starts_with(&format!("decoder tiny from {base}: ")), "{plan}");
     // What is asked for and is otherwise there, by whichever way it is asked.
     let out = dir.path().join("not");
-    for (key, asked, has) in
-        [("dim", "128", "24"), ("family", "\"llama\"", "\"qwen2\""), ("tied", "false", "true"), ("vocab", "300", "256"), ("window", "7", "0")]
-    {
+    for (key, asked, has) in [
+        ("dim", "128", "24"),
+        ("family", "\"llama\"", "\"qwen2\""),
+        ("tied", "false", "true"),
+        ("vocab", "300", "256"),
+        ("window", "7", "0"),
+    ] {
         let (name, value) = (format!("model.{key} = {asked}"), format!("has {has}"));
         let parts = [&name[..], &value, &base, &format!("remove model.{key}")];
         train(&out, &format!("--set model.base={base} --set {key}={asked}")).fails(&parts);
@@ -78,7 +82,8 @@ fn a_run_that_notes_a_presets_sizes_beside_its_base_goes_on() {
     train(&parts, &format!("--steps 2 --set model.base={base}")).ok();
     let path = parts.join("config.toml");
     let was = fs::read_to_string(&path).unwrap();
-    fs::write(&path, was.replace("\ndim = 24", "\ndim = 128").replace("\"qwen2\"", "\"llama\"").replace("layers = 3", "layers = 4")).unwrap();
+    fs::write(&path, was.replace("\ndim = 24", "\ndim = 128").replace("\"qwen2\"", "\"llama\"").replace("layers = 3", "layers = 4"))
+        .unwrap();
     let path = parts.join("checkpoints/step-00000002/checkpoint.json");
     let was = fs::read_to_string(&path).unwrap();
     let older = was.replace("\"dim\": 24", "\"dim\": 128").replace("\"qwen2\"", "\"llama\"").replace("\"layers\": 3", "\"layers\": 4");
@@ -148,9 +153,60 @@ fn a_card_says_what_was_trained() {
     kiln(["export", &at("lora"), "--out", &at("merged"), "--merge"]).ok();
     for (name, merged) in [("adapters", "on q, v) |"), ("merged", "on q, v), merged into the base |")] {
         let card = card(name);
-        for part in ["| recipe | decoder |", "| fine-tuned from | base |", "| trained weights | adapters (LoRA, rank 2, alpha 16, ", merged] {
+        for part in ["| recipe | decoder |", "| fine-tuned from | base |", "| trained weights | adapters (LoRA, rank 2, alpha 16, ", merged]
+        {
             assert!(card.contains(part), "no '{part}' in {card}");
         }
         assert!(!card.contains("| recipe, preset |") && !card.contains("tiny |"), "{card}");
+    }
+}
+
+/// What an adapter is used on is compared with what it was made for: its shapes must fit, and another name is said.
+#[test]
+fn an_adapter_for_another_base_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = base(dir.path());
+    let at = |name: &str| text(&dir.path().join(name));
+    train(&dir.path().join("lora"), &format!("--steps 1 --set model.base={base} --set model.train=\"lora\" --set rank=2")).ok();
+    kiln(["export", &at("lora"), "--out", &at("adapter")]).ok();
+    crate::common::copy(Path::new(&base), &dir.path().join("other"));
+    let use_on = |base: &str| {
+        let base = at(base);
+        [
+            kiln(["check", "model", &base, "--adapter", &at("adapter")]),
+            kiln(["generate", &base, "--adapter", &at("adapter"), "--prompt", "a", "--max-tokens", "1", "--threads", "1"]),
+            kiln(["generate", &at("adapter"), "--base", &base, "--prompt", "a", "--max-tokens", "1", "--threads", "1"]),
+        ]
+    };
+    for (name, noticed) in [("base", false), ("other", true)] {
+        for ran in use_on(name).map(Ran::ok) {
+            assert_eq!(ran.err.contains("was made for") && ran.err.contains(&base), noticed, "{ran:#?}");
+        }
+    }
+    let begun = format!("--steps 1 --set model.base={} --set model.train=\"lora\" --set rank=2 --init-from {}", at("other"), at("adapter"));
+    assert!(train(&dir.path().join("begun"), &begun).ok().err.contains("was made for"));
+    // By its name alone, where it is no folder here; case and owner aside.
+    let config = dir.path().join("adapter/adapter_config.json");
+    let named = fs::read_to_string(&config).unwrap();
+    for (name, noticed) in [("owner/Other", false), ("owner/another", true), ("", false)] {
+        fs::write(&config, named.replace(&format!("{base}\""), &format!("{name}\""))).unwrap();
+        let ran = kiln(["check", "model", &at("other"), "--adapter", &at("adapter")]).ok();
+        assert_eq!(ran.err.contains("was made for"), noticed, "{name}: {ran:#?}");
+    }
+    fs::write(&config, &named).unwrap();
+    // Shapes that do not fit.
+    for (name, sizes, part) in
+        [("wide", "dim=32 layers=3", "layers.0.self_attn.q_proj"), ("deep", "dim=24 layers=4", "layers.3.self_attn.q_proj")]
+    {
+        let sets: String = sizes.split(' ').map(|set| format!("--set {set} ")).collect();
+        train(
+            &dir.path().join(format!("{name}-run")),
+            &format!("{sets} --set heads=4 --set kv_heads=2 --set head_dim=8 --set hidden=40 --steps 1"),
+        )
+        .ok();
+        kiln(["export", &at(&format!("{name}-run")), "--out", &at(name)]).ok();
+        for ran in use_on(name) {
+            ran.fails(&[part, &at(name), "made for", &base]);
+        }
     }
 }

@@ -149,6 +149,23 @@ fn broken_files_are_named() {
         ("x.zip", b"PK\x03\x04 ".to_vec(), "a zip archive"),
         ("x.parquet", b"PAR1 and then nothing".to_vec(), "x.parquet: not a readable parquet file"),
         ("y.parquet", b"PAR1".to_vec(), "y.parquet: not a readable parquet file"),
+        (
+            "text.parquet",
+            b"some words\n".to_vec(),
+            "text.parquet: it is not a parquet file, although it is called so: it is some other text",
+        ),
+        (
+            "page.parquet",
+            b"\n<!DOCTYPE html>".to_vec(),
+            "page.parquet: it is not a parquet file, although it is called so: it begins like a web page",
+        ),
+        (
+            "text.jsonl.gz",
+            b"some words\n".to_vec(),
+            "text.jsonl.gz: it is not a gzip file, although it is called so: it is some other text",
+        ),
+        ("zeros.gz", vec![0; 40], "zeros.gz: it is not a gzip file, although it is called so: it begins like no file"),
+        ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\noid".to_vec(), "lfs.parquet: it is a pointer of Git LFS"),
     ] {
         let error = read(dir.path(), name, bytes, None).unwrap_err();
         assert!(error.contains(part), "{name}: {error}");
@@ -207,7 +224,7 @@ fn write_parquet(path: &Path, schema: &str, compression: ::parquet::basic::Compr
 
 #[test]
 fn parquet_files_of_every_compression_are_read() {
-    use ::parquet::basic::{Compression, GzipLevel};
+    use ::parquet::basic::{Compression, GzipLevel, ZstdLevel};
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
     let schema = |list: &str| {
@@ -217,7 +234,8 @@ fn parquet_files_of_every_compression_are_read() {
         )
     };
     let gzip = Compression::GZIP(GzipLevel::default());
-    for compression in [Compression::UNCOMPRESSED, Compression::SNAPPY, gzip] {
+    let zstd = Compression::ZSTD(ZstdLevel::default());
+    for compression in [Compression::UNCOMPRESSED, Compression::SNAPPY, Compression::LZ4, Compression::LZ4_RAW, zstd, gzip] {
         write_parquet(&path, &schema("messages"), compression);
         let mut seen = vec![];
         let error = each_conversation(&path, None, &mut |row, c| {

@@ -55,7 +55,7 @@ impl Chat {
             }
             other => other?,
         };
-        let adapter = adapter.map(|path| Adapter::open(path, &folder.shape)).transpose()?;
+        let adapter = adapter.map(|path| Adapter::open(path, &folder.shape, Some(&folder.path))).transpose()?;
         let lora = adapter.as_ref().map(|a| a.lora.clone());
         Ok(Chat {
             tokenizer: Arc::new(tokenizer),

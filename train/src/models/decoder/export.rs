@@ -87,7 +87,7 @@ fn generation(dir: &Path) -> Result<serde_json::Value, TrainError> {
 fn all(model: &Adapted, trained: &Trained) -> Result<Vec<Weight>, TrainError> {
     let weight = |(ours, theirs, shape): (String, String, Vec<usize>)| {
         let (_, bytes) = trained.get(&ours, &shape)?;
-        let dtype = model.folder.as_ref().map_or(Ok(DType::F32), |f| Ok::<_, ModelError>(f.weight(&theirs)?.meta.dtype))?;
+        let dtype = model.folder.as_ref().map_or(Ok(DType::F32), |f| f.dtype(&theirs))?;
         let bytes = if dtype == DType::F32 { bytes } else { converted(&bytes, DType::F32, dtype).bytes().to_vec() };
         Ok(Weight { name: theirs, meta: Meta::new(&shape, dtype), bytes })
     };
