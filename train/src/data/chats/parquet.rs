@@ -49,9 +49,11 @@ fn guarded<T>(path: &Path, read: impl FnOnce() -> Result<T, ChatError>) -> Resul
 fn reason(error: &str) -> String {
     match error {
         _ if error.contains("as String") => "a text in it is invalid UTF-8 (write the file again from UTF-8 texts)".into(),
-        _ if error.contains("Disabled feature") => {
-            // "Disabled feature at compile time: brotli"
-            let codec = error.rsplit([':', ' ']).next().unwrap_or_default();
+        _ if error.contains("Disabled feature") || error.contains("codec type") => {
+            // "Disabled feature at compile time: brotli", "The codec type LZO is not supported yet"
+            let words = error.split("compile time: ").last().unwrap_or_default();
+            let words = words.split("codec type ").last().unwrap_or_default();
+            let codec = words.split(' ').next().unwrap_or_default();
             format!("its columns are compressed with {codec}, which is not read (write it with snappy, gzip, zstd or lz4)")
         }
         _ => format!("{error} (download the file again)"),

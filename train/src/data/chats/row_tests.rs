@@ -247,6 +247,21 @@ fn parquet_files_of_every_compression_are_read() {
         assert_eq!(seen, [(1, chat(&[("user", "é"), ("assistant", "b")]))]);
         assert!(error.contains("a.parquet, row 2: turn 1 of \"messages\": it has no \"content\", only [\"role\"]"), "{error}");
     }
+    // The codec of a column is two bytes of the file's end: what is not read is named.
+    write_parquet(&path, &schema("messages"), Compression::SNAPPY);
+    let bytes = std::fs::read(&path).unwrap();
+    for (codec, name) in [(4, "brotli"), (3, "LZO")] {
+        let errors = bytes.windows(2).enumerate().filter(|(_, pair)| *pair == [0x15, 0x02]).map(|(at, _)| {
+            let mut other = bytes.clone();
+            other[at + 1] = 2 * codec;
+            std::fs::write(&path, other).unwrap();
+            each_conversation(&path, None, &mut |_, _| Ok(())).map_or_else(|e| e.to_string(), |_| String::new())
+        });
+        let errors: Vec<String> = errors.collect();
+        let said = format!("compressed with {name}, which is not read (write it with snappy, gzip, zstd or lz4)");
+        assert!(errors.iter().any(|e| e.contains("a.parquet") && e.contains(&said)), "{said}: {errors:?}");
+    }
+    std::fs::write(&path, bytes).unwrap();
     let error = each_conversation(&path, Layout::named("sharegpt"), &mut |_, _| Ok(())).unwrap_err().to_string();
     assert!(error.contains("no column \"conversations\", only [\"messages\"]"), "{error}");
     // Cut and damaged anywhere: an error or rows, and no panic that reaches the caller.
