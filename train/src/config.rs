@@ -11,6 +11,7 @@ pub use train::{Optimizer, TrainConfig};
 use crate::section;
 use engine::Switches;
 use engine::passes::known;
+use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -89,6 +90,8 @@ pub struct Config {
     table: Table,
     /// What its keys are; of a checkpoint that is only read, none.
     sections: Arc<[Keys]>,
+    /// Keys that were set over a preset or a run's own settings: what someone asked for, and must not be passed over in silence.
+    given: BTreeSet<String>,
 }
 
 impl PartialEq for Config {
@@ -106,7 +109,7 @@ impl Config {
         table.insert("preset".into(), preset.into());
         table.insert("passes".into(), Value::Table(Table::new()));
         table.extend(sections.iter().map(|keys| (keys.name.to_string(), Value::Table(keys.defaults()))));
-        Config { table, sections: sections.into() }
+        Config { table, sections: sections.into(), given: BTreeSet::new() }
     }
 
     /// From a preset's text, which holds what differs from the defaults. It is part of the program: what is wrong in it is an error of whoever wrote it.
@@ -115,6 +118,7 @@ impl Config {
         let wrong = |e: &dyn std::fmt::Display| -> ! { panic!("preset {recipe}-{preset}: {e}") };
         let table: Table = text.parse().unwrap_or_else(|e| wrong(&e));
         config.overlay(table).unwrap_or_else(|e| wrong(&e));
+        config.given.clear();
         config
     }
 
@@ -126,12 +130,13 @@ impl Config {
         let filled = flat(&config.table).into_iter().filter(|(key, _)| !known.contains(key)).map(|(key, value)| format!("{key} = {value}"));
         let filled = filled.collect();
         config.overlay(table)?;
+        config.given.clear();
         Ok((config, filled))
     }
 
     /// The settings in a checkpoint, as they are there.
     pub fn from_json(value: &serde_json::Value) -> Result<Config, ConfigError> {
-        Ok(Config { table: json_table(value)?, sections: Arc::default() })
+        Ok(Config { table: json_table(value)?, sections: Arc::default(), given: BTreeSet::new() })
     }
 
     /// As `of_run`, from a checkpoint of the same recipe.
@@ -147,6 +152,44 @@ impl Config {
             self.set_value(key, (size as i64).into())?;
         }
         Ok(())
+    }
+
+    /// Takes a value of `model` from the folder in `model.base`. Another one that someone asked for is an error; a preset's gives way.
+    pub fn take_from_base(&mut self, key: &str, value: Value) -> Result<(), ConfigError> {
+        let (base, name) = (self.base().unwrap_or_default().to_string(), format!("model.{key}"));
+        let open = self.keys().any(|(section, k)| section == "model" && k.name == key && k.data);
+        let Some(slot) = self.table.get_mut("model").and_then(|section| section.get_mut(key)) else { return Ok(()) };
+        let left_open = open && slot.as_integer() == Some(0);
+        if *slot != value && !left_open && self.given.contains(&name) {
+            let (asked, has) = (shown(slot), shown(&value));
+            let problem = format!("{name} = {asked}, but the model in model.base ({base}) has {has}: remove {name}, its folder says it");
+            return Err(ConfigError::Invalid(problem));
+        }
+        *slot = value;
+        Ok(())
+    }
+
+    /// The folder of the model that is fine-tuned, where there is one.
+    pub fn base(&self) -> Option<&str> {
+        self.value("model", "base")?.as_str().filter(|path| !path.is_empty())
+    }
+
+    /// Keys of `model` that the folder in `model.base` decides, where there is one.
+    pub fn of_base(&self) -> Vec<&Key> {
+        let is = |section: &str, key: &Key| section == "model" && key.base && self.base().is_some();
+        self.keys().filter(|(section, key)| is(section, key)).map(|(_, key)| key).collect()
+    }
+
+    /// For people: recipe and preset, and the model that is fine-tuned.
+    pub fn title(&self) -> String {
+        let base = self.base().map_or(String::new(), |base| format!(" from {base}"));
+        format!("{} {}{base}", self.text("recipe"), self.text("preset"))
+    }
+
+    /// A key that someone set, and to another value than its default.
+    pub fn given(&self, section: &str, key: &str) -> Option<&Value> {
+        let default = self.keys().find(|(s, k)| *s == section && k.name == key).map(|(_, k)| &k.default);
+        self.value(section, key).filter(|value| self.given.contains(&format!("{section}.{key}")) && Some(*value) != default)
     }
 
     /// Every key of every section.
@@ -203,6 +246,7 @@ impl Config {
             return Ok(());
         }
         *slot = fitting(&name, slot, value)?;
+        self.given.insert(name);
         Ok(())
     }
 

@@ -1,7 +1,8 @@
 //! How much memory may be taken: what the GPU has free; or what Linux could give without swapping, and the control groups around this process (a
-//! container's, a Slurm job's) still allow.
+//! container's, a Slurm job's) and its own limit (`ulimit -v`) still allow.
 
 use engine::Device;
+use rustix::process::{Resource, getrlimit};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -12,7 +13,15 @@ pub fn available(device: &Device) -> Option<u64> {
     }
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| of_machine(&text));
     let groups = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| of_groups(&text, Path::new("/sys/fs/cgroup")));
-    machine.into_iter().chain(groups).min()
+    let limit = getrlimit(Resource::As).current.zip(fs::read_to_string("/proc/self/statm").ok());
+    let process = limit.and_then(|(limit, statm)| of_process(limit, &statm, rustix::param::page_size() as u64));
+    machine.into_iter().chain(groups).chain(process).min()
+}
+
+/// From the limit of the address space and the text of /proc/self/statm, which begins with the pages that are taken of it.
+fn of_process(limit: u64, statm: &str, page: u64) -> Option<u64> {
+    let pages: u64 = statm.split_whitespace().next()?.parse().ok()?;
+    Some(limit.saturating_sub(pages.saturating_mul(page)))
 }
 
 /// From the text of /proc/meminfo.
@@ -94,6 +103,13 @@ mod tests {
         for bad in ["", "MemAvailable:", "MemAvailable: many kB", "MemAvailable: 18446744073709551615 kB"] {
             assert_eq!(of_machine(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn what_is_taken_counts_against_the_processs_own_limit() {
+        assert_eq!(of_process(100_000, "10 7 3 1 0 5 0\n", 4096), Some(100_000 - 40_960));
+        assert_eq!(of_process(100_000, "30 7\n", 4096), Some(0));
+        assert_eq!(of_process(100_000, "", 4096), None);
     }
 
     #[test]

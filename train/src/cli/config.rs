@@ -24,8 +24,11 @@ pub struct ConfigKeysArgs {
     /// Shows the values of this preset
     #[arg(long)]
     preset: Option<String>,
+    /// Shows the values with this key set, and what follows from it: the sizes of the model in model.base, of the data in data.path (repeatable)
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
     /// Prints Markdown; without a recipe, docs/config.md
-    #[arg(long, conflicts_with_all = ["json", "preset", "key"])]
+    #[arg(long, conflicts_with_all = ["json", "preset", "key", "sets"])]
     markdown: bool,
     /// Prints JSON
     #[arg(long)]
@@ -86,10 +89,14 @@ pub fn run(a: ConfigKeysArgs, recipes: Recipes) -> Result<ExitCode> {
         out_part!("{}", recipe_markdown(recipe));
         return Ok(ExitCode::SUCCESS);
     }
-    let values = match &a.preset {
+    let mut values = match &a.preset {
         Some(preset) => recipe::preset(recipe, Some(preset))?,
         None => Config::new(recipe.name(), "", recipe.sections()),
     };
+    if !a.sets.is_empty() {
+        a.sets.iter().try_for_each(|set| values.set(set))?;
+        values = recipe.sized(&values)?;
+    }
     let sections = a.key.as_ref().map_or_else(|| Ok(sections(recipe)), |key| chosen(sections(recipe), key))?;
     if a.json {
         let all = sections.iter().flat_map(|s| s.keys.iter().map(|k| json(s.name, k, &values)));

@@ -1,4 +1,4 @@
-//! `kiln data`: prepares text, inspects data sets, draws sheets of pictures.
+//! `kiln data`: prepares text, inspects data sets, draws sheets of pictures, shows chats as they are learned.
 
 use super::signals::Signal;
 use super::{Recipes, write_json};
@@ -21,7 +21,8 @@ use std::sync::Arc;
 #[command(after_help = "Examples:
   kiln data prepare book.txt --out data/book
   kiln data inspect data/book
-  kiln data preview --data data/cifar-10-batches-bin --out sheet.png")]
+  kiln data preview --data data/cifar-10-batches-bin --out sheet.png
+  kiln data preview --data chats.jsonl --base models/qwen2.5-0.5b --count 2")]
 pub struct DataArgs {
     #[command(subcommand)]
     command: DataCommand,
@@ -42,7 +43,8 @@ enum DataCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Draws a sheet of a set's pictures, a row for each class: as they are, and as training sees them (cut, and mirrored by chance)
+    /// What training sees. With --out a sheet of a set's pictures, a row for each class: as they are, and as training sees them (cut, and mirrored
+    /// by chance). With --base rows of chats as text, with the learned tokens marked
     Preview(PreviewArgs),
 }
 
@@ -51,13 +53,13 @@ enum DataCommand {
 
 Examples:
   kiln data prepare book.txt --out data/book
-  kiln data prepare a.jsonl b.jsonl --field body --tokenizer tokenizer.json --out data/web
+  kiln data prepare a.jsonl b.jsonl.gz c.parquet --field body --tokenizer tokenizer.json --out data/web
   kiln data prepare book.txt --tokenizer models/qwen3-0.6b --eos '<|endoftext|>' --out data/book
   kiln data prepare --generated 20000 --out data/made")]
 struct PrepareArgs {
-    /// UTF-8 text files, or .jsonl files with one object a line
+    /// UTF-8 text files, each a document; or rows with a document each: .jsonl, .jsonl.gz or parquet
     files: Vec<PathBuf>,
-    /// The field of a JSONL object that holds the text
+    /// The field of a row (a parquet file's column) that holds the text
     #[arg(long, default_value = "text")]
     field: String,
     /// byte, or the path of a tokenizer.json or of the model's folder that holds it
@@ -99,7 +101,8 @@ struct PrepareArgs {
   kiln data preview --data chats.jsonl --base models/qwen2.5-0.5b --count 2     # chats, with the learned tokens marked
   kiln data preview --data chats.jsonl --base models/qwen2.5-0.5b --seq 1024 --set data.learn=last --set data.pack=false")]
 struct PreviewArgs {
-    /// A folder: CIFAR-10 or CIFAR-100 (binary version), or pictures in a folder for each class; or generated
+    /// Pictures: a folder with CIFAR-10 or CIFAR-100 (binary version), or with a folder for each class; or generated. Chats: a file of
+    /// conversations (JSON lines, gzip of them, parquet), or a folder of such files
     #[arg(long, default_value = "generated")]
     data: PathBuf,
     /// Pictures: the PNG file to write
@@ -123,24 +126,24 @@ struct PreviewArgs {
     /// The most pictures, or rows of chats, to show
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1000))]
     count: u32,
-    /// The val split is never augmented
+    /// Which split is shown; pictures of the val split are never augmented
     #[arg(long, default_value = "train", value_parser = Split::ALL.map(Split::name))]
     split: String,
-    /// Smallest share of a picture's area that a random crop leaves; data.least_area in training
-    #[arg(long, default_value_t = 0.8)]
-    least_area: f32,
-    /// Whether pictures are mirrored every other time; data.mirror in training
-    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
-    mirror: bool,
-    /// Decides which pictures are shown, how they are augmented, and how generated ones are drawn
+    /// Pictures: smallest share of the area that a random crop leaves, data.least_area in training [default: 0.8]
+    #[arg(long, conflicts_with = "base")]
+    least_area: Option<f32>,
+    /// Pictures: whether they are mirrored every other time, data.mirror in training [default: true]
+    #[arg(long, value_name = "true|false", conflicts_with = "base")]
+    mirror: Option<bool>,
+    /// Pictures: decides which are shown, how they are augmented, and how generated ones are drawn. Chats: the order in which they are packed
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// cifar-10, cifar-100 or folder; detected if not given
-    #[arg(long)]
+    /// Pictures: cifar-10, cifar-100 or folder; detected if not given
+    #[arg(long, conflicts_with = "base")]
     format: Option<Format>,
-    /// Pixels a side that a folder of pictures is resized to
-    #[arg(long, default_value_t = images::SIZE)]
-    size: usize,
+    /// Pictures: pixels a side that those of a folder are resized to [default: 32]
+    #[arg(long, conflicts_with = "base")]
+    size: Option<usize>,
 }
 
 pub fn run(a: DataArgs, recipes: Recipes) -> Result<ExitCode> {
@@ -156,7 +159,7 @@ fn prepare_text(a: PrepareArgs, recipes: Recipes) -> Result<ExitCode> {
     let input = match generated {
         Some(0) => bail!("--generated 0: at least one sentence"),
         Some(sentences) => Input::Generated { seed, sentences },
-        None if files.is_empty() => bail!("name at least one text or .jsonl file, or --generated SENTENCES"),
+        None if files.is_empty() => bail!("name at least one text, .jsonl, .jsonl.gz or .parquet file, or --generated SENTENCES"),
         None => Input::Files { paths: files, field },
     };
     let options = PrepareOptions { val_share, shard_tokens, force, eos, bos, ..PrepareOptions::new(input, &tokenizer, &out) };
@@ -244,18 +247,19 @@ fn preview(a: PreviewArgs, recipes: Recipes) -> Result<ExitCode> {
         }
         (None, None) => bail!("--out names the picture to write"),
     };
+    let (least_area, mirror) = (least_area.unwrap_or(0.8), mirror.unwrap_or(true));
     if !(least_area > 0.0 && least_area <= 1.0) {
         bail!("--least-area {least_area} is not above 0 and at most 1");
     }
     let val = split == Split::Val.name();
     let set = if data == Path::new("generated") {
-        if format.is_some() || size != images::SIZE {
+        if format.is_some() || size.is_some() {
             bail!("--format and --size are for folders; generated pictures have {0}x{0} pixels", images::SIZE);
         }
         let split = Split::ALL[usize::from(val)];
         images::generate(seed, split, images::GENERATED[split as usize])
     } else {
-        let (train_set, val_set) = images::open(&data, format, size)?;
+        let (train_set, val_set) = images::open(&data, format, size.unwrap_or(images::SIZE))?;
         if val { val_set } else { train_set }
     };
     let (chosen, columns) = images::by_class(&set, count as usize, seed);

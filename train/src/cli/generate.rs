@@ -39,8 +39,8 @@ pub struct GenerateArgs {
     /// What the conversation's system message says
     #[arg(long, value_name = "TEXT", conflicts_with = "raw", value_parser = super::unescaped)]
     system: Option<String>,
-    /// Lets a model think before it replies, where its chat template knows enable_thinking; if not given it is told not to
-    #[arg(long)]
+    /// Lets a model think before it replies, if its chat template knows enable_thinking; if not given it is told not to
+    #[arg(long, conflicts_with = "raw")]
     think: bool,
     /// Replies to the prompt, all at once
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4096))]
@@ -190,6 +190,7 @@ impl Shown {
 
 /// A model's folder; on a GPU in bf16, unless that is switched off.
 fn folder(a: &GenerateArgs, path: &Path, adapter: Option<&Path>, device: &Device) -> Result<ExitCode> {
+    a.which.only_of_runs(&a.checkpoint)?;
     let chat = Chat::of_folder(path, adapter)?;
     let mut switches = Switches::default();
     if matches!(device, Device::Cuda(..)) {
@@ -203,6 +204,10 @@ fn folder(a: &GenerateArgs, path: &Path, adapter: Option<&Path>, device: &Device
 fn talk(a: &GenerateArgs, chat: &Chat, s: &mut Session, fill: impl FnOnce(&mut Session) -> Result<()>) -> Result<ExitCode> {
     if a.max_tokens == 0 {
         bail!("--max-tokens 0: a reply has at least one");
+    }
+    if a.think && !chat.may_think() {
+        let path = a.checkpoint.display();
+        bail!("--think: {path} has no chat template that knows enable_thinking, so there is nothing to switch on (leave out --think)");
     }
     let sampling = a.sampling(&chat.tokenizer)?;
     if a.chat {

@@ -94,13 +94,13 @@ commands! {
     Train: train::TrainArgs,
     /// Validation losses of a checkpoint; of a classifier also accuracy by class and a confusion matrix
     Eval: eval::EvalArgs,
-    /// Continues a prompt with a checkpoint
+    /// Continues a prompt, replies to it or chats: with a checkpoint, a model's folder or an adapter's
     Generate: generate::GenerateArgs,
     /// Classifies pictures with a checkpoint
     Predict: predict::PredictArgs,
     /// Solves puzzles with a checkpoint, and shows the answers after each segment
     Solve: solve::SolveArgs,
-    /// Writes a checkpoint's adapters for PEFT, or merged into their base for transformers
+    /// Writes a checkpoint for other programs: a model for transformers, adapters for PEFT, a GGUF file for llama.cpp
     Export: export::ExportArgs,
     /// Memory, arithmetic and what every pass would do, without running
     Plan: plan::PlanArgs,
@@ -114,7 +114,7 @@ commands! {
     Passes: passes::PassesArgs,
     /// What this machine has, and what kiln can use of it
     Doctor: doctor::DoctorArgs,
-    /// Prepares and inspects data sets
+    /// Prepares and inspects data sets, and shows what training sees of them
     Data: data::DataArgs,
     /// Times the step of a preset, or every op
     Bench: bench::BenchArgs,
@@ -192,6 +192,14 @@ pub struct Which {
     raw_weights: bool,
 }
 
+impl Which {
+    /// Refuses both for a folder that holds one model and no run.
+    fn only_of_runs(&self, path: &Path) -> Result<()> {
+        let named = [(self.best, "--best"), (self.raw_weights, "--raw-weights")].into_iter().find(|(is, _)| *is);
+        named.map_or(Ok(()), |(_, name)| bail!("{name} is for a run: {} is a model's folder, with one set of weights", path.display()))
+    }
+}
+
 /// A checkpoint, its config and its recipe.
 struct Opened<'a> {
     found: Checkpoint,
@@ -210,6 +218,10 @@ impl<'a> Opened<'a> {
         }
         let found = if which.best { find_best(path)? } else { find_checkpoint(path)? };
         let raw = which.raw_weights;
+        if raw && !found.has(AVERAGED) {
+            let path = found.path.display();
+            bail!("--raw-weights: {path} has no others, its run averages none over steps (train.ema); leave out --raw-weights");
+        }
         let config = Config::from_json(&found.meta["config"])?;
         let recipe = recipe::find_in(recipes, config.text("recipe"))?;
         Ok(Opened { found, raw, config, recipe, recipes })
@@ -296,7 +308,7 @@ pub struct ConfigArgs {
     /// Sets one key; the section may be left out where it is clear (repeatable)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// A folder made by `kiln data prepare`, or of pictures; a CSV file of Sudokus; JSONL of prompts and replies
+    /// A folder made by `kiln data prepare`, or of pictures; a CSV file of Sudokus; conversations (JSON lines, gzip of them, parquet)
     #[arg(long)]
     data: Option<PathBuf>,
     /// Steps to train in all; the learning-rate schedule of a new run is as long, unless train.horizon is set

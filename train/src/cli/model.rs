@@ -17,7 +17,7 @@ use std::process::ExitCode;
 /// `kiln check model`
 #[derive(Args)]
 pub struct ModelArgs {
-    /// A folder with config.json and safetensors, as Hugging Face's packages write it: Qwen3 or Llama
+    /// A folder with config.json and safetensors, as Hugging Face's packages write it: GPT-2, Llama, Qwen2, Qwen3 or Mistral
     folder: PathBuf,
     /// Adapters in PEFT's layout
     #[arg(long)]
@@ -44,7 +44,7 @@ pub struct ModelArgs {
 pub fn run(a: ModelArgs) -> Result<ExitCode> {
     let switches = super::switches(&a.passes, Switches::default())?;
     let folder = Folder::open(&a.folder)?;
-    let adapter = a.adapter.as_ref().map(|path| Adapter::open(path, &folder.shape)).transpose()?;
+    let adapter = a.adapter.as_ref().map(|path| Adapter::open(path, &folder.shape, Some(&folder.path))).transpose()?;
     describe(&folder, adapter.as_ref())?;
     let tokenizer = folder.tokenizer().map(|p| Tokenizer::from_spec(&p.display().to_string())).transpose()?;
     if let Some(t) = &tokenizer {
@@ -106,8 +106,9 @@ pub fn run(a: ModelArgs) -> Result<ExitCode> {
 /// What the folders hold, in a line each.
 fn describe(folder: &Folder, adapter: Option<&Adapter>) -> Result<()> {
     let s = &folder.shape;
-    let weights: usize = s.weights().iter().map(|w| w.2.iter().product::<usize>()).sum();
-    let dtype = folder.weights().next().context("a model has weights")??.1.meta.dtype;
+    let all = s.weights();
+    let weights: usize = all.iter().map(|w| w.2.iter().product::<usize>()).sum();
+    let dtype = folder.dtype(&all.first().context("a model has weights")?.1)?;
     out!(
         "{}: {}, {} layers of {}, {} heads of {} ({} of keys), {} wide, {} tokens, {} parameters in {dtype}, head {}",
         folder.path.display(),

@@ -1,6 +1,7 @@
 //! `kiln plan`: memory, arithmetic and passes of every program, before anything runs.
 
 use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
+use crate::config::shown;
 use crate::recipe::find_in;
 use crate::report::{human_bytes, human_count, table};
 use crate::run::receipts_table;
@@ -36,7 +37,9 @@ pub struct PlanArgs {
 
 pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     let config = a.config.resolve(recipes, None)?;
-    let task = find_in(recipes, config.text("recipe"))?.task(&config)?;
+    let recipe = find_in(recipes, config.text("recipe"))?;
+    let config = recipe.sized(&config)?;
+    let task = recipe.task(&config)?;
     let switches = config.switches()?;
     let target = match a.for_sm {
         Some(sm) => engine::program::imagined(sm),
@@ -58,7 +61,12 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
         write_json(None, &serde_json::Value::Array(compiled.iter().map(described).collect()))?;
         return Ok(ExitCode::SUCCESS);
     }
-    out!("{} {}: each program before it runs (programs share state and arena)", config.text("recipe"), config.text("preset"));
+    out!("{}: each program before it runs (programs share state and arena)", config.title());
+    let value = |key: &str| config.value("model", key).map_or(String::new(), shown);
+    let sizes: Vec<String> = config.of_base().iter().map(|key| format!("{} = {}", key.name, value(key.name))).collect();
+    if !sizes.is_empty() {
+        out!("by its folder: {}", sizes.join(", "));
+    }
     show(&compiled)?;
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
     out_part!("{}", receipts_table(&named, a.verbose));

@@ -15,7 +15,7 @@ pub mod puzzles;
 pub mod replies;
 mod shards;
 mod source;
-mod special;
+pub(crate) mod special;
 mod tokenizer;
 
 pub use dataset::{Dataset, ShardSet, Split, SplitInfo};

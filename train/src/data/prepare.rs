@@ -16,7 +16,7 @@ use sink::{Ends, Sink};
 
 #[derive(Debug, Clone)]
 pub enum Input {
-    /// `*.jsonl`: each line is an object whose `field` is a document. Anything else: the file is a document of UTF-8 text.
+    /// `*.jsonl`, `*.jsonl.gz` and parquet: each row has a document in its `field`. Anything else: the file is a document of UTF-8 text.
     Files { paths: Vec<PathBuf>, field: String },
     /// Sentences of the grammar, for the byte tokenizer. No end-of-document token, so that the entropy stays known.
     Generated { seed: u64, sentences: u64 },
@@ -123,7 +123,10 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
     folder.finish(&dataset)?;
     let hint = if eos.id.is_none() && options.eos.is_none() && !generated { ": name one with --eos" } else { "" };
     let others = tokenizer.special().map(|_| [tokenizer.describe_begin(&bos), tokenizer.describe_pad(dataset.pad.as_ref())]);
-    notes.splice(0..0, std::iter::once(format!("{}{hint}", tokenizer.describe_end(&eos))).chain(others.into_iter().flatten()));
+    let named = [(&options.eos, &eos), (&options.bos, &bos)].into_iter().filter(|(asked, _)| asked.is_some());
+    let ordinary = named.filter_map(|(_, token)| tokenizer.warn_of_ordinary(token));
+    let first = std::iter::once(format!("{}{hint}", tokenizer.describe_end(&eos)));
+    notes.splice(0..0, first.chain(others.into_iter().flatten()).chain(ordinary));
     Ok(Summary { out: options.out.clone(), text_bytes, dataset, notes })
 }
 
@@ -257,7 +260,12 @@ pub(super) mod tests {
 
     #[test]
     fn bad_input_is_named_and_leaves_nothing() {
-        let cases: [(&str, &[u8], &str); 8] = [
+        let cases: [(&str, &[u8], &str); 13] = [
+            ("a.txt.gz", b"\x1f\x8b\x08\x00", "a.txt.gz: it is compressed with gzip, and its name does not end in .jsonl.gz (unpack it"),
+            ("a.txt", b"\x28\xb5\x2f\xfd\x00", "a.txt: it is compressed with zstd (unpack it"),
+            ("a.parquet", b"PAR1", "a.parquet: not a readable parquet file"),
+            ("a.parquet", b"words", "a.parquet: it is not a parquet file, although it is called so"),
+            ("a.jsonl.gz", b"words", "a.jsonl.gz: it is not a gzip file, although it is called so"),
             ("a.jsonl", b"{\"text\":\"x\"}\n{\"text\":", "a.jsonl, line 2: not a JSON object"),
             ("a.jsonl", b"{\"text\":\"x\"}\n\n[1]", "a.jsonl, line 3: not a JSON object"),
             ("a.jsonl", b"\n{\"body\":1}", "line 2: no field \"text\", only [\"body\"]"),
@@ -286,6 +294,51 @@ pub(super) mod tests {
             options.val_share = share;
             assert!(failure(&options).contains("val_share"));
         }
+    }
+
+    /// The same documents, from JSON lines, gzip of them and parquet.
+    #[test]
+    fn compressed_rows_are_documents_like_lines() {
+        use parquet::data_type::{ByteArray, ByteArrayType};
+        let dir = tempfile::tempdir().unwrap();
+        let documents: Vec<String> = (0..40).map(|i| format!("document {i} of é")).collect();
+        let lines: String = documents.iter().map(|text| format!("{{\"n\": 1, \"body\": \"{text}\"}}\n")).collect();
+        let mut gzip = flate2::write::GzEncoder::new(vec![], flate2::Compression::fast());
+        std::io::Write::write_all(&mut gzip, lines.as_bytes()).unwrap();
+        let schema =
+            parquet::schema::parser::parse_message_type("message m { required binary body (UTF8); required binary rest (UTF8); }").unwrap();
+        let mut writer = parquet::file::writer::SerializedFileWriter::new(vec![], schema.into(), Default::default()).unwrap();
+        let mut group = writer.next_row_group().unwrap();
+        let texts: Vec<ByteArray> = documents.iter().map(|text| ByteArray::from(text.as_str())).collect();
+        while let Some(mut column) = group.next_column().unwrap() {
+            column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
+            column.close().unwrap();
+        }
+        group.close().unwrap();
+        let contents =
+            [("a.jsonl", lines.clone().into_bytes()), ("a.jsonl.gz", gzip.finish().unwrap()), ("a.parquet", writer.into_inner().unwrap())];
+        let made = contents.map(|(name, bytes)| {
+            let mut options = files(dir.path(), &[(name, &bytes)]);
+            options.out = dir.path().join(format!("{name}-out"));
+            assert!(failure(&options).contains("\"text\""), "{name}: {}", failure(&options));
+            let Input::Files { field, .. } = &mut options.input else { unreachable!() };
+            *field = "body".into();
+            prepare(&options).unwrap();
+            [Split::Train, Split::Val].map(|split| text(&options.out, split))
+        });
+        assert!(made[0] == made[1] && made[0] == made[2] && made[0][0].starts_with("document 0 of é"), "{made:?}");
+    }
+
+    #[test]
+    fn an_ordinary_word_as_the_end_is_warned_of() {
+        let dir = tempfile::tempdir().unwrap();
+        let warned = |eos: &str| {
+            let mut options = files(dir.path(), &[("a.txt", b"one two three")]);
+            (options.val_share, options.force, options.eos) = (0.2, true, Some(eos.into()));
+            prepare(&options).unwrap().notes.iter().any(|note| note.starts_with(&format!("warning: token {eos} ")))
+        };
+        assert!(warned("101"), "the letter e");
+        assert!(!warned("0") && !warned("none"));
     }
 
     #[test]

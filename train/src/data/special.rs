@@ -1,6 +1,7 @@
 //! Which tokens end a document, end what a model writes, begin a sequence and pad. Any vocabulary may hold `</s>` as an ordinary piece of text, so
 //! only tokens that were added to one count: what the files beside a tokenizer.json name, then names that are well known.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -72,8 +73,14 @@ const TURNS: [&str; 10] = [
 impl Special {
     /// By the files in `folder`, where one is named.
     pub fn find(tokenizer: &Tokenizer, folder: Option<&Path>) -> Result<Special, DataError> {
+        let added = tokenizer.get_added_tokens_decoder().into_iter().map(|(id, token)| (id, token.content)).collect();
+        let read = |file: &str| folder.map_or(Ok(None), |folder| read_object(&folder.join(file)));
+        let tables = [read(FILES[0])?, read(FILES[1])?, read(FILES[2])?];
         let mut passed_over = vec![];
-        let mut all = |role: &'static str| tokens(tokenizer, folder, role, &mut passed_over);
+        let mut all = |role: &'static str| {
+            named(&added, tables.each_ref().map(Option::as_ref), role, &mut passed_over)
+                .map_err(|(file, reason)| DataError::Special { path: folder.unwrap_or(Path::new("")).join(file), reason })
+        };
         let (ends, bos, pad) = (all("eos")?, all("bos")?.into_iter().next(), all("pad")?.into_iter().next());
         let turn = |token: &&Token| TURNS.contains(&token.text.as_str());
         let named = ends.iter().find(|token| !turn(token)).cloned();
@@ -163,37 +170,33 @@ fn known(tokenizer: &Tokenizer) -> Option<Token> {
     found.map(|(id, token)| Token { id: *id, text: token.content.clone(), from: "its name is well known".into() })
 }
 
-/// What the files name for a role, each token once, in the order of the files.
-fn tokens(
-    tokenizer: &Tokenizer,
-    folder: Option<&Path>,
+/// What the files name for a role ("eos", "bos" or "pad"), each token once, in the order of the files; an error is a file and what is wrong in it. Only
+/// `added` tokens count. This is the rule wherever a model is read or written.
+pub fn named(
+    added: &BTreeMap<u32, String>,
+    tables: [Option<&Map<String, Json>>; 3],
     role: &'static str,
     passed_over: &mut Vec<(&'static str, String)>,
-) -> Result<Vec<Token>, DataError> {
-    let added = tokenizer.get_added_tokens_decoder();
+) -> Result<Vec<Token>, (&'static str, String)> {
     let mut all: Vec<Token> = vec![];
-    for (file, folder) in folder.into_iter().flat_map(|folder| FILES.map(|file| (file, folder))) {
-        let path = folder.join(file);
-        let Some(table) = read_object(&path)? else { continue };
+    for (file, table) in FILES.into_iter().zip(tables) {
         for key in [format!("{role}_token_id"), format!("{role}_token")] {
-            let values = match table.get(&key) {
+            let values = match table.and_then(|table| table.get(&key)) {
                 Some(Json::Array(values)) => &values[..],
                 Some(value) => std::slice::from_ref(value),
                 None => &[],
             };
-            for value in values.iter().filter(|value| !value.is_null()) {
+            // Some files write -1 for none.
+            for value in values.iter().filter(|value| !value.is_null() && **value != -1) {
                 let content = value.get("content").unwrap_or(value);
                 let found = match (content.as_i64(), content.as_str()) {
-                    (Some(id), _) => u32::try_from(id).ok().and_then(|id| added.get(&id).map(|token| (id, token))),
-                    (_, Some(name)) => added.iter().find(|(_, token)| token.content == *name).map(|(id, token)| (*id, token)),
-                    (None, None) => {
-                        let reason = format!("its {key} is {value}, neither a token nor an id");
-                        return Err(DataError::Special { path, reason });
-                    }
+                    (Some(id), _) => u32::try_from(id).ok().and_then(|id| added.get_key_value(&id)),
+                    (_, Some(name)) => added.iter().find(|(_, text)| *text == name),
+                    (None, None) => return Err((file, format!("its {key} is {value}, neither a token nor an id"))),
                 };
                 match found {
-                    Some((id, _)) if all.iter().any(|token| token.id == id) => {}
-                    Some((id, token)) => all.push(Token { id, text: token.content.clone(), from: file.into() }),
+                    Some((id, _)) if all.iter().any(|token| token.id == *id) => {}
+                    Some((id, text)) => all.push(Token { id: *id, text: text.clone(), from: file.into() }),
                     None => passed_over.push((role, format!("{file} has {key} = {content}, which is no added token"))),
                 }
             }

@@ -179,6 +179,19 @@ impl Tokenizer {
         }
     }
 
+    /// For people: that a token which was named is an ordinary one, and what follows.
+    pub fn warn_of_ordinary(&self, token: &Noted) -> Option<String> {
+        let is_added = |id: u32| match self {
+            Tokenizer::Byte => id == 0,
+            Tokenizer::Json(json) => json.inner.get_added_tokens_decoder().contains_key(&id),
+        };
+        let id = token.id.filter(|id| !is_added(*id))?;
+        let (text, by) = (self.decode(&[id]), &token.from);
+        Some(format!(
+            "warning: token {id} {text:?} ({by}) is no added token but an ordinary piece of text: it also occurs inside documents"
+        ))
+    }
+
     /// For people: which token begins a document, and who says so.
     pub fn describe_begin(&self, begin: &Noted) -> String {
         match begin.id {

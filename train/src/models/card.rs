@@ -1,21 +1,31 @@
 //! A model card: README.md of an exported folder, with what is known of the run and nothing else.
 
-use crate::checkpoint::{AVERAGED, Checkpoint};
+use super::Lora;
+use super::decoder::Adapted;
+use crate::checkpoint::AVERAGED;
 use crate::config::Config;
+use crate::recipe::Exporting;
 use serde_json::Value;
 use std::fmt::Write;
 use std::path::Path;
 
-/// The text of a card. `base` is the folder that was fine-tuned, where there was one; `adapters` says that the folder holds them alone.
-pub fn card(name: &str, config: &Config, found: &Checkpoint, raw: bool, base: Option<&Path>, adapters: bool) -> String {
-    let library = if adapters { "peft" } else { "transformers" };
-    let mut text = format!("---\nlibrary_name: {library}\ntags:\n- kiln\n---\n\n# {name}\n\n");
-    let mut rows = vec![
-        ("trained with".to_string(), format!("kiln {}", found.meta["version"].as_str().unwrap_or("of an earlier version"))),
-        ("recipe, preset".into(), format!("{}, {}", config.text("recipe"), config.text("preset"))),
-    ];
+/// The text of a card. `whole` says that the folder holds a whole model, and not adapters alone.
+pub fn card(model: &Adapted, config: &Config, how: &Exporting, whole: bool) -> String {
+    let (found, raw) = (how.found, how.raw);
+    let library = if whole { "transformers" } else { "peft" };
+    let mut text = format!("---\nlibrary_name: {library}\ntags:\n- kiln\n---\n\n# {}\n\n", how.name);
+    let mut rows =
+        vec![("trained with".to_string(), format!("kiln {}", found.meta["version"].as_str().unwrap_or("of an earlier version")))];
     let last = |path: &Path| path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
-    rows.extend(base.map(|base| ("fine-tuned from".into(), last(base))));
+    // A preset says what a model is like that is drawn at random; of another one the base says it.
+    match &model.folder {
+        Some(folder) => {
+            rows.push(("recipe".into(), config.text("recipe").into()));
+            rows.push(("fine-tuned from".into(), last(&folder.path)));
+        }
+        None => rows.push(("recipe, preset".into(), format!("{}, {}", config.text("recipe"), config.text("preset")))),
+    }
+    rows.push(("trained weights".into(), model.lora.as_ref().map_or("all".into(), |lora| adapters(lora, whole))));
     rows.push(("data".into(), config.data_path().map_or("generated".into(), |path| last(Path::new(path)))));
     rows.push(("steps".into(), found.step.to_string()));
     rows.extend(figures("training", &found.meta["figures"]["training"]));
@@ -34,6 +44,13 @@ pub fn card(name: &str, config: &Config, found: &Checkpoint, raw: bool, base: Op
         let _ = writeln!(text, "\n```sh\n{}\n```", commands.join("\n"));
     }
     text
+}
+
+/// `adapters (LoRA, rank 16, alpha 16, on q, k), merged into the base`
+fn adapters(lora: &Lora, merged: bool) -> String {
+    let targets: Vec<&str> = lora.targets.iter().map(|target| target.name()).collect();
+    let merged = if merged { ", merged into the base" } else { "" };
+    format!("adapters (LoRA, rank {}, alpha {}, on {}){merged}", lora.rank, lora.alpha, targets.join(", "))
 }
 
 /// A row for each loss and metric of a record; counters and norms are left out.

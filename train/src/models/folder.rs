@@ -3,6 +3,8 @@
 
 use super::{Bias, ModelError, Norm, Positions, Shape, Target, read_table};
 use crate::checkpoint::{self, Tensor, TensorFile};
+use crate::config::Config;
+use crate::recipe::TrainError;
 use engine::cpu::converted;
 use engine::ops::nf4::{Nf4, PARTS};
 use engine::{DType, Meta, Store};
@@ -10,6 +12,7 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use xxhash_rust::xxh3::Xxh3;
 
 const CONFIG: &str = "config.json";
@@ -27,6 +30,7 @@ pub struct Folder {
     files: Vec<TensorFile>,
     /// By the names that the files have: which of them holds it.
     holds: BTreeMap<String, usize>,
+    fingerprint: OnceLock<u64>,
 }
 
 impl Shape {
@@ -95,8 +99,8 @@ impl Folder {
         }
         let shape = Shape::read(&path.join(CONFIG))?;
         let (files, holds) = if path.join(INDEX).exists() { sharded(path)? } else { single(path)? };
-        let mut folder = Folder { path: path.to_path_buf(), shape, files, holds };
-        folder.shape.tied &= !folder.has_own_head()?;
+        let mut folder = Folder { path: path.to_path_buf(), shape, files, holds, fingerprint: OnceLock::new() };
+        folder.shape.tied = folder.shape.tied && !folder.has_own_head()?;
         let mut expected = BTreeSet::new();
         for (_, theirs, shape) in folder.shape.weights() {
             let Some((dtype, has)) = folder.find(&theirs).and_then(|file| file.info(folder.called(&theirs))) else {
@@ -119,14 +123,21 @@ impl Folder {
         }
     }
 
+    /// The config with the sizes of the folder in `model.base`, where it names one.
+    pub fn settle(config: &mut Config) -> Result<(), TrainError> {
+        let Some(path) = config.base().map(PathBuf::from) else { return Ok(()) };
+        let settings = Folder::open(&path)?.shape.settings();
+        Ok(settings.into_iter().try_for_each(|(key, value)| config.take_from_base(key, value))?)
+    }
+
     /// Whether the files hold a head with other numbers than the embedding's: transformers then takes it, whatever the config says of tying.
     fn has_own_head(&self) -> Result<bool, ModelError> {
         let embedding = format!("{}.weight", self.shape.family.names.embedding);
         if self.find(HEAD).is_none() || self.find(&embedding).is_none() {
             return Ok(false);
         }
-        let (head, embedding) = (self.weight(HEAD)?, self.weight(&embedding)?);
-        Ok(head.meta != embedding.meta || head.bytes != embedding.bytes)
+        let info = |name: &str| self.find(name).and_then(|file| file.info(self.called(name)));
+        Ok(info(HEAD) != info(&embedding) || self.weight(HEAD)?.bytes != self.weight(&embedding)?.bytes)
     }
 
     /// The file that holds a weight.
@@ -140,13 +151,22 @@ impl Folder {
         if self.holds.contains_key(theirs) { theirs } else { short }
     }
 
-    /// A weight by its name in the folder, as it lies there.
-    pub fn weight(&self, theirs: &str) -> Result<Weight, ModelError> {
+    fn held(&self, theirs: &str) -> Result<(&TensorFile, Meta), ModelError> {
         let found = self.find(theirs).and_then(|file| {
             let (dtype, shape) = file.info(self.called(theirs))?;
             Some((file, Meta::new(&shape, DType::from_name(&dtype)?)))
         });
-        let (file, meta) = found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))?;
+        found.ok_or_else(|| ModelError::bad(&self.path, format!("has no weight '{theirs}'")))
+    }
+
+    /// The type in which a weight lies there.
+    pub fn dtype(&self, theirs: &str) -> Result<DType, ModelError> {
+        Ok(self.held(theirs)?.1.dtype)
+    }
+
+    /// A weight by its name in the folder, as it lies there.
+    pub fn weight(&self, theirs: &str) -> Result<Weight, ModelError> {
+        let (file, meta) = self.held(theirs)?;
         Ok(Weight { name: theirs.into(), meta, bytes: file.read(self.called(theirs))? })
     }
 
@@ -188,8 +208,11 @@ impl Folder {
         Ok(())
     }
 
-    /// Of the weights and of what they mean: another model has another.
+    /// Of the weights and of what they mean: another model has another. Reads all of them, once.
     pub fn fingerprint(&self) -> Result<u64, ModelError> {
+        if let Some(known) = self.fingerprint.get() {
+            return Ok(*known);
+        }
         let mut hash = Xxh3::new();
         hash.update(self.shape.identity().as_bytes());
         for weight in self.weights() {
@@ -197,7 +220,7 @@ impl Folder {
             hash.update(format!("{ours} {:?}", w.meta).as_bytes());
             hash.update(&w.bytes);
         }
-        Ok(hash.digest())
+        Ok(*self.fingerprint.get_or_init(|| hash.digest()))
     }
 
     /// Where its tokenizer is, if it has one.

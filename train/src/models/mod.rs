@@ -47,6 +47,8 @@ pub enum ModelError {
     Gguf { path: PathBuf, cause: gguf::GgufError },
     #[error(transparent)]
     Engine(#[from] engine::Error),
+    #[error(transparent)]
+    Data(#[from] crate::data::DataError),
 }
 
 impl ModelError {

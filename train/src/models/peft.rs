@@ -32,27 +32,33 @@ fn peft_names(lora: &Lora, shape: &Shape) -> Vec<String> {
 }
 
 impl Adapter {
-    /// An adapter of a model of this shape.
-    pub fn open(path: &Path, shape: &Shape) -> Result<Adapter, ModelError> {
+    /// An adapter for a model of this shape, which lies in `base` where that is known. Says so where the adapter names another model.
+    pub fn open(path: &Path, shape: &Shape, base: Option<&Path>) -> Result<Adapter, ModelError> {
         let config = path.join(CONFIG);
         let lora = parse(&read_table(&config)?).map_err(|problem| ModelError::bad(&config, problem))?;
+        let (named, found) = Adapter::base_of(path)?;
+        let of = base.map_or("the model".into(), |base| format!("the model in {}", base.display()));
+        let made_for = if named.is_empty() { String::new() } else { format!(" (the adapter was made for {named:?})") };
         let file = path.join(WEIGHTS);
         let weights = TensorFile::open(&file)?;
         let ours = lora.tensors(shape);
         let theirs = peft_names(&lora, shape);
         for ((_, shape), name) in ours.iter().zip(&theirs) {
             let Some((dtype, has)) = weights.info(name) else {
-                return Err(ModelError::bad(&file, format!("has no '{name}', which its {CONFIG} and the model ask for")));
+                return Err(ModelError::bad(&file, format!("has no '{name}', which its {CONFIG} and {of} ask for{made_for}")));
             };
             if has != shape {
-                return Err(ModelError::bad(&file, format!("'{name}' is {has:?}, but {CONFIG} and the model make it {shape:?}")));
+                return Err(ModelError::bad(&file, format!("'{name}' is {has:?}, but {CONFIG} and {of} make it {shape:?}{made_for}")));
             }
             if DType::from_name(&dtype).is_none_or(|d| !d.is_float()) {
                 return Err(ModelError::bad(&file, format!("'{name}' is of type {dtype}; BF16, F16 and F32 are known here")));
             }
         }
         if let Some(extra) = weights.names().iter().find(|n| !theirs.contains(n)) {
-            return Err(ModelError::bad(&file, format!("holds '{extra}', which {CONFIG} and the model do not ask for")));
+            return Err(ModelError::bad(&file, format!("holds '{extra}', which {CONFIG} and {of} do not ask for{made_for}")));
+        }
+        if let Some(base) = base.filter(|base| !named.is_empty() && is_another(base, &named, found.as_deref())) {
+            crate::warn!("note: {} was made for {named:?}, and is used on {}: its shapes fit", path.display(), base.display());
         }
         let names = ours.into_iter().map(|t| t.0).zip(theirs).collect();
         Ok(Adapter { path: path.to_path_buf(), lora, file: weights, names })
@@ -74,6 +80,16 @@ impl Adapter {
             store.set_floats(ours, &meta, &self.file.read(theirs)?)?;
         }
         Ok(())
+    }
+}
+
+/// Whether an adapter names another model than `base`: another folder, where the named one is here, or another name.
+fn is_another(base: &Path, named: &str, found: Option<&Path>) -> bool {
+    let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let name = |path: &Path| whole(path).file_name().map(|n| n.to_string_lossy().to_lowercase());
+    match found {
+        Some(found) => whole(found) != whole(base),
+        None => name(Path::new(named)) != name(base),
     }
 }
 

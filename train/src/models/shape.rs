@@ -2,7 +2,7 @@
 
 use super::family::{FAMILIES, Family, Mlp, Positions};
 use super::{ModelError, read_table};
-use crate::config::{NORM_EPS, ROPE_THETA, within};
+use crate::config::{NORM_EPS, ROPE_THETA, Value as Setting, within};
 use engine::ops::rope::rope_frequencies;
 use serde_json::{Map, Value, json};
 use std::f64::consts::PI;
@@ -96,6 +96,26 @@ impl Shape {
             }
         };
         rope_frequencies(self.head_dim, self.rope_theta as f32).into_iter().map(scaled).collect()
+    }
+
+    /// By the names of config keys, of which a recipe may have some.
+    pub fn settings(&self) -> Vec<(&'static str, Setting)> {
+        let size = |n: usize| Setting::Integer(n as i64);
+        vec![
+            ("family", self.family.name.into()),
+            ("vocab", size(self.vocab)),
+            ("dim", size(self.dim)),
+            ("layers", size(self.layers)),
+            ("heads", size(self.heads)),
+            ("kv_heads", size(self.kv_heads)),
+            ("head_dim", size(self.head_dim)),
+            ("hidden", size(self.hidden)),
+            ("tied", self.tied.into()),
+            ("qk_norm", self.family.qk_norm.into()),
+            ("window", size(self.window.unwrap_or(0))),
+            ("rope_theta", self.rope_theta.into()),
+            ("norm_eps", self.norm_eps.into()),
+        ]
     }
 
     /// From a folder's config.json.

@@ -68,8 +68,19 @@ pub trait Solves {
 
 /// Models that other programs can read: `kiln export`.
 pub trait Exports {
-    /// Writes a folder: a checkpoint's adapters, or with `merge` a whole model.
+    /// Writes a folder: what was trained, or a whole model.
     fn export(&self, config: &Config, how: &Exporting) -> Result<(), TrainError>;
+}
+
+/// Which weights an exported folder holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Parts {
+    /// Adapters alone, or every weight where every weight was trained.
+    Trained,
+    /// Adapters added to their base; without adapters that is an error.
+    Merged,
+    /// A whole model, however it was trained.
+    Whole,
 }
 
 /// What is exported, and how.
@@ -78,8 +89,7 @@ pub struct Exporting<'a> {
     /// The folder to write, and what its model is called.
     pub out: &'a Path,
     pub name: &'a str,
-    /// Adapters are added to their base.
-    pub merge: bool,
+    pub parts: Parts,
     /// The weights are those of the last step, although the run averages them.
     pub raw: bool,
     /// Most bytes of a file of weights.

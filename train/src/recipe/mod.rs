@@ -18,7 +18,8 @@ mod session;
 mod supervised;
 
 pub use capabilities::{
-    Attempt, Classifier, Classifies, Exporting, Exports, Generator, Reads, Reference, Solver, Solves, Survey, Surveys, TextModel, Writes,
+    Attempt, Classifier, Classifies, Exporting, Exports, Generator, Parts, Reads, Reference, Solver, Solves, Survey, Surveys, TextModel,
+    Writes,
 };
 pub use errors::TrainError;
 pub use evaluation::{Counted, Evaluation, Extent, LeftOut};

@@ -2,8 +2,10 @@
 
 use super::TrainError;
 use crate::checkpoint::Loaded;
+use crate::memory;
 use crate::optim::ema;
-use engine::{Data, Device, Graph, Program, Reading, Role, Store, Switches};
+use crate::report::human_bytes;
+use engine::{Compiled, Data, Device, Graph, Program, Reading, Role, Store, Switches};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -42,12 +44,31 @@ impl Session {
     }
 
     pub fn load(&mut self, name: &str, graph: Graph) -> Result<(), TrainError> {
-        let program = Program::load(graph, &self.switches, &self.device, &mut self.store)?;
-        self.programs.insert(name.into(), program);
-        Ok(())
+        let compiled = Compiled::new(graph, &self.switches, self.device.target())?;
+        // Later programs share state and arena with the first.
+        if self.programs.is_empty() {
+            self.has_room(&compiled)?;
+        }
+        self.load_compiled(name, compiled)
     }
 
-    pub fn load_compiled(&mut self, name: &str, compiled: engine::Compiled) -> Result<(), TrainError> {
+    /// Refuses what the machine has no memory for, before any is taken.
+    fn has_room(&self, compiled: &Compiled) -> Result<(), TrainError> {
+        let m = &compiled.plan.memory;
+        let (state, arena) = (m.state as u64, (m.activations + m.workspace) as u64);
+        match memory::available(&self.device) {
+            Some(free) if state.saturating_add(arena) > free => Err(TrainError::Other(format!(
+                "needs {} of memory (state {}, activations and workspace {}), and {} are free: it wants a machine or a GPU with more, or a smaller model",
+                human_bytes(state.saturating_add(arena)),
+                human_bytes(state),
+                human_bytes(arena),
+                human_bytes(free)
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    pub fn load_compiled(&mut self, name: &str, compiled: Compiled) -> Result<(), TrainError> {
         self.programs.insert(name.into(), Program::from_compiled(compiled, &self.device, &mut self.store)?);
         Ok(())
     }

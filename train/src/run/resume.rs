@@ -73,7 +73,9 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
     let changed = theirs.differences(config);
     let identity = &found.meta["identity"];
     let moved = |k: &str| task.paths().iter().any(|(key, what)| *key == k && identity[what].is_string());
-    let free = |k: &str| config.is_free(k) || k.starts_with("passes.") || moved(k);
+    // Runs of earlier versions note a preset's sizes beside a base that has its own.
+    let of_base = |k: &str| config.of_base().iter().any(|key| k == format!("model.{}", key.name));
+    let free = |k: &str| config.is_free(k) || k.starts_with("passes.") || moved(k) || of_base(k);
     if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !free(k)) {
         return Err(TrainError::Other(format!(
             "checkpoint {} is of another config: {key} was {was}, now it is {is} (start a new run from its weights with --init-from)",

@@ -68,7 +68,7 @@ impl Ready {
         let before = found.iter().flat_map(|f| f.meta["commands"].as_array().into_iter().flatten());
         let commands = before.filter_map(|c| c.as_str().map(String::from)).chain(Some(options.command.clone())).collect();
         let ready = Ready { session, from: found.map(|f| f.step), schedule_steps, epochs, best, commands, name };
-        say_what_runs(&ready.name, &ready.session, options.verbose);
+        say_what_runs(&config.title(), &ready.session, options.verbose);
         Ok(ready)
     }
 

@@ -76,8 +76,15 @@ fn a_fine_tuned_folder_is_exported_whole_and_in_shards_with_all_that_its_base_ha
     let last = records(&at("run"), "val").pop().unwrap();
     let loss = format!("| validation loss, step 4 | {:.4} |", last["val_loss"].as_f64().unwrap());
     let command = format!("kiln train decoder --out {}", of("run"));
-    let facts =
-        ["# one\n", "| recipe, preset | decoder, tiny |", "| fine-tuned from | base |", "| data | generated |", "| steps | 4 |", &loss];
+    let facts = [
+        "# one\n",
+        "| recipe | decoder |",
+        "| fine-tuned from | base |",
+        "| trained weights | all |",
+        "| data | generated |",
+        "| steps | 4 |",
+        &loss,
+    ];
     for part in facts.iter().copied().chain(["(EMA, decay 0.5)", &command, "| trained with | kiln "]) {
         assert!(card.contains(part), "no '{part}' in\n{card}");
     }

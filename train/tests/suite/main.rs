@@ -35,6 +35,7 @@ mod puzzle_files;
 mod puzzles;
 mod refused;
 mod replies;
+mod settled;
 mod speed;
 mod steps;
 mod vision;

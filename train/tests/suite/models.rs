@@ -123,7 +123,7 @@ fn folders_and_adapters_give_the_numbers_of_the_model_they_hold() {
     for (i, (config, files)) in [(config(), 1), (older, 4)].iter().enumerate() {
         let path = folder(&dir.path().join(i.to_string()), config, &base, *files);
         let found = Folder::open(&path).unwrap();
-        let adapter = Adapter::open(&peft, &found.shape).unwrap();
+        let adapter = Adapter::open(&peft, &found.shape, None).unwrap();
         assert_eq!(adapter.lora, Lora { rank: 4, alpha: 8.0, dropout: 0.05, targets: Target::ALL.to_vec() });
         let r = Recorder::new();
         let d = Decoder { shape: &found.shape, lora: Some(&adapter.lora), base: Base::Loaded, r: &r, rng: None };
@@ -362,7 +362,7 @@ fn what_is_wrong_with_an_adapter_is_said_by_name() {
         count += 1;
         let (mut config, mut tensors) = (adapter_config(), lora.clone());
         change(&mut config, &mut tensors);
-        let said = Adapter::open(&adapter(&dir.path().join(count.to_string()), &config, &tensors), &shape);
+        let said = Adapter::open(&adapter(&dir.path().join(count.to_string()), &config, &tensors), &shape, None);
         let said = said.map(|_| ()).expect_err(parts[0]).to_string();
         assert!(parts.iter().all(|p| said.contains(p)), "{said}\nlacks some of {parts:?}");
     };
@@ -388,7 +388,7 @@ fn what_is_wrong_with_an_adapter_is_said_by_name() {
     );
     fs::remove_file(dir.path().join("1/adapter_model.safetensors")).unwrap();
     fs::write(dir.path().join("1/adapter_config.json"), adapter_config().to_string()).unwrap();
-    let said = Adapter::open(&dir.path().join("1"), &shape).map(|_| ()).unwrap_err().to_string();
+    let said = Adapter::open(&dir.path().join("1"), &shape, None).map(|_| ()).unwrap_err().to_string();
     assert!(said.contains("adapter_model.safetensors"), "{said}");
 }
 
@@ -445,7 +445,7 @@ fn what_is_written_is_read_again() {
         let out = dir.path().join(format!("lora{i}"));
         fs::create_dir(&out).unwrap();
         write_adapter(&out, &lora, &shape, "there", tensors).unwrap();
-        assert_eq!(Adapter::open(&out, &shape).unwrap().lora, lora);
+        assert_eq!(Adapter::open(&out, &shape, None).unwrap().lora, lora);
     }
 }
 

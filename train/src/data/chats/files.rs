@@ -72,7 +72,7 @@ pub fn each_conversation(
         None => found(path, &files)?,
     };
     for file in &files {
-        each_row(file, Some(&layout), &mut |row| {
+        each_row(file, Some(&(&layout).into()), &mut |row| {
             let conversation = layout.conversation(&row.value).map_err(|problem| row.error(format!("{problem} (expected {layout})")))?;
             visit(&row, conversation)?;
             Ok(ControlFlow::Continue(()))
@@ -95,26 +95,88 @@ fn found(path: &Path, files: &[PathBuf]) -> Result<Layout, ChatError> {
     Err(ChatError::file(path, "holds no rows"))
 }
 
-/// Every row of one file. What it is follows from how it begins, not from its name. Of a parquet file, columns that `layout` does not need are
-/// not read.
-pub fn each_row(path: &Path, layout: Option<&Layout>, visit: &mut Visit) -> Result<(), ChatError> {
-    let mut file = input::open(path).map_err(ChatError::io("open", path))?;
-    let mut magic = vec![];
-    Read::by_ref(&mut file).take(6).read_to_end(&mut magic).map_err(ChatError::io("read", path))?;
-    let file = input::open(path).map_err(ChatError::io("open", path))?;
-    let reader = BufReader::with_capacity(1 << 16, file);
-    let refused = |what: &str| Err(ChatError::file(path, format!("it is {what} (unpack it, or convert it to JSON lines or parquet)")));
-    match &magic[..] {
-        [] => Err(ChatError::file(path, "it is empty")),
-        [b'P', b'A', b'R', b'1', ..] => parquet::each_row(path, layout, visit),
-        [0x1f, 0x8b, ..] => each_json(path, BufReader::with_capacity(1 << 16, MultiGzDecoder::new(reader)), visit),
-        [0x28, 0xb5, 0x2f, 0xfd, ..] => refused("compressed with zstd"),
-        [b'B', b'Z', b'h', ..] => refused("compressed with bzip2"),
-        [0xfd, b'7', b'z', b'X', b'Z', ..] => refused("compressed with xz"),
-        [b'P', b'K', 3, 4, ..] => refused("a zip archive"),
-        [b'A', b'R', b'R', b'O', b'W', ..] | [0xff, 0xff, 0xff, 0xff, ..] => refused("an Arrow file"),
-        _ => each_json(path, reader, visit),
+/// Columns of a parquet file that are read, so that others need not be.
+pub struct Columns<'a> {
+    pub required: Vec<&'a str>,
+    pub all: Vec<&'a str>,
+    /// What they are, for people.
+    pub what: String,
+}
+
+impl<'a> From<&'a Layout> for Columns<'a> {
+    fn from(layout: &'a Layout) -> Columns<'a> {
+        Columns { required: layout.required(), all: layout.fields(), what: layout.to_string() }
     }
+}
+
+/// What a file holds, by how it begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Content {
+    Empty,
+    Parquet,
+    Gzip,
+    /// What is not read, in words.
+    Other(&'static str),
+    /// Text, as far as its beginning tells.
+    Text,
+}
+
+impl Content {
+    pub fn of(path: &Path) -> Result<Content, ChatError> {
+        let file = input::open(path).map_err(ChatError::io("open", path))?;
+        let mut begins = vec![];
+        file.take(24).read_to_end(&mut begins).map_err(ChatError::io("read", path))?;
+        Ok(match &begins[..] {
+            [] => Content::Empty,
+            [b'P', b'A', b'R', b'1', ..] => Content::Parquet,
+            [0x1f, 0x8b, ..] => Content::Gzip,
+            [0x28, 0xb5, 0x2f, 0xfd, ..] => Content::Other("compressed with zstd"),
+            [b'B', b'Z', b'h', ..] => Content::Other("compressed with bzip2"),
+            [0xfd, b'7', b'z', b'X', b'Z', ..] => Content::Other("compressed with xz"),
+            [b'P', b'K', 3, 4, ..] => Content::Other("a zip archive"),
+            [b'A', b'R', b'R', b'O', b'W', ..] | [0xff, 0xff, 0xff, 0xff, ..] => Content::Other("an Arrow file"),
+            text if text.starts_with(b"version https://git-lfs") => {
+                Content::Other("a pointer of Git LFS, not the file itself (git lfs pull)")
+            }
+            _ => Content::Text,
+        })
+    }
+
+    /// The error for what is not read.
+    pub fn refused(path: &Path, what: &str) -> ChatError {
+        ChatError::file(path, format!("it is {what} (unpack it, or convert it to JSON lines or parquet)"))
+    }
+}
+
+/// Every row of one file. What it is follows from how it begins, not from its name. Of a parquet file other columns than these are not read.
+pub fn each_row(path: &Path, columns: Option<&Columns>, visit: &mut Visit) -> Result<(), ChatError> {
+    let open = || Ok(BufReader::with_capacity(1 << 16, input::open(path).map_err(ChatError::io("open", path))?));
+    match Content::of(path)? {
+        Content::Empty => Err(ChatError::file(path, "it is empty")),
+        Content::Parquet => parquet::each_row(path, columns, visit),
+        Content::Gzip => each_json(path, BufReader::with_capacity(1 << 16, MultiGzDecoder::new(open()?)), visit),
+        Content::Other(what) => Err(Content::refused(path, what)),
+        Content::Text => {
+            is_json(path, open()?)?;
+            each_json(path, open()?, visit)
+        }
+    }
+}
+
+/// Refuses what has the name of another kind of file and is not even JSON.
+fn is_json(path: &Path, reader: impl BufRead) -> Result<(), ChatError> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    let Some(kind) = [(".parquet", "a parquet file"), (".gz", "a gzip file")].iter().find(|(end, _)| name.ends_with(end)) else {
+        return Ok(());
+    };
+    let first = reader.bytes().map_while(Result::ok).find(|byte| !byte.is_ascii_whitespace() && !b"\xef\xbb\xbf".contains(byte));
+    let what = match first {
+        Some(b'{' | b'[') => return Ok(()),
+        Some(b'<') => "it begins like a web page",
+        Some(byte) if byte.is_ascii_graphic() => "it is some other text",
+        _ => "it begins like no file that is read here",
+    };
+    Err(ChatError::file(path, format!("it is not {}, although it is called so: {what} (download it again)", kind.1)))
 }
 
 /// JSON lines, or an array.

@@ -21,7 +21,7 @@ mod template;
 
 pub use encode::{Encoded, encode};
 pub use error::ChatError;
-pub use files::{Row, each_conversation, each_row, list};
+pub use files::{Columns, Content, Row, each_conversation, each_row, list};
 pub use layout::Layout;
 pub use learned::{Learn, Rendered, Way};
 pub use template::ChatTemplate;

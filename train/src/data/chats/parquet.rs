@@ -9,17 +9,17 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use parquet::schema::types::Type;
 
-use super::files::{Row, Visit};
-use super::{ChatError, Layout};
+use super::ChatError;
+use super::files::{Columns, Row, Visit};
 use crate::input;
 
-/// Every row, with the columns that `layout` reads; all columns without one. A null is a field that is not there.
-pub(super) fn each_row(path: &Path, layout: Option<&Layout>, visit: &mut Visit) -> Result<(), ChatError> {
+/// Every row, with these columns; without them, all. A null is a field that is not there.
+pub(super) fn each_row(path: &Path, columns: Option<&Columns>, visit: &mut Visit) -> Result<(), ChatError> {
     let file = input::open(path).map_err(ChatError::io("open", path))?;
     let broken = |e: &dyn std::fmt::Display| ChatError::file(path, format!("not a readable parquet file: {e} (download it again)"));
     let reader = guarded(path, || SerializedFileReader::new(file).map_err(|e| broken(&e)))?;
     let schema = reader.metadata().file_metadata().schema();
-    let columns = layout.map(|layout| projected(path, schema, layout)).transpose()?;
+    let columns = columns.map(|columns| projected(path, schema, columns)).transpose()?;
     let mut rows = guarded(path, || reader.get_row_iter(columns).map_err(|e| broken(&e)))?;
     for number in 1.. {
         let at = |problem: String| ChatError::Row { path: path.to_owned(), unit: "row", number, problem };
@@ -49,21 +49,25 @@ fn guarded<T>(path: &Path, read: impl FnOnce() -> Result<T, ChatError>) -> Resul
 fn reason(error: &str) -> String {
     match error {
         _ if error.contains("as String") => "a text in it is invalid UTF-8 (write the file again from UTF-8 texts)".into(),
-        _ if error.contains("Disabled feature") => {
-            format!("{error}: its columns are compressed in a way that is not read (write it with snappy or gzip, or without compression)")
+        _ if error.contains("Disabled feature") || error.contains("codec type") => {
+            // "Disabled feature at compile time: brotli", "The codec type LZO is not supported yet"
+            let words = error.split("compile time: ").last().unwrap_or_default();
+            let words = words.split("codec type ").last().unwrap_or_default();
+            let codec = words.split(' ').next().unwrap_or_default();
+            format!("its columns are compressed with {codec}, which is not read (write it with snappy, gzip, zstd or lz4)")
         }
         _ => format!("{error} (download the file again)"),
     }
 }
 
-/// The part of a schema that a layout reads.
-fn projected(path: &Path, schema: &Type, layout: &Layout) -> Result<Type, ChatError> {
+/// The part of a schema that is read.
+fn projected(path: &Path, schema: &Type, wanted: &Columns) -> Result<Type, ChatError> {
     let columns = schema.get_fields();
     let names: Vec<&str> = columns.iter().map(|column| column.name()).collect();
-    if let Some(missing) = layout.required().iter().find(|name| !names.contains(name)) {
-        return Err(ChatError::file(path, format!("no column {missing:?}, only {names:?} (expected {layout})")));
+    if let Some(missing) = wanted.required.iter().find(|name| !names.contains(name)) {
+        return Err(ChatError::file(path, format!("no column {missing:?}, only {names:?} (expected {})", wanted.what)));
     }
-    let kept: Vec<Arc<Type>> = columns.iter().filter(|column| layout.fields().contains(&column.name())).cloned().collect();
+    let kept: Vec<Arc<Type>> = columns.iter().filter(|column| wanted.all.contains(&column.name())).cloned().collect();
     Type::group_type_builder(schema.name())
         .with_fields(kept)
         .build()

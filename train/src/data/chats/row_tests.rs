@@ -149,6 +149,23 @@ fn broken_files_are_named() {
         ("x.zip", b"PK\x03\x04 ".to_vec(), "a zip archive"),
         ("x.parquet", b"PAR1 and then nothing".to_vec(), "x.parquet: not a readable parquet file"),
         ("y.parquet", b"PAR1".to_vec(), "y.parquet: not a readable parquet file"),
+        (
+            "text.parquet",
+            b"some words\n".to_vec(),
+            "text.parquet: it is not a parquet file, although it is called so: it is some other text",
+        ),
+        (
+            "page.parquet",
+            b"\n<!DOCTYPE html>".to_vec(),
+            "page.parquet: it is not a parquet file, although it is called so: it begins like a web page",
+        ),
+        (
+            "text.jsonl.gz",
+            b"some words\n".to_vec(),
+            "text.jsonl.gz: it is not a gzip file, although it is called so: it is some other text",
+        ),
+        ("zeros.gz", vec![0; 40], "zeros.gz: it is not a gzip file, although it is called so: it begins like no file"),
+        ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\noid".to_vec(), "lfs.parquet: it is a pointer of Git LFS"),
     ] {
         let error = read(dir.path(), name, bytes, None).unwrap_err();
         assert!(error.contains(part), "{name}: {error}");
@@ -207,7 +224,7 @@ fn write_parquet(path: &Path, schema: &str, compression: ::parquet::basic::Compr
 
 #[test]
 fn parquet_files_of_every_compression_are_read() {
-    use ::parquet::basic::{Compression, GzipLevel};
+    use ::parquet::basic::{Compression, GzipLevel, ZstdLevel};
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
     let schema = |list: &str| {
@@ -217,7 +234,8 @@ fn parquet_files_of_every_compression_are_read() {
         )
     };
     let gzip = Compression::GZIP(GzipLevel::default());
-    for compression in [Compression::UNCOMPRESSED, Compression::SNAPPY, gzip] {
+    let zstd = Compression::ZSTD(ZstdLevel::default());
+    for compression in [Compression::UNCOMPRESSED, Compression::SNAPPY, Compression::LZ4, Compression::LZ4_RAW, zstd, gzip] {
         write_parquet(&path, &schema("messages"), compression);
         let mut seen = vec![];
         let error = each_conversation(&path, None, &mut |row, c| {
@@ -229,6 +247,21 @@ fn parquet_files_of_every_compression_are_read() {
         assert_eq!(seen, [(1, chat(&[("user", "é"), ("assistant", "b")]))]);
         assert!(error.contains("a.parquet, row 2: turn 1 of \"messages\": it has no \"content\", only [\"role\"]"), "{error}");
     }
+    // The codec of a column is two bytes of the file's end: what is not read is named.
+    write_parquet(&path, &schema("messages"), Compression::SNAPPY);
+    let bytes = std::fs::read(&path).unwrap();
+    for (codec, name) in [(4, "brotli"), (3, "LZO")] {
+        let errors = bytes.windows(2).enumerate().filter(|(_, pair)| *pair == [0x15, 0x02]).map(|(at, _)| {
+            let mut other = bytes.clone();
+            other[at + 1] = 2 * codec;
+            std::fs::write(&path, other).unwrap();
+            each_conversation(&path, None, &mut |_, _| Ok(())).map_or_else(|e| e.to_string(), |_| String::new())
+        });
+        let errors: Vec<String> = errors.collect();
+        let said = format!("compressed with {name}, which is not read (write it with snappy, gzip, zstd or lz4)");
+        assert!(errors.iter().any(|e| e.contains("a.parquet") && e.contains(&said)), "{said}: {errors:?}");
+    }
+    std::fs::write(&path, bytes).unwrap();
     let error = each_conversation(&path, Layout::named("sharegpt"), &mut |_, _| Ok(())).unwrap_err().to_string();
     assert!(error.contains("no column \"conversations\", only [\"messages\"]"), "{error}");
     // Cut and damaged anywhere: an error or rows, and no panic that reaches the caller.

@@ -38,6 +38,8 @@ pub struct ChatTemplate {
     pub(super) end: Option<End>,
     /// Whether it asks for the date.
     pub dated: bool,
+    /// Whether it knows `enable_thinking`: its model may think before it replies.
+    pub thinks: bool,
 }
 
 /// What follows an assistant's text: all of it, and how many bytes up to the token that ends the turn.
@@ -99,6 +101,7 @@ impl ChatTemplate {
             env.add_template_owned(name, source).map_err(bad)?;
         }
         let variables = tokens.into_iter().map(|(name, text)| (name, Value::from(text))).collect();
+        let names = |word: &str| [Some(source), tool_use].into_iter().flatten().any(|text| text.contains(word));
         let mut template = ChatTemplate {
             from: from.into(),
             env,
@@ -108,7 +111,8 @@ impl ChatTemplate {
             hides_header: false,
             parts: false,
             end: None,
-            dated: [Some(source), tool_use].into_iter().flatten().any(|text| text.contains("strftime_now")),
+            dated: names("strftime_now"),
+            thinks: names("enable_thinking"),
         };
         template.parts = template.takes_parts();
         template.hides_header = template.finds_hidden_header();

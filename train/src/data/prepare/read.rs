@@ -1,12 +1,14 @@
-//! Text files, a part at a time; lines of JSON; generated sentences.
+//! Text files, a part at a time; lines of JSON; rows of parquet and gzip; generated sentences.
 
 use std::fs::File;
 use std::io::IsTerminal;
+use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::super::chats::{self, Columns, Content};
 use super::super::{DataError, Grammar, Split, hash, jsonl};
 use super::sink::Sink;
 use crate::input;
@@ -29,6 +31,11 @@ pub fn read_files(paths: &[PathBuf], field: &str, sink: &mut Sink) -> Result<(),
     }
     let bar = progress(total, "{bar:40} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}");
     for path in paths {
+        if is_rows(path)? {
+            read_rows(path, field, sink)?;
+            bar.inc(input::length(path).map_err(DataError::io("read", path))?);
+            continue;
+        }
         if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl")) {
             read_jsonl(path, field, sink, &bar)?;
             continue;
@@ -46,6 +53,41 @@ pub fn read_files(paths: &[PathBuf], field: &str, sink: &mut Sink) -> Result<(),
     }
     bar.finish_and_clear();
     Ok(())
+}
+
+/// Whether a file is parquet, or gzip of JSON lines; other files that are no text are refused.
+fn is_rows(path: &Path) -> Result<bool, DataError> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    let ends = |suffixes: &[&str]| suffixes.iter().any(|end| name.ends_with(end));
+    match Content::of(path)? {
+        Content::Parquet => Ok(true),
+        Content::Gzip if ends(&[".jsonl.gz", ".ndjson.gz", ".json.gz"]) => Ok(true),
+        Content::Gzip => Err(Content::refused(path, "compressed with gzip, and its name does not end in .jsonl.gz").into()),
+        Content::Other(what) => Err(Content::refused(path, what).into()),
+        // What has their name and is none of them is refused by name.
+        Content::Text | Content::Empty => Ok(ends(&[".parquet", ".gz"])),
+    }
+}
+
+/// Rows whose `field` is a document.
+fn read_rows(path: &Path, field: &str, sink: &mut Sink) -> Result<(), DataError> {
+    let columns = Columns { required: vec![field], all: vec![field], what: format!("texts in {field:?}: --field names another column") };
+    let mut failed = None;
+    chats::each_row(path, Some(&columns), &mut |row| {
+        let value = row.value.get_attr(field).unwrap_or_default();
+        let Some(text) = value.as_str() else {
+            let has = if value.is_undefined() { "not there".into() } else { format!("{value:.40}") };
+            return Err(row.error(format!("the field {field:?} is {has}, not a text (name another field with --field)")));
+        };
+        Ok(match sink.document(text) {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(e) => {
+                failed = Some(e);
+                ControlFlow::Break(())
+            }
+        })
+    })?;
+    failed.map_or(Ok(()), Err)
 }
 
 struct Text<'a> {

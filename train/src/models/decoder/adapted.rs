@@ -29,8 +29,7 @@ impl Adapted {
             return Err(ConfigError::Invalid(format!("model.seq = {seq}: the base has {} positions", shape.context)).into());
         }
         if shape.family.joint && (lora.is_some() || quantised) {
-            let problem =
-                format!("{} has one matrix for q, k and v, on which adapters are not known here: train all of it", shape.family.name);
+            let problem = format!("{} has one matrix for q, k and v, on which adapters are not known here", shape.family.name);
             return Err(ConfigError::Invalid(problem).into());
         }
         let base = match (&lora, quantised, &folder) {
@@ -65,7 +64,7 @@ impl Adapted {
 
     /// Takes an adapter in PEFT's layout; it must be what the config makes.
     pub fn take(&self, s: &mut Session, path: &Path) -> Result<(), TrainError> {
-        let adapter = Adapter::open(path, &self.shape)?;
+        let adapter = Adapter::open(path, &self.shape, self.folder.as_ref().map(|f| f.path.as_path()))?;
         let Some(ours) = &self.lora else {
             return Err(TrainError::Other(format!("{} is an adapter, but every weight is trained: train adapters on it", path.display())));
         };

@@ -55,7 +55,7 @@ impl Chat {
             }
             other => other?,
         };
-        let adapter = adapter.map(|path| Adapter::open(path, &folder.shape)).transpose()?;
+        let adapter = adapter.map(|path| Adapter::open(path, &folder.shape, Some(&folder.path))).transpose()?;
         let lora = adapter.as_ref().map(|a| a.lora.clone());
         Ok(Chat {
             tokenizer: Arc::new(tokenizer),
@@ -92,6 +92,11 @@ impl Chat {
     /// Whether there is a chat template, so that a conversation can go on.
     pub fn has_turns(&self) -> bool {
         matches!(self.words, Some(Words::Own { .. }))
+    }
+
+    /// Whether there is a chat template that lets a model think before it replies, or tells it not to.
+    pub fn may_think(&self) -> bool {
+        matches!(&self.words, Some(Words::Own { template, .. }) if template.thinks)
     }
 
     /// The tokens that the model is given.

@@ -6,7 +6,7 @@ use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::models::folder::write_json;
 use crate::models::{CARD, GENERATION, Lora, ModelError, Shape, Target, Weight, card, new_folder, write_adapter, write_weights};
-use crate::recipe::{Exporting, TrainError};
+use crate::recipe::{Exporting, Parts, TrainError};
 use crate::text::TOKENIZER;
 use engine::cpu::converted;
 use engine::passes::Target as Machine;
@@ -14,11 +14,15 @@ use engine::{Compiled, DType, Meta, Recorder, Store};
 use serde_json::json;
 use std::path::Path;
 
-/// Writes a folder from a checkpoint of this model and config: its adapters, or with `merge`, or where every weight was trained, a whole model.
+/// Writes a folder from a checkpoint of this model and config.
 pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), TrainError> {
     let (found, out) = (how.found, how.out);
+    if how.parts == Parts::Merged && model.lora.is_none() {
+        let path = found.path.display();
+        return Err(TrainError::Other(format!("--merge: {path} has no adapters, all of its weights are trained (leave out --merge)")));
+    }
     model.is_base_of(found)?;
-    let whole = how.merge || model.lora.is_none();
+    let whole = how.parts != Parts::Trained || model.lora.is_none();
     if model.folder.is_none() && !whole {
         return Err(TrainError::Other(format!(
             "the base of {} was drawn at random and is in no folder: export both as one model with --merge",
@@ -48,8 +52,7 @@ pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), T
             }
         }
     }
-    let base = model.folder.as_ref().map(|f| f.path.as_path());
-    write_text(&staged.dir().join(CARD), card(how.name, config, found, how.raw, base, !whole).as_bytes())?;
+    write_text(&staged.dir().join(CARD), card(model, config, how, whole).as_bytes())?;
     Ok(staged.finish().map_err(ModelError::io("rename a folder to", out))?)
 }
 
@@ -84,7 +87,7 @@ fn generation(dir: &Path) -> Result<serde_json::Value, TrainError> {
 fn all(model: &Adapted, trained: &Trained) -> Result<Vec<Weight>, TrainError> {
     let weight = |(ours, theirs, shape): (String, String, Vec<usize>)| {
         let (_, bytes) = trained.get(&ours, &shape)?;
-        let dtype = model.folder.as_ref().map_or(Ok(DType::F32), |f| Ok::<_, ModelError>(f.weight(&theirs)?.meta.dtype))?;
+        let dtype = model.folder.as_ref().map_or(Ok(DType::F32), |f| f.dtype(&theirs))?;
         let bytes = if dtype == DType::F32 { bytes } else { converted(&bytes, DType::F32, dtype).bytes().to_vec() };
         Ok(Weight { name: theirs, meta: Meta::new(&shape, dtype), bytes })
     };

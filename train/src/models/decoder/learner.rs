@@ -14,7 +14,7 @@ pub struct DecoderModel {
     pub lessons: Lessons,
     /// Tokens of a row.
     pub seq: usize,
-    /// What a checkpoint notes of data and base.
+    /// What a checkpoint notes of the data; and of a base that is in no folder.
     pub identity: serde_json::Value,
 }
 
@@ -50,7 +50,9 @@ impl Model for DecoderModel {
     }
 
     fn prepare(&self, s: &mut Session) -> Result<(), TrainError> {
-        self.model.load(s)
+        self.model.load(s)?;
+        // Now rather than at the first checkpoint: by then the folder may have changed.
+        self.identity().map(|_| ())
     }
 
     fn init_from(&self, s: &mut Session, from: &Path) -> Result<bool, TrainError> {
@@ -81,7 +83,11 @@ impl Model for DecoderModel {
     }
 
     fn identity(&self) -> Result<serde_json::Value, TrainError> {
-        Ok(self.identity.clone())
+        let mut identity = self.identity.clone();
+        if let Some(folder) = &self.model.folder {
+            identity["base"] = format!("{:016x}", folder.fingerprint()?).into();
+        }
+        Ok(identity)
     }
 
     fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {

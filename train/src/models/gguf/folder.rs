@@ -1,6 +1,7 @@
 //! A model's folder as a GGUF file.
 
 use super::{GgufError, Model, Plan, Table, Tokenizer, Type};
+use crate::data;
 use crate::models::{Folder, ModelError, read_table};
 use engine::DType;
 use engine::cpu::converted;
@@ -18,6 +19,10 @@ pub fn convert(folder: &Folder, out: &Path, kind: Type) -> Result<Vec<String>, M
     let config = read_table(&folder.path.join("config.json"))?;
     let (json, tokens, generation) = (table("tokenizer.json")?, table("tokenizer_config.json")?, table("generation_config.json")?);
     let template = folder.chat_template()?;
+    let end = match folder.tokenizer() {
+        Some(path) => data::Tokenizer::from_spec(&path.display().to_string())?.eos(),
+        None => Some(BYTE_END),
+    };
     let weights: Vec<(String, Vec<usize>)> = folder.shape.weights().into_iter().map(|(_, theirs, shape)| (theirs, shape)).collect();
     let model = Model {
         name: out.file_stem().and_then(|n| n.to_str()).unwrap_or("model"),
@@ -25,7 +30,7 @@ pub fn convert(folder: &Folder, out: &Path, kind: Type) -> Result<Vec<String>, M
         tokenizer: json.as_ref().map_or(Tokenizer::Bytes, Tokenizer::Json),
         tokenizer_config: tokens.as_ref(),
         generation_config: generation.as_ref(),
-        end: json.is_none().then_some(BYTE_END),
+        end,
         chat_template: template.as_deref(),
     };
     let bad = |e: GgufError| ModelError::Gguf { path: folder.path.clone(), cause: e };

@@ -345,7 +345,7 @@ fn the_regex_and_ignore_merges_name_the_split() {
 fn sentencepiece_scores_follow_the_merges() {
     let merges = json!([["a", "b"], ["b", "c"], ["ab", "c"], ["a", "bc"]]);
     let tokens = ["▁", "a", "b", "c", "bc", "abc", "ab"];
-    let (header, notes) = case(llama(), sentencepiece(&tokens, merges)).header(270).unwrap();
+    let (header, notes) = case(set(llama(), "/eos_token_id", json!(2)), sentencepiece(&tokens, merges)).header(270).unwrap();
     assert_eq!(get(&header, "model"), Some(&Meta::text("llama")));
     let Some(Meta::F32s(scores)) = get(&header, "scores") else { panic!("no scores") };
     let score = |token: &str| scores[259 + tokens.iter().position(|t| *t == token).unwrap()];
@@ -356,25 +356,48 @@ fn sentencepiece_scores_follow_the_merges() {
     assert_eq!((get(&header, "add_bos_token"), get(&header, "bos_token_id")), (Some(&Meta::Bool(true)), Some(&Meta::U32(1))));
     assert!(notes.is_empty(), "{notes:?}");
     // Without (a, bc) llama.cpp would merge it nevertheless.
-    let (_, notes) = case(llama(), sentencepiece(&tokens, json!(["a b", "b c", "ab c"]))).header(270).unwrap();
+    let (_, notes) =
+        case(set(llama(), "/eos_token_id", json!(2)), sentencepiece(&tokens, json!(["a b", "b c", "ab c"]))).header(270).unwrap();
     assert!(notes[0].contains("1 tokens have pairs that 'merges' does not list, 0 have"), "{notes:?}");
 }
 
 #[test]
 fn further_ends_of_a_reply_find_room() {
-    let mut c = case(llama(), byte_level());
-    c.tokenizer_config = Some(table(json!({ "eos_token": { "content": "<|endoftext|>" }, "pad_token": "c" })));
+    let special = [6, 7].map(|id| json!({ "id": id, "content": format!("<end-{id}>"), "special": true }));
+    let mut tokens = byte_level();
+    tokens["added_tokens"].as_array_mut().unwrap().extend(special);
+    let mut c = case(llama(), tokens);
+    c.tokenizer_config = Some(table(json!({ "eos_token": { "content": "<|endoftext|>" }, "pad_token": "<end-7>" })));
     c.generation_config = Some(table(json!({ "eos_token_id": [4, 5, 6, 7] })));
     let (header, notes) = c.header(8).unwrap();
     let ids = ["eos", "padding", "eot", "eom"].map(|role| get(&header, &format!("{role}_token_id")).cloned());
-    assert_eq!(ids, [4, 2, 5, 6].map(|id| Some(Meta::U32(id))));
+    assert_eq!(ids, [4, 7, 5, 6].map(|id| Some(Meta::U32(id))));
     assert!(notes[0].contains("7 is left out"), "{notes:?}");
-    let (header, _) = case(set(llama(), "/pad_token_id", json!(-1)), byte_level()).header(8).unwrap();
-    assert_eq!(get(&header, "padding_token_id"), None);
+    let (header, notes) = case(set(llama(), "/pad_token_id", json!(-1)), byte_level()).header(8).unwrap();
+    assert_eq!((get(&header, "padding_token_id"), notes), (None, vec![]));
     // Where no file names an end, the caller may.
     let end = |end| case(set(llama(), "/eos_token_id", Value::Null), byte_level()).with_end(end).header(8);
     assert_eq!(get(&end(5).unwrap().0, "eos_token_id"), Some(&Meta::U32(5)));
     assert!(end(8).err().unwrap().to_string().contains("is 8; ids go up to 7"));
+}
+
+/// As everywhere in kiln: a number that was left from another vocabulary, or an ordinary word, is no special token.
+#[test]
+fn only_added_tokens_begin_end_and_pad() {
+    for (key, value) in
+        [("/bos_token_id", json!(2)), ("/bos_token_id", json!(50256)), ("/bos_token", json!("ab")), ("/pad_token_id", json!(0))]
+    {
+        let (header, notes) = case(set(llama(), key, value.clone()), byte_level()).header(8).unwrap();
+        assert_eq!((get(&header, "bos_token_id"), get(&header, "padding_token_id")), (None, None), "{key} {value}");
+        assert_eq!(notes, [format!("not taken: config.json has {} = {value}, which is no added token", &key[1..])]);
+    }
+    let (header, notes) = case(set(llama(), "/bos_token_id", json!(4)), byte_level()).header(8).unwrap();
+    assert_eq!((get(&header, "bos_token_id"), notes), (Some(&Meta::U32(4)), vec![]));
+    // The files are asked in kiln's order.
+    let mut c = case(llama(), byte_level());
+    c.generation_config = Some(table(json!({ "eos_token_id": 5 })));
+    c.tokenizer_config = Some(table(json!({ "eos_token": "<|endoftext|>" })));
+    assert_eq!(get(&c.header(8).unwrap().0, "eos_token_id"), Some(&Meta::U32(5)));
 }
 
 /// Each names the thing and its value.
@@ -386,14 +409,14 @@ fn what_is_not_known_is_refused_by_name() {
         ("/hidden_act", json!("gelu"), "'hidden_act' is \"gelu\""),
         ("/num_hidden_layers", json!(-1), "'num_hidden_layers' is -1"),
         ("/num_hidden_layers", json!(5000), "5000 layers"),
-        ("/pad_token_id", json!(8), "'pad_token_id' is 8; ids go up to 7"),
+        ("/pad_token_id", json!([true]), "its pad_token_id is true"),
         ("/num_attention_heads", json!(3), "hidden_size = 8 does not divide by num_attention_heads = 3"),
         ("/head_dim", json!(3), "head_dim = 3 is odd"),
         ("/rope_scaling", json!({ "rope_type": "yarn", "factor": 2.0 }), "\"yarn\""),
         ("/quantization_config", json!({}), "quantization_config"),
         ("/vocab_size", json!(5), "\"<think>\" has id 5"),
-        ("/eos_token_id", json!(9), "'eos_token_id' is 9"),
-        ("/eos_token_id", Value::Null, "names no 'eos_token'"),
+        ("/eos_token_id", json!(9), "names no added token as 'eos_token'"),
+        ("/eos_token_id", Value::Null, "names no added token as 'eos_token'"),
         ("/num_hidden_layers", json!(2), "'model.layers.1.input_layernorm.weight' is missing"),
         ("/intermediate_size", json!(7), "is [6, 8], but config.json makes it [7, 8]"),
         ("/tie_word_embeddings", json!(false), "'lm_head.weight' is missing"),

@@ -3,7 +3,9 @@
 use super::file::{Header, Meta};
 use super::vocabulary::Vocabulary;
 use super::{GgufError, Model, Table};
+use crate::data::special;
 use serde_json::Value;
+use std::collections::BTreeMap;
 
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
@@ -37,35 +39,35 @@ pub fn describe(model: &Model, rows: usize, header: &mut Header, notes: &mut Vec
         Tokenizer::Bytes => Vocabulary::bytes(rows)?,
     };
     v.describe(header);
-    let named = Named { model, vocabulary: &v };
+    let named = Named::new(model, &v, notes)?;
     let (first, last) = match model.tokenizer {
-        Tokenizer::Json(json) => named.added(json)?,
+        Tokenizer::Json(json) => named.before_and_behind(json)?,
         Tokenizer::Bytes => (None, None),
     };
-    let bos = same("bos", first, named.id("bos")?, &v)?;
-    let eos = same("eos", last, named.id("eos")?, &v)?;
+    let bos = same("bos", first, named.bos, &v)?;
+    let eos = same("eos", last, named.ends.first().copied(), &v)?;
     // Without one llama.cpp takes id 11 (or 2), and stops at it.
     let Some(eos) = eos else {
         return Err(GgufError::bad(
             TOKENIZER_CONFIG,
-            "names no 'eos_token', and neither do generation_config.json and config.json; GGUF needs one",
+            "names no added token as 'eos_token', and neither do generation_config.json and config.json; GGUF needs one",
         ));
     };
     let mut put = |key: &str, value| header.put(format!("tokenizer.ggml.{key}"), value);
-    for (key, id) in [("bos", bos), ("eos", Some(eos)), ("unknown", named.id("unk")?), ("padding", named.id("pad")?)] {
+    for (key, id) in [("bos", bos), ("eos", Some(eos)), ("unknown", named.unknown()?), ("padding", named.pad)] {
         if let Some(id) = id {
             put(&format!("{key}_token_id"), Meta::U32(id));
         }
     }
     // GGUF has room for two further tokens at which a reply ends.
-    let ends: Vec<u32> =
-        named.ends()?.into_iter().filter(|id| *id != eos && !KNOWN_ENDS.contains(&v.tokens[*id as usize].as_str())).collect();
+    let further = |id: &u32| *id != eos && !KNOWN_ENDS.contains(&v.tokens[*id as usize].as_str());
+    let ends: Vec<u32> = named.ends.iter().copied().filter(further).collect();
     for (key, id) in ["eot", "eom"].iter().zip(&ends) {
         put(&format!("{key}_token_id"), Meta::U32(*id));
     }
     if let Some(id) = ends.get(2) {
         notes.push(format!(
-            "generation_config.json names {} tokens that end a reply, more than GGUF has room for: {id} is left out",
+            "the model's files name {} tokens that end a reply, more than GGUF has room for: {id} is left out",
             ends.len() + 1
         ));
     }
@@ -91,56 +93,50 @@ fn same(role: &str, added: Option<u32>, named: Option<u32>, v: &Vocabulary) -> R
     }
 }
 
+/// The tokens that the files name for a role, by the rule that kiln itself reads them by.
 struct Named<'a> {
     model: &'a Model<'a>,
     vocabulary: &'a Vocabulary,
+    bos: Option<u32>,
+    ends: Vec<u32>,
+    pad: Option<u32>,
 }
 
-impl Named<'_> {
-    /// The id for a role: bos, eos, unk or pad.
-    fn id(&self, role: &str) -> Result<Option<u32>, GgufError> {
-        let token = self.model.tokenizer_config.and_then(|t| t.get(&format!("{role}_token"))).filter(|v| !v.is_null());
-        if let Some(token) = token {
-            let name = token.get("content").unwrap_or(token).as_str();
-            let id = name.and_then(|name| self.vocabulary.ids.get(name));
-            return id
-                .map(|id| Some(*id))
-                .ok_or_else(|| GgufError::bad(TOKENIZER_CONFIG, format!("its {role}_token is {token}, which {TOKENIZER} has not")));
-        }
-        let key = format!("{role}_token_id");
-        for (file, table) in self.tables() {
-            // Some files write -1 for none.
-            let value = table.and_then(|t| t.get(&key)).filter(|v| !v.is_null() && **v != -1);
-            let first = value.and_then(|v| v.as_array().map_or(Some(v), |all| all.first()));
-            if let Some(value) = first {
-                return self.checked(file, &key, value).map(Some);
+impl<'a> Named<'a> {
+    fn new(model: &'a Model<'a>, vocabulary: &'a Vocabulary, notes: &mut Vec<String>) -> Result<Named<'a>, GgufError> {
+        let added = match model.tokenizer {
+            Tokenizer::Json(json) => added_tokens(json),
+            Tokenizer::Bytes => BTreeMap::new(),
+        };
+        let tables = [model.generation_config, model.tokenizer_config, Some(model.config)];
+        let mut passed_over = vec![];
+        let mut all = |role: &'static str| -> Result<Vec<u32>, GgufError> {
+            let tokens = special::named(&added, tables, role, &mut passed_over).map_err(|(file, problem)| GgufError::bad(file, problem))?;
+            Ok(tokens.into_iter().map(|token| token.id).collect())
+        };
+        let (bos, mut ends, pad) = (all("bos")?.first().copied(), all("eos")?, all("pad")?.first().copied());
+        notes.extend(passed_over.into_iter().map(|(_, why)| format!("not taken: {why}")));
+        let rows = vocabulary.tokens.len();
+        match model.end.filter(|_| ends.is_empty()) {
+            Some(end) if end as usize >= rows => {
+                return Err(GgufError::bad(TOKENIZER, format!("the token that ends a document is {end}; ids go up to {}", rows - 1)));
             }
+            end => ends.extend(end),
         }
-        match self.model.end.filter(|_| role == "eos") {
-            Some(end) => self.checked(TOKENIZER, "the token that ends a document", &end.into()).map(Some),
-            None => Ok(None),
-        }
+        Ok(Named { model, vocabulary, bos, ends, pad })
     }
 
-    fn tables(&self) -> [(&'static str, Option<&Table>); 2] {
-        [("generation_config.json", self.model.generation_config), ("config.json", Some(self.model.config))]
-    }
-
-    /// All ids at which a reply ends.
-    fn ends(&self) -> Result<Vec<u32>, GgufError> {
-        let (file, table) = self.tables()[0];
-        let listed = table.and_then(|t| t.get("eos_token_id")).and_then(Value::as_array);
-        listed.into_iter().flatten().map(|value| self.checked(file, "eos_token_id", value)).collect()
-    }
-
-    fn checked(&self, file: &'static str, key: &str, value: &Value) -> Result<u32, GgufError> {
-        let rows = self.vocabulary.tokens.len();
-        let id = value.as_u64().filter(|id| (*id as usize) < rows);
-        id.map(|id| id as u32).ok_or_else(|| GgufError::bad(file, format!("'{key}' is {value}; ids go up to {}", rows - 1)))
+    /// The token for what is in no vocabulary, which may be an ordinary one.
+    fn unknown(&self) -> Result<Option<u32>, GgufError> {
+        let token = self.model.tokenizer_config.and_then(|t| t.get("unk_token")).filter(|v| !v.is_null());
+        let Some(token) = token else { return Ok(None) };
+        let id = token.get("content").unwrap_or(token).as_str().and_then(|name| self.vocabulary.ids.get(name));
+        let missing = || GgufError::bad(TOKENIZER_CONFIG, format!("its unk_token is {token}, which {TOKENIZER} has not"));
+        id.map(|id| Some(*id)).ok_or_else(missing)
     }
 
     /// The tokens that are put before and behind a text. tokenizer.json says so, or where it is silent tokenizer_config.json.
-    fn added(&self, json: &Table) -> Result<(Option<u32>, Option<u32>), GgufError> {
+    fn before_and_behind(&self, json: &Table) -> Result<(Option<u32>, Option<u32>), GgufError> {
         let bad = |problem| GgufError::bad(TOKENIZER, problem);
         let processors = super::pretokenizer::parts(json.get("post_processor"), "processors");
         let mut added = (None, None);
@@ -155,8 +151,7 @@ impl Named<'_> {
             return Ok(added);
         }
         let asked = |role: &str| self.model.tokenizer_config.and_then(|t| t.get(&format!("add_{role}_token"))) == Some(&Value::Bool(true));
-        let id = |role: &str| if asked(role) { self.id(role) } else { Ok(None) };
-        Ok((id("bos")?, id("eos")?))
+        Ok((self.bos.filter(|_| asked("bos")), self.ends.first().copied().filter(|_| asked("eos"))))
     }
 
     /// At most one token before a text and one behind it.
@@ -177,4 +172,9 @@ impl Named<'_> {
             _ => return Err(refuse()),
         })
     }
+}
+
+fn added_tokens(json: &Table) -> BTreeMap<u32, String> {
+    let token = |t: &Value| Some((u32::try_from(t["id"].as_u64()?).ok()?, t["content"].as_str()?.to_string()));
+    json.get("added_tokens").and_then(Value::as_array).into_iter().flatten().filter_map(token).collect()
 }

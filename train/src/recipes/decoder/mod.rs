@@ -3,7 +3,7 @@
 mod golden;
 
 use crate::checkpoint::Checkpoint;
-use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig};
+use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig, shown};
 use crate::data::Tokenizer;
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, RepliesConfig, Writer, Writing, export};
@@ -35,29 +35,29 @@ section! {
         /// With lora: bits of the frozen matrices, 16 (or what the base has) or 4 (NF4).
         pub bits: u32 = 16, in [16, 4];
         /// The family: gpt2, llama, qwen2, qwen3 or mistral.
-        pub family: String = "llama".into();
+        pub family: String = "llama".into(), [base];
         /// Tokens of the vocabulary.
-        pub vocab: usize = 0, in 1..=1 << 24, [data];
+        pub vocab: usize = 0, in 1..=1 << 24, [data base];
         /// Width of the residual stream.
-        pub dim: usize = 128, in 1..=1 << 20;
+        pub dim: usize = 128, in 1..=1 << 20, [base];
         /// Layers of the decoder.
-        pub layers: usize = 4, in 1..=1024;
+        pub layers: usize = 4, in 1..=1024, [base];
         /// Attention heads.
-        pub heads: usize = 4, in 1..=1 << 12;
+        pub heads: usize = 4, in 1..=1 << 12, [base];
         /// Heads of keys and values, each shared by heads / kv_heads queries (GQA).
-        pub kv_heads: usize = 4, in 1..=1 << 12;
+        pub kv_heads: usize = 4, in 1..=1 << 12, [base];
         /// Elements of a head.
-        pub head_dim: usize = 32, in 1..=1 << 10;
+        pub head_dim: usize = 32, in 1..=1 << 10, [base];
         /// Width of the MLP.
-        pub hidden: usize = 384, in 1..=1 << 20;
+        pub hidden: usize = 384, in 1..=1 << 20, [base];
         /// Whether the head is the embedding.
-        pub tied: bool = true;
+        pub tied: bool = true, [base];
         /// Tokens that a token sees, itself among them (sliding window). 0: all before it.
-        pub window: usize = 0, in 0..=1 << 24;
+        pub window: usize = 0, in 0..=1 << 24, [base];
         /// Base of RoPE's frequencies.
-        pub rope_theta: f64 = 10000.0, in ROPE_THETA;
+        pub rope_theta: f64 = 10000.0, in ROPE_THETA, [base];
         /// What norms add to the mean square.
-        pub norm_eps: f64 = 1e-6, in NORM_EPS;
+        pub norm_eps: f64 = 1e-6, in NORM_EPS, [base];
         /// Tokens of a row.
         pub seq: usize = 128, in 1..=1 << 20;
         /// Rank of the adapters (LoRA).
@@ -115,7 +115,24 @@ impl DecoderConfig {
         }
         let folder = if self.base.is_empty() { None } else { Some(Folder::open(Path::new(&self.base))?) };
         let shape = folder.as_ref().map_or_else(|| self.shape(), |f| Ok(f.shape.clone()))?;
+        if shape.family.joint && self.train == Trained::Lora {
+            let name = shape.family.name;
+            let why = format!("train = \"lora\": {name} has one matrix for q, k and v, on which adapters are not known here");
+            return Err(bad(why + " (train every weight: model.train=all)").into());
+        }
         Adapted::new(folder, shape, self.lora(), self.bits == 4, self.seq)
+    }
+}
+
+/// Refuses settings of adapters that someone asked for where there are none.
+fn only_for_adapters(config: &Config, trained: Trained) -> Result<(), ConfigError> {
+    let asked = ["rank", "alpha", "dropout", "targets"].iter().find_map(|key| Some((key, config.given("model", key)?)));
+    match asked.filter(|_| trained == Trained::All) {
+        Some((key, value)) => Err(ConfigError::Invalid(format!(
+            "model.{key} = {}: it is for adapters, and every weight is trained (add model.train=lora, or remove model.{key})",
+            shown(value)
+        ))),
+        None => Ok(()),
     }
 }
 
@@ -146,13 +163,10 @@ impl Recipe for DecoderRecipe {
 
     fn sized(&self, config: &Config) -> Result<Config, TrainError> {
         let mut config = config.clone();
+        Folder::settle(&mut config)?;
         config.size("model.vocab", |c| {
-            let (model, data): (DecoderConfig, RepliesConfig) = (c.section("model")?, c.section("data")?);
-            match model.base.as_str() {
-                "" if data.path.is_empty() => Ok::<_, TrainError>(Tokenizer::Byte.vocab()),
-                "" => Ok(data.tokenizer()?.vocab()),
-                path => Ok(Folder::open(Path::new(path))?.shape.vocab),
-            }
+            let data: RepliesConfig = c.section("data")?;
+            Ok::<_, TrainError>(if data.path.is_empty() { Tokenizer::Byte.vocab() } else { data.tokenizer()?.vocab() })
         })?;
         Ok(config)
     }
@@ -160,14 +174,12 @@ impl Recipe for DecoderRecipe {
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
         let config = &self.sized(config)?;
         let c: DecoderConfig = config.section("model")?;
+        only_for_adapters(config, c.train)?;
         let model = c.model()?;
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         let lessons = Lessons::of_text(config.section("data")?, &model, c.seq, config.seed())?;
-        let mut identity = lessons.identity()?;
-        if let Some(folder) = &model.folder {
-            identity["base"] = format!("{:016x}", folder.fingerprint()?).into();
-        }
+        let identity = lessons.identity()?;
         let model = DecoderModel { model, lessons, seq: c.seq, identity };
         Ok(Box::new(Supervised::new(model, train, config.seed())))
     }

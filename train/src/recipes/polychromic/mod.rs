@@ -32,27 +32,27 @@ section! {
         /// Bits of the base's matrices: 16 (or what the base has), or 4 (NF4).
         pub bits: u32 = 16, in [16, 4];
         /// Tokens of the vocabulary. From the data: those of the base; without one, those of the data's tokenizer, rounded up to a multiple of 64.
-        pub vocab: usize = 0, in 1..=1 << 24, [data];
+        pub vocab: usize = 0, in 1..=1 << 24, [data base];
         /// Width of the residual stream.
-        pub dim: usize = 128, in 1..=1 << 20;
+        pub dim: usize = 128, in 1..=1 << 20, [base];
         /// Layers of the decoder.
-        pub layers: usize = 4, in 1..=1024;
+        pub layers: usize = 4, in 1..=1024, [base];
         /// Attention heads.
-        pub heads: usize = 4, in 1..=1 << 12;
+        pub heads: usize = 4, in 1..=1 << 12, [base];
         /// Heads of keys and values, each shared by heads / kv_heads queries (GQA).
-        pub kv_heads: usize = 2, in 1..=1 << 12;
+        pub kv_heads: usize = 2, in 1..=1 << 12, [base];
         /// Size of a head.
-        pub head_dim: usize = 32, in 1..=1 << 10;
+        pub head_dim: usize = 32, in 1..=1 << 10, [base];
         /// Width of the SwiGLU MLP.
-        pub hidden: usize = 384, in 1..=1 << 20;
+        pub hidden: usize = 384, in 1..=1 << 20, [base];
         /// Whether the output head shares the embedding's weights.
-        pub tied: bool = true;
+        pub tied: bool = true, [base];
         /// Whether queries and keys have an RMS norm, as in Qwen3.
-        pub qk_norm: bool = true;
+        pub qk_norm: bool = true, [base];
         /// Base of RoPE's frequencies.
-        pub rope_theta: f64 = 10000.0, in ROPE_THETA;
+        pub rope_theta: f64 = 10000.0, in ROPE_THETA, [base];
         /// What RMS norms add to the mean square.
-        pub norm_eps: f64 = 1e-6, in NORM_EPS;
+        pub norm_eps: f64 = 1e-6, in NORM_EPS, [base];
         /// Tokens of a row.
         pub seq: usize = 128, in 1..=1 << 20;
         /// Rank of the adapters (LoRA).
@@ -204,16 +204,12 @@ impl Recipe for PolychromicRecipe {
 
     fn sized(&self, config: &Config) -> Result<Config, TrainError> {
         let mut config = config.clone();
+        Folder::settle(&mut config)?;
         config.size("model.vocab", |c| {
-            let model: PolychromicConfig = c.section("model")?;
-            match model.base.as_str() {
-                "" => {
-                    // A base that is trained first learns the generated questions.
-                    let asked = if model.pretrain > 0 { Quiz::get().tokenizer()?.vocab() } else { 0 };
-                    Ok::<_, TrainError>(c.section::<RepliesConfig>("data")?.tokenizer()?.vocab().max(asked).next_multiple_of(64))
-                }
-                path => Ok(Folder::open(Path::new(path))?.shape.vocab),
-            }
+            // A base that is trained first learns the generated questions.
+            let trained = c.section::<PolychromicConfig>("model")?.pretrain > 0;
+            let asked = if trained { Quiz::get().tokenizer()?.vocab() } else { 0 };
+            Ok::<_, TrainError>(c.section::<RepliesConfig>("data")?.tokenizer()?.vocab().max(asked).next_multiple_of(64))
         })?;
         Ok(config)
     }
@@ -226,10 +222,8 @@ impl Recipe for PolychromicRecipe {
         train.check()?;
         let lessons = Lessons::new(config.section("data")?, &model, c.seq, config.seed())?;
         let mut identity = lessons.identity()?;
-        match &model.folder {
-            Some(folder) => identity["base"] = format!("{:016x}", folder.fingerprint()?).into(),
-            None if c.pretrain > 0 => identity["base"] = AWAITED.into(),
-            None => {}
+        if model.folder.is_none() && c.pretrain > 0 {
+            identity["base"] = AWAITED.into();
         }
         let objective: Objective = config.section("objective")?;
         objective.check()?;
