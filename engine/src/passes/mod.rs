@@ -1,5 +1,6 @@
 //! Named rewrites of a graph, in stages. Each can be switched, and leaves a receipt.
 
+mod adam8bit;
 mod autodiff;
 mod bf16;
 mod dead_code;
@@ -73,6 +74,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &linear_ce::LinearCe,
     &fuse_norm::FuseNorm,
     &fuse_qk_norm::FuseQkNorm,
+    &adam8bit::Adam8bit,
     &cse::Cse,
     &decompose::Decompose,
     &bf16::Bf16,

@@ -35,5 +35,6 @@ mod puzzles;
 mod refused;
 mod replies;
 mod speed;
+mod states;
 mod steps;
 mod vision;
