@@ -233,14 +233,7 @@ fn moved<'g>(
 }
 
 /// Momentum with its state in this form.
-fn pushed<'g>(
-    w: &Rewrite<'g>,
-    op: &Momentum,
-    node: &Node,
-    inputs: &[Var<'g>],
-    form: Form,
-    more: &mut Vec<(Value, Value)>,
-) -> Vec<Var<'g>> {
+fn pushed<'g>(w: &Rewrite<'g>, op: &Momentum, node: &Node, inputs: &[Var<'g>], form: Form, more: &mut Vec<(Value, Value)>) -> Vec<Var<'g>> {
     let &[scale, go, g, m] = inputs else { unreachable!("momentum has four inputs") };
     match form {
         Form::Bytes(map) => {

@@ -34,7 +34,9 @@ fn states_of_a_decoder_take_at_most_27_percent() {
 #[test]
 fn a_resumed_run_with_8_bit_states_is_the_run_that_never_stopped() {
     let dir = tempfile::tempdir().unwrap();
-    for (name, more) in [("adamw", ""), ("muon", "--set optimizer=muon"), ("bf16", "--set optimizer=muon --pass adam8bit=auto,least=64,momentum=bf16")] {
+    for (name, more) in
+        [("adamw", ""), ("muon", "--set optimizer=muon"), ("bf16", "--set optimizer=muon --pass adam8bit=auto,least=64,momentum=bf16")]
+    {
         let [whole, parts] = ["whole", "parts"].map(|p| dir.path().join(format!("{name}-{p}")));
         let set = format!("--set save_every=1 --set keep=0 --pass adam8bit=auto,least=64 {more}");
         train(&whole, &format!("--steps 5 {set}")).ok();
@@ -134,16 +136,18 @@ fn map_of(name: &str) -> Option<Map> {
     of("adam.m/", Map::Signed).or_else(|| of("adam.v/", Map::Unsigned))
 }
 
-/// A model that learns for 150 steps, by either optimizer, ends within a percent of the loss that it has with f32 states.
+/// A model that learns, by either optimizer, ends within a percent of the loss that it has with f32 states. At a rate at which a rate of 1% more
+/// changes the loss by less than a percent, too: at three times this rate that changes it by up to a third.
 #[test]
 fn what_is_learnt_with_8_bit_states_is_within_a_percent() {
     let dir = tempfile::tempdir().unwrap();
-    for (name, optimizer, passes) in [("adamw", "adamw", &["auto"][..]), ("muon", "muon", &["auto", "auto,momentum=bf16"])] {
+    for (optimizer, steps, passes) in [("adamw", 150, &["auto"][..]), ("muon", 60, &["auto", "auto,momentum=bf16"])] {
         let loss = |pass: &str| {
-            let out = dir.path().join(format!("{name}-{pass}"));
-            let small = "--preset tiny --set dim=64 --set hidden=160 --set layers=2 --set heads=2 --set kv_heads=1 --set head_dim=32 --set seq=64 --set batch=8";
+            let out = dir.path().join(format!("{optimizer}-{pass}"));
+            let small = "--preset tiny --set dim=64 --set hidden=160 --set layers=2 --set heads=2 --set kv_heads=1 --set head_dim=32 --set seq=32 --set batch=8";
             let more = format!(
-                "--steps 150 --set eval_every=150 --set eval_batches=8 --set optimizer={optimizer} --pass adam8bit={pass} --threads 2 --out {}",
+                "--steps {steps} --set eval_every={steps} --set learning_rate=0.001 --set eval_batches=8 --set optimizer={optimizer} --pass adam8bit={pass} \
+                 --threads 2 --out {}",
                 out.display()
             );
             kiln(["train", "decoder"].into_iter().chain(small.split_whitespace()).chain(more.split_whitespace())).ok();
@@ -152,8 +156,8 @@ fn what_is_learnt_with_8_bit_states_is_within_a_percent() {
         let wide = loss("off");
         for pass in passes {
             let narrow = loss(pass);
-            println!("{name}, adam8bit={pass}: {narrow} instead of {wide}");
-            assert!(narrow != wide && (narrow / wide - 1.0).abs() < 0.01, "{name}, adam8bit={pass}: {narrow} instead of {wide}");
+            println!("{optimizer}, adam8bit={pass}: {narrow} instead of {wide}");
+            assert!(narrow != wide && (narrow / wide - 1.0).abs() < 0.01, "{optimizer}, adam8bit={pass}: {narrow} instead of {wide}");
         }
     }
 }

@@ -163,8 +163,7 @@ impl AdamW {
         let (g, second) = (g * pace.scale, pace.second);
         *m += (g - *m) * (1.0 - self.beta1);
         *v = *v * self.beta2 + g * g * (1.0 - self.beta2);
-        let root =
-            crate::mutant!("adamw-eps-inside-the-root", v.sqrt() / second + self.eps, (*v / (second * second) + self.eps).sqrt());
+        let root = crate::mutant!("adamw-eps-inside-the-root", v.sqrt() / second + self.eps, (*v / (second * second) + self.eps).sqrt());
         *p = *p * pace.keep - pace.rate / pace.first * *m / root;
     }
 
@@ -227,7 +226,8 @@ impl Op for AdamW {
                 args.extend(
                     some.iter().flat_map(|&i| [At::Y(3 * i), At::X(4 + 4 * i + 1), At::Y(3 * i + 1), At::Y(3 * i + 2)].map(Place::from)),
                 );
-                let text = concat!(include_str!("owner.cuh"), include_str!("fours.cuh"), include_str!("pace.cuh"), include_str!("adamw.cu"));
+                let text =
+                    concat!(include_str!("owner.cuh"), include_str!("fours.cuh"), include_str!("pace.cuh"), include_str!("adamw.cu"));
                 let (launch, _) = in_pieces(Launch::new(text, "adamw"), &sizes, ELEMENTS);
                 let launch = self
                     .define(launch, some)

@@ -121,7 +121,7 @@ impl Map {
             *byte = match self {
                 Map::Signed if v < 0.0 => rank.min(127).wrapping_neg(),
                 Map::Signed => rank,
-                Map::Unsigned => rank.max((v > 0.0) as u8),
+                Map::Unsigned => rank.max(crate::mutant!("second-moment-becomes-zero", (v > 0.0) as u8, 0)),
             };
         }
         most
@@ -130,7 +130,8 @@ impl Map {
     /// Quantizes a tensor: a byte for each number, and a maximum for each block.
     pub fn quantized(self, numbers: &[f32]) -> (Vec<u8>, Vec<f32>) {
         let mut bytes = vec![0; numbers.len()];
-        let most = numbers.chunks(BLOCK).zip(bytes.chunks_mut(BLOCK)).map(|(block, bytes)| self.pack(self.tables(), block, bytes)).collect();
+        let most =
+            numbers.chunks(BLOCK).zip(bytes.chunks_mut(BLOCK)).map(|(block, bytes)| self.pack(self.tables(), block, bytes)).collect();
         (bytes, most)
     }
 
@@ -190,7 +191,11 @@ mod tests {
                     let nearest = (0..=255).map(far).fold(f64::INFINITY, f64::min);
                     // A middle that is rounded to f32 may be off by that rounding, to either side.
                     let kept = map == Map::Unsigned && v > 0.0 && bytes[0] == 1;
-                    assert!(kept || far(bytes[0]) <= nearest + 1.2e-7 * x as f64, "{map:?}: {v} becomes {}", map.numbers()[bytes[0] as usize]);
+                    assert!(
+                        kept || far(bytes[0]) <= nearest + 1.2e-7 * x as f64,
+                        "{map:?}: {v} becomes {}",
+                        map.numbers()[bytes[0] as usize]
+                    );
                 }
             }
         }

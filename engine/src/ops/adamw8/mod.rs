@@ -197,6 +197,11 @@ pub const CASES: &[Case] = &[
     Case::new("a block, less and more than a launch's block has", four!(256, 3, 9001), |x| step(x, 1.0)),
     Case::new("a step that is skipped", four!(300), |x| step(x, 0.0)),
     Case::new("odd places", four!(1203), odd),
+    Case::new("more than one launch has", four!(500), |x| {
+        let parts: Vec<Var> = (0..100).flat_map(|i| [0, 1, 2, 3].map(|k| x[k].slice(0, 5 * i, 5 * i + 5))).collect();
+        let moved = step(&parts, 1.0);
+        [0, 79, 80, 99].into_iter().flat_map(|i| moved[OUT * i..OUT * (i + 1)].to_vec()).collect()
+    }),
     Case::new("momentum", &[In(&[40, 43], Fill::Frozen), In(&[40, 43], Fill::Byte)], |x| momentum(x, 1.0)),
     Case::new("momentum that is kept", &[In(&[9, 31], Fill::Frozen), In(&[9, 31], Fill::Byte)], |x| momentum(x, 0.0)),
     Case::new("64M weights", &[In(&[8192, 8192], Fill::Frozen)], |x| large(x[0])).bench(),
