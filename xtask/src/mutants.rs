@@ -129,6 +129,7 @@ const MUTANTS: &[Mutant] = &[
     // The optimizer and its rate.
     ("adamw-without-bias-correction", "moments are not corrected", ADAMW),
     ("adamw-eps-inside-the-root", "epsilon is under the root", ADAMW),
+    ("second-moment-becomes-zero", "a step is divided by epsilon alone", Engine(&["adam8bit::a_weight_among_larger_ones_does_not_jump"])),
     ("adamw-decays-rows-too", "norms and biases decay", OPTIMIZER),
     ("gradients-not-clipped", "the norm is computed and not used", OPTIMIZER),
     ("warmup-from-zero", "the rate of step s is that of s - 1", TrainLib(&["optim::schedule::tests::shapes"])),

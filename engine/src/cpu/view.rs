@@ -115,6 +115,15 @@ impl ViewMut<'_> {
         }
     }
 
+    /// The bytes. Panics if it has another type.
+    #[track_caller]
+    pub fn u8(&mut self) -> &mut [u8] {
+        match &mut self.data {
+            DataMut::U8(d) => d,
+            d => panic!("an op wrote {d:?} as u8"),
+        }
+    }
+
     /// The size of the dimension `back` places from the last.
     pub fn dim(&self, back: usize) -> usize {
         self.shape[self.shape.len() - 1 - back]

@@ -1,6 +1,7 @@
 //! The ops, one folder each. Tests, checks and benchmarks go through the table [`OPS`].
 
 pub mod adamw;
+pub mod adamw8;
 pub mod attention;
 pub mod cache;
 pub mod concat;
@@ -62,5 +63,6 @@ pub const OPS: &[Entry] = ops! {
     cache: "KV cache: writing it, and attention over it while decoding",
     diversity: "how far apart the directions of a set of vectors are",
     sample: "sampling tokens from logits: temperature and top-p",
-    adamw: "AdamW over all parameters; the global gradient norm",
+    adamw: "AdamW over all parameters; the global gradient norm; Muon's momentum",
+    adamw8: "AdamW and momentum whose states are 8-bit, in blocks of 256",
 };

@@ -15,7 +15,7 @@ impl Switch for Decompose {
     }
 
     fn about(&self) -> &'static str {
-        "Replaces composite ops that no pass fused (attention, linear cross-entropy) by matmuls, softmax and pointwise ops."
+        "Replaces composite ops that no pass fused (attention, linear cross-entropy, momentum) by matmuls, softmax and pointwise ops."
     }
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
@@ -38,7 +38,7 @@ impl Pass for Decompose {
     }
 
     fn after(&self) -> &'static [&'static str] {
-        &["flash-attention", "linear-attention", "linear-cross-entropy", "cse"]
+        &["flash-attention", "linear-attention", "linear-cross-entropy", "adam8bit", "cse"]
     }
 
     fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {

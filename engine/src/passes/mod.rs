@@ -1,5 +1,6 @@
 //! Named rewrites of a graph, in stages. Each can be switched, and leaves a receipt.
 
+mod adam8bit;
 mod autodiff;
 mod dead_code;
 mod decompose;
@@ -76,6 +77,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &linear_ce::LinearCe,
     &fuse_norm::FuseNorm,
     &fuse_qk_norm::FuseQkNorm,
+    &adam8bit::Adam8bit,
     &cse::Cse,
     &decompose::Decompose,
     &mixed::Mixed(DType::BF16),

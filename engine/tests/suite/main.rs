@@ -1,5 +1,6 @@
 //! One binary for all tests of this crate but those that replace the allocator: linking is what takes long.
 
+mod adam8bit;
 mod adapters;
 mod fp16;
 mod fp8;

@@ -78,7 +78,7 @@ pub fn run(a: EvalArgs, recipes: Recipes) -> Result<ExitCode> {
     }
     let extent = task.extent()?;
     let mut s = run::load(&*task, &config, &device)?;
-    run::restore(&mut s, found)?;
+    run::restore(&mut s, found, false)?;
     let e = if opened.raw { task.evaluate(&mut s) } else { s.averaged(|s| task.evaluate(s)) }?;
     if a.picture.is_some() && e.confusion.is_none() {
         bail!("--picture is for classifiers: {} has no confusion matrix", config.text("recipe"));

@@ -18,6 +18,7 @@ use std::sync::atomic::Ordering;
   kiln train {recipe} --preset {preset} --data data/books --out runs/books --set train.batch=4
   kiln train --out runs/books --resume --steps 4000
   kiln train --resume-from runs/books/checkpoints/step-00002000
+  kiln train --out runs/books --resume --pass adam8bit=auto --convert-states
   kiln train {recipe} --pass recompute=auto,what=blocks --pass linear-cross-entropy=auto,chunk=128
   kiln train {recipe} --init-from runs/books --out runs/tuned
 
@@ -41,6 +42,9 @@ pub struct TrainArgs {
     /// Goes on from this checkpoint, in its own run or in --out; later ones are set aside
     #[arg(long, value_name = "CHECKPOINT", conflicts_with = "resume")]
     resume_from: Option<PathBuf>,
+    /// With --resume or --resume-from: converts optimizer states that the checkpoint keeps in another form (f32, bf16, 8 bits) than this run
+    #[arg(long, conflicts_with = "start_over")]
+    convert_states: bool,
     /// Begins the run in --out again at the first step, with its settings; its checkpoints are set aside
     #[arg(long, conflicts_with_all = ["resume", "resume_from"], requires = "out")]
     start_over: bool,
@@ -68,6 +72,9 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         None if a.start_over => Start::Over,
         None => Start::New,
     };
+    if a.convert_states && start == Start::New {
+        bail!("--convert-states is for a run that goes on: add --resume or --resume-from");
+    }
     let (out, config) = if start != Start::New {
         let out = match (a.out, &start) {
             (Some(out), _) => out,
@@ -96,7 +103,7 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         };
         (out, config)
     };
-    let options = Options { out, start, verbose: a.verbose, command: typed(), ..Options::default() };
+    let options = Options { out, start, verbose: a.verbose, convert_states: a.convert_states, command: typed(), ..Options::default() };
     let signal = Signal::catch(&options.stop, &options.preparing)?;
     let recipe = recipe::find_in(recipes, config.text("recipe"))?;
     match recipe.make_ready(&config, &device, &options.stop) {

@@ -10,10 +10,12 @@
 //! ```
 //!
 //! The factor gives updates the size of AdamW's, so that rates and decay mean the same. This is torch.optim.Muon with
-//! adjust_lr_fn="match_rms_adamw". The iteration may be rounded (pass `bf16`); momentum and parameters are f32.
+//! adjust_lr_fn="match_rms_adamw". The iteration may be rounded (pass `bf16`); parameters are f32, and momentum too unless
+//! the pass `adam8bit` keeps it in fewer bits.
 
 use super::{After, Param};
 use crate::config::TrainConfig;
+use engine::ops::adamw::momentum;
 use engine::ops::concat::concat;
 use engine::{DType, Init, Recorder, Var};
 use std::collections::BTreeMap;
@@ -39,10 +41,9 @@ pub fn update<'g>(r: &'g Recorder, matrices: &[Param<'_, 'g>], [rate, scale, fin
         let mut momenta = vec![];
         for x in &group {
             let m = r.state(&format!("muon.m/{}", x.name), &x.p.shape(), DType::F32, Init::Full(0.0));
-            let g = x.g * scale;
-            let next = m + (g - m) * (1.0 - c.momentum);
-            r.update(m, finite.choose(next, m));
-            momenta.push(wide(g + (next - g) * c.momentum).reshape(&[1, rows, columns]));
+            let [u, next] = momentum(c.momentum, scale, finite, x.g, m);
+            r.update(m, next);
+            momenta.push(wide(u).reshape(&[1, rows, columns]));
         }
         let all = orthogonal(concat(&momenta, 0));
         for (i, x) in group.iter().enumerate() {

@@ -6,11 +6,13 @@
 //! | `supervised.rs` | the trait `Model`, and the task that trains one |
 //! | `capabilities.rs` | what a trained model can be asked to do: write text, classify pictures, solve puzzles, be exported |
 //! | `session.rs` | programs and the state that they share |
+//! | `convert.rs` | states that a checkpoint keeps in another form: f32, bf16, 8 bits |
 //! | `evaluation.rs` | what an evaluation found |
 //! | `metric.rs` | what its numbers mean |
 //! | `errors.rs` | what can go wrong |
 
 mod capabilities;
+mod convert;
 mod errors;
 mod evaluation;
 mod metric;
@@ -21,6 +23,7 @@ pub use capabilities::{
     Attempt, Classifier, Classifies, Exporting, Exports, Generator, Parts, Reads, Reference, Solver, Solves, Survey, Surveys, TextModel,
     Writes,
 };
+pub use convert::Converted;
 pub use errors::TrainError;
 pub use evaluation::{Counted, Evaluation, Extent, LeftOut};
 pub use metric::{Better, Metric, Unit};

@@ -1,10 +1,12 @@
 //! Programs on a device, the state that they share, and what a step reports.
 
 use super::TrainError;
+use super::convert::{Converted, Pair};
 use crate::checkpoint::Loaded;
 use crate::memory;
 use crate::optim::ema;
 use crate::report::human_bytes;
+use engine::ops::adamw8::{Map, absmax_of};
 use engine::{Compiled, Data, Device, Graph, Program, Reading, Role, Store, Switches};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -112,12 +114,14 @@ impl Session {
         Ok(())
     }
 
-    /// Takes every other state that outlives a run; averages of parameters are in a file of their own.
-    pub fn load_state(&mut self, file: &Loaded, averages: Option<&Loaded>, what: &str) -> Result<(), TrainError> {
+    /// Takes every other state that outlives a run; averages of parameters are in a file of their own. `convert`: also states that the file keeps in
+    /// another form than the passes of this run do.
+    pub fn load_state(&mut self, file: &Loaded, averages: Option<&Loaded>, what: &str, convert: bool) -> Result<Converted, TrainError> {
+        let mut done = Converted::default();
         let kept: Vec<(String, engine::Meta)> = self
             .store
             .iter()
-            .filter(|(n, t)| t.role == Role::Carried && is_kept(n))
+            .filter(|(n, t)| t.role == Role::Carried && is_kept(n) && !Map::is_absmax(n))
             .map(|(n, t)| (n.to_string(), t.meta.clone()))
             .collect();
         for (name, meta) in kept {
@@ -127,10 +131,16 @@ impl Session {
                 (Some(_), None) => {}
                 // What a pass keeps begins anew where the run was without that pass.
                 (None, _) if engine::passes::keeps(&name) && file.get(&name).is_none() => {}
-                (None, _) => self.take(file, &name, &meta, what)?,
+                (None, _) if (Pair { file, what, name: &name, meta: &meta }).convert(&mut self.store, convert, &mut done)? => {}
+                (None, _) => {
+                    self.take(file, &name, &meta, what)?;
+                    if let Some((map, base)) = Map::of_bytes(&name) {
+                        self.take(file, &map.names(base)[1], &absmax_of(&meta), what)?;
+                    }
+                }
             }
         }
-        Ok(())
+        Ok(done)
     }
 
     /// Runs `f` with the averages of the parameters in their place, where a run has averaged any (train.ema).

@@ -45,6 +45,8 @@ pub struct Options {
     pub start: Start,
     /// Shows every pass, also those with nothing to do.
     pub verbose: bool,
+    /// Converts states that the checkpoint keeps in another form (f32, bf16, 8 bits) than the run's passes do.
+    pub convert_states: bool,
     /// What was typed to start it; checkpoints note it.
     pub command: String,
     /// Set by a signal: finish the step, save, stop.

@@ -4,7 +4,7 @@ use super::best;
 use super::folder::has_saved;
 use crate::checkpoint::{self, AVERAGED, Checkpoint, MODEL, Skipped};
 use crate::config::{Config, TrainConfig};
-use crate::recipe::{Session, Task, TrainError};
+use crate::recipe::{Converted, Session, Task, TrainError};
 use crate::{metrics, say, warn};
 use std::path::Path;
 
@@ -162,19 +162,26 @@ pub fn same_classes(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainErro
     Ok(())
 }
 
-pub fn restore(s: &mut Session, found: &Checkpoint) -> Result<(), TrainError> {
+/// `convert`: states that the checkpoint keeps in another form become the run's.
+pub fn restore(s: &mut Session, found: &Checkpoint, convert: bool) -> Result<Converted, TrainError> {
     let what = found.path.display().to_string();
     s.load_params(&found.file(MODEL)?, &what)?;
     let averages = if found.has(AVERAGED) { Some(found.file(AVERAGED)?) } else { None };
-    engine::mutant!("resume-without-state", s.load_state(&found.file("state.safetensors")?, averages.as_ref(), &what), Ok(()))
+    let state = found.file("state.safetensors")?;
+    engine::mutant!("resume-without-state", s.load_state(&state, averages.as_ref(), &what, convert), Ok(Converted::default()))
 }
 
 /// The same for a run that goes on: the error names the ways to go on without this checkpoint.
-pub fn go_on(s: &mut Session, found: &Checkpoint) -> Result<(), TrainError> {
-    restore(s, found).map_err(|e| match e {
+pub fn go_on(s: &mut Session, found: &Checkpoint, convert: bool) -> Result<(), TrainError> {
+    let converted = restore(s, found, convert).map_err(|e| match e {
         TrainError::Checkpoint(e) => TrainError::NoWayOn(e.to_string()),
         e => e,
-    })
+    })?;
+    converted.lines().for_each(|line| say!("{line}"));
+    if convert && converted == Converted::default() {
+        say!("--convert-states: every state has the form that this run keeps it in");
+    }
+    Ok(())
 }
 
 /// A checkpoint by its own folder, or the newest of a run; `RUN/best` is the run's best.
@@ -234,9 +241,9 @@ mod tests {
         let saved = checkpoint::save(dir.path(), 1, &files, &[], &serde_json::json!({}), 0.into()).unwrap();
         let found = checkpoint::open(&saved.path).unwrap();
         let mut s = Session::new(&Device::cpu(Cpu::new(1)), &Switches::default(), 0);
-        go_on(&mut s, &found).unwrap();
+        go_on(&mut s, &found, false).unwrap();
         std::fs::write(saved.path.join("state.safetensors"), "").unwrap();
-        let said = go_on(&mut s, &found).unwrap_err().to_string();
+        let said = go_on(&mut s, &found, false).unwrap_err().to_string();
         assert!(["state.safetensors", "--resume-from", "--start-over"].iter().all(|part| said.contains(part)), "{said}");
     }
 }

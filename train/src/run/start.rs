@@ -53,7 +53,7 @@ impl Ready {
             return Err(TrainError::Other(format!("train.ema = {}: {name} has no optimizer whose weights could be averaged", c.ema)));
         }
         if let Some(found) = &found {
-            go_on(&mut session, found)?;
+            go_on(&mut session, found, options.convert_states)?;
             say!("resumed from {} (step {})", found.path.display(), found.step);
         }
         let (done, weights) = (found.as_ref().map_or(0, |f| f.step), config.text("init_from"));

@@ -37,5 +37,6 @@ mod refused;
 mod replies;
 mod settled;
 mod speed;
+mod states;
 mod steps;
 mod vision;

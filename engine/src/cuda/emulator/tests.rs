@@ -90,6 +90,22 @@ const MISTAKES: &[Mistake] = &[
         "{ bf16 sum; from_float(join(acc[i], to_float(v.at[i])), sum); acc[i] = to_float(sum); }",
     ),
     mistake(
+        "8-bit states: a lane's maximum in the place of its block's",
+        "adamw8",
+        "a step",
+        DType::F32,
+        "largest_m = warp_max(largest_m), ",
+        "",
+    ),
+    mistake(
+        "8-bit states: maps that are read before they are there",
+        "adamw8",
+        "momentum",
+        DType::F32,
+        "__syncthreads();\n    const bool counts",
+        "const bool counts",
+    ),
+    mistake(
         "one lane too many counts",
         "top_k",
         "gathered by",

@@ -1,10 +1,6 @@
 // A step of COUNT parameters; block b has PIECE elements of one of them.
 __device__ const u32 starts[] = {STARTS}; // first block of each parameter
 __device__ const u64 sizes[] = {SIZES};
-__device__ const u32 decays[] = {DECAYS}; // the bits of floats
-template <typename E> struct alignas(4 * sizeof(E)) Four { E v[4]; };
-
-struct Pace { float rate, scale, keep, second; };
 
 __device__ __forceinline__ void move(P &p, G gradient, M &m, V &v, const Pace &pace) {
     float g = to_float(gradient) * pace.scale, first = to_float(m);
@@ -14,8 +10,6 @@ __device__ __forceinline__ void move(P &p, G gradient, M &m, V &v, const Pace &p
     from_float(second, v);
     from_float(to_float(p) * pace.keep - pace.rate * first / (sqrtf(second) / pace.second + EPS), p);
 }
-
-template <typename E> __device__ __forceinline__ bool by_four(const E *x) { return (u64)x % sizeof(Four<E>) == 0; }
 
 extern "C" __global__ void adamw(const float *rate, const float *scale, const float *count, const float *go, POINTERS) {
     if (*go == 0.0f) return;
@@ -28,15 +22,7 @@ extern "C" __global__ void adamw(const float *rate, const float *scale, const fl
     u64 from = (u64)(blockIdx.x - starts[parameter]) * PIECE, left = sizes[parameter] - from;
     int n = left < PIECE ? (int)left : PIECE;
     p += from, g += from, m += from, v += from;
-
-    // Bias correction, since moments start at 0: 1 - beta^count.
-    __shared__ float bias[2];
-    if (threadIdx.x == 0) {
-        bias[0] = (float)(1.0 - pow((double)BETA1, (double)*count));
-        bias[1] = sqrtf((float)(1.0 - pow((double)BETA2, (double)*count)));
-    }
-    __syncthreads();
-    Pace pace = {*rate / bias[0], *scale, 1.0f - *rate * __uint_as_float(decays[parameter]), bias[1]};
+    Pace pace = pace_of(*rate, *scale, *count, parameter);
 
     int fours = by_four(p) && by_four(g) && by_four(m) && by_four(v) ? n / 4 : 0;
 #pragma unroll 2

@@ -1,7 +1,12 @@
-//! AdamW over all parameters in a few launches, and the global gradient norm.
+//! AdamW over all parameters in a few launches, the global gradient norm, and momentum.
+
+mod momentum;
+
+pub use momentum::{Momentum, momentum};
 
 use crate::cpu::math::sum;
 use crate::cpu::{View, ViewMut, simd};
+use crate::graph::Init;
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
@@ -132,6 +137,46 @@ pub struct AdamW {
     pub decay: Vec<f32>,
 }
 
+/// The numbers of a step for one parameter.
+pub(in crate::ops) struct Pace {
+    rate: f32,
+    scale: f32,
+    /// Bias corrections of the moments, since they start at 0; that of the second is a root.
+    first: f32,
+    second: f32,
+    /// What decay leaves of a weight.
+    keep: f32,
+}
+
+impl AdamW {
+    /// For parameter `i`, from the first four inputs; None if the step is skipped.
+    pub(in crate::ops) fn pace(&self, x: &[View], i: usize) -> Option<Pace> {
+        let [rate, scale, count, go] = [0, 1, 2, 3].map(|i| x[i].f32()[0]);
+        let correct = |beta: f32| crate::mutant!("adamw-without-bias-correction", (1.0 - (beta as f64).powf(count as f64)) as f32, 1.0);
+        let (first, second) = (correct(self.beta1), correct(self.beta2).sqrt());
+        (go != 0.0).then(|| Pace { rate, scale, first, second, keep: 1.0 - rate * self.decay[i] })
+    }
+
+    /// One weight and its moments.
+    #[inline(always)]
+    pub(in crate::ops) fn step(&self, pace: &Pace, p: &mut f32, g: f32, m: &mut f32, v: &mut f32) {
+        let (g, second) = (g * pace.scale, pace.second);
+        *m += (g - *m) * (1.0 - self.beta1);
+        *v = *v * self.beta2 + g * g * (1.0 - self.beta2);
+        let root = crate::mutant!("adamw-eps-inside-the-root", v.sqrt() / second + self.eps, (*v / (second * second) + self.eps).sqrt());
+        *p = *p * pace.keep - pace.rate / pace.first * *m / root;
+    }
+
+    /// What a kernel needs to know of the decays and moments of these parameters.
+    pub(in crate::ops) fn define(&self, launch: Launch, some: &[usize]) -> Launch {
+        launch
+            .define_f32("BETA1", self.beta1)
+            .define_f32("BETA2", self.beta2)
+            .define_f32("EPS", self.eps)
+            .define("DECAYS", list(some.len(), ", ", |k| format!("0x{:08x}", self.decay[some[k]].to_bits())))
+    }
+}
+
 impl Op for AdamW {
     fn name(&self) -> &'static str {
         "adamw"
@@ -147,15 +192,9 @@ impl Op for AdamW {
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
-        let [rate, scale, count, go] = [0, 1, 2, 3].map(|i| x[i].f32()[0]);
-        if go == 0.0 {
-            return;
-        }
-        let correct = |beta: f32| crate::mutant!("adamw-without-bias-correction", (1.0 - (beta as f64).powf(count as f64)) as f32, 1.0);
-        let (first, second) = (correct(self.beta1), correct(self.beta2).sqrt());
         for (i, out) in y.chunks_mut(3).enumerate() {
+            let Some(pace) = self.pace(x, i) else { return };
             let [p, m, v] = out else { unreachable!("three outputs for each parameter") };
-            let keep = 1.0 - rate * self.decay[i];
             let g = x[4 + 4 * i + 1].f32();
             let tasks = p.f32().par_chunks_mut(PIECE).zip(g.par_chunks(PIECE));
             tasks.zip(m.f32().par_chunks_mut(PIECE)).zip(v.f32().par_chunks_mut(PIECE)).for_each(|(((p, g), m), v)| {
@@ -163,15 +202,7 @@ impl Op for AdamW {
                     #[inline(always)]
                     || {
                         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
-                            let g = g * scale;
-                            *m += (g - *m) * (1.0 - self.beta1);
-                            *v = *v * self.beta2 + g * g * (1.0 - self.beta2);
-                            let root = crate::mutant!(
-                                "adamw-eps-inside-the-root",
-                                v.sqrt() / second + self.eps,
-                                (*v / (second * second) + self.eps).sqrt()
-                            );
-                            *p = *p * keep - rate / first * *m / root;
+                            self.step(&pace, p, g, m, v);
                         }
                     },
                 )
@@ -195,17 +226,15 @@ impl Op for AdamW {
                 args.extend(
                     some.iter().flat_map(|&i| [At::Y(3 * i), At::X(4 + 4 * i + 1), At::Y(3 * i + 1), At::Y(3 * i + 2)].map(Place::from)),
                 );
-                let (launch, _) =
-                    in_pieces(Launch::new(concat!(include_str!("owner.cuh"), include_str!("adamw.cu")), "adamw"), &sizes, ELEMENTS);
-                let launch = launch
+                let text =
+                    concat!(include_str!("owner.cuh"), include_str!("fours.cuh"), include_str!("pace.cuh"), include_str!("adamw.cu"));
+                let (launch, _) = in_pieces(Launch::new(text, "adamw"), &sizes, ELEMENTS);
+                let launch = self
+                    .define(launch, some)
                     .define_type("P", key[0])
                     .define_type("G", key[1])
                     .define_type("M", key[2])
                     .define_type("V", key[3])
-                    .define_f32("BETA1", self.beta1)
-                    .define_f32("BETA2", self.beta2)
-                    .define_f32("EPS", self.eps)
-                    .define("DECAYS", list(some.len(), ", ", |k| format!("0x{:08x}", self.decay[some[k]].to_bits())))
                     .define("POINTERS", list(some.len(), ", ", |k| format!("P *p{k}, const G *g{k}, M *m{k}, V *v{k}")))
                     .define("PICK", list(some.len(), " ", |k| format!("case {k}: p = p{k}; g = g{k}; m = m{k}; v = v{k}; break;")))
                     .args(&args);
@@ -243,6 +272,17 @@ fn step<'g>(x: &[Var<'g>], decay: Vec<f32>) -> Vec<Var<'g>> {
     r.op(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay }, &inputs)
 }
 
+/// A step of states of 64M weights, as an optimizer has it: everything in place.
+fn large(g: Var<'_>) -> Vec<Var<'_>> {
+    let r = g.recorder();
+    let states = ["p", "m", "v"].map(|name| r.state(name, &g.shape(), DType::F32, Init::Full(0.0)));
+    let mut inputs: Vec<Var> = [1e-2, 1.0, 1.0, 1.0].map(|v| r.full(&[1], v)).into();
+    inputs.extend([states[0], g, states[1], states[2]]);
+    let y = r.op(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: vec![0.1] }, &inputs);
+    states.iter().zip(&y).for_each(|(state, y)| r.update(*state, *y));
+    vec![y[1]]
+}
+
 /// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
     Case::new("norm", &[In(&[7, 5], Fill::Normal), In(&[3], Fill::Normal)], |x| vec![global_norm(x)]),
@@ -256,6 +296,12 @@ pub const CASES: &[Case] = &[
         let moved = step(&parts, (0..130).map(|i| 0.01 * i as f32).collect());
         vec![moved[0], moved[3 * 60], moved[3 * 119], moved[3 * 120], moved[3 * 129]]
     }),
+    Case::new("momentum", &[In(&[7, 5], Fill::Normal), In(&[7, 5], Fill::Normal)], |x| {
+        let r = x[0].recorder();
+        let kept = momentum(0.9, r.full(&[1], 0.5), r.full(&[1], 0.0), x[0], x[1]);
+        [momentum(0.9, r.full(&[1], 0.5), r.full(&[1], 1.0), x[0], x[1]), kept].concat()
+    }),
+    Case::new("64M weights", &[In(&[8192, 8192], Fill::Frozen)], |x| large(x[0])).bench(),
 ];
 
 #[cfg(test)]

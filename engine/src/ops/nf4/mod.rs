@@ -8,6 +8,7 @@ use crate::graph::{Init, Role};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::ops::adamw8::Map;
 use crate::ops::few_rows;
 use crate::record::{Recorder, Var};
 use rayon::prelude::*;
@@ -38,20 +39,11 @@ const LEVELS: [f32; 16] = [
     1.0,
 ];
 
-/// The number that each 8-bit code of a scale stands for: 0, 1, and with each sign 2^i numbers of magnitude 10^(i - 6), the midpoints of equal
-/// parts of [0.1, 1].
+/// The number that each 8-bit code of a scale stands for: the signed dynamic map, in ascending order.
 static BYTES: LazyLock<[f32; 256]> = LazyLock::new(|| {
-    let mut all = vec![0.0, 1.0];
-    for i in 0..7 {
-        let parts = 1 << i;
-        let edge = |j: usize| (0.1 + 0.9 * j as f64 / parts as f64) as f32;
-        for j in 0..parts {
-            let middle = 10f64.powi(i - 6) * ((edge(j) + edge(j + 1)) / 2.0) as f64;
-            all.extend([middle as f32, -middle as f32]);
-        }
-    }
+    let mut all = *Map::Signed.numbers();
     all.sort_by(f32::total_cmp);
-    all.try_into().expect("256 of them")
+    all
 });
 
 /// The nearest of sorted numbers.
