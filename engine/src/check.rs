@@ -475,6 +475,8 @@ fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
                 return Err(format!("{value}: declared exact, but bits differ"));
             }
             Numerics::Exact => {}
+            Numerics::Changed if off.iter().zip(&on).all(|(a, b)| bitwise(a, b)) => return Err(format!("{value}: nothing changed")),
+            Numerics::Changed => {}
             Numerics::Reordered | Numerics::LowPrecision => {
                 let dtype = if numerics == Numerics::LowPrecision { pass.rounds_to() } else { DType::F32 };
                 let length = graph.nodes.iter().flat_map(|n| n.outputs.iter().flat_map(|m| m.shape.iter().copied())).max().unwrap_or(1);

@@ -321,11 +321,11 @@ fn rewrite(g: &mut Graph, sites: &Sites, active: bool, sums: &str, delayed: Opti
     Ok(())
 }
 
-/// Adds a node at the end, as part of the backward pass: it reads what forward nodes give, but no forward node waits for it. Returns its first output.
+/// Adds a node at the end, and returns its first output.
 fn push(g: &mut Graph, op: impl Op, inputs: Vec<Value>) -> Value {
     let metas: Vec<Meta> = inputs.iter().map(|&v| g.meta(v).clone()).collect();
     let outputs = op.infer(&metas);
     let kind = Kind::Op(Arc::new(op));
-    g.nodes.push(Node { kind, inputs, outputs, scope: "fp8".into(), backward: true, block: 0, typed: false, narrow: false });
+    g.nodes.push(Node { kind, inputs, outputs, scope: "fp8".into(), backward: false, block: 0, typed: false, narrow: false });
     Value { node: g.nodes.len() - 1, out: 0 }
 }

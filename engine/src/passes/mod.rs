@@ -28,6 +28,7 @@ mod merged_wgrad;
 mod mixed;
 pub mod pattern;
 mod recompute;
+mod sparse;
 mod switches;
 
 pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
@@ -79,6 +80,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &fuse_qk_norm::FuseQkNorm,
     &adam8bit::Adam8bit,
     &cse::Cse,
+    &sparse::Sparse,
     &decompose::Decompose,
     &mixed::Mixed(DType::BF16),
     &mixed::Mixed(DType::F16),

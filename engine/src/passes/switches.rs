@@ -47,6 +47,8 @@ pub enum Numerics {
     Reordered,
     /// Rounded to a narrower type.
     LowPrecision,
+    /// Another function: a pruned model's.
+    Changed,
 }
 
 /// A setting of a pass beside its mode, written as `auto,name=value`.

@@ -30,6 +30,7 @@ mod model;
 mod passes;
 mod plan;
 mod predict;
+mod prune;
 mod recipes;
 mod signals;
 mod solve;
@@ -102,6 +103,8 @@ commands! {
     Solve: solve::SolveArgs,
     /// Writes a checkpoint for other programs: a model for transformers, adapters for PEFT, a GGUF file for llama.cpp
     Export: export::ExportArgs,
+    /// Prunes a model's folder to 2:4 sparsity, or says whether it is pruned
+    Prune: prune::PruneArgs,
     /// Memory, arithmetic and what every pass would do, without running
     Plan: plan::PlanArgs,
     /// Checks ops, passes, golden files, or the folder of a model or an encoder

@@ -46,6 +46,7 @@ fn described(numerics: Numerics) -> &'static str {
         Numerics::Exact => "bit for bit the same",
         Numerics::Reordered => "the same sums in another order",
         Numerics::LowPrecision => "rounded to a narrower type",
+        Numerics::Changed => "those of another model",
     }
 }
 

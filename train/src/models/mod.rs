@@ -20,6 +20,7 @@ mod folder;
 pub mod gguf;
 mod lora;
 mod peft;
+mod prune;
 mod shape;
 
 pub use card::card;
@@ -28,6 +29,7 @@ pub use family::{Bias, FAMILIES, Family, Mlp, Norm, Positions};
 pub(crate) use folder::{CARD, GENERATION};
 pub use folder::{Folder, Weight, write_weights};
 pub use lora::{Lora, Target};
+pub use prune::{Pruned, prune};
 pub use peft::{Adapter, write_adapter};
 pub use shape::{RopeScaling, Shape};
 

@@ -36,6 +36,7 @@ mod puzzles;
 mod refused;
 mod replies;
 mod settled;
+mod sparse;
 mod speed;
 mod states;
 mod steps;
