@@ -76,7 +76,9 @@ impl Pass for Sparse {
         let mut pruned: HashMap<Value, Value> = HashMap::new();
         let old = g.clone();
         g.rewrite(|w, i, node, inputs| {
-            let Some([_, b]) = old.plain_matmul(i).filter(|_| node.block != 0 && !node.typed && !node.narrow) else { return Ok::<_, Error>(None) };
+            let Some([_, b]) = old.plain_matmul(i).filter(|_| node.block != 0 && !node.typed && !node.narrow) else {
+                return Ok::<_, Error>(None);
+            };
             let stored = old.transpose_of(b).unwrap_or(b);
             let Some(&by_rows) = weights.get(&stored) else { return Ok(None) };
             let masked = *pruned.entry(stored).or_insert_with(|| straight_through(w.at(stored), by_rows).value());

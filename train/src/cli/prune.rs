@@ -8,12 +8,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 #[derive(Args)]
-#[command(after_help = "Of every four weights along a sum the two of largest magnitude stay; embedding, head, norms and biases are left alone.
+#[command(
+    after_help = "Of every four weights along a sum the two of largest magnitude stay; embedding, head, norms and biases are left alone.
 Training with --pass sparse-2:4=auto first makes a model that loses less by it.
 
 Examples:
   kiln export runs/d --out models/d && kiln prune models/d --out models/d-sparse
-  kiln prune models/d-sparse --check")]
+  kiln prune models/d-sparse --check"
+)]
 pub struct PruneArgs {
     /// A model's folder in Hugging Face's layout
     folder: PathBuf,

@@ -29,8 +29,8 @@ pub use family::{Bias, FAMILIES, Family, Mlp, Norm, Positions};
 pub(crate) use folder::{CARD, GENERATION};
 pub use folder::{Folder, Weight, write_weights};
 pub use lora::{Lora, Target};
-pub use prune::{Pruned, prune};
 pub use peft::{Adapter, write_adapter};
+pub use prune::{Pruned, prune};
 pub use shape::{RopeScaling, Shape};
 
 use crate::checkpoint::CheckpointError;

@@ -22,7 +22,9 @@ fn a_run_with_sparse_weights_writes_what_its_pruned_folder_writes() {
         assert!(said.contains("matrices pruned") && said.contains("% of their squared norm kept"), "{said}");
         kiln(["prune", &sparse, "--check"]).ok();
         kiln(["prune", &folder, "--out", &sparse]).fails(&["is there already"]);
-        let write = |model: &str| kiln(["generate", model, "--prompt", "the ", "--max-tokens", "12", "--temperature", "0", "--device", "cpu"]).ok().out;
+        let write = |model: &str| {
+            kiln(["generate", model, "--prompt", "the ", "--max-tokens", "12", "--temperature", "0", "--device", "cpu", "--raw"]).ok().out
+        };
         assert_eq!(write(&run), write(&sparse), "{family}: the run computes with what the pruned folder holds");
     }
 }
