@@ -10,7 +10,7 @@ use crate::ops::matmul::{Matmul, Sums};
 use crate::ops::quantize::{Quantize, Scales};
 use crate::philox::hash_name;
 use crate::record::{Recorder, Var};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 pub struct Fp8;
@@ -158,8 +158,8 @@ struct Sites {
 impl Sites {
     fn find(g: &Graph, least: usize, receipt: &mut Receipt) -> Sites {
         let mut sites = Sites::default();
-        let mut weights: HashMap<Value, ()> = HashMap::new();
-        let mut inputs: HashMap<(Value, Vec<usize>), ()> = HashMap::new();
+        let mut weights: HashSet<Value> = HashSet::new();
+        let mut inputs: HashSet<(Value, Vec<usize>)> = HashSet::new();
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.backward && !n.typed && !n.narrow) {
             let Some([a, b]) = g.plain_matmul(i) else { continue };
             let (x, w) = match (is_weight(g, a), is_weight(g, b)) {
@@ -170,8 +170,8 @@ impl Sites {
             match too_small(g, [a, b], g.meta(w), least) {
                 Some(reason) => receipt.decline(reason, &node.scope),
                 None => {
-                    weights.insert(stored(g, w).0, ());
-                    inputs.insert(key(g, x), ());
+                    weights.insert(stored(g, w).0);
+                    inputs.insert(key(g, x));
                     sites.add(g, i, [a, b], |v| if v == w { stem(g, v) } else { stored(g, v).0 }, |_| DType::E4M3);
                 }
             }
@@ -179,7 +179,7 @@ impl Sites {
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.backward && !n.typed) {
             let plain = node.op::<Matmul>().is_some_and(|m| Matmul { dtype: None, ..m.clone() } == Matmul::default());
             let (true, &[a, b]) = (plain && node.outputs[0].rank() == 2, &node.inputs[..]) else { continue };
-            let (weight, input) = (|v: Value| weights.contains_key(&stored(g, v).0), |v: Value| inputs.contains_key(&key(g, v)));
+            let (weight, input) = (|v: Value| weights.contains(&stored(g, v).0), |v: Value| inputs.contains(&key(g, v)));
             let gradient = match ([a, b].map(weight), [a, b].map(input)) {
                 ([false, true], _) | ([false, false], [false, true]) => a,
                 ([true, false], _) | ([false, false], [true, false]) => b,
