@@ -39,6 +39,15 @@ pub enum TrainError {
         "needs {needs} of memory (state {state}, activations and workspace {arena}), and {free} are free: {fit}; or lower train.batch (and raise train.accumulate), model.seq or the model's sizes"
     )]
     Memory { needs: String, state: String, arena: String, free: String, fit: String },
+    #[error(
+        "nothing that leaves the mathematics as it is fits into the memory budget of {budget}: the smallest plan misses it by {missing}. It takes {smallest}, {settings}. \
+         What would help: {help}"
+    )]
+    Budget { budget: String, missing: String, smallest: String, settings: String, help: String },
+    #[error(
+        "the plan takes {needs}, more than memory_budget = {budget:?} ({plan}): give --memory-budget again, so that settings are chosen that fit"
+    )]
+    OverBudget { needs: String, budget: String, plan: String },
     #[error("{0}")]
     Other(String),
 }
