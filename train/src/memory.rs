@@ -122,7 +122,9 @@ mod tests {
     #[test]
     fn sizes_are_read_with_their_units() {
         let gib = 1u64 << 30;
-        for (text, bytes) in [("8GiB", 8 * gib), ("8g", 8 * gib), ("1.5 G", gib + gib / 2), ("8000MB", 8_000_000_000), ("2tb", 2_000_000_000_000)] {
+        for (text, bytes) in
+            [("8GiB", 8 * gib), ("8g", 8 * gib), ("1.5 G", gib + gib / 2), ("8000MB", 8_000_000_000), ("2tb", 2_000_000_000_000)]
+        {
             assert_eq!(size(text), Ok(bytes), "{text}");
         }
         assert_eq!((size("512m"), size("3KiB"), size(".5k")), (Ok(512 << 20), Ok(3072), Ok(512)));

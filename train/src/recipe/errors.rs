@@ -3,6 +3,7 @@
 use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
 use crate::data::DataError;
+use crate::report::human_bytes;
 use std::path::PathBuf;
 
 #[derive(Debug, thiserror::Error)]
@@ -40,10 +41,10 @@ pub enum TrainError {
     )]
     Memory { needs: String, state: String, arena: String, free: String, fit: String },
     #[error(
-        "nothing that leaves the mathematics as it is fits into the memory budget of {budget}: the smallest plan misses it by {missing}. It takes {smallest}, {settings}. \
-         What would help: {help}"
+        "the run does not fit into a memory budget of {}: the smallest plan takes {}, which is {} more, {settings}. What would help: {help}",
+        human_bytes(*budget), human_bytes(*smallest), human_bytes(smallest.saturating_sub(*budget))
     )]
-    Budget { budget: String, missing: String, smallest: String, settings: String, help: String },
+    Budget { budget: u64, smallest: u64, settings: String, help: String },
     #[error(
         "the plan takes {needs}, more than memory_budget = {budget:?} ({plan}): give --memory-budget again, so that settings are chosen that fit"
     )]

@@ -59,19 +59,18 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Settings with which the run's plan is within its memory budget. None where no budget was asked for: a run that goes on has its settings already.
 pub fn fit(recipe: &dyn Recipe, config: &Config, limits: &Limits) -> Result<Option<Fitted>, TrainError> {
     let Some(budget) = config.memory_budget()?.filter(|_| config.is_given("memory_budget")) else { return Ok(None) };
-    let mut search = Search { recipe, limits, budget, trials: 0, began: Instant::now(), told: false, smallest: None };
-    let plain = search.whole(config, vec![])?;
-    let (before, mut base, mut found) = ((plain.peak, plain.seconds), plain.clone(), Some(plain).filter(|p| p.peak <= budget));
-    for pass in limits.allowed {
-        if found.is_none() && !config.is_given(&format!("passes.{pass}")) {
-            let mut with = base.config.clone();
-            with.set_pass_argument(&format!("{pass}=auto"))?;
-            base = search.whole(&with, [&base.changes[..], &[format!("--pass {pass}=auto")]].concat())?;
-            found = Some(base.clone()).filter(|b| b.peak <= budget);
+    let mut search = Search { recipe, base: config, limits, budget, passes: vec![], began: Instant::now(), told: false, smallest: None };
+    let whole = search.split(1)?;
+    let plain = search.trial(&whole, &[])?;
+    let (before, mut found) = ((plain.peak, plain.seconds), Some(plain).filter(|p| p.peak <= budget));
+    for pass in limits.allowed.iter().filter(|pass| !config.is_given(&format!("passes.{pass}"))) {
+        if found.is_none() {
+            search.passes.push(format!("{pass}=auto"));
+            found = Some(search.trial(&whole, &[])?).filter(|t| t.peak <= budget);
         }
     }
     if found.is_none() {
-        found = search.cheapest(&base)?;
+        found = search.cheapest(whole)?;
     }
     let Some(found) = found else { return Err(search.refusal()?) };
     let (peaks, seconds) = ([before.0, found.peak], [before.1, found.seconds]);
@@ -82,26 +81,31 @@ pub fn fit(recipe: &dyn Recipe, config: &Config, limits: &Limits) -> Result<Opti
 #[derive(Clone)]
 struct Trial {
     config: Config,
+    /// What was changed, as arguments of the command line.
     changes: Vec<String>,
+    /// In how many parts the batch is computed, and which passes are set.
+    parts: usize,
+    passes: Vec<String>,
     peak: u64,
-    state: u64,
     seconds: f64,
 }
 
-/// A batch in so many parts, recorded.
+/// The run with its batch in so many parts.
 struct Split {
+    parts: usize,
     config: Config,
-    changes: Vec<String>,
+    /// Keys that this sets.
+    sets: Vec<String>,
     task: Box<dyn Task>,
-    /// Blocks of the programs that are differentiated.
-    blocks: usize,
 }
 
 struct Search<'a> {
     recipe: &'a dyn Recipe,
+    base: &'a Config,
     limits: &'a Limits<'a>,
     budget: u64,
-    trials: usize,
+    /// Those allowed passes that every trial has.
+    passes: Vec<String>,
     began: Instant,
     told: bool,
     /// The smallest plan so far.
@@ -109,29 +113,21 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// These settings, with the batch as it is.
-    fn whole(&mut self, config: &Config, changes: Vec<String>) -> Result<Trial, TrainError> {
-        let task = self.recipe.task(config)?;
-        self.trial(&Split { config: config.clone(), changes, task, blocks: 0 }, None)
-    }
-
-    /// Plans with `recompute` set to this.
-    fn trial(&mut self, split: &Split, recompute: Option<&str>) -> Result<Trial, TrainError> {
-        self.trials += 1;
+    /// Plans with these passes, `recompute=auto,what=blocks`, beside those that are allowed.
+    fn trial(&mut self, split: &Split, passes: &[String]) -> Result<Trial, TrainError> {
         if !self.told && self.began.elapsed() > PATIENCE {
             warn!("looking for settings within {} ...", human_bytes(self.budget));
             self.told = true;
         }
-        let (mut config, mut changes) = (split.config.clone(), split.changes.clone());
-        if let Some(value) = recompute {
-            config.set_pass_argument(&format!("recompute={value}"))?;
-            changes.push(format!("--pass recompute={value}"));
-        }
-        let programs = compile_for(&*split.task, &config.switches()?, self.limits.target, within(self.limits.free, Some(self.budget)))?;
+        let (mut config, passes) = (split.config.clone(), [&self.passes[..], passes].concat());
+        passes.iter().try_for_each(|pass| config.set_pass_argument(pass))?;
+        let target = self.limits.target;
+        let programs = compile_for(&*split.task, &config.switches()?, target, within(self.limits.free, Some(self.budget)))?;
         engine::passes::all_applied(programs.iter().map(|(_, c)| &c.receipts[..]))?;
-        let peak = planned(&programs, self.limits.target);
-        let seconds = seconds(&*split.task, &programs, self.limits.target);
-        let trial = Trial { config, changes, peak: peak.total() as u64, state: peak.state as u64, seconds };
+        let sets = split.sets.iter().map(|set| format!("--set {set}"));
+        let changes = sets.chain(passes.iter().map(|pass| format!("--pass {pass}"))).collect();
+        let (peak, seconds) = (planned(&programs, target).total() as u64, seconds(&*split.task, &programs, target));
+        let trial = Trial { config, changes, parts: split.parts, passes, peak, seconds };
         if self.smallest.as_ref().is_none_or(|s| trial.peak < s.peak) {
             self.smallest = Some(trial.clone());
         }
@@ -143,19 +139,21 @@ impl Search<'_> {
     }
 
     /// Over all ways to split the batch, the fastest settings that fit.
-    fn cheapest(&mut self, base: &Trial) -> Result<Option<Trial>, TrainError> {
+    fn cheapest(&mut self, whole: Split) -> Result<Option<Trial>, TrainError> {
         let mut best: Option<Trial> = None;
-        for parts in self.parts(&base.config)? {
-            let Some(split) = self.split(base, parts)? else { continue };
-            let plain = if parts == 1 { base.clone() } else { self.trial(&split, None)? };
-            // With more parts a step only takes longer, and no state shrinks.
-            if best.as_ref().is_some_and(|b| plain.seconds >= b.seconds) || plain.state > self.budget {
+        let mut whole = Some(whole);
+        for parts in self.parts()? {
+            // A recipe may have no such batch.
+            let Some(split) = whole.take().or_else(|| self.split(parts).ok()) else { continue };
+            let plain = self.trial(&split, &[])?;
+            // With more parts a step only takes longer.
+            if best.as_ref().is_some_and(|b| plain.seconds >= b.seconds) {
                 break;
             }
-            let whole = self.fits(&plain);
-            let found = if whole { Some(plain) } else { self.recomputed(&split, &plain)? };
+            let fits = self.fits(&plain);
+            let found = if fits { Some(plain) } else { self.recomputed(&split, &plain)? };
             best = best.into_iter().chain(found).min_by(|a, b| a.seconds.total_cmp(&b.seconds));
-            if whole {
+            if fits {
                 break;
             }
         }
@@ -163,33 +161,24 @@ impl Search<'_> {
     }
 
     /// In how many parts the batch may be computed.
-    fn parts(&self, config: &Config) -> Result<Vec<usize>, TrainError> {
-        let has = |name: &str| config.keys().any(|(section, key)| section == "train" && key.name == name);
-        let kept = !self.limits.split || config.is_given("train.accumulate") || !["batch", "accumulate"].into_iter().all(has);
-        let batch = if kept { 1 } else { config.section::<TrainConfig>("train")?.batch };
+    fn parts(&self) -> Result<Vec<usize>, TrainError> {
+        let has = |name: &str| self.base.keys().any(|(section, key)| section == "train" && key.name == name);
+        let kept = !self.limits.split || self.base.is_given("train.accumulate") || !["batch", "accumulate"].into_iter().all(has);
+        let batch = if kept { 1 } else { self.base.section::<TrainConfig>("train")?.batch };
         Ok((1..=batch).filter(|parts| batch.is_multiple_of(*parts)).collect())
     }
 
-    /// None where the recipe has no such batch.
-    fn split(&self, base: &Trial, parts: usize) -> Result<Option<Split>, TrainError> {
-        let (mut config, mut changes) = (base.config.clone(), base.changes.clone());
-        let c: TrainConfig = config.section("train")?;
-        let mut sets = vec![format!("train.batch={}", c.batch / parts), format!("train.accumulate={}", c.accumulate * parts)];
-        // An evaluation reads as many examples as before.
-        sets.extend((c.eval_batches > 0).then(|| format!("train.eval_batches={}", c.eval_batches.saturating_mul(parts as u64))));
-        for set in sets.iter().filter(|_| parts > 1) {
-            config.set(set)?;
-            changes.push(format!("--set {set}"));
+    fn split(&self, parts: usize) -> Result<Split, TrainError> {
+        let (mut config, mut sets) = (self.base.clone(), vec![]);
+        if parts > 1 {
+            let c: TrainConfig = config.section("train")?;
+            sets = vec![format!("train.batch={}", c.batch / parts), format!("train.accumulate={}", c.accumulate * parts)];
+            // An evaluation reads as many examples as before.
+            sets.extend((c.eval_batches > 0).then(|| format!("train.eval_batches={}", c.eval_batches.saturating_mul(parts as u64))));
         }
-        let task = match self.recipe.task(&config) {
-            Ok(task) => task,
-            Err(_) if parts > 1 => return Ok(None),
-            Err(e) => return Err(e),
-        };
-        task.settle(within(self.limits.free, Some(self.budget)));
-        let differentiated = |g: &engine::Graph| g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad));
-        let blocks = task.graphs().iter().filter(|(_, g)| differentiated(g)).map(|(_, g)| g.blocks()).min().unwrap_or(0);
-        Ok(Some(Split { config, changes, task, blocks }))
+        sets.iter().try_for_each(|set| config.set(set))?;
+        let task = self.recipe.task(&config)?;
+        Ok(Split { parts, config, sets, task })
     }
 
     /// The least recomputation that fits: of what is bound by memory, the cheapest first; then of the first n blocks too.
@@ -197,28 +186,28 @@ impl Search<'_> {
         if split.config.is_given("passes.recompute") {
             return Ok(None);
         }
-        let bound = self.trial(split, Some("auto,what=memory-bound"))?;
+        let recompute = |value: String| vec![format!("recompute=auto,what={value}")];
+        let bound = self.trial(split, &recompute("memory-bound".into()))?;
         if self.fits(&bound) {
             let saved = plain.peak.saturating_sub(bound.peak) >> 20;
-            let with = |kept: u64| format!("auto,what=memory-bound,spare={}", saved * kept / LEVELS);
-            // From recomputing the most to the least.
+            let with = |kept: u64| recompute(format!("memory-bound,spare={}", saved * kept / LEVELS));
             return self.last_that_fits(split, bound, (1..LEVELS).map(with).collect()).map(Some);
         }
-        let all = self.trial(split, Some("auto,what=blocks"))?;
+        let all = self.trial(split, &recompute("blocks".into()))?;
         if !self.fits(&all) {
             return Ok(None);
         }
         let first = |n: usize| if n == 1 { "0".to_string() } else { format!("0-{}", n - 1) };
-        let with = |n: usize| format!("auto,what=blocks,layers={},rest=memory-bound", first(n));
-        self.last_that_fits(split, all, (1..split.blocks).rev().map(with).collect()).map(Some)
+        let with = |n: usize| recompute(format!("blocks,layers={},rest=memory-bound", first(n)));
+        self.last_that_fits(split, all, (1..blocks(&*split.task)).rev().map(with).collect()).map(Some)
     }
 
-    /// Of these values of `recompute`, each of which needs more memory than the one before, the last that fits; `found` is what fits before them.
-    fn last_that_fits(&mut self, split: &Split, mut found: Trial, values: Vec<String>) -> Result<Trial, TrainError> {
+    /// Of these passes, which need more memory from one to the next, the last that fit; `found` is what fits before them.
+    fn last_that_fits(&mut self, split: &Split, mut found: Trial, values: Vec<Vec<String>>) -> Result<Trial, TrainError> {
         let (mut low, mut high) = (0, values.len());
         while low < high {
             let middle = (low + high) / 2;
-            let trial = self.trial(split, Some(&values[middle]))?;
+            let trial = self.trial(split, &values[middle])?;
             if self.fits(&trial) {
                 (low, found) = (middle + 1, trial);
             } else {
@@ -231,27 +220,27 @@ impl Search<'_> {
     /// By how much it misses, what the smallest plan is, and what would help beyond.
     fn refusal(&mut self) -> Result<TrainError, TrainError> {
         let smallest = self.smallest.clone().ok_or_else(|| TrainError::Other("nothing was planned".into()))?;
-        let settings = if smallest.changes.is_empty() { "as it is".into() } else { format!("with {}", smallest.changes.join(" ")) };
+        let (switches, split) = (smallest.config.switches()?, self.split(smallest.parts)?);
+        let open = |pass: &&str| is_off(&switches, pass) && !self.base.is_given(&format!("passes.{pass}"));
         let mut help = vec![];
-        let switches = smallest.config.switches()?;
-        for pass in ["adam8bit", "bf16"].into_iter().filter(|pass| is_off(&switches, pass) && !smallest.config.is_given(&format!("passes.{pass}"))) {
-            let mut with = smallest.config.clone();
-            with.set_pass_argument(&format!("{pass}=auto"))?;
-            let needs = self.whole(&with, vec![])?.peak;
+        self.passes.clear();
+        for pass in ["adam8bit", "bf16"].into_iter().filter(open).collect::<Vec<_>>() {
+            let needs = self.trial(&split, &[&smallest.passes[..], &[format!("{pass}=auto")]].concat())?.peak;
             let fits = if needs <= self.budget { ", which fits" } else { "" };
             help.extend((needs < smallest.peak).then(|| format!("--allow {pass} (rounds more; {}{fits})", human_bytes(needs))));
         }
         let economies = self.recipe.economies(&smallest.config);
         help.extend(economies.iter().map(|sets| sets.iter().map(|set| format!("--set {set}")).collect::<Vec<_>>().join(" ")));
         help.push("a smaller train.batch, model.seq or model".into());
-        Ok(TrainError::Budget {
-            budget: human_bytes(self.budget),
-            missing: human_bytes(smallest.peak.saturating_sub(self.budget)),
-            smallest: human_bytes(smallest.peak),
-            settings,
-            help: help.join(", "),
-        })
+        let settings = if smallest.changes.is_empty() { "as it is".into() } else { format!("with {}", smallest.changes.join(" ")) };
+        Ok(TrainError::Budget { budget: self.budget, smallest: smallest.peak, settings, help: help.join(", ") })
     }
+}
+
+/// Blocks of the model, in every program that is differentiated.
+fn blocks(task: &dyn Task) -> usize {
+    let differentiated = |g: &engine::Graph| g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad));
+    task.graphs().iter().filter(|(_, g)| differentiated(g)).map(|(_, g)| g.blocks()).min().unwrap_or(0)
 }
 
 fn is_off(switches: &Switches, pass: &str) -> bool {
