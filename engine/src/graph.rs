@@ -163,6 +163,11 @@ impl Graph {
         self.outputs.get(k).map_or_else(|| self.updates[k - self.outputs.len()].1, |o| o.1)
     }
 
+    /// How many blocks of the model it has (see [`Recorder::block`](crate::Recorder::block)).
+    pub fn blocks(&self) -> usize {
+        self.nodes.iter().map(|n| n.block).max().unwrap_or(0) as usize
+    }
+
     /// All states, with their shapes and types.
     pub fn states(&self) -> impl Iterator<Item = (&State, &Meta)> {
         self.nodes.iter().filter_map(|n| match &n.kind {

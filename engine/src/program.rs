@@ -57,12 +57,9 @@ impl Device {
         }
     }
 
-    /// Bytes that the device uses besides programs and states: cuBLASLt's workspace.
+    /// Bytes that the device uses besides programs and states.
     pub fn own_memory(&self) -> usize {
-        match self {
-            Device::Cpu(..) => 0,
-            Device::Cuda(..) => Cuda::OWN_MEMORY,
-        }
+        own_memory(self.target())
     }
 
     fn gpu(&self) -> Option<&Cuda> {
@@ -70,6 +67,14 @@ impl Device {
             Device::Cpu(..) => None,
             Device::Cuda(cuda, _) => Some(cuda),
         }
+    }
+}
+
+/// Bytes that a device uses besides programs and states: cuBLASLt's workspace.
+pub fn own_memory(target: Target) -> usize {
+    match target {
+        Target::Cpu => 0,
+        Target::Cuda(_) => Cuda::OWN_MEMORY,
     }
 }
 
@@ -104,6 +109,15 @@ impl Compiled {
             before = Some(Box::new((warm_up, first)));
         }
         Ok(Compiled { graph, plan, receipts, options, target, before })
+    }
+
+    /// Bytes that it needs once it is loaded, by purpose.
+    pub fn memory(&self) -> Memory {
+        let sets = match self.target {
+            Target::Cpu => 1,
+            Target::Cuda(_) => 3, // two more sets of buffers, so that copies overlap with runs
+        };
+        Memory { feeds: sets * self.plan.memory.feeds, ..self.plan.memory }
     }
 
     /// Peak memory of each part of the model (see [`Plan::by_part`]).
@@ -186,10 +200,7 @@ impl Program {
     /// Loads a compiled graph, and creates those of its states that the store does not have yet.
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
         store.ensure(&c.graph, device.gpu())?;
-        let (mut memory, cost) = (c.plan.memory, c.plan.cost);
-        if device.gpu().is_some() {
-            memory.feeds *= 3; // two more sets of buffers, so that copies overlap with runs
-        }
+        let (memory, cost) = (c.memory(), c.plan.cost);
         let before = match c.before {
             Some(first) => {
                 let (warm_up, first) = *first;

@@ -81,6 +81,9 @@ section! {
         /// The weights that the run begins with, as `--init-from` names them: a checkpoint, a run's folder or a .safetensors file. Empty: drawn at
         /// random.
         pub init_from: String = String::new();
+        /// The most memory that the run's plan may take, as `--memory-budget` names it: 8GiB, 8000MB or 8g. What was chosen to stay within it is in
+        /// the run's other keys. Empty: as much as there is.
+        pub memory_budget: String = String::new(), [free];
     }
 }
 
@@ -192,6 +195,18 @@ impl Config {
         self.value(section, key).filter(|value| self.given.contains(&format!("{section}.{key}")) && Some(*value) != default)
     }
 
+    /// Whether someone set this key (`train.batch`) or pass (`passes.recompute`), over a preset or a run's own settings.
+    pub fn is_given(&self, name: &str) -> bool {
+        self.given.contains(name)
+    }
+
+    /// The bytes that the run's plan may take, where that is limited.
+    pub fn memory_budget(&self) -> Result<Option<u64>, ConfigError> {
+        let text = self.text("memory_budget");
+        let wrong = |problem| ConfigError::Invalid(format!("memory_budget = {text:?}: {problem}"));
+        (!text.is_empty()).then(|| crate::memory::size(text).map_err(wrong)).transpose()
+    }
+
     /// Every key of every section.
     pub fn keys(&self) -> impl Iterator<Item = (&str, &Key)> {
         self.sections.iter().flat_map(|section| section.keys.iter().map(|key| (section.name, key)))
@@ -199,7 +214,8 @@ impl Config {
 
     /// Whether a resumed run may change this key.
     pub fn is_free(&self, name: &str) -> bool {
-        self.keys().any(|(section, key)| key.free && name.split_once('.') == Some((section, key.name)))
+        let of_section = self.keys().any(|(section, key)| key.free && name.split_once('.') == Some((section, key.name)));
+        of_section || TopConfig::keys("").get(name).is_some_and(|key| key.free)
     }
 
     /// Lays a TOML file over this.
@@ -307,6 +323,7 @@ impl Config {
         let Some(name) = name else { return Ok(()) };
         let passes = self.table.get_mut("passes").and_then(Value::as_table_mut).expect("every config has it");
         passes.insert(name.into(), value.into());
+        self.given.insert(format!("passes.{name}"));
         Ok(())
     }
 

@@ -6,6 +6,28 @@ use rustix::process::{Resource, getrlimit};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+/// The bytes that a text such as `8GiB`, `8000MB`, `1.5g` or `512m` stands for: KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB, TiB and single
+/// letters powers of 1024.
+pub fn size(text: &str) -> Result<u64, String> {
+    let wants = || format!("'{text}' is not a size such as 8GiB, 8000MB or 8g");
+    let text = text.trim();
+    let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(|| format!("{}: name its unit, {text}GiB", wants()))?;
+    let (number, unit) = text.split_at(at);
+    let number: f64 = number.parse().map_err(|_| wants())?;
+    let unit = unit.trim_start().to_ascii_lowercase();
+    let power = 1 + unit.chars().next().and_then(|first| "kmgt".find(first)).ok_or_else(wants)? as i32;
+    let base: f64 = match &unit[1..] {
+        "" | "ib" => 1024.0,
+        "b" => 1000.0,
+        _ => return Err(wants()),
+    };
+    match number * base.powi(power) {
+        bytes if bytes < 1.0 => Err(format!("'{text}' is no memory at all: name a size such as 8GiB")),
+        bytes if bytes > (1u64 << 53) as f64 => Err(format!("'{text}' is more than any machine has: name a size such as 8GiB")),
+        bytes => Ok(bytes as u64),
+    }
+}
+
 /// None where it is not known.
 pub fn available(device: &Device) -> Option<u64> {
     if let Device::Cuda(cuda, _) = device {
@@ -95,6 +117,35 @@ mod tests {
             }
         }
         dir
+    }
+
+    #[test]
+    fn sizes_are_read_with_their_units() {
+        let gib = 1u64 << 30;
+        for (text, bytes) in
+            [("8GiB", 8 * gib), ("8g", 8 * gib), ("1.5 G", gib + gib / 2), ("8000MB", 8_000_000_000), ("2tb", 2_000_000_000_000)]
+        {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        assert_eq!((size("512m"), size("3KiB"), size(".5k")), (Ok(512 << 20), Ok(3072), Ok(512)));
+        for (bad, why) in [
+            ("", "not a size"),
+            ("8GB!", "not a size"),
+            ("-8GiB", "not a size"),
+            ("1.2.3g", "not a size"),
+            ("GiB", "not a size"),
+            ("8iB", "not a size"),
+            ("8b", "not a size"),
+            ("8Gi", "not a size"),
+            ("8\u{e9}", "not a size"),
+            ("1e3g", "not a size"),
+            ("8", "name its unit, 8GiB"),
+            ("0GiB", "no memory at all"),
+            ("99999999TiB", "more than any machine has"),
+        ] {
+            let said = size(bad).unwrap_err();
+            assert!(said.contains(why), "{bad}: {said}");
+        }
     }
 
     #[test]

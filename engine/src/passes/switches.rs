@@ -208,7 +208,7 @@ pub struct Switches {
 }
 
 impl Switches {
-    /// `value` is `off`, `auto` or `require`, then `,setting=value` any number of times. A pass's former name works too; [`Switches::formerly`]
+    /// `value` is `off`, `auto` or `require`, then `,setting=value` any number of times; a value may be a list of numbers. A pass's former name works too; [`Switches::formerly`]
     /// has a note about it.
     pub fn set(&mut self, pass: &str, value: &str) -> Result<(), Error> {
         let pass = match FORMERLY.iter().find(|f| f.0 == pass) {
@@ -228,9 +228,17 @@ impl Switches {
             Some("require") => Mode::Require,
             other => return Err(wrong(format!("'{}' is not off, auto or require", other.unwrap_or_default()))),
         };
-        let mut values = BTreeMap::new();
+        let mut values: BTreeMap<String, String> = BTreeMap::new();
+        let mut last = None;
         for part in parts {
+            // Numbers after a comma belong to the list before it: layers=0-5,12-17.
+            let more = last.as_ref().filter(|_| part.starts_with(|c: char| c.is_ascii_digit()) && !part.contains('='));
+            if let Some(value) = more.and_then(|name: &String| values.get_mut(name)) {
+                *value = format!("{value},{part}");
+                continue;
+            }
             let (name, v) = part.split_once('=').ok_or_else(|| wrong(format!("'{part}' is not setting=value")))?;
+            last = Some(name.to_string());
             if !found.settings().iter().any(|s| s.name == name) {
                 return Err(wrong(format!("has no setting '{name}'{}", known(name, found.settings().iter().map(|s| s.name)))));
             }

@@ -1,5 +1,6 @@
 //! `kiln bench`: the time of a step, of every op, or of writing replies.
 
+use super::budget::{BudgetArgs, Where};
 use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
 use crate::config::Config;
 use crate::recipe::{Recipe, Session, Task, find_in};
@@ -29,6 +30,8 @@ pub struct BenchArgs {
     config: ConfigArgs,
     #[command(flatten)]
     device: DeviceArgs,
+    #[command(flatten)]
+    budget: BudgetArgs,
     /// Steps that are timed; the median counts
     #[arg(long, default_value_t = 10)]
     repeat: usize,
@@ -57,6 +60,9 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
     let device = a.device.open()?;
     let opened = started.elapsed();
     let taken = Taken::new(&device);
+    if a.budget.is_given() && ["ops", "generate"].map(Some).contains(&a.config.recipe.as_deref()) {
+        bail!("--memory-budget is for a recipe's step");
+    }
     if a.config.recipe.as_deref() == Some("ops") {
         if a.ledger || a.profile {
             bail!("bench ops has neither --ledger nor --profile: they are about a recipe's step");
@@ -80,10 +86,12 @@ fn step(
     (started, opened): (Instant, Duration),
     recipes: Recipes,
 ) -> Result<ExitCode> {
-    let config = a.config.resolve(recipes, None)?;
+    let mut config = a.config.resolve(recipes, None)?;
+    a.budget.set(&mut config)?;
     let recipe = find_in(recipes, config.text("recipe"))?;
+    let (config, fitted) = a.budget.fit(recipe, config, &Where::here(device), true)?;
     let mut task = recipe.task(&config)?;
-    let mut s = run::load(&*task, &config, device)?;
+    let mut s = run::load_within_budget(&*task, &config, device)?;
     let loaded = started.elapsed();
     let (times, first) = timed(a, &mut *task, &mut s, device)?;
     let setup = loaded + first;
@@ -92,6 +100,7 @@ fn step(
     let (name, last) = (task.step_name(), times[times.len() - 1]);
     let resident = peak_resident();
     out!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
+    fitted.iter().try_for_each(|fitted| -> Result<()> { Ok(out!("{}", fitted.line())) })?;
     out!("{ms:.1} ms a {name} (from {:.1} to {last:.1}), {} {unit}/s", times[0], human_count(work / ms * 1e3));
     out!(
         "planned peak {}, measured {}; {:.2} s from the start to the end of the first step: device {:.2}, programs {:.2}, step {:.2}",
@@ -112,7 +121,7 @@ fn step(
         let applied = applied(&s);
         drop(s);
         lines = ledger(a, recipe, &config, device, &base, &applied)?;
-        s = run::load(&*task, &config, device)?;
+        s = run::load_within_budget(&*task, &config, device)?;
     }
     let mut nodes = vec![];
     if a.profile {
@@ -126,6 +135,8 @@ fn step(
             "ledger": lines, "nodes": nodes.iter().map(node).collect::<Vec<_>>(),
             "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,
             "per_s": work / ms * 1e3, "peak_bytes": planned, "measured_bytes": measured, "resident_bytes": resident, "setup_s": setup.as_secs_f64(), "repeat": a.repeat,
+            "memory_budget": fitted.as_ref().map(|f| f.budget), "chosen": fitted.as_ref().map(|f| &f.changes),
+            "estimated_more_time": fitted.as_ref().map(|f| f.seconds[1] / f.seconds[0] - 1.0),
         });
         write_json(Some(path), &value)?;
     }

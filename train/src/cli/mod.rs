@@ -17,6 +17,7 @@ macro_rules! out_part {
 }
 
 mod bench;
+mod budget;
 mod chats;
 mod check;
 mod config;

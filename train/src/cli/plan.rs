@@ -1,10 +1,11 @@
 //! `kiln plan`: memory, arithmetic and passes of every program, before anything runs.
 
+use super::budget::{BudgetArgs, Where};
 use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
 use crate::config::shown;
 use crate::recipe::find_in;
 use crate::report::{human_bytes, human_count, table};
-use crate::run::receipts_table;
+use crate::run::{compile_for, planned, receipts_table, within};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::Compiled;
@@ -15,12 +16,15 @@ use std::process::ExitCode;
 #[command(after_help = "Examples:
   kiln plan {recipe} --preset {preset}
   kiln plan {recipe} --preset {preset} --pass recompute=auto,what=blocks --json
-  kiln plan {recipe} --preset {preset} --for-sm 90 --pass bf16=auto --nodes train")]
+  kiln plan {recipe} --preset {preset} --for-sm 90 --pass bf16=auto --nodes train
+  kiln plan {recipe} --preset {preset} --for-sm 90 --memory-budget 16GiB")]
 pub struct PlanArgs {
     #[command(flatten)]
     config: ConfigArgs,
     #[command(flatten)]
     device: DeviceArgs,
+    #[command(flatten)]
+    budget: BudgetArgs,
     /// Plans for a GPU that is not here: 90 for compute capability 9.0
     #[arg(long, value_name = "SM", value_parser = clap::value_parser!(u32).range(80..=130))]
     for_sm: Option<u32>,
@@ -36,19 +40,17 @@ pub struct PlanArgs {
 }
 
 pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
-    let config = a.config.resolve(recipes, None)?;
+    let mut config = a.config.resolve(recipes, None)?;
+    a.budget.set(&mut config)?;
     let recipe = find_in(recipes, config.text("recipe"))?;
     let config = recipe.sized(&config)?;
-    let task = recipe.task(&config)?;
-    let switches = config.switches()?;
-    let target = match a.for_sm {
-        Some(sm) => engine::program::imagined(sm),
-        None => a.device.open()?.target(),
+    let on = match a.for_sm {
+        Some(sm) => Where { target: engine::program::imagined(sm), free: None },
+        None => Where::here(&a.device.open()?),
     };
-    let mut compiled = vec![];
-    for (name, graph) in task.graphs() {
-        compiled.push((name, Compiled::new(graph, &switches, target)?));
-    }
+    let (config, fitted) = a.budget.fit(recipe, config, &on, true)?;
+    let task = recipe.task(&config)?;
+    let compiled = compile_for(&*task, &config.switches()?, on.target, within(on.free, config.memory_budget()?))?;
     engine::passes::all_applied(compiled.iter().map(|(_, c)| &c.receipts[..]))?;
     if let Some(wanted) = &a.nodes {
         let names: Vec<&str> = compiled.iter().map(|c| c.0).collect();
@@ -58,6 +60,7 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
         return nodes(c);
     }
     if a.json {
+        fitted.iter().for_each(|fitted| crate::warn!("{}", fitted.line()));
         write_json(None, &serde_json::Value::Array(compiled.iter().map(described).collect()))?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -68,6 +71,8 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
         out!("by its folder: {}", sizes.join(", "));
     }
     show(&compiled)?;
+    out!("the run: {}", planned(&compiled, on.target).line());
+    fitted.iter().try_for_each(|fitted| -> Result<()> { Ok(out!("{}", fitted.line())) })?;
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
     out_part!("{}", receipts_table(&named, a.verbose));
     Ok(ExitCode::SUCCESS)

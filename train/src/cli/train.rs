@@ -1,5 +1,6 @@
 //! `kiln train`: which run to begin or go on with, and how its end becomes an exit status.
 
+use super::budget::{BudgetArgs, Where};
 use super::signals::Signal;
 use super::{ConfigArgs, DeviceArgs, Recipes};
 use crate::config::{Config, ConfigError, named_in, read_file};
@@ -20,6 +21,7 @@ use std::sync::atomic::Ordering;
   kiln train --resume-from runs/books/checkpoints/step-00002000
   kiln train --out runs/books --resume --pass adam8bit=auto --convert-states
   kiln train {recipe} --pass recompute=auto,what=blocks --pass linear-cross-entropy=auto,chunk=128
+  kiln train {recipe} --preset {preset} --memory-budget 8GiB --allow adam8bit
   kiln train {recipe} --init-from runs/books --out runs/tuned
 
 Ctrl-C finishes the step, saves and exits with status 130; so do SIGTERM (143), SIGHUP (129; not under nohup) and SIGUSR1 (138: Slurm's
@@ -33,6 +35,8 @@ pub struct TrainArgs {
     pub config: ConfigArgs,
     #[command(flatten)]
     device: DeviceArgs,
+    #[command(flatten)]
+    budget: BudgetArgs,
     /// The run's folder; a new one under runs/ if not given
     #[arg(long)]
     out: Option<PathBuf>,
@@ -75,7 +79,7 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.convert_states && start == Start::New {
         bail!("--convert-states is for a run that goes on: add --resume or --resume-from");
     }
-    let (out, config) = if start != Start::New {
+    let (out, mut config) = if start != Start::New {
         let out = match (a.out, &start) {
             (Some(out), _) => out,
             (None, Start::From(path)) => run_of(path)?,
@@ -103,6 +107,7 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         };
         (out, config)
     };
+    a.budget.set(&mut config)?;
     let options = Options { out, start, verbose: a.verbose, convert_states: a.convert_states, command: typed(), ..Options::default() };
     let signal = Signal::catch(&options.stop, &options.preparing)?;
     let recipe = recipe::find_in(recipes, config.text("recipe"))?;
@@ -120,6 +125,9 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         signal.end_before_the_first_step();
     }
     let config = recipe.sized(&config)?;
+    // The batch of a run that goes on is what it was.
+    let (config, fitted) = a.budget.fit(recipe, config, &Where::here(&device), options.start == Start::New)?;
+    fitted.iter().for_each(|fitted| say!("{}", fitted.line()));
     let mut task = recipe.task(&config)?;
     let ended = match train(&mut *task, &config, &device, &options) {
         Err(e @ TrainError::Memory { .. }) => match &settings_that_fit(recipe, &config, &device)?[..] {

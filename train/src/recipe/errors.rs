@@ -3,6 +3,7 @@
 use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
 use crate::data::DataError;
+use crate::report::human_bytes;
 use std::path::PathBuf;
 
 #[derive(Debug, thiserror::Error)]
@@ -39,6 +40,15 @@ pub enum TrainError {
         "needs {needs} of memory (state {state}, activations and workspace {arena}), and {free} are free: {fit}; or lower train.batch (and raise train.accumulate), model.seq or the model's sizes"
     )]
     Memory { needs: String, state: String, arena: String, free: String, fit: String },
+    #[error(
+        "the run does not fit into a memory budget of {}: the smallest plan takes {}, which is {} more, {settings}. What would help: {help}",
+        human_bytes(*budget), human_bytes(*smallest), human_bytes(smallest.saturating_sub(*budget))
+    )]
+    Budget { budget: u64, smallest: u64, settings: String, help: String },
+    #[error(
+        "the plan takes {needs}, more than memory_budget = {budget:?} ({plan}): give --memory-budget again, so that settings are chosen that fit"
+    )]
+    OverBudget { needs: String, budget: String, plan: String },
     #[error("{0}")]
     Other(String),
 }

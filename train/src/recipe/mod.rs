@@ -103,7 +103,11 @@ pub trait Task {
     fn train_config(&self) -> &TrainConfig;
     /// The programs of training and evaluation.
     fn graphs(&self) -> Vec<(&'static str, Graph)>;
-    /// Told before `graphs` how many bytes the device has free, where that is known: what is kept there may depend on it.
+    /// How often a step runs a program, for estimates of its time.
+    fn runs(&self, _program: &str) -> usize {
+        1
+    }
+    /// Told before `graphs` how many bytes may be taken, where that is known: what is kept on the device may depend on it.
     fn settle(&self, _free: Option<u64>) {}
     /// Fills states that are read but not trained, such as a data set that is kept on the device.
     fn prepare(&self, _: &mut Session) -> Result<(), TrainError> {

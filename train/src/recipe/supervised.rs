@@ -287,6 +287,14 @@ impl<M: Model> Task for Supervised<M> {
         all
     }
 
+    fn runs(&self, program: &str) -> usize {
+        match program {
+            "micro" => self.config.accumulate,
+            "eval" => 0,
+            _ => 1,
+        }
+    }
+
     fn settle(&self, free: Option<u64>) {
         self.model.settle(free)
     }

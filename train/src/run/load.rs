@@ -4,15 +4,43 @@ use crate::config::{Config, TrainConfig};
 use crate::memory;
 use crate::recipe::{Recipe, Session, Task, TrainError};
 use crate::report::human_bytes;
+use engine::passes::Target;
+use engine::plan::Memory;
+use engine::program::own_memory;
 use engine::{Compiled, Device, Switches};
+use std::collections::BTreeMap;
 
 /// A task with its programs loaded.
 pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session, TrainError> {
     load_with(task, &config.switches()?, config.seed(), device)
 }
 
+/// The same for a run, whose plan must be within its memory budget, where it has one.
+pub fn load_within_budget(task: &dyn Task, config: &Config, device: &Device) -> Result<Session, TrainError> {
+    let Some(budget) = config.memory_budget()? else { return load(task, config, device) };
+    let (switches, free) = (config.switches()?, memory::available(device));
+    let compiled = compile_for(task, &switches, device.target(), within(free, Some(budget)))?;
+    let planned = planned(&compiled, device.target());
+    if planned.total() as u64 > budget {
+        return Err(TrainError::OverBudget {
+            needs: human_bytes(planned.total() as u64),
+            budget: config.text("memory_budget").into(),
+            plan: planned.line(),
+        });
+    }
+    load_compiled(task, compiled, &switches, config.seed(), device)
+}
+
+/// What may be taken of free memory.
+pub fn within(free: Option<u64>, budget: Option<u64>) -> Option<u64> {
+    free.into_iter().chain(budget).min()
+}
+
 pub fn load_with(task: &dyn Task, switches: &Switches, seed: u64, device: &Device) -> Result<Session, TrainError> {
-    let compiled = compile(task, switches, device)?;
+    load_compiled(task, compile(task, switches, device)?, switches, seed, device)
+}
+
+fn load_compiled(task: &dyn Task, compiled: Programs, switches: &Switches, seed: u64, device: &Device) -> Result<Session, TrainError> {
     fits(task, &compiled, switches, device)?;
     let mut s = Session::new(device, switches, seed);
     for (name, c) in compiled {
@@ -23,11 +51,16 @@ pub fn load_with(task: &dyn Task, switches: &Switches, seed: u64, device: &Devic
     Ok(s)
 }
 
-type Programs = Vec<(&'static str, Compiled)>;
+pub type Programs = Vec<(&'static str, Compiled)>;
 
 fn compile(task: &dyn Task, switches: &Switches, device: &Device) -> Result<Programs, TrainError> {
-    task.settle(memory::available(device));
-    task.graphs().into_iter().map(|(name, graph)| Ok((name, Compiled::new(graph, switches, device.target())?))).collect()
+    compile_for(task, switches, device.target(), memory::available(device))
+}
+
+/// A task's programs for a target with so much free memory.
+pub fn compile_for(task: &dyn Task, switches: &Switches, target: Target, free: Option<u64>) -> Result<Programs, TrainError> {
+    task.settle(free);
+    task.graphs().into_iter().map(|(name, graph)| Ok((name, Compiled::new(graph, switches, target)?))).collect()
 }
 
 /// Bytes of state, and of everything else.
@@ -126,11 +159,16 @@ pub fn settings_that_fit(recipe: &dyn Recipe, config: &Config, device: &Device) 
 
 /// Bytes that a session's programs take at most: state once, the largest arena, everything else of each.
 pub fn peak(s: &Session) -> Peak {
-    let most = |f: fn(&engine::plan::Memory) -> usize| s.programs.values().map(|p| f(&p.memory)).max().unwrap_or(0);
-    let largest = s.programs.values().map(|p| p.memory).max_by_key(|m| m.activations + m.workspace).unwrap_or_default();
-    let constants: usize = s.programs.values().map(|p| p.memory.constants).sum();
-    let workspace = largest.workspace + s.device.own_memory();
-    Peak { state: s.store.bytes(), activations: largest.activations, workspace, tables: constants + most(|m| m.feeds) }
+    let memory: Vec<Memory> = s.programs.values().map(|p| p.memory).collect();
+    Peak::new(s.store.bytes(), &memory, s.device.own_memory())
+}
+
+/// The same before they are loaded.
+pub fn planned(programs: &Programs, target: Target) -> Peak {
+    let memory: Vec<Memory> = programs.iter().map(|(_, c)| c.memory()).collect();
+    let states: BTreeMap<&str, usize> =
+        programs.iter().flat_map(|(_, c)| c.graph.states()).map(|(state, meta)| (state.name.as_str(), meta.bytes())).collect();
+    Peak::new(states.values().sum(), &memory, own_memory(target))
 }
 
 pub struct Peak {
@@ -141,6 +179,14 @@ pub struct Peak {
 }
 
 impl Peak {
+    /// `own`: what the device needs for itself.
+    fn new(state: usize, programs: &[Memory], own: usize) -> Peak {
+        let largest = programs.iter().max_by_key(|m| m.activations + m.workspace).copied().unwrap_or_default();
+        let constants: usize = programs.iter().map(|m| m.constants).sum();
+        let feeds = programs.iter().map(|m| m.feeds).max().unwrap_or(0);
+        Peak { state, activations: largest.activations, workspace: largest.workspace + own, tables: constants + feeds }
+    }
+
     pub fn total(&self) -> usize {
         self.state + self.activations + self.workspace + self.tables
     }

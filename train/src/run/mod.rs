@@ -6,6 +6,7 @@
 //! | `start.rs` | everything before the first step: programs, checkpoint, what is said of them |
 //! | `steps.rs` | `Run`: steps, logs, evaluates, saves |
 //! | `load.rs` | a task's programs, and whether they fit in memory |
+//! | `budget.rs` | settings with which a run fits into a memory budget |
 //! | `resume.rs` | checkpoints and weights to go on from |
 //! | `folder.rs` | the run's folder |
 //! | `best.rs` | the best checkpoint so far, and how long ago it was |
@@ -13,6 +14,7 @@
 //! | `show.rs` | lines, progress bar, pictures |
 
 mod best;
+mod budget;
 mod folder;
 mod load;
 mod receipts;
@@ -22,8 +24,9 @@ mod start;
 mod steps;
 
 pub use best::find as find_best;
+pub use budget::{Fitted, Limits, fit};
 pub use folder::{END, write_bytes, write_whole};
-pub use load::{Peak, load, load_with, peak, settings_that_fit};
+pub use load::{Peak, compile_for, load, load_with, load_within_budget, peak, planned, settings_that_fit, within};
 pub use receipts::{receipts_json, receipts_table};
 pub use resume::{find_checkpoint, init_from, restore, resumable, same_base, same_classes, same_tokenizer};
 pub use show::{draw_confusion, evaluation_line};

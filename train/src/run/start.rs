@@ -2,7 +2,7 @@
 
 use super::best::{self, Best};
 use super::resume::{go_on, newest, same_run, schedule_steps};
-use super::{Options, Start, init_from, load, peak, receipts_table};
+use super::{Options, Start, init_from, load_within_budget, peak, receipts_table};
 use crate::checkpoint::{self, Checkpoint};
 use crate::config::Config;
 use crate::epochs::Epochs;
@@ -80,7 +80,7 @@ impl Ready {
 
 /// The programs, with what the checkpoint's run chose by timing.
 fn loaded(task: &dyn Task, config: &Config, device: &Device, found: Option<&Checkpoint>) -> Result<Session, TrainError> {
-    let Some(found) = found else { return load(task, config, device) };
+    let Some(found) = found else { return load_within_budget(task, config, device) };
     if let Device::Cuda(cuda, _) = device {
         let kept: Vec<String> =
             found.meta["choices"].as_array().into_iter().flatten().filter_map(|c| c.as_str().map(str::to_string)).collect();
@@ -89,7 +89,7 @@ fn loaded(task: &dyn Task, config: &Config, device: &Device, found: Option<&Chec
         }
     }
     same_run(task, config, found)?;
-    let session = load(task, config, device)?;
+    let session = load_within_budget(task, config, device)?;
     if let Device::Cuda(cuda, _) = device
         && cuda.choices_refused() > 0
     {

@@ -3,6 +3,7 @@
 mod absurd;
 mod averages;
 mod best;
+mod budget;
 mod chats;
 mod cli;
 mod common;

@@ -1,5 +1,6 @@
 //! Chooses which forward values are recomputed.
 
+use super::layers::Layers;
 use super::{forward, wanted};
 use crate::graph::{Graph, Kind, Node, Value};
 use crate::ops::norm::RmsNorm;
@@ -11,8 +12,8 @@ use std::collections::{HashMap, HashSet};
 /// An input so many times smaller than the result counts as free to read.
 const LITTLE: usize = 32;
 
-/// Everything inside a block of the model whose value does not leave it.
-pub fn inside_blocks(g: &Graph) -> HashSet<Value> {
+/// Everything inside these blocks of the model whose value does not leave its block.
+pub fn inside_blocks(g: &Graph, layers: &Layers) -> HashSet<Value> {
     let mut leaves: HashSet<Value> = g.roots().collect();
     for n in g.nodes.iter().filter(|n| !n.backward) {
         leaves.extend(n.inputs.iter().filter(|v| g.nodes[v.node].block != n.block));
@@ -23,7 +24,7 @@ pub fn inside_blocks(g: &Graph) -> HashSet<Value> {
             leaves.insert(g.nodes[i].inputs[0]);
         }
     }
-    let inside = |n: &Node| matches!(n.kind, Kind::Op(_)) && !n.is_view() && !n.backward && n.block != 0;
+    let inside = |n: &Node| matches!(n.kind, Kind::Op(_)) && !n.is_view() && !n.backward && layers.has(n.block);
     let of = |(node, n): (usize, &Node)| (0..if inside(n) { n.outputs.len() } else { 0 }).map(move |out| Value { node, out });
     g.nodes.iter().enumerate().flat_map(of).filter(|v| !leaves.contains(v)).collect()
 }
@@ -37,17 +38,18 @@ pub fn siblings(g: &Graph) -> HashSet<Value> {
 }
 
 /// Values that cost at most `price` bytes of memory traffic for each byte saved, the cheapest first, leaving about `spare` bytes of the dearest
-/// ones kept; and the bytes (saved, moved).
-pub fn by_price(g: &Graph, price: usize, spare: usize) -> (HashSet<Value>, (usize, usize)) {
-    let all = cheapest(g, price, usize::MAX);
-    if spare == 0 { all } else { cheapest(g, price, all.1.0.saturating_sub(spare)) }
+/// ones kept; and the bytes (saved, moved). Blocks that are recomputed as a whole (`but`) are passed over.
+pub fn by_price(g: &Graph, price: usize, spare: usize, but: &Layers) -> (HashSet<Value>, (usize, usize)) {
+    let all = cheapest(g, price, usize::MAX, but);
+    if spare == 0 { all } else { cheapest(g, price, all.1.0.saturating_sub(spare), but) }
 }
 
 /// The same, until `enough` bytes are saved.
-fn cheapest(g: &Graph, price: usize, enough: usize) -> (HashSet<Value>, (usize, usize)) {
+fn cheapest(g: &Graph, price: usize, enough: usize, but: &Layers) -> (HashSet<Value>, (usize, usize)) {
     let mut choice = Choice::new(g);
     // Values outside of all blocks have many readers, and would stay alive once recomputed.
-    let mut all: Vec<Value> = choice.wanted.keys().copied().filter(|&v| choice.possible(v) && g.nodes[v.node].block != 0).collect();
+    let in_block = |v: Value| g.nodes[v.node].block != 0 && !but.has(g.nodes[v.node].block);
+    let mut all: Vec<Value> = choice.wanted.keys().copied().filter(|&v| choice.possible(v) && in_block(v)).collect();
     all.sort();
     let ratio = |(saved, moved): (usize, usize)| moved as f64 / saved as f64;
     let mut ranked: Vec<(f64, Value)> = all.iter().filter_map(|&v| Some((ratio(choice.price(v)?.0), v))).collect();

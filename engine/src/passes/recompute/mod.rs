@@ -1,6 +1,7 @@
 //! Activation checkpointing: recomputes forward values in the backward pass instead of keeping them.
 
 mod choose;
+mod layers;
 mod side;
 
 use super::pattern::Rewrite;
@@ -10,6 +11,7 @@ use crate::graph::{Graph, Init, Kind, Value};
 use crate::meta::DType;
 use crate::plan::view_roots;
 use crate::record::{Recorder, Var};
+use layers::Layers;
 use std::collections::{HashMap, HashSet};
 
 pub struct Recompute;
@@ -40,11 +42,27 @@ impl Switch for Recompute {
                 default: "0",
                 about: "with what=memory-bound: MiB of activations that are kept anyway, those that cost the most to recompute",
             },
+            Setting {
+                name: "layers",
+                default: "all",
+                about: "with what=blocks: which blocks, numbered from 0 in the order of the model: all, 3, 0-11 or 0-5,12-17. Early ones save the most: their activations are kept for the longest time",
+            },
+            Setting {
+                name: "rest",
+                default: "siblings",
+                about: "with what=blocks: what is recomputed in the blocks that `layers` leaves out, siblings or memory-bound",
+            },
         ]
     }
 
     fn variants(&self) -> &'static [&'static str] {
-        &["auto", "auto,what=blocks", "auto,what=memory-bound"]
+        &[
+            "auto",
+            "auto,what=blocks",
+            "auto,what=memory-bound",
+            "auto,what=blocks,layers=0-1",
+            "auto,what=blocks,layers=0,2,rest=memory-bound",
+        ]
     }
 
     fn numerics(&self, _: Target, dtype: DType) -> Numerics {
@@ -80,16 +98,7 @@ impl Pass for Recompute {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let (price, spare) = (settings.number("price")?, settings.number_or_none("spare")?.saturating_mul(1 << 20));
-        let mut again = match settings.one_of("what", &["siblings", "memory-bound", "blocks"])? {
-            "siblings" => choose::siblings(g),
-            "memory-bound" => {
-                let (again, (saved, moved)) = choose::by_price(g, price, spare);
-                receipt.notes.push(format!("{} MiB less memory for {} MiB more memory traffic", saved >> 20, moved >> 20));
-                again
-            }
-            _ => choose::inside_blocks(g),
-        };
+        let mut again = chosen(g, settings, receipt)?;
         let given = side::arrange(g, &mut again);
         let forward = forward(g);
         let mut copies = Copies { again: &again, given: &given, made: HashMap::new(), flops: 0, ops: 0 };
@@ -116,6 +125,40 @@ impl Pass for Recompute {
         super::dead_code::sweep(g);
         Ok(())
     }
+}
+
+/// The values that are recomputed by these settings.
+fn chosen(g: &Graph, settings: &Settings, receipt: &mut Receipt) -> Result<HashSet<Value>, Error> {
+    let (price, spare) = (settings.number("price")?, settings.number_or_none("spare")?.saturating_mul(1 << 20));
+    let what = settings.one_of("what", &["siblings", "memory-bound", "blocks"])?;
+    let rest = settings.one_of("rest", &["siblings", "memory-bound"])?;
+    let wrong = |problem: String| Error::PassSetting { pass: "recompute".into(), problem };
+    let named = settings.text("layers");
+    let layers = Layers::parse(named).ok_or_else(|| wrong(format!("layers={named} is not all, or blocks such as 3, 0-11 or 0-5,12-17")))?;
+    if what != "blocks" && !matches!(layers, Layers::All) {
+        return Err(wrong(format!("layers={named} is for what=blocks")));
+    }
+    // Programs without a gradient may have other blocks, or none.
+    if let Some(problem) = layers.problem(g).filter(|_| g.nodes.iter().any(|n| n.backward)) {
+        return Err(wrong(problem));
+    }
+    let mut by_price = |but: &Layers| {
+        let (again, (saved, moved)) = choose::by_price(g, price, spare, but);
+        receipt.notes.push(format!("{} MiB less memory for {} MiB more memory traffic", saved >> 20, moved >> 20));
+        again
+    };
+    Ok(match (what, rest) {
+        ("siblings", _) => choose::siblings(g),
+        ("memory-bound", _) => by_price(&Layers::NONE),
+        (_, rest) => {
+            let mut again = choose::inside_blocks(g, &layers);
+            if let Layers::Of(_) = layers {
+                let others = if rest == "siblings" { choose::siblings(g) } else { by_price(&layers) };
+                again.extend(others.into_iter().filter(|v| !layers.has(g.nodes[v.node].block)));
+            }
+            again
+        }
+    })
 }
 
 /// The last node of the forward pass. Gradients that `hoist` moved before it read the original values.

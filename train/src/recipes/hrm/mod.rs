@@ -195,6 +195,10 @@ impl Task for HrmTask {
         vec![("train", self.training()), ("act", act::graph(&self.c, self.train.batch))]
     }
 
+    fn runs(&self, program: &str) -> usize {
+        if program == "act" { 0 } else { 1 }
+    }
+
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {
         let batch = self.train.batch;
         self.loader = Some(Loader::new(self.puzzles.source()?, None, batch, done * batch as u64, 2)?);

@@ -326,6 +326,10 @@ impl Task for Polychromic {
         all
     }
 
+    fn runs(&self, program: &str) -> usize {
+        self.inner.runs(program)
+    }
+
     fn settle(&self, free: Option<u64>) {
         self.inner.settle(free)
     }

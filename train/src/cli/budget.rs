@@ -1,0 +1,56 @@
+//! `--memory-budget`, for the commands that plan or train a recipe.
+
+use crate::config::Config;
+use crate::memory;
+use crate::recipe::Recipe;
+use crate::run::{Fitted, Limits, fit};
+use anyhow::Result;
+use clap::Args;
+use engine::Device;
+use engine::passes::Target;
+
+#[derive(Args, Clone, Default)]
+pub struct BudgetArgs {
+    /// Chooses what to recompute and how to split the batch so that the planned memory stays within this size (8GiB, 8000MB, 8g), with the least
+    /// added time
+    #[arg(long, value_name = "SIZE")]
+    memory_budget: Option<String>,
+    /// A pass that changes numbers more (adam8bit, bf16), which --memory-budget may switch on if the run does not fit as it is (repeatable)
+    #[arg(long, value_name = "PASS", requires = "memory_budget")]
+    allow: Vec<String>,
+}
+
+impl BudgetArgs {
+    pub fn is_given(&self) -> bool {
+        self.memory_budget.is_some()
+    }
+
+    /// Notes the budget in a config.
+    pub fn set(&self, config: &mut Config) -> Result<()> {
+        if let Some(size) = &self.memory_budget {
+            memory::size(size).map_err(|problem| anyhow::anyhow!("--memory-budget: {problem}"))?;
+            config.set_value("memory_budget", size.clone().into())?;
+        }
+        Ok(())
+    }
+
+    /// The config with what the budget makes necessary. `split`: the batch too may be changed.
+    pub fn fit(&self, recipe: &dyn Recipe, config: Config, on: &Where, split: bool) -> Result<(Config, Option<Fitted>)> {
+        self.allow.iter().try_for_each(|pass| engine::Switches::default().set(pass, "auto"))?;
+        let fitted = fit(recipe, &config, &Limits { target: on.target, free: on.free, allowed: &self.allow, split })?;
+        Ok(fitted.map_or((config, None), |fitted| (fitted.config.clone(), Some(fitted))))
+    }
+}
+
+/// Where a run will be.
+pub struct Where {
+    pub target: Target,
+    /// Bytes that are free there, if that is known.
+    pub free: Option<u64>,
+}
+
+impl Where {
+    pub fn here(device: &Device) -> Where {
+        Where { target: device.target(), free: memory::available(device) }
+    }
+}

@@ -1,0 +1,284 @@
+//! `--memory-budget`: settings with which the plan of a run fits, at the least added time. Every candidate is compiled and planned as it would run, so
+//! what is chosen fits by its plan; which of those that fit is fastest is an estimate.
+
+use super::load::{Programs, compile_for, planned};
+use super::within;
+use crate::config::{Config, TrainConfig};
+use crate::recipe::{Recipe, Task, TrainError};
+use crate::report::human_bytes;
+use crate::warn;
+use engine::graph::Kind;
+use engine::passes::{Mode, Switches, Target, all};
+use engine::{Compiled, DType};
+use std::time::{Duration, Instant};
+
+/// What a run is fitted into.
+pub struct Limits<'a> {
+    pub target: Target,
+    /// Bytes that the device has free, where that is known.
+    pub free: Option<u64>,
+    /// Passes that change numbers more than by rounding, and may be switched on all the same.
+    pub allowed: &'a [String],
+    /// Whether the batch may be split: not where a run goes on.
+    pub split: bool,
+}
+
+/// Settings that fit.
+pub struct Fitted {
+    pub config: Config,
+    /// What was changed, as arguments of the command line.
+    pub changes: Vec<String>,
+    pub budget: u64,
+    /// The planned peak, without the changes and with them.
+    pub peaks: [u64; 2],
+    /// The estimated time of a step, without the changes and with them.
+    pub seconds: [f64; 2],
+}
+
+impl Fitted {
+    pub fn line(&self) -> String {
+        let ([before, after], budget) = (self.peaks.map(human_bytes), human_bytes(self.budget));
+        if self.changes.is_empty() {
+            return format!("memory budget {budget}: it fits as it is ({after})");
+        }
+        let more = 100.0 * (self.seconds[1] / self.seconds[0] - 1.0);
+        let time = if more < 0.0 { "less" } else { "more" };
+        format!(
+            "memory budget {budget}: {} ({after} instead of {before}, about {:.0}% {time} time, estimated)",
+            self.changes.join(" "),
+            more.abs()
+        )
+    }
+}
+
+/// Levels of `recompute what=memory-bound` between keeping everything that it would recompute and nothing.
+const LEVELS: u64 = 16;
+/// A search that takes longer than this says so.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Settings with which the run's plan is within its memory budget. None where no budget was asked for: a run that goes on has its settings already.
+pub fn fit(recipe: &dyn Recipe, config: &Config, limits: &Limits) -> Result<Option<Fitted>, TrainError> {
+    let Some(budget) = config.memory_budget()?.filter(|_| config.is_given("memory_budget")) else { return Ok(None) };
+    let mut search = Search { recipe, base: config, limits, budget, passes: vec![], began: Instant::now(), told: false, smallest: None };
+    let whole = search.split(1)?;
+    let plain = search.trial(&whole, &[])?;
+    let (before, mut found) = ((plain.peak, plain.seconds), Some(plain).filter(|p| p.peak <= budget));
+    for pass in limits.allowed.iter().filter(|pass| !config.is_given(&format!("passes.{pass}"))) {
+        if found.is_none() {
+            search.passes.push(format!("{pass}=auto"));
+            found = Some(search.trial(&whole, &[])?).filter(|t| t.peak <= budget);
+        }
+    }
+    if found.is_none() {
+        found = search.cheapest(whole)?;
+    }
+    let Some(found) = found else { return Err(search.refusal()?) };
+    let (peaks, seconds) = ([before.0, found.peak], [before.1, found.seconds]);
+    Ok(Some(Fitted { config: found.config, changes: found.changes, budget, peaks, seconds }))
+}
+
+/// Settings, and what a run would take with them.
+#[derive(Clone)]
+struct Trial {
+    config: Config,
+    /// What was changed, as arguments of the command line.
+    changes: Vec<String>,
+    /// In how many parts the batch is computed, and which passes are set.
+    parts: usize,
+    passes: Vec<String>,
+    peak: u64,
+    seconds: f64,
+}
+
+/// The run with its batch in so many parts.
+struct Split {
+    parts: usize,
+    config: Config,
+    /// Keys that this sets.
+    sets: Vec<String>,
+    task: Box<dyn Task>,
+}
+
+struct Search<'a> {
+    recipe: &'a dyn Recipe,
+    base: &'a Config,
+    limits: &'a Limits<'a>,
+    budget: u64,
+    /// Those allowed passes that every trial has.
+    passes: Vec<String>,
+    began: Instant,
+    told: bool,
+    /// The smallest plan so far.
+    smallest: Option<Trial>,
+}
+
+impl Search<'_> {
+    /// Plans with these passes, `recompute=auto,what=blocks`, beside those that are allowed.
+    fn trial(&mut self, split: &Split, passes: &[String]) -> Result<Trial, TrainError> {
+        if !self.told && self.began.elapsed() > PATIENCE {
+            warn!("looking for settings within {} ...", human_bytes(self.budget));
+            self.told = true;
+        }
+        let (mut config, passes) = (split.config.clone(), [&self.passes[..], passes].concat());
+        passes.iter().try_for_each(|pass| config.set_pass_argument(pass))?;
+        let target = self.limits.target;
+        let programs = compile_for(&*split.task, &config.switches()?, target, within(self.limits.free, Some(self.budget)))?;
+        engine::passes::all_applied(programs.iter().map(|(_, c)| &c.receipts[..]))?;
+        let sets = split.sets.iter().map(|set| format!("--set {set}"));
+        let changes = sets.chain(passes.iter().map(|pass| format!("--pass {pass}"))).collect();
+        let (peak, seconds) = (planned(&programs, target).total() as u64, seconds(&*split.task, &programs, target));
+        let trial = Trial { config, changes, parts: split.parts, passes, peak, seconds };
+        if self.smallest.as_ref().is_none_or(|s| trial.peak < s.peak) {
+            self.smallest = Some(trial.clone());
+        }
+        Ok(trial)
+    }
+
+    fn fits(&self, trial: &Trial) -> bool {
+        trial.peak <= self.budget
+    }
+
+    /// Over all ways to split the batch, the fastest settings that fit.
+    fn cheapest(&mut self, whole: Split) -> Result<Option<Trial>, TrainError> {
+        let mut best: Option<Trial> = None;
+        let mut whole = Some(whole);
+        for parts in self.parts()? {
+            // A recipe may have no such batch.
+            let Some(split) = whole.take().or_else(|| self.split(parts).ok()) else { continue };
+            let plain = self.trial(&split, &[])?;
+            // With more parts a step only takes longer.
+            if best.as_ref().is_some_and(|b| plain.seconds >= b.seconds) {
+                break;
+            }
+            let fits = self.fits(&plain);
+            let found = if fits { Some(plain) } else { self.recomputed(&split, &plain)? };
+            best = best.into_iter().chain(found).min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+            if fits {
+                break;
+            }
+        }
+        Ok(best)
+    }
+
+    /// In how many parts the batch may be computed.
+    fn parts(&self) -> Result<Vec<usize>, TrainError> {
+        let has = |name: &str| self.base.keys().any(|(section, key)| section == "train" && key.name == name);
+        let kept = !self.limits.split || self.base.is_given("train.accumulate") || !["batch", "accumulate"].into_iter().all(has);
+        let batch = if kept { 1 } else { self.base.section::<TrainConfig>("train")?.batch };
+        Ok((1..=batch).filter(|parts| batch.is_multiple_of(*parts)).collect())
+    }
+
+    fn split(&self, parts: usize) -> Result<Split, TrainError> {
+        let (mut config, mut sets) = (self.base.clone(), vec![]);
+        if parts > 1 {
+            let c: TrainConfig = config.section("train")?;
+            sets = vec![format!("train.batch={}", c.batch / parts), format!("train.accumulate={}", c.accumulate * parts)];
+            // An evaluation reads as many examples as before.
+            sets.extend((c.eval_batches > 0).then(|| format!("train.eval_batches={}", c.eval_batches.saturating_mul(parts as u64))));
+        }
+        sets.iter().try_for_each(|set| config.set(set))?;
+        let task = self.recipe.task(&config)?;
+        Ok(Split { parts, config, sets, task })
+    }
+
+    /// The least recomputation that fits: of what is bound by memory, the cheapest first; then of the first n blocks too.
+    fn recomputed(&mut self, split: &Split, plain: &Trial) -> Result<Option<Trial>, TrainError> {
+        if split.config.is_given("passes.recompute") {
+            return Ok(None);
+        }
+        let recompute = |value: String| vec![format!("recompute=auto,what={value}")];
+        let bound = self.trial(split, &recompute("memory-bound".into()))?;
+        if self.fits(&bound) {
+            let saved = plain.peak.saturating_sub(bound.peak) >> 20;
+            let with = |kept: u64| recompute(format!("memory-bound,spare={}", saved * kept / LEVELS));
+            return self.last_that_fits(split, bound, (1..LEVELS).map(with).collect()).map(Some);
+        }
+        let all = self.trial(split, &recompute("blocks".into()))?;
+        if !self.fits(&all) {
+            return Ok(None);
+        }
+        let first = |n: usize| if n == 1 { "0".to_string() } else { format!("0-{}", n - 1) };
+        let with = |n: usize| recompute(format!("blocks,layers={},rest=memory-bound", first(n)));
+        self.last_that_fits(split, all, (1..blocks(&*split.task)).rev().map(with).collect()).map(Some)
+    }
+
+    /// Of these passes, which need more memory from one to the next, the last that fit; `found` is what fits before them.
+    fn last_that_fits(&mut self, split: &Split, mut found: Trial, values: Vec<Vec<String>>) -> Result<Trial, TrainError> {
+        let (mut low, mut high) = (0, values.len());
+        while low < high {
+            let middle = (low + high) / 2;
+            let trial = self.trial(split, &values[middle])?;
+            if self.fits(&trial) {
+                (low, found) = (middle + 1, trial);
+            } else {
+                high = middle;
+            }
+        }
+        Ok(found)
+    }
+
+    /// By how much it misses, what the smallest plan is, and what would help beyond.
+    fn refusal(&mut self) -> Result<TrainError, TrainError> {
+        let smallest = self.smallest.clone().ok_or_else(|| TrainError::Other("nothing was planned".into()))?;
+        let (switches, split) = (smallest.config.switches()?, self.split(smallest.parts)?);
+        let open = |pass: &&str| is_off(&switches, pass) && !self.base.is_given(&format!("passes.{pass}"));
+        let mut help = vec![];
+        self.passes.clear();
+        for pass in ["adam8bit", "bf16"].into_iter().filter(open).collect::<Vec<_>>() {
+            let needs = self.trial(&split, &[&smallest.passes[..], &[format!("{pass}=auto")]].concat())?.peak;
+            let fits = if needs <= self.budget { ", which fits" } else { "" };
+            help.extend((needs < smallest.peak).then(|| format!("--allow {pass} (rounds more; {}{fits})", human_bytes(needs))));
+        }
+        let economies = self.recipe.economies(&smallest.config);
+        help.extend(economies.iter().map(|sets| sets.iter().map(|set| format!("--set {set}")).collect::<Vec<_>>().join(" ")));
+        help.push("a smaller train.batch, model.seq or model".into());
+        let settings = if smallest.changes.is_empty() { "as it is".into() } else { format!("with {}", smallest.changes.join(" ")) };
+        Ok(TrainError::Budget { budget: self.budget, smallest: smallest.peak, settings, help: help.join(", ") })
+    }
+}
+
+/// Blocks of the model, in every program that is differentiated.
+fn blocks(task: &dyn Task) -> usize {
+    let differentiated = |g: &engine::Graph| g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad));
+    task.graphs().iter().filter(|(_, g)| differentiated(g)).map(|(_, g)| g.blocks()).min().unwrap_or(0)
+}
+
+fn is_off(switches: &Switches, pass: &str) -> bool {
+    all().find(|p| p.name() == pass).is_some_and(|p| switches.mode(p) == Mode::Off)
+}
+
+/// What a device does in a second, roughly: bytes moved, operations on f32, on 16 bits and on 8; and what it takes to begin an op.
+struct Rates {
+    bytes: f64,
+    flops: [f64; 3],
+    begin: f64,
+}
+
+/// Of an H200; on other cards the parts of a step have about the same proportions.
+const GPU: Rates = Rates { bytes: 3.5e12, flops: [5e13, 6e14, 1.1e15], begin: 2e-6 };
+const CPU: Rates = Rates { bytes: 2e10, flops: [1e11, 1e11, 1e11], begin: 2e-6 };
+
+/// The estimated time of a step: of every op, what its bytes or its arithmetic take.
+fn seconds(task: &dyn Task, programs: &Programs, target: Target) -> f64 {
+    let rates = if target == Target::Cpu { CPU } else { GPU };
+    programs.iter().map(|(name, c)| task.runs(name) as f64 * of_program(c, &rates)).sum()
+}
+
+fn of_program(c: &Compiled, rates: &Rates) -> f64 {
+    let of_node = |i: usize| {
+        let node = &c.graph.nodes[i];
+        let Kind::Op(op) = &node.kind else { return 0.0 };
+        if op.is_view() {
+            return 0.0;
+        }
+        let inputs = c.graph.inputs(i);
+        let cost = op.cost(&inputs);
+        let flops = match inputs.iter().map(|m| m.dtype).find(|t| !matches!(t, DType::I32 | DType::U8)) {
+            Some(DType::F32) | None => rates.flops[0],
+            Some(DType::BF16 | DType::F16) => rates.flops[1],
+            Some(_) => rates.flops[2],
+        };
+        rates.begin + (cost.bytes as f64 / rates.bytes).max(cost.flops as f64 / flops)
+    };
+    (0..c.graph.nodes.len()).map(of_node).sum()
+}

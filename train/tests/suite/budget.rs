@@ -1,0 +1,196 @@
+//! `--memory-budget`: what it chooses fits by its plan, costs as little as it can, and leaves the numbers as they are.
+
+use crate::common::{checkpoint, kiln, losses, same_bytes, text};
+use engine::passes::Target;
+use engine::{Cpu, Device};
+use kiln::config::Config;
+use kiln::recipe::{self, Task, TrainError};
+use kiln::run::{self, Fitted, Limits};
+use std::fs;
+
+/// A recipe's smallest preset; `sets` are what someone asked for.
+fn config(recipe: &str, sets: &[&str]) -> Config {
+    let mut c = recipe::preset(recipe::find(recipe).unwrap(), Some("tiny")).unwrap();
+    sets.iter().for_each(|s| c.set(s).unwrap());
+    c
+}
+
+fn task(c: &Config) -> Box<dyn Task> {
+    recipe::find(c.text("recipe")).unwrap().task(c).unwrap()
+}
+
+fn fit_with(c: &Config, bytes: u64, allowed: &[&str], split: bool) -> Result<Fitted, TrainError> {
+    let (mut c, allowed) = (c.clone(), allowed.iter().map(|a| a.to_string()).collect::<Vec<_>>());
+    // The largest number of KiB that is not more.
+    c.set(&format!("memory_budget={}KiB", bytes >> 10)).unwrap();
+    let limits = Limits { target: Target::Cpu, free: None, allowed: &allowed, split };
+    run::fit(recipe::find(c.text("recipe")).unwrap(), &c, &limits).map(|fitted| fitted.expect("a budget was asked for"))
+}
+
+fn fit(c: &Config, bytes: u64) -> Result<Fitted, TrainError> {
+    fit_with(c, bytes, &[], true)
+}
+
+/// The planned peak as it is, and the smallest.
+fn ends(c: &Config, split: bool) -> (u64, u64) {
+    let whole = fit_with(c, 1 << 40, &[], split).unwrap();
+    assert!(whole.changes.is_empty(), "{:?}", whole.changes);
+    let Err(TrainError::Budget { smallest, .. }) = fit_with(c, 1 << 10, &[], split) else { panic!("a kilobyte is enough?") };
+    (whole.peaks[0], smallest)
+}
+
+#[test]
+fn from_the_whole_peak_to_the_smallest_the_plan_is_within_the_budget() {
+    for (recipe, shares) in [("decoder", &[0.9, 0.4, 0.1, 0.0][..]), ("hydra", &[0.5, 0.05])] {
+        let c = config(recipe, &["batch=8"]);
+        let (whole, smallest) = ends(&c, true);
+        assert!(2 * smallest < whole, "{recipe}: {smallest} of {whole}");
+        let mut last = 0.0;
+        // A KiB more than the smallest, since a budget is rounded down to one.
+        for share in shares {
+            let budget = smallest + 1024 + ((whole - smallest) as f64 * share) as u64;
+            let found = fit(&c, budget).unwrap_or_else(|e| panic!("{recipe} in {budget}: {e}"));
+            assert!(found.peaks[1] <= budget && found.peaks[0] == whole, "{recipe} in {budget}: {:?}", found.peaks);
+            assert!(!found.changes.is_empty());
+            assert!(found.seconds[1] >= last, "{recipe} in {budget}: {:?} is faster than with more memory", found.changes);
+            last = found.seconds[1];
+            let programs = run::compile_for(&*task(&found.config), &found.config.switches().unwrap(), Target::Cpu, None).unwrap();
+            assert_eq!(run::planned(&programs, Target::Cpu).total() as u64, found.peaks[1], "{recipe}: what is planned is what runs");
+        }
+        let said = fit(&c, smallest - 1024).err().expect("less than the smallest").to_string();
+        for part in ["does not fit", "the smallest plan takes", "more, with --set train.batch=", "--allow adam8bit", ", which fits"] {
+            assert!(said.contains(part), "{recipe}: {said}");
+        }
+    }
+}
+
+#[test]
+fn what_is_loaded_is_what_was_planned() {
+    let c = config("decoder", &["seq=32", "layers=3"]);
+    let (whole, smallest) = ends(&c, true);
+    for budget in [whole + 1024, (whole + smallest) / 2, smallest + 1024] {
+        let found = fit(&c, budget).unwrap();
+        let device = Device::cpu(Cpu::new(1));
+        let s = run::load_within_budget(&*task(&found.config), &found.config, &device).unwrap();
+        let peak = run::peak(&s);
+        assert_eq!(peak.total() as u64, found.peaks[1]);
+        let Device::Cpu(_, arena) = &device else { unreachable!() };
+        assert_eq!(arena.lock().unwrap().bytes().len(), peak.activations + peak.workspace, "the arena is the plan's");
+    }
+}
+
+/// Losses of a few steps, and what an evaluation finds.
+fn trained(c: &Config) -> Vec<f64> {
+    let mut t = task(c);
+    let mut s = run::load(&*t, c, &Device::cpu(Cpu::new(1))).unwrap();
+    t.begin(0).unwrap();
+    let mut numbers = vec![];
+    for step in 0..3 {
+        t.step(&mut s, step, 1e-3).unwrap();
+        numbers.push(t.report(&s).unwrap().finish().unwrap().values[0].1);
+    }
+    numbers.push(t.evaluate(&mut s).unwrap().values[0].1);
+    numbers
+}
+
+#[test]
+fn recomputing_changes_no_bit_and_micro_batches_only_round() {
+    for (recipe, small) in [("decoder", &["seq=32", "batch=4", "layers=3"][..]), ("hydra", &["seq=32", "batch=4", "blocks=3"])] {
+        let c = config(recipe, &[small, &["eval_batches=2"]].concat());
+        let plain = trained(&c);
+        // Where the batch is not split.
+        let (whole, smallest) = ends(&c, false);
+        for budget in [whole - (whole - smallest) / 8, smallest + (whole - smallest) / 4, smallest + 1024] {
+            let found = fit_with(&c, budget, &[], false).unwrap();
+            assert!(found.changes.iter().all(|c| c.starts_with("--pass recompute=auto,what=")), "{:?}", found.changes);
+            assert_eq!(trained(&found.config), plain, "{recipe}: {:?}", found.changes);
+        }
+        // Where nothing else is recomputed.
+        let c = config(recipe, &[small, &["eval_batches=2", "passes.recompute=auto"]].concat());
+        let (_, smallest) = ends(&c, true);
+        let found = fit(&c, smallest + 1024).unwrap();
+        assert!(found.config.value("train", "batch").unwrap().as_integer() < Some(4), "{:?}", found.changes);
+        for (a, b) in trained(&found.config).iter().zip(&plain) {
+            assert!((a - b).abs() <= 2e-6 * b.abs(), "{recipe}: {a} instead of {b}");
+        }
+    }
+}
+
+#[test]
+fn what_someone_asked_for_is_kept() {
+    let sizes = ["batch=4", "layers=3"];
+    let smallest = |sets: &[&str]| ends(&config("decoder", &[&sizes, sets].concat()), true).1;
+    let chosen = |sets: &[&str]| fit(&config("decoder", &[&sizes, sets].concat()), smallest(sets) + 1024).unwrap().changes.join(" ");
+    let free = chosen(&[]);
+    assert!(free.contains("train.batch=1") && free.contains("train.accumulate=4") && free.contains("recompute=auto,what=blocks"), "{free}");
+    let pass = chosen(&["passes.recompute=auto,what=siblings"]);
+    assert!(!pass.contains("recompute") && pass.contains("train.accumulate"), "{pass}");
+    let batch = chosen(&["accumulate=1"]);
+    assert!(batch.contains("recompute") && !batch.contains("train."), "{batch}");
+    // Both: nothing is left to choose.
+    let c = config("decoder", &[&sizes[..], &["passes.recompute=off", "accumulate=2"]].concat());
+    let (whole, smallest) = ends(&c, true);
+    assert_eq!(whole, smallest);
+    // What rounds more is switched on where it is allowed, and where that is necessary.
+    let c = config("decoder", &sizes);
+    let (whole, smallest) = ends(&c, true);
+    assert!(fit_with(&c, whole + 1024, &["adam8bit"], true).unwrap().changes.is_empty());
+    let less = fit_with(&c, smallest - 2048, &["adam8bit"], true).unwrap();
+    assert_eq!(less.config.to_json()["passes"]["adam8bit"], "auto", "{:?}", less.changes);
+    // Without a budget on the command line nothing is chosen: a run that goes on keeps what it has.
+    let (again, _) = c.of_checkpoint(&less.config.to_json()).unwrap();
+    let limits = Limits { target: Target::Cpu, free: None, allowed: &[], split: true };
+    assert!(!again.text("memory_budget").is_empty() && run::fit(recipe::find("decoder").unwrap(), &again, &limits).unwrap().is_none());
+}
+
+const SMALL: &str = "--set seq=32 --set batch=4 --set layers=3 --set eval_batches=1 --set horizon=20 --threads 1";
+
+#[test]
+fn a_run_keeps_what_was_chosen() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, smallest) = ends(&config("decoder", &["seq=32", "batch=4", "layers=3"]), true);
+    let budget = format!("{}KiB", (smallest + (whole - smallest) / 20) >> 10);
+    let [one, two] = ["one", "two"].map(|name| dir.path().join(name));
+    let train = |more: &str| kiln(format!("train decoder {SMALL} {more}").split_whitespace());
+    let said = train(&format!("--out {} --steps 4 --memory-budget {budget}", text(&one))).ok().out;
+    assert!(said.starts_with("memory budget ") && said.contains("% more time, estimated)"), "{said}");
+    train(&format!("--out {} --steps 2 --memory-budget {budget}", text(&two))).ok();
+    let settings = fs::read_to_string(two.join("config.toml")).unwrap();
+    assert!(settings.contains(&format!("memory_budget = \"{budget}\"")) && settings.contains("recompute = \"auto,what="), "{settings}");
+    let resume = |more: &str| kiln(format!("train --out {} --resume --threads 1 --steps 4 {more}", text(&two)).split_whitespace());
+    resume("--pass recompute=off").fails(&["more than memory_budget", "--memory-budget again"]);
+    resume("--memory-budget 1KiB").fails(&["does not fit into a memory budget of 1.00 KiB", "the smallest plan takes"]);
+    let said = resume("").ok().out;
+    assert!(!said.contains("memory budget "), "nothing is chosen again: {said}");
+    same_bytes(&checkpoint(&one, 4), &checkpoint(&two, 4));
+    assert_eq!(losses(&one), losses(&two));
+    // More memory: the batch stays what it was.
+    let said = kiln(format!("train --out {} --resume --threads 1 --steps 5 --memory-budget 1GiB", text(&two)).split_whitespace()).ok().out;
+    assert!(said.contains("memory budget 1.00 GiB: it fits as it is"), "{said}");
+}
+
+#[test]
+fn sizes_and_blocks_that_are_none_are_refused() {
+    for command in ["train decoder --out none", "plan decoder", "bench decoder"] {
+        for (size, why) in
+            [("8GB!", "is not a size such as 8GiB"), ("-8GiB", "is not a size"), ("0GiB", "no memory at all"), ("8", "name its unit")]
+        {
+            kiln(command.split(' ').chain([&*format!("--memory-budget={size}")])).fails(&["--memory-budget: ", why]);
+        }
+    }
+    kiln(["plan", "decoder", "--set", "memory_budget=8GB!"]).fails(&["memory_budget", "is not a size such as 8GiB"]);
+    kiln(["plan", "decoder", "--memory-budget", "8GiB", "--allow", "adam9bit"]).fails(&["adam9bit", "did you mean 'adam8bit'?"]);
+    kiln(["bench", "ops", "--memory-budget", "8GiB"]).fails(&["--memory-budget is for a recipe's step"]);
+    let plan = |value: &str| kiln(["plan", "decoder", "--threads", "1", "--json", "--pass", &format!("recompute=auto,{value}")]);
+    plan("what=blocks,layers=0-4").fails(&["layers names block 4, but the model has 4 blocks, 0-3"]);
+    plan("what=blocks,layers=1-0").fails(&["layers=1-0 is not all, or blocks such as 3, 0-11 or 0-5,12-17"]);
+    plan("layers=0").fails(&["layers=0 is for what=blocks"]);
+    plan("what=blocks,rest=nothing").fails(&["rest=nothing is not one of siblings, memory-bound"]);
+    let activations = |value: &str| {
+        let plan: serde_json::Value = serde_json::from_str(&plan(value).ok().out).unwrap();
+        plan[0]["activations"].as_u64().unwrap()
+    };
+    let some = ["what=siblings", "what=blocks,layers=0", "what=blocks,layers=0,2", "what=blocks,layers=0-2"].map(activations);
+    assert!(some.is_sorted_by(|a, b| a > b), "{some:?}");
+    assert_eq!(activations("what=blocks,layers=0-3"), activations("what=blocks"));
+}
