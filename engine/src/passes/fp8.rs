@@ -6,7 +6,9 @@ use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
 use crate::op::Op;
 use crate::ops::concat::Concat;
+use crate::ops::experts::{GroupedMatmul, GroupedOuter, GroupedSwiglu};
 use crate::ops::matmul::{Matmul, Sums};
+use crate::ops::nf4::Nf4Product;
 use crate::ops::quantize::{Quantize, Scales};
 use crate::philox::hash_name;
 use crate::record::{Recorder, Var};
@@ -161,6 +163,10 @@ impl Sites {
         let mut weights: HashMap<Value, ()> = HashMap::new();
         let mut inputs: HashMap<(Value, Vec<usize>), ()> = HashMap::new();
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.backward && !n.typed && !n.narrow) {
+            if let Some(reason) = no_kernel(node) {
+                receipt.decline(reason, &node.scope);
+                continue;
+            }
             let Some([a, b]) = g.plain_matmul(i) else { continue };
             let (x, w) = match (is_weight(g, a), is_weight(g, b)) {
                 (false, true) => (a, b),
@@ -219,6 +225,15 @@ impl Sites {
         let all: String = self.tensors.iter().map(one).collect();
         format!("{:08x}", hash_name(&all) as u32)
     }
+}
+
+/// Why a GEMM that is no plain matmul is not computed in FP8.
+fn no_kernel(node: &Node) -> Option<&'static str> {
+    let grouped = node.op::<GroupedMatmul>().is_some() || node.op::<GroupedOuter>().is_some() || node.op::<GroupedSwiglu>().is_some();
+    if grouped {
+        return Some("the grouped GEMMs of experts have no FP8 kernel");
+    }
+    node.op::<Nf4Product>().map(|_| "a weight in NF4 is unpacked to 16 bits by the kernel that multiplies by it, which has no FP8 form")
 }
 
 /// A trained or frozen weight, or several side by side.
