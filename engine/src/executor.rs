@@ -5,7 +5,7 @@ use crate::error::Error;
 use crate::graph::{Graph, Init, Kind};
 use crate::kernel::{Arch, Io, Step};
 use crate::meta::DType;
-use crate::passes::{Mode, Numerics, Receipt, Switch, Switches, Target};
+use crate::passes::{Fast, Mode, Numerics, Receipt, Switch, Switches, Target};
 use crate::record::Recorder;
 
 /// A setting of the executor: an entry of [`EXECUTOR`].
@@ -84,6 +84,11 @@ impl Switch for Setting {
 
     fn needs_gpu(&self) -> bool {
         true
+    }
+
+    /// All of them are about speed.
+    fn fast(&self, target: Target, _: DType) -> Fast {
+        if target == Target::Cpu { Fast::Leave } else { Fast::On }
     }
 
     fn example(&self, r: &Recorder) {

@@ -10,7 +10,7 @@ pub use train::{Optimizer, TrainConfig};
 
 use crate::section;
 use engine::Switches;
-use engine::passes::known;
+use engine::passes::{Preset, known};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -73,6 +73,9 @@ section! {
     }
 }
 
+/// The key of the preset of passes.
+pub const OPTIMISE: &str = "optimise";
+
 section! {
     /// Keys outside of every section.
     pub struct TopConfig {
@@ -81,6 +84,8 @@ section! {
         /// The weights that the run begins with, as `--init-from` names them: a checkpoint, a run's folder or a .safetensors file. Empty: drawn at
         /// random.
         pub init_from: String = String::new();
+        /// Which passes are on, by what they change in the numbers, as `--optimise` names it; those in `[passes]` are above it.
+        pub optimise: String = Preset::default().name().into(), in Preset::ALL.map(Preset::name);
     }
 }
 
@@ -246,6 +251,9 @@ impl Config {
             return Ok(());
         }
         *slot = fitting(&name, slot, value)?;
+        if name == OPTIMISE {
+            Preset::named(slot.as_str().unwrap_or_default())?;
+        }
         self.given.insert(name);
         Ok(())
     }
@@ -310,8 +318,16 @@ impl Config {
         Ok(())
     }
 
+    pub fn set_preset(&mut self, preset: Preset) {
+        self.table.insert(OPTIMISE.into(), preset.name().into());
+    }
+
     pub fn switches(&self) -> Result<Switches, ConfigError> {
         let mut s = Switches::default();
+        // Checkpoints of earlier versions do not have it.
+        if let Some(preset) = self.value("", OPTIMISE) {
+            s.preset = Preset::named(preset.as_str().unwrap_or_default())?;
+        }
         for (name, v) in self.table.get("passes").and_then(Value::as_table).into_iter().flatten() {
             s.set(name, v.as_str().unwrap_or_default())?;
         }

@@ -1,8 +1,9 @@
 //! FP8 GEMMs: the matmuls of linear layers, forward and backward, with operands rounded to eight bits.
 
-use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target, WarmUp};
+use super::{Fast, Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target, WarmUp};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Role, Value};
+use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
 use crate::op::Op;
 use crate::ops::concat::Concat;
@@ -38,6 +39,14 @@ impl Switch for Fp8 {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::LowPrecision
+    }
+
+    fn fast(&self, target: Target, dtype: DType) -> Fast {
+        match target {
+            Target::Cpu => Fast::Off("the CPU computes in f32, so FP8 gains nothing there".into()),
+            Target::Cuda(_) if dtype == DType::F16 => Fast::Off("the run computes in fp16, and FP8 goes with bf16".into()),
+            Target::Cuda(arch) => too_old(arch).map_or(Fast::On, Fast::Off),
+        }
     }
 
     fn settings(&self) -> &'static [Setting] {
@@ -109,13 +118,9 @@ impl Pass for Fp8 {
             return Ok(()); // evaluation and generation are not worth the error
         }
         if let Target::Cuda(arch) = settings.target
-            && arch.sm < 89
+            && let Some(why) = too_old(arch)
         {
-            let problem = format!(
-                "needs a GPU of compute capability 8.9 or later (this one has {}.{}); --pass bf16=auto is the narrowest type here",
-                arch.sm / 10,
-                arch.sm % 10
-            );
+            let problem = format!("{why}; --pass bf16=auto is the narrowest type here");
             return Err(Error::PassSetting { pass: self.name().into(), problem });
         }
         let sites = Sites::find(g, least, receipt);
@@ -136,6 +141,12 @@ impl Pass for Fp8 {
         }
         rewrite(g, &sites, active, sums, delayed.then_some((history, &*name)))
     }
+}
+
+/// Why this GPU has no FP8 GEMMs.
+fn too_old(arch: Arch) -> Option<String> {
+    let Arch { sm, .. } = arch;
+    (sm < 89).then(|| format!("needs a GPU of compute capability 8.9 or later (this one has {}.{})", sm / 10, sm % 10))
 }
 
 /// A matrix that is rounded to FP8.

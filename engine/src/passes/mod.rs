@@ -27,9 +27,11 @@ mod merged_qkv;
 mod merged_wgrad;
 mod mixed;
 pub mod pattern;
+mod presets;
 mod recompute;
 mod switches;
 
+pub use presets::{Fast, Preset};
 pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
 
 use crate::error::Error;

@@ -7,3 +7,4 @@ mod fp8;
 mod graphs;
 mod ops;
 mod passes;
+mod presets;
