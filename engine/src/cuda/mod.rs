@@ -4,6 +4,7 @@
 mod cache;
 mod choices;
 pub mod emulator;
+pub(crate) mod fallback;
 mod gemm;
 mod libraries;
 pub mod nvrtc;
@@ -11,6 +12,7 @@ mod products;
 mod program;
 mod transfer;
 
+pub use fallback::Fallback;
 pub use libraries::{Folders, Found, find};
 pub(crate) use program::codes;
 pub use program::{CudaProgram, Options, Timed};
@@ -268,40 +270,52 @@ impl Cuda {
         self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).prefer(choices)
     }
 
-    /// Kernels of these sources (source, name, shared memory), compiling in parallel what is not cached. One source may have several kernels.
-    pub(crate) fn kernels(&self, wanted: &[(String, &'static str, u32)]) -> Result<Vec<Kernel>, Error> {
+    /// Kernels, or why there are none, compiling in parallel what is not cached. One source may have several kernels.
+    pub(crate) fn kernels(&self, wanted: &[fallback::Wanted]) -> Vec<Result<Kernel, String>> {
         self.current();
         let mut loaded = self.0.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         let keys: Vec<(u64, &'static str)> = wanted.iter().map(|(text, entry, _)| (nvrtc::hash(text), *entry)).collect();
         let mut texts: Vec<(u64, usize)> = (0..wanted.len()).filter(|&i| !loaded.contains_key(&keys[i])).map(|i| (keys[i].0, i)).collect();
         texts.sort();
         texts.dedup_by_key(|t| t.0);
-        let cubins = self.0.compiler.compile_all(&texts.iter().map(|t| wanted[t.1].0.as_str()).collect::<Vec<_>>())?;
+        let cubins = self.0.compiler.compile_all(&texts.iter().map(|t| wanted[t.1].0.as_str()).collect::<Vec<_>>());
+        let mut problems: HashMap<u64, String> = HashMap::new();
         for (&(hash, _), cubin) in texts.iter().zip(cubins) {
-            // SAFETY: the image is a whole cubin for this GPU, as NVRTC made it; modules are never unloaded, so functions stay valid.
-            let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.map_err(failed("loading a kernel"))?;
-            for i in (0..wanted.len()).filter(|&i| keys[i].0 == hash) {
-                let (_, entry, shared) = wanted[i];
-                let name = std::ffi::CString::new(entry).expect("a C name");
-                // SAFETY: the module was just loaded.
-                let function = unsafe { result::module::get_function(module, name) }.map_err(failed(entry))?;
-                use sys::CUfunction_attribute_enum as Attribute;
-                let set = |attribute, value| {
-                    // SAFETY: the function was just loaded.
-                    unsafe { result::function::set_function_attribute(function, attribute, value) }.map_err(failed(entry))
-                };
-                if shared > 48 << 10 {
-                    set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
-                }
-                // Kernels run on a multiprocessor together only if they have the same shared memory carveout: here the maximum.
-                if shared > 16 << 10 {
-                    set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
-                }
-                loaded.insert(keys[i], Kernel(function));
+            let own = (0..wanted.len()).filter(|&i| keys[i].0 == hash);
+            let functions = cubin.and_then(|cubin| load(&cubin, &own.clone().map(|i| (wanted[i].1, wanted[i].2)).collect::<Vec<_>>()));
+            match functions {
+                Ok(functions) => loaded.extend(own.map(|i| keys[i]).zip(functions)),
+                Err(e) => drop(problems.insert(hash, e.to_string())),
             }
         }
-        Ok(keys.iter().map(|k| loaded[k]).collect())
+        let one = |key: &(u64, &'static str)| loaded.get(key).copied().ok_or_else(|| problems.get(&key.0).cloned().unwrap_or_default());
+        keys.iter().map(one).collect()
     }
+}
+
+/// Functions of a cubin, each with the dynamic shared memory that it is launched with.
+fn load(cubin: &[u8], functions: &[(&'static str, u32)]) -> Result<Vec<Kernel>, Error> {
+    // SAFETY: the image is a whole cubin for this GPU, as NVRTC made it; modules are never unloaded, so functions stay valid.
+    let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.map_err(failed("loading a kernel"))?;
+    let one = |&(entry, shared): &(&'static str, u32)| {
+        let name = std::ffi::CString::new(entry).expect("a C name");
+        // SAFETY: the module was just loaded.
+        let function = unsafe { result::module::get_function(module, name) }.map_err(failed(entry))?;
+        use sys::CUfunction_attribute_enum as Attribute;
+        let set = |attribute, value| {
+            // SAFETY: the function was just loaded.
+            unsafe { result::function::set_function_attribute(function, attribute, value) }.map_err(failed(entry))
+        };
+        if shared > 48 << 10 {
+            set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
+        }
+        // Kernels run on a multiprocessor together only if they have the same shared memory carveout: here the maximum.
+        if shared > 16 << 10 {
+            set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
+        }
+        Ok(Kernel(function))
+    };
+    functions.iter().map(one).collect()
 }
 
 fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Memory, Error> {

@@ -91,3 +91,20 @@ fn an_unknown_preset_is_refused_with_the_known_ones() {
     let said = Preset::named("fastt").unwrap_err().to_string();
     assert!(said.contains("did you mean 'fast'?") && Preset::ALL.iter().all(|p| said.contains(p.name())), "{said}");
 }
+
+/// Off, a program has the kernels for any GPU; on, those of this one; and what has one kernel for all is no site.
+#[test]
+fn native_kernels_are_those_of_the_gpu() {
+    let native = switch("native-kernels");
+    let compiled = |mode: &str, sm: u32| {
+        let r = Recorder::new();
+        native.example(&r);
+        let c = Compiled::new(r.finish(), &Switches::default().with("native-kernels", mode).unwrap(), imagined(sm)).unwrap();
+        let receipt = of(&c.receipts, "native-kernels").clone();
+        (receipt.applied, c.plan.memory)
+    };
+    assert!(compiled("auto", 90).0 > 0 && compiled("auto", 80).0 > 0 && compiled("require", 90).0 > 0);
+    assert_eq!(compiled("off", 90).0, 0);
+    let plain = receipts(&Switches::default(), imagined(90));
+    assert_eq!(of(&plain, "native-kernels").sites(), 0, "f32 GEMMs by cuBLASLt and arithmetic");
+}

@@ -275,14 +275,11 @@ fn kernels(ops: &[&engine::op::Entry], sm: &[u32], every_shape: bool) -> Result<
             _ => texts.retain(|(text, _)| !same_as_oldest.contains(text)),
         }
         for chunk in texts.chunks(64) {
-            // One by one only where something is wrong, to name it.
             let sources: Vec<&str> = chunk.iter().map(|t| t.0.as_str()).collect();
-            if compiler.compile_all(&sources).is_err() {
-                for (text, name) in chunk {
-                    if let Err(e) = compiler.compile(text) {
-                        failed += 1;
-                        out!("FAIL  {name}: {e}");
-                    }
+            for ((_, name), made) in chunk.iter().zip(compiler.compile_all(&sources)) {
+                if let Err(e) = made {
+                    failed += 1;
+                    out!("FAIL  {name}: {e}");
                 }
             }
         }

@@ -97,7 +97,7 @@ impl<'a> Run<'a> {
             }
         }
         write_whole(&out.join("config.toml"), &format!("{}{END}", config.to_toml()))?;
-        write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
+        write_receipts(out, &s)?;
         note_saved(out, from.is_some())?;
         let kept = if c.keep_best { best.clone() } else { Best::default() };
         if !best::mark(out, &kept)? {
@@ -148,6 +148,9 @@ impl<'a> Run<'a> {
         self.done = step + 1;
         for w in self.s.programs.values_mut().filter_map(|p| p.warmed_up()) {
             self.bar.suspend(|| say!("step {}: {} is active from here on, after {} steps without it", step + 1, w.pass, w.runs));
+        }
+        if std::mem::take(&mut self.s.fell_back) {
+            write_receipts(&self.options.out, &self.s)?;
         }
         self.interrupted = self.options.stop.load(Ordering::Relaxed);
         let evaluates = self.due(self.c.eval_every) || self.c.eval_every == 0 && self.epochs.as_ref().is_some_and(|e| e.ends(self.done));
@@ -345,6 +348,10 @@ impl<'a> Run<'a> {
         say!("done in {}", human_time(started.elapsed()));
         Ok(Finished { step: done, interrupted: false })
     }
+}
+
+fn write_receipts(out: &Path, s: &Session) -> Result<(), TrainError> {
+    write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(s)).expect("plain values"))
 }
 
 /// Values of a step, for a checkpoint.
