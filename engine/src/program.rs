@@ -65,6 +65,11 @@ impl Device {
         }
     }
 
+    /// What is in use of a GPU's memory, as it was measured.
+    pub fn usage(&self) -> Option<cuda::Usage> {
+        self.gpu().map(Cuda::usage)
+    }
+
     fn gpu(&self) -> Option<&Cuda> {
         match self {
             Device::Cpu(..) => None,
@@ -229,6 +234,7 @@ impl Program {
         let (flops, bytes, fell_back) = (cost.flops, cost.bytes, vec![]);
         let mut program = Program { receipts: c.receipts, memory, flops, bytes, loaded, before, fell_back };
         program.note();
+        device.usage(); // a peak may be here
         Ok(program)
     }
 

@@ -22,6 +22,7 @@ use crate::error::Error;
 use crate::kernel::Arch;
 use cudarc::driver::{result, sys};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Workspace that cuBLASLt may use for one GEMM.
@@ -35,6 +36,11 @@ struct Inner {
     name: String,
     arch: Arch,
     memory: usize,
+    /// Bytes that were free when the context had been made.
+    free: usize,
+    /// The most bytes less than that which were seen free.
+    reserved_peak: AtomicUsize,
+    held: Arc<Held>,
     context: sys::CUcontext,
     stream: sys::CUstream,
     /// Feeds are copied on this stream, concurrently with kernels.
@@ -61,6 +67,39 @@ pub struct Memory {
     start: sys::CUdeviceptr,
     bytes: usize,
     context: sys::CUcontext,
+    held: Arc<Held>,
+}
+
+/// Counts the bytes of every [`Memory`] there is.
+#[derive(Default)]
+struct Held {
+    now: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl Held {
+    fn take(&self, bytes: usize) {
+        let now = self.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+    }
+
+    fn give_back(&self, bytes: usize) {
+        self.now.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Bytes of a GPU's memory, as they were measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// What kiln has allocated now: states, arena, feeds, constants, workspace.
+    pub allocated: usize,
+    /// The most that it had allocated at once.
+    pub allocated_peak: usize,
+    /// How much less is free than when the GPU was opened, as the driver says: what is allocated, and what loaded kernels, captured graphs and libraries
+    /// take. The CUDA context itself does not count; another process on the GPU does.
+    pub reserved: usize,
+    /// The most of that at any of the times it was asked for: after a program is loaded, and whenever someone measures.
+    pub reserved_peak: usize,
 }
 
 // SAFETY: an address and the context it belongs to; freed once, by whoever drops it.
@@ -90,6 +129,7 @@ impl Drop for Memory {
             let _ = result::ctx::set_current(self.context);
             let _ = result::free_sync(self.start);
         }
+        self.held.give_back(self.bytes);
     }
 }
 
@@ -135,6 +175,8 @@ impl Cuda {
             return Err(Error::Cuda(format!("compute capability {}.{} is too old: the kernels need 8.0 or later", sm / 10, sm % 10)));
         }
         let arch = Arch { sm, multiprocessors };
+        let free = result::mem_get_info().map_or(0, |m| m.0);
+        let held = Arc::<Held>::default();
         let stream = || result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("creating a stream"));
         let (stream, copies) = (stream()?, stream()?);
         let name = result::device::get_name(device).map_err(failed("querying the GPU"))?;
@@ -147,7 +189,10 @@ impl Cuda {
             stream,
             copies,
             products: gemm::Handle::new()?,
-            workspace: allocate(context, GEMM_WORKSPACE)?,
+            workspace: allocate(context, &held, GEMM_WORKSPACE)?,
+            free,
+            reserved_peak: AtomicUsize::new(0),
+            held,
             compiler: nvrtc::Compiler::new(arch, &folders.cache)?,
             kernels: Mutex::default(),
             choices: Mutex::new(choices),
@@ -200,7 +245,15 @@ impl Cuda {
     /// Allocates memory that is not initialized; an error if the GPU has too little.
     pub fn allocate(&self, bytes: usize) -> Result<Memory, Error> {
         self.current();
-        allocate(self.0.context, bytes)
+        allocate(self.0.context, &self.0.held, bytes)
+    }
+
+    /// What is in use now, and was at most.
+    pub fn usage(&self) -> Usage {
+        let reserved = self.0.free.saturating_sub(self.memory().1);
+        let reserved_peak = self.0.reserved_peak.fetch_max(reserved, Ordering::Relaxed).max(reserved);
+        let of = |n: &AtomicUsize| n.load(Ordering::Relaxed);
+        Usage { allocated: of(&self.0.held.now), allocated_peak: of(&self.0.held.peak), reserved, reserved_peak }
     }
 
     /// Waits until everything launched so far has finished.
@@ -318,7 +371,7 @@ fn load(cubin: &[u8], functions: &[(&'static str, u32)]) -> Result<Vec<Kernel>, 
     functions.iter().map(one).collect()
 }
 
-fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Memory, Error> {
+fn allocate(context: sys::CUcontext, held: &Arc<Held>, bytes: usize) -> Result<Memory, Error> {
     let bytes = bytes.max(256);
     // SAFETY: the context is current on this thread; the address is kept and freed by `Memory`.
     let start = unsafe { result::malloc_sync(bytes) }.map_err(|e| {
@@ -329,5 +382,21 @@ fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Memory, Error> {
             free as f64 / 1e9 * 0.931
         ))
     })?;
-    Ok(Memory { start, bytes, context })
+    held.take(bytes);
+    Ok(Memory { start, bytes, context, held: held.clone() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_that_is_held_at_once_is_kept() {
+        let held = Held::default();
+        held.take(100);
+        held.take(50);
+        held.give_back(100);
+        held.take(20);
+        assert_eq!((held.now.into_inner(), held.peak.into_inner()), (70, 150));
+    }
 }

@@ -4,13 +4,14 @@ use super::best::{self, Best};
 use super::folder::{Notes, Place, io, lock, note_saved, save};
 use super::show::{draw, epoch_line, indent, progress};
 use super::start::Ready;
-use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, receipts_json, write_whole};
+use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, peak, receipts_json, write_whole};
 use crate::config::{Config, TrainConfig};
 use crate::epochs::Epochs;
+use crate::memory::Measured;
 use crate::metrics::Metrics;
 use crate::optim::schedule::rate;
 use crate::recipe::{Evaluation, Metric, Pending, Session, Step, Task, TrainError};
-use crate::report::{human_count, human_time};
+use crate::report::{human_bytes, human_count, human_time};
 use crate::speed::Speed;
 use crate::{checkpoint, files, say, warn};
 use indicatif::ProgressBar;
@@ -246,6 +247,7 @@ impl<'a> Run<'a> {
             values.push(("epoch".into(), e.after(at)));
         }
         values.extend([("learning_rate".into(), rate(&self.c, at - 1)), ("per_second".into(), per_second)]);
+        values.extend(Measured::of(&self.s.device).metrics());
         let evaluated = self.evaluated.as_ref().filter(|_| at == self.done);
         for (name, value) in evaluated.into_iter().flat_map(|e| &e.values) {
             values.extend(self.epochs.as_ref().and_then(|e| e.mean(name)).map(|mean| (format!("epoch_{name}"), mean)));
@@ -345,6 +347,7 @@ impl<'a> Run<'a> {
         if let Some(line) = engine::passes::loss_scale(&self.s.store)? {
             say!("{line}");
         }
+        say!("planned peak {}, measured {}", human_bytes(peak(&self.s).total() as u64), Measured::of(&self.s.device).line());
         say!("done in {}", human_time(started.elapsed()));
         Ok(Finished { step: done, interrupted: false })
     }

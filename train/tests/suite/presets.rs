@@ -45,7 +45,10 @@ fn exact_is_none_bit_for_bit_and_does_something() {
 fn a_pass_that_is_named_wins_and_a_resumed_run_keeps_the_preset() {
     let dir = tempdir().unwrap();
     let [run_a, whole] = ["a", "whole"].map(|name| dir.path().join(name));
-    run("decoder", &run_a, "--optimise none --pass flash-attention=auto").ok();
+    let said = run("decoder", &run_a, "--optimise none --pass flash-attention=auto").ok().out;
+    let measured = said.lines().find(|l| l.starts_with("planned peak ")).unwrap_or_else(|| panic!("{said}"));
+    assert!(measured.contains(", measured ") && measured.ends_with("iB resident"), "{measured}");
+    assert!(records(&run_a, "train").iter().all(|r| r.get("device_peak_bytes").is_none()), "the CPU has no bytes of a device");
     assert!(applied(&run_a).contains(&"flash-attention".into()) && !applied(&run_a).contains(&"in-place".into()));
     assert!(fs::read_to_string(run_a.join("config.toml")).unwrap().contains("optimise = \"none\""));
     resume(&run_a, "--steps 6").ok();
@@ -101,4 +104,22 @@ fn passes_shows_what_a_preset_switches() {
     assert_eq!(modes("fast", "fp8"), ["off", "off", "off"]);
     assert_eq!(modes("fast", "bf16"), ["off", "auto", "auto"]);
     assert_eq!(modes("none", "in-place"), ["off", "off", "off"]);
+}
+
+/// A pass that is off has a line in the ledger where it is asked for: what it gains, and what it changes in the numbers.
+#[test]
+fn the_ledger_times_passes_that_are_off_where_it_is_asked_to() {
+    let dir = tempdir().unwrap();
+    let file = dir.path().join("bench.json");
+    let args = "bench decoder --preset tiny --device cpu --threads 1 --set batch=1 --set model.layers=1 --set model.dim=64 --set model.hidden=128 --set model.heads=2 --set model.kv_heads=2 --repeat 1 --warmup 0 --ledger --also bf16,tf32 --json";
+    let said = kiln(args.split_whitespace().map(str::to_owned).chain([text(&file)])).ok().out;
+    assert!(said.contains("bf16, switched on"), "{said}");
+    let json: serde_json::Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    let line = |pass: &str| json["ledger"].as_array().unwrap().iter().find(|l| l["pass"] == pass).cloned().unwrap();
+    let bf16 = line("bf16");
+    assert!(bf16["switched_on"] == true && bf16["sites"].as_u64() > Some(0) && bf16["numbers_differ_by"].as_f64() > Some(1e-6), "{bf16}");
+    assert!(line("flash-attention")["switched_on"] == false);
+    assert_eq!(line("tf32")["sites"], 0, "the CPU has no TF32");
+    assert!(json["measured_bytes"].is_null() && json["resident_bytes"].is_u64(), "{json}");
+    kiln(["bench", "--ledger", "--also", "bf61"]).fails(&["bf61", "did you mean 'bf16'?"]);
 }
