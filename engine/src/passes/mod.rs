@@ -27,10 +27,12 @@ mod merged_qkv;
 mod merged_wgrad;
 mod mixed;
 pub mod pattern;
+mod presets;
 mod recompute;
 mod sparse;
 mod switches;
 
+pub use presets::{Fast, Preset};
 pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
 
 use crate::error::Error;

@@ -32,6 +32,7 @@ mod planning;
 mod policy;
 mod polychromic;
 mod precision;
+mod presets;
 mod puzzle_files;
 mod puzzles;
 mod refused;
