@@ -2,9 +2,11 @@
 
 use crate::cuda::{Options, fallback};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind};
+use crate::graph::{Graph, Init, Kind, Node, Role};
 use crate::kernel::{Arch, Io, Step};
 use crate::meta::DType;
+use crate::ops::adamw::AdamW;
+use crate::ops::adamw8::{AdamW8, Momentum8};
 use crate::ops::attention::attention;
 use crate::passes::{Fast, Mode, Numerics, Receipt, Switch, Switches, Target};
 use crate::record::Recorder;
@@ -74,7 +76,42 @@ pub const EXECUTOR: &[Setting] = &[
         sites: |g, arch, receipt| receipt.applied = natives(g, arch),
         set: |o, mode| o.native = mode,
     },
+    Setting {
+        name: "offload",
+        about: "Keeps the optimizer's moments in pinned host memory: its kernels read and write them across the bus, which takes as long as the bus does. For models that fit in no other way. Nothing to do on the CPU.",
+        default: Mode::Off,
+        numerics: |_| Numerics::Exact,
+        example: moments,
+        sites: |g, _, receipt| {
+            let states = offloaded(g);
+            receipt.applied = states.len();
+            if receipt.applied > 0 {
+                receipt.notes.push(format!("{} MiB of states in host memory", states.iter().map(|s| s.1).sum::<usize>() >> 20));
+            }
+        },
+        set: |o, _| o.offload = true,
+    },
 ];
+
+/// Smaller states stay on the GPU.
+const LEAST_OFFLOADED: usize = 1 << 20;
+
+/// States that only an optimizer's kernels read, with their bytes.
+pub fn offloaded(g: &Graph) -> Vec<(&str, usize)> {
+    let readers = g.readers();
+    let of_optimizer = |n: &Node| n.op::<AdamW>().is_some() || n.op::<AdamW8>().is_some() || n.op::<Momentum8>().is_some();
+    let own = |i: usize| readers[i].iter().all(|&r| of_optimizer(&g.nodes[r]));
+    let state = |(i, node): (usize, &'_ Node)| match &node.kind {
+        Kind::State(s) if s.role == Role::Carried && node.outputs[0].bytes() >= LEAST_OFFLOADED && own(i) => Some(i),
+        _ => None,
+    };
+    let found: Vec<usize> = g.nodes.iter().enumerate().filter_map(state).collect();
+    let named = |i: usize| match &g.nodes[i].kind {
+        Kind::State(s) => (s.name.as_str(), g.nodes[i].outputs[0].bytes()),
+        _ => unreachable!("a state"),
+    };
+    found.into_iter().map(named).collect()
+}
 
 impl Switch for Setting {
     fn name(&self) -> &'static str {
@@ -168,6 +205,19 @@ fn matmuls(r: &Recorder, dtype: DType) {
     let w = r.param("w", &[64, 64], Init::Normal { std: 1.0 }).cast(dtype);
     let x = r.feed("x", &[96, 64], DType::F32).cast(dtype);
     r.output("y", x.matmul(w).silu().matmul(w).cast(DType::F32));
+}
+
+/// A step of AdamW with moments large enough to be offloaded.
+fn moments(r: &Recorder) {
+    let shape = [512, 1024];
+    let (w, x) = (r.param("w", &shape, Init::Normal { std: 1.0 }), r.feed("x", &shape, DType::F32));
+    let [m, v] = ["m", "v"].map(|name| r.state(name, &shape, DType::F32, Init::Full(0.0)));
+    let numbers = [1e-2, 1.0, 1.0, 1.0].map(|n| r.full(&[1], n));
+    let after = r.op(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: vec![0.1] }, &[&numbers[..], &[w, x, m, v]].concat());
+    for (state, next) in [w, m, v].into_iter().zip(&after) {
+        r.update(state, *next);
+    }
+    r.output("after", after[0]);
 }
 
 fn update(r: &Recorder) {

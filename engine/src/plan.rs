@@ -69,6 +69,8 @@ pub struct Memory {
     pub activations: usize,
     /// What scratch memory of ops adds to the arena; most of it fits into gaps between activations.
     pub workspace: usize,
+    /// States in pinned host memory, which `state` does not count.
+    pub host: usize,
 }
 
 impl Memory {

@@ -3,6 +3,7 @@
 use crate::cpu::{Buffer, Cpu, CpuProgram, Data};
 use crate::cuda::{self, Cuda, CudaProgram, Fallback};
 use crate::error::Error;
+use crate::executor::offloaded;
 use crate::graph::Graph;
 use crate::kernel::Arch;
 use crate::meta::DType;
@@ -109,6 +110,10 @@ impl Compiled {
             Target::Cuda(gpu) => Target::Cuda(options.arch(gpu)),
         };
         let mut plan = Plan::new(&graph, &|g, spots| workspace(target, g, spots));
+        if options.offload {
+            plan.memory.host = offloaded(&graph).iter().map(|s| s.1).sum();
+            plan.memory.state -= plan.memory.host;
+        }
         let mut before = None;
         if let Some(warm_up) = receipts.iter().find_map(|r| r.warm_up.clone()) {
             let first = Compiled::new(recorded, &switches.clone().with(warm_up.pass, &warm_up.value)?, machine)?;
@@ -226,7 +231,8 @@ impl Program {
 
     /// Loads a compiled graph, and creates those of its states that the store does not have yet.
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
-        store.ensure(&c.graph, device.gpu())?;
+        let offloaded: Vec<&str> = if c.options.offload { offloaded(&c.graph).into_iter().map(|s| s.0).collect() } else { vec![] };
+        store.ensure(&c.graph, device.gpu(), &offloaded)?;
         let (mut memory, cost) = (c.memory(), c.plan.cost);
         let before = match c.before {
             Some(first) => {

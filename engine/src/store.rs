@@ -51,8 +51,9 @@ impl Store {
         Store { seed, tensors: BTreeMap::new() }
     }
 
-    /// Creates those states of a graph that the store does not have yet, with their initial values, on the GPU if one is given.
-    pub fn ensure(&mut self, g: &Graph, gpu: Option<&Cuda>) -> Result<(), Error> {
+    /// Creates those states of a graph that the store does not have yet, with their initial values, on the GPU if one is given; those named in `offloaded` in
+    /// host memory that the GPU reaches.
+    pub fn ensure(&mut self, g: &Graph, gpu: Option<&Cuda>, offloaded: &[&str]) -> Result<(), Error> {
         for (state, meta) in g.states() {
             match self.tensors.get(&state.name) {
                 Some(t) if t.meta == *meta => {}
@@ -61,7 +62,8 @@ impl Store {
                     let memory = match gpu {
                         None => Memory::Host(initial(state.init, self.seed, &state.name, meta)?),
                         Some(cuda) => {
-                            let d = cuda.allocate(meta.bytes())?;
+                            let on_host = offloaded.contains(&&*state.name);
+                            let d = if on_host { cuda.allocate_on_host(meta.bytes()) } else { cuda.allocate(meta.bytes()) }?;
                             match state.init {
                                 Init::Full(0.0) => cuda.fill(&d, 0)?,
                                 init => cuda.upload(&d, initial(init, self.seed, &state.name, meta)?.bytes())?,

@@ -62,12 +62,14 @@ unsafe impl Sync for Inner {}
 #[derive(Clone, Copy)]
 pub(crate) struct Kernel(sys::CUfunction);
 
-/// GPU memory, freed when dropped.
+/// Memory that the GPU reads and writes, freed when dropped: its own, or pinned host memory that it reaches across the bus.
 pub struct Memory {
     start: sys::CUdeviceptr,
     bytes: usize,
     context: sys::CUcontext,
     held: Arc<Held>,
+    /// The host's address, if it is pinned host memory, which does not count as held.
+    host: Option<*mut u8>,
 }
 
 /// Counts the bytes of every [`Memory`] there is.
@@ -127,9 +129,14 @@ impl Drop for Memory {
         // SAFETY: the address came from an allocation in this context and is freed once. Errors while a process ends are of no use.
         unsafe {
             let _ = result::ctx::set_current(self.context);
-            let _ = result::free_sync(self.start);
+            match self.host {
+                Some(host) => drop(result::free_host(host.cast())),
+                None => {
+                    let _ = result::free_sync(self.start);
+                    self.held.give_back(self.bytes);
+                }
+            }
         }
-        self.held.give_back(self.bytes);
     }
 }
 
@@ -256,6 +263,20 @@ impl Cuda {
         Usage { allocated: of(&self.0.held.now), allocated_peak: of(&self.0.held.peak), reserved, reserved_peak }
     }
 
+    /// Allocates pinned host memory that kernels read and write across the bus.
+    pub fn allocate_on_host(&self, bytes: usize) -> Result<Memory, Error> {
+        self.current();
+        let bytes = bytes.max(256);
+        // SAFETY: the context is current on this thread; the memory is freed by `Memory`. The driver writes the address that kernels use.
+        unsafe {
+            let host = result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP).map_err(failed("pinning host memory"))?;
+            let mut start = 0;
+            let mapped = sys::cuMemHostGetDevicePointer_v2(&mut start, host, 0).result();
+            let memory = Memory { start, bytes, context: self.0.context, held: self.0.held.clone(), host: Some(host.cast()) };
+            mapped.map_err(failed("mapping host memory")).map(|()| memory)
+        }
+    }
+
     /// Waits until everything launched so far has finished.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.current();
@@ -267,6 +288,12 @@ impl Cuda {
     pub fn upload(&self, to: &Memory, bytes: &[u8]) -> Result<(), Error> {
         assert!(bytes.len() <= to.bytes, "an upload past the end of its buffer");
         self.current();
+        if let Some(host) = to.host {
+            self.synchronize()?;
+            // SAFETY: as large as asserted, and nothing runs that uses it.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), host, bytes.len()) };
+            return Ok(());
+        }
         // SAFETY: the destination is as large as asserted; waiting for the stream keeps `bytes` alive until they are read.
         unsafe { result::memcpy_htod_async(to.start, bytes, self.0.stream) }.map_err(failed("copying to the GPU"))?;
         self.synchronize()
@@ -275,6 +302,12 @@ impl Cuda {
     /// Sets every byte.
     pub fn fill(&self, d: &Memory, byte: u8) -> Result<(), Error> {
         self.current();
+        if let Some(host) = d.host {
+            self.synchronize()?;
+            // SAFETY: the memory is that large, and nothing runs that uses it.
+            unsafe { std::ptr::write_bytes(host, byte, d.bytes) };
+            return Ok(());
+        }
         // SAFETY: the memory is that large.
         unsafe { result::memset_d8_async(d.start, byte, d.bytes, self.0.stream) }.map_err(failed("filling memory"))
     }
@@ -302,6 +335,12 @@ impl Cuda {
         assert!(offset + bytes <= from.bytes, "a download past the end of its buffer");
         self.current();
         let mut to = vec![0u8; bytes];
+        if let Some(host) = from.host {
+            self.synchronize()?;
+            // SAFETY: as large as asserted, and nothing runs that writes it.
+            unsafe { std::ptr::copy_nonoverlapping(host.add(offset), to.as_mut_ptr(), bytes) };
+            return Ok(to);
+        }
         // SAFETY: the source is as large as asserted; waiting for the stream keeps `to` alive until it is written.
         unsafe { result::memcpy_dtoh_async(&mut to, from.start + offset as u64, self.0.stream) }.map_err(failed("copying from the GPU"))?;
         self.synchronize()?;
@@ -383,7 +422,7 @@ fn allocate(context: sys::CUcontext, held: &Arc<Held>, bytes: usize) -> Result<M
         ))
     })?;
     held.take(bytes);
-    Ok(Memory { start, bytes, context, held: held.clone() })
+    Ok(Memory { start, bytes, context, held: held.clone(), host: None })
 }
 
 #[cfg(test)]

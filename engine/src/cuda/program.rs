@@ -106,11 +106,13 @@ pub struct Options {
     pub tune: bool,
     /// Programmatic dependent launch: launch a kernel while the one before it is still running.
     pub overlap: bool,
+    /// Keep optimizer states in pinned host memory.
+    pub offload: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { capture: Mode::Off, native: Mode::Off, tf32: false, tune: false, overlap: false }
+        Options { capture: Mode::Off, native: Mode::Off, tf32: false, tune: false, overlap: false, offload: false }
     }
 }
 

@@ -72,6 +72,11 @@ pub fn fit(recipe: &dyn Recipe, config: &Config, limits: &Limits) -> Result<Opti
     if found.is_none() {
         found = search.cheapest(whole)?;
     }
+    // The last resort: exact, but as slow as the bus.
+    if found.is_none() && limits.target != Target::Cpu && !config.is_given("passes.offload") {
+        search.passes.push("offload=auto".into());
+        found = search.split(1).and_then(|whole| search.cheapest(whole))?;
+    }
     let Some(found) = found else { return Err(search.refusal()?) };
     let (peaks, seconds) = ([before.0, found.peak], [before.1, found.seconds]);
     Ok(Some(Fitted { config: found.config, changes: found.changes, budget, peaks, seconds }))
@@ -280,5 +285,10 @@ fn of_program(c: &Compiled, rates: &Rates) -> f64 {
         };
         rates.begin + (cost.bytes as f64 / rates.bytes).max(cost.flops as f64 / flops)
     };
-    (0..c.graph.nodes.len()).map(of_node).sum()
+    // What lies in host memory crosses the bus, both ways at once.
+    let bus = c.plan.memory.host as f64 / BUS;
+    (0..c.graph.nodes.len()).map(of_node).sum::<f64>() + bus
 }
+
+/// Bytes that a bus moves in a second: PCI Express 5 with 16 lanes.
+const BUS: f64 = 4.5e10;

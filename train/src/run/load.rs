@@ -176,6 +176,8 @@ pub struct Peak {
     pub activations: usize,
     pub workspace: usize,
     pub tables: usize,
+    /// States in pinned host memory.
+    pub host: usize,
 }
 
 impl Peak {
@@ -184,7 +186,9 @@ impl Peak {
         let largest = programs.iter().max_by_key(|m| m.activations + m.workspace).copied().unwrap_or_default();
         let constants: usize = programs.iter().map(|m| m.constants).sum();
         let feeds = programs.iter().map(|m| m.feeds).max().unwrap_or(0);
-        Peak { state, activations: largest.activations, workspace: largest.workspace + own, tables: constants + feeds }
+        let host = programs.iter().map(|m| m.host).max().unwrap_or(0);
+        let state = state.saturating_sub(host);
+        Peak { state, activations: largest.activations, workspace: largest.workspace + own, tables: constants + feeds, host }
     }
 
     pub fn total(&self) -> usize {
@@ -195,8 +199,9 @@ impl Peak {
         let h = |b: usize| human_bytes(b as u64);
         let (total, state, activations, workspace) = (h(self.total()), h(self.state), h(self.activations), h(self.workspace));
         format!(
-            "peak {total}: state {state}, activations {activations}, workspace {workspace}, tables and feeds {} (planned)",
-            h(self.tables)
+            "peak {total}: state {state}, activations {activations}, workspace {workspace}, tables and feeds {} (planned){}",
+            h(self.tables),
+            if self.host > 0 { format!("; {} of states in host memory", h(self.host)) } else { String::new() }
         )
     }
 }

@@ -420,7 +420,7 @@ fn what_is_written_is_read_again() {
         let r = Recorder::new();
         let d = Decoder { shape: &shape, lora: None, base: Base::Drawn, r: &r, rng: None };
         r.output("h", d.logits(d.hidden(r.feed("ids", &[1, 1], DType::I32), None)));
-        store.ensure(&r.finish(), None).unwrap();
+        store.ensure(&r.finish(), None, &[]).unwrap();
         let weights: Vec<Weight> = shape
             .weights()
             .into_iter()

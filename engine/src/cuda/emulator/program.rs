@@ -56,7 +56,7 @@ impl Emulated {
     pub fn run(&self, kernels: &Kernels, order: Order, feeds: &[(&str, Data)], names: &[String]) -> Result<Vec<Vec<f32>>, String> {
         let error = |e: crate::Error| e.to_string();
         let mut store = Store::new(5);
-        store.ensure(&self.graph, None).map_err(error)?;
+        store.ensure(&self.graph, None, &[]).map_err(error)?;
         let mut buffer = Buffer::zeroed(self.bytes + GAP);
         let first = buffer.bytes().as_ptr().align_offset(GAP);
         let memory = &mut buffer.bytes_mut()[first..first + self.bytes];

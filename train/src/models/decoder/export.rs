@@ -146,7 +146,7 @@ fn drawn(model: &Adapted, config: &Config) -> Result<Vec<(String, Weight)>, Trai
     r.output("logits", d.logits(d.hidden(r.feed("ids", &[1, 1], DType::I32), None)));
     let compiled = Compiled::new(r.finish(), &config.switches()?, Machine::Cpu)?;
     let mut store = Store::new(config.seed());
-    store.ensure(&compiled.graph, None)?;
+    store.ensure(&compiled.graph, None, &[])?;
     let weight = |(ours, theirs, _): (String, String, Vec<usize>)| {
         let t = store.get(&ours).ok_or_else(|| TrainError::Other(format!("the model has no weight '{ours}'")))?;
         Ok((ours, Weight { name: theirs, meta: t.meta.clone(), bytes: t.bytes()?.into_owned() }))
