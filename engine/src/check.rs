@@ -475,6 +475,8 @@ fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
                 return Err(format!("{value}: declared exact, but bits differ"));
             }
             Numerics::Exact => {}
+            Numerics::Changed if off.iter().zip(&on).all(|(a, b)| bitwise(a, b)) => return Err(format!("{value}: nothing changed")),
+            Numerics::Changed => {}
             Numerics::Reordered | Numerics::LowPrecision => {
                 let dtype = if numerics == Numerics::LowPrecision { pass.rounds_to() } else { DType::F32 };
                 let length = graph.nodes.iter().flat_map(|n| n.outputs.iter().flat_map(|m| m.shape.iter().copied())).max().unwrap_or(1);
@@ -500,9 +502,10 @@ fn feed_numbers(name: &str, meta: &Meta) -> Numbers {
     fill(kind, hash_name(name), meta.elements())
 }
 
-/// The source of every kernel that a case needs, forward and backward, on an architecture: for compiling without a GPU.
+/// The source of every kernel that a case needs on an architecture, forward and backward, or may fall back to: for compiling without a GPU.
 pub fn kernel_texts(case: &Case, dtype: DType, arch: Arch) -> Result<Vec<String>, String> {
     let c = Compiled::new(checked(case, dtype, false).graph, &Switches::default(), Target::Cuda(arch)).map_err(|e| e.to_string())?;
-    let steps = crate::cuda::codes(&c.graph, &c.plan.spots, arch).flat_map(|code| code.steps);
+    let all = std::iter::once(arch).chain(arch.older());
+    let steps = all.flat_map(|arch| crate::cuda::codes(&c.graph, &c.plan.spots, arch)).flat_map(|code| code.steps);
     Ok(steps.filter_map(|s| Some(s.kernel()?.text())).collect())
 }

@@ -16,6 +16,9 @@ pub enum Error {
     /// A switch of a name that neither a pass nor an executor setting has.
     #[error("no pass is called '{name}'{hint}; `kiln passes` says what they do")]
     NoPass { name: String, hint: String },
+    /// A preset of switches that does not exist.
+    #[error("no preset of passes is called '{name}'{hint}; `kiln passes --optimise reordered` shows what one of them switches")]
+    NoPreset { name: String, hint: String },
     /// Registering an extension whose op or pass has the name of another.
     #[error("an op or a pass called '{0}' exists already: give the new one another name")]
     Twice(String),

@@ -1,11 +1,12 @@
 //! Settings of the GPU executor: how a program runs, not what it computes. Switched like passes, each with a receipt.
 
-use crate::cuda::Options;
+use crate::cuda::{Options, fallback};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind};
 use crate::kernel::{Arch, Io, Step};
 use crate::meta::DType;
-use crate::passes::{Mode, Numerics, Receipt, Switch, Switches, Target};
+use crate::ops::attention::attention;
+use crate::passes::{Fast, Mode, Numerics, Receipt, Switch, Switches, Target};
 use crate::record::Recorder;
 
 /// A setting of the executor: an entry of [`EXECUTOR`].
@@ -17,8 +18,8 @@ pub struct Setting {
     example: fn(&Recorder),
     /// Counts in the receipt where it applies, or declines with a reason.
     sites: fn(&Graph, Arch, &mut Receipt),
-    /// Turns it on.
-    set: fn(&mut Options),
+    /// Turns it on, with the mode that it has.
+    set: fn(&mut Options, Mode),
 }
 
 /// All settings of the executor, in the order of their receipts.
@@ -30,7 +31,7 @@ pub const EXECUTOR: &[Setting] = &[
         numerics: |_| Numerics::LowPrecision,
         example: |r| matmuls(r, DType::F32),
         sites: |g, arch, receipt| receipt.applied = gemms(g, arch, |d| d == DType::F32),
-        set: |o| o.tf32 = true,
+        set: |o, _| o.tf32 = true,
     },
     Setting {
         name: "autotune",
@@ -40,7 +41,7 @@ pub const EXECUTOR: &[Setting] = &[
         numerics: |dtype| if dtype == DType::F32 { Numerics::Exact } else { Numerics::LowPrecision },
         example: |r| matmuls(r, DType::BF16),
         sites: |g, arch, receipt| receipt.applied = gemms(g, arch, |d| d != DType::F32),
-        set: |o| o.tune = true,
+        set: |o, _| o.tune = true,
     },
     Setting {
         name: "overlap-launches",
@@ -52,16 +53,26 @@ pub const EXECUTOR: &[Setting] = &[
             90.. => receipt.applied = 1,
             sm => receipt.decline(format!("compute capability {}.{} has no programmatic dependent launch", sm / 10, sm % 10), ""),
         },
-        set: |o| o.overlap = true,
+        set: |o, _| o.overlap = true,
     },
     Setting {
-        name: "cuda-graph",
-        about: "Captures a program and replays it as one CUDA graph (one for every combination of steps, where some can be skipped), instead of launching its kernels one by one. Nothing to do on the CPU.",
+        name: fallback::CAPTURE,
+        about: "Captures a program and replays it as one CUDA graph (one for every combination of steps, where some can be skipped), instead of launching its kernels one by one. A program that cannot be captured is declined at its first run. Nothing to do on the CPU.",
         default: Mode::Auto,
         numerics: |_| Numerics::Exact,
         example: update,
         sites: |_, _, receipt| receipt.applied = 1,
-        set: |o| o.capture = true,
+        set: |o, mode| o.capture = mode,
+    },
+    Setting {
+        name: fallback::NATIVE,
+        about: "Kernels for this GPU's generation: wgmma on compute capability 9.0, tensor cores since 8.0. One that does not compile is declined, and the op's older kernel runs instead; off: the kernels for any GPU. Nothing to do on the CPU.",
+        default: Mode::Auto,
+        // The same sums in another order, rounded to a narrow type.
+        numerics: |dtype| if dtype == DType::F32 { Numerics::Reordered } else { Numerics::LowPrecision },
+        example: heads,
+        sites: |g, arch, receipt| receipt.applied = natives(g, arch),
+        set: |o, mode| o.native = mode,
     },
 ];
 
@@ -86,6 +97,11 @@ impl Switch for Setting {
         true
     }
 
+    /// All of them are about speed.
+    fn fast(&self, target: Target, _: DType) -> Fast {
+        if target == Target::Cpu { Fast::Leave } else { Fast::On }
+    }
+
     fn example(&self, r: &Recorder) {
         (self.example)(r);
     }
@@ -102,7 +118,7 @@ impl Options {
                     Target::Cuda(arch) => (setting.sites)(g, arch, receipt),
                 }
                 if receipt.applied > 0 {
-                    (setting.set)(&mut options);
+                    (setting.set)(&mut options, receipt.mode);
                 }
                 Ok(())
             })?;
@@ -124,6 +140,28 @@ fn gemms(g: &Graph, arch: Arch, counts: impl Fn(DType) -> bool) -> usize {
         code.steps.iter().filter_map(Step::product).any(|p| counts(p.a.dtype))
     };
     (0..g.nodes.len()).filter(|&i| launches(i)).count()
+}
+
+/// How many ops have another kernel on this GPU than on older ones.
+fn natives(g: &Graph, arch: Arch) -> usize {
+    let differs = |i: usize| {
+        let Kind::Op(op) = &g.nodes[i].kind else { return false };
+        if op.is_view() {
+            return false;
+        }
+        let code = |arch| op.cuda(&Io::plain(&g.inputs(i), &g.nodes[i].outputs, arch));
+        let own = code(arch);
+        arch.older().any(|older| code(older).launches().ne(own.launches()))
+    };
+    (0..g.nodes.len()).filter(|&i| differs(i)).count()
+}
+
+/// Attention that is long enough for the kernels of compute capability 9.0.
+fn heads(r: &Recorder) {
+    let w = r.param("w", &[64, 3 * 64], Init::Normal { std: 0.2 }).cast(DType::BF16);
+    let qkv = r.feed("x", &[1, 128, 64], DType::F32).cast(DType::BF16).matmul(w);
+    let part = |i: usize| qkv.slice(2, 64 * i, 64 * (i + 1)).reshape(&[1, 128, 1, 64]);
+    r.output("y", attention(part(0), part(1), part(2), true, 0.125).cast(DType::F32));
 }
 
 fn matmuls(r: &Recorder, dtype: DType) {

@@ -57,6 +57,12 @@ impl Arch {
         if shared > half / 4 * 3 { shared.max(half + 1) } else { shared }
     }
 
+    /// Older GPUs whose kernels run on this one too, the newest first. The last, 0, stands for kernels without tensor cores.
+    pub fn older(self) -> impl Iterator<Item = Arch> {
+        let older = [80, 0].map(|sm| Arch { sm, ..self }).into_iter();
+        older.filter(move |o| o.sm < self.sm && o.shared_limit() <= self.shared_limit())
+    }
+
     /// The name for NVRTC, such as `sm_90a` where architecture-specific features are used.
     pub fn name(&self) -> String {
         match self.sm {
@@ -73,6 +79,13 @@ pub struct Code {
     pub steps: Vec<Step>,
     /// Bytes of scratch memory.
     pub workspace: usize,
+}
+
+impl Code {
+    /// The kernels that it launches.
+    pub fn launches(&self) -> impl Iterator<Item = &Launch> {
+        self.steps.iter().filter_map(Step::kernel)
+    }
 }
 
 /// One launch.
@@ -171,7 +184,7 @@ impl From<At> for Place {
 }
 
 /// One kernel launch. The kernel's arguments are pointers, in the order of `args`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Launch {
     /// CUDA source. The prelude and then `defines` are put before it.
     pub source: String,

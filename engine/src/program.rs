@@ -1,7 +1,7 @@
 //! Programs: a graph is rewritten by passes, planned in memory, loaded on a device, and run.
 
 use crate::cpu::{Buffer, Cpu, CpuProgram, Data};
-use crate::cuda::{self, Cuda, CudaProgram};
+use crate::cuda::{self, Cuda, CudaProgram, Fallback};
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::kernel::Arch;
@@ -62,6 +62,11 @@ impl Device {
         own_memory(self.target())
     }
 
+    /// What is in use of a GPU's memory, as it was measured.
+    pub fn usage(&self) -> Option<cuda::Usage> {
+        self.gpu().map(Cuda::usage)
+    }
+
     fn gpu(&self) -> Option<&Cuda> {
         match self {
             Device::Cpu(..) => None,
@@ -94,15 +99,19 @@ pub struct Compiled {
 
 impl Compiled {
     /// Runs all passes on a graph and plans its memory.
-    pub fn new(mut graph: Graph, switches: &Switches, target: Target) -> Result<Compiled, Error> {
+    pub fn new(mut graph: Graph, switches: &Switches, machine: Target) -> Result<Compiled, Error> {
         let recorded = graph.clone();
-        let mut receipts = passes::run(&mut graph, switches, target)?;
-        let (options, of_executor) = cuda::Options::new(&graph, switches, target)?;
+        let mut receipts = passes::run(&mut graph, switches, machine)?;
+        let (options, of_executor) = cuda::Options::new(&graph, switches, machine)?;
         receipts.extend(of_executor);
+        let target = match machine {
+            Target::Cpu => Target::Cpu,
+            Target::Cuda(gpu) => Target::Cuda(options.arch(gpu)),
+        };
         let mut plan = Plan::new(&graph, &|g, spots| workspace(target, g, spots));
         let mut before = None;
         if let Some(warm_up) = receipts.iter().find_map(|r| r.warm_up.clone()) {
-            let first = Compiled::new(recorded, &switches.clone().with(warm_up.pass, &warm_up.value)?, target)?;
+            let first = Compiled::new(recorded, &switches.clone().with(warm_up.pass, &warm_up.value)?, machine)?;
             if first.plan.arena() > plan.arena() {
                 (plan.memory.activations, plan.memory.workspace) = (first.plan.memory.activations, first.plan.memory.workspace);
             }
@@ -146,6 +155,8 @@ pub struct Program {
     pub bytes: u64,
     loaded: Loaded,
     before: Option<Before>,
+    /// What did not work, and that the caller has not been told of.
+    fell_back: Vec<Fallback>,
 }
 
 /// What runs instead of a program until a pass that needs a warm-up is ready.
@@ -169,6 +180,22 @@ impl Loaded {
             Device::Cpu(cpu, arena) => Loaded::Cpu(Box::new(CpuProgram::new(graph, plan, cpu, arena)?)),
             Device::Cuda(cuda, arena) => Loaded::Cuda(Box::new(CudaProgram::new(graph, plan, cuda, arena, options)?)),
         })
+    }
+}
+
+impl Loaded {
+    fn cuda(&self) -> Option<&CudaProgram> {
+        match self {
+            Loaded::Cpu(_) => None,
+            Loaded::Cuda(p) => Some(p),
+        }
+    }
+
+    fn fell_back(&mut self) -> Vec<Fallback> {
+        match self {
+            Loaded::Cpu(_) => vec![],
+            Loaded::Cuda(p) => p.fell_back(),
+        }
     }
 }
 
@@ -200,7 +227,7 @@ impl Program {
     /// Loads a compiled graph, and creates those of its states that the store does not have yet.
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
         store.ensure(&c.graph, device.gpu())?;
-        let (memory, cost) = (c.memory(), c.plan.cost);
+        let (mut memory, cost) = (c.memory(), c.plan.cost);
         let before = match c.before {
             Some(first) => {
                 let (warm_up, first) = *first;
@@ -209,7 +236,30 @@ impl Program {
             None => None,
         };
         let loaded = Loaded::new(c.graph, c.plan, c.options, device)?;
-        Ok(Program { receipts: c.receipts, memory, flops: cost.flops, bytes: cost.bytes, loaded, before })
+        for cuda in before.iter().map(|b| &b.loaded).chain([&loaded]).filter_map(|l| l.cuda()) {
+            let own = cuda.memory();
+            if own.activations + own.workspace > memory.activations + memory.workspace {
+                (memory.activations, memory.workspace) = (own.activations, own.workspace); // kernels that fell back need more
+            }
+        }
+        let (flops, bytes, fell_back) = (cost.flops, cost.bytes, vec![]);
+        let mut program = Program { receipts: c.receipts, memory, flops, bytes, loaded, before, fell_back };
+        program.note();
+        device.usage(); // a peak may be here
+        Ok(program)
+    }
+
+    /// Takes down in the receipts what did not work.
+    fn note(&mut self) {
+        let loaded = self.before.iter_mut().map(|b| &mut b.loaded).chain([&mut self.loaded]);
+        let new: Vec<Fallback> = loaded.flat_map(Loaded::fell_back).collect();
+        note(&mut self.receipts, &new);
+        self.fell_back.extend(new);
+    }
+
+    /// What did not work since the last call and was replaced, for a warning. The receipts have it too.
+    pub fn fell_back(&mut self) -> Vec<Fallback> {
+        std::mem::take(&mut self.fell_back)
     }
 
     /// Runs once with these inputs, and updates the states. On a GPU it returns before the run has ended.
@@ -218,9 +268,13 @@ impl Program {
             before.go_on(store)?;
         }
         match self.now_mut() {
-            Loaded::Cpu(p) => p.run(store, feeds),
-            Loaded::Cuda(p) => p.run(store, feeds),
+            Loaded::Cpu(p) => p.run(store, feeds)?,
+            Loaded::Cuda(p) => {
+                p.run(store, feeds)?;
+                self.note();
+            }
         }
+        Ok(())
     }
 
     /// Runs once with a timer around every node; on a GPU only.
@@ -276,6 +330,16 @@ impl Program {
     }
 }
 
+/// Places that an executor setting applied to, and that did not work, are declined ones.
+fn note(receipts: &mut [Receipt], fell_back: &[Fallback]) {
+    for f in fell_back {
+        for receipt in receipts.iter_mut().filter(|r| r.pass == f.setting) {
+            receipt.applied = receipt.applied.saturating_sub(1);
+            receipt.decline(f.reason.clone(), &f.site);
+        }
+    }
+}
+
 /// An output on its way to the host (see [`Program::start_read`]).
 pub enum Reading {
     /// Copied already.
@@ -305,4 +369,23 @@ impl Reading {
 /// A GPU that this machine need not have: for plans, and for compiling every kernel without one.
 pub fn imagined(sm: u32) -> Target {
     Target::Cuda(Arch { sm, multiprocessors: 132 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::fallback;
+    use crate::passes::Mode;
+
+    #[test]
+    fn what_fell_back_is_a_declined_site_of_its_setting() {
+        let receipt = |pass, applied| Receipt { pass, mode: Mode::Auto, applied, declined: vec![], notes: vec![], warm_up: None };
+        let mut receipts = vec![receipt("autotune", 5), receipt(fallback::CAPTURE, 1), receipt(fallback::NATIVE, 7)];
+        let lost = fallback::uncaptured(Mode::Auto, Error::Cuda("capturing: not permitted".into())).unwrap();
+        note(&mut receipts, &[lost]);
+        let counts: Vec<(usize, usize)> = receipts.iter().map(|r| (r.applied, r.declined.len())).collect();
+        assert_eq!(counts, [(5, 0), (0, 1), (7, 0)]);
+        let said = receipts[1].summary();
+        assert!(said.contains("capturing: not permitted") && said.contains("launched one by one"), "{said}");
+    }
 }

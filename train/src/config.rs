@@ -10,7 +10,7 @@ pub use train::{Optimizer, TrainConfig};
 
 use crate::section;
 use engine::Switches;
-use engine::passes::known;
+use engine::passes::{Preset, known};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -73,6 +73,9 @@ section! {
     }
 }
 
+/// The key of the preset of passes.
+pub const OPTIMISE: &str = "optimise";
+
 section! {
     /// Keys outside of every section.
     pub struct TopConfig {
@@ -84,6 +87,8 @@ section! {
         /// The most memory that the run's plan may take, as `--memory-budget` names it: 8GiB, 8000MB or 8g. What was chosen to stay within it is in
         /// the run's other keys. Empty: as much as there is.
         pub memory_budget: String = String::new(), [free];
+        /// Which passes are on, by what they change in the numbers, as `--optimise` names it; those in `[passes]` are above it.
+        pub optimise: String = Preset::default().name().into(), in Preset::ALL.map(Preset::name);
     }
 }
 
@@ -262,6 +267,9 @@ impl Config {
             return Ok(());
         }
         *slot = fitting(&name, slot, value)?;
+        if name == OPTIMISE {
+            Preset::named(slot.as_str().unwrap_or_default())?;
+        }
         self.given.insert(name);
         Ok(())
     }
@@ -327,8 +335,16 @@ impl Config {
         Ok(())
     }
 
+    pub fn set_preset(&mut self, preset: Preset) {
+        self.table.insert(OPTIMISE.into(), preset.name().into());
+    }
+
     pub fn switches(&self) -> Result<Switches, ConfigError> {
         let mut s = Switches::default();
+        // Checkpoints of earlier versions do not have it.
+        if let Some(preset) = self.value("", OPTIMISE) {
+            s.preset = Preset::named(preset.as_str().unwrap_or_default())?;
+        }
         for (name, v) in self.table.get("passes").and_then(Value::as_table).into_iter().flatten() {
             s.set(name, v.as_str().unwrap_or_default())?;
         }

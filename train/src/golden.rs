@@ -147,7 +147,7 @@ pub type Record<'a> = &'a dyn for<'g> Fn(&'g Recorder) -> Vec<(&'static str, Var
 /// Passes that are on and round f32 to narrower types.
 fn rounding(switches: &Switches, target: Target) -> impl Iterator<Item = &'static str> + '_ {
     let rounds = move |p: &&'static dyn engine::passes::Switch| {
-        p.numerics(target, DType::F32) == Numerics::LowPrecision && switches.mode(*p) != Mode::Off
+        p.numerics(target, DType::F32) == Numerics::LowPrecision && switches.mode(*p, target) != Mode::Off
     };
     engine::passes::all().filter(rounds).map(|p| p.name())
 }

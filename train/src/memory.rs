@@ -1,7 +1,9 @@
 //! How much memory may be taken: what the GPU has free; or what Linux could give without swapping, and the control groups around this process (a
 //! container's, a Slurm job's) and its own limit (`ulimit -v`) still allow.
 
+use crate::report::human_bytes;
 use engine::Device;
+use engine::cuda::Usage;
 use rustix::process::{Resource, getrlimit};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -38,6 +40,56 @@ pub fn available(device: &Device) -> Option<u64> {
     let limit = getrlimit(Resource::As).current.zip(fs::read_to_string("/proc/self/statm").ok());
     let process = limit.and_then(|(limit, statm)| of_process(limit, &statm, rustix::param::page_size() as u64));
     machine.into_iter().chain(groups).chain(process).min()
+}
+
+/// What this process took at most, as it was measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Measured {
+    /// Of a GPU's memory.
+    Device(Usage),
+    /// Of the machine's memory: the largest resident set, as Linux counts it; None where the system does not tell.
+    Resident(Option<u64>),
+}
+
+impl Measured {
+    pub fn of(device: &Device) -> Measured {
+        device.usage().map_or_else(|| Measured::Resident(peak_resident()), Measured::Device)
+    }
+
+    /// `46.6 GiB on the device (46.1 GiB allocated by kiln)`
+    pub fn line(&self) -> String {
+        let bytes = |b: usize| human_bytes(b as u64);
+        match self {
+            Measured::Device(u) => format!("{} on the device ({} allocated by kiln)", bytes(u.reserved_peak), bytes(u.allocated_peak)),
+            Measured::Resident(Some(resident)) => format!("{} resident", human_bytes(*resident)),
+            Measured::Resident(None) => "nothing: this system does not tell".into(),
+        }
+    }
+
+    /// For a line of metrics; nothing on the CPU, where the resident set has more than the run in it.
+    pub fn metrics(&self) -> Vec<(String, f64)> {
+        let Measured::Device(u) = self else { return vec![] };
+        let all = [("allocated", u.allocated), ("reserved", u.reserved), ("peak", u.reserved_peak)];
+        all.map(|(name, bytes)| (format!("device_{name}_bytes"), bytes as f64)).into()
+    }
+
+    /// For JSON: each figure, and null for what was not measured.
+    pub fn json(&self) -> serde_json::Value {
+        match self {
+            Measured::Device(u) => serde_json::json!({
+                "measured_bytes": u.reserved_peak, "resident_bytes": peak_resident(), "device_allocated_bytes": u.allocated,
+                "device_allocated_peak_bytes": u.allocated_peak, "device_reserved_bytes": u.reserved,
+            }),
+            Measured::Resident(resident) => serde_json::json!({ "measured_bytes": null, "resident_bytes": resident }),
+        }
+    }
+}
+
+/// The most memory that this process has had, as Linux counts it.
+fn peak_resident() -> Option<u64> {
+    let text = fs::read_to_string("/proc/self/status").ok()?;
+    let kib: u64 = text.lines().find(|l| l.starts_with("VmHWM"))?.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024)
 }
 
 /// From the limit of the address space and the text of /proc/self/statm, which begins with the pages that are taken of it.
@@ -146,6 +198,19 @@ mod tests {
             let said = size(bad).unwrap_err();
             assert!(said.contains(why), "{bad}: {said}");
         }
+    }
+
+    #[test]
+    fn a_gpus_bytes_are_told_apart_from_the_resident_set() {
+        let usage = Usage { allocated: 1 << 30, allocated_peak: 2 << 30, reserved: 3 << 30, reserved_peak: 4 << 30 };
+        let device = Measured::Device(usage);
+        assert_eq!(device.line(), "4.0 GiB on the device (2.0 GiB allocated by kiln)");
+        let metrics = device.metrics();
+        let names: Vec<(&str, f64)> = metrics.iter().map(|(n, v)| (n.as_str(), *v / f64::from(1 << 30))).collect();
+        assert_eq!(names, [("device_allocated_bytes", 1.0), ("device_reserved_bytes", 3.0), ("device_peak_bytes", 4.0)]);
+        assert_eq!(device.json()["measured_bytes"], 4u64 << 30);
+        let cpu = Measured::of(&Device::cpu(engine::Cpu::new(1)));
+        assert!(cpu.line().ends_with(" resident") && cpu.metrics().is_empty() && cpu.json()["measured_bytes"].is_null(), "{}", cpu.line());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 mod cache;
 mod choices;
 pub mod emulator;
+pub(crate) mod fallback;
 mod gemm;
 mod libraries;
 pub mod nvrtc;
@@ -11,6 +12,7 @@ mod products;
 mod program;
 mod transfer;
 
+pub use fallback::Fallback;
 pub use libraries::{Folders, Found, find};
 pub(crate) use program::codes;
 pub use program::{CudaProgram, Options, Timed};
@@ -20,6 +22,7 @@ use crate::error::Error;
 use crate::kernel::Arch;
 use cudarc::driver::{result, sys};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Workspace that cuBLASLt may use for one GEMM.
@@ -33,6 +36,11 @@ struct Inner {
     name: String,
     arch: Arch,
     memory: usize,
+    /// Bytes that were free when the context had been made.
+    free: usize,
+    /// The most bytes less than that which were seen free.
+    reserved_peak: AtomicUsize,
+    held: Arc<Held>,
     context: sys::CUcontext,
     stream: sys::CUstream,
     /// Feeds are copied on this stream, concurrently with kernels.
@@ -59,6 +67,39 @@ pub struct Memory {
     start: sys::CUdeviceptr,
     bytes: usize,
     context: sys::CUcontext,
+    held: Arc<Held>,
+}
+
+/// Counts the bytes of every [`Memory`] there is.
+#[derive(Default)]
+struct Held {
+    now: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl Held {
+    fn take(&self, bytes: usize) {
+        let now = self.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+    }
+
+    fn give_back(&self, bytes: usize) {
+        self.now.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Bytes of a GPU's memory, as they were measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// What kiln has allocated now: states, arena, feeds, constants, workspace.
+    pub allocated: usize,
+    /// The most that it had allocated at once.
+    pub allocated_peak: usize,
+    /// How much less is free than when the GPU was opened, as the driver says: what is allocated, and what loaded kernels, captured graphs and libraries
+    /// take. The CUDA context itself does not count; another process on the GPU does.
+    pub reserved: usize,
+    /// The most of that at any of the times it was asked for: after a program is loaded, and whenever someone measures.
+    pub reserved_peak: usize,
 }
 
 // SAFETY: an address and the context it belongs to; freed once, by whoever drops it.
@@ -88,6 +129,7 @@ impl Drop for Memory {
             let _ = result::ctx::set_current(self.context);
             let _ = result::free_sync(self.start);
         }
+        self.held.give_back(self.bytes);
     }
 }
 
@@ -133,6 +175,8 @@ impl Cuda {
             return Err(Error::Cuda(format!("compute capability {}.{} is too old: the kernels need 8.0 or later", sm / 10, sm % 10)));
         }
         let arch = Arch { sm, multiprocessors };
+        let free = result::mem_get_info().map_or(0, |m| m.0);
+        let held = Arc::<Held>::default();
         let stream = || result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("creating a stream"));
         let (stream, copies) = (stream()?, stream()?);
         let name = result::device::get_name(device).map_err(failed("querying the GPU"))?;
@@ -145,7 +189,10 @@ impl Cuda {
             stream,
             copies,
             products: gemm::Handle::new()?,
-            workspace: allocate(context, GEMM_WORKSPACE)?,
+            workspace: allocate(context, &held, GEMM_WORKSPACE)?,
+            free,
+            reserved_peak: AtomicUsize::new(0),
+            held,
             compiler: nvrtc::Compiler::new(arch, &folders.cache)?,
             kernels: Mutex::default(),
             choices: Mutex::new(choices),
@@ -198,7 +245,15 @@ impl Cuda {
     /// Allocates memory that is not initialized; an error if the GPU has too little.
     pub fn allocate(&self, bytes: usize) -> Result<Memory, Error> {
         self.current();
-        allocate(self.0.context, bytes)
+        allocate(self.0.context, &self.0.held, bytes)
+    }
+
+    /// What is in use now, and was at most.
+    pub fn usage(&self) -> Usage {
+        let reserved = self.0.free.saturating_sub(self.memory().1);
+        let reserved_peak = self.0.reserved_peak.fetch_max(reserved, Ordering::Relaxed).max(reserved);
+        let of = |n: &AtomicUsize| n.load(Ordering::Relaxed);
+        Usage { allocated: of(&self.0.held.now), allocated_peak: of(&self.0.held.peak), reserved, reserved_peak }
     }
 
     /// Waits until everything launched so far has finished.
@@ -268,43 +323,55 @@ impl Cuda {
         self.0.choices.lock().unwrap_or_else(PoisonError::into_inner).prefer(choices)
     }
 
-    /// Kernels of these sources (source, name, shared memory), compiling in parallel what is not cached. One source may have several kernels.
-    pub(crate) fn kernels(&self, wanted: &[(String, &'static str, u32)]) -> Result<Vec<Kernel>, Error> {
+    /// Kernels, or why there are none, compiling in parallel what is not cached. One source may have several kernels.
+    pub(crate) fn kernels(&self, wanted: &[fallback::Wanted]) -> Vec<Result<Kernel, String>> {
         self.current();
         let mut loaded = self.0.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         let keys: Vec<(u64, &'static str)> = wanted.iter().map(|(text, entry, _)| (nvrtc::hash(text), *entry)).collect();
         let mut texts: Vec<(u64, usize)> = (0..wanted.len()).filter(|&i| !loaded.contains_key(&keys[i])).map(|i| (keys[i].0, i)).collect();
         texts.sort();
         texts.dedup_by_key(|t| t.0);
-        let cubins = self.0.compiler.compile_all(&texts.iter().map(|t| wanted[t.1].0.as_str()).collect::<Vec<_>>())?;
+        let cubins = self.0.compiler.compile_all(&texts.iter().map(|t| wanted[t.1].0.as_str()).collect::<Vec<_>>());
+        let mut problems: HashMap<u64, String> = HashMap::new();
         for (&(hash, _), cubin) in texts.iter().zip(cubins) {
-            // SAFETY: the image is a whole cubin for this GPU, as NVRTC made it; modules are never unloaded, so functions stay valid.
-            let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.map_err(failed("loading a kernel"))?;
-            for i in (0..wanted.len()).filter(|&i| keys[i].0 == hash) {
-                let (_, entry, shared) = wanted[i];
-                let name = std::ffi::CString::new(entry).expect("a C name");
-                // SAFETY: the module was just loaded.
-                let function = unsafe { result::module::get_function(module, name) }.map_err(failed(entry))?;
-                use sys::CUfunction_attribute_enum as Attribute;
-                let set = |attribute, value| {
-                    // SAFETY: the function was just loaded.
-                    unsafe { result::function::set_function_attribute(function, attribute, value) }.map_err(failed(entry))
-                };
-                if shared > 48 << 10 {
-                    set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
-                }
-                // Kernels run on a multiprocessor together only if they have the same shared memory carveout: here the maximum.
-                if shared > 16 << 10 {
-                    set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
-                }
-                loaded.insert(keys[i], Kernel(function));
+            let own = (0..wanted.len()).filter(|&i| keys[i].0 == hash);
+            let functions = cubin.and_then(|cubin| load(&cubin, &own.clone().map(|i| (wanted[i].1, wanted[i].2)).collect::<Vec<_>>()));
+            match functions {
+                Ok(functions) => loaded.extend(own.map(|i| keys[i]).zip(functions)),
+                Err(e) => drop(problems.insert(hash, e.to_string())),
             }
         }
-        Ok(keys.iter().map(|k| loaded[k]).collect())
+        let one = |key: &(u64, &'static str)| loaded.get(key).copied().ok_or_else(|| problems.get(&key.0).cloned().unwrap_or_default());
+        keys.iter().map(one).collect()
     }
 }
 
-fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Memory, Error> {
+/// Functions of a cubin, each with the dynamic shared memory that it is launched with.
+fn load(cubin: &[u8], functions: &[(&'static str, u32)]) -> Result<Vec<Kernel>, Error> {
+    // SAFETY: the image is a whole cubin for this GPU, as NVRTC made it; modules are never unloaded, so functions stay valid.
+    let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.map_err(failed("loading a kernel"))?;
+    let one = |&(entry, shared): &(&'static str, u32)| {
+        let name = std::ffi::CString::new(entry).expect("a C name");
+        // SAFETY: the module was just loaded.
+        let function = unsafe { result::module::get_function(module, name) }.map_err(failed(entry))?;
+        use sys::CUfunction_attribute_enum as Attribute;
+        let set = |attribute, value| {
+            // SAFETY: the function was just loaded.
+            unsafe { result::function::set_function_attribute(function, attribute, value) }.map_err(failed(entry))
+        };
+        if shared > 48 << 10 {
+            set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
+        }
+        // Kernels run on a multiprocessor together only if they have the same shared memory carveout: here the maximum.
+        if shared > 16 << 10 {
+            set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
+        }
+        Ok(Kernel(function))
+    };
+    functions.iter().map(one).collect()
+}
+
+fn allocate(context: sys::CUcontext, held: &Arc<Held>, bytes: usize) -> Result<Memory, Error> {
     let bytes = bytes.max(256);
     // SAFETY: the context is current on this thread; the address is kept and freed by `Memory`.
     let start = unsafe { result::malloc_sync(bytes) }.map_err(|e| {
@@ -315,5 +382,21 @@ fn allocate(context: sys::CUcontext, bytes: usize) -> Result<Memory, Error> {
             free as f64 / 1e9 * 0.931
         ))
     })?;
-    Ok(Memory { start, bytes, context })
+    held.take(bytes);
+    Ok(Memory { start, bytes, context, held: held.clone() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_that_is_held_at_once_is_kept() {
+        let held = Held::default();
+        held.take(100);
+        held.take(50);
+        held.give_back(100);
+        held.take(20);
+        assert_eq!((held.now.into_inner(), held.peak.into_inner()), (70, 150));
+    }
 }

@@ -60,8 +60,8 @@ impl Compiler {
         }
     }
 
-    /// One cubin for each source, from the cache or compiled, on as many threads as there are cores.
-    pub fn compile_all(&self, texts: &[&str]) -> Result<Vec<Vec<u8>>, Error> {
+    /// One cubin for each source, or why it does not compile; from the cache or compiled, on as many threads as there are cores.
+    pub fn compile_all(&self, texts: &[&str]) -> Vec<Result<Vec<u8>, Error>> {
         let next = AtomicUsize::new(0);
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(texts.len().max(1));
         let mut made: Vec<(usize, Result<Vec<u8>, Error>)> = std::thread::scope(|s| {

@@ -1,5 +1,6 @@
 //! A planned graph on the GPU: kernels and GEMMs with their addresses, launched one by one or replayed as one CUDA graph.
 
+use super::fallback::{self, Fallback};
 use super::gemm::Product;
 use super::products::Products;
 use super::transfer::{Feeds, Incoming};
@@ -7,10 +8,11 @@ use super::{Cuda, Kernel, Memory, failed};
 use crate::cpu::Data;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Value};
-use crate::kernel::{At, Code, Io, Live, Place, Step};
+use crate::kernel::{Arch, At, Code, Io, Live, Place, Step};
 use crate::meta::{DType, Meta, is_contiguous};
 use crate::op::Cost;
 use crate::ops::view::Reshape;
+use crate::passes::Mode;
 use crate::plan::{Home, Plan, Spot};
 use crate::store::Store;
 use cudarc::driver::{result, sys};
@@ -87,19 +89,36 @@ pub struct CudaProgram {
     bases: Vec<u64>,
     /// A CUDA graph for every combination of steps that was run so far.
     captured: Vec<Captured>,
+    /// What did not work, and that the caller has not been told of.
+    fell_back: Vec<Fallback>,
 }
 
 /// How a program runs (see the module `executor`).
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Replay a captured CUDA graph instead of launching kernels one by one.
-    pub capture: bool,
+    /// Replay a captured CUDA graph instead of launching kernels one by one. Auto: launched one by one where it cannot be captured.
+    pub capture: Mode,
+    /// Kernels of the GPU's own generation, not those for any GPU. Auto: an older kernel for one that does not compile.
+    pub native: Mode,
     /// f32 GEMMs in TF32.
     pub tf32: bool,
     /// Autotune the algorithm of every new GEMM.
     pub tune: bool,
     /// Programmatic dependent launch: launch a kernel while the one before it is still running.
     pub overlap: bool,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { capture: Mode::Off, native: Mode::Off, tf32: false, tune: false, overlap: false }
+    }
+}
+
+impl Options {
+    /// The GPU whose kernels run on this one.
+    pub fn arch(&self, gpu: Arch) -> Arch {
+        if self.native == Mode::Off { gpu.older().last().unwrap_or(gpu) } else { gpu }
+    }
 }
 
 /// A node's time in a profile.
@@ -133,7 +152,13 @@ struct Captured {
 unsafe impl Send for CudaProgram {}
 
 /// The launches of each node; none for views and sources.
-pub fn codes<'a>(g: &'a Graph, spots: &'a [Vec<Spot>], arch: crate::kernel::Arch) -> impl Iterator<Item = Code> + 'a {
+pub fn codes<'a>(g: &'a Graph, spots: &'a [Vec<Spot>], arch: Arch) -> impl Iterator<Item = Code> + 'a {
+    let code = coder(g, spots);
+    (0..g.nodes.len()).map(move |node| code(node, arch))
+}
+
+/// Gives the launches of a node on a GPU.
+pub fn coder<'a>(g: &'a Graph, spots: &'a [Vec<Spot>]) -> impl Fn(usize, Arch) -> Code + 'a {
     // Buffer -> the first node that writes to it.
     let mut written: HashMap<usize, usize> = HashMap::new();
     for (i, _) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_source() && !n.is_view()) {
@@ -141,7 +166,7 @@ pub fn codes<'a>(g: &'a Graph, spots: &'a [Vec<Spot>], arch: crate::kernel::Arch
             written.entry(spot.buffer).or_insert(i);
         }
     }
-    (0..g.nodes.len()).map(move |node| match &g.nodes[node].kind {
+    move |node, arch| match &g.nodes[node].kind {
         Kind::Op(op) if !op.is_view() => {
             let inputs = || g.nodes[node].inputs.iter().map(|v| &spots[v.node][v.out]);
             let (strides, offsets) = (inputs().map(|s| s.strides.clone()).collect(), inputs().map(|s| s.offset).collect());
@@ -149,7 +174,7 @@ pub fn codes<'a>(g: &'a Graph, spots: &'a [Vec<Spot>], arch: crate::kernel::Arch
             op.cuda(&Io { x: g.inputs(node), strides, offsets, y: g.nodes[node].outputs.clone(), settled, arch })
         }
         _ => Code::default(),
-    })
+    }
 }
 
 /// The feed that `v` is, looking through reshapes.
@@ -303,20 +328,24 @@ struct Never;
 
 impl CudaProgram {
     /// Compiles the kernels of a planned graph, chooses GEMM algorithms, and enlarges the arena if it is too small.
-    pub fn new(graph: Graph, plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Memory>>, options: Options) -> Result<CudaProgram, Error> {
+    pub fn new(graph: Graph, mut plan: Plan, cuda: &Cuda, arena: &Arc<Mutex<Memory>>, options: Options) -> Result<CudaProgram, Error> {
+        let arch = options.arch(cuda.arch());
+        let fallback::Kernels { codes, kernels, fell_back } =
+            fallback::kernels(&graph, arch, options.native, &coder(&graph, &plan.spots), &|wanted| cuda.kernels(wanted))?;
+        if !fell_back.is_empty() {
+            // Other kernels may need more scratch memory.
+            plan = Plan::new(&graph, &|_, _| codes.iter().map(|c| c.workspace.div_ceil(4)).collect());
+        }
         grow(cuda, arena, plan.arena())?;
         let feeds = graph.nodes.iter().enumerate().filter(|(_, n)| matches!(n.kind, Kind::Feed(_)));
         let feeds = Feeds::new(cuda, &feeds.map(|(i, n)| (i, n.outputs[0].bytes())).collect::<Vec<_>>())?;
         let own = graph.nodes.iter().map(|n| constant(cuda, n)).collect::<Result<_, Error>>()?;
-        let codes: Vec<Code> = codes(&graph, &plan.spots, cuda.arch()).collect();
-        let texts: Vec<(String, &'static str, u32)> =
-            codes.iter().flat_map(|c| &c.steps).filter_map(|s| s.kernel().map(|l| (l.text(), l.entry, l.shared))).collect();
-        let kernels = cuda.kernels(&texts)?.into_iter();
         let products = {
             let memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
             Products::new(cuda, options, (memory.start(), memory.bytes()))
         };
-        let mut b = Builder { graph: &graph, plan: &plan, kernels, products, steps: vec![], when: vec![], conditions: vec![] };
+        let mut b =
+            Builder { graph: &graph, plan: &plan, kernels: kernels.into_iter(), products, steps: vec![], when: vec![], conditions: vec![] };
         let mut nodes = vec![];
         for (i, code) in codes.iter().enumerate() {
             let first = b.steps.len();
@@ -342,6 +371,7 @@ impl CudaProgram {
             options,
             bases: vec![],
             captured: vec![],
+            fell_back,
         })
     }
 
@@ -374,7 +404,7 @@ impl CudaProgram {
         })?;
         let bases = self.bases(store)?;
         let chosen = self.chosen(feeds)?;
-        if !self.options.capture {
+        if self.options.capture == Mode::Off {
             return self.launch(0..self.steps.len(), &bases, &chosen);
         }
         if self.bases != bases {
@@ -383,28 +413,50 @@ impl CudaProgram {
         }
         let exec = match self.captured.iter().find(|c| c.chosen == chosen) {
             Some(known) => known.exec,
-            None => {
-                use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-                // SAFETY: the stream is ours; between begin and end only launches and device copies are made on it.
-                let exec = unsafe {
-                    result::stream::begin_capture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed("capturing"))?;
-                    let launched = self.launch(0..self.steps.len(), &bases, &chosen);
-                    let graph = result::stream::end_capture(stream).map_err(failed("capturing"));
-                    launched?; // the first error, if capturing failed too
-                    let graph = graph?;
-                    let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map_err(failed("capturing"));
-                    let _ = result::graph::destroy(graph);
-                    exec?
-                };
-                if self.captured.len() == MOST_CAPTURED {
-                    self.forget();
+            None => match self.capture(&bases, &chosen) {
+                Ok(exec) => {
+                    if self.captured.len() == MOST_CAPTURED {
+                        self.forget();
+                    }
+                    self.captured.push(Captured { exec, chosen });
+                    exec
                 }
-                self.captured.push(Captured { exec, chosen });
-                exec
-            }
+                Err(e) => {
+                    self.fell_back.push(fallback::uncaptured(self.options.capture, e)?);
+                    self.options.capture = Mode::Off;
+                    return self.launch(0..self.steps.len(), &bases, &chosen);
+                }
+            },
         };
         // SAFETY: the graph was instantiated from this stream's work; its addresses are those of this run.
         unsafe { result::graph::launch(exec, stream) }.map_err(failed("replaying"))
+    }
+
+    /// Captures the chosen steps as a CUDA graph.
+    fn capture(&self, bases: &[u64], chosen: &[bool]) -> Result<sys::CUgraphExec, Error> {
+        use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let stream = self.cuda.0.stream;
+        // SAFETY: the stream is ours; between begin and end only launches and device copies are made on it.
+        unsafe {
+            result::stream::begin_capture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed("capturing"))?;
+            let launched = self.launch(0..self.steps.len(), bases, chosen);
+            let graph = result::stream::end_capture(stream).map_err(failed("capturing"));
+            launched?; // the first error, if capturing failed too
+            let graph = graph?;
+            let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map_err(failed("capturing"));
+            let _ = result::graph::destroy(graph);
+            exec
+        }
+    }
+
+    /// What did not work since the last call, and was replaced.
+    pub fn fell_back(&mut self) -> Vec<Fallback> {
+        std::mem::take(&mut self.fell_back)
+    }
+
+    /// Bytes that it needs, by purpose.
+    pub fn memory(&self) -> crate::plan::Memory {
+        self.plan.memory
     }
 
     /// Whether each condition holds with these feeds.
@@ -433,7 +485,7 @@ impl CudaProgram {
 
     /// Runs once, node by node, with a timer around each.
     pub fn profile(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<Vec<Timed>, Error> {
-        let capture = std::mem::replace(&mut self.options.capture, false);
+        let capture = std::mem::replace(&mut self.options.capture, Mode::Off);
         let run = self.run(store, feeds); // a warm-up run
         self.options.capture = capture;
         run?;
@@ -574,7 +626,6 @@ impl Drop for CudaProgram {
 mod tests {
     use super::*;
     use crate::graph::Init;
-    use crate::kernel::Arch;
     use crate::ops::few_rows::FewRows;
     use crate::passes::{Switches, Target};
     use crate::program::Compiled;

@@ -25,6 +25,7 @@ pub mod rope;
 pub mod rows;
 pub mod sample;
 pub mod softmax;
+pub mod sparse;
 pub mod top_k;
 pub mod view;
 
@@ -45,6 +46,7 @@ pub const OPS: &[Entry] = ops! {
     reduce: "sums and maxima along an axis",
     matmul: "matmul: transposed, batched or broadcast operands, with an epilogue",
     quantize: "rounding to FP8 with a scale a tensor, also transposed; the scales of the next step",
+    sparse: "2:4 sparsity: the two largest of every four numbers",
     few_rows: "matmuls of a few rows for decoding, with a fused RMS norm before and a residual or SwiGLU after them",
     narrow: "LoRA backward: two matmuls of one large matrix with low-rank ones, which read it once",
     nf4: "matmuls with weights stored in four bits (NF4)",

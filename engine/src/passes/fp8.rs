@@ -1,16 +1,19 @@
 //! FP8 GEMMs: the matmuls of linear layers, forward and backward, with operands rounded to eight bits.
 
-use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target, WarmUp};
+use super::{Fast, Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target, WarmUp};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Role, Value};
+use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
 use crate::op::Op;
 use crate::ops::concat::Concat;
+use crate::ops::experts::{GroupedMatmul, GroupedOuter, GroupedSwiglu};
 use crate::ops::matmul::{Matmul, Sums};
+use crate::ops::nf4::Nf4Product;
 use crate::ops::quantize::{Quantize, Scales};
 use crate::philox::hash_name;
 use crate::record::{Recorder, Var};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 pub struct Fp8;
@@ -36,6 +39,14 @@ impl Switch for Fp8 {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::LowPrecision
+    }
+
+    fn fast(&self, target: Target, dtype: DType) -> Fast {
+        match target {
+            Target::Cpu => Fast::Off("the CPU computes in f32, so FP8 gains nothing there".into()),
+            Target::Cuda(_) if dtype == DType::F16 => Fast::Off("the run computes in fp16, and FP8 goes with bf16".into()),
+            Target::Cuda(arch) => too_old(arch).map_or(Fast::On, Fast::Off),
+        }
     }
 
     fn settings(&self) -> &'static [Setting] {
@@ -107,13 +118,9 @@ impl Pass for Fp8 {
             return Ok(()); // evaluation and generation are not worth the error
         }
         if let Target::Cuda(arch) = settings.target
-            && arch.sm < 89
+            && let Some(why) = too_old(arch)
         {
-            let problem = format!(
-                "needs a GPU of compute capability 8.9 or later (this one has {}.{}); --pass bf16=auto is the narrowest type here",
-                arch.sm / 10,
-                arch.sm % 10
-            );
+            let problem = format!("{why}; --pass bf16=auto is the narrowest type here");
             return Err(Error::PassSetting { pass: self.name().into(), problem });
         }
         let sites = Sites::find(g, least, receipt);
@@ -134,6 +141,12 @@ impl Pass for Fp8 {
         }
         rewrite(g, &sites, active, sums, delayed.then_some((history, &*name)))
     }
+}
+
+/// Why this GPU has no FP8 GEMMs.
+fn too_old(arch: Arch) -> Option<String> {
+    let Arch { sm, .. } = arch;
+    (sm < 89).then(|| format!("needs a GPU of compute capability 8.9 or later (this one has {}.{})", sm / 10, sm % 10))
 }
 
 /// A matrix that is rounded to FP8.
@@ -158,9 +171,13 @@ struct Sites {
 impl Sites {
     fn find(g: &Graph, least: usize, receipt: &mut Receipt) -> Sites {
         let mut sites = Sites::default();
-        let mut weights: HashMap<Value, ()> = HashMap::new();
-        let mut inputs: HashMap<(Value, Vec<usize>), ()> = HashMap::new();
+        let mut weights: HashSet<Value> = HashSet::new();
+        let mut inputs: HashSet<(Value, Vec<usize>)> = HashSet::new();
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.backward && !n.typed && !n.narrow) {
+            if let Some(reason) = no_kernel(node) {
+                receipt.decline(reason, &node.scope);
+                continue;
+            }
             let Some([a, b]) = g.plain_matmul(i) else { continue };
             let (x, w) = match (is_weight(g, a), is_weight(g, b)) {
                 (false, true) => (a, b),
@@ -170,8 +187,8 @@ impl Sites {
             match too_small(g, [a, b], g.meta(w), least) {
                 Some(reason) => receipt.decline(reason, &node.scope),
                 None => {
-                    weights.insert(stored(g, w).0, ());
-                    inputs.insert(key(g, x), ());
+                    weights.insert(stored(g, w).0);
+                    inputs.insert(key(g, x));
                     sites.add(g, i, [a, b], |v| if v == w { stem(g, v) } else { stored(g, v).0 }, |_| DType::E4M3);
                 }
             }
@@ -179,7 +196,7 @@ impl Sites {
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.backward && !n.typed) {
             let plain = node.op::<Matmul>().is_some_and(|m| Matmul { dtype: None, ..m.clone() } == Matmul::default());
             let (true, &[a, b]) = (plain && node.outputs[0].rank() == 2, &node.inputs[..]) else { continue };
-            let (weight, input) = (|v: Value| weights.contains_key(&stored(g, v).0), |v: Value| inputs.contains_key(&key(g, v)));
+            let (weight, input) = (|v: Value| weights.contains(&stored(g, v).0), |v: Value| inputs.contains(&key(g, v)));
             let gradient = match ([a, b].map(weight), [a, b].map(input)) {
                 ([false, true], _) | ([false, false], [false, true]) => a,
                 ([true, false], _) | ([false, false], [true, false]) => b,
@@ -219,6 +236,15 @@ impl Sites {
         let all: String = self.tensors.iter().map(one).collect();
         format!("{:08x}", hash_name(&all) as u32)
     }
+}
+
+/// Why a GEMM that is no plain matmul is not computed in FP8.
+fn no_kernel(node: &Node) -> Option<&'static str> {
+    let grouped = node.op::<GroupedMatmul>().is_some() || node.op::<GroupedOuter>().is_some() || node.op::<GroupedSwiglu>().is_some();
+    if grouped {
+        return Some("the grouped GEMMs of experts have no FP8 kernel");
+    }
+    node.op::<Nf4Product>().map(|_| "a weight in NF4 is unpacked to 16 bits by the kernel that multiplies by it, which has no FP8 form")
 }
 
 /// A trained or frozen weight, or several side by side.
@@ -321,11 +347,11 @@ fn rewrite(g: &mut Graph, sites: &Sites, active: bool, sums: &str, delayed: Opti
     Ok(())
 }
 
-/// Adds a node at the end, as part of the backward pass: it reads what forward nodes give, but no forward node waits for it. Returns its first output.
+/// Adds a node at the end, and returns its first output.
 fn push(g: &mut Graph, op: impl Op, inputs: Vec<Value>) -> Value {
     let metas: Vec<Meta> = inputs.iter().map(|&v| g.meta(v).clone()).collect();
     let outputs = op.infer(&metas);
     let kind = Kind::Op(Arc::new(op));
-    g.nodes.push(Node { kind, inputs, outputs, scope: "fp8".into(), backward: true, block: 0, typed: false, narrow: false });
+    g.nodes.push(Node { kind, inputs, outputs, scope: "fp8".into(), backward: false, block: 0, typed: false, narrow: false });
     Value { node: g.nodes.len() - 1, out: 0 }
 }

@@ -1,6 +1,6 @@
 //! Mixed precision: activations and matmuls in bf16 or fp16, parameters and optimizer states in f32; for fp16 with a loss scale.
 
-use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
+use super::{Fast, Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
@@ -42,6 +42,16 @@ impl Switch for Mixed {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::LowPrecision
+    }
+
+    /// fp16 is for GPUs without bf16, and never the faster of the two.
+    fn fast(&self, target: Target, dtype: DType) -> Fast {
+        match (self.0, target, dtype) {
+            (DType::BF16, Target::Cuda(_), DType::F16) => Fast::Off("the run computes in fp16".into()),
+            (DType::BF16, Target::Cuda(_), _) => Fast::On,
+            (DType::BF16, Target::Cpu, _) => Fast::Off("the CPU computes in f32, so bf16 gains nothing there".into()),
+            _ => Fast::Leave,
+        }
     }
 
     fn settings(&self) -> &'static [Setting] {

@@ -27,9 +27,12 @@ mod merged_qkv;
 mod merged_wgrad;
 mod mixed;
 pub mod pattern;
+mod presets;
 mod recompute;
+mod sparse;
 mod switches;
 
+pub use presets::{Fast, Preset};
 pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
 
 use crate::error::Error;
@@ -79,6 +82,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &fuse_qk_norm::FuseQkNorm,
     &adam8bit::Adam8bit,
     &cse::Cse,
+    &sparse::Sparse,
     &decompose::Decompose,
     &mixed::Mixed(DType::BF16),
     &mixed::Mixed(DType::F16),

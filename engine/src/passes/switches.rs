@@ -1,6 +1,6 @@
 //! Switches for passes and executor settings: their names, modes and settings, and the receipt of what each did.
 
-use super::FORMERLY;
+use super::{FORMERLY, Fast, Preset};
 use crate::error::Error;
 use crate::kernel::Arch;
 use crate::meta::DType;
@@ -47,6 +47,8 @@ pub enum Numerics {
     Reordered,
     /// Rounded to a narrower type.
     LowPrecision,
+    /// Another function: a pruned model's.
+    Changed,
 }
 
 /// A setting of a pass beside its mode, written as `auto,name=value`.
@@ -73,6 +75,11 @@ pub trait Switch: Sync {
     /// The mode where none is set.
     fn default_mode(&self) -> Mode {
         Mode::Auto
+    }
+
+    /// Where it is off by default: what the preset `fast` does with it, on this target and beside computing in this type.
+    fn fast(&self, _: Target, _: DType) -> Fast {
+        Fast::Leave
     }
 
     /// The type that it rounds to, if its numerics are LowPrecision. Decides the tolerance of its test.
@@ -199,13 +206,20 @@ impl Receipt {
     }
 }
 
-/// Modes and settings of all switches; those not set have their defaults.
+/// Modes and settings of all switches; those not set have the mode that the preset gives them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Switches {
+    /// Decides the mode of a switch that is not set.
+    pub preset: Preset,
     chosen: BTreeMap<String, (Mode, BTreeMap<String, String>)>,
 }
 
 impl Switches {
+    /// Those of a preset, with nothing set above it.
+    pub fn of(preset: Preset) -> Switches {
+        Switches { preset, ..Switches::default() }
+    }
+
     /// `value` is `off`, `auto` or `require`, then `,setting=value` any number of times; a value may be a list of numbers. A pass's former name works too; [`Switches::formerly`]
     /// has a note about it.
     pub fn set(&mut self, pass: &str, value: &str) -> Result<(), Error> {
@@ -260,9 +274,9 @@ impl Switches {
         Ok(self)
     }
 
-    /// The mode set for a switch, or its default.
-    pub fn mode(&self, switch: &dyn Switch) -> Mode {
-        self.chosen.get(switch.name()).map_or(switch.default_mode(), |c| c.0)
+    /// The mode set for a switch.
+    pub fn chosen(&self, switch: &str) -> Option<Mode> {
+        self.chosen.get(switch).map(|c| c.0)
     }
 
     /// Calls `f` unless the switch is off, and returns the receipt. A declined place is an error where the mode is `require`.
@@ -272,8 +286,9 @@ impl Switches {
         target: Target,
         f: impl FnOnce(&Settings, &mut Receipt) -> Result<(), Error>,
     ) -> Result<Receipt, Error> {
-        let mode = self.mode(switch);
-        let mut receipt = Receipt { pass: switch.name(), mode, applied: 0, declined: vec![], notes: vec![], warm_up: None };
+        let (mode, note) = self.mode_and_note(switch, target);
+        let notes = note.into_iter().collect();
+        let mut receipt = Receipt { pass: switch.name(), mode, applied: 0, declined: vec![], notes, warm_up: None };
         if mode != Mode::Off {
             let none = BTreeMap::new();
             let values = self.chosen.get(switch.name()).map_or(&none, |c| &c.1);

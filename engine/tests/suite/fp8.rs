@@ -1,5 +1,6 @@
 //! FP8: what is rounded, with which scales, and when.
 
+use kiln_engine::ops::experts::mixture;
 use kiln_engine::passes::{Receipt, Target};
 use kiln_engine::program::imagined;
 use kiln_engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches};
@@ -167,4 +168,28 @@ fn current_scaling_needs_no_history() {
         assert!((plain - rounded).abs() < 0.02 * plain && plain != rounded, "{size}: {plain} {rounded}");
         assert!(on.store.iter().all(|(n, _)| !n.starts_with("fp8")));
     }
+}
+
+/// GEMMs without an FP8 kernel are named once each, whatever their gradients do, and not at all where nothing is trained.
+#[test]
+fn experts_and_nf4_weights_are_declined_with_their_reason() {
+    let record = |trained: bool| {
+        let r = Recorder::new();
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
+        let (up, down, adapter) = (param("up", &[4, 64, 32]), param("down", &[4, 32, 32]), param("adapter", &[32, 32]));
+        let x = r.feed("x", &[ROWS, 32], DType::F32).linear(adapter);
+        let h = r.scope("experts", || mixture(x, Some(param("router", &[4, 32])), up, down, 2).0);
+        let loss = r.scope("frozen", || h.nf4_linear(r.nf4("four", 32, 32))).square().mean();
+        r.output("loss", loss);
+        if trained {
+            r.grad(loss, &[up, down, adapter]).into_iter().enumerate().for_each(|(i, d)| r.output(&format!("d{i}"), d));
+        }
+        receipt(&Compiled::new(r.finish(), &with("auto,least=16"), Target::Cpu).unwrap().receipts).clone()
+    };
+    let own = |r: &Receipt, why: &str| -> Vec<String> { r.declined.iter().filter(|d| d.0.contains(why)).map(|d| d.1.clone()).collect() };
+    let trained = record(true);
+    assert_eq!(own(&trained, "experts have no FP8 kernel"), ["experts", "experts"], "{}", trained.summary());
+    assert_eq!(own(&trained, "NF4"), ["frozen"], "{}", trained.summary());
+    assert!(trained.applied > 0, "the adapter beside them is rounded: {}", trained.summary());
+    assert_eq!(record(false).sites(), 0);
 }

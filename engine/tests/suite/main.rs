@@ -7,3 +7,5 @@ mod fp8;
 mod graphs;
 mod ops;
 mod passes;
+mod presets;
+mod sparse;

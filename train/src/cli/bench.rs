@@ -3,6 +3,7 @@
 use super::budget::{BudgetArgs, Where};
 use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
 use crate::config::Config;
+use crate::memory::Measured;
 use crate::recipe::{Recipe, Session, Task, find_in};
 use crate::report::{human_bytes, human_count, table};
 use crate::run;
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 #[command(after_help = "Examples:
   kiln bench {recipe} --preset {preset}
   kiln bench {recipe} --preset {preset} --set batch=4 --repeat 20 --json small.json
-  kiln bench {recipe} --preset {preset} --ledger
+  kiln bench {recipe} --preset {preset} --ledger --also fp8,tf32
   kiln bench ops --device cuda
   kiln bench ops --only attention --device cuda
   kiln bench generate --device cuda")]
@@ -44,6 +45,9 @@ pub struct BenchArgs {
     /// Times the step again with each pass switched off: what it gains, what memory it saves, what it changes in the loss and the gradient's norm
     #[arg(long)]
     ledger: bool,
+    /// With --ledger: times these passes too, switched on; those that are off here are not in the ledger otherwise
+    #[arg(long, value_name = "PASS,..", value_delimiter = ',', requires = "ledger")]
+    also: Vec<String>,
     /// With `ops`: only those whose name has this in it
     #[arg(long, value_name = "NAME")]
     only: Option<String>,
@@ -59,7 +63,6 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
     let started = Instant::now();
     let device = a.device.open()?;
     let opened = started.elapsed();
-    let taken = Taken::new(&device);
     if a.budget.is_given() && ["ops", "generate"].map(Some).contains(&a.config.recipe.as_deref()) {
         bail!("--memory-budget is for a recipe's step");
     }
@@ -69,23 +72,23 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
         }
         return ops(&a, &device);
     }
+    for name in &a.also {
+        let names = || engine::passes::all().filter(|p| !p.required()).map(|p| p.name());
+        if !names().any(|known| known == name) {
+            bail!("--also {name}: there is no such pass{}", known(name, names()));
+        }
+    }
     if a.only.is_some() {
         bail!("--only is for bench ops");
     }
     if a.config.recipe.as_deref() == Some("generate") {
-        return generate(&a, &device, &taken, recipes);
+        return generate(&a, &device, recipes);
     }
-    step(&a, &device, &taken, (started, opened), recipes)
+    step(&a, &device, (started, opened), recipes)
 }
 
 /// A recipe's step. The clock began at the first of these times, and the device was open after the second.
-fn step(
-    a: &BenchArgs,
-    device: &engine::Device,
-    taken: &Taken,
-    (started, opened): (Instant, Duration),
-    recipes: Recipes,
-) -> Result<ExitCode> {
+fn step(a: &BenchArgs, device: &engine::Device, (started, opened): (Instant, Duration), recipes: Recipes) -> Result<ExitCode> {
     let mut config = a.config.resolve(recipes, None)?;
     a.budget.set(&mut config)?;
     let recipe = find_in(recipes, config.text("recipe"))?;
@@ -95,10 +98,9 @@ fn step(
     let loaded = started.elapsed();
     let (times, first) = timed(a, &mut *task, &mut s, device)?;
     let setup = loaded + first;
-    let (ms, planned, measured) = (times[times.len() / 2], run::peak(&s).total() as u64, taken.bytes());
+    let (ms, planned, measured) = (times[times.len() / 2], run::peak(&s).total() as u64, Measured::of(device));
     let (unit, work) = task.work();
     let (name, last) = (task.step_name(), times[times.len() - 1]);
-    let resident = peak_resident();
     out!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
     if let Some(fitted) = &fitted {
         out!("{}", fitted.line());
@@ -107,11 +109,7 @@ fn step(
     out!(
         "planned peak {}, measured {}; {:.2} s from the start to the end of the first step: device {:.2}, programs {:.2}, step {:.2}",
         human_bytes(planned),
-        match (measured, resident) {
-            (Some(bytes), _) => format!("{} on the device", human_bytes(bytes)),
-            (None, Some(bytes)) => format!("{} resident", human_bytes(bytes)),
-            (None, None) => "nothing: this system does not tell".into(),
-        },
+        measured.line(),
         setup.as_secs_f64(),
         opened.as_secs_f64(),
         (loaded - opened).as_secs_f64(),
@@ -119,10 +117,9 @@ fn step(
     );
     let mut lines = vec![];
     if a.ledger {
-        let base = Line { ms, peak: planned, report: task.report(&s)?.finish()?.values };
-        let applied = applied(&s);
+        let base = Line { ms, peak: planned, report: task.report(&s)?.finish()?.values, applied: applied(&s) };
         drop(s);
-        lines = ledger(a, recipe, &config, device, &base, &applied)?;
+        lines = ledger(a, recipe, &config, device, &base)?;
         s = run::load_within_budget(&*task, &config, device)?;
     }
     let mut nodes = vec![];
@@ -133,16 +130,24 @@ fn step(
         profile(&nodes)?;
     }
     if let Some(path) = &a.json {
-        let value = serde_json::json!({
+        let mut value = serde_json::json!({
             "ledger": lines, "nodes": nodes.iter().map(node).collect::<Vec<_>>(),
             "recipe": config.text("recipe"), "preset": config.text("preset"), "device": device.describe(), "ms": ms, "unit": unit,
-            "per_s": work / ms * 1e3, "peak_bytes": planned, "measured_bytes": measured, "resident_bytes": resident, "setup_s": setup.as_secs_f64(), "repeat": a.repeat,
+            "per_s": work / ms * 1e3, "peak_bytes": planned, "setup_s": setup.as_secs_f64(), "repeat": a.repeat,
             "memory_budget": fitted.as_ref().map(|f| f.budget), "chosen": fitted.as_ref().map(|f| &f.changes),
             "estimated_more_time": fitted.as_ref().map(|f| f.seconds[1] / f.seconds[0] - 1.0),
         });
+        join(&mut value, measured.json());
         write_json(Some(path), &value)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Adds the fields of one JSON object to another.
+fn join(to: &mut serde_json::Value, from: serde_json::Value) {
+    if let (Some(to), serde_json::Value::Object(from)) = (to.as_object_mut(), from) {
+        to.extend(from);
+    }
 }
 
 /// How often each pass that can be switched off was applied, over all programs.
@@ -152,7 +157,7 @@ fn applied(s: &Session) -> Vec<(&'static str, usize)> {
 }
 
 /// All replies to all prompts of the first recipe that writes them, by the base alone and with adapters on it.
-fn generate(a: &BenchArgs, device: &engine::Device, taken: &Taken, recipes: Recipes) -> Result<ExitCode> {
+fn generate(a: &BenchArgs, device: &engine::Device, recipes: Recipes) -> Result<ExitCode> {
     if a.ledger {
         bail!("bench generate has no --ledger: switch passes off by hand, --pass fuse-decode=off");
     }
@@ -190,7 +195,10 @@ fn generate(a: &BenchArgs, device: &engine::Device, taken: &Taken, recipes: Reci
             ms / w.new_tokens as f64,
             human_bytes(peak),
         );
-        figures.push(serde_json::json!({ "adapters": adapters, "ms": ms, "per_s": tokens / ms * 1e3, "unit": "tok", "peak_bytes": peak, "measured_bytes": taken.bytes() }));
+        let mut figure =
+            serde_json::json!({ "adapters": adapters, "ms": ms, "per_s": tokens / ms * 1e3, "unit": "tok", "peak_bytes": peak });
+        join(&mut figure, Measured::of(device).json());
+        figures.push(figure);
         if a.profile {
             // At the beginning: nodes are run several times, and caches have an end.
             writing.begin(&mut s)?;
@@ -220,6 +228,8 @@ struct Line {
     peak: u64,
     /// Loss, gradient norm and what else the last step reports.
     report: Vec<(String, f64)>,
+    /// How often each pass that can be switched off was applied.
+    applied: Vec<(&'static str, usize)>,
 }
 
 /// Milliseconds of the steps that count, sorted; and how long the very first took.
@@ -246,38 +256,35 @@ fn measure(a: &BenchArgs, recipe: &dyn Recipe, config: &Config, device: &engine:
     let mut task = recipe.task(config)?;
     let mut s = run::load(&*task, config, device)?;
     let (times, _) = timed(a, &mut *task, &mut s, device)?;
-    Ok(Line { ms: times[times.len() / 2], peak: run::peak(&s).total() as u64, report: task.report(&s)?.finish()?.values })
+    let report = task.report(&s)?.finish()?.values;
+    Ok(Line { ms: times[times.len() / 2], peak: run::peak(&s).total() as u64, report, applied: applied(&s) })
 }
 
-/// One line a pass: the same steps without it.
-fn ledger(
-    a: &BenchArgs,
-    recipe: &dyn Recipe,
-    config: &Config,
-    device: &engine::Device,
-    base: &Line,
-    applied: &[(&'static str, usize)],
-) -> Result<Vec<serde_json::Value>> {
+/// One line a pass: the same steps without it, or where it is off and `--also` names it, with it.
+fn ledger(a: &BenchArgs, recipe: &dyn Recipe, config: &Config, device: &engine::Device, base: &Line) -> Result<Vec<serde_json::Value>> {
     let (mut rows, mut json) = (vec![], vec![]);
-    for &(pass, sites) in applied {
-        if sites == 0 {
+    for (at, &(pass, sites)) in base.applied.iter().enumerate() {
+        let also = sites == 0 && a.also.iter().any(|name| name == pass);
+        if sites == 0 && !also {
             rows.push(vec![pass.into(), "0".into(), "-".into(), "-".into(), "-".into()]);
             continue;
         }
-        let mut without = config.clone();
-        without.set_pass_argument(&format!("{pass}=off"))?;
-        let off = measure(a, recipe, &without, device)?;
+        let mut switched = config.clone();
+        switched.set_pass_argument(&format!("{pass}={}", if also { "auto" } else { "off" }))?;
+        let other = measure(a, recipe, &switched, device)?;
+        let (on, off) = if also { (&other, base) } else { (base, &other) };
+        let sites = on.applied[at].1;
         let differ = |((_, x), (_, y)): (&(String, f64), &(String, f64))| (x - y).abs() / y.abs().max(1e-30);
         // What is no number differs most of all.
-        let worst = off.report.iter().zip(&base.report).map(differ).fold(0.0, |worst, d| if d <= worst { worst } else { d });
+        let worst = off.report.iter().zip(&on.report).map(differ).fold(0.0, |worst, d| if d <= worst { worst } else { d });
         rows.push(vec![
-            pass.into(),
+            if also { format!("{pass}, switched on") } else { pass.into() },
             sites.to_string(),
-            format!("{:+.1}%", 100.0 * (off.ms / base.ms - 1.0)),
-            format!("{}{}", if off.peak < base.peak { "-" } else { "+" }, human_bytes(off.peak.abs_diff(base.peak))),
+            format!("{:+.1}%", 100.0 * (off.ms / on.ms - 1.0)),
+            format!("{}{}", if off.peak < on.peak { "-" } else { "+" }, human_bytes(off.peak.abs_diff(on.peak))),
             format!("{worst:.1e}"),
         ]);
-        json.push(serde_json::json!({ "pass": pass, "sites": sites, "ms": base.ms, "ms_off": off.ms, "peak": base.peak, "peak_off": off.peak, "numbers_differ_by": worst }));
+        json.push(serde_json::json!({ "pass": pass, "sites": sites, "ms": on.ms, "ms_off": off.ms, "peak": on.peak, "peak_off": off.peak, "numbers_differ_by": worst, "switched_on": also }));
     }
     out!("each pass switched off, after {} steps:", a.warmup + a.repeat);
     out_part!("{}", table(&["pass", "sites", "slower by", "memory", "numbers differ by"], &rows));
@@ -318,37 +325,6 @@ fn profile(all: &[engine::cuda::Timed]) -> Result<()> {
     let kinds = by(&kind);
     out_part!("{}", table(&columns("node"), &kinds[..kinds.len().min(40)]));
     Ok(())
-}
-
-/// What is taken from a GPU's memory between two moments: everything beyond the CUDA context, kernels and libraries' own buffers included. Other processes
-/// on the card must hold still meanwhile.
-struct Taken<'d> {
-    device: &'d engine::Device,
-    free: Option<u64>,
-}
-
-impl Taken<'_> {
-    fn new(device: &engine::Device) -> Taken<'_> {
-        Taken { device, free: free_bytes(device) }
-    }
-
-    fn bytes(&self) -> Option<u64> {
-        Some(self.free?.saturating_sub(free_bytes(self.device)?))
-    }
-}
-
-fn free_bytes(device: &engine::Device) -> Option<u64> {
-    match device {
-        engine::Device::Cpu(..) => None,
-        engine::Device::Cuda(cuda, _) => Some(cuda.memory().1 as u64),
-    }
-}
-
-/// The most memory that this process has had, as Linux counts it.
-fn peak_resident() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/self/status").ok()?;
-    let kib: u64 = text.lines().find(|l| l.starts_with("VmHWM"))?.split_whitespace().nth(1)?.parse().ok()?;
-    Some(kib * 1024)
 }
 
 /// Every op at the recipes' shapes. On a GPU in bf16, forward and backward, compared with what the card reaches in a copy and in a large GEMM.

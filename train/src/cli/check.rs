@@ -1,6 +1,6 @@
 //! `kiln check`: ops, passes, kernels and golden files against what they should be.
 
-use super::{DeviceArgs, Recipes, offered};
+use super::{DeviceArgs, Recipes, SwitchArgs, offered};
 use crate::golden::{Compared, Golden, Rule, compare, rule};
 use crate::recipe::{Computed, find_in};
 use crate::report::table;
@@ -110,9 +110,8 @@ struct GoldenArgs {
     /// Saves what kiln computed, under the golden file's names
     #[arg(long, value_name = "OUT.safetensors")]
     write: Option<PathBuf>,
-    /// Switches a pass (repeatable)
-    #[arg(long = "pass", value_name = "NAME=off|auto|require")]
-    passes: Vec<String>,
+    #[command(flatten)]
+    switches: SwitchArgs,
     #[command(flatten)]
     device: DeviceArgs,
 }
@@ -276,14 +275,11 @@ fn kernels(ops: &[&engine::op::Entry], sm: &[u32], every_shape: bool) -> Result<
             _ => texts.retain(|(text, _)| !same_as_oldest.contains(text)),
         }
         for chunk in texts.chunks(64) {
-            // One by one only where something is wrong, to name it.
             let sources: Vec<&str> = chunk.iter().map(|t| t.0.as_str()).collect();
-            if compiler.compile_all(&sources).is_err() {
-                for (text, name) in chunk {
-                    if let Err(e) = compiler.compile(text) {
-                        failed += 1;
-                        out!("FAIL  {name}: {e}");
-                    }
+            for ((_, name), made) in chunk.iter().zip(compiler.compile_all(&sources)) {
+                if let Err(e) = made {
+                    failed += 1;
+                    out!("FAIL  {name}: {e}");
                 }
             }
         }
@@ -312,7 +308,7 @@ fn golden(a: GoldenArgs, recipes: Recipes) -> Result<ExitCode> {
         bail!("--cosine {cosine} is not between 0 and 1");
     }
     let device = a.device.open()?;
-    let switches = super::switches(&a.passes, Switches::default())?;
+    let switches = a.switches.over(Switches::default())?;
     let mut failed = false;
     for path in &a.files {
         let file = Golden::open(path)?;

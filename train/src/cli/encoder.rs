@@ -1,6 +1,6 @@
 //! `kiln check encoder`: embeddings of a folder in the sentence-transformers layout.
 
-use super::DeviceArgs;
+use super::{DeviceArgs, SwitchArgs};
 use crate::models::{Encoder, EncoderFeeds};
 use crate::recipe::Session;
 use anyhow::{Result, bail};
@@ -21,15 +21,14 @@ pub struct EncoderArgs {
     /// Saves the tensor `embeddings` [texts, width]
     #[arg(long, value_name = "OUT.safetensors")]
     write: Option<PathBuf>,
-    /// Switches a pass (repeatable)
-    #[arg(long = "pass", value_name = "NAME=off|auto|require")]
-    passes: Vec<String>,
+    #[command(flatten)]
+    switches: SwitchArgs,
     #[command(flatten)]
     device: DeviceArgs,
 }
 
 pub fn run(a: EncoderArgs) -> Result<ExitCode> {
-    let switches = super::switches(&a.passes, Switches::default())?;
+    let switches = a.switches.over(Switches::default())?;
     let encoder = Encoder::open(&a.folder)?;
     let s = &encoder.shape;
     out!(

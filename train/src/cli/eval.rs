@@ -1,6 +1,6 @@
 //! `kiln eval`: a checkpoint on the validation data, with what each number means.
 
-use super::{DeviceArgs, Opened, Recipes, Which, write_json};
+use super::{DeviceArgs, Opened, PresetArgs, Recipes, Which, write_json};
 use crate::checkpoint::{AVERAGED, Checkpoint};
 use crate::recipe::{Better, Evaluation, Extent, Metric, Survey, Task};
 use crate::run;
@@ -23,6 +23,8 @@ pub struct EvalArgs {
     which: Which,
     #[command(flatten)]
     device: DeviceArgs,
+    #[command(flatten)]
+    preset: PresetArgs,
     /// Another data set of the same tokenizer, or of the same classes; a CSV file of Sudokus, of which those are taken that no training may
     /// learn from
     #[arg(long)]
@@ -52,6 +54,7 @@ pub fn run(a: EvalArgs, recipes: Recipes) -> Result<ExitCode> {
     let device = a.device.open()?;
     let opened = Opened::new(&a.checkpoint, &a.which, recipes)?;
     let (found, mut config) = (&opened.found, opened.config.clone());
+    a.preset.set(&mut config);
     if let Some(path) = &a.data {
         config.set_value("data.path", path.display().to_string().into())?;
     }

@@ -1,6 +1,6 @@
 //! `kiln generate`: text from a checkpoint or a model folder.
 
-use super::{DeviceArgs, Opened, Recipes, Which};
+use super::{DeviceArgs, Opened, Recipes, SwitchArgs, Which};
 use crate::data::Tokenizer;
 use crate::data::chats::Message;
 use crate::models::Adapter;
@@ -51,9 +51,8 @@ pub struct GenerateArgs {
     /// The model's folder that an adapter is on; if not given, the one that its adapter_config.json names
     #[arg(long, value_name = "FOLDER", conflicts_with = "adapter")]
     base: Option<PathBuf>,
-    /// Switches a pass, for a model's folder: bf16=off (repeatable)
-    #[arg(long = "pass", value_name = "NAME=off|auto|require")]
-    passes: Vec<String>,
+    #[command(flatten)]
+    switches: SwitchArgs,
     /// 0 always takes the most likely token
     #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f32,
@@ -101,12 +100,14 @@ pub fn run(a: GenerateArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.checkpoint.join("config.json").exists() {
         return folder(&a, &a.checkpoint, a.adapter.as_deref(), &device);
     }
-    if a.adapter.is_some() || !a.passes.is_empty() {
+    if a.adapter.is_some() || !a.switches.passes.is_empty() {
         bail!("--adapter and --pass are for a model's folder; {} has no config.json (a run has its own)", a.checkpoint.display());
     }
     let opened = Opened::new(&a.checkpoint, &a.which, recipes)?;
-    let Opened { found, config, recipe, .. } = &opened;
-    let model = opened.offered("write text", |r| r.writes())?.text_model(config, Some(found))?;
+    let Opened { found, recipe, .. } = &opened;
+    let mut config = opened.config.clone();
+    a.switches.preset.set(&mut config);
+    let model = opened.offered("write text", |r| r.writes())?.text_model(&config, Some(found))?;
     let mut s = Session::new(&device, &config.switches()?, config.seed());
     let fill = |s: &mut Session| Ok(s.load_used_params(&opened.weights()?, &found.path.display().to_string())?);
     match model {
@@ -196,7 +197,7 @@ fn folder(a: &GenerateArgs, path: &Path, adapter: Option<&Path>, device: &Device
     if matches!(device, Device::Cuda(..)) {
         switches.set("bf16", "auto")?;
     }
-    let switches = super::switches(&a.passes, switches)?;
+    let switches = a.switches.over(switches)?;
     talk(a, &chat, &mut Session::new(device, &switches, 0), |_| Ok(()))
 }
 

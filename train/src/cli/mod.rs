@@ -31,6 +31,7 @@ mod model;
 mod passes;
 mod plan;
 mod predict;
+mod prune;
 mod recipes;
 mod signals;
 mod solve;
@@ -42,6 +43,7 @@ use crate::recipe::{self, Recipe};
 use crate::run::{find_best, find_checkpoint};
 use anyhow::{Context, Result, bail};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use engine::passes::Preset;
 use engine::{Device, Switches};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -103,6 +105,8 @@ commands! {
     Solve: solve::SolveArgs,
     /// Writes a checkpoint for other programs: a model for transformers, adapters for PEFT, a GGUF file for llama.cpp
     Export: export::ExportArgs,
+    /// Prunes a model's folder to 2:4 sparsity, or says whether it is pruned
+    Prune: prune::PruneArgs,
     /// Memory, arithmetic and what every pass would do, without running
     Plan: plan::PlanArgs,
     /// Checks ops, passes, golden files, or the folder of a model or an encoder
@@ -318,19 +322,47 @@ pub struct ConfigArgs {
     /// Decides initial values, the order of the data and every random draw
     #[arg(long)]
     seed: Option<u64>,
+    #[command(flatten)]
+    switches: SwitchArgs,
+}
+
+/// Which passes are on.
+#[derive(Args, Clone, Default)]
+pub struct SwitchArgs {
+    #[command(flatten)]
+    preset: PresetArgs,
     /// Switches a pass; settings follow after commas (repeatable)
     #[arg(long = "pass", value_name = "NAME=off|auto|require")]
     passes: Vec<String>,
 }
 
-/// The switches with `--pass` arguments laid over them, each NAME=off|auto|require.
-pub fn switches(passes: &[String], mut over: Switches) -> Result<Switches> {
-    for p in passes {
-        let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
-        over.set(name, value)?;
-        Switches::formerly(name).into_iter().for_each(|(_, note)| crate::warn!("note: {note}"));
+/// A preset of passes.
+#[derive(Args, Clone, Default)]
+pub struct PresetArgs {
+    /// Which passes are on, by what they change in the numbers: none; exact: those that are bit for bit the same; reordered (the default): also sums
+    /// in another order; fast: also narrower types. --pass and [passes] are above it
+    #[arg(long, alias = "optimize", value_name = "none|exact|reordered|fast", value_parser = Preset::named)]
+    optimise: Option<Preset>,
+}
+
+impl SwitchArgs {
+    /// These switches with what was typed laid over them.
+    pub fn over(&self, mut switches: Switches) -> Result<Switches> {
+        switches.preset = self.preset.optimise.unwrap_or(switches.preset);
+        for p in &self.passes {
+            let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
+            switches.set(name, value)?;
+            Switches::formerly(name).into_iter().for_each(|(_, note)| crate::warn!("note: {note}"));
+        }
+        Ok(switches)
     }
-    Ok(over)
+}
+
+impl PresetArgs {
+    /// Sets it in a run's config, where it was typed.
+    pub fn set(&self, config: &mut Config) {
+        self.optimise.into_iter().for_each(|preset| config.set_preset(preset));
+    }
 }
 
 impl ConfigArgs {
@@ -376,7 +408,8 @@ impl ConfigArgs {
         if let Some(seed) = self.seed {
             config.set_seed(seed);
         }
-        for p in &self.passes {
+        self.switches.preset.set(&mut config);
+        for p in &self.switches.passes {
             config.set_pass_argument(p)?;
         }
         config.absolute_paths()?;

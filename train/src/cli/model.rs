@@ -1,6 +1,6 @@
 //! `kiln check model`: what a folder in the Hugging Face layout holds, and the logits of its model.
 
-use super::DeviceArgs;
+use super::{DeviceArgs, SwitchArgs};
 use crate::data::Tokenizer;
 use crate::models::decoder::{Base, Decoder, Places, Rows};
 use crate::models::{Adapter, Folder, Shape};
@@ -34,15 +34,14 @@ pub struct ModelArgs {
     /// Saves all logits: a tensor [tokens, vocabulary] for each prompt, called 0, 1, ..
     #[arg(long, value_name = "OUT.safetensors")]
     write: Option<PathBuf>,
-    /// Switches a pass (repeatable)
-    #[arg(long = "pass", value_name = "NAME=off|auto|require")]
-    passes: Vec<String>,
+    #[command(flatten)]
+    switches: SwitchArgs,
     #[command(flatten)]
     device: DeviceArgs,
 }
 
 pub fn run(a: ModelArgs) -> Result<ExitCode> {
-    let switches = super::switches(&a.passes, Switches::default())?;
+    let switches = a.switches.over(Switches::default())?;
     let folder = Folder::open(&a.folder)?;
     let adapter = a.adapter.as_ref().map(|path| Adapter::open(path, &folder.shape, Some(&folder.path))).transpose()?;
     describe(&folder, adapter.as_ref())?;

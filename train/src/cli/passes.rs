@@ -1,17 +1,19 @@
 //! `kiln passes`: every pass and executor setting, with its default, its settings and what it changes in the numbers.
 
-use super::{Recipes, write_json};
-use anyhow::Result;
+use super::{PresetArgs, Recipes, write_json};
+use crate::report::table;
+use anyhow::{Result, bail};
 use clap::Args;
-use engine::DType;
 use engine::executor::EXECUTOR;
-use engine::passes::{Numerics, Stage, Switch, all};
+use engine::passes::{Numerics, Preset, Stage, Switch, Target, all};
 use engine::program::imagined;
+use engine::{DType, Switches};
 use std::process::ExitCode;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln passes
+  kiln passes --optimise fast --for-sm 80
   kiln train {recipe} --pass recompute=auto,what=memory-bound --pass flash-attention=require
   kiln passes --markdown")]
 pub struct PassesArgs {
@@ -21,9 +23,20 @@ pub struct PassesArgs {
     /// Prints JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    preset: PresetArgs,
+    /// With --optimise: the GPU of the table, 90 for compute capability 9.0
+    #[arg(long, value_name = "SM", value_parser = clap::value_parser!(u32).range(80..=130), default_value_t = 90, requires = "optimise")]
+    for_sm: u32,
 }
 
 pub fn run(a: PassesArgs, _: Recipes) -> Result<ExitCode> {
+    if let Some(preset) = a.preset.optimise {
+        if a.markdown || a.json {
+            bail!("--optimise prints a table: leave out --markdown and --json");
+        }
+        return show(preset, a.for_sm);
+    }
     if a.markdown {
         out_part!("{}", page());
     } else if a.json {
@@ -41,16 +54,34 @@ pub fn run(a: PassesArgs, _: Recipes) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What a preset does with every switch: on the CPU, on a GPU, and there for a run that asks for bf16.
+fn show(preset: Preset, sm: u32) -> Result<ExitCode> {
+    let gpu = imagined(sm);
+    let plain = Switches::of(preset);
+    let bf16 = plain.clone().with("bf16", "auto")?;
+    let mut rows = vec![];
+    for p in all().filter(|p| !p.required()) {
+        let mode = |switches: &Switches, target| switches.mode(p, target).name().to_string();
+        let note = plain.mode_and_note(p, gpu).1.unwrap_or_default();
+        rows.push(vec![p.name().into(), mode(&plain, Target::Cpu), mode(&plain, gpu), mode(&bf16, gpu), numbers(p), note]);
+    }
+    let on_gpu = format!("GPU {}.{}", sm / 10, sm % 10);
+    out!("--optimise {}: the mode of every pass of which neither --pass nor [passes] says anything\n", preset.name());
+    out_part!("{}", table(&["pass", "CPU", &on_gpu, "with bf16=auto", "numbers", "notes"], &rows));
+    Ok(ExitCode::SUCCESS)
+}
+
 fn described(numerics: Numerics) -> &'static str {
     match numerics {
         Numerics::Exact => "bit for bit the same",
         Numerics::Reordered => "the same sums in another order",
         Numerics::LowPrecision => "rounded to a narrower type",
+        Numerics::Changed => "those of another model",
     }
 }
 
 fn on_cpu(p: &dyn Switch) -> &'static str {
-    described(p.numerics(engine::passes::Target::Cpu, DType::F32))
+    described(p.numerics(Target::Cpu, DType::F32))
 }
 
 fn json(p: &'static dyn Switch) -> serde_json::Value {
@@ -131,6 +162,10 @@ Every optimisation is a pass over the recorded graph. Passes run in the order of
 Switch one with `--pass NAME=off|auto|require`; settings follow after commas, as in `--pass {}`. With `auto`, a pass applies
 where it can and says where and why it declined. With `require`, a site that it declines is an error. In a config file, passes are keys of the
 section `[passes]`.
+
+Presets switch all passes of which nothing else is said, by what they change in the numbers: `--optimise none`, `exact` (those that are bit for bit
+the same, in the types that the run computes in), `reordered` (the default) and `fast` (bf16, FP8 and TF32 too, where the GPU has them). In a config
+file, that is the key `optimise`. `kiln passes --optimise fast` shows what a preset switches.
 
 \"Numbers\" says what switching the pass changes in the results. `kiln bench RECIPE --ledger` measures that, and what each pass gains.
 \n",

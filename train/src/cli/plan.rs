@@ -64,7 +64,7 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
         write_json(None, &serde_json::Value::Array(compiled.iter().map(described).collect()))?;
         return Ok(ExitCode::SUCCESS);
     }
-    out!("{}: each program before it runs (programs share state and arena)", config.title());
+    out!("{}: each program before it runs, as planned (programs share state and arena; train and bench measure, too)", config.title());
     let value = |key: &str| config.value("model", key).map_or(String::new(), shown);
     let sizes: Vec<String> = config.of_base().iter().map(|key| format!("{} = {}", key.name, value(key.name))).collect();
     if !sizes.is_empty() {

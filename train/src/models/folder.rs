@@ -146,7 +146,7 @@ impl Folder {
     }
 
     /// What the files call a weight: some leave out the prefix.
-    fn called<'a>(&self, theirs: &'a str) -> &'a str {
+    pub(super) fn called<'a>(&self, theirs: &'a str) -> &'a str {
         let short = theirs.strip_prefix(self.shape.family.names.prefix).unwrap_or(theirs);
         if self.holds.contains_key(theirs) { theirs } else { short }
     }

@@ -20,6 +20,7 @@ mod folder;
 pub mod gguf;
 mod lora;
 mod peft;
+mod prune;
 mod shape;
 
 pub use card::card;
@@ -29,6 +30,7 @@ pub(crate) use folder::{CARD, GENERATION};
 pub use folder::{Folder, Weight, write_weights};
 pub use lora::{Lora, Target};
 pub use peft::{Adapter, write_adapter};
+pub use prune::{Pruned, prune};
 pub use shape::{RopeScaling, Shape};
 
 use crate::checkpoint::CheckpointError;

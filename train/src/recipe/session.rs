@@ -22,6 +22,8 @@ pub struct Session {
     pub profile: Option<Vec<engine::cuda::Timed>>,
     /// Set when work is to end early.
     pub stop: Arc<AtomicBool>,
+    /// Whether something fell back since the receipts were written down.
+    pub fell_back: bool,
 }
 
 impl Session {
@@ -34,6 +36,7 @@ impl Session {
             programs: BTreeMap::new(),
             profile: None,
             stop: Arc::default(),
+            fell_back: false,
         }
     }
 
@@ -72,7 +75,22 @@ impl Session {
 
     pub fn load_compiled(&mut self, name: &str, compiled: Compiled) -> Result<(), TrainError> {
         self.programs.insert(name.into(), Program::from_compiled(compiled, &self.device, &mut self.store)?);
+        self.say_fallbacks(name);
         Ok(())
+    }
+
+    /// Warns of what did not work on the device and was replaced.
+    fn say_fallbacks(&mut self, name: &str) {
+        for f in self.programs.get_mut(name).map(|p| p.fell_back()).unwrap_or_default() {
+            crate::warn!(
+                "warning: program '{name}', {} (in {}): {} (--pass {}=require makes it an error)",
+                f.setting,
+                f.site,
+                f.reason,
+                f.setting
+            );
+            self.fell_back = true;
+        }
     }
 
     pub fn run(&mut self, name: &str, feeds: &[(&str, Data)]) -> Result<(), TrainError> {
@@ -81,7 +99,9 @@ impl Session {
             profile.extend(program.profile(&mut self.store, feeds)?);
             return Ok(());
         }
-        Ok(program.run(&mut self.store, feeds)?)
+        program.run(&mut self.store, feeds)?;
+        self.say_fallbacks(name);
+        Ok(())
     }
 
     pub fn read(&self, program: &str, output: &str) -> Result<Vec<f32>, TrainError> {

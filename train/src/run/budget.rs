@@ -221,7 +221,7 @@ impl Search<'_> {
     fn refusal(&mut self) -> Result<TrainError, TrainError> {
         let smallest = self.smallest.clone().ok_or_else(|| TrainError::Other("nothing was planned".into()))?;
         let (switches, split) = (smallest.config.switches()?, self.split(smallest.parts)?);
-        let open = |pass: &&str| is_off(&switches, pass) && !self.base.is_given(&format!("passes.{pass}"));
+        let open = |pass: &&str| is_off(&switches, pass, self.limits.target) && !self.base.is_given(&format!("passes.{pass}"));
         let mut help = vec![];
         self.passes.clear();
         for pass in ["adam8bit", "bf16"].into_iter().filter(open).collect::<Vec<_>>() {
@@ -243,8 +243,8 @@ fn blocks(task: &dyn Task) -> usize {
     task.graphs().iter().filter(|(_, g)| differentiated(g)).map(|(_, g)| g.blocks()).min().unwrap_or(0)
 }
 
-fn is_off(switches: &Switches, pass: &str) -> bool {
-    all().find(|p| p.name() == pass).is_some_and(|p| switches.mode(p) == Mode::Off)
+fn is_off(switches: &Switches, pass: &str, target: Target) -> bool {
+    all().find(|p| p.name() == pass).is_some_and(|p| switches.mode(p, target) == Mode::Off)
 }
 
 /// What a device does in a second, roughly: bytes moved, operations on f32, on 16 bits and on 8; and what it takes to begin an op.

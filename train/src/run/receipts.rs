@@ -15,7 +15,7 @@ pub fn receipts_table(receipts: &[(&str, &[Receipt])], all: bool) -> String {
         let mode = own.first().map_or("off", |r| r.mode.name());
         let notes = together(&own).map_or(String::new(), |r| r.summary());
         let is_off = mode == "off";
-        if applied + declined == 0 && !all {
+        if applied + declined == 0 && !all && !(is_off && !notes.is_empty()) {
             *(if is_off { &mut off } else { &mut idle }) += 1;
             continue;
         }

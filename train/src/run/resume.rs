@@ -3,7 +3,7 @@
 use super::best;
 use super::folder::has_saved;
 use crate::checkpoint::{self, AVERAGED, Checkpoint, MODEL, Skipped};
-use crate::config::{Config, TrainConfig};
+use crate::config::{Config, OPTIMISE, TrainConfig};
 use crate::recipe::{Converted, Session, Task, TrainError};
 use crate::{metrics, say, warn};
 use std::path::Path;
@@ -75,14 +75,15 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
     let moved = |k: &str| task.paths().iter().any(|(key, what)| *key == k && identity[what].is_string());
     // Runs of earlier versions note a preset's sizes beside a base that has its own.
     let of_base = |k: &str| config.of_base().iter().any(|key| k == format!("model.{}", key.name));
-    let free = |k: &str| config.is_free(k) || k.starts_with("passes.") || moved(k) || of_base(k);
+    let switches = |k: &str| k.starts_with("passes.") || k == OPTIMISE;
+    let free = |k: &str| config.is_free(k) || switches(k) || moved(k) || of_base(k);
     if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !free(k)) {
         return Err(TrainError::Other(format!(
             "checkpoint {} is of another config: {key} was {was}, now it is {is} (start a new run from its weights with --init-from)",
             found.path.display()
         )));
     }
-    for (key, was, is) in changed.iter().filter(|(k, ..)| k.starts_with("passes.")) {
+    for (key, was, is) in changed.iter().filter(|(k, ..)| switches(k)) {
         say!("{key} was {was}, now it is {is}: numbers may differ in the last bits from here on");
     }
     same_tokenizer(found, task)?;

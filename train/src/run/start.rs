@@ -11,7 +11,7 @@ use crate::optim::ema;
 use crate::recipe::{Session, Task, TrainError};
 use crate::report::human_count;
 use crate::{say, warn};
-use engine::passes::Receipt;
+use engine::passes::{Preset, Receipt};
 use engine::{Device, Role};
 use std::path::Path;
 
@@ -121,7 +121,11 @@ fn say_what_runs(name: &str, s: &Session, verbose: bool) {
         0 => String::new(),
         n => format!(", {} more that are frozen", human_count(n as f64)),
     };
-    say!("{name} on {}: {} parameters{frozen}", s.device.describe(), human_count(s.parameters(Role::Param) as f64));
+    let preset = match s.switches.preset {
+        Preset::Reordered => String::new(),
+        other => format!("; passes by --optimise {}", other.name()),
+    };
+    say!("{name} on {}: {} parameters{frozen}{preset}", s.device.describe(), human_count(s.parameters(Role::Param) as f64));
     let named: Vec<(&str, &[Receipt])> = s.programs.iter().map(|(n, p)| (n.as_str(), &p.receipts[..])).collect();
     say!("{}{}", receipts_table(&named, verbose), peak(s).line());
 }

@@ -4,13 +4,14 @@ use super::best::{self, Best};
 use super::folder::{Notes, Place, io, lock, note_saved, save};
 use super::show::{draw, epoch_line, indent, progress};
 use super::start::Ready;
-use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, receipts_json, write_whole};
+use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, peak, receipts_json, write_whole};
 use crate::config::{Config, TrainConfig};
 use crate::epochs::Epochs;
+use crate::memory::Measured;
 use crate::metrics::Metrics;
 use crate::optim::schedule::rate;
 use crate::recipe::{Evaluation, Metric, Pending, Session, Step, Task, TrainError};
-use crate::report::{human_count, human_time};
+use crate::report::{human_bytes, human_count, human_time};
 use crate::speed::Speed;
 use crate::{checkpoint, files, say, warn};
 use indicatif::ProgressBar;
@@ -97,7 +98,7 @@ impl<'a> Run<'a> {
             }
         }
         write_whole(&out.join("config.toml"), &format!("{}{END}", config.to_toml()))?;
-        write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(&s)).expect("plain values"))?;
+        write_receipts(out, &s)?;
         note_saved(out, from.is_some())?;
         let kept = if c.keep_best { best.clone() } else { Best::default() };
         if !best::mark(out, &kept)? {
@@ -148,6 +149,9 @@ impl<'a> Run<'a> {
         self.done = step + 1;
         for w in self.s.programs.values_mut().filter_map(|p| p.warmed_up()) {
             self.bar.suspend(|| say!("step {}: {} is active from here on, after {} steps without it", step + 1, w.pass, w.runs));
+        }
+        if std::mem::take(&mut self.s.fell_back) {
+            write_receipts(&self.options.out, &self.s)?;
         }
         self.interrupted = self.options.stop.load(Ordering::Relaxed);
         let evaluates = self.due(self.c.eval_every) || self.c.eval_every == 0 && self.epochs.as_ref().is_some_and(|e| e.ends(self.done));
@@ -243,6 +247,7 @@ impl<'a> Run<'a> {
             values.push(("epoch".into(), e.after(at)));
         }
         values.extend([("learning_rate".into(), rate(&self.c, at - 1)), ("per_second".into(), per_second)]);
+        values.extend(Measured::of(&self.s.device).metrics());
         let evaluated = self.evaluated.as_ref().filter(|_| at == self.done);
         for (name, value) in evaluated.into_iter().flat_map(|e| &e.values) {
             values.extend(self.epochs.as_ref().and_then(|e| e.mean(name)).map(|mean| (format!("epoch_{name}"), mean)));
@@ -342,9 +347,14 @@ impl<'a> Run<'a> {
         if let Some(line) = engine::passes::loss_scale(&self.s.store)? {
             say!("{line}");
         }
+        say!("planned peak {}, measured {}", human_bytes(peak(&self.s).total() as u64), Measured::of(&self.s.device).line());
         say!("done in {}", human_time(started.elapsed()));
         Ok(Finished { step: done, interrupted: false })
     }
+}
+
+fn write_receipts(out: &Path, s: &Session) -> Result<(), TrainError> {
+    write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(s)).expect("plain values"))
 }
 
 /// Values of a step, for a checkpoint.

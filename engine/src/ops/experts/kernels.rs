@@ -44,12 +44,12 @@ pub(super) struct Tile {
 pub(super) const TILE_ROWS: usize = 128;
 
 impl Tile {
-    /// None if the plain kernel was chosen, or if an input is not aligned to 16 bytes.
+    /// None if the plain kernel was chosen, or if an input is not aligned to 16 bytes. An older GPU has an older kernel than the chosen one.
     pub(super) fn new(kernel: Kernel, arch: Arch, dtype: DType, offsets: &[usize], columns: usize, transposed: [bool; 2]) -> Option<Tile> {
-        if kernel == Kernel::Plain || offsets.iter().any(|o| !o.is_multiple_of(8)) {
+        if kernel == Kernel::Plain || arch.sm < 80 || offsets.iter().any(|o| !o.is_multiple_of(8)) {
             return None;
         }
-        let tile = Tile { wgmma: kernel == Kernel::Wgmma, dtype, columns, stages: 0, transposed };
+        let tile = Tile { wgmma: kernel == Kernel::Wgmma && arch.sm == 90, dtype, columns, stages: 0, transposed };
         Some(Tile { stages: ((arch.shared_limit() - tile.slack()) / tile.stage()).min(4), ..tile })
     }
 

@@ -2,7 +2,7 @@
 
 use super::layers::Layers;
 use super::{forward, wanted};
-use crate::graph::{Graph, Kind, Value};
+use crate::graph::{Graph, Kind, Node, Value};
 use crate::ops::norm::RmsNorm;
 use crate::ops::norm::add::AddRmsNorm;
 use crate::ops::pointwise::Pointwise;
@@ -14,24 +14,19 @@ const LITTLE: usize = 32;
 
 /// Everything inside these blocks of the model whose value does not leave its block.
 pub fn inside_blocks(g: &Graph, layers: &Layers) -> HashSet<Value> {
-    let mut leaves = vec![false; g.nodes.len()];
+    let mut leaves: HashSet<Value> = g.roots().collect();
     for n in g.nodes.iter().filter(|n| !n.backward) {
-        for v in &n.inputs {
-            leaves[v.node] |= g.nodes[v.node].block != n.block;
-        }
-    }
-    for v in g.roots() {
-        leaves[v.node] = true;
+        leaves.extend(n.inputs.iter().filter(|v| g.nodes[v.node].block != n.block));
     }
     // A view that leaves the block keeps what it is a view of.
     for i in (0..g.nodes.len()).rev().filter(|&i| g.nodes[i].is_view()) {
-        leaves[g.nodes[i].inputs[0].node] |= leaves[i];
+        if leaves.contains(&Value { node: i, out: 0 }) {
+            leaves.insert(g.nodes[i].inputs[0]);
+        }
     }
-    let inside = |i: &usize| {
-        let n = &g.nodes[*i];
-        matches!(n.kind, Kind::Op(_)) && !n.is_view() && !n.backward && !leaves[*i] && layers.has(n.block)
-    };
-    (0..g.nodes.len()).filter(inside).flat_map(|node| (0..g.nodes[node].outputs.len()).map(move |out| Value { node, out })).collect()
+    let inside = |n: &Node| matches!(n.kind, Kind::Op(_)) && !n.is_view() && !n.backward && layers.has(n.block);
+    let of = |(node, n): (usize, &Node)| (0..if inside(n) { n.outputs.len() } else { 0 }).map(move |out| Value { node, out });
+    g.nodes.iter().enumerate().flat_map(of).filter(|v| !leaves.contains(v)).collect()
 }
 
 /// Forward pointwise ops that a backward pointwise op can recompute, since it reads all of their inputs. The pass `fuse-pointwise` fuses the two.

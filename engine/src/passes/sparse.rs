@@ -1,0 +1,97 @@
+//! 2:4 sparsity while training: linear layers compute with weights of which two of every four are 0; the optimizer keeps the dense ones.
+
+use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Role, Value};
+use crate::meta::DType;
+use crate::ops::matmul::Matmul;
+use crate::ops::sparse::Sparse24;
+use crate::record::{Recorder, Var};
+use std::collections::HashMap;
+
+pub struct Sparse;
+
+impl Switch for Sparse {
+    fn name(&self) -> &'static str {
+        "sparse-2:4"
+    }
+
+    fn about(&self) -> &'static str {
+        "2:4 sparsity: the linear layers of the model's blocks compute with weights of which the two smallest of every four are 0. The optimizer keeps dense weights, and gradients reach all of them (straight-through). The GEMMs stay dense: pruned anew at every step, a weight is compressed in more time than a sparse GEMM gains."
+    }
+
+    fn default_mode(&self) -> Mode {
+        Mode::Off
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Changed
+    }
+
+    fn settings(&self) -> &'static [Setting] {
+        &[Setting { name: "least", default: "64", about: "weights with fewer rows or columns (routers, adapters) stay dense" }]
+    }
+
+    fn variants(&self) -> &'static [&'static str] {
+        &["auto,least=8"]
+    }
+
+    fn example(&self, r: &Recorder) {
+        let x = r.feed("x", &[6, 8], DType::F32);
+        let h = r.block("block", || x.linear(r.param("w", &[16, 8], Init::Normal { std: 0.3 })));
+        r.output("y", h);
+    }
+}
+
+impl Pass for Sparse {
+    fn stage(&self) -> Stage {
+        Stage::Fused
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["cse"]
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let least = settings.number("least")?;
+        // Weight -> whether sums go along its rows, as they lie in memory.
+        let mut weights: HashMap<Value, bool> = HashMap::new();
+        for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.block != 0 && !n.typed && !n.narrow) {
+            let Some([_, b]) = g.plain_matmul(i) else { continue };
+            let (stored, by_rows) = g.transpose_of(b).map_or((b, false), |of| (of, true));
+            let Kind::State(state) = &g.nodes[stored.node].kind else { continue };
+            if state.role != Role::Param {
+                continue;
+            }
+            let (rows, columns) = (g.meta(stored).dim(1), g.meta(stored).dim(0));
+            if !if by_rows { columns } else { rows }.is_multiple_of(4) {
+                receipt.decline(format!("{rows} x {columns}: sums are no multiple of 4 long"), &node.scope);
+            } else if rows.min(columns) < least {
+                receipt.decline(format!("{rows} x {columns} is smaller than {least} (least)"), &node.scope);
+            } else {
+                weights.insert(stored, by_rows);
+            }
+        }
+        receipt.applied = weights.len();
+        let mut pruned: HashMap<Value, Value> = HashMap::new();
+        let old = g.clone();
+        g.rewrite(|w, i, node, inputs| {
+            let Some([_, b]) = old.plain_matmul(i).filter(|_| node.block != 0 && !node.typed && !node.narrow) else {
+                return Ok::<_, Error>(None);
+            };
+            let stored = old.transpose_of(b).unwrap_or(b);
+            let Some(&by_rows) = weights.get(&stored) else { return Ok(None) };
+            let masked = *pruned.entry(stored).or_insert_with(|| straight_through(w.at(stored), by_rows).value());
+            let masked = w.recorder.var(masked);
+            Ok(Some(w.recorder.op(node.op::<Matmul>().expect("a matmul").clone(), &[inputs[0], if by_rows { masked.t() } else { masked }])))
+        })?;
+        Ok(())
+    }
+}
+
+/// The pruned weight; its gradient is the whole weight's. Exact: where a number stays, 0 is added to it, elsewhere itself is taken away.
+fn straight_through<'g>(weight: Var<'g>, by_rows: bool) -> Var<'g> {
+    let prune = |v: Var<'g>| v.recorder().op1(Sparse24, &[v]);
+    let pruned = if by_rows { prune(weight) } else { prune(weight.t()).t() };
+    weight + (pruned - weight).stop_gradient()
+}

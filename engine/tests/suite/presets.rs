@@ -1,0 +1,110 @@
+//! Presets of switches by their numerics, and fallbacks of the GPU executor.
+
+use kiln_engine::passes::{Mode, Numerics, Preset, Receipt, Switch, Target, all};
+use kiln_engine::program::imagined;
+use kiln_engine::{Compiled, DType, Init, Recorder, Switches};
+
+fn switch(name: &str) -> &'static dyn Switch {
+    all().find(|s| s.name() == name).unwrap()
+}
+
+fn mode(switches: &Switches, name: &str, target: Target) -> Mode {
+    switches.mode(switch(name), target)
+}
+
+/// A linear layer that is worth FP8, trained.
+fn receipts(switches: &Switches, target: Target) -> Vec<Receipt> {
+    let r = Recorder::new();
+    let w = r.param("w", &[512, 512], Init::Normal { std: 0.1 });
+    let loss = r.feed("x", &[256, 512], DType::F32).linear(w).square().mean();
+    r.output("loss", loss);
+    r.output("dw", r.grad(loss, &[w])[0]);
+    Compiled::new(r.finish(), switches, target).unwrap().receipts
+}
+
+fn of<'a>(receipts: &'a [Receipt], name: &str) -> &'a Receipt {
+    receipts.iter().find(|r| r.pass == name).unwrap()
+}
+
+#[test]
+fn none_switches_off_what_can_be_off_and_reordered_is_the_default() {
+    for target in [Target::Cpu, imagined(90)] {
+        for s in all() {
+            let none = Switches::of(Preset::None).mode(s, target);
+            assert_eq!(none == Mode::Off, !s.required(), "{}", s.name());
+            assert_eq!(Switches::default().mode(s, target), s.default_mode(), "{}", s.name());
+        }
+    }
+    assert_eq!(Switches::default().preset, Preset::Reordered);
+}
+
+#[test]
+fn exact_follows_from_the_numerics_in_the_types_of_the_run() {
+    let exact = Switches::of(Preset::Exact);
+    for target in [Target::Cpu, imagined(90)] {
+        for s in all().filter(|s| !s.required() && s.default_mode() == Mode::Auto) {
+            let is = s.numerics(target, DType::F32) == Numerics::Exact;
+            assert_eq!(exact.mode(s, target) == Mode::Auto, is, "{} on {target:?}", s.name());
+        }
+    }
+    assert_eq!((mode(&exact, "in-place", Target::Cpu), mode(&exact, "flash-attention", Target::Cpu)), (Mode::Auto, Mode::Off));
+    assert_eq!((mode(&exact, "fuse-pointwise", Target::Cpu), mode(&exact, "fuse-pointwise", imagined(90))), (Mode::Auto, Mode::Off));
+    // What is exact in f32 may not be so in bf16.
+    assert_eq!(mode(&exact, "recompute", Target::Cpu), Mode::Auto);
+    for narrow in ["bf16", "fp16"] {
+        let narrow = exact.clone().with(narrow, "auto").unwrap();
+        assert_eq!((mode(&narrow, "recompute", Target::Cpu), mode(&narrow, "in-place", Target::Cpu)), (Mode::Off, Mode::Auto));
+    }
+}
+
+#[test]
+fn what_is_set_by_name_is_above_a_preset() {
+    for preset in Preset::ALL {
+        let s = Switches::of(preset).with("flash-attention", "require").unwrap().with("in-place", "off").unwrap();
+        assert_eq!((mode(&s, "flash-attention", Target::Cpu), mode(&s, "in-place", Target::Cpu)), (Mode::Require, Mode::Off));
+        assert_eq!(Preset::named(preset.name()).unwrap(), preset);
+    }
+    let off = Switches::of(Preset::Fast).with("fp8", "off").unwrap();
+    assert_eq!((mode(&off, "fp8", imagined(90)), mode(&off, "bf16", imagined(90))), (Mode::Off, Mode::Auto));
+    // bf16 and fp16 cannot both be: the one that was asked for is.
+    let fp16 = Switches::of(Preset::Fast).with("fp16", "auto").unwrap();
+    assert_eq!([mode(&fp16, "bf16", imagined(90)), mode(&fp16, "fp8", imagined(90))], [Mode::Off; 2]);
+    assert!(of(&receipts(&fp16, imagined(90)), "fp16").applied > 0);
+}
+
+#[test]
+fn fast_rounds_where_the_gpu_can_and_says_where_it_cannot() {
+    let fast = Switches::of(Preset::Fast);
+    let new = receipts(&fast, imagined(90));
+    assert!(of(&new, "bf16").applied > 0 && of(&new, "fp8").applied > 0, "{new:?}");
+    assert_eq!(["tf32", "adam8bit", "fp16"].map(|s| mode(&fast, s, imagined(90))), [Mode::Auto, Mode::Off, Mode::Off]);
+    let old = receipts(&fast, imagined(80));
+    assert!(of(&old, "bf16").applied > 0 && of(&old, "fp8").mode == Mode::Off, "{old:?}");
+    let why = of(&old, "fp8").summary();
+    assert!(why.contains("optimise=fast") && why.contains("8.9") && why.contains("8.0"), "{why}");
+    let cpu = receipts(&fast, Target::Cpu);
+    assert!(["bf16", "fp8"].iter().all(|s| of(&cpu, s).mode == Mode::Off && of(&cpu, s).summary().contains("gains nothing")), "{cpu:?}");
+}
+
+#[test]
+fn an_unknown_preset_is_refused_with_the_known_ones() {
+    let said = Preset::named("fastt").unwrap_err().to_string();
+    assert!(said.contains("did you mean 'fast'?") && Preset::ALL.iter().all(|p| said.contains(p.name())), "{said}");
+}
+
+/// Off, a program has the kernels for any GPU; on, those of this one; and what has one kernel for all is no site.
+#[test]
+fn native_kernels_are_those_of_the_gpu() {
+    let native = switch("native-kernels");
+    let compiled = |mode: &str, sm: u32| {
+        let r = Recorder::new();
+        native.example(&r);
+        let c = Compiled::new(r.finish(), &Switches::default().with("native-kernels", mode).unwrap(), imagined(sm)).unwrap();
+        let receipt = of(&c.receipts, "native-kernels").clone();
+        (receipt.applied, c.plan.memory)
+    };
+    assert!(compiled("auto", 90).0 > 0 && compiled("auto", 80).0 > 0 && compiled("require", 90).0 > 0);
+    assert_eq!(compiled("off", 90).0, 0);
+    let plain = receipts(&Switches::default(), imagined(90));
+    assert_eq!(of(&plain, "native-kernels").sites(), 0, "f32 GEMMs by cuBLASLt and arithmetic");
+}
