@@ -102,7 +102,9 @@ fn step(a: &BenchArgs, device: &engine::Device, (started, opened): (Instant, Dur
     let (unit, work) = task.work();
     let (name, last) = (task.step_name(), times[times.len() - 1]);
     out!("{} {} on {}", config.text("recipe"), config.text("preset"), device.describe());
-    fitted.iter().try_for_each(|fitted| -> Result<()> { Ok(out!("{}", fitted.line())) })?;
+    if let Some(fitted) = &fitted {
+        out!("{}", fitted.line());
+    }
     out!("{ms:.1} ms a {name} (from {:.1} to {last:.1}), {} {unit}/s", times[0], human_count(work / ms * 1e3));
     out!(
         "planned peak {}, measured {}; {:.2} s from the start to the end of the first step: device {:.2}, programs {:.2}, step {:.2}",

@@ -72,7 +72,9 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     }
     show(&compiled)?;
     out!("the run: {}", planned(&compiled, on.target).line());
-    fitted.iter().try_for_each(|fitted| -> Result<()> { Ok(out!("{}", fitted.line())) })?;
+    if let Some(fitted) = &fitted {
+        out!("{}", fitted.line());
+    }
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
     out_part!("{}", receipts_table(&named, a.verbose));
     Ok(ExitCode::SUCCESS)
