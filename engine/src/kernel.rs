@@ -90,6 +90,7 @@ impl Code {
 
 /// One launch.
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "a program has some thousand of them")]
 pub enum Step {
     /// A kernel of the op's own.
     Launch(Launch),

@@ -43,14 +43,11 @@ pub struct Kernels<K> {
     pub fell_back: Vec<Fallback>,
 }
 
+/// Compiles kernels: each, or why it does not compile.
+type Compile<'a, K> = &'a dyn Fn(&[Wanted]) -> Vec<Result<K, String>>;
+
 /// Compiles the kernels of every node. Where one of them does not compile, the node's code for older GPUs is taken instead, the newest that does.
-pub fn kernels<K>(
-    g: &Graph,
-    arch: Arch,
-    mode: Mode,
-    code: &dyn Fn(usize, Arch) -> Code,
-    compile: &dyn Fn(&[Wanted]) -> Vec<Result<K, String>>,
-) -> Result<Kernels<K>, Error> {
+pub fn kernels<K>(g: &Graph, arch: Arch, mode: Mode, code: &dyn Fn(usize, Arch) -> Code, compile: Compile<K>) -> Result<Kernels<K>, Error> {
     let codes: Vec<Code> = (0..g.nodes.len()).map(|node| code(node, arch)).collect();
     let mut made = compile(&codes.iter().flat_map(wanted).collect::<Vec<_>>()).into_iter();
     let mut all = Kernels { codes: vec![], kernels: vec![], fell_back: vec![] };

@@ -15,7 +15,9 @@ pub fn receipts_table(receipts: &[(&str, &[Receipt])], all: bool) -> String {
         let mode = own.first().map_or("off", |r| r.mode.name());
         let notes = together(&own).map_or(String::new(), |r| r.summary());
         let is_off = mode == "off";
-        if applied + declined == 0 && !all && !(is_off && !notes.is_empty()) {
+        // One that is off for a reason says it.
+        let silent = !is_off || notes.is_empty();
+        if applied + declined == 0 && !all && silent {
             *(if is_off { &mut off } else { &mut idle }) += 1;
             continue;
         }
