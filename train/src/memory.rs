@@ -204,7 +204,7 @@ mod tests {
     fn a_gpus_bytes_are_told_apart_from_the_resident_set() {
         let usage = Usage { allocated: 1 << 30, allocated_peak: 2 << 30, reserved: 3 << 30, reserved_peak: 4 << 30 };
         let device = Measured::Device(usage);
-        assert_eq!(device.line(), "4.0 GiB on the device (2.0 GiB allocated by kiln)");
+        assert_eq!(device.line(), "4.00 GiB on the device (2.00 GiB allocated by kiln)");
         let metrics = device.metrics();
         let names: Vec<(&str, f64)> = metrics.iter().map(|(n, v)| (n.as_str(), *v / f64::from(1 << 30))).collect();
         assert_eq!(names, [("device_allocated_bytes", 1.0), ("device_reserved_bytes", 3.0), ("device_peak_bytes", 4.0)]);
