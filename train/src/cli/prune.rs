@@ -13,7 +13,8 @@ use std::process::ExitCode;
 Training with --pass sparse-2:4=auto first makes a model that loses less by it.
 
 Examples:
-  kiln export runs/d --out models/d && kiln prune models/d --out models/d-sparse
+  kiln export runs/d --out models/d
+  kiln prune models/d --out models/d-sparse
   kiln prune models/d-sparse --check"
 )]
 pub struct PruneArgs {
