@@ -27,7 +27,7 @@ fn every_pass_off_and_on() {
     assert!(problems.is_empty(), "{}", problems.join("\n"));
     // A pass that did nothing has not passed.
     assert_eq!(unchecked, all().filter(|p| p.needs_gpu()).map(|p| p.name()).collect::<Vec<_>>());
-    assert_eq!(unchecked.len(), 7);
+    assert_eq!(unchecked.len(), 8);
 }
 
 #[test]
