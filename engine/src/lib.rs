@@ -44,6 +44,7 @@ pub mod plan;
 pub mod program;
 pub mod record;
 pub mod store;
+mod warm_up;
 
 pub use cpu::{Cpu, Data};
 pub use cuda::Cuda;

@@ -10,6 +10,7 @@ use crate::meta::DType;
 use crate::passes::{self, Receipt, Switches, Target, WarmUp};
 use crate::plan::{Memory, Plan, Spot};
 use crate::store::Store;
+use crate::warm_up::Before;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -159,19 +160,9 @@ pub struct Program {
     /// Bytes that the ops of one run read and write at least.
     pub bytes: u64,
     loaded: Loaded,
-    before: Option<Before>,
+    before: Option<Before<Loaded>>,
     /// What did not work, and that the caller has not been told of.
     fell_back: Vec<Fallback>,
-}
-
-/// What runs instead of a program until a pass that needs a warm-up is ready.
-struct Before {
-    loaded: Loaded,
-    warm_up: WarmUp,
-    /// Runs of the program so far; None before the first.
-    done: Option<u64>,
-    /// Whether the caller knows that it is over.
-    told: bool,
 }
 
 enum Loaded {
@@ -204,25 +195,6 @@ impl Loaded {
     }
 }
 
-impl Before {
-    /// Counts a run. How many there were before the first, such as before a resume, is read from the counter that both programs keep.
-    fn go_on(&mut self, store: &Store) -> Result<(), Error> {
-        let done = match self.done {
-            Some(done) => done,
-            None => {
-                let counter = store.get(&self.warm_up.counter).ok_or_else(|| Error::NoState(self.warm_up.counter.clone()))?;
-                counter.f32()?[0] as u64
-            }
-        };
-        self.done = Some(done + 1);
-        Ok(())
-    }
-
-    fn is_running(&self) -> bool {
-        self.done.is_some_and(|done| done <= self.warm_up.runs)
-    }
-}
-
 impl Program {
     /// Compiles a graph and loads it, and creates those of its states that the store does not have yet.
     pub fn load(graph: Graph, switches: &Switches, device: &Device, store: &mut Store) -> Result<Program, Error> {
@@ -237,7 +209,7 @@ impl Program {
         let before = match c.before {
             Some(first) => {
                 let (warm_up, first) = *first;
-                Some(Before { loaded: Loaded::new(first.graph, first.plan, first.options, device)?, warm_up, done: None, told: false })
+                Some(Before::new(Loaded::new(first.graph, first.plan, first.options, device)?, warm_up))
             }
             None => None,
         };
@@ -314,9 +286,7 @@ impl Program {
 
     /// The warm-up that ended before the last run; once.
     pub fn warmed_up(&mut self) -> Option<WarmUp> {
-        let before = self.before.as_mut().filter(|b| b.done == Some(b.warm_up.runs + 1) && !b.told)?;
-        before.told = true;
-        Some(before.warm_up.clone())
+        self.before.as_mut()?.ended()
     }
 
     fn now(&self) -> &Loaded {
