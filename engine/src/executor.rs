@@ -101,16 +101,18 @@ pub fn offloaded(g: &Graph) -> Vec<(&str, usize)> {
     let readers = g.readers();
     let of_optimizer = |n: &Node| n.op::<AdamW>().is_some() || n.op::<AdamW8>().is_some() || n.op::<Momentum8>().is_some();
     let own = |i: usize| readers[i].iter().all(|&r| of_optimizer(&g.nodes[r]));
-    let state = |(i, node): (usize, &'_ Node)| match &node.kind {
-        Kind::State(s) if s.role == Role::Carried && node.outputs[0].bytes() >= LEAST_OFFLOADED && own(i) => Some(i),
-        _ => None,
-    };
-    let found: Vec<usize> = g.nodes.iter().enumerate().filter_map(state).collect();
-    let named = |i: usize| match &g.nodes[i].kind {
-        Kind::State(s) => (s.name.as_str(), g.nodes[i].outputs[0].bytes()),
-        _ => unreachable!("a state"),
-    };
-    found.into_iter().map(named).collect()
+    let mut found = vec![];
+    for (i, node) in g.nodes.iter().enumerate() {
+        let bytes = node.outputs[0].bytes();
+        if let Kind::State(s) = &node.kind
+            && s.role == Role::Carried
+            && bytes >= LEAST_OFFLOADED
+            && own(i)
+        {
+            found.push((s.name.as_str(), bytes));
+        }
+    }
+    found
 }
 
 impl Switch for Setting {

@@ -13,7 +13,7 @@ pub type Grads<'g> = Vec<Option<Var<'g>>>;
 
 /// An operation: shapes, CPU code, gradient, cost and GPU kernels. Checks, memory plans and benchmarks are derived from it.
 ///
-/// The CPU code gets f32, i32 and u8 only: the executor converts bf16 and f16 to f32 before the call, and rounds once after it.
+/// The CPU code gets f32, i32 and u8 only: the executor converts bf16, f16 and FP8 to f32 before the call, and rounds once after it.
 pub trait Op: Any + Debug + Send + Sync {
     /// The name in profiles and error messages.
     fn name(&self) -> &'static str;

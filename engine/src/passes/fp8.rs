@@ -114,6 +114,10 @@ impl Pass for Fp8 {
         let sums = settings.one_of("sums", &["mixed", "fast", "f32"])?;
         let active = settings.one_of("gemms", &["fp8", "bf16"])? == "fp8";
         let least = settings.number_or_none("least")?;
+        if !active && !delayed {
+            let problem = "gemms=bf16 only observes, which scaling=current has no use for".into();
+            return Err(Error::PassSetting { pass: self.name().into(), problem });
+        }
         if !g.nodes.iter().any(|n| n.backward) {
             return Ok(()); // evaluation and generation are not worth the error
         }

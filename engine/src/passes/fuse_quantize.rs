@@ -73,16 +73,7 @@ impl Pass for FuseQuantize {
                 true
             }
         });
-        let kept: Vec<Vec<bool>> = {
-            let readers = g.readers();
-            let is_root = g.root_nodes();
-            let shown = |v: Value, q: usize| {
-                is_root[v.node]
-                    || readers[v.node].iter().any(|&r| g.nodes[r].inputs.contains(&v) && r != q && !leads_to(g, &readers, &is_root, r, q))
-            };
-            sites.iter().map(|(&p, all)| all.iter().map(|&(out, q)| shown(Value { node: p, out }, q)).collect()).collect()
-        };
-        let kept: BTreeMap<usize, Vec<bool>> = sites.keys().copied().zip(kept).collect();
+        let (readers, is_root) = (g.readers(), g.root_nodes());
         g.rewrite(|w, i, node, inputs| {
             let Some(rounded) = sites.get(&i) else { return Ok::<_, Error>(None) };
             let old = w.old;
@@ -90,15 +81,18 @@ impl Pass for FuseQuantize {
             let mut x: Vec<Var> = inputs.iter().map(|v| v.reshape(&shape)).collect();
             x.extend(rounded.iter().map(|&(_, q)| w.at(old.nodes[q].inputs[1])));
             w.recorder.set_place(node);
-            let results = rounded.iter().zip(&kept[&i]).map(|(&(out, q), &kept)| {
-                let one = old.nodes[q].op::<Quantize>().expect("a site").results[0].clone();
-                Rounded { kept: kept.then(|| node.outputs[out].dtype), ..one }
+            // A result that something else reads, too, is also written as it is.
+            let results = rounded.iter().map(|&(out, q)| {
+                let v = Value { node: i, out };
+                let other = |&r: &usize| old.nodes[r].inputs.contains(&v) && r != q && !leads_to(old, &readers, &is_root, r, q);
+                let kept = (is_root[i] || readers[i].iter().any(other)).then(|| node.outputs[out].dtype);
+                Rounded { kept, ..old.nodes[q].op::<Quantize>().expect("a site").results[0].clone() }
             });
             let op = Quantize { expr: node.op::<Pointwise>().expect("a site").expr.clone(), results: results.collect() };
             let mut made = w.recorder.op(op.clone(), &x).into_iter();
             // Outputs that nothing else reads stand for themselves, and are swept.
             let mut result = w.keep(node, inputs);
-            for ((&(out, q), one), _) in rounded.iter().zip(&op.results).zip(&kept[&i]) {
+            for (&(out, q), one) in rounded.iter().zip(&op.results) {
                 let mut next = |is: bool| is.then(|| made.next().expect("an output for each"));
                 let (rows, columns, own, parts) = (next(one.rows), next(one.columns), next(one.kept.is_some()), next(true));
                 w.put(q, &[rows, columns, parts].into_iter().flatten().collect::<Vec<_>>());

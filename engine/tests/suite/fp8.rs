@@ -161,6 +161,8 @@ fn what_overflows_is_noticed_and_leaves_no_trace_in_the_scales() {
 /// With scaling=current a tensor's own values decide, from the first step on, however large they are.
 #[test]
 fn current_scaling_needs_no_history() {
+    let problem = Compiled::new(graph(), &with("auto,scaling=current,gemms=bf16"), Target::Cpu).err().unwrap().to_string();
+    assert!(problem.contains("gemms=bf16 only observes"), "{problem}");
     for size in [1e-6, 1.0, 1e5] {
         let x: Vec<f32> = numbers(4).iter().map(|v| v * size).collect();
         let (mut off, mut on) = (Run::new("off"), Run::new("auto,least=16,scaling=current"));
