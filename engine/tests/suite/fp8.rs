@@ -195,3 +195,19 @@ fn experts_and_nf4_weights_are_declined_with_their_reason() {
     assert!(trained.applied > 0, "the adapter beside them is rounded: {}", trained.summary());
     assert_eq!(record(false).sites(), 0);
 }
+
+/// What is rounded where it is computed is computed once, also where something else reads it.
+#[test]
+fn rounding_takes_in_the_arithmetic_before_it() {
+    let nodes = |value: &str| {
+        let r = Recorder::new();
+        kiln_engine::PASSES.iter().find(|p| p.name() == "fuse-quantize").unwrap().example(&r);
+        let switches = Switches::default().with("fuse-quantize", value).unwrap();
+        let g = Compiled::new(r.finish(), &switches, Target::Cpu).unwrap().graph;
+        let count = |name: &str| g.nodes.iter().filter(|n| n.name() == name).count();
+        (count("pointwise"), count("quantize"))
+    };
+    let (apart, fused) = (nodes("off"), nodes("auto"));
+    assert!(apart.0 > 0 && fused.0 == 0, "{apart:?} {fused:?}");
+    assert!(fused.1 < apart.1, "two results of one kernel: {apart:?} {fused:?}");
+}
