@@ -8,14 +8,16 @@ pub(crate) mod fallback;
 mod gemm;
 mod libraries;
 pub mod nvrtc;
+mod options;
 mod products;
 mod program;
 mod transfer;
 
 pub use fallback::Fallback;
 pub use libraries::{Folders, Found, find};
+pub use options::Options;
 pub(crate) use program::codes;
-pub use program::{CudaProgram, Options, Timed};
+pub use program::{CudaProgram, Timed};
 pub use transfer::Incoming;
 
 use crate::error::Error;

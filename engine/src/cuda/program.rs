@@ -2,6 +2,7 @@
 
 use super::fallback::{self, Fallback};
 use super::gemm::Product;
+use super::options::Options;
 use super::products::Products;
 use super::transfer::{Feeds, Incoming};
 use super::{Cuda, Kernel, Memory, failed};
@@ -92,36 +93,6 @@ pub struct CudaProgram {
     captured: Vec<Captured>,
     /// What did not work, and that the caller has not been told of.
     fell_back: Vec<Fallback>,
-}
-
-/// How a program runs (see the module `executor`).
-#[derive(Clone, Copy, Debug)]
-pub struct Options {
-    /// Replay a captured CUDA graph instead of launching kernels one by one. Auto: launched one by one where it cannot be captured.
-    pub capture: Mode,
-    /// Kernels of the GPU's own generation, not those for any GPU. Auto: an older kernel for one that does not compile.
-    pub native: Mode,
-    /// f32 GEMMs in TF32.
-    pub tf32: bool,
-    /// Autotune the algorithm of every new GEMM.
-    pub tune: bool,
-    /// Programmatic dependent launch: launch a kernel while the one before it is still running.
-    pub overlap: bool,
-    /// Keep optimizer states in pinned host memory.
-    pub offload: bool,
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options { capture: Mode::Off, native: Mode::Off, tf32: false, tune: false, overlap: false, offload: false }
-    }
-}
-
-impl Options {
-    /// The GPU whose kernels run on this one.
-    pub fn arch(&self, gpu: Arch) -> Arch {
-        if self.native == Mode::Off { gpu.older().last().unwrap_or(gpu) } else { gpu }
-    }
 }
 
 /// A node's time in a profile.
@@ -626,31 +597,4 @@ impl Drop for CudaProgram {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::graph::Init;
-    use crate::ops::few_rows::FewRows;
-    use crate::passes::{Switches, Target};
-    use crate::program::Compiled;
-    use crate::record::Recorder;
-
-    #[test]
-    fn only_what_nothing_writes_is_read_before_its_turn() {
-        let r = Recorder::new();
-        let x = r.feed("x", &[3, 64], DType::F32).cast(DType::BF16);
-        let state = |name: &str| r.state(name, &[64, 64], DType::BF16, Init::Full(1.0));
-        let product = |x, w| r.op1(FewRows { norm: None, swiglu: false, add: false, dtype: None }, &[x, w]);
-        let (kept, changed) = (state("kept"), state("changed"));
-        let y = product(product(product(x, kept), changed), kept.silu());
-        r.update(changed, changed * 2.0);
-        r.output("y", y);
-        r.output("four", x.nf4_linear(r.nf4("four", 8, 64)));
-        let arch = Arch { sm: 90, multiprocessors: 132 };
-        let c = Compiled::new(r.finish(), &Switches::default(), Target::Cuda(arch)).unwrap();
-        let texts = codes(&c.graph, &c.plan.spots, arch).flat_map(|code| code.steps).filter_map(|s| Some(s.kernel()?.text()));
-        // Weights that come in whole rows are early ones.
-        let early = |t: String| t.contains("few_rows_whole(") || t.contains("#define EARLY 1");
-        let early: Vec<bool> = texts.filter(|t| t.contains("few_rows") || t.contains("nf4_few(")).map(early).collect();
-        assert_eq!(early, [true, true, false, true]);
-    }
-}
+mod tests;
