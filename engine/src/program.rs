@@ -355,7 +355,8 @@ mod tests {
 
     #[test]
     fn what_fell_back_is_a_declined_site_of_its_setting() {
-        let receipt = |pass, applied| Receipt { pass, mode: Mode::Auto, applied, declined: vec![], notes: vec![], warm_up: None };
+        let receipt =
+            |pass, applied| Receipt { pass, mode: Mode::Auto, applied, declined: vec![], notes: vec![], warm_up: None, added_flops: 0 };
         let mut receipts = vec![receipt("autotune", 5), receipt(fallback::CAPTURE, 1), receipt(fallback::NATIVE, 7)];
         let lost = fallback::uncaptured(Mode::Auto, Error::Cuda("capturing: not permitted".into())).unwrap();
         note(&mut receipts, &[lost]);

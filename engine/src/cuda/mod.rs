@@ -8,6 +8,7 @@ pub(crate) mod fallback;
 mod gemm;
 mod libraries;
 mod memory;
+mod moment;
 pub mod nvrtc;
 mod options;
 mod products;
@@ -18,6 +19,7 @@ pub use fallback::Fallback;
 pub use libraries::{Folders, Found, find};
 use memory::Held;
 pub use memory::{Memory, Usage};
+pub use moment::Moment;
 pub use options::Options;
 pub(crate) use program::codes;
 pub use program::{CudaProgram, Timed};
@@ -178,6 +180,18 @@ impl Cuda {
     fn current(&self) {
         // SAFETY: the context lives as long as the process. An error here shows at the next call.
         let _ = unsafe { result::ctx::set_current(self.0.context) };
+    }
+
+    /// Where the GPU is on the machine's PCI bus, such as `0000:3b:00.0`.
+    pub fn pci_bus_id(&self) -> Option<String> {
+        self.current();
+        let (mut device, mut text) = (0, [0; 32]);
+        // SAFETY: the context is current on this thread; the driver writes an integer, and a text with its end into the 32 bytes.
+        unsafe {
+            sys::cuCtxGetDevice(&mut device).result().ok()?;
+            sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as i32, device).result().ok()?;
+            Some(std::ffi::CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned())
+        }
     }
 
     /// Allocates memory that is not initialized; an error if the GPU has too little.
