@@ -3,11 +3,13 @@
 
 mod cache;
 mod choices;
+pub(crate) mod cupti;
 pub mod emulator;
 pub(crate) mod fallback;
 mod gemm;
 mod libraries;
 pub mod nvrtc;
+pub mod nvtx;
 mod options;
 mod products;
 mod program;
