@@ -34,13 +34,14 @@ const kiln = (() => {
   const trim = (s) => (s.includes(".") && !s.includes("e") ? s.replace(/\.?0+$/, "") : s);
 
   // ---- axes
-  const ticks = (low, high, count, log) => {
+  const ticks = (low, high, count, log, unit) => {
     if (log) {
       const [from, to] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))], every = Math.ceil((to - from) / count), all = [];
       for (let e = from; e <= to; e += Math.max(1, every)) for (const m of to - from <= 2 ? [1, 2, 5] : [1]) all.push(m * 10 ** e);
       return all.filter((t) => t >= low * 0.999 && t <= high * 1.001);
     }
-    const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw)), step = [1, 2, 5, 10].find((m) => m * power >= raw) * power, all = [];
+    const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw)), all = [];
+    const step = unit === "bytes" ? 2 ** Math.ceil(Math.log2(raw)) : [1, 2, 5, 10].find((m) => m * power >= raw) * power;
     for (let t = Math.ceil(low / step - 1e-9) * step; t <= high + step * 1e-9; t += step) all.push(Math.abs(t) < step * 1e-9 ? 0 : t);
     return all;
   };
@@ -56,15 +57,17 @@ const kiln = (() => {
     const f = log ? Math.log10 : (v) => v, [a, b] = [f(low), f(high)];
     return (v) => from + ((f(v) - a) / (b - a)) * (to - from);
   };
-  const axisNumber = (v, axis) => axis.unit === "share" ? trim((100 * v).toPrecision(4)) + "%" : axis.unit ? number(v, axis.unit) : Math.abs(v) >= 1e4 ? trim(scaled(v, 1000, ["", "K", "M", "G", "T"]).replace(/\.?0+([KMGT]?)$/, "$1")) : number(v, "");
+  // "1.50M" is "1.5M" on an axis, and "2.00 GiB" is "2 GiB".
+  const axisNumber = (v, axis) => (axis.unit === "share" ? trim((100 * v).toPrecision(4)) + "%" : axis.unit ? number(v, axis.unit)
+    : Math.abs(v) >= 1e4 ? scaled(v, 1000, ["", "K", "M", "G", "T", "P"]) : number(v, "")).replace(/(\.\d*?)0+(\D*)$/, "$1$2").replace(/\.(\D*)$/, "$1");
   // The SVG with its axes, and where a value lies in it.
   const frame = (chart, width, xs, ys, height = 260) => {
-    const [left, right, top, bottom] = [64, 14, 10, 42], { x, y } = chart;
+    const [left, right, top, bottom] = [64, 14, 24, 42], { x, y } = chart;
     const X = scale(xs, left, width - right, x.log), Y = scale(ys, height - bottom, top, y.log);
     const s = svg("svg", { viewBox: `0 0 ${width} ${height}`, height });
-    for (const t of ticks(...ys, 5, y.log)) s.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: Y(t), y2: Y(t) }), svg("text", { x: left - 6, y: Y(t) + 4, "text-anchor": "end" }, axisNumber(t, y)));
-    for (const t of ticks(...xs, width < 500 ? 4 : 8, x.log)) s.append(svg("line", { class: "axis", x1: X(t), x2: X(t), y1: height - bottom, y2: height - bottom + 4 }), svg("text", { x: X(t), y: height - bottom + 18, "text-anchor": "middle" }, axisNumber(t, x)));
-    s.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }), svg("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, x.label));
+    for (const t of ticks(...ys, 5, y.log, y.unit)) s.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: Y(t), y2: Y(t) }), svg("text", { x: left - 6, y: Y(t) + 4, "text-anchor": "end" }, axisNumber(t, y)));
+    for (const t of ticks(...xs, width < 500 ? 4 : 8, x.log, x.unit)) s.append(svg("line", { class: "axis", x1: X(t), x2: X(t), y1: height - bottom, y2: height - bottom + 4 }), svg("text", { x: X(t), y: height - bottom + 18, "text-anchor": "middle" }, axisNumber(t, x)));
+    s.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }), svg("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, x.label), svg("text", { x: 2, y: 12 }, y.label));
     return { s, X, Y, left, right: width - right, top, bottom: height - bottom };
   };
   const colour = (i) => `var(--c${i % 8})`, dash = (s, i) => (s.dashed ? "7 4" : i >= 8 ? "2 3" : null);
@@ -143,11 +146,10 @@ const kiln = (() => {
       const s = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${title}: ` + chart.bars.map((b) => `${b.name} ${number(b.value, unit)}`).join(", ") });
       chart.bars.forEach((b, i) => {
         const y = i * row + 4, [a, z] = [X(0), X(ok(b.value) ? b.value : 0)].sort((p, q) => p - q);
-        s.append(svg("text", { class: "name", x: left, y: y + 11 }, b.name), svg("rect", { x: a, y: y + 16, width: Math.max(1, z - a), height: 14, fill: colour(b.color ?? 0), "fill-opacity": b.faint ? 0.4 : 0.9 }, svg("title", {}, b.note || b.name)),
+        s.append(svg("text", { class: "name", x: left, y: y + 11 }, b.name), svg("line", { class: "axis", x1: X(0), x2: X(0), y1: y + 14, y2: y + 32 }), svg("rect", { x: a, y: y + 16, width: Math.max(1, z - a), height: 14, fill: colour(b.color ?? 0), "fill-opacity": b.faint ? 0.4 : 0.9 }, svg("title", {}, b.note || b.name)),
           svg("text", { x: X(Math.max(...[b.value, b.high, 0].filter(ok))) + 6, y: y + 27 }, number(b.value, unit)));
         if (ok(b.low) && ok(b.high)) for (const [x1, x2, y1, y2] of [[b.low, b.high, 23, 23], [b.low, b.low, 18, 28], [b.high, b.high, 18, 28]]) s.append(svg("line", { class: "cursor", x1: X(x1), x2: X(x2), y1: y + y1, y2: y + y2, "stroke-width": 1.5 }));
       });
-      s.append(svg("line", { class: "axis", x1: X(0), x2: X(0), y1: 0, y2: height }));
       return [s, chart.x.label ? html("p", { class: "readout" }, chart.x.label) : null];
     },
     // Series stacked over shared values of x.
