@@ -220,6 +220,16 @@ fn apart(spans: &mut [Span]) {
     }
 }
 
+impl Device {
+    /// Marks the beginning or the end of what a profiler outside of the process is to record; nothing on the CPU.
+    pub fn window(&self, begins: bool) -> Result<(), Error> {
+        match self {
+            Device::Cpu(..) => Ok(()),
+            Device::Cuda(cuda, _) => cuda.window(begins),
+        }
+    }
+}
+
 impl Program {
     /// Runs once as `run` does, into a profile.
     pub fn trace(&mut self, name: &str, store: &mut Store, feeds: &[(&str, Data)], profiler: &mut Profiler) -> Result<(), Error> {

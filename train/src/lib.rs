@@ -15,6 +15,7 @@ pub mod models;
 pub mod nn;
 pub mod optim;
 pub mod page;
+pub mod profile;
 pub mod recipe;
 pub mod recipes;
 pub mod report;

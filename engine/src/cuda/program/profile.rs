@@ -2,7 +2,7 @@
 
 use super::{CudaProgram, Ready};
 use crate::cpu::Data;
-use crate::cuda::{cupti, failed, nvtx};
+use crate::cuda::{Cuda, cupti, failed, nvtx};
 use crate::error::Error;
 use crate::graph::Kind;
 use crate::passes::Mode;
@@ -138,6 +138,16 @@ impl CudaProgram {
         let (nodes, mut start) = (self.described(feeds)?.0, 0.0);
         let own = nodes.into_iter().zip(ends).map(|(node, (_, end))| Timed { node, ms: end - std::mem::replace(&mut start, end) });
         Ok(own.collect())
+    }
+}
+
+impl Cuda {
+    /// Tells a profiler outside of the process to begin or to end its recording.
+    pub fn window(&self, begins: bool) -> Result<(), Error> {
+        self.current();
+        // SAFETY: the context is current.
+        let told = unsafe { if begins { sys::cuProfilerStart() } else { sys::cuProfilerStop() } };
+        told.result().map_err(failed("telling the profiler"))
     }
 }
 
