@@ -16,7 +16,7 @@ pub fn folders() -> Folders {
     let split = |name: &str| std::env::var_os(name).map(|v| std::env::split_paths(&v).collect::<Vec<_>>()).unwrap_or_default();
     let mut libraries = split("LD_LIBRARY_PATH");
     for toolkit in [env("CUDA_HOME"), env("CUDA_PATH"), Some("/usr/local/cuda".into())].into_iter().flatten() {
-        libraries.push(toolkit.join("lib64"));
+        libraries.extend(["lib64", "extras/CUPTI/lib64"].map(|folder| toolkit.join(folder)));
     }
     let pythons = env("VIRTUAL_ENV")
         .into_iter()
@@ -26,6 +26,18 @@ pub fn folders() -> Folders {
     }
     libraries.retain(|p| p.is_dir());
     Folders { libraries, cache: cache() }
+}
+
+/// Lets a profiler that is attached to the process see NVTX ranges; absent without complaint, unless they were `asked` for.
+pub fn attach_profiler(asked: bool) {
+    let named = std::env::var_os("NVTX_INJECTION64_PATH").filter(|v| !v.is_empty());
+    let attached = match &named {
+        Some(library) => engine::cuda::nvtx::attach(Path::new(library)),
+        None => Err("no profiler is attached (nsys and ncu set NVTX_INJECTION64_PATH)".into()),
+    };
+    if let Some(why) = attached.err().filter(|_| asked) {
+        warn!("--nvtx: nobody sees the ranges: {why}");
+    }
 }
 
 /// A folder and, where it is there for this process alone, that.

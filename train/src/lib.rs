@@ -14,6 +14,8 @@ pub mod metrics;
 pub mod models;
 pub mod nn;
 pub mod optim;
+pub mod page;
+pub mod profile;
 pub mod recipe;
 pub mod recipes;
 pub mod report;

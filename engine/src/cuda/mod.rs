@@ -3,6 +3,7 @@
 
 mod cache;
 mod choices;
+pub(crate) mod cupti;
 pub mod emulator;
 pub(crate) mod fallback;
 mod gemm;
@@ -10,6 +11,7 @@ mod libraries;
 mod memory;
 mod moment;
 pub mod nvrtc;
+pub mod nvtx;
 mod options;
 mod products;
 mod program;

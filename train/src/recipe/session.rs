@@ -6,7 +6,9 @@ use crate::checkpoint::Loaded;
 use crate::memory;
 use crate::optim::ema;
 use crate::report::human_bytes;
+use engine::cuda::nvtx;
 use engine::ops::adamw8::{Map, absmax_of};
+use engine::profile::Profiler;
 use engine::{Compiled, Data, Device, Graph, Program, Reading, Role, Store, Switches};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,6 +22,8 @@ pub struct Session {
     pub programs: BTreeMap<String, Program>,
     /// Where there is one, runs are timed node by node into it.
     pub profile: Option<Vec<engine::cuda::Timed>>,
+    /// Where there is one, runs are noted in it.
+    pub profiler: Option<Profiler>,
     /// Set when work is to end early.
     pub stop: Arc<AtomicBool>,
     /// Whether something fell back since the receipts were written down.
@@ -35,6 +39,7 @@ impl Session {
             switches: switches.clone(),
             programs: BTreeMap::new(),
             profile: None,
+            profiler: None,
             stop: Arc::default(),
             fell_back: false,
         }
@@ -99,9 +104,23 @@ impl Session {
             profile.extend(program.profile(&mut self.store, feeds)?);
             return Ok(());
         }
-        program.run(&mut self.store, feeds)?;
+        let _range = nvtx::range(name);
+        match &mut self.profiler {
+            Some(profiler) => program.trace(name, &mut self.store, feeds, profiler)?,
+            None => program.run(&mut self.store, feeds)?,
+        }
         self.say_fallbacks(name);
         Ok(())
+    }
+
+    /// Does something on the host that profiles show by this name.
+    pub fn span<R>(&mut self, name: &str, f: impl FnOnce(&mut Session) -> R) -> R {
+        let (_range, start) = (nvtx::range(name), self.profiler.as_ref().map(Profiler::now));
+        let result = f(self);
+        if let (Some(profiler), Some(start)) = (&mut self.profiler, start) {
+            profiler.host(name, start);
+        }
+        result
     }
 
     pub fn read(&self, program: &str, output: &str) -> Result<Vec<f32>, TrainError> {

@@ -216,7 +216,7 @@ impl<'a> Run<'a> {
 
     /// Figures of a part of the set would be others: nothing where a signal stopped it. The step itself is whole.
     fn evaluate(&mut self) -> Result<Option<Evaluation>, TrainError> {
-        match self.s.averaged(|s| self.task.evaluate(s)) {
+        match self.s.span("evaluation", |s| s.averaged(|s| self.task.evaluate(s))) {
             Err(TrainError::Stopped) => {
                 self.interrupted = true;
                 Ok(None)
@@ -287,6 +287,7 @@ impl<'a> Run<'a> {
     }
 
     fn save(&mut self) -> Result<(), TrainError> {
+        let _range = engine::cuda::nvtx::range("saving");
         self.metrics.flush()?;
         self.place.check(self.done)?;
         let notes = Notes { step: self.done, best: &self.best, figures: &self.figures, commands: &self.commands };
