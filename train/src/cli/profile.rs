@@ -92,12 +92,16 @@ pub fn run(a: ProfileArgs, recipes: Recipes) -> Result<ExitCode> {
     let out = out.expect("where nothing else is wanted");
     let json = subject.described(&digest, &device)?;
     let name = format!("kiln {} on {}", digest.title, digest.device);
-    write(&out, &subject, &[
-        ("trace.json", serde_json::to_string(&trace(&measured.profile, &name))?),
-        ("digest.md", markdown(&digest)),
-        ("digest.html", page(&digest)),
-        ("profile.json", serde_json::to_string_pretty(&json)?),
-    ])?;
+    write(
+        &out,
+        &subject,
+        &[
+            ("trace.json", serde_json::to_string(&trace(&measured.profile, &name))?),
+            ("digest.md", markdown(&digest)),
+            ("digest.html", page(&digest)),
+            ("profile.json", serde_json::to_string_pretty(&json)?),
+        ],
+    )?;
     match a.json {
         true => out!("{}", serde_json::to_string_pretty(&json)?),
         false => {

@@ -1,7 +1,7 @@
 //! The numbers of a profile, per step.
 
-use super::roof::{Bound, Roof};
 use super::Measured;
+use super::roof::{Bound, Roof};
 use engine::profile::{Clock, Node, Span, Track, What};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -201,8 +201,7 @@ impl Sums<'_> {
             let p = &self.m.profile.programs[program];
             let (node, runs, time) = (&p.nodes[at], runs as f64 / steps, ms(time) / steps);
             let name = name(&p.name, node);
-            let (row, bounds) =
-                rows.entry(name.clone()).or_insert_with(|| (Row { name, roof_ms: Some(0.0), ..Row::default() }, [0.0; 2]));
+            let (row, bounds) = rows.entry(name.clone()).or_insert_with(|| (Row { name, roof_ms: Some(0.0), ..Row::default() }, [0.0; 2]));
             row.nodes += runs;
             row.ms += time;
             row.flops += runs * node.cost.flops as f64;
@@ -294,7 +293,8 @@ mod tests {
         assert_eq!(title(&node("flash_attention_grad", "blocks.3.attn", true)), "blocks.3.attn / flash_attention_grad");
         assert_eq!(title(&node("matmul", "blocks.3.attn", true)), "blocks.3.attn / matmul (backward)");
         assert_eq!(title(&node("matmul", "", false)), "matmul");
-        let layers = ["blocks.3.attn", "blocks.3", "head.norm", "head", "", "encoder.layer.11.mlp"].map(|s| layer(&node("matmul", s, false)));
+        let layers =
+            ["blocks.3.attn", "blocks.3", "head.norm", "head", "", "encoder.layer.11.mlp"].map(|s| layer(&node("matmul", s, false)));
         assert_eq!(layers, ["blocks.3", "blocks.3", "head", "head", "outside of layers", "encoder.layer.11"]);
     }
 }

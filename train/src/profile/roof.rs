@@ -45,7 +45,7 @@ impl Roof {
         }
     }
 
-    fn of_card(name: &str) -> Option<Roof> {
+    pub(crate) fn of_card(name: &str) -> Option<Roof> {
         let (card, figures) = CARDS.iter().find(|c| name.contains(c.0))?;
         let [fp8, half, tf32, f32, memory] = figures.map(|f| (f > 0.0).then_some(f * 1e12));
         Some(Roof { fp8, half, tf32, f32, memory, from: format!("data sheet of the {card}, dense") })
