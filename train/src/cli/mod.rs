@@ -31,6 +31,7 @@ mod model;
 mod passes;
 mod plan;
 mod predict;
+mod progress;
 mod prune;
 mod recipes;
 mod signals;
