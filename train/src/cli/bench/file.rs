@@ -70,8 +70,10 @@ pub struct Turns {
     pub steps: usize,
     /// How many groups of variants were held in memory, one after the other.
     pub groups: usize,
+    /// How often the baseline was loaded.
+    pub copies: usize,
     pub seconds: f64,
-    /// The baseline loaded twice: by how much the second is faster. Smaller gains are within noise.
+    /// How much longer one copy of the baseline takes than the others do. Smaller gains are within noise.
     pub same: Interval,
 }
 
@@ -205,14 +207,17 @@ impl Measured {
         let Some(t) = &self.turns else { return vec![] };
         let held = match t.groups {
             1 => "all variants held in memory at once".to_string(),
-            n => format!("variants held in memory in {n} groups, each with the baseline, because they do not fit at once"),
+            n => format!("variants held in memory in {n} groups, one after the other, because they do not fit at once"),
         };
         let steps = if t.steps == 1 { "1 step".to_string() } else { format!("{} steps", t.steps) };
         let took = human_time(std::time::Duration::from_secs_f64(t.seconds));
         vec![
-            format!("{} rounds in {took}, each: {steps} of the baseline, then of every variant, in changing order; {held}", t.rounds),
             format!(
-                "the baseline loaded twice differs from itself by {:+.1}% ({}): a gain below {:.1}%, or whose 95% interval has zero in it, is within noise",
+                "{} rounds in {took}, each: {steps} of every variant and of {} copies of the baseline among them, in changing order; {held}",
+                t.rounds, t.copies
+            ),
+            format!(
+                "a copy of the baseline differs from the others by {:+.1}% ({}): a gain below {:.1}%, or whose 95% interval has zero in it, is within noise",
                 100.0 * t.same.median,
                 range(&t.same),
                 100.0 * t.noise()

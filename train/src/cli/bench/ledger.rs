@@ -1,13 +1,13 @@
 //! `kiln bench RECIPE --ledger`: what every pass gains, what memory it saves and what it changes in the numbers.
 //!
 //! Each variant is the step with one pass switched. Variants and the baseline are held in memory and timed in turn (`rounds`), so that what slows the
-//! machine down slows all of them down; one more copy of the baseline among them says what such a comparison is worth (`stats`).
+//! machine down slows all of them down. The baseline is there more than once: how its copies differ says what such a comparison is worth (`stats`).
 
 use super::file::{Found, Line, Turns};
 use super::groups::{Needs, groups};
 use super::rounds::{Limits, in_turn};
 use super::side::{Differences, Gradients, Numbers, Side};
-use super::stats::{Block, Interval, LEAST, Verdict, ratios};
+use super::stats::{Interval, LEAST, Verdict};
 use crate::cli::progress::Progress;
 use crate::config::Config;
 use crate::memory;
@@ -53,6 +53,8 @@ pub struct Ledger {
 
 /// Without --rounds and --minutes. The interval of nine leaves out the smallest and the largest.
 const ROUNDS: usize = 9;
+/// With so many variants there is a third copy of the baseline: what all are compared with should be less uncertain than each of them.
+const MANY: usize = 8;
 /// Seconds that a block takes at least, where its steps are not given.
 const BLOCK: f64 = 0.25;
 /// Of free memory that is taken: kernels, captured graphs and gaps need some, too.
@@ -128,19 +130,36 @@ fn arena(s: &Session) -> usize {
     s.programs.values().map(|p| p.memory.activations + p.memory.workspace).max().unwrap_or(0)
 }
 
-/// What is known of a variant after its turns.
+/// A variant's line, and the ratios of its times to the baseline's.
 struct Timed {
     line: Line,
-    blocks: Vec<Block>,
+    times: Vec<f64>,
     ratios: Vec<f64>,
 }
 
-pub fn ledger(asked: &Asked, baseline: &mut Baseline) -> Result<Ledger> {
+/// How the work goes on.
+struct Work<'a> {
+    asked: &'a Asked<'a>,
+    /// Copies of the baseline, the first of which is what `Baseline` had.
+    copies: Vec<Side>,
+    numbers: Numbers,
+    gradients: Gradients,
+    allocated: Option<u64>,
+    own: Needs,
+    steps: Option<usize>,
+    /// Of all groups: milliseconds of the baseline's blocks, and how much a copy differs from the others.
+    times: Vec<f64>,
+    same: Option<Interval>,
+    progress: Progress,
+}
+
+pub fn ledger(asked: &Asked, baseline: Baseline) -> Result<(Ledger, Side)> {
     let (started, mut progress) = (Instant::now(), Progress::new());
-    let (mut lines, mut variants) = (vec![], vec![Variant::new(asked, None, false)?]);
+    let own = Needs::of(&run::peak(&baseline.side.session));
+    let (mut lines, mut variants) = (vec![], vec![]);
     for pass in switches().filter(|p| asked.only.is_empty() || asked.only.iter().any(|name| name == p.name())) {
         progress.say(format!("planning the step with {} switched", pass.name()));
-        match site(asked, baseline, pass) {
+        match site(asked, &baseline.side, pass) {
             Site::Line(line) => lines.push(line),
             Site::Switch(on) => match Variant::new(asked, Some(pass.name()), on) {
                 Ok(variant) => variants.push(variant),
@@ -148,26 +167,23 @@ pub fn ledger(asked: &Asked, baseline: &mut Baseline) -> Result<Ledger> {
             },
         }
     }
-    let own = Needs::of(&run::peak(&baseline.side.session));
+    let copies = if variants.len() < MANY { 2 } else { 3 };
     let free = memory::available(asked.device).map(|free| (SHARE * (free.saturating_add(own.total())) as f64) as u64);
     let needs: Vec<Needs> = variants.iter().map(|v| v.needs).collect();
-    let (groups, too_large) = groups(own, &needs, free);
-    if groups.first().is_none_or(|g| g[0] != 0) {
-        bail!("a ledger holds the step twice, and there is no room for that: {} are free", human_bytes(free.unwrap_or(0)));
-    }
-    for i in too_large {
-        let v = &variants[i];
-        let reason = format!(
-            "needs {} beside the baseline's {}, and {} are free",
-            human_bytes(v.needs.total()),
-            human_bytes(own.rest),
-            human_bytes(free.unwrap_or(0))
-        );
-        let line = Line::new(v.pass.unwrap_or_default(), Found::Failed, v.switched_on);
-        lines.push(with_peaks(Line { reason: Some(reason), ..line }, own.total(), v.needs.total()));
+    let (groups, too_large) = groups(Needs { rest: copies as u64 * own.rest, ..own }, &needs, free);
+    lines.extend(too_large.into_iter().map(|i| no_room(&variants[i], own, copies, free)));
+    let Baseline { side, numbers, gradients, allocated } = baseline;
+    let (steps, times, same) = (asked.steps, vec![], None);
+    let mut work = Work { asked, copies: vec![side], numbers, gradients, allocated, own, steps, times, same, progress };
+    for _ in 1..copies {
+        work.progress.say("loading the step once more as it is".into());
+        let (mut side, _) = Variant::new(asked, None, false)?.load(asked)?;
+        // As many steps as everybody else.
+        side.numbers(asked.steps_for_error, false)?;
+        work.copies.push(side);
     }
     let mut left: Vec<Option<Variant>> = variants.into_iter().map(Some).collect();
-    let (mut timed, mut times, mut steps) = (vec![], vec![], asked.steps);
+    let mut timed = vec![];
     for (g, group) in groups.iter().enumerate() {
         let own: Vec<Variant> = group.iter().filter_map(|&i| left[i].take()).collect();
         let share = own.len() as f64 / groups[g..].iter().map(Vec::len).sum::<usize>() as f64;
@@ -176,14 +192,12 @@ pub fn ledger(asked: &Asked, baseline: &mut Baseline) -> Result<Ledger> {
             Instant::now() + end.saturating_duration_since(Instant::now()).mul_f64(share)
         });
         let of = if groups.len() > 1 { format!("group {} of {}", g + 1, groups.len()) } else { "ledger".into() };
-        let (base, found) = group_timed(asked, baseline, own, &mut steps, until, &of, &mut progress)?;
-        times.extend(base);
-        timed.extend(found);
+        timed.extend(work.group(own, until, &of)?);
     }
-    progress.end();
-    let steps = steps.unwrap_or(1);
-    let seconds = started.elapsed().as_secs_f64();
-    finished(timed, lines, times, |rounds, same| Turns { rounds, steps, groups: groups.len(), seconds, same })
+    let (side, turns, times) = work.end(&timed, groups.len(), started.elapsed())?;
+    lines.extend(finished(timed, &times, turns.noise()));
+    lines.sort_by_key(|line| switches().position(|p| p.name() == line.pass));
+    Ok((Ledger { lines, turns, times }, side))
 }
 
 /// What is to be done with a pass.
@@ -194,11 +208,10 @@ enum Site {
     Switch(bool),
 }
 
-fn site(asked: &Asked, baseline: &Baseline, pass: &'static dyn Switch) -> Site {
-    let s = &baseline.side.session;
-    let off = s.switches.mode(pass, asked.device.target()) == Mode::Off;
+fn site(asked: &Asked, baseline: &Side, pass: &'static dyn Switch) -> Site {
+    let off = baseline.session.switches.mode(pass, asked.device.target()) == Mode::Off;
     let also = asked.also.iter().any(|name| name == pass.name());
-    match (off, baseline.side.applied(pass.name())) {
+    match (off, baseline.applied(pass.name())) {
         (true, _) if also => Site::Switch(true),
         (true, _) => Site::Line(Line::new(pass.name(), Found::Off, false)),
         (false, 0) => Site::Line(Line::new(pass.name(), Found::Nothing, false)),
@@ -206,66 +219,11 @@ fn site(asked: &Asked, baseline: &Baseline, pass: &'static dyn Switch) -> Site {
     }
 }
 
-/// Loads a group, compares its numbers with the baseline's, and times it in turn. Returns the baseline's times, too.
-fn group_timed(
-    asked: &Asked,
-    baseline: &mut Baseline,
-    variants: Vec<Variant>,
-    steps: &mut Option<usize>,
-    until: Option<Instant>,
-    what: &str,
-    progress: &mut Progress,
-) -> Result<(Vec<f64>, Vec<Timed>)> {
-    let (mut sides, mut found) = (vec![], vec![]);
-    for variant in variants {
-        let (pass, on, planned) = (variant.pass, variant.switched_on, variant.needs.total());
-        progress.say(format!("{what}: loading the step {}", named(pass, on)));
-        let mut line = Line::new(pass.unwrap_or_default(), Found::Measured, on);
-        line = with_peaks(line, run::peak(&baseline.side.session).total() as u64, planned);
-        match loaded(asked, baseline, variant, &mut line) {
-            Ok(side) => sides.push(side),
-            Err(e) => (line.found, line.reason) = (Found::Failed, Some(format!("{e:#}"))),
-        }
-        found.push(line);
-    }
-    let all = sides.iter().map(|s: &Side| &s.session).chain([&baseline.side.session]);
-    resize_arena(asked.device, all.map(arena).max().unwrap_or(0))?;
-    let steps = match *steps {
-        Some(steps) => steps,
-        None => {
-            let clock = Instant::now();
-            let one = baseline.side.block(3, clock)?.ms / 1e3;
-            *steps.insert(((BLOCK / one).ceil() as usize).clamp(3, 200))
-        }
-    };
-    let rounds = asked.rounds.unwrap_or(if asked.minutes.is_some() { usize::MAX } else { ROUNDS });
-    let (base, blocks) = in_turn(&mut baseline.side, &mut sides, Limits { steps, rounds, until }, what, progress)?;
-    let mut blocks = blocks.into_iter();
-    let one = |line: Line| match line.found {
-        Found::Measured => {
-            let blocks = blocks.next().unwrap_or_default();
-            Timed { ratios: ratios(&base, &blocks), line, blocks }
-        }
-        _ => Timed { line, blocks: vec![], ratios: vec![] },
-    };
-    let timed = found.into_iter().map(one).collect();
-    Ok((base.iter().map(|b| b.ms).collect(), timed))
-}
-
-fn named(pass: Option<&str>, on: bool) -> String {
-    pass.map_or("once more as it is".into(), |pass| format!("with {pass} {}", if on { "on" } else { "off" }))
-}
-
-/// A variant in memory, with its line's memory and numbers.
-fn loaded(asked: &Asked, baseline: &Baseline, variant: Variant, line: &mut Line) -> Result<Side> {
-    let (pass, on) = (variant.pass, variant.switched_on);
-    let (mut side, allocated) = variant.load(asked)?;
-    let (numbers, gradients) = side.numbers(asked.steps_for_error, true)?;
-    line.differ = Some(Differences::of((&numbers, &gradients), (&baseline.numbers, &baseline.gradients)));
-    line.numbers = Some(numbers);
-    line.sites = pass.map_or(0, |pass| if on { side.applied(pass) } else { baseline.side.applied(pass) });
-    (line.allocated, line.allocated_off) = if on { (allocated, baseline.allocated) } else { (baseline.allocated, allocated) };
-    Ok(side)
+fn no_room(v: &Variant, own: Needs, copies: usize, free: Option<u64>) -> Line {
+    let line = Line::new(v.pass.unwrap_or_default(), Found::Failed, v.switched_on);
+    let [needs, baseline, free] = [v.needs.total(), copies as u64 * own.rest, free.unwrap_or(0)].map(human_bytes);
+    let reason = format!("needs {needs} beside the states of {copies} baselines, {baseline}; {free} may be taken");
+    with_peaks(Line { reason: Some(reason), ..line }, own.total(), v.needs.total())
 }
 
 /// A line with the planned bytes of the baseline and of the switched step.
@@ -275,35 +233,86 @@ fn with_peaks(mut line: Line, baseline: u64, switched: u64) -> Line {
     line
 }
 
-/// Gains, now that the noise is known; the lines in the order of the passes.
-fn finished(timed: Vec<Timed>, mut lines: Vec<Line>, times: Vec<f64>, turns: impl FnOnce(usize, Interval) -> Turns) -> Result<Ledger> {
-    let gain = |t: &Timed| {
-        let faster = |ratio: f64| if t.line.switched_on { 1.0 / ratio - 1.0 } else { ratio - 1.0 };
-        Interval::of(&t.ratios).map(|i| (i, i.map(faster)))
-    };
-    // The baseline again is the first.
-    let Some((_, same)) = timed.first().and_then(gain) else {
-        let why = timed.first().and_then(|t| t.line.reason.clone()).unwrap_or_default();
-        bail!("the step could not be held twice: {why}");
-    };
-    let ms = Interval::of(&times).map_or(f64::NAN, |i| i.median);
-    let rounds = timed.iter().filter(|t| !t.ratios.is_empty()).map(|t| t.ratios.len()).min().unwrap_or(0);
-    let turns = turns(rounds, same);
-    for t in timed.into_iter().skip(1) {
-        let found = gain(&t);
-        let mut line = t.line;
-        if let Some((ratio, gain)) = found {
-            let (on, off) = if line.switched_on { (ms * ratio.median, ms) } else { (ms, ms * ratio.median) };
-            (line.ms, line.ms_off) = (Some(on), Some(off));
-            (line.gain, line.verdict) = (Some(gain), Some(Verdict::of(&gain, turns.noise())));
-            (line.times, line.ratios) = (t.blocks.iter().map(|b| b.ms).collect(), t.ratios);
-            if line.switched_on && line.sites == 0 {
-                line.found = Found::Nothing;
+impl Work<'_> {
+    /// Loads a group, compares its numbers with the baseline's, and times it in turn.
+    fn group(&mut self, variants: Vec<Variant>, until: Option<Instant>, what: &str) -> Result<Vec<Timed>> {
+        let (mut sides, mut lines) = (vec![], vec![]);
+        for variant in variants {
+            let (pass, on) = (variant.pass.unwrap_or_default(), variant.switched_on);
+            self.progress.say(format!("{what}: loading the step with {pass} {}", if on { "on" } else { "off" }));
+            let mut line = with_peaks(Line::new(pass, Found::Measured, on), self.own.total(), variant.needs.total());
+            match self.loaded(variant, &mut line) {
+                Ok(side) => sides.push(side),
+                Err(e) => (line.found, line.reason) = (Found::Failed, Some(format!("{e:#}"))),
             }
+            lines.push(line);
         }
-        lines.push(line);
+        let all = sides.iter().chain(&self.copies).map(|s| arena(&s.session));
+        resize_arena(self.asked.device, all.max().unwrap_or(0))?;
+        let steps = self.steps()?;
+        let rounds = self.asked.rounds.unwrap_or(if self.asked.minutes.is_some() { usize::MAX } else { ROUNDS });
+        let turns = in_turn(&mut self.copies, &mut sides, Limits { steps, rounds, until }, what, &mut self.progress)?;
+        self.times.extend(turns.copies.iter().flatten().map(|b| b.ms));
+        // The group where the copies differ most counts.
+        self.same = turns.same().into_iter().chain(self.same).max_by(|a, b| a.reach(0.0).total_cmp(&b.reach(0.0)));
+        let mut held = 0..sides.len();
+        let one = |line: Line| match if line.found == Found::Measured { held.next() } else { None } {
+            Some(i) => Timed { line, times: turns.others[i].iter().map(|b| b.ms).collect(), ratios: turns.ratios(i) },
+            None => Timed { line, times: vec![], ratios: vec![] },
+        };
+        Ok(lines.into_iter().map(one).collect())
     }
-    let place = |line: &Line| switches().position(|p| p.name() == line.pass);
-    lines.sort_by_key(place);
-    Ok(Ledger { lines, turns, times })
+
+    /// A variant in memory, with its line's memory and numbers.
+    fn loaded(&self, variant: Variant, line: &mut Line) -> Result<Side> {
+        let (pass, on) = (variant.pass.unwrap_or_default(), variant.switched_on);
+        let (mut side, allocated) = variant.load(self.asked)?;
+        let (numbers, gradients) = side.numbers(self.asked.steps_for_error, true)?;
+        line.differ = Some(Differences::of((&numbers, &gradients), (&self.numbers, &self.gradients)));
+        line.numbers = Some(numbers);
+        line.sites = if on { side.applied(pass) } else { self.copies[0].applied(pass) };
+        (line.allocated, line.allocated_off) = if on { (allocated, self.allocated) } else { (self.allocated, allocated) };
+        Ok(side)
+    }
+
+    /// Steps of a block: by the time of the baseline's where it is not said, and then the same for every group.
+    fn steps(&mut self) -> Result<usize> {
+        if let Some(steps) = self.steps {
+            return Ok(steps);
+        }
+        let clock = Instant::now();
+        // Each copy, so that all have run as often.
+        let times = self.copies.iter_mut().map(|copy| Ok(copy.block(3, clock)?.ms)).collect::<Result<Vec<f64>>>()?;
+        let one = times.into_iter().fold(f64::INFINITY, f64::min) / 1e3;
+        Ok(*self.steps.insert(((BLOCK / one).ceil() as usize).clamp(3, 200)))
+    }
+
+    /// The baseline, how the times were taken, and those of the baseline. Where nothing was compared, its copies are timed alone.
+    fn end(mut self, timed: &[Timed], groups: usize, time: Duration) -> Result<(Side, Turns, Vec<f64>)> {
+        if self.same.is_none() {
+            self.group(vec![], None, "ledger")?;
+        }
+        self.progress.end();
+        let Some(same) = self.same else { bail!("the baseline was not timed often enough: --rounds") };
+        let rounds = timed.iter().filter(|t| !t.ratios.is_empty()).map(|t| t.ratios.len()).min().unwrap_or(0);
+        let turns = Turns { rounds, steps: self.steps.unwrap_or(1), groups, copies: self.copies.len(), seconds: time.as_secs_f64(), same };
+        Ok((self.copies.swap_remove(0), turns, self.times))
+    }
+}
+
+/// Lines with their gains, now that the noise is known.
+fn finished(timed: Vec<Timed>, times: &[f64], noise: f64) -> impl Iterator<Item = Line> {
+    let ms = Interval::of(times).map_or(f64::NAN, |i| i.median);
+    timed.into_iter().map(move |Timed { mut line, times, ratios }| {
+        let Some(ratio) = Interval::of(&ratios) else { return line };
+        let (on, off) = if line.switched_on { (ms * ratio.median, ms) } else { (ms, ms * ratio.median) };
+        let gain = ratio.map(|ratio| if line.switched_on { 1.0 / ratio - 1.0 } else { ratio - 1.0 });
+        (line.ms, line.ms_off) = (Some(on), Some(off));
+        (line.gain, line.verdict) = (Some(gain), Some(Verdict::of(&gain, noise)));
+        (line.times, line.ratios) = (times, ratios);
+        if line.switched_on && line.sites == 0 {
+            line.found = Found::Nothing;
+        }
+        line
+    })
 }

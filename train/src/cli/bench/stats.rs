@@ -118,12 +118,14 @@ impl Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::philox::{fill_normal, philox};
+    use crate::cli::bench::rounds::{Turn, Turns, turns};
+    use engine::philox::fill_normal;
 
-    /// Blocks of a baseline and of variants, taken in turn in an order that changes from round to round, on a machine whose speed drifts.
+    /// Two copies of a baseline and other sides, timed in turn on a machine whose speed drifts.
     struct Machine {
-        /// What a step takes of each side, the baseline first.
-        sides: Vec<f64>,
+        baseline: f64,
+        /// What a step takes of each.
+        others: Vec<f64>,
         /// Relative standard deviation of a block.
         noise: f64,
         /// How much slower the machine is at the end than at the beginning.
@@ -133,32 +135,31 @@ mod tests {
     }
 
     impl Machine {
-        fn run(&self) -> Vec<Vec<Block>> {
-            let n = self.sides.len();
-            let mut normal = vec![0.0; n * self.rounds + 1];
+        fn run(&self) -> Turns {
+            let blocks = (2 + self.others.len()) * self.rounds;
+            let mut normal = vec![0.0; blocks + 1];
             fill_normal(self.seed, 7, &mut normal);
-            let (mut blocks, mut now) = (vec![vec![]; n], 0);
-            let last = n * self.rounds;
-            let mut time = |side: usize, blocks: &mut Vec<Vec<Block>>| {
-                let slower = 1.0 + self.drift * now as f64 / last as f64;
-                let ms = self.sides[side] * slower * (1.0 + self.noise * normal[now] as f64);
-                blocks[side].push(Block { at: now as f64, ms });
-                now += 1;
-            };
-            for round in 0..self.rounds {
-                time(0, &mut blocks);
-                for side in super::super::rounds::order(n - 1, round) {
-                    time(side + 1, &mut blocks);
-                }
+            let mut found = Turns { copies: vec![vec![]; 2], others: vec![vec![]; self.others.len()] };
+            let order = (0..self.rounds).flat_map(|round| turns(2, self.others.len(), round)).chain([Turn::Copy(0)]);
+            for (i, turn) in order.enumerate() {
+                let slower = (1.0 + self.drift * i as f64 / blocks as f64) * (1.0 + self.noise * normal[i] as f64);
+                let (ms, to) = match turn {
+                    Turn::Copy(i) => (self.baseline, &mut found.copies[i]),
+                    Turn::Other(i) => (self.others[i], &mut found.others[i]),
+                };
+                to.push(Block { at: i as f64, ms: ms * slower });
             }
-            time(0, &mut blocks);
-            blocks
+            found
         }
     }
 
-    /// Of a side's step without the pass: what the pass gains.
-    fn gain(blocks: &[Vec<Block>], side: usize) -> Interval {
-        Interval::of(&ratios(&blocks[0], &blocks[side])).unwrap().map(|r| r - 1.0)
+    /// What is gained if a side is the step without a pass.
+    fn gain(found: &Turns, side: usize) -> Interval {
+        Interval::of(&found.ratios(side)).unwrap().map(|r| r - 1.0)
+    }
+
+    fn verdict(found: &Turns, side: usize) -> Verdict {
+        Verdict::of(&gain(found, side), found.same().unwrap().reach(0.0))
     }
 
     #[test]
@@ -180,70 +181,77 @@ mod tests {
     fn an_interval_holds_the_truth_as_often_as_it_says() {
         for rounds in [3, 5, 9, 15] {
             let held = (0..400).filter(|&seed| {
-                let m = Machine { sides: vec![10.0, 11.0], noise: 0.01, drift: 0.1, rounds, seed };
-                gain(&m.run(), 1).holds(0.1)
+                let m = Machine { baseline: 10.0, others: vec![11.0, 10.0], noise: 0.01, drift: 0.1, rounds, seed };
+                gain(&m.run(), 0).holds(0.1)
             });
             let share = held.count() as f64 / 400.0;
-            assert!(share > 0.91, "{rounds} rounds: the gain is in the interval in {:.0}% of cases", 100.0 * share);
+            assert!(share > 0.92, "{rounds} rounds: the gain is in the interval in {:.0}% of cases", 100.0 * share);
         }
     }
 
     #[test]
     fn a_planted_gain_is_found() {
         let found = (0..100).filter(|&seed| {
-            let blocks = Machine { sides: vec![10.0, 10.0, 10.3, 9.7], noise: 0.005, drift: 0.2, rounds: 9, seed }.run();
-            let noise = gain(&blocks, 1).reach(0.0);
-            let all = [2, 3].map(|side| Verdict::of(&gain(&blocks, side), noise));
-            all == [Verdict::Faster, Verdict::Slower]
+            let found = Machine { baseline: 10.0, others: vec![10.3, 9.7], noise: 0.005, drift: 0.2, rounds: 9, seed }.run();
+            [0, 1].map(|side| verdict(&found, side)) == [Verdict::Faster, Verdict::Slower]
         });
-        assert!(found.clone().count() >= 95, "3% beside noise of 0.5% were found in {} of 100", found.count());
+        let found = found.count();
+        assert!(found >= 95, "3% beside noise of 0.5% were found in {found} of 100");
     }
 
     #[test]
     fn pure_noise_is_within_noise() {
         for noise in [0.002, 0.05] {
-            let wrong = (0..200).filter(|&seed| {
-                let blocks = Machine { sides: vec![10.0; 3], noise, drift: 0.2, rounds: 9, seed }.run();
-                Verdict::of(&gain(&blocks, 2), gain(&blocks, 1).reach(0.0)) != Verdict::WithinNoise
-            });
-            let wrong = wrong.count();
-            assert!(wrong <= 8, "noise of {noise}: {wrong} of 200 differences of nothing were called real");
+            let wrong = |seed: u64| {
+                let found = Machine { baseline: 10.0, others: vec![10.0; 10], noise, drift: 0.2, rounds: 9, seed }.run();
+                (0..10).filter(|&side| verdict(&found, side) != Verdict::WithinNoise).count()
+            };
+            let wrong: usize = (0..100).map(wrong).sum();
+            assert!(wrong <= 20, "noise of {noise}: {wrong} of 1000 differences of nothing were called real");
         }
     }
 
     /// Taken one after the other, as if each side had its turn once, the drift would be a gain of its own.
     #[test]
     fn drift_cancels_in_turns_and_not_one_after_the_other() {
-        let m = Machine { sides: vec![10.0; 4], noise: 0.001, drift: 0.3, rounds: 12, seed: 1 };
-        let blocks = m.run();
-        for side in 1..4 {
-            let g = gain(&blocks, side);
+        let found = Machine { baseline: 10.0, others: vec![10.0; 4], noise: 0.001, drift: 0.3, rounds: 12, seed: 1 }.run();
+        for side in 0..4 {
+            let g = gain(&found, side);
             assert!(g.holds(0.0) && g.reach(0.0) < 0.003, "{side}: {g:?}");
         }
         // The same clock, but a side at a time: its median against the baseline's.
-        let mut all: Vec<Block> = blocks.concat();
+        let mut all: Vec<Block> = [found.copies.concat(), found.others.concat()].concat();
         all.sort_by(|a, b| a.at.total_cmp(&b.at));
         let median = |part: &[Block]| Interval::of(&part.iter().map(|b| b.ms).collect::<Vec<_>>()).unwrap().median;
-        let naive = median(&all[36..48]) / median(&all[..12]) - 1.0;
+        let naive = median(&all[60..72]) / median(&all[..12]) - 1.0;
         assert!(naive > 0.15, "without turns, drift is taken for a gain of {naive}");
     }
 
     #[test]
     fn two_ledgers_of_one_machine_agree() {
         let apart = (0..200u64).filter(|&seed| {
-            let one = |seed| gain(&Machine { sides: vec![10.0, 10.4], noise: 0.01, drift: 0.1, rounds: 9, seed }.run(), 1);
+            let one = |seed| gain(&Machine { baseline: 10.0, others: vec![10.4], noise: 0.01, drift: 0.1, rounds: 9, seed }.run(), 0);
             let (a, b) = (one(seed), one(seed + 1_000_000));
             a.low > b.high || b.low > a.high
         });
-        assert!(apart.count() <= 6);
+        assert!(apart.count() <= 4);
     }
 
     #[test]
     fn an_outlier_moves_nothing() {
-        let mut blocks = Machine { sides: vec![10.0, 10.5], noise: 0.001, drift: 0.0, rounds: 9, seed: 3 }.run();
-        let before = gain(&blocks, 1);
-        blocks[1][4].ms *= 1.0 + philox([1, 2, 3, 4], [5, 6])[0] as f64 / 1e9;
-        let after = gain(&blocks, 1);
+        let mut found = Machine { baseline: 10.0, others: vec![10.5], noise: 0.001, drift: 0.0, rounds: 9, seed: 3 }.run();
+        let before = gain(&found, 0);
+        found.others[0][4].ms *= 3.0;
+        let after = gain(&found, 0);
         assert!((before.median - after.median).abs() < 0.002 && after.high < 0.06, "{before:?} {after:?}");
+    }
+
+    /// A second copy that is slower for a reason of its own (where its memory lies, say) makes everything as large as that noise.
+    #[test]
+    fn what_differs_between_two_copies_is_noise() {
+        let mut found = Machine { baseline: 10.0, others: vec![10.2], noise: 0.001, drift: 0.0, rounds: 9, seed: 3 }.run();
+        assert_eq!(verdict(&found, 0), Verdict::Faster);
+        found.copies[1].iter_mut().for_each(|b| b.ms *= 1.03);
+        assert_eq!(verdict(&found, 0), Verdict::WithinNoise);
     }
 }

@@ -47,10 +47,10 @@ pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCod
     let mut m = described(a, &config, &fitted, &side, start);
     match known {
         Some((numbers, gradients)) if a.ledger => {
-            let mut baseline = Baseline { side, numbers, gradients, allocated };
-            let Ledger { lines, turns, times } = ledger(&asked, &mut baseline)?;
-            (m.times, m.ledger, m.turns, m.numbers) = (times, lines, Some(turns), Some(baseline.numbers));
-            side = baseline.side;
+            m.numbers = Some(numbers.clone());
+            let (Ledger { lines, turns, times }, baseline) = ledger(&asked, Baseline { side, numbers, gradients, allocated })?;
+            (m.times, m.ledger, m.turns) = (times, lines, Some(turns));
+            side = baseline;
         }
         known => {
             m.times = side.times(a.warmup + side.warm_up() as usize, a.repeat())?;
