@@ -23,6 +23,7 @@ pub mod sample;
 pub mod speed;
 pub mod text;
 pub mod variety;
+pub mod watch;
 
 pub use cli::{Recipes, main};
 
