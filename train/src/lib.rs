@@ -14,6 +14,7 @@ pub mod metrics;
 pub mod models;
 pub mod nn;
 pub mod optim;
+pub mod page;
 pub mod recipe;
 pub mod recipes;
 pub mod report;
@@ -22,6 +23,7 @@ pub mod sample;
 pub mod speed;
 pub mod text;
 pub mod variety;
+pub mod watch;
 
 pub use cli::{Recipes, main};
 
