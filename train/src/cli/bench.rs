@@ -12,16 +12,19 @@
 //! | `web.rs` | `--html` |
 //! | `ops.rs`, `generate.rs`, `nodes.rs` | every op; replies; a step node by node |
 
+mod baseline;
 mod file;
 mod generate;
 mod groups;
 mod ledger;
 mod nodes;
 mod ops;
+mod peers;
 mod rounds;
 mod side;
 mod stats;
 mod step;
+mod web;
 
 use super::budget::BudgetArgs;
 use super::{ConfigArgs, DeviceArgs, Recipes};
@@ -37,6 +40,8 @@ use std::time::Instant;
   kiln bench {recipe} --preset {preset} --set batch=4 --repeat 20 --json small.json
   kiln bench {recipe} --preset {preset} --ledger --also fp8,tf32
   kiln bench {recipe} --ledger --only flash-attention,recompute --minutes 2
+  kiln bench {recipe} --ledger --json ledger.json --html ledger.html
+  kiln bench {recipe} --baseline before.json --fail-slower 5% --fail-above 1e-4
   kiln bench ops --device cuda
   kiln bench ops --only attention --device cuda
   kiln bench generate --device cuda")]
@@ -76,9 +81,24 @@ pub struct BenchArgs {
     /// Steps after which the loss is compared, with --ledger and --baseline; the gradients are compared after one. 20, or what the baseline has
     #[arg(long, value_name = "N")]
     steps_for_error: Option<usize>,
+    /// Compares with what a former --json wrote of the same step on the same machine
+    #[arg(long, value_name = "FILE")]
+    baseline: Option<PathBuf>,
+    /// With --baseline: fails if a step takes longer than there by more than this, and by more than noise
+    #[arg(long, value_name = "PERCENT", value_parser = baseline::percent, requires = "baseline")]
+    fail_slower: Option<f64>,
+    /// With --baseline: fails if the loss after 1 or --steps-for-error steps from the same seed differs relatively by more than this
+    #[arg(long, value_name = "DIFFERENCE", value_parser = baseline::error, requires = "baseline")]
+    fail_above: Option<f64>,
+    /// Times the same step in PyTorch, in turn with this one: peers/compare.py of a checkout, with a Python that has torch
+    #[arg(long, value_name = "PEER", value_parser = ["pytorch"])]
+    against: Option<String>,
     /// Writes the figures to a file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// With --ledger: writes a page with charts, which opens in a browser without a network
+    #[arg(long, value_name = "FILE", requires = "ledger")]
+    html: Option<PathBuf>,
 }
 
 impl BenchArgs {
@@ -100,6 +120,8 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
         (a.budget.is_given(), "--memory-budget"),
         (a.ledger, "--ledger"),
         (a.steps_for_error.is_some(), "--steps-for-error"),
+        (a.baseline.is_some(), "--baseline"),
+        (a.against.is_some(), "--against"),
         (a.profile && kind == Some("ops"), "--profile"),
     ];
     if let (Some(kind), Some((_, flag))) = (kind, of_recipes.iter().find(|f| f.0)) {

@@ -1,11 +1,13 @@
 //! The step of a recipe: how long it takes, what it computes, what memory it needs.
 
-use super::BenchArgs;
+use super::baseline::{Bounds, Compared, comparable, compared};
 use super::file::{FORMAT, Line, Measured, Versions, error};
 use super::ledger::{self, Asked, Baseline, Ledger, ledger};
 use super::nodes::{node, profile};
+use super::peers::{self, Peers};
 use super::side::Side;
-use super::stats::Interval;
+use super::stats::{Interval, LEAST};
+use super::{BenchArgs, web};
 use crate::cli::budget::Where;
 use crate::cli::{Recipes, write_json};
 use crate::config::Config;
@@ -13,7 +15,7 @@ use crate::memory;
 use crate::recipe::{Recipe, find_in};
 use crate::report::{human_bytes, human_count, table};
 use crate::run::{self, Fitted};
-use anyhow::Result;
+use anyhow::{Result, bail};
 use engine::Device;
 use serde_json::Value;
 use std::process::ExitCode;
@@ -37,14 +39,20 @@ pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCod
     a.budget.set(&mut config)?;
     let recipe = find_in(recipes, config.text("recipe"))?;
     let (config, fitted) = a.budget.fit(recipe, config, &Where::here(device), true)?;
-    let asked = asked(a, recipe, &config, device);
+    let then = a.baseline.as_deref().map(Measured::read).transpose()?;
+    let asked = asked(a, recipe, &config, device, then.as_ref())?;
     ledger::checked(&asked)?;
+    let peers = a.against.as_ref().map(|_| Peers::find(&config, recipes)).transpose()?;
     let (mut side, allocated) = load(recipe, &config, device)?;
     let loaded = started.elapsed();
-    let wanted = a.ledger || a.json.is_some() || a.steps_for_error.is_some();
+    let mut m = described(a, &config, fitted.as_ref(), &side);
+    if let Some((then, path)) = then.as_ref().zip(a.baseline.as_deref()) {
+        comparable(&m, then, path)?.iter().for_each(|warning| crate::warn!("{warning}"));
+    }
+    let wanted = a.ledger || a.json.is_some() || then.is_some() || a.steps_for_error.is_some();
     let known = if wanted { Some(side.numbers(asked.steps_for_error, a.ledger)?) } else { None };
     let start = Start { opened, loaded, first: loaded + side.first()? };
-    let mut m = described(a, &config, &fitted, &side, start);
+    m.setup_s = start.first.as_secs_f64();
     match known {
         Some((numbers, gradients)) if a.ledger => {
             m.numbers = Some(numbers.clone());
@@ -66,16 +74,49 @@ pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCod
         profile(&nodes)?;
         m.nodes = nodes.iter().map(node).collect();
     }
-    if let Some(path) = &a.json {
-        write_json(Some(path), &serde_json::to_value(&m)?)?;
+    drop(side); // the peers need the memory
+    if let Some(peers) = peers {
+        let found = peers.run(a.rounds.unwrap_or(3))?;
+        out_part!("{}", table(&peers::HEADERS, &peers::rows(&found)));
+        m.peers = Some(found);
     }
-    Ok(ExitCode::SUCCESS)
+    write(a, &m)?;
+    let bounds = Bounds { slower: a.fail_slower, above: a.fail_above };
+    then.map_or(Ok(ExitCode::SUCCESS), |then| judged(&compared(&m, &then, bounds)))
 }
 
-fn asked<'a>(a: &BenchArgs, recipe: &'a dyn Recipe, config: &'a Config, device: &'a Device) -> Asked<'a> {
+fn write(a: &BenchArgs, m: &Measured) -> Result<()> {
+    if let Some(path) = &a.json {
+        write_json(Some(path), &serde_json::to_value(m)?)?;
+    }
+    if let Some(path) = &a.html {
+        run::write_whole(path, &web::page(m)?)?;
+        out!("page: {}", path.display());
+    }
+    Ok(())
+}
+
+/// Says what was found, and fails if anything is beyond its bound.
+fn judged(found: &Compared) -> Result<ExitCode> {
+    for line in &found.said {
+        out!("{line}");
+    }
+    found.failed.iter().for_each(|line| crate::warn!("failed, {line}"));
+    Ok(if found.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn asked<'a>(a: &BenchArgs, recipe: &'a dyn Recipe, config: &'a Config, device: &'a Device, then: Option<&Measured>) -> Result<Asked<'a>> {
     let only = a.only.iter().flat_map(|names| names.split(',')).map(|name| name.trim().to_string()).collect();
-    let steps_for_error = a.steps_for_error.unwrap_or(STEPS_FOR_ERROR);
-    Asked { recipe, config, device, only, also: a.also.clone(), rounds: a.rounds, minutes: a.minutes, steps: a.repeat, steps_for_error }
+    let there = then.and_then(|then| then.numbers.as_ref()).map(|numbers| numbers.steps);
+    let steps_for_error = a.steps_for_error.or(there).unwrap_or(STEPS_FOR_ERROR);
+    if let Some(there) = there.filter(|there| *there != steps_for_error) {
+        bail!("--steps-for-error {steps_for_error}: the baseline has the loss after {there} steps; leave it out, or measure the baseline so");
+    }
+    if then.is_some() && !a.ledger && a.repeat() < LEAST {
+        bail!("--repeat {}: fewer than {LEAST} times say nothing about their noise, which --baseline needs", a.repeat());
+    }
+    let (also, rounds, minutes, steps) = (a.also.clone(), a.rounds, a.minutes, a.repeat);
+    Ok(Asked { recipe, config, device, only, also, rounds, minutes, steps, steps_for_error })
 }
 
 /// The step as it is, and what it allocated on a GPU.
@@ -88,7 +129,7 @@ fn load(recipe: &dyn Recipe, config: &Config, device: &Device) -> Result<(Side, 
 }
 
 /// What is known before anything is timed.
-fn described(a: &BenchArgs, config: &Config, fitted: &Option<Fitted>, side: &Side, start: Start) -> Measured {
+fn described(a: &BenchArgs, config: &Config, fitted: Option<&Fitted>, side: &Side) -> Measured {
     let (device, (unit, work)) = (&side.session.device, side.task.work());
     let cuda = if let Device::Cuda(cuda, _) = device { Some(cuda.versions()) } else { None };
     Measured {
@@ -109,10 +150,10 @@ fn described(a: &BenchArgs, config: &Config, fitted: &Option<Fitted>, side: &Sid
         times: vec![],
         repeat: a.repeat(),
         peak_bytes: run::peak(&side.session).total() as u64,
-        setup_s: start.first.as_secs_f64(),
-        memory_budget: fitted.as_ref().map(|f| f.budget),
-        chosen: fitted.as_ref().map(|f| f.changes.clone()),
-        estimated_more_time: fitted.as_ref().map(|f| f.seconds[1] / f.seconds[0] - 1.0),
+        setup_s: 0.0,
+        memory_budget: fitted.map(|f| f.budget),
+        chosen: fitted.map(|f| f.changes.clone()),
+        estimated_more_time: fitted.map(|f| f.seconds[1] / f.seconds[0] - 1.0),
         numbers: None,
         receipts: run::receipts_json(&side.session),
         ledger: vec![],
