@@ -9,7 +9,7 @@
 //! | `file.rs` | what `--json` writes |
 //! | `baseline.rs` | `--baseline`: against a former file |
 //! | `peers.rs` | `--against pytorch` |
-//! | `web.rs` | `--html` |
+//! | `web.rs`, `picture.rs` | `--html`; `--picture`: several ledgers at once |
 //! | `ops.rs`, `generate.rs`, `nodes.rs` | every op; replies; a step node by node |
 
 mod baseline;
@@ -20,6 +20,7 @@ mod ledger;
 mod nodes;
 mod ops;
 mod peers;
+mod picture;
 mod rounds;
 mod side;
 mod stats;
@@ -42,6 +43,7 @@ use std::time::Instant;
   kiln bench {recipe} --ledger --only flash-attention,recompute --minutes 2
   kiln bench {recipe} --ledger --json ledger.json --html ledger.html
   kiln bench {recipe} --baseline before.json --fail-slower 5% --fail-above 1e-4
+  kiln bench --picture ledgers.svg --ledgers bench/ledger
   kiln bench ops --device cuda
   kiln bench ops --only attention --device cuda
   kiln bench generate --device cuda")]
@@ -99,6 +101,12 @@ pub struct BenchArgs {
     /// With --ledger: writes a page with charts, which opens in a browser without a network
     #[arg(long, value_name = "FILE", requires = "ledger")]
     html: Option<PathBuf>,
+    /// Measures nothing: draws the ledgers of a folder (--ledgers) as one SVG, beside what guides for such trainers promise
+    #[arg(long, value_name = "FILE", requires = "ledgers", conflicts_with_all = ["recipe", "ledger", "json", "profile", "baseline", "against"])]
+    picture: Option<PathBuf>,
+    /// With --picture: a folder of files that --ledger --json wrote
+    #[arg(long, value_name = "DIR", requires = "picture")]
+    ledgers: Option<PathBuf>,
 }
 
 impl BenchArgs {
@@ -113,6 +121,11 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
     }
     if a.steps_for_error.is_some_and(|n| !(1..=1_000_000).contains(&n)) {
         bail!("--steps-for-error {}: from 1 to a million", a.steps_for_error.unwrap_or(0));
+    }
+    if let (Some(path), Some(dir)) = (&a.picture, &a.ledgers) {
+        picture::picture(dir, path)?;
+        out!("picture: {}", path.display());
+        return Ok(ExitCode::SUCCESS);
     }
     let started = Instant::now();
     let kind = a.config.recipe.as_deref().filter(|r| ["ops", "generate"].contains(r));

@@ -169,7 +169,7 @@ pub struct Differences {
     pub loss: Option<f64>,
     /// Of all gradients of that step, as one vector.
     pub gradient: Option<f64>,
-    /// Of the gradient that differs most, and whose it is.
+    /// Of the gradient that differs most, and whose it is; nobody's where all are the same.
     pub worst_gradient: Option<f64>,
     pub worst: Option<String>,
     /// Of the loss after some steps.
@@ -185,7 +185,7 @@ impl Differences {
         let sum = |all: &mut dyn Iterator<Item = f64>| all.map(|v| v * v).sum::<f64>();
         let square = |v: &[f32]| sum(&mut v.iter().map(|v| *v as f64));
         let (elements, all) = theirs.1.values().fold((0, 0.0), |(n, s), g| (n + g.len(), s + square(g)));
-        let (mut total, mut worst) = (0.0, (-1.0, None));
+        let (mut total, mut worst) = (0.0, (0.0, None));
         for (name, g) in theirs.1 {
             let own = ours.1.get(name).map_or(&[][..], |v| v);
             let apart = if own.len() == g.len() { sum(&mut own.iter().zip(g).map(|(a, b)| *a as f64 - *b as f64)) } else { f64::NAN };
@@ -201,7 +201,7 @@ impl Differences {
         Differences {
             loss: of_loss(ours.0.first, theirs.0.first),
             gradient: if theirs.1.is_empty() { None } else { relative(total.sqrt(), all.sqrt()) },
-            worst_gradient: Some(worst.0).filter(|e| e.is_finite() && *e >= 0.0),
+            worst_gradient: Some(worst.0).filter(|e| e.is_finite() && !theirs.1.is_empty()),
             worst: worst.1,
             loss_after: of_loss(ours.0.last, theirs.0.last),
         }
@@ -245,7 +245,7 @@ mod tests {
         let d = Differences::of((&Numbers { first: None, ..numbers(1.0, 1.0) }, &ours), (&numbers(1.0, 1.0), &theirs));
         assert_eq!((d.loss, d.gradient, d.worst_gradient, d.worst.as_deref()), (None, None, None, Some("a")));
         let same = Differences::of((&numbers(1.0, 1.0), &theirs), (&numbers(1.0, 1.0), &theirs));
-        assert_eq!((same.loss, same.gradient, same.worst_gradient), (Some(0.0), Some(0.0), Some(0.0)));
+        assert_eq!((same.loss, same.gradient, same.worst_gradient, same.worst), (Some(0.0), Some(0.0), Some(0.0), None));
         // Another set of parameters is not the same gradient.
         let fewer = Differences::of((&numbers(1.0, 1.0), &gradients(&[("a", &[3.0, 4.0])])), (&numbers(1.0, 1.0), &theirs));
         assert_eq!((fewer.worst_gradient, fewer.worst.as_deref()), (None, Some("b")));

@@ -36,6 +36,11 @@ impl Interval {
         Some(Interval { median, low: (mean - reach).min(median), high: (mean + reach).max(median) })
     }
 
+    /// Of ratios, whose logarithms are what has no lower end.
+    pub fn of_ratios(ratios: &[f64]) -> Option<Interval> {
+        Some(Interval::of(&ratios.iter().map(|r| r.ln()).collect::<Vec<_>>())?.map(f64::exp))
+    }
+
     /// Of a quantity that rises or falls with this one.
     pub fn map(self, f: impl Fn(f64) -> f64) -> Interval {
         let (a, b) = (f(self.low), f(self.high));
@@ -155,7 +160,7 @@ mod tests {
 
     /// What is gained if a side is the step without a pass.
     fn gain(found: &Turns, side: usize) -> Interval {
-        Interval::of(&found.ratios(side)).unwrap().map(|r| r - 1.0)
+        Interval::of_ratios(&found.ratios(side)).unwrap().map(|r| r - 1.0)
     }
 
     fn verdict(found: &Turns, side: usize) -> Verdict {
@@ -172,6 +177,7 @@ mod tests {
         let small = Interval::of(&[1.0, 1.2, 1.1]).unwrap();
         assert!(small.low < 0.9 && small.high > 1.3 && (small.median - 1.1).abs() < 1e-12, "three samples say little: {small:?}");
         assert_eq!(Interval::of(&[1.0, 2.0]), None);
+        assert!(Interval::of_ratios(&[0.2, 1.0, 9.0]).unwrap().low > 0.0, "nothing takes less than no time");
         // Many samples neither overflow nor vanish.
         let many = Interval::of(&(0..5000).map(f64::from).collect::<Vec<_>>()).unwrap();
         assert!(many.low < many.median && many.high > many.median, "{many:?}");

@@ -234,7 +234,7 @@ fn row(l: &Line, measured: bool) -> Vec<String> {
     match &l.differ {
         None => cells.extend(["-", "-", "-", "-"].map(String::from)),
         Some(d) => {
-            let worst = d.worst.as_ref().map_or("-".into(), |name| format!("{} {name}", error(d.worst_gradient)));
+            let worst = d.worst.as_ref().map_or(error(d.worst_gradient), |name| format!("{} {name}", error(d.worst_gradient)));
             cells.extend([error(d.loss), error(d.gradient), worst, error(d.loss_after)]);
         }
     }
