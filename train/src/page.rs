@@ -179,7 +179,9 @@ impl Page {
 
     /// The same for a page that is served, and asks its own server for more.
     pub fn served(&self) -> String {
-        self.with_policy("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src 'self'; connect-src 'self'")
+        self.with_policy(
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src 'self' data:; connect-src 'self'",
+        )
     }
 
     fn with_policy(&self, policy: &str) -> String {

@@ -70,7 +70,7 @@ impl Better {
 /// What the optimizer does, in every run that has one, and how far the run is.
 const OPTIMIZER: &[Metric] = &[
     Metric::new("grad_norm", Unit::None, Better::Neither, "length of the gradient over all parameters, before it is clipped"),
-    Metric::new("clipped_norm", Unit::None, Better::Neither, "the same after it is clipped: at most train.clip"),
+    Metric::new("clipped_norm", Unit::None, Better::Neither, "length of the gradient after it is clipped: at most train.clip"),
     Metric::new(
         "skipped",
         Unit::Count("steps"),
@@ -91,7 +91,7 @@ const MACHINE: &[Metric] = &[
         Better::Lower,
         "memory of the GPU that is taken since the run opened it, also by libraries",
     ),
-    Metric::new("device_peak_bytes", Unit::Bytes, Better::Lower, "the most that was taken so far"),
+    Metric::new("device_peak_bytes", Unit::Bytes, Better::Lower, "the most memory of the GPU that was taken so far"),
 ];
 
 /// Which numbers of a metric a key of metrics.jsonl names.

@@ -29,6 +29,7 @@ mod models;
 mod names;
 mod numbers;
 mod own_recipe;
+mod pages;
 mod planning;
 mod policy;
 mod polychromic;
