@@ -126,7 +126,11 @@ fn the_page_is_for_this_machine_and_for_runs_alone() {
     std::os::unix::fs::symlink(dir.path().join("secret.svg"), run.join("link.svg")).unwrap();
     let served = Served::new(&dir.path().join("runs"));
 
+    // Browsers open connections that they may never use, and people send nonsense: neither is in the way of others.
+    let idle: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(&served.host).unwrap()).collect();
+    assert_eq!(served.send("nonsense\r\n\r\n").0, 400);
     let (status, head, page) = served.get("/");
+    drop(idle);
     assert!(status == 200 && head.contains("text/html") && String::from_utf8(page).unwrap().contains("<h1>Runs in runs</h1>"), "{head}");
     assert_eq!(
         served.json("/api/runs")["runs"].as_array().unwrap(),
