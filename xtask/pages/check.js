@@ -114,4 +114,4 @@ const live = async (page, run) => {
   problems.forEach((p) => console.error(p));
   console.log(`${problems.length} problems; screenshots in ${shots}`);
   process.exit(problems.length ? 1 : 0);
-})().catch((e) => { console.error(e); process.exit(1); });
+})().catch((e) => { problems.forEach((p) => console.error(p)); console.error(e); process.exit(1); });

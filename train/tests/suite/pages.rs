@@ -308,3 +308,19 @@ fn shells_and_man_know_the_commands() {
     fs::write(dir.path().join("file"), "").unwrap();
     kiln(["man", "--out", &text(&dir.path().join("file"))]).fails(&["file"]);
 }
+
+/// `pip install 'kiln[cuda]'` brings every library that kiln would say is missing.
+#[test]
+fn the_extra_cuda_of_the_wheel_has_what_kiln_loads() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let read = |path: &str| fs::read_to_string(root.join(path)).unwrap();
+    let project: toml::Table = read("pyproject.toml").parse().unwrap();
+    let extra: Vec<String> = project["project"]["optional-dependencies"]["cuda"].clone().try_into().unwrap();
+    let libraries = read("engine/src/cuda/libraries.rs");
+    let named: Vec<&str> = libraries.split("\\\"").filter(|part| part.starts_with("nvidia-")).collect();
+    assert!(named.len() >= 2, "{named:?}");
+    for wheel in named {
+        assert!(extra.iter().any(|e| e == wheel), "{wheel} is not in the extra cuda: {extra:?}");
+    }
+    assert_eq!(project["tool"]["maturin"]["manifest-path"].as_str(), Some("train/Cargo.toml"));
+}
