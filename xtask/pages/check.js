@@ -81,7 +81,7 @@ const keyboard = async (page) => {
   const summary = page.locator("#curves figure details summary").first();
   await summary.focus();
   await page.keyboard.press("Enter");
-  expect((await page.locator("#curves figure details td").count()) > 10, "a chart's numbers do not open");
+  expect(await page.waitForFunction(() => document.querySelectorAll("#curves figure details td").length > 10, undefined, { timeout: 5000 }).then(() => true, () => false), "a chart's numbers do not open");
   await page.locator("#theme").focus();
   await page.keyboard.press("Enter");
   expect((await page.evaluate(() => document.documentElement.dataset.theme)) === "dark", "the button does not change the colours");
