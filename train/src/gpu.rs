@@ -27,10 +27,22 @@ fn libraries(env: impl Fn(&str) -> Option<OsString>, exe: Option<&Path>) -> Vec<
     let pythons = split("PATH").into_iter().filter(|p| p.join("python3").exists()).filter_map(|p| p.parent().map(Path::to_path_buf));
     let mut all = split("LD_LIBRARY_PATH");
     all.extend(own.into_iter().flat_map(wheels));
-    all.extend(toolkits.into_iter().flatten().map(|toolkit| toolkit.join("lib64")));
+    all.extend(toolkits.into_iter().flatten().flat_map(|toolkit| ["lib64", "extras/CUPTI/lib64"].map(|folder| toolkit.join(folder))));
     all.extend(path("VIRTUAL_ENV").into_iter().chain(pythons).flat_map(|prefix| wheels(&prefix)));
     all.retain(|p| p.is_dir());
     all
+}
+
+/// Lets a profiler that is attached to the process see NVTX ranges; absent without complaint, unless they were `asked` for.
+pub fn attach_profiler(asked: bool) {
+    let named = std::env::var_os("NVTX_INJECTION64_PATH").filter(|v| !v.is_empty());
+    let attached = match &named {
+        Some(library) => engine::cuda::nvtx::attach(Path::new(library)),
+        None => Err("no profiler is attached (nsys and ncu set NVTX_INJECTION64_PATH)".into()),
+    };
+    if let Some(why) = attached.err().filter(|_| asked) {
+        warn!("--nvtx: nobody sees the ranges: {why}");
+    }
 }
 
 /// A folder and, where it is there for this process alone, that.

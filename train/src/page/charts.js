@@ -144,14 +144,17 @@ const kiln = (() => {
       const entries = chart.series.map((s, i) => ({ name: s.name, color: colour(s.color ?? i), kind: s.dots ? "dots" : "line", dashes: dash(s, s.color ?? i) }));
       return [f.s, reader(f, title, at, say), legend(entries)];
     },
-    // Horizontal bars with an interval each, all from zero.
+    // Horizontal bars with an interval each, all from zero, or over a logarithmic axis.
     bars(chart, width, title) {
-      const ends = chart.bars.flatMap((b) => [b.value, b.low, b.high, 0]), [left, right, row] = [6, 74, 38], unit = chart.x.unit;
-      const xs = range(ends, false, 0.02), X = scale(xs, left, width - right, false), height = chart.bars.length * row + 6;
+      const log = chart.x.log, ends = chart.bars.flatMap((b) => [b.value, b.low, b.high, ...(log ? [] : [0])]), [left, right, row] = [6, 74, 38], unit = chart.x.unit;
+      // Over a logarithmic axis there is no zero: bars begin a power of ten below the smallest.
+      let xs = range(ends, log, 0.02);
+      if (log) xs = [xs[0] / 10, xs[1]];
+      const X0 = scale(xs, left, width - right, log), zero = X0(log ? xs[0] : 0), X = (v) => (log && v <= 0 ? zero : X0(v)), height = chart.bars.length * row + 6;
       const s = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${title}: ` + chart.bars.map((b) => `${b.name} ${number(b.value, unit)}`).join(", ") });
       chart.bars.forEach((b, i) => {
-        const y = i * row + 4, [a, z] = [X(0), X(ok(b.value) ? b.value : 0)].sort((p, q) => p - q);
-        s.append(svg("text", { class: "name", x: left, y: y + 11 }, b.name), svg("line", { class: "axis", x1: X(0), x2: X(0), y1: y + 14, y2: y + 32 }), svg("rect", { x: a, y: y + 16, width: Math.max(1, z - a), height: 14, fill: colour(b.color ?? 0), "fill-opacity": b.faint ? 0.4 : 0.9 }, svg("title", {}, b.note || b.name)),
+        const y = i * row + 4, [a, z] = [zero, X(ok(b.value) ? b.value : 0)].sort((p, q) => p - q);
+        s.append(svg("text", { class: "name", x: left, y: y + 11 }, b.name), svg("line", { class: "axis", x1: zero, x2: zero, y1: y + 14, y2: y + 32 }), svg("rect", { x: a, y: y + 16, width: Math.max(1, z - a), height: 14, fill: colour(b.color ?? 0), "fill-opacity": b.faint ? 0.4 : 0.9 }, svg("title", {}, b.note || b.name)),
           svg("text", { x: X(Math.max(...[b.value, b.high, 0].filter(ok))) + 6, y: y + 27 }, number(b.value, unit)));
         if (ok(b.low) && ok(b.high)) for (const [x1, x2, y1, y2] of [[b.low, b.high, 23, 23], [b.low, b.low, 18, 28], [b.high, b.high, 18, 28]]) s.append(svg("line", { class: "cursor", x1: X(x1), x2: X(x2), y1: y + y1, y2: y + y2, "stroke-width": 1.5 }));
       });
