@@ -202,7 +202,9 @@ fn spans(programs: &[Profiled], recorded: Recorded, began: u64) -> impl Iterator
             Work::Set(bytes) => (Track::Compute, Some(bytes), "memset".into()),
             Work::Copy(Way::ToDevice, bytes) => (Track::Copy, Some(bytes), "feeds to the GPU".into()),
             Work::Copy(Way::ToHost, bytes) => (Track::Copy, Some(bytes), "results to the host".into()),
-            Work::Copy(Way::Within, bytes) => (Track::Compute, Some(bytes), if of_program { STORES } else { "feeds into their place" }.into()),
+            Work::Copy(Way::Within, bytes) => {
+                (Track::Compute, Some(bytes), if of_program { STORES } else { "feeds into their place" }.into())
+            }
         };
         let what = node.or(bytes.map(What::Copy)).unwrap_or(What::Other);
         let [start, end] = [r.start, r.end].map(|t| t.saturating_sub(began));
@@ -367,7 +369,10 @@ mod tests {
                 continue;
             }
             let nodes = &profile.programs[0].nodes;
-            assert!(nodes.iter().filter(|n| n.op == "matmul" && n.scope == "blocks.0" && n.cost.flops == 2 << 24).count() == 2, "{nodes:?}");
+            assert!(
+                nodes.iter().filter(|n| n.op == "matmul" && n.scope == "blocks.0" && n.cost.flops == 2 << 24).count() == 2,
+                "{nodes:?}"
+            );
             let (host, compute): (Vec<&Span>, Vec<&Span>) = profile.spans.iter().partition(|s| s.track == Track::Host);
             assert_eq!(compute.iter().filter(|s| matches!(s.what, What::Node(0, _))).count(), 2 * nodes.len());
             let [ran, took] = [&host, &compute].map(|spans| spans.iter().map(|s| s.end - s.start).sum::<u64>());

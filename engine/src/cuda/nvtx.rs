@@ -102,7 +102,8 @@ fn load(library: &Path) -> Result<(), String> {
     // SAFETY: the library is a profiler's, named by whoever started the process; its function has this type by NVTX's definition. It is never closed.
     unsafe {
         let library = libloading::os::unix::Library::new(library).map_err(|e| e.to_string())?;
-        let initialize: Initialize = *library.get(b"InitializeInjectionNvtx2\0").map_err(|_| "it has no function InitializeInjectionNvtx2")?;
+        let initialize: Initialize =
+            *library.get(b"InitializeInjectionNvtx2\0").map_err(|_| "it has no function InitializeInjectionNvtx2")?;
         std::mem::forget(library);
         match initialize(export) {
             0 => Err("it did not attach itself".into()),

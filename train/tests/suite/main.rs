@@ -33,6 +33,7 @@ mod policy;
 mod polychromic;
 mod precision;
 mod presets;
+mod profile;
 mod puzzle_files;
 mod puzzles;
 mod refused;
