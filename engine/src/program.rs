@@ -69,7 +69,8 @@ impl Device {
         self.gpu().map(Cuda::usage)
     }
 
-    fn gpu(&self) -> Option<&Cuda> {
+    /// The GPU, if it is one.
+    pub fn gpu(&self) -> Option<&Cuda> {
         match self {
             Device::Cpu(..) => None,
             Device::Cuda(cuda, _) => Some(cuda),

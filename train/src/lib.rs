@@ -13,6 +13,7 @@ pub mod memory;
 pub mod metrics;
 pub mod models;
 pub mod nn;
+mod nvml;
 pub mod optim;
 pub mod page;
 pub mod profile;
@@ -21,8 +22,8 @@ pub mod recipes;
 pub mod report;
 pub mod run;
 pub mod sample;
-pub mod speed;
 pub mod text;
+pub mod timing;
 pub mod variety;
 
 pub use cli::{Recipes, main};

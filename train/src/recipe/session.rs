@@ -6,6 +6,7 @@ use crate::checkpoint::Loaded;
 use crate::memory;
 use crate::optim::ema;
 use crate::report::human_bytes;
+use crate::timing::Timeline;
 use engine::cuda::nvtx;
 use engine::ops::adamw8::{Map, absmax_of};
 use engine::profile::Profiler;
@@ -24,6 +25,8 @@ pub struct Session {
     pub profile: Option<Vec<engine::cuda::Timed>>,
     /// Where there is one, runs are noted in it.
     pub profiler: Option<Profiler>,
+    /// Where there is one, it notes when programs run.
+    pub timeline: Option<Timeline>,
     /// Set when work is to end early.
     pub stop: Arc<AtomicBool>,
     /// Whether something fell back since the receipts were written down.
@@ -40,6 +43,7 @@ impl Session {
             programs: BTreeMap::new(),
             profile: None,
             profiler: None,
+            timeline: None,
             stop: Arc::default(),
             fell_back: false,
         }
@@ -103,6 +107,10 @@ impl Session {
         if let Some(profile) = &mut self.profile {
             profile.extend(program.profile(&mut self.store, feeds)?);
             return Ok(());
+        }
+        if let Some(timeline) = &mut self.timeline {
+            let twice: u64 = program.receipts.iter().map(|r| r.added_flops).sum();
+            timeline.enter(name, program.flops.saturating_sub(twice), &self.device)?;
         }
         let _range = nvtx::range(name);
         match &mut self.profiler {
