@@ -97,7 +97,7 @@ impl Roof {
 
     /// FLOP/s that a node's kernels could reach.
     pub fn flops(&self, node: &Node) -> Option<f64> {
-        let narrowest = node.inputs.iter().map(|m| m.dtype).filter(|d| d.is_float()).min_by_key(|d| d.size());
+        let narrowest = node.inputs.iter().map(|m| m.dtype).filter(|d| d.is_float() || d.is_fp8()).min_by_key(|d| d.size());
         match narrowest {
             _ if !node.tensor_cores => self.f32,
             Some(DType::F32) | None => self.tf32,
