@@ -36,8 +36,9 @@ ROWS = {
 
 
 def kiln(binary, name, extra):
+    numbers = [] if ROWS[name][0][0] in ("ops", "generate") else ["--steps-for-error", "1"]   # no more than the file needs
     with tempfile.NamedTemporaryFile(suffix=".json") as f:
-        done = subprocess.run([binary, "bench", *ROWS[name][0], "--device", "cuda", "--pass", "bf16=auto", "--warmup", "5", "--repeat", "20", "--json", f.name, *extra], capture_output=True, text=True)
+        done = subprocess.run([binary, "bench", *ROWS[name][0], "--device", "cuda", "--pass", "bf16=auto", "--warmup", "5", "--repeat", "20", *numbers, "--json", f.name, *extra], capture_output=True, text=True)
         if done.returncode != 0:
             return dict(error=done.stderr.strip()[-300:])
         found = json.load(open(f.name))
@@ -73,7 +74,10 @@ def main():
     p.add_argument("--kiln", default=os.path.join(HERE, "..", "target", "release", "kiln"))
     p.add_argument("--patience", type=int, default=600, help="seconds after which a process that is not set up is left out")
     p.add_argument("--json")
+    p.add_argument("--list", action="store_true", help="prints the rows and what each is for `kiln bench`, as JSON, and ends")
     a, extra = p.parse_known_args()
+    if a.list:
+        return print(json.dumps([(name, args) for name, (args, _, _) in ROWS.items() if args[0] not in ("ops", "generate")]))
     chosen = [(name, (modes or a.modes or ROWS[name][2]).split(",")) for name, _, modes in (row.partition(":") for row in a.rows or [r for r in ROWS if "decoder" not in ROWS[r][0]])]
     names = [name for name, _ in chosen]
     # Every process compiles with as many threads as the machine has, unless told.

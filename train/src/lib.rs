@@ -25,6 +25,7 @@ pub mod sample;
 pub mod text;
 pub mod timing;
 pub mod variety;
+pub mod watch;
 
 pub use cli::{Recipes, main};
 

@@ -19,7 +19,7 @@ use serde_json::Value;
 pub enum Chart {
     /// Lines and dots: curves; with logarithmic axes a roofline.
     Plot { x: Axis, y: Axis, series: Vec<Series> },
-    /// Horizontal bars from zero, with an interval where there is one.
+    /// Horizontal bars from zero, or over a logarithmic axis, with an interval where there is one.
     Bars { x: Axis, bars: Vec<Bar> },
     /// Series stacked upon each other, all with a value for each of `at`.
     Area { x: Axis, y: Axis, at: Vec<f64>, series: Vec<Layer> },
@@ -179,7 +179,9 @@ impl Page {
 
     /// The same for a page that is served, and asks its own server for more.
     pub fn served(&self) -> String {
-        self.with_policy("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src 'self'; connect-src 'self'")
+        self.with_policy(
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src 'self' data:; connect-src 'self'",
+        )
     }
 
     fn with_policy(&self, policy: &str) -> String {

@@ -50,6 +50,8 @@ pub struct Series<'a> {
 pub struct Panel<'a> {
     /// What the numbers are.
     pub what: &'a str,
+    /// What they mean, in a line below the title; it may be empty.
+    pub about: &'a str,
     pub series: &'a [Series<'a>],
     pub floor: Option<(&'a str, f64)>,
 }
@@ -124,8 +126,9 @@ fn draw(area: &Area, title: &str, panel: &Panel, series: &[(&str, Vec<(f64, f64)
     let outside = points().filter(|p| p.1 < bottom || p.1 > top).count();
 
     let text = |size: u32| ("sans-serif", size).into_font().color(&INK);
-    let mut chart = ChartBuilder::on(area)
-        .caption(title, text(22))
+    let area = if title.is_empty() { area.clone() } else { area.margin(12, 0, 0, 0).titled(title, text(22))? };
+    let area = if panel.about.is_empty() { area } else { area.margin(4, 0, 0, 0).titled(&cut(panel.about), text(14))? };
+    let mut chart = ChartBuilder::on(&area)
         .margin(16)
         .margin_right(28)
         .x_label_area_size(48)
@@ -188,6 +191,15 @@ fn draw(area: &Area, title: &str, panel: &Panel, series: &[(&str, Vec<(f64, f64)
         .margin(12)
         .draw()?;
     Ok(())
+}
+
+/// As much of a sentence as the width of a panel has room for.
+fn cut(text: &str) -> String {
+    const ROOM: usize = 135;
+    match text.char_indices().nth(ROOM) {
+        Some((at, _)) => format!("{} ..", &text[..text[..at].rfind(' ').unwrap_or(at)]),
+        None => text.into(),
+    }
 }
 
 fn span(values: impl Iterator<Item = f64>) -> (f64, f64) {
@@ -372,11 +384,11 @@ mod tests {
         let path = dir.path().join("loss.svg");
         let (train, eval) = (falling(100_000), [(50.0, 3.0), (100.0, f64::NAN)]);
         let series = [Series { label: "train <a&b>", points: &train }, Series { label: "eval", points: &eval }];
-        let panel = Panel { what: "loss", series: &series, floor: Some(("entropy", 1.5)) };
+        let panel = Panel { what: "loss", about: "of <a> token", series: &series, floor: Some(("entropy", 1.5)) };
         curves(&path, "tiny", &[panel]).unwrap();
         let svg = fs::read_to_string(&path).unwrap();
         assert!(svg.len() < 60_000, "{} bytes", svg.len());
-        for text in ["tiny", "train &lt;a&amp;b&gt;", "eval", "entropy (1.5)", "(points: 1 not finite)"] {
+        for text in ["tiny", "of &lt;a&gt; token", "train &lt;a&amp;b&gt;", "eval", "entropy (1.5)", "(points: 1 not finite)"] {
             assert!(svg.contains(text), "{text}");
         }
         curves(&path, "tiny", &[panel, Panel { what: "speed", floor: None, ..panel }]).unwrap();
@@ -390,8 +402,9 @@ mod tests {
     fn one_point_is_enough_and_none_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("loss.svg");
-        let one =
-            |path: &Path, series: &[Series]| curves(path, "", &[Panel { what: "loss", series, floor: None }]).map_err(|e| e.to_string());
+        let one = |path: &Path, series: &[Series]| {
+            curves(path, "", &[Panel { what: "loss", about: "", series, floor: None }]).map_err(|e| e.to_string())
+        };
         let curve = |points: &[(f64, f64)]| one(&path, &[Series { label: "train", points }]);
         for y in [0.0, -4.0, 1e-300, -1e38, 1e38] {
             curve(&[(7.0, y)]).unwrap();

@@ -75,6 +75,10 @@ impl CpuProgram {
     ) -> Result<(), Error> {
         let arena = self.arena.clone();
         let mut arena = arena.lock().unwrap_or_else(PoisonError::into_inner);
+        if arena.bytes().len() < self.plan.arena() {
+            // It was freed when another program did not fit.
+            return Err(Error::NoMemory { what: "a program's activations and workspace".into(), bytes: self.plan.arena() });
+        }
         // Where the memory of every source lies in this run.
         let mut sources: Vec<*mut u8> = vec![std::ptr::null_mut(); self.graph.nodes.len()];
         for (i, node) in self.graph.nodes.iter().enumerate() {

@@ -140,11 +140,32 @@ pub fn loss_scale(store: &Store) -> Result<Option<String>, Error> {
 
 /// Runs all passes on a graph, registered ones included, and returns a receipt of each.
 pub fn run(g: &mut Graph, switches: &Switches, target: Target) -> Result<Vec<Receipt>, Error> {
+    run_watched(g, switches, target, &mut |_, _, _| {})
+}
+
+/// Whether a graph is as a pass finds it, or as it leaves it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum When {
+    /// The pass has not run yet.
+    Before,
+    /// It has.
+    After,
+}
+
+/// As [`run`], and shows the graph before and after every pass to `look`.
+pub fn run_watched(
+    g: &mut Graph,
+    switches: &Switches,
+    target: Target,
+    look: &mut dyn FnMut(&'static str, When, &Graph),
+) -> Result<Vec<Receipt>, Error> {
     check_sizes(g)?;
     let mut receipts = vec![];
     for pass in crate::extension::passes() {
+        look(pass.name(), When::Before, g);
         let receipt = switches.apply(pass, target, |settings, receipt| pass.apply(g, settings, receipt))?;
         check_sizes(g)?;
+        look(pass.name(), When::After, g);
         receipts.push(receipt);
     }
     Ok(receipts)

@@ -20,6 +20,7 @@ mod bench;
 mod budget;
 mod chats;
 mod check;
+mod completions;
 mod config;
 mod data;
 mod doctor;
@@ -27,16 +28,21 @@ mod encoder;
 mod eval;
 mod export;
 mod generate;
+mod man;
 mod model;
 mod passes;
 mod plan;
 mod predict;
 mod profile;
+mod progress;
 mod prune;
 mod recipes;
+mod report;
+mod runs;
 mod signals;
 mod solve;
 mod train;
+mod watch;
 
 use crate::checkpoint::{AVERAGED, Checkpoint, Loaded};
 use crate::config::{Config, named_in, read_file};
@@ -61,6 +67,7 @@ pub type Recipes<'a> = &'a [&'a dyn Recipe];
   kiln train                                  train {recipe}'s first preset
   kiln train {recipe} --preset {preset} --out runs/a --set batch=4
   kiln train --out runs/a --resume            go on where runs/a stopped
+  kiln watch                                  curves of all runs under runs/ in a browser
   kiln eval runs/a                            what its newest checkpoint is worth
   kiln generate runs/a --prompt 'the '        let it write
   kiln train {classifies} --out runs/v          an image classifier, on drawn pictures
@@ -96,6 +103,12 @@ macro_rules! commands {
 commands! {
     /// Trains a recipe
     Train: train::TrainArgs,
+    /// Lists runs: how each is doing, its best validation, its speed
+    Runs: runs::RunsArgs,
+    /// Serves a page on this machine with live curves of all runs in a folder
+    Watch: watch::WatchArgs,
+    /// Writes the page of some runs as one HTML file, which opens from disk
+    Report: report::ReportArgs,
     /// Validation losses of a checkpoint; of a classifier also accuracy by class and a confusion matrix
     Eval: eval::EvalArgs,
     /// Continues a prompt, replies to it or chats: with a checkpoint, a model's folder or an adapter's
@@ -112,7 +125,7 @@ commands! {
     Plan: plan::PlanArgs,
     /// Checks ops, passes, golden files, or the folder of a model or an encoder
     Check: check::CheckArgs,
-    /// Lists the recipes and their presets
+    /// Lists the recipes, their presets and what their metrics mean
     Recipes: recipes::RecipesArgs,
     /// Lists a recipe's config keys: type, default, range and meaning
     Config: config::ConfigKeysArgs,
@@ -126,6 +139,10 @@ commands! {
     Bench: bench::BenchArgs,
     /// Where a step's time goes, by op and layer: a trace, and a digest with the roofline
     Profile: profile::ProfileArgs,
+    /// Prints a script that completes kiln's commands in a shell
+    Completions: completions::CompletionsArgs,
+    /// Writes a man page for every command
+    Man: man::ManArgs,
 }
 
 /// Runs the command line with these recipes: the whole of a program's `main`.

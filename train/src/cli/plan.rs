@@ -1,15 +1,20 @@
 //! `kiln plan`: memory, arithmetic and passes of every program, before anything runs.
 
+mod dump;
+mod names;
+mod web;
+
 use super::budget::{BudgetArgs, Where};
 use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
 use crate::config::shown;
 use crate::recipe::find_in;
 use crate::report::{human_bytes, human_count, table};
-use crate::run::{compile_for, planned, receipts_table, within};
+use crate::run::{compile_for, planned, receipts_table, within, write_whole};
 use anyhow::{Result, bail};
 use clap::Args;
-use engine::Compiled;
+use engine::{Compiled, Graph};
 use engine::passes::known;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -17,7 +22,9 @@ use std::process::ExitCode;
   kiln plan {recipe} --preset {preset}
   kiln plan {recipe} --preset {preset} --pass recompute=auto,what=blocks --json
   kiln plan {recipe} --preset {preset} --for-sm 90 --pass bf16=auto --nodes train
-  kiln plan {recipe} --preset {preset} --for-sm 90 --memory-budget 16GiB")]
+  kiln plan {recipe} --preset {preset} --for-sm 90 --memory-budget 16GiB
+  kiln plan {recipe} --dump fuse-norm
+  kiln plan {recipe} --preset {preset} --for-sm 90 --html memory.html")]
 pub struct PlanArgs {
     #[command(flatten)]
     config: ConfigArgs,
@@ -37,6 +44,18 @@ pub struct PlanArgs {
     /// Lists every node of this program as it will run, with the buffers of its outputs
     #[arg(long, value_name = "PROGRAM", conflicts_with = "json")]
     nodes: Option<String>,
+    /// Prints what a pass changes in a program's graph, a line a node: `-` before it, `+` after it
+    #[arg(long, value_name = "PASS", conflicts_with_all = ["json", "nodes"])]
+    dump: Option<String>,
+    /// With --dump: the program; the first if none is named
+    #[arg(long, requires = "dump")]
+    program: Option<String>,
+    /// With --dump: the whole graph, before and after
+    #[arg(long, requires = "dump")]
+    whole: bool,
+    /// Writes a page that shows what lies in memory during a step, tensor by tensor; it opens in a browser without a network
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
 }
 
 pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
@@ -50,6 +69,11 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     };
     let (config, fitted) = a.budget.fit(recipe, config, &on, true)?;
     let task = recipe.task(&config)?;
+    if let Some(pass) = &a.dump {
+        task.settle(within(on.free, config.memory_budget()?));
+        let dumped = dump::dump(chosen(task.graphs(), a.program.as_deref())?, &config.switches()?, on.target, pass)?;
+        return shown_changes(&dumped, pass, a.whole);
+    }
     let compiled = compile_for(&*task, &config.switches()?, on.target, within(on.free, config.memory_budget()?))?;
     engine::passes::all_applied(compiled.iter().map(|(_, c)| &c.receipts[..]))?;
     if let Some(wanted) = &a.nodes {
@@ -58,6 +82,11 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
             bail!("--nodes {wanted}: there is no such program{}", known(wanted, names))
         };
         return nodes(c);
+    }
+    let run = planned(&compiled, on.target).line();
+    if let Some(path) = &a.html {
+        write_whole(path, &web::page(&config.title(), &run, &compiled))?;
+        crate::warn!("page: {}", path.display());
     }
     if a.json {
         fitted.iter().for_each(|fitted| crate::warn!("{}", fitted.line()));
@@ -71,12 +100,42 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
         out!("by its folder: {}", sizes.join(", "));
     }
     show(&compiled)?;
-    out!("the run: {}", planned(&compiled, on.target).line());
+    out!("the run: {run}");
     if let Some(fitted) = &fitted {
         out!("{}", fitted.line());
     }
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
     out_part!("{}", receipts_table(&named, a.verbose));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The graph of a program; of the first if none is named.
+fn chosen(mut graphs: Vec<(&'static str, Graph)>, name: Option<&str>) -> Result<Graph> {
+    let place = name.map_or(Some(0), |name| graphs.iter().position(|g| g.0 == name));
+    match place.filter(|i| *i < graphs.len()) {
+        Some(i) => Ok(graphs.swap_remove(i).1),
+        None => {
+            let name = name.unwrap_or_default();
+            bail!("--program {name}: there is no such program{}", known(name, graphs.iter().map(|g| g.0)))
+        }
+    }
+}
+
+fn shown_changes(dumped: &dump::Dumped, pass: &str, whole: bool) -> Result<ExitCode> {
+    let lines = |text: &str| text.lines().count();
+    if whole {
+        out!("# before {pass}");
+        out_part!("{}", dumped.before);
+        out!("# after {pass}");
+        out_part!("{}", dumped.after);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let changes = dumped.changes();
+    out!("# {pass}: {} lines before, {} after; --whole prints all of them", lines(&dumped.before), lines(&dumped.after));
+    out_part!("{changes}");
+    if changes.is_empty() {
+        out!("# it changes nothing here");
+    }
     Ok(ExitCode::SUCCESS)
 }
 

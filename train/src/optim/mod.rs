@@ -6,7 +6,8 @@ pub mod schedule;
 
 use crate::config::{Optimizer, TrainConfig};
 use engine::ops::adamw::{AdamW, global_norm};
-use engine::{DType, Init, Recorder, Var};
+use engine::ops::adamw8::Map;
+use engine::{DType, Error, Init, Recorder, Store, Var};
 
 /// What a step of the optimizer reports, each of one element.
 pub struct Stepped<'g> {
@@ -75,10 +76,26 @@ fn adamw<'g>(r: &'g Recorder, params: &[Param<'_, 'g>], numbers: [Var<'g>; 4], c
     params.iter().zip(values.chunks(3)).map(|(x, own)| (x.name.to_string(), own[0])).collect()
 }
 
+/// The first moment of a parameter's gradients, in whatever form an optimizer keeps it; None if no optimizer has the parameter. After one step from
+/// zero it is the gradient, clipped and times a constant.
+pub fn first_moment(store: &Store, param: &str) -> Result<Option<Vec<f32>>, Error> {
+    for kind in ["adam", "muon"] {
+        let name = format!("{kind}.m/{param}");
+        if let Some(moment) = store.get(&name) {
+            return moment.f32().map(Some);
+        }
+        let [bytes, most] = Map::Signed.names(&name);
+        if let (Some(bytes), Some(most)) = (store.get(&bytes), store.get(&most)) {
+            return Ok(Some(Map::Signed.dequantized(&bytes.bytes()?, &most.f32()?)));
+        }
+    }
+    Ok(None)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::{Cpu, Data, Device, Program, Store, Switches};
+    use engine::{Cpu, Data, Device, Program, Switches};
 
     /// Two steps of a matrix and of a row, whose gradients are constant, in f64.
     #[test]

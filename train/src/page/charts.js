@@ -27,7 +27,7 @@ const kiln = (() => {
     if (unit === "seconds") return a < 1e-3 ? trim((1e6 * v).toPrecision(4)) + " \u00b5s" : a < 1 ? trim((1e3 * v).toPrecision(4)) + " ms" : a < 120 ? trim(v.toPrecision(4)) + " s"
       : a < 7200 ? (v / 60).toFixed(1) + " min" : (v / 3600).toFixed(1) + " h";
     if (v === 0) return "0";
-    if (a >= 1e15 || a < 1e-3) return v.toExponential(2);
+    if (a >= 1e15 || a < 1e-3) return Number(v.toPrecision(3)).toExponential();
     if (a >= 1e5) return scaled(v, 1000, ["", "K", "M", "G", "T"]);
     return trim(v.toPrecision(a >= 1e4 ? 5 : 4));
   };
@@ -119,7 +119,8 @@ const kiln = (() => {
 
   // ---- kinds: what is drawn, and the same as a table
   const kinds = {
-    // Lines and dots over two axes, each perhaps logarithmic: curves, rooflines.
+    // Lines and dots over two axes, each perhaps logarithmic: curves, rooflines. Where a series has `smooth`, that is the line, its own points are pale,
+    // and are what is said and listed.
     plot(chart, width, title) {
       const good = (p) => ok(p[0]) && ok(p[1]) && (!chart.x.log || p[0] > 0) && (!chart.y.log || p[1] > 0), all = chart.series.map((s) => s.points.filter(good));
       const xs = range(all.flat().map((p) => p[0]), chart.x.log, chart.x.log ? 0.3 : 0.01), ys = chart.y.range || range(all.flat().map((p) => p[1]), chart.y.log, chart.y.log ? 0.3 : 0.06);
@@ -130,23 +131,30 @@ const kiln = (() => {
         const c = colour(s.color ?? i), points = all[i];
         if (s.dots) points.forEach((p) => g.append(svg("circle", { cx: f.X(p[0]), cy: f.Y(p[1]), r: 4, fill: c, "fill-opacity": 0.75 }, svg("title", {}, `${p[2] ?? s.name}: ${number(p[0], chart.x.unit)}, ${number(p[1], chart.y.unit)}`))));
         else if (points.length === 1) g.append(svg("circle", { cx: f.X(points[0][0]), cy: f.Y(points[0][1]), r: 3, fill: c }));
-        else g.append(svg("path", { d: path(thin(points, width), f.X, f.Y), fill: "none", stroke: c, "stroke-width": s.faint ? 1 : 2, "stroke-opacity": s.faint ? 0.3 : 1, "stroke-dasharray": dash(s, s.color ?? i) }));
+        else {
+          const line = (own, faint) => g.append(svg("path", { d: path(thin(own, width), f.X, f.Y), fill: "none", stroke: c, "stroke-width": faint ? 1 : 2, "stroke-opacity": faint ? 0.35 : 1, "stroke-dasharray": dash(s, s.color ?? i) }));
+          line(points, Boolean(s.smooth));
+          if (s.smooth) line(s.smooth.filter(good), false);
+        }
       });
       f.s.append(g);
-      const told = chart.series.map((s, i) => ({ s, by: new Map(all[i].map((p) => [p[0], p])) })).filter((t) => !t.s.faint);
+      const told = chart.series.map((s, i) => ({ s, by: new Map(all[i].map((p) => [p[0], p])) }));
       const at = [...new Set(told.filter((t) => !t.s.guide).flatMap((t) => [...t.by.keys()]))].sort((a, b) => a - b);
       const say = (x) => `${chart.x.label} ${number(x, chart.x.unit)}: ` + told.filter((t) => t.by.has(x)).map((t) => { const p = t.by.get(x); return `${p[2] ?? t.s.name} ${number(p[1], chart.y.unit)}`; }).join(", ");
-      const entries = chart.series.map((s, i) => ({ name: s.name, color: colour(s.color ?? i), kind: s.dots ? "dots" : "line", dashes: dash(s, s.color ?? i), faint: s.faint })).filter((e) => !e.faint);
+      const entries = chart.series.map((s, i) => ({ name: s.name, color: colour(s.color ?? i), kind: s.dots ? "dots" : "line", dashes: dash(s, s.color ?? i) }));
       return [f.s, reader(f, title, at, say), legend(entries)];
     },
-    // Horizontal bars with an interval each, all from zero.
+    // Horizontal bars with an interval each, all from zero, or over a logarithmic axis.
     bars(chart, width, title) {
-      const ends = chart.bars.flatMap((b) => [b.value, b.low, b.high, 0]), [left, right, row] = [6, 74, 38], unit = chart.x.unit;
-      const xs = range(ends, false, 0.02), X = scale(xs, left, width - right, false), height = chart.bars.length * row + 6;
+      const log = chart.x.log, ends = chart.bars.flatMap((b) => [b.value, b.low, b.high, ...(log ? [] : [0])]), [left, right, row] = [6, 74, 38], unit = chart.x.unit;
+      // Over a logarithmic axis there is no zero: bars begin a power of ten below the smallest.
+      let xs = range(ends, log, 0.02);
+      if (log) xs = [xs[0] / 10, xs[1]];
+      const X0 = scale(xs, left, width - right, log), zero = X0(log ? xs[0] : 0), X = (v) => (log && v <= 0 ? zero : X0(v)), height = chart.bars.length * row + 6;
       const s = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${title}: ` + chart.bars.map((b) => `${b.name} ${number(b.value, unit)}`).join(", ") });
       chart.bars.forEach((b, i) => {
-        const y = i * row + 4, [a, z] = [X(0), X(ok(b.value) ? b.value : 0)].sort((p, q) => p - q);
-        s.append(svg("text", { class: "name", x: left, y: y + 11 }, b.name), svg("line", { class: "axis", x1: X(0), x2: X(0), y1: y + 14, y2: y + 32 }), svg("rect", { x: a, y: y + 16, width: Math.max(1, z - a), height: 14, fill: colour(b.color ?? 0), "fill-opacity": b.faint ? 0.4 : 0.9 }, svg("title", {}, b.note || b.name)),
+        const y = i * row + 4, [a, z] = [zero, X(ok(b.value) ? b.value : 0)].sort((p, q) => p - q);
+        s.append(svg("text", { class: "name", x: left, y: y + 11 }, b.name), svg("line", { class: "axis", x1: zero, x2: zero, y1: y + 14, y2: y + 32 }), svg("rect", { x: a, y: y + 16, width: Math.max(1, z - a), height: 14, fill: colour(b.color ?? 0), "fill-opacity": b.faint ? 0.4 : 0.9 }, svg("title", {}, b.note || b.name)),
           svg("text", { x: X(Math.max(...[b.value, b.high, 0].filter(ok))) + 6, y: y + 27 }, number(b.value, unit)));
         if (ok(b.low) && ok(b.high)) for (const [x1, x2, y1, y2] of [[b.low, b.high, 23, 23], [b.low, b.low, 18, 28], [b.high, b.high, 18, 28]]) s.append(svg("line", { class: "cursor", x1: X(x1), x2: X(x2), y1: y + y1, y2: y + y2, "stroke-width": 1.5 }));
       });
@@ -181,7 +189,7 @@ const kiln = (() => {
   const MOST = 1000;
   const tables = {
     plot(c) {
-      const own = c.series.filter((s) => !s.faint);
+      const own = c.series;
       if (own.some((s) => s.dots)) return table(["name", c.x.label, c.y.label], own.flatMap((s) => s.points.map((p) => [p[2] ?? s.name, p[0], p[1]])).slice(0, MOST));
       const by = own.map((s) => new Map(s.points.map((p) => [p[0], p[1]]))), xs = [...new Set(own.flatMap((s) => s.points.map((p) => p[0])))].sort((a, b) => a - b);
       return table([c.x.label, ...own.map((s) => s.name)], xs.slice(-MOST).map((x) => [x, ...by.map((m) => m.get(x))]));

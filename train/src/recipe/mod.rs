@@ -26,7 +26,7 @@ pub use capabilities::{
 pub use convert::Converted;
 pub use errors::TrainError;
 pub use evaluation::{Counted, Evaluation, Extent, LeftOut};
-pub use metric::{Better, Metric, Unit};
+pub use metric::{Better, Group, Metric, Of, Unit};
 pub use session::{Pending, Session, Step, is_kept};
 pub use supervised::{Also, Feeds, Losses, Model, Supervised, largest};
 
@@ -58,6 +58,10 @@ pub trait Recipe: Sync {
     /// Settings that need much less memory, where a config has not made them yet, the least change first: `model.train=lora`.
     fn economies(&self, _config: &Config) -> Vec<Vec<String>> {
         vec![]
+    }
+    /// What the numbers mean that its tasks report and evaluate; `Task::metrics` has those of one configuration, the same or fewer.
+    fn metrics(&self) -> &'static [Metric] {
+        &[Metric::LOSS]
     }
     /// Ops and passes of its own.
     fn extension(&self) -> Option<&'static Extension> {

@@ -13,6 +13,7 @@ use serde_json::json;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::Duration;
 
 /// The last line of a run's config.toml: without it, the file was cut by a power cut or a full disk, and is not what somebody wrote.
 pub const END: &str = "# end of the run's settings\n";
@@ -63,11 +64,25 @@ pub fn lock(out: &Path) -> Result<fs::File, TrainError> {
     let mut options = fs::OpenOptions::new();
     options.write(true).create(true).truncate(false).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32);
     let file = options.open(&path).map_err(io("cannot open", &path))?;
-    match file.try_lock() {
+    // Whoever looks whether a run is under way (`is_running`) holds the lock for an instant.
+    let mut tried = file.try_lock();
+    for _ in 0..20 {
+        if !matches!(tried, Err(fs::TryLockError::WouldBlock)) {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+        tried = file.try_lock();
+    }
+    match tried {
         Ok(()) => Ok(file),
         Err(fs::TryLockError::WouldBlock) => Err(TrainError::Other(format!("another process is training in {}", out.display()))),
         Err(fs::TryLockError::Error(cause)) => Err(io("cannot lock", &path)(cause)),
     }
+}
+
+/// Whether a process is training in a run's folder now.
+pub fn is_running(out: &Path) -> bool {
+    input::open(&out.join(".lock")).is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(fs::TryLockError::WouldBlock)))
 }
 
 /// Whether anything was saved since the run began. Without this note, checkpoints that are gone (moved, or on a disk that is not mounted) would look

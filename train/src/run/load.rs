@@ -40,7 +40,8 @@ pub fn load_with(task: &dyn Task, switches: &Switches, seed: u64, device: &Devic
     load_compiled(task, compile(task, switches, device)?, switches, seed, device)
 }
 
-fn load_compiled(task: &dyn Task, compiled: Programs, switches: &Switches, seed: u64, device: &Device) -> Result<Session, TrainError> {
+/// The same for programs that were compiled before.
+pub fn load_compiled(task: &dyn Task, compiled: Programs, switches: &Switches, seed: u64, device: &Device) -> Result<Session, TrainError> {
     fits(task, &compiled, switches, device)?;
     let mut s = Session::new(device, switches, seed);
     for (name, c) in compiled {

@@ -12,11 +12,13 @@
 //! | `best.rs` | the best checkpoint so far, and how long ago it was |
 //! | `receipts.rs` | what the passes did |
 //! | `show.rs` | lines, progress bar, pictures |
+//! | `note.rs` | run.json: what kind of run it is, and how it ended |
 
 mod best;
 mod budget;
 mod folder;
 mod load;
+mod note;
 mod receipts;
 mod resume;
 mod show;
@@ -25,8 +27,9 @@ mod steps;
 
 pub use best::find as find_best;
 pub use budget::{Fitted, Limits, fit};
-pub use folder::{END, write_bytes, write_whole};
-pub use load::{Peak, compile_for, load, load_with, load_within_budget, peak, planned, settings_that_fit, within};
+pub use folder::{END, is_running, write_bytes, write_whole};
+pub use load::{Peak, Programs, compile_for, load, load_compiled, load_with, load_within_budget, peak, planned, settings_that_fit, within};
+pub use note::{FILE as NOTE, SAMPLES, note_sample};
 pub use receipts::{receipts_json, receipts_table};
 pub use resume::{find_checkpoint, init_from, restore, resumable, same_base, same_classes, same_tokenizer};
 pub use show::{draw_confusion, evaluation_line};
@@ -35,6 +38,8 @@ use crate::config::Config;
 use crate::recipe::{Task, TrainError};
 use crate::say;
 use engine::Device;
+use folder::Place;
+use note::Note;
 use start::Ready;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -95,7 +100,19 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         );
         return Ok(Finished { step: ready.done(), interrupted: false });
     }
-    let mut run = Run::begin(task, config, options, ready)?;
+    let note = Note::of(task, device, options);
+    let run = Run::begin(task, config, options, ready)?;
+    note.begin(&options.out)?;
+    let place = Place::of(&options.out)?;
+    let ended = to_the_end(run, steps, started);
+    note.end(&place, &options.out, &ended);
+    if ended.as_ref().is_ok_and(|e| !e.interrupted) {
+        say!("\n{}", show::figures(task, &options.out)?.trim_end());
+    }
+    ended
+}
+
+fn to_the_end(mut run: Run, steps: u64, started: Instant) -> Result<Finished, TrainError> {
     while run.done < steps && !run.ends() {
         run.step()?;
     }

@@ -36,6 +36,19 @@ pub fn evaluation_line(values: &[(&'static str, f64)], metrics: &[Metric], floor
     format!("{}{floor}", all.join(", "))
 }
 
+/// What training and validation found last, of each of the recipe's metrics, with what it means and which way is better.
+pub fn figures(task: &dyn Task, out: &Path) -> Result<String, TrainError> {
+    let records = metrics::read(&out.join("metrics.jsonl"))?.all;
+    let last = |key: &str| records.iter().rev().find_map(|r| r.get(key)?.as_f64());
+    let all = task.metrics();
+    let shown = |name: &str, key: &str| last(key).map_or("-".into(), |v| Metric::shown(all, name, v));
+    let row = |m: &Metric| {
+        vec![m.name.into(), shown(m.name, m.name), shown(m.name, &format!("val_{}", m.name)), m.better.name().into(), m.about.into()]
+    };
+    let rows: Vec<Vec<String>> = all.iter().map(row).filter(|row| row[1] != "-" || row[2] != "-").collect();
+    Ok(report::table(&["metric", "training", "validation", "better", "what it is"], &rows))
+}
+
 pub fn progress(steps: u64, done: u64) -> ProgressBar {
     let bar = ProgressBar::new(steps);
     if !std::io::stderr().is_terminal() {
@@ -61,17 +74,18 @@ pub fn draw(task: &dyn Task, out: &Path, title: &str, floor: Option<(&'static st
         let panels: Vec<_> = picture
             .panels
             .iter()
-            .map(|(what, own)| (Metric::label(task.metrics(), what), lines(own)))
-            .filter(|p| !p.1.is_empty())
+            .map(|(what, own)| (*what, Metric::label(task.metrics(), what), lines(own)))
+            .filter(|p| !p.2.is_empty())
             .collect();
         if panels.is_empty() {
             continue;
         }
-        let series: Vec<(&str, Vec<Series>)> = panels
+        let about = |what: &str| Metric::of_key(task.metrics(), what).map_or("", |m| m.0.about);
+        let series: Vec<(&str, &str, Vec<Series>)> = panels
             .iter()
-            .map(|(what, own)| (what.as_str(), own.iter().map(|(label, points)| Series { label, points }).collect()))
+            .map(|(name, what, own)| (what.as_str(), about(name), own.iter().map(|(label, points)| Series { label, points }).collect()))
             .collect();
-        let panels: Vec<Panel> = series.iter().map(|(what, series)| Panel { what, series, floor }).collect();
+        let panels: Vec<Panel> = series.iter().map(|(what, about, series)| Panel { what, about, series, floor }).collect();
         report::curves(&out.join(picture.file), title, &panels)?;
         drawn.push(picture);
     }

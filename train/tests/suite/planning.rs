@@ -1,5 +1,6 @@
 //! Planning: how long it takes, and what it refuses.
 
+use crate::common::{SMALL, kiln};
 use engine::passes::Target;
 use engine::{Compiled, Switches};
 use kiln::recipe;
@@ -92,4 +93,55 @@ fn shapes_of_seven_billion_weights_are_planned_for_a_gpu_that_is_not_here() {
         // A base in bf16, and no gradients of it.
         assert!(bytes(&adapters, 0, "peak") < 2 * weights + (4 << 30));
     }
+}
+
+/// The page draws what the plan says: no two tensors at the same address at the same time, and as high as the arena.
+#[test]
+fn a_page_shows_memory_tensor_by_tensor() {
+    let dir = tempfile::tempdir().unwrap();
+    let page = dir.path().join("memory.html");
+    let plan = kiln(["plan", "hydra"].iter().chain(SMALL).chain(&["--json", "--html", page.to_str().unwrap()])).ok();
+    let programs: serde_json::Value = serde_json::from_str(&plan.out).unwrap();
+    let html = std::fs::read_to_string(&page).unwrap();
+    let mut charts = html.split("<script type=\"application/json\" id=\"chart-").skip(1).map(|c| {
+        let text = c.split_once("\">").unwrap().1.split_once("</script>").unwrap().0;
+        serde_json::from_str::<serde_json::Value>(text).unwrap()
+    });
+    for p in programs.as_array().unwrap() {
+        let arena = p["activations"].as_f64().unwrap() + p["workspace"].as_f64().unwrap();
+        let boxes = charts.find(|c| c["kind"] == "boxes").unwrap()["boxes"].as_array().unwrap().clone();
+        let of = |b: &serde_json::Value, axis: &str| [0, 1].map(|i| b[axis][i].as_f64().unwrap());
+        let high = boxes.iter().map(|b| of(b, "y")[1]).fold(0.0, f64::max);
+        assert!(high <= arena && high > 0.98 * arena, "{}: {high} of {arena}", p["program"]);
+        for (i, a) in boxes.iter().enumerate() {
+            for b in &boxes[..i] {
+                let apart = |axis: &str| of(a, axis)[1] <= of(b, axis)[0] || of(b, axis)[1] <= of(a, axis)[0];
+                assert!(apart("x") || apart("y"), "{a} and {b}");
+            }
+        }
+        assert!(boxes.iter().any(|b| b["group"].as_str().unwrap().contains("blocks.*")), "coloured by scope");
+        assert!(boxes.iter().all(|b| b["name"].as_str().unwrap().ends_with('B')), "each says its size");
+    }
+    assert!(html.contains("train: alive at its peak, node ") && html.contains("adam.m: blocks.*"));
+    kiln(["plan", "hydra", "--html", "/no/such/folder/x.html"]).fails(&["/no/such/folder/x.html"]);
+}
+
+#[test]
+fn a_dump_shows_what_a_pass_changes() {
+    let dump = |args: &[&str]| kiln(["plan", "hydra"].iter().chain(SMALL).chain(args));
+    let changes = dump(&["--dump", "flash-attention"]).ok().out;
+    let signs = |sign: &str| changes.lines().filter(|l| l.starts_with(sign)).count();
+    assert!(signs("- ") > 0 && signs("+ ") > 0 && signs("# ") == 1, "{changes}");
+    assert!(changes.contains("flash_attention") && changes.contains("+ blocks.0/flash_attention = ") && changes.contains("f32["), "{changes}");
+    let whole = dump(&["--dump", "flash-attention", "--whole"]).ok().out;
+    let (before, after) = whole.split_once("# after flash-attention\n").unwrap();
+    let only = |a: &str, b: &str| a.lines().filter(|l| !b.contains(*l)).count();
+    assert!(before.starts_with("# before flash-attention\n") && only(before, after) > 0, "{whole}");
+    assert_eq!(whole, dump(&["--dump", "flash-attention", "--whole"]).ok().out, "the same text every time");
+    // Another program, and a pass with nothing to do.
+    assert!(dump(&["--dump", "lora-forward", "--program", "eval"]).ok().out.contains("it changes nothing here"));
+    dump(&["--dump", "flash-attention", "--program", "evil"]).fails(&["--program evil", "did you mean 'eval'?"]);
+    dump(&["--dump", "flash"]).fails(&["--dump flash: there is no such pass"]);
+    dump(&["--dump", "bf16"]).fails(&["off here (--pass bf16=auto"]);
+    dump(&["--whole"]).fails(&["--dump"]);
 }

@@ -111,13 +111,13 @@ fn passes_shows_what_a_preset_switches() {
 fn the_ledger_times_passes_that_are_off_where_it_is_asked_to() {
     let dir = tempdir().unwrap();
     let file = dir.path().join("bench.json");
-    let args = "bench decoder --preset tiny --device cpu --threads 1 --set batch=1 --set model.layers=1 --set model.dim=64 --set model.hidden=128 --set model.heads=2 --set model.kv_heads=2 --repeat 1 --warmup 0 --ledger --also bf16,tf32 --json";
+    let args = "bench decoder --preset tiny --device cpu --threads 1 --set batch=1 --set model.layers=1 --set model.dim=64 --set model.hidden=128 --set model.heads=2 --set model.kv_heads=2 --repeat 1 --rounds 3 --steps-for-error 2 --ledger --also bf16,tf32 --json";
     let said = kiln(args.split_whitespace().map(str::to_owned).chain([text(&file)])).ok().out;
     assert!(said.contains("bf16, switched on"), "{said}");
     let json: serde_json::Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     let line = |pass: &str| json["ledger"].as_array().unwrap().iter().find(|l| l["pass"] == pass).cloned().unwrap();
     let bf16 = line("bf16");
-    assert!(bf16["switched_on"] == true && bf16["sites"].as_u64() > Some(0) && bf16["numbers_differ_by"].as_f64() > Some(1e-6), "{bf16}");
+    assert!(bf16["switched_on"] == true && bf16["sites"].as_u64() > Some(0) && bf16["differ"]["gradient"].as_f64() > Some(1e-6), "{bf16}");
     assert!(line("flash-attention")["switched_on"] == false);
     assert_eq!(line("tf32")["sites"], 0, "the CPU has no TF32");
     assert!(json["measured_bytes"].is_null() && json["resident_bytes"].is_u64(), "{json}");

@@ -9,7 +9,7 @@ use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, RepliesConfig, Writer, Writing, export};
 use crate::models::{Family, Folder, Lora, RopeScaling, Shape, Target};
 use crate::recipe::{
-    Computed, Exporting, Exports, Reads, Recipe, Reference, Supervised, Survey, Surveys, Task, TextModel, TrainError, Writes,
+    Computed, Exporting, Exports, Metric, Reads, Recipe, Reference, Supervised, Survey, Surveys, Task, TextModel, TrainError, Writes,
 };
 use crate::{choices, section};
 use engine::ops::sample::Nucleus;
@@ -145,6 +145,10 @@ impl Recipe for DecoderRecipe {
 
     fn about(&self) -> &'static str {
         "a plain decoder (GPT-2, Llama, Qwen, Mistral), from nothing or from a folder, every weight or adapters"
+    }
+
+    fn metrics(&self) -> &'static [Metric] {
+        Metric::TEXT
     }
 
     fn sections(&self) -> Vec<Keys> {

@@ -36,6 +36,10 @@ impl Recipe for HrmRecipe {
         "puzzles: two recurrent modules with experts, thinking in segments until they are sure of their answer"
     }
 
+    fn metrics(&self) -> &'static [Metric] {
+        METRICS
+    }
+
     fn sections(&self) -> Vec<Keys> {
         // Examples stay in their slots from step to step, so a step is one batch.
         vec![HrmConfig::keys("model"), PuzzleConfig::keys("data"), TrainConfig::keys("train").without(&["accumulate"])]
@@ -110,11 +114,12 @@ const METRICS: &[Metric] = &[
         "exact_halted",
         Unit::Share,
         Better::Higher,
-        "the same where the model halts by itself: once it is sure of the same answer after two segments in a row",
+        "of the puzzles, those that are solved where the model halts by itself: once it is sure of the same answer after two segments in a row",
     ),
     Metric::new("cell", Unit::Share, Better::Higher, "of the blank cells, those that are right at the segment limit"),
     Metric::new("segments", Unit::Count("segments"), Better::Lower, "until the model halts, on average"),
     Metric::new("halting_accuracy", Unit::Share, Better::Higher, "how often the model is right about its answer being right"),
+    Metric::new("load", Unit::Share, Better::Neither, "of the tokens, those that go to an expert, one number an expert"),
 ];
 
 struct HrmTask {
@@ -270,14 +275,14 @@ impl Task for HrmTask {
             what: "course of the run",
             file: "course.svg",
             panels: vec![
-                ("share solved", named(&solved)),
-                ("cross-entropy", named(&[("training", "ce")])),
+                ("share solved (higher is better)", named(&solved)),
+                ("ce", named(&[("training", "ce")])),
                 ("segments", named(&[("training", "segments"), ("unseen", "val_segments")])),
             ],
         }];
         if !self.c.is_dense() {
             let loads = self.loads().into_iter().enumerate().map(|(i, key)| (format!("expert {i}"), key)).collect();
-            all.push(Picture { what: "loads of the experts", file: "experts.svg", panels: vec![("share of the tokens", loads)] });
+            all.push(Picture { what: "loads of the experts", file: "experts.svg", panels: vec![("load", loads)] });
         }
         all
     }

@@ -29,6 +29,10 @@ impl Recipe for HydraRecipe {
         "a language model: compressed convolutional attention, recursive routed MLPs"
     }
 
+    fn metrics(&self) -> &'static [Metric] {
+        METRICS
+    }
+
     fn sections(&self) -> Vec<Keys> {
         vec![HydraConfig::keys("model"), DataConfig::keys("data"), TrainConfig::keys("train")]
     }
@@ -94,7 +98,12 @@ impl Reference for HydraRecipe {
 }
 
 const METRICS: &[Metric] = &[
-    Metric::new("loss", Unit::Nats, Better::Lower, "of a token; in evaluation with routers that do not look ahead"),
+    Metric::new(
+        "loss",
+        Unit::Nats,
+        Better::Lower,
+        "cross-entropy of the next token, in training with the routers' loss; in evaluation the routers do not look ahead",
+    ),
     Metric::new("ce", Unit::Nats, Better::Lower, "cross-entropy of the next token, without the routers' loss"),
     Metric::perplexity("loss"),
     Metric::new("router", Unit::None, Better::Lower, "how badly the routers foresee which tokens are chosen"),

@@ -27,6 +27,10 @@ impl Recipe for LiorRecipe {
         "a metric and a rotor that learn without back-propagation, over a frozen encoder"
     }
 
+    fn metrics(&self) -> &'static [Metric] {
+        METRICS
+    }
+
     fn sections(&self) -> Vec<Keys> {
         // There is no gradient: no optimizer, and nothing to add up.
         let train = TrainConfig::keys("train").without(&["accumulate", "beta1", "beta2", "eps", "weight_decay", "clip"]);
@@ -139,15 +143,24 @@ const METRICS: &[Metric] = &[
         "lior",
         Unit::None,
         Better::Neither,
-        "length of the query's path in the free phase, each step times the field's curvature there",
+        "length of the path that a window's query takes by itself (free phase), in the metric that is learned and weighted by the field's curvature; no value of \
+         it is good or bad: it should stay finite and settle",
     ),
-    Metric::new("curvature", Unit::None, Better::Neither, "mean size of the field, which is the encoder's gain"),
-    Metric::new("speed", Unit::None, Better::Neither, "mean length of the query's steps, as the metric measures it"),
+    Metric::new("curvature", Unit::None, Better::Neither, "mean size of the field; the encoder's output is multiplied by it"),
+    Metric::new("speed", Unit::None, Better::Neither, "mean length of one step on that path"),
     Metric::new(
         "delta",
         Unit::None,
         Better::Neither,
-        "lior of the nudged phase less that of the free one: what the metric and the rotor learn from",
+        "how much longer the path is when the query is pulled towards the text that follows (nudged phase): the signal that metric and rotor learn from; near \
+         zero, little is left to learn",
+    ),
+    Metric::new("metric", Unit::None, Better::Neither, "what a step along a coordinate costs, one number a coordinate: this is learned"),
+    Metric::new(
+        "rotor",
+        Unit::None,
+        Better::Neither,
+        "angle in radians by which a plane of coordinates is turned, one number a plane: this is learned",
     ),
 ];
 
@@ -266,7 +279,7 @@ impl Task for LiorTask {
                 file: "lior.svg",
                 panels: vec![
                     ("lior", named(&[("free phase", "lior"), ("validation", "val_lior")])),
-                    ("nudged - free", named(&[("delta", "delta")])),
+                    ("delta", named(&[("delta", "delta")])),
                 ],
             },
             Picture {

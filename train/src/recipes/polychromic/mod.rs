@@ -14,7 +14,7 @@ use crate::data::replies::Quiz;
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, Pretraining, RepliesConfig, Writer, Writing, export};
 use crate::models::{Family, Folder, Lora, Shape, Target};
-use crate::recipe::{Computed, Exporting, Exports, Reads, Recipe, Reference, Survey, Surveys, Task, TextModel, TrainError, Writes};
+use crate::recipe::{Computed, Exporting, Exports, Metric, Reads, Recipe, Reference, Survey, Surveys, Task, TextModel, TrainError, Writes};
 use crate::section;
 use engine::ops::sample::Nucleus;
 use engine::{Device, Switches};
@@ -188,6 +188,10 @@ impl Recipe for PolychromicRecipe {
 
     fn about(&self) -> &'static str {
         "low-rank adapters on a frozen decoder (Qwen3, Llama)"
+    }
+
+    fn metrics(&self) -> &'static [Metric] {
+        policy::METRICS
     }
 
     fn sections(&self) -> Vec<Keys> {

@@ -29,15 +29,20 @@ pub struct Policy {
 /// As `WRITES`, for the replies that evaluation writes.
 const SURVEYS: u32 = WRITES + 1;
 
-const METRICS: &[Metric] = &[
+pub const METRICS: &[Metric] = &[
     Metric::new(
         "loss",
         Unit::Nats,
         Better::Lower,
-        "of a token of the replies to learn; in training with the policy gradient's, times its weight",
+        "cross-entropy of the next token of the replies to learn; in training the weighted loss of the policy gradient is added",
     ),
     Metric::perplexity("loss"),
-    Metric::new("policy", Unit::None, Better::Lower, "the policy gradient's loss"),
+    Metric::new(
+        "policy",
+        Unit::None,
+        Better::Lower,
+        "loss of the policy gradient, which rewards sets of replies that differ more than usual",
+    ),
     Metric::new("baseline", Unit::None, Better::Neither, "moving mean of diversity, which a set of replies is compared with"),
     Metric::new("diversity", Unit::None, Better::Higher, "mean distance of the embeddings of a prompt's replies, pair by pair"),
     Metric::new("diversity_error", Unit::None, Better::Lower, "standard error of diversity"),

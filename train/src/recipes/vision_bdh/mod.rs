@@ -59,6 +59,10 @@ impl Recipe for VisionRecipe {
         "an image classifier: one Dragon-Hatchling layer, applied over and over"
     }
 
+    fn metrics(&self) -> &'static [Metric] {
+        METRICS
+    }
+
     fn sections(&self) -> Vec<Keys> {
         vec![VisionConfig::keys("model"), PictureConfig::keys("data"), TrainConfig::keys("train")]
     }

@@ -1,0 +1,227 @@
+//! What `kiln bench --json` writes, and what is read of it again: by `--baseline`, for pages and for pictures.
+
+use super::side::{Differences, Numbers};
+use super::stats::{Interval, Verdict};
+use crate::report::human_time;
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::path::Path;
+
+/// Of the file. A file of another format is refused.
+pub const FORMAT: u32 = 2;
+
+/// A recipe's step as it was measured.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Measured {
+    pub format: u32,
+    pub recipe: String,
+    pub preset: String,
+    pub config: Value,
+    pub device: String,
+    pub versions: Versions,
+    pub date: String,
+    pub command: String,
+    /// What a step is called, its unit of work, and how much of it a step has.
+    pub step: String,
+    pub unit: String,
+    pub work: f64,
+    /// The median, with its interval where there are enough times.
+    pub ms: f64,
+    pub interval: Option<Interval>,
+    pub per_s: f64,
+    /// Milliseconds of a step: of every one, or in a ledger of every block of the baseline.
+    pub times: Vec<f64>,
+    pub repeat: usize,
+    pub peak_bytes: u64,
+    pub setup_s: f64,
+    pub memory_budget: Option<u64>,
+    pub chosen: Option<Vec<String>>,
+    pub estimated_more_time: Option<f64>,
+    /// What the step computes from the states of the seed; where it was asked for.
+    pub numbers: Option<Numbers>,
+    pub receipts: Value,
+    /// One line a pass, where there is a ledger.
+    pub ledger: Vec<Line>,
+    pub turns: Option<Turns>,
+    pub nodes: Vec<Value>,
+    /// What peers/compare.py found of the same step.
+    pub peers: Option<Value>,
+    /// Measured memory: `measured_bytes`, `resident_bytes` and more.
+    #[serde(flatten)]
+    pub memory: serde_json::Map<String, Value>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Versions {
+    pub kiln: String,
+    /// That the program was built from, if that is known.
+    pub commit: Option<String>,
+    /// Of the driver and CUDA's libraries.
+    pub cuda: Option<String>,
+}
+
+/// How a ledger's times were taken.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Turns {
+    /// The fewest rounds that a line has.
+    pub rounds: usize,
+    /// Steps of a block.
+    pub steps: usize,
+    /// How many groups of variants were held in memory, one after the other.
+    pub groups: usize,
+    /// How often the baseline was loaded.
+    pub copies: usize,
+    pub seconds: f64,
+    /// How much longer one copy of the baseline takes than the others do. Smaller gains are within noise.
+    pub same: Interval,
+}
+
+impl Turns {
+    pub fn noise(&self) -> f64 {
+        self.same.reach(0.0)
+    }
+}
+
+/// What became of a pass in a ledger.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Found {
+    /// Timed with it and without it.
+    Measured,
+    /// It has no site here.
+    Nothing,
+    /// It is off.
+    Off,
+    /// The step does not run when it is switched.
+    Failed,
+}
+
+/// A pass in a ledger. What depends on the pass is said with it (`ms`, `peak`) and without it (`ms_off`, `peak_off`).
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Line {
+    pub pass: String,
+    pub found: Found,
+    /// It is off, and was switched on for this line; else it is on, and was switched off.
+    pub switched_on: bool,
+    pub sites: usize,
+    /// Why the step does not run.
+    pub reason: Option<String>,
+    /// Of a step's speed by the pass: 0.05 is 5%.
+    pub gain: Option<Interval>,
+    pub verdict: Option<Verdict>,
+    pub ms: Option<f64>,
+    pub ms_off: Option<f64>,
+    /// Planned bytes.
+    pub peak: Option<u64>,
+    pub peak_off: Option<u64>,
+    /// Bytes that kiln allocated on the device.
+    pub allocated: Option<u64>,
+    pub allocated_off: Option<u64>,
+    pub differ: Option<Differences>,
+    pub numbers: Option<Numbers>,
+    /// Milliseconds of the switched step, by round, and how many times the baseline's around it that is.
+    pub times: Vec<f64>,
+    pub ratios: Vec<f64>,
+}
+
+impl Line {
+    pub fn new(pass: &str, found: Found, switched_on: bool) -> Line {
+        Line {
+            pass: pass.into(),
+            found,
+            switched_on,
+            sites: 0,
+            reason: None,
+            gain: None,
+            verdict: None,
+            ms: None,
+            ms_off: None,
+            peak: None,
+            peak_off: None,
+            allocated: None,
+            allocated_off: None,
+            differ: None,
+            numbers: None,
+            times: vec![],
+            ratios: vec![],
+        }
+    }
+
+    /// Bytes that the pass saves, planned or measured.
+    pub fn saves(on: Option<u64>, off: Option<u64>) -> Option<i64> {
+        Some(off? as i64 - on? as i64)
+    }
+
+    /// What it gains, in words.
+    pub fn gains(&self) -> String {
+        match (self.found, &self.gain, self.verdict) {
+            (Found::Nothing, ..) => "does nothing here".into(),
+            (Found::Off, ..) => format!("off (--also {})", self.pass),
+            (Found::Failed, ..) => "does not run".into(),
+            (Found::Measured, Some(g), Some(Verdict::WithinNoise)) => format!("within noise ({})", range(g)),
+            (Found::Measured, Some(g), _) => format!("{:+.1}% ({})", 100.0 * g.median, range(g)),
+            (Found::Measured, None, _) => "-".into(),
+        }
+    }
+}
+
+/// `-0.1 to +0.3`, in percent.
+pub fn range(i: &Interval) -> String {
+    format!("{:+.1} to {:+.1}", 100.0 * i.low, 100.0 * i.high)
+}
+
+/// A relative difference: `0`, `1.2e-7`, and what is none.
+pub fn error(e: Option<f64>) -> String {
+    match e {
+        Some(0.0) => "0".into(),
+        Some(e) => format!("{e:.1e}"),
+        None => "not finite".into(),
+    }
+}
+
+impl Measured {
+    /// Reads a file back. One of another format, or of something else, is refused.
+    pub fn read(path: &Path) -> Result<Measured> {
+        let text = crate::input::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let shown = path.display();
+        let value: Value = serde_json::from_str(&text).with_context(|| format!("{shown} is not JSON"))?;
+        match value.get("format").and_then(Value::as_u64) {
+            Some(format) if format == FORMAT as u64 => {}
+            Some(format) => bail!("{shown} has format {format}, and this kiln reads {FORMAT}: measure it again with this kiln (--json FILE)"),
+            None if value.get("ms").is_some() => {
+                bail!("{shown} was written by a kiln from before its files had a format: measure it again with this kiln (--json FILE)")
+            }
+            None => bail!("{shown} is not what `kiln bench RECIPE --json FILE` writes"),
+        }
+        serde_json::from_value(value).with_context(|| format!("{shown} is not what `kiln bench RECIPE --json FILE` writes"))
+    }
+
+    /// `hydra tiny on cpu, 2 threads`
+    pub fn title(&self) -> String {
+        format!("{} {} on {}", self.recipe, self.preset, self.device)
+    }
+
+    /// How the ledger's times were taken, in words.
+    pub fn conditions(&self) -> Vec<String> {
+        let Some(t) = &self.turns else { return vec![] };
+        let held = match t.groups {
+            1 => "all variants held in memory at once".to_string(),
+            n => format!("variants held in memory in {n} groups, one after the other, because they do not fit at once"),
+        };
+        let steps = if t.steps == 1 { "1 step".to_string() } else { format!("{} steps", t.steps) };
+        let took = human_time(std::time::Duration::from_secs_f64(t.seconds));
+        vec![
+            format!(
+                "{} rounds in {took}, each: {steps} of every variant and of {} copies of the baseline among them, in changing order; {held}",
+                t.rounds, t.copies
+            ),
+            format!(
+                "a copy of the baseline differs from the others by {:+.1}% ({}): a gain below {:.1}%, or whose 95% interval has zero in it, is within noise",
+                100.0 * t.same.median,
+                range(&t.same),
+                100.0 * t.noise()
+            ),
+        ]
+    }
+}

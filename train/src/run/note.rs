@@ -1,0 +1,77 @@
+//! `run.json`: what is known of a run beside its settings and numbers, and how it ended. Written when it begins and when it ends; `kiln runs` and
+//! `kiln watch` read it.
+
+use super::folder::{Place, io, write_whole};
+use super::{Finished, Options};
+use crate::recipe::{Task, TrainError};
+use engine::Device;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+pub const FILE: &str = "run.json";
+/// What the model wrote when a run ended, a line of JSON each: step and text.
+pub const SAMPLES: &str = "samples.jsonl";
+
+/// A run that has begun. Where it is dropped without its end, as by a kill, the file says "running" and nobody holds the folder's lock.
+pub struct Note {
+    known: Value,
+}
+
+impl Note {
+    pub fn of(task: &dyn Task, device: &Device, options: &Options) -> Note {
+        let known = json!({
+            "status": "running",
+            "started": seconds(),
+            "command": options.command,
+            "device": device.describe(),
+            "work": task.work().0,
+            "step_name": task.step_name(),
+            "floor": task.floor().map(|(name, value)| json!({ "name": name, "value": value })),
+            "version": env!("CARGO_PKG_VERSION"),
+        });
+        Note { known }
+    }
+
+    pub fn begin(&self, out: &Path) -> Result<(), TrainError> {
+        self.write(out)
+    }
+
+    /// Notes how it ended. The run itself is saved: where this cannot be written, a warning is enough.
+    pub fn end(mut self, place: &Place, out: &Path, ended: &Result<Finished, TrainError>) {
+        let (status, error) = match ended {
+            Ok(f) if f.interrupted => ("stopped", Value::Null),
+            Ok(_) => ("finished", Value::Null),
+            Err(e) => ("failed", json!(e.to_string())),
+        };
+        self.known["status"] = status.into();
+        self.known["error"] = error;
+        self.known["ended"] = seconds().into();
+        // A folder that was moved or removed is not written to.
+        if place.check(0).is_ok()
+            && let Err(e) = self.write(out)
+        {
+            crate::warn!("{e} (it says how the run ended; nothing else is lost)");
+        }
+    }
+
+    fn write(&self, out: &Path) -> Result<(), TrainError> {
+        write_whole(&out.join(FILE), &format!("{}\n", serde_json::to_string_pretty(&self.known).expect("plain values")))
+    }
+}
+
+/// Since 1970.
+fn seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs())
+}
+
+/// Keeps what the model wrote at a step, for the page of the run.
+pub fn note_sample(out: &Path, step: u64, text: &str) -> Result<(), TrainError> {
+    let path = out.join(SAMPLES);
+    let before = match crate::input::read_to_string(&path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
+        Err(e) => return Err(io("cannot read", &path)(e)),
+    };
+    write_whole(&path, &format!("{before}{}\n", json!({ "step": step, "text": text })))
+}
