@@ -69,8 +69,11 @@ struct Subject<'a> {
 pub fn run(a: ProfileArgs, recipes: Recipes) -> Result<ExitCode> {
     let most = 10_000;
     let steps = a.config.steps.unwrap_or(if a.ncu { 1 } else { 5 });
-    if !(1..=most).contains(&steps) || a.warmup > most {
-        bail!("--steps {steps} --warmup {}: from 1, or 0, to {most}", a.warmup);
+    if !(1..=most).contains(&steps) {
+        bail!("--steps {steps}: from 1 to {most}");
+    }
+    if a.warmup > most {
+        bail!("--warmup {}: from 0 to {most}", a.warmup);
     }
     let subject = Subject::new(&a, recipes)?;
     if let Some(tool) = [(a.nsys, Tool::Systems), (a.ncu, Tool::Compute)].into_iter().find_map(|(is, tool)| is.then_some(tool)) {
@@ -250,6 +253,9 @@ fn window(
 
 /// The steps under one of NVIDIA's profilers.
 fn under(tool: Tool, a: &ProfileArgs, subject: &Subject, steps: u64) -> Result<ExitCode> {
+    if a.device.device == "cpu" {
+        bail!("--{}: Nsight looks at a GPU, and --device is cpu", tool.name());
+    }
     let out = place(a, subject)?;
     // The same command, with the window marked.
     let typed = std::env::args().skip(1).filter(|arg| !["--nsys", "--ncu", "--json"].contains(&arg.as_str()));
@@ -257,9 +263,6 @@ fn under(tool: Tool, a: &ProfileArgs, subject: &Subject, steps: u64) -> Result<E
     let arguments: Vec<String> = typed.chain(["--window".into()]).chain(counted.into_iter().flatten()).collect();
     let by_hand: Vec<String> = tool.options(tool.name()).into_iter().chain([crate::program()]).chain(arguments.iter().cloned()).collect();
     let Some(program) = tool.find() else { bail!("--{}: {}", tool.name(), tool.missing(&by_hand)) };
-    if a.device.device == "cpu" {
-        bail!("--{}: Nsight looks at a GPU, and --device is cpu", tool.name());
-    }
     files::create_folder(files::folder_of(&out))?;
     let about = serde_json::json!({ "about": subject.about(), "tool": program, "command": by_hand, "steps": steps });
     let temporary = files::Staged::new(&out)?;

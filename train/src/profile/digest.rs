@@ -22,9 +22,9 @@ pub struct Row {
     pub gb_per_s: f64,
     /// Milliseconds that it takes at least by the roofline.
     pub roof_ms: Option<f64>,
-    /// How many times as long it takes.
+    /// How many times as long it takes; None where latency bounds it, which the roofline does not know.
     pub times_roof: Option<f64>,
-    /// What bounds most of it.
+    /// What bounds most of its time.
     pub bound: Option<Bound>,
     /// The share of its time in nodes that use tensor cores.
     pub tensor_cores: f64,
@@ -41,10 +41,11 @@ pub struct Gap {
 }
 
 /// A profile's numbers. Times are milliseconds of a step.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Digest {
     pub title: String,
     pub device: String,
+    pub on_gpu: bool,
     /// What the times were measured with.
     pub clock: String,
     /// Why nodes were launched one by one, where they were.
@@ -130,6 +131,7 @@ impl Digest {
         Digest {
             title: title.into(),
             device: device.into(),
+            on_gpu: p.clock != Clock::Host,
             clock,
             one_by_one,
             steps: m.steps,
@@ -165,8 +167,8 @@ fn ms(nanoseconds: u64) -> f64 {
     nanoseconds as f64 / 1e6
 }
 
-/// How often each node ran, and for how long.
-type Known = BTreeMap<(usize, usize), (usize, u64)>;
+/// How often each node ran, its kernels, and their nanoseconds.
+type Known = BTreeMap<(usize, usize), (usize, usize, u64)>;
 
 fn known(m: &Measured) -> Known {
     let mut known: Known = BTreeMap::new();
@@ -176,13 +178,20 @@ fn known(m: &Measured) -> Known {
         if let What::Node(program, node) = span.what {
             let entry = known.entry((program, node)).or_default();
             entry.0 += usize::from(last != Some((program, node)));
-            entry.1 += span.end - span.start;
+            entry.1 += 1;
+            entry.2 += span.end - span.start;
             last = Some((program, node));
         } else {
             last = None;
         }
     }
     known
+}
+
+/// Whether latency bounds a kernel of a GPU, by its seconds and those of the roofline: it has less than a microsecond's work, and is over before the device
+/// is full, or waits more than it works (steps one after the other, a single block).
+fn is_small(seconds: f64, roof: f64) -> bool {
+    roof < 1e-6 && (seconds < 5e-6 || seconds > 10.0 * roof)
 }
 
 struct Sums<'a> {
@@ -195,13 +204,13 @@ struct Sums<'a> {
 impl Sums<'_> {
     /// One row for each name, the longest first.
     fn rows(&self, name: impl Fn(&str, &Node) -> String) -> Vec<Row> {
-        let steps = self.m.steps as f64;
-        let mut rows: BTreeMap<String, (Row, [f64; 2])> = BTreeMap::new();
-        for (&(program, at), &(runs, time)) in &self.known {
+        let (steps, gpu) = (self.m.steps as f64, self.m.profile.clock != Clock::Host);
+        let mut rows: BTreeMap<String, (Row, [f64; 3])> = BTreeMap::new();
+        for (&(program, at), &(runs, kernels, time)) in &self.known {
             let p = &self.m.profile.programs[program];
-            let (node, runs, time) = (&p.nodes[at], runs as f64 / steps, ms(time) / steps);
+            let (node, runs, kernels, time) = (&p.nodes[at], runs as f64 / steps, kernels as f64 / steps, ms(time) / steps);
             let name = name(&p.name, node);
-            let (row, bounds) = rows.entry(name.clone()).or_insert_with(|| (Row { name, roof_ms: Some(0.0), ..Row::default() }, [0.0; 2]));
+            let (row, bounds) = rows.entry(name.clone()).or_insert_with(|| (Row { name, roof_ms: Some(0.0), ..Row::default() }, [0.0; 3]));
             row.nodes += runs;
             row.ms += time;
             row.flops += runs * node.cost.flops as f64;
@@ -210,14 +219,19 @@ impl Sums<'_> {
             match self.roof.seconds(node) {
                 Some((seconds, bound)) => {
                     row.roof_ms = row.roof_ms.map(|ms| ms + 1e3 * runs * seconds);
-                    bounds[(bound == Bound::Memory) as usize] += runs * seconds;
+                    let small = gpu && is_small(1e-3 * time / kernels, runs * seconds / kernels);
+                    bounds[if small { Bound::Latency } else { bound } as usize] += time;
                 }
                 None => row.roof_ms = None,
             }
         }
-        let finished = rows.into_values().map(|(row, [compute, memory])| Row {
-            bound: (compute + memory > 0.0).then_some(if compute > memory { Bound::Compute } else { Bound::Memory }),
-            ..self.finished(row)
+        let most = |times: [f64; 3]| {
+            [Bound::Compute, Bound::Memory, Bound::Latency].into_iter().max_by(|a, b| times[*a as usize].total_cmp(&times[*b as usize]))
+        };
+        let finished = rows.into_values().map(|(row, bounds)| {
+            let bound = most(bounds).filter(|bound| bounds[*bound as usize] > 0.0);
+            let row = self.finished(row);
+            Row { bound, times_roof: row.times_roof.filter(|_| bound != Some(Bound::Latency)), ..row }
         });
         sorted(finished.collect())
     }
@@ -296,5 +310,60 @@ mod tests {
         let layers =
             ["blocks.3.attn", "blocks.3", "head.norm", "head", "", "encoder.layer.11.mlp"].map(|s| layer(&node("matmul", s, false)));
         assert_eq!(layers, ["blocks.3", "blocks.3", "head", "head", "outside of layers", "encoder.layer.11"]);
+    }
+
+    /// Two steps of a small and a large node, with times as a GPU's: 2 us and 1 ms each, 1 us idle after each.
+    fn measured() -> Measured {
+        use engine::profile::Profiler;
+        use engine::{Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches};
+        let r = Recorder::new();
+        let x = r.feed("x", &[8, 8], DType::F32);
+        let large = r.scope("blocks.0", || r.param("w", &[2048, 2048], Init::Full(1.0)).exp());
+        r.output("small", r.scope("head", || x.softmax()));
+        r.output("large", large);
+        let (device, mut store) = (Device::cpu(Cpu::new(1)), Store::new(0));
+        let mut program = Program::load(r.finish(), &Switches::default(), &device, &mut store).unwrap();
+        let mut profiler = Profiler::start(&device, &crate::gpu::folders(), false).unwrap();
+        for _ in 0..2 {
+            program.trace("train", &mut store, &[("x", Data::F32(&[0.0; 64]))], &mut profiler).unwrap();
+        }
+        let mut profile = profiler.finish(&device).unwrap();
+        profile.clock = Clock::Cupti("a test".into());
+        profile.spans.retain(|s| matches!(s.what, What::Node(..)));
+        let mut now = 0;
+        for span in &mut profile.spans {
+            let What::Node(program, node) = span.what else { unreachable!() };
+            let time = if profile.programs[program].nodes[node].scope == "head" { 2_000 } else { 1_000_000 };
+            (span.start, span.end) = (now, now + time);
+            now += time + 1_000;
+        }
+        Measured { profile, steps: 2, plain_ms: [1.0, 1.0], window: now }
+    }
+
+    #[test]
+    fn rows_add_up_and_what_is_small_is_bound_by_latency() {
+        let m = measured();
+        let d = Digest::new("a test", "a card", &m, Roof::of_card("NVIDIA H200").unwrap());
+        let near = |a: f64, b: f64| (a - b).abs() < 1e-9;
+        assert_eq!(d.nodes.len(), 2, "{:?}", d.nodes);
+        let [large, small] = [&d.nodes[0], &d.nodes[1]];
+        assert!(near(large.ms, 1.0) && near(small.ms, 0.002) && near(d.busy_ms, 1.002) && near(d.attributed, 1.0), "{d:#?}");
+        assert!(near(d.step_ms, 1.004) && near(d.idle_ms, 0.002) && near(d.overhead, 0.004), "{d:#?}");
+        assert_eq!((large.nodes, small.nodes, d.launches), (1.0, 1.0, 2.0));
+        // 2048 x 2048 numbers read and written, at 4.8 TB/s.
+        assert!(large.name.starts_with("blocks.0 / ") && near(large.bytes, 33_554_432.0), "{large:?}");
+        assert!(near(large.times_roof.unwrap(), 1e-3 / (33_554_432.0 / 4.8e12)) && large.bound == Some(Bound::Memory), "{large:?}");
+        assert_eq!((small.times_roof, small.bound), (None, Some(Bound::Latency)));
+        assert!(small.roof_ms.unwrap() > 0.0);
+        let gaps: f64 = d.gaps.iter().map(|g| g.ms).sum();
+        assert!(near(gaps, d.idle_ms), "{:?}", d.gaps);
+    }
+
+    #[test]
+    fn latency_bounds_what_has_no_work_to_speak_of() {
+        assert!(is_small(2e-6, 1e-8) && is_small(4.9e-6, 0.9e-6), "a few microseconds");
+        assert!(is_small(27e-6, 0.3e-6), "steps that wait for each other");
+        assert!(!is_small(6e-6, 0.9e-6), "a slow kernel");
+        assert!(!is_small(4e-6, 2e-6), "work that fills the device");
     }
 }

@@ -32,6 +32,7 @@ fn bound(row: &Row) -> String {
     match row.bound {
         Some(Bound::Compute) => "compute".into(),
         Some(Bound::Memory) => "memory".into(),
+        Some(Bound::Latency) => "latency".into(),
         None => "-".into(),
     }
 }
@@ -66,14 +67,16 @@ fn summary(d: &Digest) -> Vec<String> {
         lines.push(format!("nodes were launched one by one, because CUPTI was not used: {why}"));
     }
     lines.push(format!(
-        "busy {:.2} ms of {:.2} ({}), idle {:.2}; {} of the busy time is in nodes of the model, {} on tensor cores",
+        "busy {:.2} ms of {:.2} ({}; {} of a step without the profile), idle {:.2}; {} of the busy time is in nodes of the model, {} on tensor cores",
         d.busy_ms,
         d.step_ms,
         percent(d.busy_ms / d.step_ms),
+        percent(d.busy_ms / d.plain()),
         d.idle_ms,
         percent(d.attributed),
         percent(d.tensor_cores)
     ));
+    lines.extend(cost_of_profiling(d));
     lines.push(format!(
         "{} FLOPs and {} moved at least: {}",
         human_count(d.flops),
@@ -87,6 +90,23 @@ fn summary(d: &Digest) -> Vec<String> {
         lines.push(format!("{} records were lost: profile fewer steps (--steps)", d.dropped));
     }
     lines
+}
+
+/// What a GPU's profile adds to a step, where it is more than noise: short kernels are stretched most.
+fn cost_of_profiling(d: &Digest) -> Option<String> {
+    let longer = 1e3 * (d.step_ms - d.plain());
+    (d.overhead > 0.02 && d.on_gpu).then(|| {
+        format!(
+            "profiling itself makes a step {:.1}% longer, {:.2} us for each of {:.0} launches: {}",
+            100.0 * d.overhead,
+            longer / d.launches.max(1.0),
+            d.launches,
+            match d.one_by_one {
+                None => "it is in the idle time, and the times of kernels are their own",
+                Some(_) => "it is in the times of the nodes",
+            }
+        )
+    })
 }
 
 /// Gaps that are worth a line, as (after, before, how often, ms).
@@ -152,7 +172,11 @@ pub fn page(d: &Digest) -> String {
     }
     page.chart(
         "Time of a step by op",
-        "milliseconds of a step; the roofline is the shortest time that the op's FLOPs and bytes allow",
+        if d.on_gpu {
+            "milliseconds of a step; orange: on tensor cores, blue: not; the roofline is the shortest time that the op's FLOPs and bytes allow"
+        } else {
+            "milliseconds of a step; the roofline is the shortest time that the op's FLOPs and bytes allow"
+        },
         &Chart::Bars { x: Axis::new("ms of a step"), bars: d.ops.iter().take(15).map(bar).collect() },
     );
     if let Some(chart) = roofline(d) {
@@ -172,7 +196,8 @@ pub fn page(d: &Digest) -> String {
 }
 
 fn bar(row: &Row) -> Bar {
-    let note = row.roof_ms.map_or(String::new(), |roof| format!("roofline {roof:.3} ms"));
+    let roof = row.roof_ms.map(|roof| format!("roofline {roof:.3} ms"));
+    let note = roof.into_iter().chain((row.tensor_cores > 0.5).then(|| "on tensor cores".into())).collect::<Vec<_>>().join(", ");
     Bar { name: row.name.clone(), value: row.ms, note, color: usize::from(row.tensor_cores > 0.5), ..Bar::default() }
 }
 
@@ -199,4 +224,32 @@ fn roofline(d: &Digest) -> Option<Chart> {
     let mut series = vec![Series { name: "ops".into(), points: dots, dots: true, ..Series::default() }];
     series.extend(roofs.into_iter().filter_map(roof));
     Some(Chart::Plot { x: Axis::new("FLOPs a byte").log(), y: Axis::new("TFLOP/s").log(), series })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn digest(overhead: f64, on_gpu: bool, one_by_one: Option<&str>) -> Digest {
+        Digest {
+            on_gpu,
+            one_by_one: one_by_one.map(str::to_owned),
+            plain_ms: [1.0, 1.0],
+            step_ms: 1.0 + overhead,
+            overhead,
+            launches: 200.0,
+            ..Digest::default()
+        }
+    }
+
+    /// Short steps are stretched by their own profile: the digest says by how much, and where it is.
+    #[test]
+    fn what_a_profile_costs_is_said_where_it_counts() {
+        let said = cost_of_profiling(&digest(0.046, true, None)).unwrap();
+        assert!(said.contains("4.6% longer, 0.23 us for each of 200 launches") && said.contains("idle time"), "{said}");
+        assert!(cost_of_profiling(&digest(0.046, true, Some("no CUPTI"))).unwrap().contains("times of the nodes"));
+        assert_eq!(cost_of_profiling(&digest(0.01, true, None)), None);
+        assert_eq!(cost_of_profiling(&digest(0.3, false, None)), None, "on a CPU it is noise");
+        assert!(summary(&digest(0.046, true, None)).contains(&said));
+    }
 }

@@ -35,6 +35,7 @@ mod policy;
 mod polychromic;
 mod precision;
 mod presets;
+mod profile;
 mod puzzle_files;
 mod puzzles;
 mod refused;
