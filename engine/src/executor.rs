@@ -136,9 +136,10 @@ impl Switch for Setting {
         true
     }
 
-    /// All of them are about speed.
-    fn fast(&self, target: Target, _: DType) -> Fast {
-        if target == Target::Cpu { Fast::Leave } else { Fast::On }
+    /// Those that round do it for speed; what is exact and off by default is off for another reason.
+    fn fast(&self, target: Target, dtype: DType) -> Fast {
+        let rounds = (self.numerics)(dtype) == Numerics::LowPrecision;
+        if target != Target::Cpu && rounds { Fast::On } else { Fast::Leave }
     }
 
     fn example(&self, r: &Recorder) {

@@ -41,6 +41,7 @@ pub mod ops;
 pub mod passes;
 pub mod philox;
 pub mod plan;
+pub mod profile;
 pub mod program;
 pub mod record;
 pub mod store;

@@ -69,7 +69,8 @@ impl Device {
         self.gpu().map(Cuda::usage)
     }
 
-    fn gpu(&self) -> Option<&Cuda> {
+    /// The GPU, if it is one.
+    pub fn gpu(&self) -> Option<&Cuda> {
         match self {
             Device::Cpu(..) => None,
             Device::Cuda(cuda, _) => Some(cuda),
@@ -165,7 +166,7 @@ pub struct Program {
     fell_back: Vec<Fallback>,
 }
 
-enum Loaded {
+pub(crate) enum Loaded {
     Cpu(Box<CpuProgram>),
     Cuda(Box<CudaProgram>),
 }
@@ -228,7 +229,7 @@ impl Program {
     }
 
     /// Takes down in the receipts what did not work.
-    fn note(&mut self) {
+    pub(crate) fn note(&mut self) {
         let loaded = self.before.iter_mut().map(|b| &mut b.loaded).chain([&mut self.loaded]);
         let new: Vec<Fallback> = loaded.flat_map(Loaded::fell_back).collect();
         note(&mut self.receipts, &new);
@@ -242,9 +243,7 @@ impl Program {
 
     /// Runs once with these inputs, and updates the states. On a GPU it returns before the run has ended.
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
-        if let Some(before) = &mut self.before {
-            before.go_on(store)?;
-        }
+        self.go_on(store)?;
         match self.now_mut() {
             Loaded::Cpu(p) => p.run(store, feeds)?,
             Loaded::Cuda(p) => {
@@ -253,14 +252,6 @@ impl Program {
             }
         }
         Ok(())
-    }
-
-    /// Runs once with a timer around every node; on a GPU only.
-    pub fn profile(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<Vec<cuda::Timed>, Error> {
-        match self.now_mut() {
-            Loaded::Cpu(_) => Err(Error::Cuda("profiling needs a GPU".into())),
-            Loaded::Cuda(p) => p.profile(store, feeds),
-        }
     }
 
     /// An output of the last run, in f32. Read it before another program runs, which may overwrite it.
@@ -279,6 +270,11 @@ impl Program {
         }
     }
 
+    /// Counts a run, where a pass asks for a warm-up.
+    pub(crate) fn go_on(&mut self, store: &Store) -> Result<(), Error> {
+        self.before.as_mut().map_or(Ok(()), |before| before.go_on(store))
+    }
+
     /// Runs that a pass asks for before it applies, which may all be over.
     pub fn warm_up(&self) -> u64 {
         self.before.as_ref().map_or(0, |b| b.warm_up.runs)
@@ -293,7 +289,11 @@ impl Program {
         self.before.as_ref().filter(|b| b.is_running()).map_or(&self.loaded, |b| &b.loaded)
     }
 
-    fn now_mut(&mut self) -> &mut Loaded {
+    pub(crate) fn is_warming_up(&self) -> bool {
+        self.before.as_ref().is_some_and(Before::is_running)
+    }
+
+    pub(crate) fn now_mut(&mut self) -> &mut Loaded {
         match &mut self.before {
             Some(before) if before.is_running() => &mut before.loaded,
             _ => &mut self.loaded,
@@ -355,7 +355,8 @@ mod tests {
 
     #[test]
     fn what_fell_back_is_a_declined_site_of_its_setting() {
-        let receipt = |pass, applied| Receipt { pass, mode: Mode::Auto, applied, declined: vec![], notes: vec![], warm_up: None };
+        let receipt =
+            |pass, applied| Receipt { pass, mode: Mode::Auto, applied, declined: vec![], notes: vec![], warm_up: None, added_flops: 0 };
         let mut receipts = vec![receipt("autotune", 5), receipt(fallback::CAPTURE, 1), receipt(fallback::NATIVE, 7)];
         let lost = fallback::uncaptured(Mode::Auto, Error::Cuda("capturing: not permitted".into())).unwrap();
         note(&mut receipts, &[lost]);

@@ -54,6 +54,10 @@ impl Store {
     /// Creates those states of a graph that the store does not have yet, with their initial values, on the GPU if one is given; those named in `offloaded` in
     /// host memory that the GPU reaches.
     pub fn ensure(&mut self, g: &Graph, gpu: Option<&Cuda>, offloaded: &[&str]) -> Result<(), Error> {
+        let new = |name: &str| !self.tensors.contains_key(name) && !offloaded.contains(&name);
+        let bytes = g.states().filter(|(s, _)| new(&s.name)).map(|(_, meta)| cuda::Memory::padded(meta.bytes())).sum();
+        // One allocation for all: the driver would give each whole pages of 2 MiB.
+        let mut rest = gpu.filter(|_| bytes > 0).map(|cuda| cuda.allocate(bytes)).transpose()?;
         for (state, meta) in g.states() {
             match self.tensors.get(&state.name) {
                 Some(t) if t.meta == *meta => {}
@@ -62,8 +66,10 @@ impl Store {
                     let memory = match gpu {
                         None => Memory::Host(initial(state.init, self.seed, &state.name, meta)?),
                         Some(cuda) => {
-                            let on_host = offloaded.contains(&&*state.name);
-                            let d = if on_host { cuda.allocate_on_host(meta.bytes()) } else { cuda.allocate(meta.bytes()) }?;
+                            let d = match &mut rest {
+                                Some(rest) if !offloaded.contains(&&*state.name) => rest.split_off(meta.bytes()),
+                                _ => cuda.allocate_on_host(meta.bytes())?,
+                            };
                             match state.init {
                                 Init::Full(0.0) => cuda.fill(&d, 0)?,
                                 init => cuda.upload(&d, initial(init, self.seed, &state.name, meta)?.bytes())?,

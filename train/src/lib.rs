@@ -13,15 +13,17 @@ pub mod memory;
 pub mod metrics;
 pub mod models;
 pub mod nn;
+mod nvml;
 pub mod optim;
 pub mod page;
+pub mod profile;
 pub mod recipe;
 pub mod recipes;
 pub mod report;
 pub mod run;
 pub mod sample;
-pub mod speed;
 pub mod text;
+pub mod timing;
 pub mod variety;
 pub mod watch;
 

@@ -138,7 +138,7 @@ impl Page {
         let caption = escape(caption);
         // A wide table scrolls by itself, with the keyboard too.
         self.raw(&format!(
-            "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"{caption}\"><table><caption>{caption}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n"
+            "<div class=\"scroll\" tabindex=\"0\" role=\"group\" aria-label=\"{caption}\"><table><caption>{caption}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n"
         ))
     }
 
@@ -179,7 +179,9 @@ impl Page {
 
     /// The same for a page that is served, and asks its own server for more.
     pub fn served(&self) -> String {
-        self.with_policy("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src 'self'; connect-src 'self'")
+        self.with_policy(
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src 'self' data:; connect-src 'self'",
+        )
     }
 
     fn with_policy(&self, policy: &str) -> String {

@@ -9,6 +9,7 @@ use crate::graph::{Graph, Kind, Value};
 use crate::meta::{DType, Meta};
 use crate::ops::concat::Join;
 use crate::plan::{Home, Plan, Spot};
+use crate::profile;
 use crate::store::Store;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -62,6 +63,16 @@ impl CpuProgram {
 
     /// Runs all nodes in order, and updates the states.
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
+        self.run_with(store, feeds, |_| ())
+    }
+
+    /// The same, with `after` called after each node, and without one at the very end.
+    pub fn run_with(
+        &mut self,
+        store: &mut Store,
+        feeds: &[(&str, Data)],
+        mut after: impl FnMut(Option<usize>) + Send,
+    ) -> Result<(), Error> {
         let arena = self.arena.clone();
         let mut arena = arena.lock().unwrap_or_else(PoisonError::into_inner);
         if arena.bytes().len() < self.plan.arena() {
@@ -84,6 +95,7 @@ impl CpuProgram {
             let base = base; // capture the whole struct, not its pointers one by one
             for i in 0..graph.nodes.len() {
                 step(graph, plan, &base, i);
+                after(Some(i));
             }
             for &(state, value) in &plan.stores {
                 let dtype = graph.meta(value).dtype;
@@ -91,8 +103,25 @@ impl CpuProgram {
                 // SAFETY: no op runs now; a state's buffer and another value's do not overlap.
                 unsafe { base.place(graph, plan, to).bytes_mut(dtype).copy_from_slice(base.place(graph, plan, value).bytes(dtype)) };
             }
+            after(None);
         });
         Ok(())
+    }
+
+    /// The nodes that do something, and of each node of the graph its place among them.
+    pub fn described(&self) -> (Vec<profile::Node>, Vec<Option<usize>>) {
+        let (g, mut nodes) = (&self.graph, vec![]);
+        let places = g.nodes.iter().enumerate().map(|(i, node)| match &node.kind {
+            Kind::Op(op) if !op.is_view() => {
+                let (inputs, outputs, scope) = (g.inputs(i), node.outputs.clone(), node.scope.to_string());
+                let (cost, backward, tensor_cores) = (op.cost(&inputs), node.backward, false);
+                nodes.push(profile::Node { op: op.name(), scope, backward, inputs, outputs, cost, tensor_cores });
+                Some(nodes.len() - 1)
+            }
+            _ => None,
+        });
+        let places = places.collect();
+        (nodes, places)
     }
 
     /// An output of the last run, in f32. Read it before another program runs, which may overwrite it.

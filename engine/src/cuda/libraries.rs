@@ -90,18 +90,29 @@ const LIBRARIES: &[Wanted] = &[
     },
 ];
 
+/// What `kiln profile` measures with; everything else does without.
+const CUPTI: Wanted = Wanted {
+    name: "libcupti",
+    files: &["libcupti.so.13", "libcupti.so.12", "libcupti.so"],
+    has: super::cupti::SYMBOLS,
+    help: "it comes with the CUDA toolkit (extras/CUPTI), and with `pip install \"nvidia-cuda-cupti==13.0.*\"`: name its folder in LD_LIBRARY_PATH",
+};
+
+/// Loads CUPTI, once.
+pub fn cupti(folders: &Folders) -> Found {
+    static FOUND: OnceLock<Found> = OnceLock::new();
+    FOUND.get_or_init(|| found(&CUPTI, folders)).clone()
+}
+
 /// Loads the libraries once and says where each was found.
 pub fn find(folders: &Folders) -> Vec<Found> {
     static FOUND: OnceLock<Vec<Found>> = OnceLock::new();
-    FOUND
-        .get_or_init(|| {
-            let one = |w: &Wanted| {
-                let (path, broken) = load(w, &folders.libraries);
-                Found { name: w.name, path, broken, help: w.help }
-            };
-            LIBRARIES.iter().map(one).collect()
-        })
-        .clone()
+    FOUND.get_or_init(|| LIBRARIES.iter().map(|w| found(w, folders)).collect()).clone()
+}
+
+fn found(w: &Wanted, folders: &Folders) -> Found {
+    let (path, broken) = load(w, &folders.libraries);
+    Found { name: w.name, path, broken, help: w.help }
 }
 
 /// The first file that loads, and what happened to those before it.

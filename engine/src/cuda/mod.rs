@@ -3,11 +3,15 @@
 
 mod cache;
 mod choices;
+pub(crate) mod cupti;
 pub mod emulator;
 pub(crate) mod fallback;
 mod gemm;
 mod libraries;
+mod memory;
+mod moment;
 pub mod nvrtc;
+pub mod nvtx;
 mod options;
 mod products;
 mod program;
@@ -15,6 +19,9 @@ mod transfer;
 
 pub use fallback::Fallback;
 pub use libraries::{Folders, Found, find};
+use memory::Held;
+pub use memory::{Memory, Usage};
+pub use moment::Moment;
 pub use options::Options;
 pub(crate) use program::codes;
 pub use program::{CudaProgram, Timed};
@@ -64,82 +71,8 @@ unsafe impl Sync for Inner {}
 #[derive(Clone, Copy)]
 pub(crate) struct Kernel(sys::CUfunction);
 
-/// Memory that the GPU reads and writes, freed when dropped: its own, or pinned host memory that it reaches across the bus.
-pub struct Memory {
-    start: sys::CUdeviceptr,
-    bytes: usize,
-    context: sys::CUcontext,
-    held: Arc<Held>,
-    /// The host's address, if it is pinned host memory, which does not count as held.
-    host: Option<*mut u8>,
-}
-
-/// Counts the bytes of every [`Memory`] there is.
-#[derive(Default)]
-struct Held {
-    now: AtomicUsize,
-    peak: AtomicUsize,
-}
-
-impl Held {
-    fn take(&self, bytes: usize) {
-        let now = self.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.peak.fetch_max(now, Ordering::Relaxed);
-    }
-
-    fn give_back(&self, bytes: usize) {
-        self.now.fetch_sub(bytes, Ordering::Relaxed);
-    }
-}
-
-/// Bytes of a GPU's memory, as they were measured.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// What kiln has allocated now: states, arena, feeds, constants, workspace.
-    pub allocated: usize,
-    /// The most that it had allocated at once.
-    pub allocated_peak: usize,
-    /// How much less is free than when the GPU was opened, as the driver says: what is allocated, and what loaded kernels, captured graphs and libraries
-    /// take. The CUDA context itself does not count; another process on the GPU does.
-    pub reserved: usize,
-    /// The most of that at any of the times it was asked for: after a program is loaded, and whenever someone measures.
-    pub reserved_peak: usize,
-}
-
-// SAFETY: an address and the context it belongs to; freed once, by whoever drops it.
-unsafe impl Send for Memory {}
-// SAFETY: as above; it is only an address.
-unsafe impl Sync for Memory {}
-
 pub(crate) fn failed(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
     move |e| Error::Cuda(format!("{what}: {e}"))
-}
-
-impl Memory {
-    /// Its size.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    pub(crate) fn start(&self) -> sys::CUdeviceptr {
-        self.start
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: the address came from an allocation in this context and is freed once. Errors while a process ends are of no use.
-        unsafe {
-            let _ = result::ctx::set_current(self.context);
-            match self.host {
-                Some(host) => drop(result::free_host(host.cast())),
-                None => {
-                    let _ = result::free_sync(self.start);
-                    self.held.give_back(self.bytes);
-                }
-            }
-        }
-    }
 }
 
 impl Cuda {
@@ -198,7 +131,7 @@ impl Cuda {
             stream,
             copies,
             products: gemm::Handle::new()?,
-            workspace: allocate(context, &held, GEMM_WORKSPACE)?,
+            workspace: Memory::on_device(context, &held, GEMM_WORKSPACE)?,
             free,
             reserved_peak: AtomicUsize::new(0),
             held,
@@ -251,32 +184,36 @@ impl Cuda {
         let _ = unsafe { result::ctx::set_current(self.0.context) };
     }
 
+    /// Where the GPU is on the machine's PCI bus, such as `0000:3b:00.0`.
+    pub fn pci_bus_id(&self) -> Option<String> {
+        self.current();
+        let (mut device, mut text) = (0, [0; 32]);
+        // SAFETY: the context is current on this thread; the driver writes an integer, and a text with its end into the 32 bytes.
+        unsafe {
+            sys::cuCtxGetDevice(&mut device).result().ok()?;
+            sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as i32, device).result().ok()?;
+            Some(std::ffi::CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned())
+        }
+    }
+
     /// Allocates memory that is not initialized; an error if the GPU has too little.
     pub fn allocate(&self, bytes: usize) -> Result<Memory, Error> {
         self.current();
-        allocate(self.0.context, &self.0.held, bytes)
+        Memory::on_device(self.0.context, &self.0.held, bytes)
     }
 
     /// What is in use now, and was at most.
     pub fn usage(&self) -> Usage {
         let reserved = self.0.free.saturating_sub(self.memory().1);
         let reserved_peak = self.0.reserved_peak.fetch_max(reserved, Ordering::Relaxed).max(reserved);
-        let of = |n: &AtomicUsize| n.load(Ordering::Relaxed);
-        Usage { allocated: of(&self.0.held.now), allocated_peak: of(&self.0.held.peak), reserved, reserved_peak }
+        let (allocated, allocated_peak) = self.0.held.bytes();
+        Usage { allocated, allocated_peak, reserved, reserved_peak }
     }
 
     /// Allocates pinned host memory that kernels read and write across the bus.
     pub fn allocate_on_host(&self, bytes: usize) -> Result<Memory, Error> {
         self.current();
-        let bytes = bytes.max(256);
-        // SAFETY: the context is current on this thread; the memory is freed by `Memory`. The driver writes the address that kernels use.
-        unsafe {
-            let host = result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP).map_err(failed("pinning host memory"))?;
-            let mut start = 0;
-            let mapped = sys::cuMemHostGetDevicePointer_v2(&mut start, host, 0).result();
-            let memory = Memory { start, bytes, context: self.0.context, held: self.0.held.clone(), host: Some(host.cast()) };
-            mapped.map_err(failed("mapping host memory")).map(|()| memory)
-        }
+        Memory::on_host(self.0.context, &self.0.held, bytes)
     }
 
     /// Waits until everything launched so far has finished.
@@ -288,30 +225,30 @@ impl Cuda {
 
     /// Copies from the host to the start of `to`, and waits for it.
     pub fn upload(&self, to: &Memory, bytes: &[u8]) -> Result<(), Error> {
-        assert!(bytes.len() <= to.bytes, "an upload past the end of its buffer");
+        assert!(bytes.len() <= to.bytes(), "an upload past the end of its buffer");
         self.current();
-        if let Some(host) = to.host {
+        if let Some(host) = to.host() {
             self.synchronize()?;
             // SAFETY: as large as asserted, and nothing runs that uses it.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), host, bytes.len()) };
             return Ok(());
         }
         // SAFETY: the destination is as large as asserted; waiting for the stream keeps `bytes` alive until they are read.
-        unsafe { result::memcpy_htod_async(to.start, bytes, self.0.stream) }.map_err(failed("copying to the GPU"))?;
+        unsafe { result::memcpy_htod_async(to.start(), bytes, self.0.stream) }.map_err(failed("copying to the GPU"))?;
         self.synchronize()
     }
 
     /// Sets every byte.
     pub fn fill(&self, d: &Memory, byte: u8) -> Result<(), Error> {
         self.current();
-        if let Some(host) = d.host {
+        if let Some(host) = d.host() {
             self.synchronize()?;
             // SAFETY: the memory is that large, and nothing runs that uses it.
-            unsafe { std::ptr::write_bytes(host, byte, d.bytes) };
+            unsafe { std::ptr::write_bytes(host, byte, d.bytes()) };
             return Ok(());
         }
         // SAFETY: the memory is that large.
-        unsafe { result::memset_d8_async(d.start, byte, d.bytes, self.0.stream) }.map_err(failed("filling memory"))
+        unsafe { result::memset_d8_async(d.start(), byte, d.bytes(), self.0.stream) }.map_err(failed("filling memory"))
     }
 
     /// Memory bandwidth, in bytes read and written per second, measured with a device-to-device copy; the reference for memory-bound kernels.
@@ -320,7 +257,7 @@ impl Cuda {
         let (a, b) = (self.allocate(BYTES)?, self.allocate(BYTES)?);
         let copy = || {
             // SAFETY: both buffers have that many bytes.
-            unsafe { result::memcpy_dtod_async(b.start, a.start, BYTES, self.0.stream) }.map_err(failed("copying"))
+            unsafe { result::memcpy_dtod_async(b.start(), a.start(), BYTES, self.0.stream) }.map_err(failed("copying"))
         };
         copy()?;
         self.synchronize()?;
@@ -334,17 +271,18 @@ impl Cuda {
 
     /// Copies part of `from` to the host, and waits for it.
     pub fn download(&self, from: &Memory, offset: usize, bytes: usize) -> Result<Vec<u8>, Error> {
-        assert!(offset + bytes <= from.bytes, "a download past the end of its buffer");
+        assert!(offset + bytes <= from.bytes(), "a download past the end of its buffer");
         self.current();
         let mut to = vec![0u8; bytes];
-        if let Some(host) = from.host {
+        if let Some(host) = from.host() {
             self.synchronize()?;
             // SAFETY: as large as asserted, and nothing runs that writes it.
             unsafe { std::ptr::copy_nonoverlapping(host.add(offset), to.as_mut_ptr(), bytes) };
             return Ok(to);
         }
         // SAFETY: the source is as large as asserted; waiting for the stream keeps `to` alive until it is written.
-        unsafe { result::memcpy_dtoh_async(&mut to, from.start + offset as u64, self.0.stream) }.map_err(failed("copying from the GPU"))?;
+        unsafe { result::memcpy_dtoh_async(&mut to, from.start() + offset as u64, self.0.stream) }
+            .map_err(failed("copying from the GPU"))?;
         self.synchronize()?;
         Ok(to)
     }
@@ -410,34 +348,4 @@ fn load(cubin: &[u8], functions: &[(&'static str, u32)]) -> Result<Vec<Kernel>, 
         Ok(Kernel(function))
     };
     functions.iter().map(one).collect()
-}
-
-fn allocate(context: sys::CUcontext, held: &Arc<Held>, bytes: usize) -> Result<Memory, Error> {
-    let bytes = bytes.max(256);
-    // SAFETY: the context is current on this thread; the address is kept and freed by `Memory`.
-    let start = unsafe { result::malloc_sync(bytes) }.map_err(|e| {
-        let free = result::mem_get_info().map_or(0, |m| m.0);
-        Error::Cuda(format!(
-            "the GPU has too little memory: {:.2} GiB needed, {:.2} GiB free: {e}",
-            bytes as f64 / 1e9 * 0.931,
-            free as f64 / 1e9 * 0.931
-        ))
-    })?;
-    held.take(bytes);
-    Ok(Memory { start, bytes, context, held: held.clone(), host: None })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_most_that_is_held_at_once_is_kept() {
-        let held = Held::default();
-        held.take(100);
-        held.take(50);
-        held.give_back(100);
-        held.take(20);
-        assert_eq!((held.now.into_inner(), held.peak.into_inner()), (70, 150));
-    }
 }

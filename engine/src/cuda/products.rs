@@ -24,6 +24,11 @@ impl<'a> Products<'a> {
         Products { cuda, options, free, filled: false, new: vec![] }
     }
 
+    /// cuBLASLt uses them for every type but f32 that is to stay so.
+    pub fn uses_tensor_cores(&self, g: &Gemm) -> bool {
+        g.a.dtype != DType::F32 || self.options.tf32
+    }
+
     pub fn plan(&mut self, g: &Gemm, aligned: [u32; 4]) -> Result<Product, Error> {
         let handle = &self.cuda.0.products;
         // Some f32 algorithms are not deterministic; the one that is proposed first is.

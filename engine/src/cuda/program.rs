@@ -10,8 +10,7 @@ use crate::cpu::Data;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Value};
 use crate::kernel::{Arch, At, Code, Io, Live, Place, Step};
-use crate::meta::{DType, Meta, is_contiguous};
-use crate::op::Cost;
+use crate::meta::{DType, is_contiguous};
 use crate::ops::view::Reshape;
 use crate::passes::Mode;
 use crate::plan::{Home, Plan, Spot};
@@ -22,6 +21,10 @@ use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+
+mod profile;
+
+pub use profile::Timed;
 
 /// A byte offset in the arena or in a source's memory.
 #[derive(Clone, Copy)]
@@ -54,6 +57,7 @@ enum Ready {
         block: u32,
         shared: u32,
         args: Vec<Address>,
+        tensor_cores: bool,
     },
     /// `places`: a, b, the added matrix, c.
     Gemm {
@@ -62,6 +66,7 @@ enum Ready {
         bias: Option<Address>,
         scales: Option<[Address; 2]>,
         flops: u64,
+        tensor_cores: bool,
     },
     Copy {
         from: Address,
@@ -93,24 +98,8 @@ pub struct CudaProgram {
     captured: Vec<Captured>,
     /// What did not work, and that the caller has not been told of.
     fell_back: Vec<Fallback>,
-}
-
-/// A node's time in a profile.
-pub struct Timed {
-    /// The op's name.
-    pub op: &'static str,
-    /// Where in the model it was recorded.
-    pub scope: String,
-    /// Whether it belongs to the backward pass.
-    pub backward: bool,
-    /// Shapes and types of its inputs.
-    pub inputs: Vec<Meta>,
-    /// Shapes and types of its outputs.
-    pub outputs: Vec<Meta>,
-    /// What it had to compute and move.
-    pub cost: Cost,
-    /// Milliseconds on the GPU.
-    pub ms: f32,
+    /// The program's number in the profile that is being made; 0 where none is.
+    traced: u32,
 }
 
 /// The most captured graphs that are kept.
@@ -276,13 +265,15 @@ impl Builder<'_> {
                 block: l.block,
                 shared: l.shared,
                 args: l.args.iter().map(|p| self.resolve(i, p)).collect(),
+                tensor_cores: l.source.contains("mma"),
             },
             Step::Gemm(g) => {
                 let places = [&g.a, &g.b, g.plus.as_ref().unwrap_or(&g.c), &g.c].map(|m| self.resolve(i, &m.place));
                 let bias = g.bias.as_ref().map(|p| self.resolve(i, p));
                 let scales = g.scaled.map(|s| s.by.map(|p| self.resolve(i, &p)));
                 let flops = 2 * (g.batch * g.m * g.n * g.k) as u64;
-                Ready::Gemm { product: self.products.plan(g, places.map(|a| a.aligned()))?, places, bias, scales, flops }
+                let tensor_cores = self.products.uses_tensor_cores(g);
+                Ready::Gemm { product: self.products.plan(g, places.map(|a| a.aligned()))?, places, bias, scales, flops, tensor_cores }
             }
         })
     }
@@ -346,6 +337,7 @@ impl CudaProgram {
             bases: vec![],
             captured: vec![],
             fell_back,
+            traced: 0,
         })
     }
 
@@ -371,11 +363,7 @@ impl CudaProgram {
     pub fn run(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<(), Error> {
         self.cuda.current();
         let stream = self.cuda.0.stream;
-        let nodes = &self.graph.nodes;
-        self.feeds.send(&self.cuda, |i| match &nodes[i].kind {
-            Kind::Feed(name) => Data::checked(name, &nodes[i].outputs[0], feeds),
-            _ => unreachable!("only feeds are sent"),
-        })?;
+        self.send(feeds)?;
         let bases = self.bases(store)?;
         let chosen = self.chosen(feeds)?;
         if self.options.capture == Mode::Off {
@@ -404,6 +392,15 @@ impl CudaProgram {
         };
         // SAFETY: the graph was instantiated from this stream's work; its addresses are those of this run.
         unsafe { result::graph::launch(exec, stream) }.map_err(failed("replaying"))
+    }
+
+    /// Starts to copy the feeds.
+    fn send(&mut self, feeds: &[(&str, Data)]) -> Result<(), Error> {
+        let nodes = &self.graph.nodes;
+        self.feeds.send(&self.cuda, |i| match &nodes[i].kind {
+            Kind::Feed(name) => Data::checked(name, &nodes[i].outputs[0], feeds),
+            _ => unreachable!("only feeds are sent"),
+        })
     }
 
     /// Captures the chosen steps as a CUDA graph.
@@ -457,56 +454,6 @@ impl CudaProgram {
         }
     }
 
-    /// Runs once, node by node, with a timer around each.
-    pub fn profile(&mut self, store: &mut Store, feeds: &[(&str, Data)]) -> Result<Vec<Timed>, Error> {
-        let capture = std::mem::replace(&mut self.options.capture, Mode::Off);
-        let run = self.run(store, feeds); // a warm-up run
-        self.options.capture = capture;
-        run?;
-        let (bases, chosen) = (self.bases(store)?, self.chosen(feeds)?);
-        let stream = self.cuda.0.stream;
-        let event = || result::event::create(sys::CUevent_flags_enum::CU_EVENT_DEFAULT).map_err(failed("timing"));
-        let mut marks = vec![event()?];
-        // SAFETY: the stream and the events are ours and alive; events are destroyed below, after the stream was waited for.
-        unsafe {
-            result::event::record(marks[0], stream).map_err(failed("timing"))?;
-            for (_, range) in &self.nodes {
-                self.launch(range.clone(), &bases, &chosen)?;
-                let e = event()?;
-                result::event::record(e, stream).map_err(failed("timing"))?;
-                marks.push(e);
-            }
-        }
-        self.cuda.synchronize()?;
-        let mut all = vec![];
-        for (k, (i, range)) in self.nodes.iter().enumerate() {
-            let node = &self.graph.nodes[*i];
-            // SAFETY: both events were recorded and have passed.
-            let ms = unsafe { result::event::elapsed(marks[k], marks[k + 1]) }.map_err(failed("timing"))?;
-            let Kind::Op(op) = &node.kind else { continue };
-            let mut cost = op.cost(&self.graph.inputs(*i));
-            // If steps were skipped, count only those that ran.
-            if range.clone().any(|s| self.when[s].is_some()) {
-                let done = range.clone().filter(|&s| self.when[s].is_none_or(|c| chosen[c]));
-                cost.flops = done.map(|s| if let Ready::Gemm { flops, .. } = &self.steps[s] { *flops } else { 0 }).sum();
-            }
-            all.push(Timed {
-                op: op.name(),
-                scope: node.scope.to_string(),
-                backward: node.backward,
-                inputs: self.graph.inputs(*i),
-                outputs: node.outputs.clone(),
-                cost,
-                ms,
-            });
-        }
-        for e in marks {
-            // SAFETY: made above, destroyed once.
-            let _ = unsafe { result::event::destroy(e) };
-        }
-        Ok(all)
-    }
-
     /// Launches these steps, except those whose condition is not `chosen`.
     fn launch(&self, steps: Range<usize>, bases: &[u64], chosen: &[bool]) -> Result<(), Error> {
         let steps = steps.filter(|&i| self.when[i].is_none_or(|c| chosen[c]));
@@ -516,8 +463,9 @@ impl CudaProgram {
         };
         let stream = self.cuda.0.stream;
         for (n, i) in steps.enumerate() {
+            let _mark = self.mark(i);
             match &self.steps[i] {
-                Ready::Launch { kernel, grid, block, shared, args } => {
+                Ready::Launch { kernel, grid, block, shared, args, .. } => {
                     let mut values: Vec<u64> = args.iter().map(at).collect();
                     let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| std::ptr::from_mut(v).cast()).collect();
                     let mut overlap = sys::CUlaunchAttribute {

@@ -47,18 +47,29 @@ impl Event {
         result::event::create(sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING).map(Event).map_err(failed("creating an event"))
     }
 
-    fn record(&self, stream: sys::CUstream) -> Result<(), Error> {
+    /// One that notes when it passes.
+    pub fn timed() -> Result<Event, Error> {
+        result::event::create(sys::CUevent_flags_enum::CU_EVENT_DEFAULT).map(Event).map_err(failed("creating an event"))
+    }
+
+    /// Between two that note when they pass, and have passed.
+    pub fn milliseconds_since(&self, earlier: &Event) -> Result<f32, result::DriverError> {
+        // SAFETY: both are alive.
+        unsafe { result::event::elapsed(earlier.0, self.0) }
+    }
+
+    pub fn record(&self, stream: sys::CUstream) -> Result<(), Error> {
         // SAFETY: both are alive.
         unsafe { result::event::record(self.0, stream) }.map_err(failed("recording an event"))
     }
 
     /// Lets the host wait for it.
-    fn wait(&self) -> Result<(), Error> {
+    pub fn wait(&self) -> Result<(), Error> {
         // SAFETY: the event is alive. One that was never recorded has passed.
         unsafe { result::event::synchronize(self.0) }.map_err(failed("running on the GPU"))
     }
 
-    fn has_passed(&self) -> bool {
+    pub fn has_passed(&self) -> bool {
         // SAFETY: the event is alive. An error here shows when it is waited for.
         unsafe { result::event::query(self.0) }.is_ok()
     }

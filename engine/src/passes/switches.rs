@@ -163,6 +163,8 @@ pub struct Receipt {
     pub notes: Vec<String>,
     /// If a run begins without it.
     pub warm_up: Option<WarmUp>,
+    /// Floating-point operations that it adds to a run of the program, by computing something twice.
+    pub added_flops: u64,
 }
 
 /// How a program's first runs differ from the others.
@@ -288,7 +290,7 @@ impl Switches {
     ) -> Result<Receipt, Error> {
         let (mode, note) = self.mode_and_note(switch, target);
         let notes = note.into_iter().collect();
-        let mut receipt = Receipt { pass: switch.name(), mode, applied: 0, declined: vec![], notes, warm_up: None };
+        let mut receipt = Receipt { pass: switch.name(), mode, applied: 0, declined: vec![], notes, warm_up: None, added_flops: 0 };
         if mode != Mode::Off {
             let none = BTreeMap::new();
             let values = self.chosen.get(switch.name()).map_or(&none, |c| &c.1);

@@ -33,6 +33,7 @@ mod model;
 mod passes;
 mod plan;
 mod predict;
+mod profile;
 mod progress;
 mod prune;
 mod recipes;
@@ -136,6 +137,8 @@ commands! {
     Data: data::DataArgs,
     /// Times the step of a preset, or every op
     Bench: bench::BenchArgs,
+    /// Where a step's time goes, by op and layer: a trace, and a digest with the roofline
+    Profile: profile::ProfileArgs,
     /// Prints a script that completes kiln's commands in a shell
     Completions: completions::CompletionsArgs,
     /// Writes a man page for every command
@@ -305,6 +308,9 @@ pub struct DeviceArgs {
     /// Threads on the CPU; all cores if not given
     #[arg(long)]
     threads: Option<usize>,
+    /// Says so where no profiler listens to NVTX ranges; they are made whenever one does (nsys and ncu set NVTX_INJECTION64_PATH)
+    #[arg(long)]
+    nvtx: bool,
 }
 
 impl DeviceArgs {
@@ -312,6 +318,7 @@ impl DeviceArgs {
         if let Some(n) = self.threads.filter(|n| !(1..=1024).contains(n)) {
             bail!("--threads {n}: from 1 to 1024");
         }
+        crate::gpu::attach_profiler(self.nvtx);
         crate::gpu::open(&self.device, self.threads).map_err(anyhow::Error::msg)
     }
 }

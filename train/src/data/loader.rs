@@ -1,11 +1,13 @@
 //! A thread that keeps batches ready.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use super::{DataError, Order, Source};
 
@@ -19,6 +21,10 @@ pub struct Batch {
     pub counted: usize,
     /// Place of the first row in the order; start a loader there to get this batch again.
     pub first_item: u64,
+}
+
+thread_local! {
+    static WAITED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
 /// Batch b holds the items at places `start_item + b * batch` and on, of the order, or of the source repeated for ever.
@@ -60,9 +66,16 @@ impl Loader {
         Ok(Loader { batches: Some(batches), stop, thread: Some(thread) })
     }
 
+    /// How long this thread has waited for batches of any loader.
+    pub fn waited() -> Duration {
+        WAITED.get()
+    }
+
     #[allow(clippy::should_implement_trait)] // It never ends, and `?` on each batch reads better.
     pub fn next(&mut self) -> Result<Batch, DataError> {
+        let asked = Instant::now();
         let received = self.batches.as_ref().and_then(|batches| batches.recv().ok());
+        WAITED.set(WAITED.get() + asked.elapsed());
         received.unwrap_or(Err(DataError::Stopped))
     }
 }

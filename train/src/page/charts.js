@@ -27,7 +27,7 @@ const kiln = (() => {
     if (unit === "seconds") return a < 1e-3 ? trim((1e6 * v).toPrecision(4)) + " \u00b5s" : a < 1 ? trim((1e3 * v).toPrecision(4)) + " ms" : a < 120 ? trim(v.toPrecision(4)) + " s"
       : a < 7200 ? (v / 60).toFixed(1) + " min" : (v / 3600).toFixed(1) + " h";
     if (v === 0) return "0";
-    if (a >= 1e15 || a < 1e-3) return v.toExponential(2);
+    if (a >= 1e15 || a < 1e-3) return Number(v.toPrecision(3)).toExponential();
     if (a >= 1e5) return scaled(v, 1000, ["", "K", "M", "G", "T"]);
     return trim(v.toPrecision(a >= 1e4 ? 5 : 4));
   };
@@ -114,12 +114,13 @@ const kiln = (() => {
     return all;
   };
   const path = (points, X, Y) => points.map((p, i) => `${i ? "L" : "M"}${X(p[0]).toFixed(1)} ${Y(p[1]).toFixed(1)}`).join("");
-  const table = (headers, rows) => html("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": headers.join(", ") }, html("table", {}, html("thead", {}, html("tr", {}, headers.map((h) => html("th", { scope: "col" }, h)))),
+  const table = (headers, rows) => html("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": headers.join(", ") }, html("table", {}, html("thead", {}, html("tr", {}, headers.map((h) => html("th", { scope: "col" }, h)))),
     html("tbody", {}, rows.map((r) => html("tr", {}, r.map((c) => html("td", { class: typeof c === "number" ? "number" : null }, c === null || c === undefined ? "" : String(c))))))));
 
   // ---- kinds: what is drawn, and the same as a table
   const kinds = {
-    // Lines and dots over two axes, each perhaps logarithmic: curves, rooflines.
+    // Lines and dots over two axes, each perhaps logarithmic: curves, rooflines. Where a series has `smooth`, that is the line, its own points are pale,
+    // and are what is said and listed.
     plot(chart, width, title) {
       const good = (p) => ok(p[0]) && ok(p[1]) && (!chart.x.log || p[0] > 0) && (!chart.y.log || p[1] > 0), all = chart.series.map((s) => s.points.filter(good));
       const xs = range(all.flat().map((p) => p[0]), chart.x.log, chart.x.log ? 0.3 : 0.01), ys = chart.y.range || range(all.flat().map((p) => p[1]), chart.y.log, chart.y.log ? 0.3 : 0.06);
@@ -130,13 +131,17 @@ const kiln = (() => {
         const c = colour(s.color ?? i), points = all[i];
         if (s.dots) points.forEach((p) => g.append(svg("circle", { cx: f.X(p[0]), cy: f.Y(p[1]), r: 4, fill: c, "fill-opacity": 0.75 }, svg("title", {}, `${p[2] ?? s.name}: ${number(p[0], chart.x.unit)}, ${number(p[1], chart.y.unit)}`))));
         else if (points.length === 1) g.append(svg("circle", { cx: f.X(points[0][0]), cy: f.Y(points[0][1]), r: 3, fill: c }));
-        else g.append(svg("path", { d: path(thin(points, width), f.X, f.Y), fill: "none", stroke: c, "stroke-width": s.faint ? 1 : 2, "stroke-opacity": s.faint ? 0.3 : 1, "stroke-dasharray": dash(s, s.color ?? i) }));
+        else {
+          const line = (own, faint) => g.append(svg("path", { d: path(thin(own, width), f.X, f.Y), fill: "none", stroke: c, "stroke-width": faint ? 1 : 2, "stroke-opacity": faint ? 0.35 : 1, "stroke-dasharray": dash(s, s.color ?? i) }));
+          line(points, Boolean(s.smooth));
+          if (s.smooth) line(s.smooth.filter(good), false);
+        }
       });
       f.s.append(g);
-      const told = chart.series.map((s, i) => ({ s, by: new Map(all[i].map((p) => [p[0], p])) })).filter((t) => !t.s.faint);
+      const told = chart.series.map((s, i) => ({ s, by: new Map(all[i].map((p) => [p[0], p])) }));
       const at = [...new Set(told.filter((t) => !t.s.guide).flatMap((t) => [...t.by.keys()]))].sort((a, b) => a - b);
       const say = (x) => `${chart.x.label} ${number(x, chart.x.unit)}: ` + told.filter((t) => t.by.has(x)).map((t) => { const p = t.by.get(x); return `${p[2] ?? t.s.name} ${number(p[1], chart.y.unit)}`; }).join(", ");
-      const entries = chart.series.map((s, i) => ({ name: s.name, color: colour(s.color ?? i), kind: s.dots ? "dots" : "line", dashes: dash(s, s.color ?? i), faint: s.faint })).filter((e) => !e.faint);
+      const entries = chart.series.map((s, i) => ({ name: s.name, color: colour(s.color ?? i), kind: s.dots ? "dots" : "line", dashes: dash(s, s.color ?? i) }));
       return [f.s, reader(f, title, at, say), legend(entries)];
     },
     // Horizontal bars with an interval each, all from zero, or over a logarithmic axis.
@@ -184,7 +189,7 @@ const kiln = (() => {
   const MOST = 1000;
   const tables = {
     plot(c) {
-      const own = c.series.filter((s) => !s.faint);
+      const own = c.series;
       if (own.some((s) => s.dots)) return table(["name", c.x.label, c.y.label], own.flatMap((s) => s.points.map((p) => [p[2] ?? s.name, p[0], p[1]])).slice(0, MOST));
       const by = own.map((s) => new Map(s.points.map((p) => [p[0], p[1]]))), xs = [...new Set(own.flatMap((s) => s.points.map((p) => p[0])))].sort((a, b) => a - b);
       return table([c.x.label, ...own.map((s) => s.name)], xs.slice(-MOST).map((x) => [x, ...by.map((m) => m.get(x))]));

@@ -70,7 +70,7 @@ impl Better {
 /// What the optimizer does, in every run that has one, and how far the run is.
 const OPTIMIZER: &[Metric] = &[
     Metric::new("grad_norm", Unit::None, Better::Neither, "length of the gradient over all parameters, before it is clipped"),
-    Metric::new("clipped_norm", Unit::None, Better::Neither, "the same after it is clipped: at most train.clip"),
+    Metric::new("clipped_norm", Unit::None, Better::Neither, "length of the gradient after it is clipped: at most train.clip"),
     Metric::new(
         "skipped",
         Unit::Count("steps"),
@@ -84,6 +84,23 @@ const OPTIMIZER: &[Metric] = &[
 /// What the step costs, in every run.
 const MACHINE: &[Metric] = &[
     Metric::new("per_second", Unit::None, Better::Higher, "tokens, pictures or examples that training works through in a second"),
+    Metric::new("step_ms", Unit::Count("ms"), Better::Lower, "time of a step, without evaluations and saving"),
+    Metric::new("phase_ms", Unit::Count("ms"), Better::Lower, "time of one part of a step"),
+    Metric::new("data_wait_ms", Unit::Count("ms"), Better::Lower, "how long a step waited for its data"),
+    Metric::new(
+        "mfu",
+        Unit::Share,
+        Better::Higher,
+        "model FLOPs utilisation: the model's arithmetic, without what is computed twice, over the GPU's dense bf16 peak",
+    ),
+    Metric::new("slow_steps", Unit::Count("steps"), Better::Lower, "steps so far that took more than twice the median"),
+    Metric::new(
+        "gpu_utilisation",
+        Unit::Count("percent"),
+        Better::Higher,
+        "share of the time in which the GPU ran any kernel, as NVML says",
+    ),
+    Metric::new("gpu_watts", Unit::Count("watts"), Better::Neither, "power that the GPU draws, as NVML says"),
     Metric::new("device_allocated_bytes", Unit::Bytes, Better::Lower, "memory of the GPU that kiln has allocated"),
     Metric::new(
         "device_reserved_bytes",
@@ -91,7 +108,7 @@ const MACHINE: &[Metric] = &[
         Better::Lower,
         "memory of the GPU that is taken since the run opened it, also by libraries",
     ),
-    Metric::new("device_peak_bytes", Unit::Bytes, Better::Lower, "the most that was taken so far"),
+    Metric::new("device_peak_bytes", Unit::Bytes, Better::Lower, "the most memory of the GPU that was taken so far"),
 ];
 
 /// Which numbers of a metric a key of metrics.jsonl names.

@@ -144,6 +144,10 @@ pub trait Task {
     }
     /// The unit of work of a step and how many there are: ("tok", 2048).
     fn work(&self) -> (&'static str, f64);
+    /// What the part of a step that a program computes is called, in the figures of a run.
+    fn phase<'a>(&self, program: &'a str) -> &'a str {
+        program
+    }
     /// What a step is called.
     fn step_name(&self) -> &'static str {
         "step"

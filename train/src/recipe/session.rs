@@ -6,7 +6,10 @@ use crate::checkpoint::Loaded;
 use crate::memory;
 use crate::optim::ema;
 use crate::report::human_bytes;
+use crate::timing::Timeline;
+use engine::cuda::nvtx;
 use engine::ops::adamw8::{Map, absmax_of};
+use engine::profile::Profiler;
 use engine::{Compiled, Data, Device, Graph, Program, Reading, Role, Store, Switches};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,6 +23,10 @@ pub struct Session {
     pub programs: BTreeMap<String, Program>,
     /// Where there is one, runs are timed node by node into it.
     pub profile: Option<Vec<engine::cuda::Timed>>,
+    /// Where there is one, runs are noted in it.
+    pub profiler: Option<Profiler>,
+    /// Where there is one, it notes when programs run.
+    pub timeline: Option<Timeline>,
     /// Set when work is to end early.
     pub stop: Arc<AtomicBool>,
     /// Whether something fell back since the receipts were written down.
@@ -35,6 +42,8 @@ impl Session {
             switches: switches.clone(),
             programs: BTreeMap::new(),
             profile: None,
+            profiler: None,
+            timeline: None,
             stop: Arc::default(),
             fell_back: false,
         }
@@ -99,9 +108,27 @@ impl Session {
             profile.extend(program.profile(&mut self.store, feeds)?);
             return Ok(());
         }
-        program.run(&mut self.store, feeds)?;
+        if let Some(timeline) = &mut self.timeline {
+            let twice: u64 = program.receipts.iter().map(|r| r.added_flops).sum();
+            timeline.enter(name, program.flops.saturating_sub(twice), &self.device)?;
+        }
+        let _range = nvtx::range(name);
+        match &mut self.profiler {
+            Some(profiler) => program.trace(name, &mut self.store, feeds, profiler)?,
+            None => program.run(&mut self.store, feeds)?,
+        }
         self.say_fallbacks(name);
         Ok(())
+    }
+
+    /// Does something on the host that profiles show by this name.
+    pub fn span<R>(&mut self, name: &str, f: impl FnOnce(&mut Session) -> R) -> R {
+        let (_range, start) = (nvtx::range(name), self.profiler.as_ref().map(Profiler::now));
+        let result = f(self);
+        if let (Some(profiler), Some(start)) = (&mut self.profiler, start) {
+            profiler.host(name, start);
+        }
+        result
     }
 
     pub fn read(&self, program: &str, output: &str) -> Result<Vec<f32>, TrainError> {

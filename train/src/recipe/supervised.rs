@@ -236,7 +236,7 @@ impl<M: Model> Supervised<M> {
     /// `Task::step`, and another program in it.
     pub fn step_with(&mut self, s: &mut Session, step: u64, rate: f64, also: Option<Also>) -> Result<(), TrainError> {
         let loader = self.loader.as_mut().expect("begin comes first");
-        let batches = (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
+        let batches = s.span("data", |_| (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>())?;
         self.run_step(s, step, rate, &batches, also)
     }
 

@@ -6,16 +6,20 @@ use super::show::{draw, epoch_line, indent, progress};
 use super::start::Ready;
 use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, peak, receipts_json, write_whole};
 use crate::config::{Config, TrainConfig};
+use crate::data::Loader;
 use crate::epochs::Epochs;
 use crate::memory::Measured;
 use crate::metrics::Metrics;
+use crate::nvml;
 use crate::optim::schedule::rate;
+use crate::profile::Roof;
 use crate::recipe::{Evaluation, Metric, Pending, Session, Step, Task, TrainError};
 use crate::report::{human_bytes, human_count, human_time};
-use crate::speed::Speed;
+use crate::timing::{Clock, Timeline, Window};
 use crate::{checkpoint, files, say, warn};
+use engine::Device;
 use indicatif::ProgressBar;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -50,7 +54,10 @@ pub struct Run<'a> {
     commands: Vec<String>,
     extent_said: bool,
     metrics: Metrics,
-    speed: Speed,
+    clock: Clock,
+    /// FLOP/s that the device does at most in bf16 without sparsity, where that is known.
+    most: Option<f64>,
+    nvml: Option<nvml::Watch>,
     /// A report that is only written down is waited for when the next step has been started.
     open: Option<Awaited>,
     bar: ProgressBar,
@@ -67,7 +74,7 @@ impl<'a> Run<'a> {
     /// Takes the run's folder, and writes what is known before the first step.
     pub fn begin(task: &'a mut dyn Task, config: &'a Config, options: &'a Options, ready: Ready) -> Result<Run<'a>, TrainError> {
         let start = ready.done();
-        let Ready { session: s, from, schedule_steps, epochs, best, commands, name } = ready;
+        let Ready { session: mut s, from, schedule_steps, epochs, best, commands, name } = ready;
         let c = TrainConfig { horizon: schedule_steps, ..task.train_config().clone() };
         task.begin(start)?;
         options.preparing.store(false, Ordering::SeqCst);
@@ -105,7 +112,9 @@ impl<'a> Run<'a> {
             warn!("{} is no link to a checkpoint: it stays as it is (--best finds the run's best one)", out.join("best").display());
         }
         let metrics = Metrics::open(out)?;
-        let (bar, speed) = (progress(c.steps, start), Speed::new(start, Instant::now()));
+        let (bar, clock, nvml) = (progress(c.steps, start), Clock::new(&s.device), nvml::Watch::start(&s.device));
+        s.timeline = Some(Timeline::default());
+        let most = peak_flops(&s.device);
         let (evaluated, open, warned, saved) = (None, None, HashSet::new(), from.is_some());
         let (done, interrupted, extent_said, improved) = (start, false, false, false);
         let figures = serde_json::json!({});
@@ -127,7 +136,9 @@ impl<'a> Run<'a> {
             commands,
             extent_said,
             metrics,
-            speed,
+            clock,
+            most,
+            nvml,
             open,
             bar,
             place,
@@ -141,13 +152,18 @@ impl<'a> Run<'a> {
     /// One step, and everything that is due after it.
     pub fn step(&mut self) -> Result<(), TrainError> {
         let step = self.done;
+        self.clock.begin(self.s.timeline.get_or_insert_default())?;
+        let waited = Loader::waited();
         self.task.step(
             &mut self.s,
             engine::mutant!("resume-draws-from-the-start", step, step - self.start),
             rate(&self.c, engine::mutant!("rate-of-the-next-step", step, step + 1)),
         )?;
         self.done = step + 1;
+        let timeline = self.s.timeline.get_or_insert_default();
+        self.clock.launched(self.done, timeline, Loader::waited() - waited)?;
         for w in self.s.programs.values_mut().filter_map(|p| p.warmed_up()) {
+            timeline.changed();
             self.bar.suspend(|| say!("step {}: {} is active from here on, after {} steps without it", step + 1, w.pass, w.runs));
         }
         if std::mem::take(&mut self.s.fell_back) {
@@ -170,8 +186,11 @@ impl<'a> Run<'a> {
         // A step that was skipped leaves nothing new to keep, and must not push a good checkpoint out.
         if (self.due(self.c.save_every) && skipped == 0) || self.done == self.c.steps || self.ends() || self.improved && self.c.keep_best {
             self.save()?;
+            self.clock.pause();
         }
-        self.speed.go_on(self.done, Instant::now());
+        if evaluates {
+            self.clock.pause();
+        }
         Ok(())
     }
 
@@ -185,8 +204,7 @@ impl<'a> Run<'a> {
         self.done.is_multiple_of(every) || self.done == self.c.steps
     }
 
-    /// The reports that are there by now, or must be waited for. Steps alone are timed: what a record says is the speed of the steps since
-    /// the record before.
+    /// The reports that are there by now, or must be waited for.
     fn reports(&mut self, evaluates: bool) -> Result<Vec<Reported>, TrainError> {
         let mut reports = vec![];
         if let Some(awaited) = self.open.take() {
@@ -195,7 +213,7 @@ impl<'a> Run<'a> {
         self.bar.set_position(self.done);
         let stops = evaluates || self.due(self.c.save_every) || self.interrupted;
         if stops || self.due(self.c.log_every) {
-            let awaited = Awaited { at: self.done, report: self.task.report(&self.s)?, asked: Instant::now() };
+            let awaited = Awaited { at: self.done, report: self.task.report(&self.s)? };
             match stops || awaited.report.is_there() {
                 true => reports.push(self.wait_for(awaited, evaluates)?),
                 false => self.open = Some(awaited),
@@ -205,9 +223,9 @@ impl<'a> Run<'a> {
     }
 
     fn wait_for(&mut self, awaited: Awaited, evaluates: bool) -> Result<Reported, TrainError> {
-        let (at, report) = awaited.finish(&mut self.speed)?;
-        let recorded = self.is_recorded(at, &report, evaluates);
-        Ok(Reported { at, report, per_second: if recorded { self.task.work().1 * self.speed.take() } else { 0.0 } })
+        let (at, report) = (awaited.at, awaited.report.finish()?);
+        let window = if self.is_recorded(at, &report, evaluates) { self.clock.up_to(at)? } else { Window::default() };
+        Ok(Reported { at, report, window })
     }
 
     fn is_recorded(&self, at: u64, report: &Step, evaluated: bool) -> bool {
@@ -216,7 +234,7 @@ impl<'a> Run<'a> {
 
     /// Figures of a part of the set would be others: nothing where a signal stopped it. The step itself is whole.
     fn evaluate(&mut self) -> Result<Option<Evaluation>, TrainError> {
-        match self.s.averaged(|s| self.task.evaluate(s)) {
+        match self.s.span("evaluation", |s| s.averaged(|s| self.task.evaluate(s))) {
             Err(TrainError::Stopped) => {
                 self.interrupted = true;
                 Ok(None)
@@ -231,22 +249,23 @@ impl<'a> Run<'a> {
         if !reports.is_empty() {
             self.place.check(self.done)?;
         }
-        for Reported { at, report, per_second } in reports {
+        for Reported { at, report, window } in reports {
             last = (report.skipped_in_row, at);
             if self.is_recorded(at, &report, self.evaluated.is_some()) {
-                self.record(at, &report, per_second)?;
+                self.record(at, &report, &window)?;
             }
         }
         Ok(last)
     }
 
-    fn record(&mut self, at: u64, report: &Step, per_second: f64) -> Result<(), TrainError> {
+    fn record(&mut self, at: u64, report: &Step, window: &Window) -> Result<(), TrainError> {
         let mut values = report.values.clone();
         if let Some(e) = &mut self.epochs {
             e.add(at, values.clone());
             values.push(("epoch".into(), e.after(at)));
         }
-        values.extend([("learning_rate".into(), rate(&self.c, at - 1)), ("per_second".into(), per_second)]);
+        values.push(("learning_rate".into(), rate(&self.c, at - 1)));
+        values.extend(self.speed(window));
         values.extend(Measured::of(&self.s.device).metrics());
         let evaluated = self.evaluated.as_ref().filter(|_| at == self.done);
         for (name, value) in evaluated.into_iter().flat_map(|e| &e.values) {
@@ -260,13 +279,40 @@ impl<'a> Run<'a> {
         }
         let (name, value) = &report.values[0];
         let value = Metric::shown(self.task.metrics(), name, *value);
-        let line = format!("{name} {value}  {} {}/s", human_count(per_second), self.task.work().0);
+        let (unit, each) = self.task.work();
+        let mfu = self.mfu(window).map_or(String::new(), |mfu| format!("  {:.1}% MFU", 100.0 * mfu));
+        let line = format!("{name} {value}  {} {unit}/s{mfu}", human_count(each * window.steps_per_second()));
         let steps = self.c.steps;
         if self.bar.is_hidden() && (at.is_multiple_of((steps / 20).max(self.c.log_every)) || at == steps) {
             say!("step {at}/{steps}  {line}");
         }
         self.bar.set_message(line);
         Ok(())
+    }
+
+    /// How fast the steps since the last record were, and what they waited for.
+    fn speed(&self, w: &Window) -> Vec<(String, f64)> {
+        let mut values = vec![
+            ("per_second".to_string(), self.task.work().1 * w.steps_per_second()),
+            ("step_ms".into(), w.ms(w.time)),
+            ("data_wait_ms".into(), w.ms(w.waited)),
+            ("slow_steps".into(), self.clock.slow() as f64),
+        ];
+        let mut phases = BTreeMap::<&str, Duration>::new();
+        for (program, time) in &w.phases {
+            *phases.entry(self.task.phase(program)).or_default() += *time;
+        }
+        if phases.len() > 1 {
+            values.extend(phases.iter().map(|(phase, time)| (format!("phase_ms.{phase}"), w.ms(*time))));
+        }
+        values.extend(self.mfu(w).map(|mfu| ("mfu".into(), mfu)));
+        values.extend(self.nvml.iter().flat_map(nvml::Watch::metrics));
+        values
+    }
+
+    /// Model FLOPs utilisation: the share of the device's dense bf16 peak that the model's own arithmetic is.
+    fn mfu(&self, w: &Window) -> Option<f64> {
+        self.most.map(|most| w.flops / w.time.as_secs_f64().max(1e-9) / most)
     }
 
     fn show_evaluation(&mut self) -> Result<(), TrainError> {
@@ -287,6 +333,7 @@ impl<'a> Run<'a> {
     }
 
     fn save(&mut self) -> Result<(), TrainError> {
+        let _range = engine::cuda::nvtx::range("saving");
         self.metrics.flush()?;
         self.place.check(self.done)?;
         let notes = Notes { step: self.done, best: &self.best, figures: &self.figures, commands: &self.commands };
@@ -347,6 +394,10 @@ impl<'a> Run<'a> {
         if let Some(line) = engine::passes::loss_scale(&self.s.store)? {
             say!("{line}");
         }
+        self.clock.up_to(done)?;
+        if let Some(line) = self.clock.slow_line() {
+            say!("{line}");
+        }
         say!("planned peak {}, measured {}", human_bytes(peak(&self.s).total() as u64), Measured::of(&self.s.device).line());
         say!("done in {}", human_time(started.elapsed()));
         Ok(Finished { step: done, interrupted: false })
@@ -363,26 +414,26 @@ fn noted<'a>(step: u64, values: impl Iterator<Item = (&'a str, f64)>) -> serde_j
     serde_json::Value::Object(all.chain([("step".to_string(), step.into())]).collect())
 }
 
-/// A step's report on its way, and when it was asked for.
+/// A step's report on its way.
 struct Awaited {
     at: u64,
     report: Pending,
-    asked: Instant,
 }
 
-impl Awaited {
-    fn finish(self, speed: &mut Speed) -> Result<(u64, Step), TrainError> {
-        // What is there without waiting was there before the steps that were started since.
-        let there = self.report.is_there().then_some(self.asked);
-        let report = self.report.finish()?;
-        speed.reached(self.at, there.unwrap_or_else(Instant::now));
-        Ok((self.at, report))
+/// What MFU is measured against; said once.
+fn peak_flops(device: &Device) -> Option<f64> {
+    let name = device.gpu()?.name();
+    let roof = Roof::of_card(name).and_then(|roof| Some((roof.half?, roof.from)));
+    match &roof {
+        Some((most, from)) => say!("MFU is against {:.0} TFLOP/s of bf16 ({from})", most / 1e12),
+        None => say!("MFU unknown: the peak of {name} is not in kiln's table"),
     }
+    roof.map(|r| r.0)
 }
 
-/// A report that came, and what a second of the steps since the last record worked through.
+/// A report that came, and the time of the steps since the last record.
 struct Reported {
     at: u64,
     report: Step,
-    per_second: f64,
+    window: Window,
 }

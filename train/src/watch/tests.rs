@@ -1,1 +1,72 @@
+use super::*;
+use crate::recipes::RECIPES;
+use std::fs;
 
+fn run(dir: &Path, name: &str, lines: &str) -> Found {
+    let path = dir.join(name);
+    fs::create_dir_all(&path).unwrap();
+    fs::write(path.join("config.toml"), "recipe = \"own\"\npreset = \"p\"\n[train]\nsteps = 10\nbest_metric = \"\"\n").unwrap();
+    fs::write(path.join("metrics.jsonl"), lines).unwrap();
+    Found { name: name.into(), path }
+}
+
+#[test]
+fn figures_follow_a_file_that_grows_is_repeated_and_is_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let line = |step: u64, loss: f64| format!("{{\"step\":{step},\"loss\":{loss},\"val_loss\":{loss}}}\n");
+    let found = run(dir.path(), "a", &format!("{}{}{{\"step\":3,\"lo", line(1, 5.0), line(2, 3.0)));
+    let path = found.path.join("metrics.jsonl");
+    let mut figures = Figures::default();
+    let best = |figures: &mut Figures| {
+        let s = summary(&found, figures, RECIPES);
+        (s.step, s.best.map(|b| (b.step, b.value)))
+    };
+    assert_eq!(best(&mut figures), (2, Some((2, 3.0))), "a line that is cut does not count yet");
+    // Resumed at step 1: the record of step 2 is replaced, a loss that is not finite is none, and damage is passed over.
+    fs::write(&path, format!("{}{}{}{{\"step\":3,\"val_loss\":null}}\n\0\0\n{{}}\n", line(1, 5.0), line(2, 3.0), line(2, 4.0))).unwrap();
+    assert_eq!(best(&mut figures), (3, Some((2, 4.0))));
+    assert_eq!(
+        (figures.bytes(), figures.last("loss"), figures.keys().collect::<Vec<_>>()),
+        (fs::metadata(&path).unwrap().len(), None, vec!["loss", "val_loss"])
+    );
+    fs::write(&path, line(1, 7.0)).unwrap();
+    assert_eq!(best(&mut figures), (1, Some((1, 7.0))), "shorter than before: another run's");
+    fs::remove_file(&path).unwrap();
+    let s = summary(&found, &mut Figures::default(), RECIPES);
+    assert_eq!((s.step, s.problem, s.recipe.as_str(), s.steps), (0, None, "own", Some(10)));
+    fs::write(found.path.join("config.toml"), "recipe = ").unwrap();
+    fs::write(&path, "").unwrap();
+    assert!(summary(&found, &mut Figures::default(), RECIPES).problem.is_some_and(|p| p.contains("config.toml")));
+}
+
+#[test]
+fn the_best_is_the_first_of_equals_by_the_metric_that_is_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = [(1, 2.0, 0.5), (2, 1.0, 0.7), (3, 1.0, 0.9)]
+        .map(|(step, loss, accuracy)| format!("{{\"step\":{step},\"val_loss\":{loss},\"val_accuracy\":{accuracy}}}\n"));
+    let found = run(dir.path(), "a", &lines.concat());
+    let mut figures = Figures::default();
+    figures.read_on(&found.path.join("metrics.jsonl")).unwrap();
+    let metrics = &[
+        Metric::LOSS,
+        Metric::new("accuracy", recipe::Unit::Share, Better::Higher, "right"),
+        Metric::new("size", recipe::Unit::None, Better::Neither, "of it"),
+    ];
+    let by = |wanted: &str| best(&figures, metrics, wanted).map(|b| (b.step, b.value, b.shown));
+    assert_eq!(by(""), Some((2, 1.0, "1.0000".into())));
+    assert_eq!(by("accuracy"), Some((3, 0.9, "90.00%".into())));
+    assert_eq!((by("size"), by("other")), (None, None));
+}
+
+#[test]
+fn runs_are_found_where_they_are_sorted_into_folders() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["b", "a/x", "a/deep/er", "a/deep/er/still/lower", ".hidden/run"] {
+        run(dir.path(), name, "");
+    }
+    fs::create_dir(dir.path().join("empty")).unwrap();
+    let names: Vec<String> = find(dir.path()).unwrap().into_iter().map(|f| f.name).collect();
+    assert_eq!(names, ["a/deep/er", "a/x", "b"]);
+    assert_eq!(find(&dir.path().join("b")).unwrap()[0].name, "b", "a run is the only one of itself");
+    assert!(find(&dir.path().join("no")).is_err());
+}

@@ -108,10 +108,11 @@
     let [sum, share] = [0, 0];
     return points.map(([x, y]) => { sum = sum * weight + y * (1 - weight); share = share * weight + 1 - weight; return [x, sum / share]; });
   };
-  const lines = (run, key, name, color, of) => {
-    const points = run.series.get(key), weight = Number($("smoothing").value);
+  // What the optimizer is told, such as the learning rate, has no noise to be smoothed away.
+  const lines = (run, key, name, color, { of, group }) => {
+    const points = run.series.get(key), weight = group === "Optimizer" ? 0 : Number($("smoothing").value);
     if (of !== "training") return [{ name, points, color, dashed: true }];
-    return weight > 0 && points.length > 2 ? [{ name, points, color, faint: true }, { name, points: smooth(points, weight), color }] : [{ name, points, color }];
+    return [{ name, points, color, smooth: weight > 0 && points.length > 2 ? smooth(points, weight) : null }];
   };
   // { id, recipe, group, order, title, about, series } of every chart.
   const charts = () => {
@@ -122,26 +123,27 @@
       const recipe = run.summary.recipe, id = [recipe, m.metric, member === null ? "" : run.summary.name].join("|");
       if (!found.has(id)) found.set(id, { id, recipe, group: m.group, order: m.order, unit: m.unit, about: [m.about, m.better === "neither" ? "" : `${m.better} is better`].filter(Boolean).join("; "), title: m.metric + (member === null ? "" : `, ${run.summary.name}`), series: [], members: 0, floor: m.metric === "loss" ? run.summary.floor : null });
       const chart = found.get(id), label = member !== null ? member : run.summary.name + (m.of === "training" ? "" : `, ${m.of}`);
-      chart.series.push(...lines(run, key, label, member === null ? run.color : chart.members++, m.of));
+      chart.series.push(...lines(run, key, label, member === null ? run.color : chart.members++, m));
     }
     return [...found.values()].sort((a, b) => a.recipe.localeCompare(b.recipe) || a.order - b.order || a.title.localeCompare(b.title));
   };
   const UNITS = ["bytes", "share", "seconds"];
-  const curves = () => {
-    const box = $("curves"), had = new Map([...box.querySelectorAll("figure")].map((f) => [f.dataset.id, f])), list = charts(), parts = [];
+  // Headings, and a figure for every chart; those that are there already stay the same elements.
+  const build = (box, list) => {
+    const had = new Map([...box.querySelectorAll("figure")].map((f) => [f.dataset.id, f])), parts = [];
     let [recipe, group, grid] = [null, null, null];
     for (const chart of list) {
       if (chart.recipe !== recipe) { parts.push(html("h2", {}, `Curves of ${chart.recipe}`)); group = null; }
       if (chart.group !== group) { grid = html("div", { class: "charts" }); parts.push(html("h3", {}, chart.group), grid); }
       [recipe, group] = [chart.recipe, chart.group];
-      const figure = had.get(chart.id) || html("figure", { "data-id": chart.id }, html("figcaption", {}, chart.title, html("small", {}, chart.about)));
-      grid.append(figure);
-      figure.kilnSpec = chart;
+      grid.append(had.get(chart.id) || html("figure", { "data-id": chart.id }, html("figcaption", {}, chart.title, html("small", {}, chart.about))));
     }
-    if (list.length === 0) parts.push(html("p", {}, "No run that is shown has records yet."));
-    // Moving a focused element would take the focus away: the page is only put together anew where its charts are others.
-    const shape = list.map((c) => c.id + c.group).join("\n");
-    if (box.kilnShape !== shape) { box.replaceChildren(...parts); box.kilnShape = shape; }
+    box.replaceChildren(...(list.length ? parts : [html("p", {}, "No run that is shown has records yet.")]));
+  };
+  const curves = () => {
+    const box = $("curves"), list = charts(), shape = JSON.stringify(list.map((c) => [c.id, c.group]));
+    // Moving a focused element would take the focus away: only where the charts are others.
+    if (box.kilnShape !== shape) { build(box, list); box.kilnShape = shape; }
     for (const figure of box.querySelectorAll("figure")) {
       const c = list.find((one) => one.id === figure.dataset.id), log = $("log").checked;
       const steps = c.series.flatMap((s) => [s.points[0][0], s.points[s.points.length - 1][0]]);
@@ -155,10 +157,11 @@
   const text = (v) => v === undefined ? "-" : typeof v === "string" ? v || "\u201c\u201d" : JSON.stringify(v);
   const named = (caption, headers, body) => { const t = table(headers, body); t.setAttribute("aria-label", caption); t.firstChild.prepend(html("caption", {}, caption)); return t; };
   const settings = () => {
-    const own = shown().filter((r) => r.details), keys = [...new Set(own.flatMap((r) => Object.keys(r.details.settings)))].sort(), parts = [];
-    if (own.length > 1) {
-      const differ = keys.filter((k) => new Set(own.map((r) => text(r.details.settings[k]))).size > 1);
-      parts.push(differ.length ? named("Settings that differ between the runs shown", ["key", ...own.map((r) => r.summary.name)], differ.map((k) => [k, ...own.map((r) => text(r.details.settings[k]))])) : html("p", {}, "The runs shown have the same settings."));
+    const own = shown().filter((r) => r.details), parts = [];
+    for (const recipe of [...new Set(own.map((r) => r.summary.recipe))].sort()) {
+      const same = own.filter((r) => r.summary.recipe === recipe), keys = [...new Set(same.flatMap((r) => Object.keys(r.details.settings)))].sort();
+      const differ = keys.filter((k) => new Set(same.map((r) => text(r.details.settings[k]))).size > 1);
+      if (same.length > 1) parts.push(differ.length ? named(`Settings that differ between the runs of ${recipe}`, ["key", ...same.map((r) => r.summary.name)], differ.map((k) => [k, ...same.map((r) => text(r.details.settings[k]))])) : html("p", {}, `The runs of ${recipe} have the same settings.`));
     }
     for (const r of own.filter((one) => one.details.changed)) parts.push(html("details", { open: own.length === 1 }, html("summary", {}, `${r.summary.name}: ${count(r.details.changed.length, "setting")} unlike the preset ${r.summary.preset}`),
       named(`${r.summary.name} against its preset`, ["key", "here", "preset"], r.details.changed.map((c) => [c.key, text(c.value), text(c.preset ?? undefined)]))));
@@ -166,7 +169,7 @@
   };
   const samples = () => shown().filter((r) => r.details?.samples.length).flatMap((r) => r.details.samples.slice(-3).reverse().map((s) => html("div", {}, html("h3", {}, `${r.summary.name}, step ${s.step}`), html("pre", {}, s.text))));
   const pictures = () => shown().flatMap((r) => (r.details?.pictures || []).map((name) => html("figure", {}, html("figcaption", {}, `${r.summary.name}: ${name}`),
-    html("img", { alt: `${name} of run ${r.summary.name}`, loading: "lazy", src: report ? r.details.inside[name] : `/picture?run=${encodeURIComponent(r.summary.name)}&name=${encodeURIComponent(name)}&at=${r.summary.written}` }))));
+    html("img", { alt: `${name} of run ${r.summary.name}`, src: report ? r.details.inside[name] : `/picture?run=${encodeURIComponent(r.summary.name)}&name=${encodeURIComponent(name)}&at=${r.summary.written}` }))));
   const receipts = () => shown().filter((r) => r.details?.receipts).map((r) => html("details", {}, html("summary", {}, r.summary.name), Object.entries(r.details.receipts).map(([program, list]) => {
     const busy = list.filter((p) => p.applied + p.declined.length > 0);
     return named(`${r.summary.name}, program ${program}: ${busy.length} of ${list.length} passes have something to do`, ["pass", "mode", "sites", "applied", "declined", "notes"], busy.map((p) => [p.pass, p.mode, p.sites, p.applied, p.declined.length, [...new Set([...p.notes, ...p.declined.map((d) => (Array.isArray(d) ? d.join(": ") : typeof d === "string" ? d : JSON.stringify(d)))])].slice(0, 5).join("; ")]));

@@ -216,6 +216,7 @@ const COMMANDS: &[&str] = &[
     "data inspect",
     "data preview",
     "bench",
+    "profile",
 ];
 
 #[test]

@@ -175,8 +175,9 @@ pub fn final_losses(out: &Path) -> Vec<(u64, Option<f64>)> {
 pub fn records(out: &Path, kind: &str) -> Vec<serde_json::Value> {
     let text = fs::read_to_string(out.join("metrics.jsonl")).unwrap_or_default();
     let whole = text.split_inclusive('\n').filter(|l| l.ends_with('\n'));
-    let all = whole.map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap_or_else(|e| panic!("{l}: {e}")));
-    all.filter(|r| kind == "train" || r.get("val_loss").is_some()).collect()
+    let all: Vec<_> = whole.map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap_or_else(|e| panic!("{l}: {e}"))).collect();
+    all_meant(out, &all);
+    all.into_iter().filter(|r| kind == "train" || r.get("val_loss").is_some()).collect()
 }
 
 pub fn checkpoint(out: &Path, step: u64) -> PathBuf {
@@ -192,6 +193,18 @@ pub fn all_declared(evaluated: &serde_json::Value) {
     for name in metrics {
         let said = &evaluated["metrics"][name];
         assert!(said["about"].is_string() && ["higher", "lower", "neither"].map(Some).contains(&said["better"].as_str()), "{name}: {said}");
+    }
+}
+
+/// Every number that a run records is one that its recipe, or every run, declares: with a line on what it means and its direction.
+#[track_caller]
+pub fn all_meant(out: &Path, records: &[serde_json::Value]) {
+    let config: toml::Table = fs::read_to_string(out.join("config.toml")).unwrap_or_default().parse().unwrap_or_default();
+    let Some(recipe) = config.get("recipe").and_then(|r| kiln::recipe::find(r.as_str()?).ok()) else { return };
+    let keys: std::collections::BTreeSet<&String> = records.iter().filter_map(|r| r.as_object()).flat_map(|r| r.keys()).collect();
+    for key in keys.into_iter().filter(|k| *k != "step") {
+        let meant = kiln::recipe::Metric::of_key(recipe.metrics(), key);
+        assert!(meant.is_some(), "{} records {key}, which neither its metrics nor recipe/metric.rs declare", recipe.name());
     }
 }
 

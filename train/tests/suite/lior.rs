@@ -246,6 +246,7 @@ fn stopped_and_resumed_is_never_having_stopped_and_the_pictures_are_drawn() {
     }
     let metrics = std::fs::read_to_string(whole.join("metrics.jsonl")).unwrap();
     let last = metrics.lines().last().unwrap();
+    crate::common::all_meant(&whole, &[serde_json::from_str(last).unwrap()]);
     for key in ["\"lior\"", "\"curvature\"", "\"speed\"", "\"delta\"", "\"metric.4\"", "\"rotor.5\"", "\"val_lior\""] {
         assert!(last.contains(key), "{key} in {last}");
     }

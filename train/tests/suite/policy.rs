@@ -126,7 +126,9 @@ fn train(out: &Path, sets: &[&str], more: &[&str]) -> crate::common::Ran {
 
 fn lines(run: &Path) -> Vec<serde_json::Value> {
     let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
+    let all: Vec<serde_json::Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    crate::common::all_meant(run, &all);
+    all
 }
 
 #[test]

@@ -116,6 +116,7 @@ impl Pass for Recompute {
         })?;
         receipt.applied = given.len() + copies.ops;
         let flops = copies.flops;
+        receipt.added_flops = flops;
         if total > 0 && receipt.applied > 0 {
             receipt.notes.push(format!("{} ops recomputed, {:.0}% more arithmetic", receipt.applied, 100.0 * flops as f64 / total as f64));
         }

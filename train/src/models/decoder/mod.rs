@@ -27,7 +27,7 @@ pub use export::export;
 pub use learner::DecoderModel;
 pub use lessons::{Lessons, RepliesConfig};
 pub use pretrain::Pretraining;
-pub use writer::{WRITES, Writer, Writing, Written, made_up};
+pub use writer::{READ, WRITE, WRITES, Writer, Writing, Written, made_up};
 
 use crate::models::{Folder, Lora, Mlp, ModelError, Norm, Positions, Shape, Target};
 use engine::ops::attention::{attention, attention_until};

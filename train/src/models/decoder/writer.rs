@@ -45,8 +45,8 @@ const LOOK: usize = 8;
 /// What the names of all its states begin with.
 pub const SCRATCH: &str = "scratch/write/";
 
-const READ: &str = "read";
-const WRITE: &str = "write";
+pub const READ: &str = "read";
+pub const WRITE: &str = "write";
 
 impl Writer {
     pub fn rows(&self) -> usize {

@@ -114,7 +114,7 @@ const METRICS: &[Metric] = &[
         "exact_halted",
         Unit::Share,
         Better::Higher,
-        "the same where the model halts by itself: once it is sure of the same answer after two segments in a row",
+        "of the puzzles, those that are solved where the model halts by itself: once it is sure of the same answer after two segments in a row",
     ),
     Metric::new("cell", Unit::Share, Better::Higher, "of the blank cells, those that are right at the segment limit"),
     Metric::new("segments", Unit::Count("segments"), Better::Lower, "until the model halts, on average"),

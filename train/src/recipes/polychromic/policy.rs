@@ -4,7 +4,7 @@ use super::{Objective, Replies};
 use crate::config::{ConfigError, TrainConfig};
 use crate::data::Split;
 use crate::data::replies::Asked;
-use crate::models::decoder::{Adapted, Decoder, DecoderModel, Rows, WRITES, Writer, Written, made_up};
+use crate::models::decoder::{Adapted, Decoder, DecoderModel, READ, Rows, WRITE, WRITES, Writer, Written, made_up};
 use crate::models::{Encoder, EncoderFeeds};
 use crate::recipe::{Better, Counted, Evaluation, Extent, Metric, Model, Pending, Session, Supervised, Task, TrainError, Unit};
 use crate::run::write_whole;
@@ -333,6 +333,16 @@ impl Task for Polychromic {
 
     fn runs(&self, program: &str) -> usize {
         self.inner.runs(program)
+    }
+
+    fn phase<'a>(&self, program: &'a str) -> &'a str {
+        match program {
+            READ | WRITE => "generation",
+            "embed" => "diversity",
+            "policy" => "policy",
+            "update" => "update",
+            _ => "supervised",
+        }
     }
 
     fn settle(&self, free: Option<u64>) {

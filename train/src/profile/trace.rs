@@ -1,0 +1,64 @@
+//! The trace that Perfetto (ui.perfetto.dev, which reads it in the browser) and chrome://tracing open: Chrome's JSON format.
+
+use super::digest::title;
+use engine::profile::{Profile, Span, Track, What};
+use serde_json::{Value, json};
+
+/// One track below the other.
+const TRACKS: [(Track, &str); 3] = [(Track::Host, "host"), (Track::Copy, "copies"), (Track::Compute, "compute")];
+
+/// The whole file. `name`: what was profiled, and on what.
+pub fn trace(profile: &Profile, name: &str) -> Value {
+    let about = |what: &str, tid: usize, value: Value| json!({ "ph": "M", "pid": 1, "tid": tid, "name": what, "args": value });
+    let mut events = vec![about("process_name", 0, json!({ "name": name }))];
+    for (tid, (_, track)) in (1..).zip(TRACKS) {
+        events.push(about("thread_name", tid, json!({ "name": track })));
+        events.push(about("thread_sort_index", tid, json!({ "sort_index": tid })));
+    }
+    for (tid, (track, _)) in (1..).zip(TRACKS) {
+        // What contains another comes before it.
+        let mut spans: Vec<&Span> = profile.spans.iter().filter(|s| s.track == track).collect();
+        spans.sort_by_key(|s| (s.start, std::cmp::Reverse(s.end)));
+        events.extend(spans.into_iter().map(|span| event(profile, span, tid)));
+    }
+    json!({ "traceEvents": events, "displayTimeUnit": "ms" })
+}
+
+/// A span as a complete event; times are microseconds.
+fn event(profile: &Profile, span: &Span, tid: usize) -> Value {
+    let us = |ns: u64| ns as f64 / 1e3;
+    let (name, kind, args) = match span.what {
+        What::Node(program, node) => {
+            let (program, node) = (&profile.programs[program], &profile.programs[program].nodes[node]);
+            let shapes = |metas: &[engine::Meta]| metas.iter().map(|m| format!("{m:?}")).collect::<Vec<_>>();
+            let args = json!({
+                "program": program.name, "kernel": span.name, "inputs": shapes(&node.inputs), "outputs": shapes(&node.outputs),
+                "flops": node.cost.flops, "bytes": node.cost.bytes, "tensor_cores": node.tensor_cores,
+                "waited_us": us(span.start - span.launched),
+            });
+            (title(node), if node.backward { "backward" } else { "forward" }, args)
+        }
+        What::Copy(bytes) => (span.name.clone(), "copy", json!({ "bytes": bytes })),
+        What::Other => (span.name.clone(), if span.track == Track::Host { "host" } else { "other" }, json!({})),
+    };
+    json!({ "ph": "X", "pid": 1, "tid": tid, "ts": us(span.start), "dur": us(span.end - span.start), "name": name, "cat": kind, "args": args })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::profile::Clock;
+
+    #[test]
+    fn spans_become_events_in_order_on_named_tracks() {
+        let span = |track, start, end, name: &str| Span { start, end, launched: start, track, what: What::Other, name: name.into() };
+        let spans = vec![span(Track::Host, 0, 10, "run"), span(Track::Host, 0, 900, "step"), span(Track::Compute, 500, 1_500, "kernel")];
+        let profile = Profile { clock: Clock::Host, programs: vec![], spans, dropped: 0 };
+        let trace = trace(&profile, "a test");
+        let of = |kind: &str| trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == kind).cloned().collect::<Vec<_>>();
+        let names: Vec<Value> = of("X").iter().map(|e| json!([e["tid"], e["name"], e["ts"], e["dur"]])).collect();
+        let [step, run, kernel] = [json!([1, "step", 0.0, 0.9]), json!([1, "run", 0.0, 0.01]), json!([3, "kernel", 0.5, 1.0])];
+        assert_eq!(names, [step, run, kernel], "what contains another comes first");
+        assert_eq!(of("M").iter().filter(|e| e["name"] == "thread_name").count(), 3);
+    }
+}

@@ -1,0 +1,326 @@
+//! `kiln runs`, `kiln watch` and `kiln report`: what they say of runs is what the runs' files say, and the page is for this machine alone.
+
+use crate::common::*;
+use kiln::recipes::RECIPES;
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::Child;
+use tempfile::tempdir;
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"))
+}
+
+fn listed(folder: &Path) -> Vec<Value> {
+    json(&kiln(["runs", &text(folder), "--json"]).ok().out).as_array().unwrap().clone()
+}
+
+#[test]
+fn runs_say_how_they_are_doing() {
+    let dir = tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    train(&at("done"), "--steps 6 --set eval_every=2 --set log_every=2").ok();
+    let long = |name: &str| {
+        let run = at(name);
+        let mut child = start_in_foreground(train_args(&run, "--steps 100000 --set eval_every=100000 --set log_every=1"));
+        wait_until(&mut child, || fs::read_to_string(run.join("metrics.jsonl")).is_ok_and(|t| t.lines().count() > 2));
+        child
+    };
+    // Sorted into a folder of its own; a folder of settings alone is no run.
+    let (stopped, mut killed) = (long("more/stopped"), long("killed"));
+    fs::create_dir(at("preset")).unwrap();
+    fs::copy(at("done/config.toml"), at("preset/config.toml")).unwrap();
+    signal(&stopped, "INT");
+    assert_eq!(end(stopped).code, Some(130));
+    let status = |name: &str| listed(dir.path()).into_iter().find(|r| r["name"] == name).map(|r| r["status"].as_str().unwrap().to_string());
+    assert_eq!(status("killed").as_deref(), Some("running"));
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    train(&at("broken"), "--steps 3000 --set learning_rate=1e6 --set clip=1e30 --set warmup=0 --set log_every=1").fails(&["not finite"]);
+
+    let all = listed(dir.path());
+    let seen: Vec<(&str, &str)> = all.iter().map(|r| (r["name"].as_str().unwrap(), r["status"].as_str().unwrap())).collect();
+    assert_eq!(seen, [("broken", "failed"), ("done", "finished"), ("killed", "failed"), ("more/stopped", "stopped")]);
+    assert!(all[0]["problem"].as_str().unwrap().contains("not finite") && all[2]["problem"].as_str().unwrap().contains("killed"));
+
+    // The numbers are those of the run's own file.
+    let (done, records) = (&all[1], records(&at("done"), "train"));
+    let best = records.iter().min_by(|a, b| a["val_loss"].as_f64().unwrap().total_cmp(&b["val_loss"].as_f64().unwrap())).unwrap();
+    assert_eq!(
+        (&done["best"]["value"], &done["best"]["step"], &done["best"]["metric"]),
+        (&best["val_loss"], &best["step"], &"loss".into())
+    );
+    assert_eq!(done["per_second"], records.last().unwrap()["per_second"]);
+    assert_eq!((&done["step"], &done["steps"], &done["recipe"], &done["work"]), (&6.into(), &6.into(), &"hydra".into(), &"tok".into()));
+    let table = kiln(["runs", &text(dir.path())]).ok().out;
+    let row = table.lines().find(|l| l.starts_with("done ")).unwrap();
+    for part in ["finished", "hydra tiny", "6 of 6", "loss ", " tok/s", " ago"] {
+        assert!(row.contains(part), "{part}: {table}");
+    }
+
+    // What an earlier version left has no run.json, and a damaged one says nothing.
+    for damage in [None, Some("{")] {
+        damage.map_or_else(|| fs::remove_file(at("done/run.json")).unwrap(), |text| fs::write(at("killed/run.json"), text).unwrap());
+    }
+    assert_eq!((status("done").as_deref(), status("killed").as_deref()), (Some("finished"), Some("stopped")));
+    // A run that goes on is running again, and then what it became.
+    resume(&at("more/stopped"), "--steps 1").ok();
+    kiln(["runs", &text(&at("nowhere"))]).fails(&["nowhere", "train --out"]);
+    assert!(kiln(["runs", &text(&at("preset"))]).ok().out.contains("no runs in"));
+}
+
+/// A server on a free port, ended with the test.
+struct Served {
+    child: Child,
+    host: String,
+}
+
+impl Served {
+    fn new(folder: &Path) -> Served {
+        let mut child = start(vec!["watch".into(), text(folder), "--port".into(), "0".into()]);
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.split_whitespace().next().unwrap_or_else(|| panic!("{line}"));
+        Served { host: address.strip_prefix("http://").and_then(|a| a.strip_suffix('/')).unwrap().to_string(), child }
+    }
+
+    /// Status, headers and body of the answer to these lines.
+    fn send(&self, request: &str) -> (u16, String, Vec<u8>) {
+        let mut stream = TcpStream::connect(&self.host).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut bytes = vec![];
+        stream.read_to_end(&mut bytes).unwrap();
+        let at = bytes.windows(4).position(|w| w == b"\r\n\r\n").unwrap_or_else(|| panic!("{request}: {bytes:?}"));
+        let head = String::from_utf8(bytes[..at].to_vec()).unwrap();
+        (head.split(' ').nth(1).unwrap().parse().unwrap(), head, bytes[at + 4..].to_vec())
+    }
+
+    fn get(&self, path: &str) -> (u16, String, Vec<u8>) {
+        self.send(&format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.host))
+    }
+
+    fn json(&self, path: &str) -> Value {
+        let (status, head, body) = self.get(path);
+        assert!(status == 200 && head.contains("application/json"), "{path}: {head}");
+        json(&String::from_utf8(body).unwrap())
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn the_page_is_for_this_machine_and_for_runs_alone() {
+    let dir = tempdir().unwrap();
+    let run = dir.path().join("runs/a b");
+    let args = train_args(Path::new("RUN"), "--steps 4 --set log_every=1").into_iter().map(|a| if a == "RUN" { text(&run) } else { a });
+    kiln(args).ok();
+    fs::write(dir.path().join("secret.svg"), "secret").unwrap();
+    std::os::unix::fs::symlink(dir.path().join("secret.svg"), run.join("link.svg")).unwrap();
+    let served = Served::new(&dir.path().join("runs"));
+
+    // Browsers open connections that they may never use, and people send nonsense: neither is in the way of others.
+    let idle: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(&served.host).unwrap()).collect();
+    assert_eq!(served.send("nonsense\r\n\r\n").0, 400);
+    let (status, head, page) = served.get("/");
+    drop(idle);
+    assert!(status == 200 && head.contains("text/html") && String::from_utf8(page).unwrap().contains("<h1>Runs in runs</h1>"), "{head}");
+    assert_eq!(
+        served.json("/api/runs")["runs"].as_array().unwrap(),
+        &listed(&dir.path().join("runs")),
+        "the page has what kiln runs --json has"
+    );
+    let details = served.json("/api/details?run=a%20b");
+    assert_eq!(details["pictures"], serde_json::json!(["loss.svg"]), "a link is no picture of the run");
+    assert_eq!((&details["metrics"]["val_loss"]["better"], &details["metrics"]["val_loss"]["of"]), (&"lower".into(), &"validation".into()));
+    assert!(details["changed"].as_array().unwrap().iter().any(|c| c["key"] == "model.dim" && c["value"] == 32), "{}", details["changed"]);
+    let (status, head, picture) = served.get("/picture?run=a%20b&name=loss.svg");
+    assert!(status == 200 && head.contains("image/svg+xml") && head.contains("sandbox") && head.contains("nosniff"), "{head}");
+    assert_eq!(picture, fs::read(run.join("loss.svg")).unwrap());
+
+    // metrics.jsonl comes in parts that make up the whole.
+    let whole = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    let first = served.json("/api/metrics?run=a%20b&from=0");
+    assert_eq!((first["text"].as_str().unwrap(), first["next"].as_u64().unwrap()), (whole.as_str(), whole.len() as u64));
+    let cut = whole.find('\n').unwrap() + 1;
+    let line = "{\"step\":5,\"loss\":1.5}\n";
+    // A line that is being written is not there yet.
+    fs::write(run.join("metrics.jsonl"), format!("{whole}{line}{{\"step\":6")).unwrap();
+    let rest = served.json(&format!("/api/metrics?run=a%20b&from={cut}"));
+    assert_eq!(
+        (rest["text"].as_str().unwrap(), rest["next"].as_u64().unwrap()),
+        (&format!("{}{line}", &whole[cut..])[..], (whole.len() + line.len()) as u64)
+    );
+    assert_eq!(served.json("/api/runs")["runs"][0]["step"], 5);
+
+    // Nothing but runs and what of them is listed.
+    let none = [
+        "/secret.svg",
+        "/../secret.svg",
+        "/picture?run=a%20b&name=link.svg",
+        "/picture?run=a%20b&name=..%2F..%2Fsecret.svg",
+        "/picture?run=a%20b&name=config.toml",
+    ];
+    let more = [
+        "/picture?run=..&name=secret.svg",
+        "/api/details?run=..",
+        "/api/details?run=%2Fetc",
+        "/api/metrics?run=..%2Fruns%2Fa%20b&from=0",
+        "/api/details",
+    ];
+    for path in none.iter().chain(&more) {
+        assert_eq!(served.get(path).0, 404, "{path}");
+    }
+    for path in ["/api/metrics?run=a%20b&from=x", "/api/metrics?run=a%20b&from=-1", "/api/details?run=%zz"] {
+        assert_eq!(served.get(path).0, 400, "{path}");
+    }
+    // Only to whoever names this address, and only to read: a name that was made to lead here (DNS rebinding) is refused.
+    let host = &served.host;
+    let port = host.split(':').nth(1).unwrap();
+    for foreign in
+        [format!("Host: evil.example:{port}\r\n"), "Host: 127.0.0.1\r\n".into(), format!("Host: {host}.evil.example\r\n"), String::new()]
+    {
+        assert_eq!(served.send(&format!("GET /api/runs HTTP/1.1\r\n{foreign}Connection: close\r\n\r\n")).0, 403, "{foreign}");
+    }
+    assert_eq!(served.send(&format!("GET / HTTP/1.1\r\nHost: LocalHost:{port}\r\nConnection: close\r\n\r\n")).0, 200);
+    for method in ["POST", "PUT", "DELETE", "OPTIONS"] {
+        let (status, head, _) =
+            served.send(&format!("{method} / HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"));
+        assert!(status == 405 && head.contains("Allow: GET"), "{method}: {head}");
+    }
+    kiln(["watch", &text(&dir.path().join("runs")), "--port", port]).fails(&["cannot serve on 127.0.0.1", "--port"]);
+    kiln(["watch", &text(&dir.path().join("none"))]).fails(&["none"]);
+}
+
+/// What is embedded under an id.
+fn embedded(html: &str, id: &str) -> Value {
+    json(html.split(&format!("id=\"{id}\">")).nth(1).unwrap().split("</script>").next().unwrap())
+}
+
+#[test]
+fn a_report_stands_alone_and_has_the_numbers_of_the_run() {
+    let dir = tempdir().unwrap();
+    let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
+    train(&a, "--steps 6 --set eval_every=3 --set log_every=1").ok();
+    train(&b, "--steps 3 --set log_every=1 --seed 7").ok();
+    let sample = "</script><script>alert('x')</script>\u{2028}<!--";
+    kiln::run::note_sample(&a, 3, "first").unwrap();
+    kiln::run::note_sample(&a, 6, sample).unwrap();
+    let out = dir.path().join("both.html");
+    kiln(["report", &text(&a), &text(&b)]).fails(&["--out"]);
+    kiln(["report", &text(&a), &text(&b), &text(&a), "--out", &text(&out)]).ok();
+    let html = fs::read_to_string(&out).unwrap();
+    let places = html.replace("http://www.w3.org/2000/svg", "");
+    for way in ["http:", "https:", "connect-src", "@import", sample, "alert('x')</script>"] {
+        assert!(!places.contains(way), "{way}");
+    }
+    assert!(html.contains("Content-Security-Policy\" content=\"default-src 'none'"));
+    let report = embedded(&html, "report");
+    let runs = report["runs"].as_array().unwrap();
+    assert_eq!(
+        runs.iter().map(|r| r["summary"].clone()).collect::<Vec<_>>(),
+        listed(dir.path()),
+        "a run that is named twice is there once"
+    );
+    let own = &runs[0];
+    assert_eq!(own["details"]["samples"][1], serde_json::json!({ "step": 6, "text": sample.replace('\u{2028}', " ") }));
+    // Every number of every record, to the last digit.
+    let mut numbers = 0;
+    for record in records(&a, "train") {
+        for (key, value) in record.as_object().unwrap().iter().filter(|(k, v)| *k != "step" && v.is_number()) {
+            let point = own["series"][key].as_array().unwrap().iter().find(|p| p[0] == record["step"]).unwrap();
+            assert_eq!(&point[1], value, "{key}");
+            numbers += 1;
+        }
+    }
+    assert!(numbers > 30 && own["series"]["val_loss"].as_array().unwrap().len() == 2, "{numbers}");
+    assert_eq!(own["details"]["receipts"], json(&fs::read_to_string(a.join("receipts.json")).unwrap()));
+    assert!(own["details"]["inside"]["loss.svg"].as_str().unwrap().starts_with("data:image/svg+xml;base64,"));
+    // Of one run, the file lies beside it.
+    kiln(["report", &text(&b)]).ok();
+    assert_eq!(embedded(&fs::read_to_string(b.join("report.html")).unwrap(), "report")["runs"][0]["summary"]["name"], "b");
+    kiln(["report", &text(&dir.path().join("nowhere"))]).fails(&["nowhere"]);
+}
+
+#[test]
+fn every_metric_of_every_recipe_says_what_it_means() {
+    for recipe in RECIPES {
+        let metrics = recipe.metrics();
+        assert!(!metrics.is_empty(), "{}", recipe.name());
+        for (i, m) in metrics.iter().enumerate() {
+            let at = format!("{}: {}", recipe.name(), m.name);
+            assert!(
+                m.about.split_whitespace().count() >= 3 && m.about.is_ascii() && !m.about.contains('\n') && !m.about.ends_with('.'),
+                "{at}: {}",
+                m.about
+            );
+            assert!(metrics[..i].iter().all(|other| other.name != m.name), "{at} is there twice");
+            // Whatever has a direction in a table has it in the words of the plots.
+            assert_eq!(m.better.words().is_none(), m.better == kiln::recipe::Better::Neither, "{at}");
+        }
+        let said = kiln(["recipes", recipe.name()]).ok().out;
+        let row =
+            |name: &str| said.lines().rev().find(|l| l.split_whitespace().next() == Some(name)).unwrap_or_else(|| panic!("{name}: {said}"));
+        assert!(metrics.iter().all(|m| row(m.name).contains(m.about) && row(m.name).contains(m.better.name())), "{said}");
+        let described = json(&kiln(["recipes", recipe.name(), "--json"]).ok().out);
+        assert!(metrics.iter().all(|m| described[0]["metrics"][m.name]["about"] == m.about), "{described}");
+    }
+    kiln(["recipes", "hydar"]).fails(&["hydar", "hydra"]);
+}
+
+#[test]
+fn a_run_ends_with_its_figures_and_what_they_mean() {
+    let dir = tempdir().unwrap();
+    let run = dir.path().join("run");
+    let said = train(&run, "--steps 2").ok().out;
+    let last = records(&run, "train").pop().unwrap();
+    let row =
+        |name: &str| said.lines().rev().find(|l| l.split_whitespace().next() == Some(name)).unwrap_or_else(|| panic!("{name}: {said}"));
+    let shown = |key: &str| format!("{:.4}", last[key].as_f64().unwrap());
+    for part in [&shown("loss"), &shown("val_loss"), "lower", "cross-entropy of the next token"] {
+        assert!(row("loss").contains(part), "{part}: {said}");
+    }
+    assert!(row("router").contains(" - "), "an evaluation finds none: {said}");
+    let picture = fs::read_to_string(run.join("loss.svg")).unwrap();
+    assert!(picture.contains("loss (nats, lower is better)") && picture.contains("cross-entropy of the next token"));
+}
+
+#[test]
+fn shells_and_man_know_the_commands() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = kiln(["completions", shell]).ok().out;
+        assert!(script.contains("watch") && script.contains("memory-budget"), "{shell}");
+    }
+    kiln(["completions", "tcsh"]).fails(&["tcsh"]);
+    let dir = tempdir().unwrap();
+    let out = dir.path().join("man/man1");
+    kiln(["man", "--out", &text(&out)]).ok();
+    let page = fs::read_to_string(out.join("kiln-train.1")).unwrap();
+    assert!(page.contains(".TH kiln-train 1") && page.contains("memory\\-budget"), "{page}");
+    assert!(names(&out).contains(&"kiln.1".to_string()) && names(&out).contains(&"kiln-data-prepare.1".to_string()), "{:?}", names(&out));
+    fs::write(dir.path().join("file"), "").unwrap();
+    kiln(["man", "--out", &text(&dir.path().join("file"))]).fails(&["file"]);
+}
+
+/// `pip install 'kiln[cuda]'` brings every library that kiln would say is missing.
+#[test]
+fn the_extra_cuda_of_the_wheel_has_what_kiln_loads() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let read = |path: &str| fs::read_to_string(root.join(path)).unwrap();
+    let project: toml::Table = read("pyproject.toml").parse().unwrap();
+    let extra: Vec<String> = project["project"]["optional-dependencies"]["cuda"].clone().try_into().unwrap();
+    let libraries = read("engine/src/cuda/libraries.rs");
+    let named: Vec<&str> = libraries.split("\\\"").filter(|part| part.starts_with("nvidia-")).collect();
+    assert!(named.len() >= 2, "{named:?}");
+    for wheel in named {
+        assert!(extra.iter().any(|e| e == wheel), "{wheel} is not in the extra cuda: {extra:?}");
+    }
+    assert_eq!(project["tool"]["maturin"]["manifest-path"].as_str(), Some("train/Cargo.toml"));
+}
