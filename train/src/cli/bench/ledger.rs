@@ -156,32 +156,13 @@ struct Work<'a> {
 pub fn ledger(asked: &Asked, baseline: Baseline) -> Result<(Ledger, Side)> {
     let (started, mut progress) = (Instant::now(), Progress::new());
     let own = Needs::of(&run::peak(&baseline.side.session));
-    let (mut lines, mut variants) = (vec![], vec![]);
-    for pass in switches().filter(|p| asked.only.is_empty() || asked.only.iter().any(|name| name == p.name())) {
-        progress.say(format!("planning the step with {} switched", pass.name()));
-        match site(asked, &baseline.side, pass) {
-            Site::Line(line) => lines.push(line),
-            Site::Switch(on) => match Variant::new(asked, Some(pass.name()), on) {
-                Ok(variant) => variants.push(variant),
-                Err(e) => lines.push(Line { reason: Some(format!("{e:#}")), ..Line::new(pass.name(), Found::Failed, on) }),
-            },
-        }
-    }
+    let (mut lines, variants) = variants(asked, &baseline.side, &mut progress);
     let copies = if variants.len() < MANY { 2 } else { 3 };
     let free = memory::available(asked.device).map(|free| (SHARE * (free.saturating_add(own.total())) as f64) as u64);
     let needs: Vec<Needs> = variants.iter().map(|v| v.needs).collect();
     let (groups, too_large) = groups(Needs { rest: copies as u64 * own.rest, ..own }, &needs, free);
     lines.extend(too_large.into_iter().map(|i| no_room(&variants[i], own, copies, free)));
-    let Baseline { side, numbers, gradients, allocated } = baseline;
-    let (steps, times, same) = (asked.steps, vec![], None);
-    let mut work = Work { asked, copies: vec![side], numbers, gradients, allocated, own, steps, times, same, progress };
-    for _ in 1..copies {
-        work.progress.say("loading the step once more as it is".into());
-        let (mut side, _) = Variant::new(asked, None, false)?.load(asked)?;
-        // As many steps as everybody else.
-        side.numbers(asked.steps_for_error, false)?;
-        work.copies.push(side);
-    }
+    let mut work = Work::new(asked, baseline, own, copies, progress)?;
     let mut left: Vec<Option<Variant>> = variants.into_iter().map(Some).collect();
     let mut timed = vec![];
     for (g, group) in groups.iter().enumerate() {
@@ -200,10 +181,27 @@ pub fn ledger(asked: &Asked, baseline: Baseline) -> Result<(Ledger, Side)> {
     Ok((Ledger { lines, turns, times }, side))
 }
 
+/// The passes that are asked for: lines of those that are not timed, and the others switched.
+fn variants(asked: &Asked, baseline: &Side, progress: &mut Progress) -> (Vec<Line>, Vec<Variant>) {
+    let (mut lines, mut variants) = (vec![], vec![]);
+    for pass in switches().filter(|p| asked.only.is_empty() || asked.only.iter().any(|name| name == p.name())) {
+        let name = pass.name();
+        progress.say(format!("planning the step with {name} switched"));
+        match site(asked, baseline, pass) {
+            Site::Found(found) => lines.push(Line::new(name, found, false)),
+            Site::Switch(on) => match Variant::new(asked, Some(name), on) {
+                Ok(variant) => variants.push(variant),
+                Err(e) => lines.push(Line { reason: Some(format!("{e:#}")), ..Line::new(name, Found::Failed, on) }),
+            },
+        }
+    }
+    (lines, variants)
+}
+
 /// What is to be done with a pass.
 enum Site {
     /// Nothing is timed.
-    Line(Line),
+    Found(Found),
     /// The step is timed with it switched on, or off.
     Switch(bool),
 }
@@ -213,8 +211,8 @@ fn site(asked: &Asked, baseline: &Side, pass: &'static dyn Switch) -> Site {
     let also = asked.also.iter().any(|name| name == pass.name());
     match (off, baseline.applied(pass.name())) {
         (true, _) if also => Site::Switch(true),
-        (true, _) => Site::Line(Line::new(pass.name(), Found::Off, false)),
-        (false, 0) => Site::Line(Line::new(pass.name(), Found::Nothing, false)),
+        (true, _) => Site::Found(Found::Off),
+        (false, 0) => Site::Found(Found::Nothing),
         (false, _) => Site::Switch(false),
     }
 }
@@ -233,7 +231,22 @@ fn with_peaks(mut line: Line, baseline: u64, switched: u64) -> Line {
     line
 }
 
-impl Work<'_> {
+impl<'a> Work<'a> {
+    /// Loads the baseline as often as it is to be there.
+    fn new(asked: &'a Asked<'a>, baseline: Baseline, own: Needs, copies: usize, progress: Progress) -> Result<Work<'a>> {
+        let Baseline { side, numbers, gradients, allocated } = baseline;
+        let (steps, times, same) = (asked.steps, vec![], None);
+        let mut work = Work { asked, copies: vec![side], numbers, gradients, allocated, own, steps, times, same, progress };
+        for _ in 1..copies {
+            work.progress.say("loading the step once more as it is".into());
+            let (mut side, _) = Variant::new(asked, None, false)?.load(asked)?;
+            // As many steps as everybody else.
+            side.numbers(asked.steps_for_error, false)?;
+            work.copies.push(side);
+        }
+        Ok(work)
+    }
+
     /// Loads a group, compares its numbers with the baseline's, and times it in turn.
     fn group(&mut self, variants: Vec<Variant>, until: Option<Instant>, what: &str) -> Result<Vec<Timed>> {
         let (mut sides, mut lines) = (vec![], vec![]);
