@@ -12,8 +12,8 @@ use crate::report::{human_bytes, human_count, table};
 use crate::run::{compile_for, planned, receipts_table, within, write_whole};
 use anyhow::{Result, bail};
 use clap::Args;
-use engine::{Compiled, Graph};
 use engine::passes::known;
+use engine::{Compiled, Graph};
 use std::path::PathBuf;
 use std::process::ExitCode;
 

@@ -39,7 +39,10 @@ fn a_ledger_says_what_every_pass_does_and_is_read_back() {
     let said = bench(&args).ok().out;
     let m = json(&file);
     // Where it comes from.
-    assert_eq!((&m["format"], &m["recipe"], &m["preset"], &m["config"]["model"]["dim"]), (&2.into(), &"hydra".into(), &"tiny".into(), &32.into()));
+    assert_eq!(
+        (&m["format"], &m["recipe"], &m["preset"], &m["config"]["model"]["dim"]),
+        (&2.into(), &"hydra".into(), &"tiny".into(), &32.into())
+    );
     assert_eq!(m["versions"]["kiln"], env!("CARGO_PKG_VERSION"));
     assert!(m["date"].as_str().unwrap().ends_with('Z') && m["device"] == "cpu, 1 threads" && m["receipts"]["train"].is_array(), "{m}");
     // How it was measured.
@@ -90,7 +93,11 @@ fn two_ledgers_of_one_build_agree_within_their_intervals() {
     let dir = tempdir().unwrap();
     let ledger = |name: &str| {
         let file = dir.path().join(name);
-        bench(&format!("--ledger --rounds 7 --repeat 4 --steps-for-error 1 --only fuse-pointwise,dead-code,flash-attention --json {}", text(&file))).ok();
+        bench(&format!(
+            "--ledger --rounds 7 --repeat 4 --steps-for-error 1 --only fuse-pointwise,dead-code,flash-attention --json {}",
+            text(&file)
+        ))
+        .ok();
         json(&file)
     };
     let (a, b) = (ledger("a.json"), ledger("b.json"));
@@ -135,7 +142,8 @@ fn a_regression_fails_by_name_and_number() {
     assert!(against(&fast, "").ok().out.contains("a step takes"));
     // The loss was another one.
     let moved = planted(&before, "moved.json", |m| m["numbers"]["last"] = (number(&m["numbers"]["last"]) * 1.001).into());
-    against(&moved, "--fail-above 1e-4").fails(&["failed, moved: the step: loss after 4 steps", "1.0e-3 apart, more than 1e-4 (--fail-above)"]);
+    against(&moved, "--fail-above 1e-4")
+        .fails(&["failed, moved: the step: loss after 4 steps", "1.0e-3 apart, more than 1e-4 (--fail-above)"]);
     let said = against(&moved, "--fail-above 1e-2").ok().out;
     assert!(said.contains("1.0e-3 apart") && !said.contains("after 1 step "), "{said}");
     // It was slower, but no surer of it than that: an interval from nothing to everything holds any time.
@@ -164,13 +172,21 @@ fn a_baseline_of_something_else_is_refused() {
     bench(&format!("--repeat 3 --steps-for-error 2 --json {}", text(&before))).ok();
     let refused = |file: &Path, args: &str, parts: &[&str]| bench(&format!("--repeat 3 --baseline {} {args}", text(file))).fails(parts);
     let with = |name: &str, change: &dyn Fn(&mut Value)| planted(&before, name, change);
-    refused(&with("device.json", &|m| m["device"] = "NVIDIA H200".into()), "", &["another device: 'NVIDIA H200' there, 'cpu, 1 threads' here"]);
+    refused(
+        &with("device.json", &|m| m["device"] = "NVIDIA H200".into()),
+        "",
+        &["another device: 'NVIDIA H200' there, 'cpu, 1 threads' here"],
+    );
     refused(&with("preset.json", &|m| m["preset"] = "small".into()), "", &["another preset: 'small' there"]);
     refused(&before, "--set batch=1", &["another config", "train.batch = 1 here, 2 there"]);
     refused(&before, "--pass fuse-norm=off", &["another config", "passes.fuse-norm"]);
     refused(&with("format.json", &|m| m["format"] = 1.into()), "", &["has format 1, and this kiln reads 2"]);
     refused(&with("old.json", &|m| drop(m.as_object_mut().unwrap().remove("format"))), "", &["before its files had a format"]);
-    refused(&with("few.json", &|m| (m["interval"], m["times"]) = (Value::Null, vec![1.0].into())), "", &["1 timed steps, which say nothing"]);
+    refused(
+        &with("few.json", &|m| (m["interval"], m["times"]) = (Value::Null, vec![1.0].into())),
+        "",
+        &["1 timed steps, which say nothing"],
+    );
     refused(&with("broken.json", &|m| m["ms"] = "fast".into()), "", &["broken.json is not what"]);
     refused(&before, "--steps-for-error 5", &["has the loss after 2 steps"]);
     refused(&before, "--repeat 2", &["cannot be used multiple times"]);
@@ -218,7 +234,8 @@ fn limits_of_a_ledger_are_checked_first() {
 fn python(dir: &Path, torch: bool) -> String {
     let bin = dir.join(if torch { "with" } else { "without" });
     fs::create_dir(&bin).unwrap();
-    let args: Vec<String> = ["hydra"].iter().chain(SMALL).map(|a| format!("\"{a}\"")).filter(|a| a != "\"--threads\"" && a != "\"1\"").collect();
+    let args: Vec<String> =
+        ["hydra"].iter().chain(SMALL).map(|a| format!("\"{a}\"")).filter(|a| a != "\"--threads\"" && a != "\"1\"").collect();
     let args = args.join(",");
     let answer = r#"{"small": {"conditions": "2 x 32", "kiln": {"per_s": 300.0, "unit": "tok"}, "usual": {"per_s": 100.0}, "expert": {"per_s": 200.0}}}"#;
     let script = match torch {
@@ -240,12 +257,25 @@ fn pytorch_is_asked_where_it_is_and_said_to_be_missing_where_not() {
     let dir = tempdir().unwrap();
     let file = dir.path().join("peers.json");
     let run = |path: &str, more: &[&str]| {
-        let args = ["bench", "hydra"].iter().chain(SMALL).chain(&["--repeat", "1", "--warmup", "0", "--steps-for-error", "1", "--against", "pytorch"]);
+        let args = ["bench", "hydra"].iter().chain(SMALL).chain(&[
+            "--repeat",
+            "1",
+            "--warmup",
+            "0",
+            "--steps-for-error",
+            "1",
+            "--against",
+            "pytorch",
+        ]);
         let mut c = command(args.chain(more));
         c.env("PATH", path).env_remove("VIRTUAL_ENV").env("XDG_CACHE_HOME", dir.path().join("cache"));
         finish(c)
     };
-    run(&python(dir.path(), false), &[]).fails(&["--against pytorch: no Python here has PyTorch", "No module named 'torch'", "pip install torch"]);
+    run(&python(dir.path(), false), &[]).fails(&[
+        "--against pytorch: no Python here has PyTorch",
+        "No module named 'torch'",
+        "pip install torch",
+    ]);
     let with = python(dir.path(), true);
     let said = run(&with, &["--pass", "fuse-norm=off", "--json", &text(&file)]).ok().out;
     assert!(said.contains("small: 2 x 32") && said.contains("3.00x") && said.contains("1.50x"), "{said}");

@@ -72,7 +72,11 @@ fn it_has_the_other_commands() {
     well("plan", out.path(), &["mine demo", "train", "peak"]);
     well("plan mine --set dim=32 --json", out.path(), &["\"program\": \"train\""]);
     well("bench mine --repeat 2 --warmup 1 --threads 1", out.path(), &["mine demo on cpu", "ms a step", "tok/s"]);
-    well("bench --repeat 1 --rounds 3 --steps-for-error 1 --threads 1 --ledger", out.path(), &["each pass switched alone", "fuse-pointwise"]);
+    well(
+        "bench --repeat 1 --rounds 3 --steps-for-error 1 --threads 1 --ledger",
+        out.path(),
+        &["each pass switched alone", "fuse-pointwise"],
+    );
     let (code, text) = run("train hydra", out.path());
     assert!(code == Some(1) && text.contains("there is no recipe 'hydra'") && text.contains("mine"), "{text}");
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../reference/golden/hydra.safetensors");

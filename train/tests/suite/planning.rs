@@ -132,7 +132,10 @@ fn a_dump_shows_what_a_pass_changes() {
     let changes = dump(&["--dump", "flash-attention"]).ok().out;
     let signs = |sign: &str| changes.lines().filter(|l| l.starts_with(sign)).count();
     assert!(signs("- ") > 0 && signs("+ ") > 0 && signs("# ") == 1, "{changes}");
-    assert!(changes.contains("flash_attention") && changes.contains("+ blocks.0/flash_attention = ") && changes.contains("f32["), "{changes}");
+    assert!(
+        changes.contains("flash_attention") && changes.contains("+ blocks.0/flash_attention = ") && changes.contains("f32["),
+        "{changes}"
+    );
     let whole = dump(&["--dump", "flash-attention", "--whole"]).ok().out;
     let (before, after) = whole.split_once("# after flash-attention\n").unwrap();
     let only = |a: &str, b: &str| a.lines().filter(|l| !b.contains(*l)).count();

@@ -40,17 +40,16 @@ pub struct Compared {
 /// Refuses a file of another step or machine, before anything is measured. Returns what is worth a warning.
 pub fn comparable(now: &Measured, then: &Measured, path: &Path) -> Result<Vec<String>> {
     let shown = path.display();
-    for (what, here, there) in [
-        ("recipe", &now.recipe, &then.recipe),
-        ("preset", &now.preset, &then.preset),
-        ("device", &now.device, &then.device),
-    ] {
+    for (what, here, there) in
+        [("recipe", &now.recipe, &then.recipe), ("preset", &now.preset, &then.preset), ("device", &now.device, &then.device)]
+    {
         if here != there {
             bail!("{shown} is of another {what}: '{there}' there, '{here}' here; measure a baseline of this one (--json FILE)");
         }
     }
     let (ours, theirs) = (flat(&now.config), flat(&then.config));
-    let differ = |(key, value): (&String, &String)| theirs.get(key).filter(|v| *v != value).map(|v| format!("{key} = {value} here, {v} there"));
+    let differ =
+        |(key, value): (&String, &String)| theirs.get(key).filter(|v| *v != value).map(|v| format!("{key} = {value} here, {v} there"));
     let different: Vec<String> = ours.iter().filter_map(differ).collect();
     if !different.is_empty() {
         bail!("{shown} is of another config: {}; measure a baseline of this one (--json FILE)", different.join("; "));
@@ -66,14 +65,23 @@ pub fn comparable(now: &Measured, then: &Measured, path: &Path) -> Result<Vec<St
     let mut warnings = vec![];
     if !here.is_empty() || !there.is_empty() {
         let keys = here.into_iter().chain(there).collect::<Vec<_>>().join(", ");
-        warnings.push(format!("warning: {shown} and this config do not have the same keys ({keys}): one was written by another version of kiln"));
+        warnings.push(format!(
+            "warning: {shown} and this config do not have the same keys ({keys}): one was written by another version of kiln"
+        ));
     }
     if now.versions.cuda != then.versions.cuda {
         let said = |v: &Option<String>| v.clone().unwrap_or("none".into());
-        warnings.push(format!("warning: {shown} was measured with other libraries: {}; here {}", said(&then.versions.cuda), said(&now.versions.cuda)));
+        warnings.push(format!(
+            "warning: {shown} was measured with other libraries: {}; here {}",
+            said(&then.versions.cuda),
+            said(&now.versions.cuda)
+        ));
     }
     if then.interval.is_none() {
-        bail!("{shown} has {} timed steps, which say nothing about their noise: measure it again with --repeat {LEAST} or more", then.times.len());
+        bail!(
+            "{shown} has {} timed steps, which say nothing about their noise: measure it again with --repeat {LEAST} or more",
+            then.times.len()
+        );
     }
     Ok(warnings)
 }
@@ -108,7 +116,9 @@ pub fn compared(now: &Measured, then: &Measured, bounds: Bounds) -> Compared {
     }
     c.numbers("the step", now.numbers.as_ref(), then.numbers.as_ref(), bounds.above);
     for line in now.ledger.iter().filter(|l| l.found == Found::Measured) {
-        let Some(before) = then.ledger.iter().find(|l| l.pass == line.pass && l.switched_on == line.switched_on && l.found == Found::Measured) else {
+        let Some(before) =
+            then.ledger.iter().find(|l| l.pass == line.pass && l.switched_on == line.switched_on && l.found == Found::Measured)
+        else {
             continue;
         };
         let which = format!("the step with {} {}", line.pass, if line.switched_on { "on" } else { "off" });
@@ -116,7 +126,12 @@ pub fn compared(now: &Measured, then: &Measured, bounds: Bounds) -> Compared {
         if let (Some(a), Some(b)) = (line.gain, before.gain)
             && (a.low > b.high || b.low > a.high)
         {
-            c.said.push(format!("{} gains {:+.1}%, {:+.1}% there: their intervals do not overlap", line.pass, 100.0 * a.median, 100.0 * b.median));
+            c.said.push(format!(
+                "{} gains {:+.1}%, {:+.1}% there: their intervals do not overlap",
+                line.pass,
+                100.0 * a.median,
+                100.0 * b.median
+            ));
         }
     }
     c

@@ -188,7 +188,9 @@ impl Measured {
         let value: Value = serde_json::from_str(&text).with_context(|| format!("{shown} is not JSON"))?;
         match value.get("format").and_then(Value::as_u64) {
             Some(format) if format == FORMAT as u64 => {}
-            Some(format) => bail!("{shown} has format {format}, and this kiln reads {FORMAT}: measure it again with this kiln (--json FILE)"),
+            Some(format) => {
+                bail!("{shown} has format {format}, and this kiln reads {FORMAT}: measure it again with this kiln (--json FILE)")
+            }
             None if value.get("ms").is_some() => {
                 bail!("{shown} was written by a kiln from before its files had a format: measure it again with this kiln (--json FILE)")
             }

@@ -41,7 +41,12 @@ impl Peers {
             let known: Vec<String> = all.iter().map(|(name, args)| format!("  {name}: kiln bench {}", args.join(" "))).collect();
             bail!("--against pytorch: no peer has this step. There are:\n{}", known.join("\n"));
         }
-        let passes = config.to_json()["passes"].as_object().into_iter().flatten().filter_map(|(name, v)| Some(format!("{name}={}", v.as_str()?))).collect();
+        let passes = config.to_json()["passes"]
+            .as_object()
+            .into_iter()
+            .flatten()
+            .filter_map(|(name, v)| Some(format!("{name}={}", v.as_str()?)))
+            .collect();
         Ok(Peers { python, script, rows, passes })
     }
 

@@ -40,7 +40,8 @@ fn promised(pass: &str) -> Option<&'static Promise> {
 /// All ledgers of a folder, by the names of their files.
 fn read(dir: &Path) -> Result<Vec<(String, Measured)>> {
     let entries = std::fs::read_dir(dir).with_context(|| format!("--ledgers {}", dir.display()))?;
-    let mut paths: Vec<PathBuf> = entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| p.extension().is_some_and(|e| e == "json")).collect();
+    let mut paths: Vec<PathBuf> =
+        entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| p.extension().is_some_and(|e| e == "json")).collect();
     paths.sort();
     let mut all = vec![];
     for path in paths {
@@ -83,8 +84,11 @@ fn rows(ledgers: &[(String, Measured)]) -> Vec<(String, Vec<Mark>)> {
     }
     // Half a percent of the memory is worth a row, too.
     let counts = |marks: &[Mark]| marks.iter().any(|m| m.real || m.memory.is_some_and(|m| m.abs() > 0.005));
-    let mut rows: Vec<(String, Vec<Mark>)> =
-        all.into_iter().filter(|(pass, marks)| !marks.is_empty() && (counts(marks) || promised(pass).is_some())).map(|(p, m)| (p.into(), m)).collect();
+    let mut rows: Vec<(String, Vec<Mark>)> = all
+        .into_iter()
+        .filter(|(pass, marks)| !marks.is_empty() && (counts(marks) || promised(pass).is_some()))
+        .map(|(p, m)| (p.into(), m))
+        .collect();
     let best = |marks: &[Mark]| marks.iter().filter(|m| m.real).map(|m| m.speed[0]).fold(0.0, f64::max);
     rows.sort_by(|a, b| best(&b.1).total_cmp(&best(&a.1)));
     rows
@@ -156,9 +160,20 @@ fn draw(ledgers: &[(String, Measured)], rows: &[(String, Vec<Mark>)]) -> Result<
         let area = SVGBackend::with_string(&mut svg, (WIDTH as u32, height as u32)).into_drawing_area();
         area.fill(&WHITE)?;
         let (first, last) = (&ledgers[0].1, TOP + ROW * rows.len() as i32);
-        area.draw(&Text::new(format!("What every pass gains: {}, {}", first.device, &first.date[..first.date.len().min(10)]), (LEFT, 20), text(18, HPos::Left)))?;
+        area.draw(&Text::new(
+            format!("What every pass gains: {}, {}", first.device, &first.date[..first.date.len().min(10)]),
+            (LEFT, 20),
+            text(18, HPos::Left),
+        ))?;
         legend(&area, ledgers)?;
-        axis(&area, &speed, last, &[0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0], |v| format!("{v}x"), "a step is so many times as fast with the pass")?;
+        axis(
+            &area,
+            &speed,
+            last,
+            &[0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0],
+            |v| format!("{v}x"),
+            "a step is so many times as fast with the pass",
+        )?;
         axis(&area, &memory, last, &[-0.4, -0.2, 0.0, 0.2, 0.4, 0.6, 0.8], |v| format!("{:.0}%", 100.0 * v), "planned memory saved")?;
         area.draw(&Text::new("guides promise", (920, TOP - 14), text(13, HPos::Left)))?;
         for (i, (pass, marks)) in rows.iter().enumerate() {

@@ -170,7 +170,19 @@ mod tests {
     #[test]
     fn ranks_hold_the_median_in_95_percent() {
         // From tables of the sign test.
-        let known = [(3, None), (5, None), (6, Some(0)), (8, Some(0)), (9, Some(1)), (11, Some(1)), (12, Some(2)), (20, Some(5)), (25, Some(7)), (100, Some(39)), (101, Some(39))];
+        let known = [
+            (3, None),
+            (5, None),
+            (6, Some(0)),
+            (8, Some(0)),
+            (9, Some(1)),
+            (11, Some(1)),
+            (12, Some(2)),
+            (20, Some(5)),
+            (25, Some(7)),
+            (100, Some(39)),
+            (101, Some(39)),
+        ];
         known.into_iter().for_each(|(n, r)| assert_eq!(rank(n), r, "of {n}"));
         let x = [5.0, 1.0, 2.0, 9.0, 3.0, 4.0, 6.0, 7.0, 8.0];
         assert_eq!(Interval::of(&x), Some(Interval { median: 5.0, low: 2.0, high: 8.0 }));

@@ -110,7 +110,9 @@ fn asked<'a>(a: &BenchArgs, recipe: &'a dyn Recipe, config: &'a Config, device: 
     let there = then.and_then(|then| then.numbers.as_ref()).map(|numbers| numbers.steps);
     let steps_for_error = a.steps_for_error.or(there).unwrap_or(STEPS_FOR_ERROR);
     if let Some(there) = there.filter(|there| *there != steps_for_error) {
-        bail!("--steps-for-error {steps_for_error}: the baseline has the loss after {there} steps; leave it out, or measure the baseline so");
+        bail!(
+            "--steps-for-error {steps_for_error}: the baseline has the loss after {there} steps; leave it out, or measure the baseline so"
+        );
     }
     if then.is_some() && !a.ledger && a.repeat() < LEAST {
         bail!("--repeat {}: fewer than {LEAST} times say nothing about their noise, which --baseline needs", a.repeat());
@@ -224,9 +226,8 @@ fn show_ledger(m: &Measured) -> Result<()> {
 }
 
 fn row(l: &Line, measured: bool) -> Vec<String> {
-    let bytes = |saved: Option<i64>| {
-        saved.map_or("-".into(), |b| format!("{}{}", if b > 0 { "-" } else { "+" }, human_bytes(b.unsigned_abs())))
-    };
+    let bytes =
+        |saved: Option<i64>| saved.map_or("-".into(), |b| format!("{}{}", if b > 0 { "-" } else { "+" }, human_bytes(b.unsigned_abs())));
     let name = if l.switched_on { format!("{}, switched on", l.pass) } else { l.pass.clone() };
     let sites = if l.differ.is_some() { l.sites.to_string() } else { "-".into() };
     let mut cells = vec![name, sites, l.gains(), bytes(Line::saves(l.peak, l.peak_off))];

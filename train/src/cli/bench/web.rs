@@ -10,7 +10,16 @@ use anyhow::Result;
 pub fn page(m: &Measured) -> Result<String> {
     let mut page = Page::new(&format!("What every pass gains: {} {}", m.recipe, m.preset));
     let commit = m.versions.commit.as_ref().map_or(String::new(), |c| format!(", commit {c}"));
-    page.text(&format!("{}: {:.2} ms a {}, {} {}/s. {} (kiln {}{commit}).", m.device, m.ms, m.step, human_count(m.per_s), m.unit, m.date, m.versions.kiln));
+    page.text(&format!(
+        "{}: {:.2} ms a {}, {} {}/s. {} (kiln {}{commit}).",
+        m.device,
+        m.ms,
+        m.step,
+        human_count(m.per_s),
+        m.unit,
+        m.date,
+        m.versions.kiln
+    ));
     for line in m.conditions() {
         page.text(&capital(&line));
     }
@@ -89,9 +98,15 @@ fn every_line(page: &mut Page, m: &Measured) {
     let steps = m.numbers.as_ref().map_or(0, |n| n.steps);
     let metric = m.numbers.as_ref().map_or("loss", |n| &n.metric);
     let after = format!("{metric} after {steps} steps");
-    let headers = ["pass", "sites", "gain", "95%", "verdict", "planned bytes", "measured bytes", metric, "gradients", "worst gradient", "of", &after];
+    let headers =
+        ["pass", "sites", "gain", "95%", "verdict", "planned bytes", "measured bytes", metric, "gradients", "worst gradient", "of", &after];
     let cell = |value: Option<f64>, shown: String| value.map_or("-".to_string(), |v| number(v, &shown));
-    let bytes = |b: Option<i64>| cell(b.map(|b| b as f64), b.map_or(String::new(), |b| format!("{}{}", if b > 0 { "-" } else { "+" }, human_bytes(b.unsigned_abs()))));
+    let bytes = |b: Option<i64>| {
+        cell(
+            b.map(|b| b as f64),
+            b.map_or(String::new(), |b| format!("{}{}", if b > 0 { "-" } else { "+" }, human_bytes(b.unsigned_abs()))),
+        )
+    };
     let row = |l: &Line| {
         let gain = l.gain.filter(|_| l.found == Found::Measured);
         let mut cells = vec![named(l), cell(l.differ.as_ref().map(|_| l.sites as f64), l.sites.to_string())];
@@ -105,7 +120,9 @@ fn every_line(page: &mut Page, m: &Measured) {
             _ => l.gains(),
         });
         cells.extend([bytes(Line::saves(l.peak, l.peak_off)), bytes(Line::saves(l.allocated, l.allocated_off))]);
-        let of = |f: fn(&super::side::Differences) -> Option<f64>| l.differ.as_ref().map_or("-".into(), |d| f(d).map_or(error(None), |e| number(e, &error(Some(e)))));
+        let of = |f: fn(&super::side::Differences) -> Option<f64>| {
+            l.differ.as_ref().map_or("-".into(), |d| f(d).map_or(error(None), |e| number(e, &error(Some(e)))))
+        };
         cells.extend([of(|d| d.loss), of(|d| d.gradient), of(|d| d.worst_gradient)]);
         cells.push(l.differ.as_ref().and_then(|d| d.worst.clone()).unwrap_or("-".into()));
         cells.push(of(|d| d.loss_after));

@@ -82,7 +82,8 @@ fn tensors(c: &Compiled) -> Vec<Tensor> {
 fn program(page: &mut Page, name: &str, c: &Compiled) {
     let (m, nodes) = (&c.plan.memory, c.graph.nodes.len());
     page.heading(name);
-    let sizes = [("state", m.state), ("activations", m.activations), ("workspace", m.workspace), ("tables and feeds", m.constants + m.feeds)];
+    let sizes =
+        [("state", m.state), ("activations", m.activations), ("workspace", m.workspace), ("tables and feeds", m.constants + m.feeds)];
     let sizes: Vec<String> = sizes.iter().map(|(what, b)| format!("{what} {}", human_bytes(*b as u64))).collect();
     page.text(&format!("{nodes} nodes. Peak {}: {}.", human_bytes(m.peak() as u64), sizes.join(", ")));
     let mut all = tensors(c);
@@ -113,7 +114,13 @@ fn living(all: &[Tensor], nodes: usize) -> Vec<usize> {
         changes[t.first] += t.bytes as isize;
         changes[t.last.min(nodes) + 1] -= t.bytes as isize;
     }
-    changes[..nodes].iter().scan(0isize, |now, change| { *now += change; Some(*now as usize) }).collect()
+    changes[..nodes]
+        .iter()
+        .scan(0isize, |now, change| {
+            *now += change;
+            Some(*now as usize)
+        })
+        .collect()
 }
 
 /// The node at which most is alive, and how much that is.
@@ -189,7 +196,14 @@ fn at_peak(page: &mut Page, name: &str, c: &Compiled, all: &[Tensor], peak: usiz
     let row = |t: &&Tensor| {
         let size = number(t.bytes as f64, &human_bytes(t.bytes as u64));
         let share = t.bytes as f64 / bytes.max(1) as f64;
-        vec![t.name.clone(), t.group.clone(), t.meta.clone(), size, number(share, &format!("{:.1}%", 100.0 * share)), format!("{} to {}", t.first, t.last)]
+        vec![
+            t.name.clone(),
+            t.group.clone(),
+            t.meta.clone(),
+            size,
+            number(share, &format!("{:.1}%", 100.0 * share)),
+            format!("{} to {}", t.first, t.last),
+        ]
     };
     let mut rows: Vec<Vec<String>> = own.iter().take(LINES).map(row).collect();
     let rest: usize = own.iter().skip(LINES).map(|t| t.bytes).sum();
