@@ -1,15 +1,17 @@
-//! Notes the commit that a release is built from, so that figures say what they are of. Other builds do not know it: they would be compiled again after
-//! every commit.
+//! Notes the commit that a release is built from, so that figures say what they are of. Other builds do not know it, unless KILN_COMMIT says it: they would be
+//! compiled again after every commit.
 
 use std::path::Path;
 use std::process::Command;
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    if std::env::var("PROFILE").as_deref() != Ok("release") {
+    println!("cargo::rerun-if-env-changed=KILN_COMMIT");
+    // Where a copy of the tree without its history is built, the variable says it.
+    let given = std::env::var("KILN_COMMIT").ok().filter(|text| !text.is_empty());
+    if given.is_none() && std::env::var("PROFILE").as_deref() != Ok("release") {
         return;
     }
-    println!("cargo::rerun-if-env-changed=KILN_COMMIT");
     for path in ["../.git/HEAD", "../.git/logs/HEAD", "src", "../engine/src"] {
         if Path::new(path).exists() {
             println!("cargo::rerun-if-changed={path}");
@@ -23,8 +25,6 @@ fn main() {
         let changed = git(&["status", "--porcelain", "--untracked-files=no", "--", "src", "../engine"]).is_some();
         Some(format!("{}{}", git(&["rev-parse", "HEAD"])?, if changed { " with changes" } else { "" }))
     };
-    // Where a copy of the tree without its history is built, the variable says it.
-    let given = std::env::var("KILN_COMMIT").ok().filter(|text| !text.is_empty());
     if let Some(commit) = given.or_else(of_tree) {
         println!("cargo::rustc-env=KILN_COMMIT={commit}");
     }

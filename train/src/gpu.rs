@@ -4,28 +4,33 @@ use crate::files;
 use crate::warn;
 use engine::cuda::Folders;
 use engine::{Cpu, Cuda, Device};
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Where CUDA's libraries may be: LD_LIBRARY_PATH, a toolkit, the wheels of a Python environment; and where kernels are cached.
+/// Where CUDA's libraries may be, and where kernels are cached.
 pub fn folders() -> Folders {
-    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    let split = |name: &str| std::env::var_os(name).map(|v| std::env::split_paths(&v).collect::<Vec<_>>()).unwrap_or_default();
-    let mut libraries = split("LD_LIBRARY_PATH");
-    for toolkit in [env("CUDA_HOME"), env("CUDA_PATH"), Some("/usr/local/cuda".into())].into_iter().flatten() {
-        libraries.extend(["lib64", "extras/CUPTI/lib64"].map(|folder| toolkit.join(folder)));
-    }
-    let pythons = env("VIRTUAL_ENV")
-        .into_iter()
-        .chain(split("PATH").into_iter().filter(|p| p.join("python3").exists()).filter_map(|p| p.parent().map(Path::to_path_buf)));
-    for prefix in pythons {
-        libraries.extend(wheels(&prefix));
-    }
-    libraries.retain(|p| p.is_dir());
-    Folders { libraries, cache: cache() }
+    let exe = std::env::current_exe().ok();
+    Folders { libraries: libraries(|name| std::env::var_os(name), exe.as_deref()), cache: cache() }
+}
+
+/// LD_LIBRARY_PATH, the wheels of the Python environment that kiln itself is installed in, a toolkit, the wheels of other environments.
+fn libraries(env: impl Fn(&str) -> Option<OsString>, exe: Option<&Path>) -> Vec<PathBuf> {
+    let path = |name: &str| env(name).map(PathBuf::from);
+    let split = |name: &str| env(name).map(|v| std::env::split_paths(&v).collect::<Vec<_>>()).unwrap_or_default();
+    // PREFIX/bin/kiln
+    let own = exe.and_then(|exe| exe.parent()?.parent());
+    let toolkits = [path("CUDA_HOME"), path("CUDA_PATH"), Some("/usr/local/cuda".into())];
+    let pythons = split("PATH").into_iter().filter(|p| p.join("python3").exists()).filter_map(|p| p.parent().map(Path::to_path_buf));
+    let mut all = split("LD_LIBRARY_PATH");
+    all.extend(own.into_iter().flat_map(wheels));
+    all.extend(toolkits.into_iter().flatten().flat_map(|toolkit| ["lib64", "extras/CUPTI/lib64"].map(|folder| toolkit.join(folder))));
+    all.extend(path("VIRTUAL_ENV").into_iter().chain(pythons).flat_map(|prefix| wheels(&prefix)));
+    all.retain(|p| p.is_dir());
+    all
 }
 
 /// Lets a profiler that is attached to the process see NVTX ranges; absent without complaint, unless they were `asked` for.
@@ -110,12 +115,13 @@ fn private(within: &Path) -> PathBuf {
     name(1000)
 }
 
-/// PREFIX/lib/python3.*/site-packages/nvidia/*/lib
+/// PREFIX/lib/python3.*/site-packages/nvidia/*/lib; Debian's own Python calls it dist-packages.
 fn wheels(prefix: &Path) -> Vec<PathBuf> {
     let children = |p: PathBuf| std::fs::read_dir(p).into_iter().flatten().flatten().map(|e| e.path()).collect::<Vec<_>>();
     let pythons =
         children(prefix.join("lib")).into_iter().filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")));
-    pythons.flat_map(|p| children(p.join("site-packages/nvidia"))).map(|p| p.join("lib")).collect()
+    let packages = pythons.flat_map(|p| ["site-packages", "dist-packages"].map(|name| p.join(name).join("nvidia")));
+    packages.flat_map(children).map(|p| p.join("lib")).collect()
 }
 
 /// `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -164,6 +170,30 @@ mod tests {
             chown(&folder, Some(65534), None).unwrap();
             assert!(trusted(&folder).unwrap_err().contains("belongs to user 65534"));
         }
+    }
+
+    #[test]
+    fn libraries_of_the_environment_that_kiln_is_installed_in_come_before_a_toolkits() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| {
+            fs::create_dir_all(dir.path().join(path)).unwrap();
+            dir.path().join(path)
+        };
+        let own = at("venv/lib/python3.12/site-packages/nvidia/cu13/lib");
+        let debian = at("local/lib/python3.11/dist-packages/nvidia/cu13/lib");
+        let (toolkit, named, bin) = (at("cuda/lib64"), at("named"), at("local/bin"));
+        fs::write(bin.join("python3"), "").unwrap();
+        at("venv/bin");
+        let env = |name: &str| match name {
+            "LD_LIBRARY_PATH" => Some(named.clone().into_os_string()),
+            "CUDA_HOME" => Some(dir.path().join("cuda").into_os_string()),
+            "PATH" => Some(bin.clone().into_os_string()),
+            _ => None,
+        };
+        let system = Path::new("/usr/local/cuda/lib64");
+        let found = |exe: Option<&Path>| libraries(env, exe).into_iter().filter(|p| p != system).collect::<Vec<_>>();
+        assert_eq!(found(Some(&dir.path().join("venv/bin/kiln"))), [named.clone(), own, toolkit.clone(), debian.clone()]);
+        assert_eq!(found(Some(Path::new("kiln"))), [named, toolkit, debian], "nothing of it is guessed");
     }
 
     #[test]

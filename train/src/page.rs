@@ -138,7 +138,7 @@ impl Page {
         let caption = escape(caption);
         // A wide table scrolls by itself, with the keyboard too.
         self.raw(&format!(
-            "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"{caption}\"><table><caption>{caption}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n"
+            "<div class=\"scroll\" tabindex=\"0\" role=\"group\" aria-label=\"{caption}\"><table><caption>{caption}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n"
         ))
     }
 

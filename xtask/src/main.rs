@@ -1,6 +1,7 @@
-//! Chores of the project: `cargo xtask test`, `docs`, `kernels`, `emulate`, `mutants`, `size`, `torture`.
+//! Chores of the project: `cargo xtask test`, `docs`, `kernels`, `emulate`, `mutants`, `pages`, `size`, `torture`.
 
 mod mutants;
+mod pages;
 mod size;
 mod timed;
 mod torture;
@@ -19,6 +20,9 @@ const HELP: &str = "cargo xtask COMMAND
             A build of its own and some minutes; what is planted in kernels is found by the emulator. Not part of `test`
   emulate [OP ..]
             runs the kernels of every case of these ops, or of all, on the CPU and compares with the CPU's numbers (`test` runs the small ones)
+  pages [FILE.html ..]
+            looks at the pages of `kiln watch` and `kiln report`, and at these files, in headless Chromium: numbers, keyboard, widths, colours,
+            accessibility; screenshots in target/pages/shots. Needs chromium, node and npm. Not part of `test`
   size      lines of code by part; the core must stay small
   torture   kills kiln, starves it, cuts its power, damages its files, and counts what it does not survive
 ";
@@ -37,6 +41,7 @@ fn main() -> ExitCode {
         Some("kernels") => kernels(),
         Some("mutants") => mutants::run(&std::env::args().skip(2).collect::<Vec<_>>()),
         Some("emulate") => emulate(&std::env::args().skip(2).collect::<Vec<_>>()),
+        Some("pages") => pages::pages(&std::env::args().skip(2).collect::<Vec<_>>()),
         Some("size") => size::run(),
         Some("torture") => {
             let args: Vec<String> = std::env::args().skip(2).collect();

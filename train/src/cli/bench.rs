@@ -80,7 +80,8 @@ pub struct BenchArgs {
     /// With --ledger: as many rounds as fit into this time, at least 3
     #[arg(long, requires = "ledger")]
     minutes: Option<f64>,
-    /// Steps after which the loss is compared, with --ledger and --baseline; the gradients are compared after one. 20, or what the baseline has
+    /// Steps after which the loss is compared, with --ledger and --baseline; the gradients are compared after one. What the
+    /// baseline has; else 20 with --ledger, and 5 where --json is to have it
     #[arg(long, value_name = "N")]
     steps_for_error: Option<usize>,
     /// Compares with what a former --json wrote of the same step on the same machine

@@ -9,9 +9,9 @@ use std::process::ExitCode;
 
 #[derive(Args)]
 #[command(after_help = "Examples:
-  kiln completions bash > ~/.local/share/bash-completion/completions/kiln
-  kiln completions zsh > ~/.zfunc/_kiln        with fpath+=~/.zfunc before compinit in .zshrc
-  kiln completions fish > ~/.config/fish/completions/kiln.fish")]
+  kiln completions bash  > ~/.local/share/bash-completion/completions/kiln
+  kiln completions zsh   > ~/.zfunc/_kiln (with fpath+=~/.zfunc before compinit in .zshrc)
+  kiln completions fish  > ~/.config/fish/completions/kiln.fish")]
 pub struct CompletionsArgs {
     /// The shell
     shell: Shell,

@@ -114,7 +114,7 @@ const kiln = (() => {
     return all;
   };
   const path = (points, X, Y) => points.map((p, i) => `${i ? "L" : "M"}${X(p[0]).toFixed(1)} ${Y(p[1]).toFixed(1)}`).join("");
-  const table = (headers, rows) => html("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": headers.join(", ") }, html("table", {}, html("thead", {}, html("tr", {}, headers.map((h) => html("th", { scope: "col" }, h)))),
+  const table = (headers, rows) => html("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": headers.join(", ") }, html("table", {}, html("thead", {}, html("tr", {}, headers.map((h) => html("th", { scope: "col" }, h)))),
     html("tbody", {}, rows.map((r) => html("tr", {}, r.map((c) => html("td", { class: typeof c === "number" ? "number" : null }, c === null || c === undefined ? "" : String(c))))))));
 
   // ---- kinds: what is drawn, and the same as a table

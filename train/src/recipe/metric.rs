@@ -84,6 +84,23 @@ const OPTIMIZER: &[Metric] = &[
 /// What the step costs, in every run.
 const MACHINE: &[Metric] = &[
     Metric::new("per_second", Unit::None, Better::Higher, "tokens, pictures or examples that training works through in a second"),
+    Metric::new("step_ms", Unit::Count("ms"), Better::Lower, "time of a step, without evaluations and saving"),
+    Metric::new("phase_ms", Unit::Count("ms"), Better::Lower, "time of one part of a step"),
+    Metric::new("data_wait_ms", Unit::Count("ms"), Better::Lower, "how long a step waited for its data"),
+    Metric::new(
+        "mfu",
+        Unit::Share,
+        Better::Higher,
+        "model FLOPs utilisation: the model's arithmetic, without what is computed twice, over the GPU's dense bf16 peak",
+    ),
+    Metric::new("slow_steps", Unit::Count("steps"), Better::Lower, "steps so far that took more than twice the median"),
+    Metric::new(
+        "gpu_utilisation",
+        Unit::Count("percent"),
+        Better::Higher,
+        "share of the time in which the GPU ran any kernel, as NVML says",
+    ),
+    Metric::new("gpu_watts", Unit::Count("watts"), Better::Neither, "power that the GPU draws, as NVML says"),
     Metric::new("device_allocated_bytes", Unit::Bytes, Better::Lower, "memory of the GPU that kiln has allocated"),
     Metric::new(
         "device_reserved_bytes",

@@ -303,7 +303,7 @@ impl<'a> Run<'a> {
             *phases.entry(self.task.phase(program)).or_default() += *time;
         }
         if phases.len() > 1 {
-            values.extend(phases.iter().map(|(phase, time)| (format!("{phase}_ms"), w.ms(*time))));
+            values.extend(phases.iter().map(|(phase, time)| (format!("phase_ms.{phase}"), w.ms(*time))));
         }
         values.extend(self.mfu(w).map(|mfu| ("mfu".into(), mfu)));
         values.extend(self.nvml.iter().flat_map(nvml::Watch::metrics));

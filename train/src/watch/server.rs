@@ -5,12 +5,12 @@ use super::{Figures, Found, details, figures, find, live, picture, summary};
 use crate::Recipes;
 use serde_json::{Value, json};
 use std::collections::HashMap;
-use std::io::{self, Cursor};
+use std::io::{self, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-use tiny_http::{Header, Method, Request, Response, Server, StatusCode};
-
-type Answer = Response<Cursor<Vec<u8>>>;
+use std::time::Duration;
 
 /// What is served, and what was read of each run so far.
 struct Site<'a> {
@@ -22,47 +22,89 @@ struct Site<'a> {
     figures: Mutex<HashMap<PathBuf, Figures>>,
 }
 
-/// A slow reader holds up one of these.
-const THREADS: usize = 4;
+/// What goes back.
+struct Answer {
+    status: u16,
+    headers: Vec<(&'static str, String)>,
+    body: Vec<u8>,
+}
+
+/// Connections at a time, each a thread: browsers open several, some only in case they need them. More are closed at once.
+const CONNECTIONS: usize = 64;
+/// A request is so long at most, and arrives within this time.
+const HEAD: usize = 16 << 10;
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Serves the runs in `root` until the process ends; `ready` is told the address.
 pub fn serve(root: &Path, port: u16, recipes: Recipes, ready: impl FnOnce(&str) -> io::Result<()>) -> io::Result<()> {
-    let server = Server::http(("127.0.0.1", port)).map_err(io::Error::other)?;
-    let port = server.server_addr().to_ip().map_or(port, |a| a.port());
+    let listener = TcpListener::bind(("127.0.0.1", port))?;
+    let port = listener.local_addr()?.port();
     let hosts = ["127.0.0.1", "localhost"].iter().flat_map(|h| [Some(format!("{h}:{port}")), (port == 80).then(|| h.to_string())]);
     let name = root.canonicalize().ok().and_then(|p| Some(p.file_name()?.to_string_lossy().into_owned())).unwrap_or_default();
     let site =
         Site { root: root.into(), recipes, hosts: hosts.flatten().collect(), title: format!("Runs in {name}"), figures: Mutex::default() };
     ready(&format!("http://127.0.0.1:{port}/"))?;
+    let open = AtomicUsize::new(0);
     std::thread::scope(|scope| {
-        for _ in 0..THREADS {
-            scope.spawn(|| {
-                loop {
-                    match server.recv() {
-                        Ok(request) => site.handle(request),
-                        Err(e) => crate::warn!("a request could not be read: {e}"),
-                    }
-                }
-            });
+        for stream in listener.incoming() {
+            let Ok(stream) = stream else {
+                // Out of file descriptors, perhaps: not again at once.
+                std::thread::sleep(Duration::from_millis(100));
+                continue;
+            };
+            if open.fetch_add(1, Ordering::Relaxed) >= CONNECTIONS {
+                open.fetch_sub(1, Ordering::Relaxed);
+                continue;
+            }
+            let (site, open) = (&site, &open);
+            let talk = move || {
+                // Whoever asked may have gone away.
+                let _ = site.talk(stream);
+                open.fetch_sub(1, Ordering::Relaxed);
+            };
+            if std::thread::Builder::new().spawn_scoped(scope, talk).is_err() {
+                open.fetch_sub(1, Ordering::Relaxed);
+            }
         }
     });
     Ok(())
 }
 
 impl Site<'_> {
-    fn handle(&self, request: Request) {
-        let host = request.headers().iter().find(|h| h.field.equiv("Host")).map(|h| h.value.as_str().to_string());
-        let answer = self.answer(request.method(), host.as_deref(), request.url());
-        // Whoever asked may have gone away.
-        let _ = request.respond(answer);
+    /// One request, one answer.
+    fn talk(&self, mut stream: TcpStream) -> io::Result<()> {
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let Some(head) = head(&mut stream)? else { return Ok(()) };
+        let mut headers = [httparse::EMPTY_HEADER; 100];
+        let mut request = httparse::Request::new(&mut headers);
+        let answer = match (request.parse(&head).is_ok(), request.method, request.path) {
+            (true, Some(method), Some(path)) => {
+                let mut hosts = request.headers.iter().filter(|h| h.name.eq_ignore_ascii_case("host"));
+                let host = hosts.next().filter(|_| hosts.next().is_none()).and_then(|h| std::str::from_utf8(h.value).ok());
+                self.answer(method, host, path)
+            }
+            _ => plain(400, "that is no request\n"),
+        };
+        let headers: String = answer.headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+        let length = answer.body.len();
+        stream.write_all(
+            format!(
+                "HTTP/1.1 {} {}\r\n{headers}Content-Length: {length}\r\nConnection: close\r\n\r\n",
+                answer.status,
+                words(answer.status)
+            )
+            .as_bytes(),
+        )?;
+        stream.write_all(&answer.body)
     }
 
-    fn answer(&self, method: &Method, host: Option<&str>, url: &str) -> Answer {
+    fn answer(&self, method: &str, host: Option<&str>, url: &str) -> Answer {
         if !host.is_some_and(|host| self.hosts.iter().any(|own| own.eq_ignore_ascii_case(host))) {
             return plain(403, &format!("this page is only served as http://{}/\n", self.hosts[0]));
         }
-        if *method != Method::Get {
-            return plain(405, "only GET\n").with_header(header("Allow", "GET"));
+        if method != "GET" {
+            return plain(405, "only GET\n").with("Allow", "GET");
         }
         let (path, query) = url.split_once('?').unwrap_or((url, ""));
         let Some(query) = parsed(query) else { return plain(400, "the request's query cannot be read\n") };
@@ -138,24 +180,50 @@ fn plain(status: u16, text: &str) -> Answer {
 }
 
 /// Nothing is kept by the browser, embedded elsewhere, or taken for what it is not; a picture opened by itself runs no script.
-fn body(status: u16, kind: &str, bytes: Vec<u8>) -> Answer {
-    let mut answer = Response::from_data(bytes).with_status_code(StatusCode(status)).with_header(header("Content-Type", kind));
-    let fixed = [
-        ("Cache-Control", "no-store"),
-        ("X-Content-Type-Options", "nosniff"),
-        ("X-Frame-Options", "DENY"),
-        ("Referrer-Policy", "no-referrer"),
-        ("Cross-Origin-Resource-Policy", "same-origin"),
-    ];
-    fixed.iter().for_each(|(name, value)| answer.add_header(header(name, value)));
-    if kind.starts_with("image/") {
-        answer.add_header(header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; sandbox"));
+fn body(status: u16, kind: &str, body: Vec<u8>) -> Answer {
+    let answer = Answer { status, headers: vec![], body }
+        .with("Content-Type", kind)
+        .with("Cache-Control", "no-store")
+        .with("X-Content-Type-Options", "nosniff")
+        .with("X-Frame-Options", "DENY")
+        .with("Referrer-Policy", "no-referrer")
+        .with("Cross-Origin-Resource-Policy", "same-origin");
+    match kind.starts_with("image/") {
+        true => answer.with("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; sandbox"),
+        false => answer,
     }
-    answer
 }
 
-fn header(name: &str, value: &str) -> Header {
-    Header::from_bytes(name, value).expect("plain ASCII")
+impl Answer {
+    fn with(mut self, name: &'static str, value: &str) -> Answer {
+        self.headers.push((name, value.into()));
+        self
+    }
+}
+
+fn words(status: u16) -> &'static str {
+    match status {
+        200 => "OK",
+        400 => "Bad Request",
+        403 => "Forbidden",
+        404 => "Not Found",
+        405 => "Method Not Allowed",
+        _ => "Internal Server Error",
+    }
+}
+
+/// A request up to its empty line; None where it is too long, or nobody asks.
+fn head(stream: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
+    let (mut all, mut some) = (vec![], [0; 2048]);
+    loop {
+        let n = stream.read(&mut some)?;
+        all.extend(&some[..n]);
+        match () {
+            _ if all.windows(4).any(|w| w == b"\r\n\r\n") => return Ok(Some(all)),
+            _ if n == 0 || all.len() > HEAD => return Ok(None),
+            _ => {}
+        }
+    }
 }
 
 #[cfg(test)]

@@ -128,21 +128,22 @@
     return [...found.values()].sort((a, b) => a.recipe.localeCompare(b.recipe) || a.order - b.order || a.title.localeCompare(b.title));
   };
   const UNITS = ["bytes", "share", "seconds"];
-  const curves = () => {
-    const box = $("curves"), had = new Map([...box.querySelectorAll("figure")].map((f) => [f.dataset.id, f])), list = charts(), parts = [];
+  // Headings, and a figure for every chart; those that are there already stay the same elements.
+  const build = (box, list) => {
+    const had = new Map([...box.querySelectorAll("figure")].map((f) => [f.dataset.id, f])), parts = [];
     let [recipe, group, grid] = [null, null, null];
     for (const chart of list) {
       if (chart.recipe !== recipe) { parts.push(html("h2", {}, `Curves of ${chart.recipe}`)); group = null; }
       if (chart.group !== group) { grid = html("div", { class: "charts" }); parts.push(html("h3", {}, chart.group), grid); }
       [recipe, group] = [chart.recipe, chart.group];
-      const figure = had.get(chart.id) || html("figure", { "data-id": chart.id }, html("figcaption", {}, chart.title, html("small", {}, chart.about)));
-      grid.append(figure);
-      figure.kilnSpec = chart;
+      grid.append(had.get(chart.id) || html("figure", { "data-id": chart.id }, html("figcaption", {}, chart.title, html("small", {}, chart.about))));
     }
-    if (list.length === 0) parts.push(html("p", {}, "No run that is shown has records yet."));
-    // Moving a focused element would take the focus away: the page is only put together anew where its charts are others.
-    const shape = list.map((c) => c.id + c.group).join("\n");
-    if (box.kilnShape !== shape) { box.replaceChildren(...parts); box.kilnShape = shape; }
+    box.replaceChildren(...(list.length ? parts : [html("p", {}, "No run that is shown has records yet.")]));
+  };
+  const curves = () => {
+    const box = $("curves"), list = charts(), shape = JSON.stringify(list.map((c) => [c.id, c.group]));
+    // Moving a focused element would take the focus away: only where the charts are others.
+    if (box.kilnShape !== shape) { build(box, list); box.kilnShape = shape; }
     for (const figure of box.querySelectorAll("figure")) {
       const c = list.find((one) => one.id === figure.dataset.id), log = $("log").checked;
       const steps = c.series.flatMap((s) => [s.points[0][0], s.points[s.points.length - 1][0]]);

@@ -126,7 +126,11 @@ fn the_page_is_for_this_machine_and_for_runs_alone() {
     std::os::unix::fs::symlink(dir.path().join("secret.svg"), run.join("link.svg")).unwrap();
     let served = Served::new(&dir.path().join("runs"));
 
+    // Browsers open connections that they may never use, and people send nonsense: neither is in the way of others.
+    let idle: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(&served.host).unwrap()).collect();
+    assert_eq!(served.send("nonsense\r\n\r\n").0, 400);
     let (status, head, page) = served.get("/");
+    drop(idle);
     assert!(status == 200 && head.contains("text/html") && String::from_utf8(page).unwrap().contains("<h1>Runs in runs</h1>"), "{head}");
     assert_eq!(
         served.json("/api/runs")["runs"].as_array().unwrap(),
@@ -303,4 +307,20 @@ fn shells_and_man_know_the_commands() {
     assert!(names(&out).contains(&"kiln.1".to_string()) && names(&out).contains(&"kiln-data-prepare.1".to_string()), "{:?}", names(&out));
     fs::write(dir.path().join("file"), "").unwrap();
     kiln(["man", "--out", &text(&dir.path().join("file"))]).fails(&["file"]);
+}
+
+/// `pip install 'kiln[cuda]'` brings every library that kiln would say is missing.
+#[test]
+fn the_extra_cuda_of_the_wheel_has_what_kiln_loads() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let read = |path: &str| fs::read_to_string(root.join(path)).unwrap();
+    let project: toml::Table = read("pyproject.toml").parse().unwrap();
+    let extra: Vec<String> = project["project"]["optional-dependencies"]["cuda"].clone().try_into().unwrap();
+    let libraries = read("engine/src/cuda/libraries.rs");
+    let named: Vec<&str> = libraries.split("\\\"").filter(|part| part.starts_with("nvidia-")).collect();
+    assert!(named.len() >= 2, "{named:?}");
+    for wheel in named {
+        assert!(extra.iter().any(|e| e == wheel), "{wheel} is not in the extra cuda: {extra:?}");
+    }
+    assert_eq!(project["tool"]["maturin"]["manifest-path"].as_str(), Some("train/Cargo.toml"));
 }

@@ -21,8 +21,9 @@ use serde_json::Value;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// Steps after which losses are compared, where nothing else is said.
+/// Steps after which losses are compared, where nothing else is said: in a ledger, and in a file of the step alone, which should not take much longer for it.
 const STEPS_FOR_ERROR: usize = 20;
+const STEPS_ALONE: usize = 5;
 
 /// How long it took until the device was open, the programs were loaded, the first step was done; each from the start.
 #[derive(Clone, Copy)]
@@ -108,7 +109,7 @@ fn judged(found: &Compared) -> Result<ExitCode> {
 fn asked<'a>(a: &BenchArgs, recipe: &'a dyn Recipe, config: &'a Config, device: &'a Device, then: Option<&Measured>) -> Result<Asked<'a>> {
     let only = a.only.iter().flat_map(|names| names.split(',')).map(|name| name.trim().to_string()).collect();
     let there = then.and_then(|then| then.numbers.as_ref()).map(|numbers| numbers.steps);
-    let steps_for_error = a.steps_for_error.or(there).unwrap_or(STEPS_FOR_ERROR);
+    let steps_for_error = a.steps_for_error.or(there).unwrap_or(if a.ledger { STEPS_FOR_ERROR } else { STEPS_ALONE });
     if let Some(there) = there.filter(|there| *there != steps_for_error) {
         bail!(
             "--steps-for-error {steps_for_error}: the baseline has the loss after {there} steps; leave it out, or measure the baseline so"

@@ -12,6 +12,8 @@ use std::collections::{BTreeMap, HashMap};
 const MOST: usize = 1500;
 /// Kinds of scopes that have a colour of their own.
 const GROUPS: usize = 7;
+/// With fewer kinds of scopes, ops are told apart, too.
+const FEW: usize = 5;
 /// Points of the chart of what is alive.
 const POINTS: usize = 400;
 /// Lines of the table of what is alive at the peak.
@@ -33,6 +35,8 @@ struct Tensor {
     name: String,
     /// Where in the model, with numbers as `*`.
     group: String,
+    /// What computes it.
+    op: String,
     /// `f32[8, 64]`; of scratch memory nothing.
     meta: String,
     offset: usize,
@@ -74,7 +78,8 @@ fn tensors(c: &Compiled) -> Vec<Tensor> {
                 (format!("{}{more}", names[*node]), format!("{:?}", c.graph.nodes[*node].outputs[*out]))
             }
         };
-        Some(Tensor { name, group: pattern(&node.scope), meta, offset, bytes: b.bytes, first: b.first, last: b.last })
+        let (group, op) = (pattern(&node.scope), format!("{}{}", node.name(), if node.backward { "'" } else { "" }));
+        Some(Tensor { name, group, op, meta, offset, bytes: b.bytes, first: b.first, last: b.last })
     };
     c.plan.buffers.iter().enumerate().filter_map(one).filter(|t| t.bytes > 0).collect()
 }
@@ -90,15 +95,19 @@ fn program(page: &mut Page, name: &str, c: &Compiled) {
     if !all.is_empty() {
         group(&mut all);
         let (peak, bytes) = peak(&all, nodes);
-        boxes(page, name, &all, nodes);
-        alive(page, name, &all, nodes, peak);
+        let groups = boxes(page, name, &all, nodes);
+        alive(page, name, &all, &groups, nodes, peak);
         at_peak(page, name, c, &all, peak, bytes);
     }
     states(page, name, &c.graph);
 }
 
-/// Leaves the largest groups, by bytes times nodes, and calls the rest "elsewhere".
+/// Leaves the largest groups, by bytes times nodes, and calls the rest "elsewhere". Where the model has few scopes, ops tell more.
 fn group(all: &mut [Tensor]) {
+    let scopes: std::collections::BTreeSet<String> = all.iter().map(|t| t.group.clone()).collect();
+    if scopes.len() < FEW {
+        all.iter_mut().for_each(|t| t.group = format!("{}/{}", t.group, t.op));
+    }
     let mut sizes: BTreeMap<String, f64> = BTreeMap::new();
     all.iter().for_each(|t| *sizes.entry(t.group.clone()).or_default() += t.bytes as f64 * (t.last - t.first + 1) as f64);
     let mut order: Vec<(String, f64)> = sizes.into_iter().collect();
@@ -161,30 +170,35 @@ fn drawn(all: &[Tensor], nodes: usize, most: usize) -> (Vec<Boxed>, usize, usize
     (boxes, small.len(), small.first().map_or(0, |t| t.bytes))
 }
 
-fn boxes(page: &mut Page, name: &str, all: &[Tensor], nodes: usize) {
+/// Returns the groups in the order of their colours.
+fn boxes(page: &mut Page, name: &str, all: &[Tensor], nodes: usize) -> Vec<String> {
     let (boxes, merged, largest) = drawn(all, nodes, MOST);
     let merged = match merged {
         0 => String::new(),
         n => format!(" {n} tensors of {} and less are merged with others near them.", human_bytes(largest as u64)),
     };
-    let about = format!("{} tensors, coloured by where in the model they are computed (* stands for a layer's number).{merged}", all.len());
+    let mut groups: Vec<String> = vec![];
+    for b in &boxes {
+        if !groups.contains(&b.group) {
+            groups.push(b.group.clone());
+        }
+    }
+    let about = format!("{} tensors, coloured by where in the model they are computed (* is a layer's number, ' the backward pass).{merged}", all.len());
     let (x, y) = (Axis::new("node"), Axis::new("address in the arena").unit("bytes"));
     page.chart(&format!("{name}: the arena"), &about, &Chart::Boxes { x, y, boxes });
+    groups
 }
 
-fn alive(page: &mut Page, name: &str, all: &[Tensor], nodes: usize, peak: usize) {
+fn alive(page: &mut Page, name: &str, all: &[Tensor], groups: &[String], nodes: usize, peak: usize) {
     let mut at: Vec<usize> = (0..nodes).step_by(nodes.div_ceil(POINTS).max(1)).chain([peak, nodes - 1]).collect();
     at.sort();
     at.dedup();
-    let mut groups: Vec<&str> = all.iter().map(|t| t.group.as_str()).collect();
-    groups.sort();
-    groups.dedup();
-    let layer = |group: &str| {
-        let own: Vec<Tensor> = all.iter().filter(|t| t.group == group).cloned().collect();
+    let layer = |group: &String| {
+        let own: Vec<Tensor> = all.iter().filter(|t| t.group == *group).cloned().collect();
         let living = living(&own, nodes);
-        Layer { name: group.into(), values: at.iter().map(|&i| living[i] as f64).collect() }
+        Layer { name: group.clone(), values: at.iter().map(|&i| living[i] as f64).collect() }
     };
-    let series: Vec<Layer> = groups.into_iter().map(layer).collect();
+    let series: Vec<Layer> = groups.iter().map(layer).collect();
     let (x, y) = (Axis::new("node"), Axis::new("alive").unit("bytes"));
     let about = format!("Bytes of the arena that are needed at each node; most at node {peak}. Gaps between buffers are not counted.");
     page.chart(&format!("{name}: what is alive"), &about, &Chart::Area { x, y, at: at.iter().map(|&i| i as f64).collect(), series });
@@ -244,7 +258,7 @@ mod tests {
     use super::*;
 
     fn tensor(offset: usize, bytes: usize, first: usize, last: usize) -> Tensor {
-        Tensor { name: format!("t{offset}"), group: "g".into(), meta: "f32[1]".into(), offset, bytes, first, last }
+        Tensor { name: format!("t{offset}"), group: "g".into(), op: "op".into(), meta: "f32[1]".into(), offset, bytes, first, last }
     }
 
     #[test]
