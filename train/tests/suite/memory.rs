@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 /// (planned, peak resident) bytes of a few steps.
 fn bench(dir: &Path, args: &[&str]) -> (f64, f64) {
     let file = dir.join("bench.json");
-    let all = [&["bench", "hydra", "--repeat", "2", "--warmup", "0", "--steps-for-error", "1", "--json", file.to_str().unwrap()], args].concat();
+    let all =
+        [&["bench", "hydra", "--repeat", "2", "--warmup", "0", "--steps-for-error", "1", "--json", file.to_str().unwrap()], args].concat();
     let run = Command::new(env!("CARGO_BIN_EXE_kiln")).env("CUDA_VISIBLE_DEVICES", "").args(all).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     let value: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();

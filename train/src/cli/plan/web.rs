@@ -183,7 +183,10 @@ fn boxes(page: &mut Page, name: &str, all: &[Tensor], nodes: usize) -> Vec<Strin
             groups.push(b.group.clone());
         }
     }
-    let about = format!("{} tensors, coloured by where in the model they are computed (* is a layer's number, ' the backward pass).{merged}", all.len());
+    let about = format!(
+        "{} tensors, coloured by where in the model they are computed (* is a layer's number, ' the backward pass).{merged}",
+        all.len()
+    );
     let (x, y) = (Axis::new("node"), Axis::new("address in the arena").unit("bytes"));
     page.chart(&format!("{name}: the arena"), &about, &Chart::Boxes { x, y, boxes });
     groups
