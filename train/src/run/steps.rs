@@ -367,7 +367,10 @@ impl<'a> Run<'a> {
             return Ok(Finished { step: done, interrupted: true });
         }
         match self.s.averaged(|s| self.task.show(s)) {
-            Ok(Some(text)) => say!("\na sample of what the model writes:\n{}\n", indent(&text)),
+            Ok(Some(text)) => {
+                say!("\na sample of what the model writes:\n{}\n", indent(&text));
+                super::note_sample(out, done, &text)?;
+            }
             Ok(None) => {}
             Err(e) => say!("no sample: {e}"),
         }

@@ -70,7 +70,9 @@ fn json(args: &[&str]) -> Value {
 fn by_step(out: &Path) -> BTreeMap<u64, Value> {
     let mut all = BTreeMap::new();
     for mut record in records(out, "train") {
-        record.as_object_mut().unwrap().remove("per_second");
+        for timed in ["per_second", "step_ms", "data_wait_ms", "slow_steps"] {
+            record.as_object_mut().unwrap().remove(timed);
+        }
         all.insert(record["step"].as_u64().unwrap(), record);
     }
     all
