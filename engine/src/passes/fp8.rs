@@ -113,6 +113,9 @@ impl Pass for Fp8 {
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let delayed = settings.one_of("scaling", &["delayed", "current"])? == "delayed";
         let (history, runs) = (settings.number("history")?, settings.number_or_none("warmup")?);
+        if !delayed {
+            settings.unused(&["history", "warmup"], "scaling=delayed")?;
+        }
         let sums = settings.one_of("sums", &["mixed", "fast", "f32"])?;
         let active = settings.one_of("gemms", &["fp8", "bf16"])? == "fp8";
         let least = settings.number_or_none("least")?;
@@ -143,7 +146,7 @@ impl Pass for Fp8 {
                 runs: runs as u64,
                 value: format!("auto,gemms=bf16{rest}"),
             });
-            receipt.notes.push(format!("after {runs} micro-batches without it"));
+            receipt.notes.push(format!("after {runs} micro-batch{} without it", if runs == 1 { "" } else { "es" }));
         }
         rewrite(g, &sites, active, sums, delayed.then_some((history, &*name)))
     }

@@ -28,7 +28,7 @@ impl Switch for Mixed {
     fn about(&self) -> &'static str {
         match self.0 {
             DType::F16 => {
-                "Computes matmuls, attention and activations in fp16, for GPUs without bf16. As bf16, with a dynamic loss scale: it doubles after `interval` steps without an overflow, and halves after one, whose step is skipped."
+                "Computes matmuls, attention and activations in fp16: as bf16, with a dynamic loss scale: it doubles after `interval` steps without an overflow, and halves after one, whose step is skipped."
             }
             _ => {
                 "Computes matmuls, attention and activations in bf16. Parameters and optimizer states stay f32; norms, softmax and loss accumulate in f32."
@@ -44,7 +44,7 @@ impl Switch for Mixed {
         Numerics::LowPrecision
     }
 
-    /// fp16 is for GPUs without bf16, and never the faster of the two.
+    /// fp16 is never the faster of the two.
     fn fast(&self, target: Target, dtype: DType) -> Fast {
         match (self.0, target, dtype) {
             (DType::BF16, Target::Cuda(_), DType::F16) => Fast::Off("the run computes in fp16".into()),

@@ -133,6 +133,13 @@ pub fn keeps(state: &str) -> bool {
     [fp8::STATES, mixed::STATES].iter().any(|s| state.starts_with(s))
 }
 
+/// The setting that gives a pass's state this shape: `fp8 history=16`.
+pub fn setting_of(state: &str, shape: &[usize]) -> Option<String> {
+    let (pass, rest) = state.split_once('.')?;
+    let history = keeps(state) && rest.starts_with("history/");
+    shape.get(1).filter(|_| history).map(|steps| format!("{pass} history={steps}"))
+}
+
 /// Where a program computes in fp16: its loss scale, and how many runs overflowed.
 pub fn loss_scale(store: &Store) -> Result<Option<(f32, f32)>, Error> {
     mixed::loss_scale(store)

@@ -133,6 +133,14 @@ impl Settings<'_> {
         self.from(name, 0)
     }
 
+    /// Refuses values of these settings that would change nothing, because another setting does not have the value that they are `meant_for`.
+    pub fn unused(&self, names: &[&str], meant_for: &str) -> Result<(), Error> {
+        let given = |s: &&Setting| names.contains(&s.name) && self.text(s.name) != s.default;
+        let Some(s) = self.switch.settings().iter().find(given) else { return Ok(()) };
+        let problem = format!("{}={} is for {meant_for}, and changes nothing here", s.name, self.text(s.name));
+        Err(Error::PassSetting { pass: self.switch.name().into(), problem })
+    }
+
     fn from(&self, name: &str, least: usize) -> Result<usize, Error> {
         let text = self.text(name);
         let problem = || format!("{name}={text} is not a whole number of at least {least}");

@@ -164,6 +164,10 @@ fn what_overflows_is_noticed_and_leaves_no_trace_in_the_scales() {
 fn current_scaling_needs_no_history() {
     let problem = Compiled::new(graph(), &with("auto,scaling=current,gemms=bf16"), Target::Cpu).err().unwrap().to_string();
     assert!(problem.contains("gemms=bf16 only observes"), "{problem}");
+    for unused in ["history=3", "warmup=5"] {
+        let problem = Compiled::new(graph(), &with(&format!("auto,scaling=current,{unused}")), Target::Cpu).err().unwrap().to_string();
+        assert!(problem.contains(&format!("{unused} is for scaling=delayed")), "{problem}");
+    }
     for size in [1e-6, 1.0, 1e5] {
         let x: Vec<f32> = numbers(4).iter().map(|v| v * size).collect();
         let (mut off, mut on) = (Run::new("off"), Run::new("auto,least=16,scaling=current"));

@@ -3,8 +3,8 @@
 use crate::config::Config;
 use crate::memory;
 use crate::recipe::Recipe;
-use crate::run::{Fitted, Limits, fit};
-use anyhow::Result;
+use crate::run::{Fitted, Limits, SAVING, fit};
+use anyhow::{Result, bail};
 use clap::Args;
 use engine::Device;
 use engine::passes::Target;
@@ -15,7 +15,7 @@ pub struct BudgetArgs {
     /// added time
     #[arg(long, value_name = "SIZE")]
     memory_budget: Option<String>,
-    /// A pass that changes numbers more (adam8bit, bf16), which --memory-budget may switch on if the run does not fit as it is (repeatable)
+    /// A pass that rounds more (adam8bit or bf16), which --memory-budget may switch on if the run does not fit as it is (repeatable)
     #[arg(long, value_name = "PASS", requires = "memory_budget")]
     allow: Vec<String>,
 }
@@ -36,7 +36,15 @@ impl BudgetArgs {
 
     /// The config with what the budget makes necessary. `split`: the batch too may be changed.
     pub fn fit(&self, recipe: &dyn Recipe, config: Config, on: &Where, split: bool) -> Result<(Config, Option<Fitted>)> {
-        self.allow.iter().try_for_each(|pass| engine::Switches::default().set(pass, "auto"))?;
+        for pass in &self.allow {
+            engine::Switches::default().set(pass, "auto")?;
+            if !SAVING.contains(&&**pass) {
+                bail!(
+                    "--allow {pass}: --memory-budget has no use for it; it takes {} (--pass {pass}=auto switches it on)",
+                    SAVING.join(" or ")
+                );
+            }
+        }
         let fitted = fit(recipe, &config, &Limits { target: on.target, free: on.free, allowed: &self.allow, split })?;
         Ok(fitted.map_or((config, None), |fitted| (fitted.config.clone(), Some(fitted))))
     }

@@ -5,7 +5,7 @@ use crate::checkpoint::Loaded;
 use engine::cpu::converted;
 use engine::ops::adamw8::{Map, absmax_of};
 use engine::{DType, Meta, Store};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// How a state is kept.
@@ -24,14 +24,23 @@ impl fmt::Display for Form {
     }
 }
 
-/// How many states were converted, by the forms that they had and have.
+/// How the states of a run differ from a checkpoint's.
 #[derive(Debug, Default, PartialEq)]
-pub struct Converted(BTreeMap<(String, String), usize>);
+pub struct Converted {
+    /// How many states were converted, by the forms that they had and have.
+    pub forms: BTreeMap<(String, String), usize>,
+    /// Passes that kept something of other tensors than they do now.
+    pub anew: BTreeSet<String>,
+}
 
 impl Converted {
-    /// A line for each pair of forms.
+    /// A line for each pair of forms, and for each pass that begins anew.
     pub fn lines(&self) -> impl Iterator<Item = String> + '_ {
-        self.0.iter().map(|((from, to), n)| format!("converted {n} states from {from} to {to}"))
+        let converted = self.forms.iter().map(|((from, to), n)| format!("converted {n} states from {from} to {to}"));
+        let anew = |pass: &String| {
+            format!("{pass} applies to other tensors than in the checkpoint: what it kept of them is dropped, and it begins anew")
+        };
+        converted.chain(self.anew.iter().map(anew))
     }
 }
 
@@ -85,7 +94,7 @@ impl Pair<'_> {
                 store.set(&map.names(base)[1], &absmax_of(self.meta), bytemuck::cast_slice(&most))?;
             }
         }
-        *done.0.entry((kept.to_string(), own.to_string())).or_default() += 1;
+        *done.forms.entry((kept.to_string(), own.to_string())).or_default() += 1;
         Ok(true)
     }
 

@@ -177,7 +177,11 @@ impl Session {
                 // Nothing was averaged yet.
                 (Some(_), None) => {}
                 // What a pass keeps begins anew where the run was without that pass.
-                (None, _) if engine::passes::keeps(&name) && file.get(&name).is_none() => {}
+                (None, _) if engine::passes::keeps(&name) && file.get(&name).is_none() => {
+                    let pass = name.split('.').next().unwrap_or(&name);
+                    let had = file.names().iter().any(|n| engine::passes::keeps(n) && n.split('.').next() == Some(pass));
+                    done.anew.extend(had.then(|| pass.to_string()));
+                }
                 (None, _) if (Pair { file, what, name: &name, meta: &meta }).convert(&mut self.store, convert, &mut done)? => {}
                 (None, _) => {
                     self.take(file, &name, &meta, what)?;
@@ -227,6 +231,11 @@ impl Session {
         let (dtype, shape, bytes) =
             file.get(name).ok_or_else(|| TrainError::Other(format!("{what} has no '{name}': it is of another model or config")))?;
         if dtype != meta.dtype.name() || shape != meta.shape {
+            if let [Some(was), Some(is)] = [&shape, &meta.shape].map(|shape| engine::passes::setting_of(name, shape)) {
+                return Err(TrainError::Other(format!(
+                    "{what} was trained with {was}, and this run has {is}: resume with the same setting (or start a new run from its weights with --init-from)"
+                )));
+            }
             return Err(TrainError::Other(format!("{what}: '{name}' is {dtype} {shape:?}, but this model has {meta:?}: another config")));
         }
         Ok(self.store.set(own, meta, bytes)?)

@@ -17,11 +17,14 @@ pub struct Limits<'a> {
     pub target: Target,
     /// Bytes that the device has free, where that is known.
     pub free: Option<u64>,
-    /// Passes that change numbers more than by rounding, and may be switched on all the same.
+    /// Those of [`SAVING`] that may be switched on, though they round more.
     pub allowed: &'a [String],
     /// Whether the batch may be split: not where a run goes on.
     pub split: bool,
 }
+
+/// Passes that save memory and change numbers beyond the last bits: `--memory-budget` switches them on only where they are allowed.
+pub const SAVING: &[&str] = &["adam8bit", "bf16"];
 
 /// Settings that fit.
 pub struct Fitted {
@@ -62,20 +65,18 @@ pub fn fit(recipe: &dyn Recipe, config: &Config, limits: &Limits) -> Result<Opti
     let mut search = Search { recipe, base: config, limits, budget, passes: vec![], began: Instant::now(), told: false, smallest: None };
     let whole = search.split(1)?;
     let plain = search.trial(&whole, &[])?;
-    let (before, mut found) = ((plain.peak, plain.seconds), Some(plain).filter(|p| search.fits(p)));
-    for pass in limits.allowed.iter().filter(|pass| !config.is_given(&format!("passes.{pass}"))) {
-        if found.is_none() {
-            search.passes.push(format!("{pass}=auto"));
-            found = Some(search.trial(&whole, &[])?).filter(|t| search.fits(t));
-        }
-    }
+    let before = (plain.peak, plain.seconds);
+    let mut found = Some(plain).filter(|p| search.fits(p));
     if found.is_none() {
-        found = search.cheapest(whole)?;
-    }
-    // The last resort: exact, but as slow as the bus.
-    if found.is_none() && limits.target != Target::Cpu && !config.is_given("passes.offload") {
-        search.passes.push("offload=auto".into());
-        found = search.split(1).and_then(|whole| search.cheapest(whole))?;
+        let sets = search.sets(&whole, before.0)?;
+        found = search.least_rounding(&whole, &sets)?;
+        if found.is_none() {
+            found = search.fastest(&sets, None)?;
+        }
+        // The last resort: exact, but as slow as the bus.
+        if found.is_none() && limits.target != Target::Cpu && !config.is_given("passes.offload") {
+            found = search.fastest(&sets, Some("offload=auto"))?;
+        }
     }
     let Some(found) = found else { return Err(search.refusal()?) };
     let (peaks, seconds) = ([before.0, found.peak], [before.1, found.seconds]);
@@ -109,7 +110,7 @@ struct Search<'a> {
     base: &'a Config,
     limits: &'a Limits<'a>,
     budget: u64,
-    /// Those allowed passes that every trial has.
+    /// Passes that every trial has at the moment: allowed ones, and offload.
     passes: Vec<String>,
     began: Instant,
     told: bool,
@@ -144,13 +145,57 @@ impl Search<'_> {
         trial.peak <= self.budget
     }
 
-    /// Over all ways to split the batch, the fastest settings that fit.
-    fn cheapest(&mut self, whole: Split) -> Result<Option<Trial>, TrainError> {
+    /// Sets of allowed passes to try, the fewest passes first. A pass that saves nothing while activations are at their largest saves nothing at all;
+    /// one that does may still cost memory once they are recomputed (bf16 keeps a copy of the weights), so every set is tried.
+    fn sets(&mut self, whole: &Split, peak: u64) -> Result<Vec<Vec<String>>, TrainError> {
+        let switches = self.base.switches()?;
+        let mut sets = vec![vec![]];
+        for pass in SAVING.iter().filter(|pass| self.limits.allowed.iter().any(|a| a == *pass)) {
+            let value = format!("{pass}=auto");
+            if self.is_open(&switches, pass) && self.trial(whole, std::slice::from_ref(&value))?.peak < peak {
+                let with = |set: &Vec<String>| [&set[..], std::slice::from_ref(&value)].concat();
+                sets.extend(sets.iter().map(with).collect::<Vec<_>>());
+            }
+        }
+        sets.sort_by_key(Vec::len);
+        Ok(sets)
+    }
+
+    /// Whether a pass is off, was not asked to be, and can be switched on beside the others.
+    fn is_open(&self, switches: &Switches, pass: &str) -> bool {
+        let off = |pass: &str| is_off(switches, pass, self.limits.target);
+        off(pass) && !self.base.is_given(&format!("passes.{pass}")) && (pass != "bf16" || off("fp16"))
+    }
+
+    /// The first of these sets with which the whole batch fits, nothing else changed.
+    fn least_rounding(&mut self, whole: &Split, sets: &[Vec<String>]) -> Result<Option<Trial>, TrainError> {
+        for set in sets.iter().filter(|set| !set.is_empty()) {
+            let trial = self.trial(whole, set)?;
+            if self.fits(&trial) {
+                return Ok(Some(trial));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Over all sets of passes, each with `more`, the fastest settings that fit; of equally fast ones those with fewer passes.
+    fn fastest(&mut self, sets: &[Vec<String>], more: Option<&str>) -> Result<Option<Trial>, TrainError> {
         let mut best: Option<Trial> = None;
-        let mut whole = Some(whole);
+        for set in sets {
+            self.passes = set.iter().cloned().chain(more.map(Into::into)).collect();
+            let found = self.cheapest()?;
+            best = best.into_iter().chain(found).min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        }
+        self.passes.clear();
+        Ok(best)
+    }
+
+    /// Over all ways to split the batch, the fastest settings that fit.
+    fn cheapest(&mut self) -> Result<Option<Trial>, TrainError> {
+        let mut best: Option<Trial> = None;
         for parts in self.parts()? {
             // A recipe may have no such batch.
-            let Some(split) = whole.take().or_else(|| self.split(parts).ok()) else { continue };
+            let Ok(split) = self.split(parts) else { continue };
             let plain = self.trial(&split, &[])?;
             // With more parts a step only takes longer.
             if best.as_ref().is_some_and(|b| plain.seconds >= b.seconds) {
@@ -227,10 +272,10 @@ impl Search<'_> {
     fn refusal(&mut self) -> Result<TrainError, TrainError> {
         let smallest = self.smallest.clone().ok_or_else(|| TrainError::Other("nothing was planned".into()))?;
         let (switches, split) = (smallest.config.switches()?, self.split(smallest.parts)?);
-        let open = |pass: &&str| is_off(&switches, pass, self.limits.target) && !self.base.is_given(&format!("passes.{pass}"));
+        // Those that are allowed were tried.
+        let open = |pass: &&str| self.is_open(&switches, pass) && !self.limits.allowed.iter().any(|a| a == pass);
         let mut help = vec![];
-        self.passes.clear();
-        for pass in ["adam8bit", "bf16"].into_iter().filter(open).collect::<Vec<_>>() {
+        for pass in SAVING.iter().copied().filter(open).collect::<Vec<_>>() {
             let needs = self.trial(&split, &[&smallest.passes[..], &[format!("{pass}=auto")]].concat())?.peak;
             let fits = if needs <= self.budget { ", which fits" } else { "" };
             help.extend((needs < smallest.peak).then(|| format!("--allow {pass} (rounds more; {}{fits})", human_bytes(needs))));

@@ -6,6 +6,8 @@ use crate::checkpoint::{self, AVERAGED, Checkpoint, MODEL, Skipped};
 use crate::config::{Config, OPTIMISE, TrainConfig};
 use crate::recipe::{Converted, Session, Task, TrainError};
 use crate::{metrics, say, warn};
+use engine::passes::{Mode, Numerics, Switch, Target, all};
+use engine::{DType, Switches};
 use std::path::Path;
 
 /// The newest checkpoint of the run in `out`; none where it was stopped before it saved any.
@@ -68,7 +70,7 @@ pub fn schedule_steps(config: &Config, found: &Checkpoint) -> Result<u64, TrainE
 }
 
 /// A checkpoint must be of this config and this data; says what has changed all the same.
-pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<(), TrainError> {
+pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint, target: Target) -> Result<(), TrainError> {
     let theirs = settings(config, found)?;
     let changed = theirs.differences(config);
     let identity = &found.meta["identity"];
@@ -83,8 +85,9 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
             found.path.display()
         )));
     }
+    let both = [theirs.switches()?, config.switches()?];
     for (key, was, is) in changed.iter().filter(|(k, ..)| switches(k)) {
-        say!("{key} was {was}, now it is {is}: numbers may differ in the last bits from here on");
+        say!("{key} was {was}, now it is {is}: {}", consequence(key, &both, target));
     }
     same_tokenizer(found, task)?;
     same_base(found, task)?;
@@ -93,6 +96,24 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint) -> Result<
         say!("{key} was {was}, now it is {is}: the same by its checksum");
     }
     Ok(())
+}
+
+/// What another value of a pass, or another preset, does to the numbers of a run that goes on. `both`: its switches before, and now.
+fn consequence(key: &str, both: &[Switches; 2], target: Target) -> &'static str {
+    let mode = |p: &dyn Switch| both.each_ref().map(|s| s.mode(p, target));
+    let changed = |p: &dyn Switch| key.strip_prefix("passes.").map_or_else(|| mode(p)[0] != mode(p)[1], |name| name == p.name());
+    let narrow = all().filter(|p| ["bf16", "fp16"].contains(&p.name()) && mode(*p) != [Mode::Off; 2]).map(|p| p.rounds_to());
+    let types: Vec<DType> = std::iter::once(DType::F32).chain(narrow).collect();
+    let numerics: Vec<Numerics> = all().filter(|p| changed(*p)).flat_map(|p| types.iter().map(move |&t| p.numerics(target, t))).collect();
+    let any = |n: Numerics| numerics.contains(&n);
+    match () {
+        _ if any(Numerics::Changed) => "numbers are those of another model from here on",
+        _ if any(Numerics::LowPrecision) => {
+            "rounding to a narrower type begins, ends or changes here, so numbers differ beyond the last bits"
+        }
+        _ if any(Numerics::Reordered) => "numbers may differ in the last bits from here on",
+        _ => "numbers stay the same, bit for bit",
+    }
 }
 
 /// What lies in the places that the config names must be what a checkpoint was trained with.
@@ -179,7 +200,7 @@ pub fn go_on(s: &mut Session, found: &Checkpoint, convert: bool) -> Result<(), T
         e => e,
     })?;
     converted.lines().for_each(|line| say!("{line}"));
-    if convert && converted == Converted::default() {
+    if convert && converted.forms.is_empty() {
         say!("--convert-states: every state has the form that this run keeps it in");
     }
     Ok(())
@@ -232,7 +253,7 @@ pub fn init_from(s: &mut Session, task: &dyn Task, from: &Path) -> Result<(), Tr
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::{Cpu, Device, Switches};
+    use engine::{Cpu, Device};
 
     /// Found whole, and then no longer to be read: the error names the ways out as those before it do.
     #[test]

@@ -88,7 +88,7 @@ fn loaded(task: &dyn Task, config: &Config, device: &Device, found: Option<&Chec
             say!("the run chose its products on another card or library: numbers may differ in the last bits from here on");
         }
     }
-    same_run(task, config, found)?;
+    same_run(task, config, found, device.target())?;
     let session = load_within_budget(task, config, device)?;
     if let Device::Cuda(cuda, _) = device
         && cuda.choices_refused() > 0

@@ -143,6 +143,37 @@ fn what_someone_asked_for_is_kept() {
     assert!(!again.text("memory_budget").is_empty() && run::fit(recipe::find("decoder").unwrap(), &again, &limits).unwrap().is_none());
 }
 
+/// bf16 saves activations and costs a copy of the weights: where little is kept of the former, the plan with it is the larger one.
+#[test]
+fn allowing_more_never_refuses_what_fits() {
+    let c = config("decoder", &["batch=4", "seq=32"]);
+    let smallest = |allowed: &[&str]| {
+        let Err(TrainError::Budget { smallest, .. }) = fit_with(&c, 1 << 10, allowed, true) else { panic!("a kilobyte is enough?") };
+        smallest
+    };
+    let (none, adam) = (smallest(&[]), smallest(&["adam8bit"]));
+    assert!(adam < none);
+    assert_eq!(smallest(&["bf16"]), none, "bf16 costs more than it saves here");
+    assert_eq!([&["adam8bit", "bf16"], &["bf16", "adam8bit"]].map(|allowed| smallest(allowed)), [adam; 2]);
+    for (allowed, budget) in [(&["bf16"][..], none), (&["bf16", "adam8bit"], adam)] {
+        let found = fit_with(&c, budget + 1024, allowed, true).unwrap_or_else(|e| panic!("{allowed:?}: {e}"));
+        assert!(found.peaks[1] <= budget + 1024 && !found.changes.iter().any(|c| c.contains("bf16")), "{:?}", found.changes);
+    }
+}
+
+/// fp16 and bf16 exclude each other: with one on, the other is neither tried nor advised.
+#[test]
+fn a_run_in_fp16_is_not_offered_bf16() {
+    let c = config("decoder", &["batch=4", "seq=32", "passes.fp16=auto"]);
+    let (whole, smallest) = ends(&c, true);
+    for allowed in [&[][..], &["bf16"]] {
+        let said = fit_with(&c, 1 << 20, allowed, true).err().expect("a MiB is not enough").to_string();
+        assert!(said.contains("does not fit") && said.contains("--allow adam8bit") && !said.contains("bf16"), "{said}");
+    }
+    let found = fit_with(&c, (whole + smallest) / 2, &["bf16"], true).unwrap();
+    assert!(!found.changes.is_empty() && !found.changes.iter().any(|c| c.contains("bf16")), "{:?}", found.changes);
+}
+
 const SMALL: &str = "--set seq=32 --set batch=4 --set layers=3 --set eval_batches=1 --set horizon=20 --threads 1";
 
 #[test]
@@ -180,11 +211,24 @@ fn sizes_and_blocks_that_are_none_are_refused() {
     }
     kiln(["plan", "decoder", "--set", "memory_budget=8GB!"]).fails(&["memory_budget", "is not a size such as 8GiB"]);
     kiln(["plan", "decoder", "--memory-budget", "8GiB", "--allow", "adam9bit"]).fails(&["adam9bit", "did you mean 'adam8bit'?"]);
+    for pass in ["fp8", "sparse-2:4", "fp16", "recompute"] {
+        kiln(["plan", "decoder", "--memory-budget", "8GiB", "--allow", pass]).fails(&[&format!("--allow {pass}"), "adam8bit or bf16"]);
+    }
     kiln(["bench", "ops", "--memory-budget", "8GiB"]).fails(&["--memory-budget is for a recipe's step"]);
     let plan = |value: &str| kiln(["plan", "decoder", "--threads", "1", "--json", "--pass", &format!("recompute=auto,{value}")]);
     plan("what=blocks,layers=0-4").fails(&["layers names block 4, but the model has 4 blocks, 0-3"]);
     plan("what=blocks,layers=1-0").fails(&["layers=1-0 is not all, or blocks such as 3, 0-11 or 0-5,12-17"]);
     plan("layers=0").fails(&["layers=0 is for what=blocks"]);
+    for price in ["", "what=blocks,", "what=blocks,layers=0,", "what=blocks,rest=siblings,layers=0,"] {
+        plan(&format!("{price}spare=64")).fails(&["recompute", "spare=64 is for what=memory-bound"]);
+        plan(&format!("{price}price=2")).fails(&["recompute", "price=2 is for what=memory-bound"]);
+    }
+    for rest in ["rest=memory-bound", "what=memory-bound,rest=memory-bound", "what=blocks,rest=memory-bound"] {
+        plan(rest).fails(&["recompute", "rest=memory-bound is for what=blocks with layers=.."]);
+    }
+    for used in ["what=memory-bound,spare=64,price=2", "what=blocks,layers=0,rest=memory-bound,spare=64"] {
+        plan(used).ok();
+    }
     plan("what=blocks,rest=nothing").fails(&["rest=nothing is not one of siblings, memory-bound"]);
     let activations = |value: &str| {
         let plan: serde_json::Value = serde_json::from_str(&plan(value).ok().out).unwrap();

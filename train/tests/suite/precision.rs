@@ -54,6 +54,27 @@ fn a_warm_up_that_ends_between_micro_batches_is_said() {
     assert_eq!(said.matches("fp8 is active from here on, after 4 micro-batches without it").count(), 1, "{said}");
 }
 
+#[test]
+fn a_resume_says_what_another_pass_or_setting_does() {
+    let dir = tempdir().unwrap();
+    let run = dir.path().join("run");
+    small(&run, &format!("--steps 1 {FP8}")).ok();
+    resume(&run, &format!("--steps 2 {FP8},history=4")).fails(&["fp8 history=16, and this run has fp8 history=4", "--init-from"]);
+    // 64 x 64 weights are below this least, 128 x 64 are not.
+    let said = resume(&run, "--steps 2 --pass fp8=auto,least=40,warmup=4").ok().out;
+    assert!(said.contains("fp8 applies to other tensors than in the checkpoint") && said.contains("begins anew"), "{said}");
+    for (steps, change, expected) in [
+        (3, "fp8=off", "differ beyond the last bits"),
+        (4, "sparse-2:4=auto", "those of another model"),
+        (5, "recompute=off", "may differ in the last bits"),
+    ] {
+        let said = resume(&run, &format!("--steps {steps} --pass {change}")).ok().out;
+        let line = said.lines().find(|l| l.starts_with("passes.")).unwrap_or_default();
+        assert!(line.contains(expected), "{change}: {said}");
+        assert!(!said.contains("begins anew"), "{said}");
+    }
+}
+
 /// The scale is so large at first that steps overflow: they are skipped and counted, the scale halves, and the run goes on; stopped in the middle and
 /// resumed, it is the same to the bit.
 #[test]

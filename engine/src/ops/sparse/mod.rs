@@ -14,8 +14,10 @@ pub struct Sparse24;
 
 /// Which of four numbers stay.
 pub fn kept(group: &[f32]) -> [bool; 4] {
+    // The bits of magnitudes are ordered as they are, NaN last: exactly two stay, whatever the numbers.
+    let size = |i: usize| group[i].abs().to_bits();
     // A number stays if at most one of the others comes before it.
-    std::array::from_fn(|i| (0..4).filter(|&j| group[j].abs() > group[i].abs() || group[j].abs() == group[i].abs() && j < i).count() < 2)
+    std::array::from_fn(|i| (0..4).filter(|&j| size(j) > size(i) || size(j) == size(i) && j < i).count() < 2)
 }
 
 /// Prunes numbers in place, four by four.
@@ -103,6 +105,11 @@ mod tests {
             prune(&mut v);
             assert_eq!(v, expected, "of {group:?}");
             assert_eq!(dense_groups(&v), 0);
+        }
+        for nans in 0..16u32 {
+            let mut v: [f32; 4] = std::array::from_fn(|i| if nans >> i & 1 == 1 { f32::NAN } else { 1.0 + i as f32 });
+            prune(&mut v);
+            assert_eq!(v.iter().filter(|v| **v == 0.0).count(), 2, "{v:?}");
         }
         assert_eq!(dense_groups(&[1.0, 0.0, 2.0, 3.0, 0.0, 0.0, 1.0, 1.0]), 1);
     }

@@ -3,9 +3,9 @@ extern "C" __global__ void sparse_24(const T *x, T *y) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= GROUPS) return;
     Pack<T> all = packed(x) ? read<true>(x + 4 * i) : read<false>(x + 4 * i);
-    float size[4];
+    u32 size[4]; // the bits of magnitudes: ordered as they are, NaN last
 #pragma unroll
-    for (int k = 0; k < 4; k++) size[k] = fabsf(to_float(all.at[k]));
+    for (int k = 0; k < 4; k++) size[k] = __float_as_uint(to_float(all.at[k])) & 0x7fffffffu;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         int before = 0;

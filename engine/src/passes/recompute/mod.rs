@@ -136,8 +136,15 @@ fn chosen(g: &Graph, settings: &Settings, receipt: &mut Receipt) -> Result<HashS
     let wrong = |problem: String| Error::PassSetting { pass: "recompute".into(), problem };
     let named = settings.text("layers");
     let layers = Layers::parse(named).ok_or_else(|| wrong(format!("layers={named} is not all, or blocks such as 3, 0-11 or 0-5,12-17")))?;
-    if what != "blocks" && !matches!(layers, Layers::All) {
-        return Err(wrong(format!("layers={named} is for what=blocks")));
+    let some = what == "blocks" && matches!(layers, Layers::Of(_));
+    if what != "blocks" {
+        settings.unused(&["layers"], "what=blocks")?;
+    }
+    if !some {
+        settings.unused(&["rest"], "what=blocks with layers=..")?;
+    }
+    if what != "memory-bound" && !(some && rest == "memory-bound") {
+        settings.unused(&["price", "spare"], "what=memory-bound (or rest=memory-bound)")?;
     }
     // Programs without a gradient may have other blocks, or none.
     if let Some(problem) = layers.problem(g).filter(|_| g.nodes.iter().any(|n| n.backward)) {
@@ -145,7 +152,9 @@ fn chosen(g: &Graph, settings: &Settings, receipt: &mut Receipt) -> Result<HashS
     }
     let mut by_price = |but: &Layers| {
         let (again, (saved, moved)) = choose::by_price(g, price, spare, but);
-        receipt.notes.push(format!("{} MiB less memory for {} MiB more memory traffic", saved >> 20, moved >> 20));
+        if (saved | moved) >> 20 > 0 {
+            receipt.notes.push(format!("{} MiB less memory for {} MiB more memory traffic", saved >> 20, moved >> 20));
+        }
         again
     };
     Ok(match (what, rest) {
