@@ -199,7 +199,7 @@ impl Measured {
         serde_json::from_value(value).with_context(|| format!("{shown} is not what `kiln bench RECIPE --json FILE` writes"))
     }
 
-    /// `hydra tiny on cpu, 2 threads`
+    /// `RECIPE PRESET on cpu, 2 threads`
     pub fn title(&self) -> String {
         format!("{} {} on {}", self.recipe, self.preset, self.device)
     }
