@@ -85,6 +85,15 @@ pub const EXECUTOR: &[Setting] = &[
         sites: |g, _, receipt| {
             let states = offloaded(g);
             receipt.applied = states.len();
+            let large = |n: &Node| n.outputs[0].bytes() >= LEAST_OFFLOADED;
+            for node in g.nodes.iter().filter(|n| large(n)) {
+                if let Kind::State(s) = &node.kind
+                    && s.role == Role::Carried
+                    && !states.iter().any(|(name, _)| *name == s.name)
+                {
+                    receipt.decline("other kernels than AdamW's read it (of Muon's momentum: adam8bit makes it smaller)", &s.name);
+                }
+            }
             if receipt.applied > 0 {
                 receipt.notes.push(format!("{} MiB of states in host memory", states.iter().map(|s| s.1).sum::<usize>() >> 20));
             }

@@ -28,7 +28,9 @@ impl<P> Before<P> {
             Some(done) => done,
             None => {
                 let counter = store.get(&self.warm_up.counter).ok_or_else(|| Error::NoState(self.warm_up.counter.clone()))?;
-                counter.f32()?[0] as u64
+                let done = counter.f32()?[0] as u64;
+                self.told = done > self.warm_up.runs; // it was over before
+                done
             }
         };
         self.done = Some(done + 1);
@@ -40,9 +42,9 @@ impl<P> Before<P> {
         self.done.is_some_and(|done| done <= self.warm_up.runs)
     }
 
-    /// The warm-up, if it ended before the last run; once.
+    /// The warm-up, if it has ended; once.
     pub fn ended(&mut self) -> Option<WarmUp> {
-        let now = self.done == Some(self.warm_up.runs + 1) && !self.told;
+        let now = self.done.is_some_and(|done| done > self.warm_up.runs) && !self.told;
         self.told |= now;
         now.then(|| self.warm_up.clone())
     }

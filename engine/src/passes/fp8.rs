@@ -7,10 +7,12 @@ use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
 use crate::op::Op;
 use crate::ops::concat::Concat;
+use crate::ops::cross_entropy::CrossEntropy;
 use crate::ops::experts::{GroupedMatmul, GroupedOuter, GroupedSwiglu};
 use crate::ops::matmul::{Matmul, Sums};
 use crate::ops::nf4::Nf4Product;
 use crate::ops::quantize::{Quantize, Scales};
+use crate::ops::sparse::Sparse24;
 use crate::philox::hash_name;
 use crate::record::{Recorder, Var};
 use std::collections::{HashMap, HashSet};
@@ -141,7 +143,7 @@ impl Pass for Fp8 {
                 runs: runs as u64,
                 value: format!("auto,gemms=bf16{rest}"),
             });
-            receipt.notes.push(format!("after {runs} steps without it"));
+            receipt.notes.push(format!("after {runs} micro-batches without it"));
         }
         rewrite(g, &sites, active, sums, delayed.then_some((history, &*name)))
     }
@@ -177,6 +179,7 @@ impl Sites {
         let mut sites = Sites::default();
         let mut weights: HashSet<Value> = HashSet::new();
         let mut inputs: HashSet<(Value, Vec<usize>)> = HashSet::new();
+        let readers = g.readers();
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.backward && !n.typed && !n.narrow) {
             if let Some(reason) = no_kernel(node) {
                 receipt.decline(reason, &node.scope);
@@ -186,8 +189,17 @@ impl Sites {
             let (x, w) = match (is_weight(g, a), is_weight(g, b)) {
                 (false, true) => (a, b),
                 (true, false) => (b, a),
-                _ => continue,
+                _ => {
+                    if is_pruned(g, a) || is_pruned(g, b) {
+                        receipt.decline("sparse-2:4 prunes the weight at every step", &node.scope);
+                    }
+                    continue;
+                }
             };
+            if feeds_loss(g, &readers, i) {
+                receipt.decline("the loss head is not rounded to FP8", &node.scope);
+                continue;
+            }
             match too_small(g, [a, b], g.meta(w), least) {
                 Some(reason) => receipt.decline(reason, &node.scope),
                 None => {
@@ -256,6 +268,28 @@ fn is_weight(g: &Graph, v: Value) -> bool {
     let of = stored(g, v).0;
     let weight = |v: Value| matches!(g.state_role(v), Some(Role::Param | Role::Frozen));
     weight(of) || g.nodes[of.node].op::<Concat>().is_some() && g.nodes[of.node].inputs.iter().all(|&v| weight(v))
+}
+
+/// Whether `v` is a pruned weight: `weight + (pruned - weight)`, where the second part has no gradient.
+fn is_pruned(g: &Graph, v: Value) -> bool {
+    let of = stem(g, v);
+    let from = |v: &Value| g.nodes[v.node].op::<Sparse24>().is_some();
+    let mut near: Vec<Value> = vec![of];
+    for _ in 0..4 {
+        if near.iter().any(from) {
+            return true;
+        }
+        near = near.iter().flat_map(|v| g.nodes[v.node].inputs.iter().copied()).collect();
+    }
+    false
+}
+
+/// Whether a matmul's outputs are the logits of a cross-entropy.
+fn feeds_loss(g: &Graph, readers: &[Vec<usize>], i: usize) -> bool {
+    readers[i].iter().any(|&r| {
+        let node = &g.nodes[r];
+        node.op::<CrossEntropy>().is_some() || (node.is_view() || node.is_cast()) && feeds_loss(g, readers, r)
+    })
 }
 
 /// The matrix that is stored, and whether `v` is its transpose.

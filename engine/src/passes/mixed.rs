@@ -59,7 +59,11 @@ impl Switch for Mixed {
             DType::F16 => &[
                 Setting { name: "residual", default: "fp16", about: "as of bf16: fp16 or f32" },
                 Setting { name: "scale", default: "65536", about: "the loss scale of the first step" },
-                Setting { name: "interval", default: "2000", about: "steps without an overflow after which the loss scale doubles" },
+                Setting {
+                    name: "interval",
+                    default: "2000",
+                    about: "micro-batches without an overflow after which the loss scale doubles",
+                },
             ],
             _ => &[Setting {
                 name: "residual",
@@ -99,7 +103,7 @@ impl Pass for Mixed {
             return Err(Error::PassSetting { pass: self.name().into(), problem: "bf16 is on already: choose one of the two".into() });
         }
         let scale = match narrow {
-            DType::F16 => Some((settings.number("scale")? as f32, settings.number("interval")? as f32)),
+            DType::F16 => Some((first_scale(settings.number("scale")?)?, settings.number("interval")? as f32)),
             _ => None,
         };
         let mut scaled = Scaled::default();
@@ -271,11 +275,19 @@ fn rewritten<'g>(
     result
 }
 
-/// The loss scale of a store, and how many runs overflowed.
-pub fn loss_scale(store: &Store) -> Result<Option<String>, Error> {
+/// The setting `scale`: a power of two, so that scaling rounds nothing.
+fn first_scale(scale: usize) -> Result<f32, Error> {
+    if !scale.is_power_of_two() || scale as f32 > MOST {
+        let problem = format!("scale={scale}: a power of two up to {MOST}");
+        return Err(Error::PassSetting { pass: Mixed(DType::F16).name().into(), problem });
+    }
+    Ok(scale as f32)
+}
+
+/// The loss scale of a store, and how many micro-batches overflowed; None without fp16.
+pub fn loss_scale(store: &Store) -> Result<Option<(f32, f32)>, Error> {
     let number = |name: &str| store.get(&format!("{STATES}{name}")).map(|t| Ok::<_, Error>(t.f32()?[0])).transpose();
-    let (Some(scale), Some(skipped)) = (number("scale")?, number("skipped")?) else { return Ok(None) };
-    Ok(Some(format!("fp16: the loss scale is {scale}; {skipped} steps overflowed and were skipped")))
+    Ok(number("scale")?.zip(number("skipped")?))
 }
 
 /// Gradients of a scaled loss, divided by the scale again; and the scale of the next run.

@@ -134,7 +134,7 @@ pub fn keeps(state: &str) -> bool {
 }
 
 /// Where a program computes in fp16: its loss scale, and how many runs overflowed.
-pub fn loss_scale(store: &Store) -> Result<Option<String>, Error> {
+pub fn loss_scale(store: &Store) -> Result<Option<(f32, f32)>, Error> {
     mixed::loss_scale(store)
 }
 

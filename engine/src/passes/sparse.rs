@@ -73,6 +73,9 @@ impl Pass for Sparse {
             }
         }
         receipt.applied = weights.len();
+        if receipt.applied > 0 {
+            receipt.notes.push("GEMMs stay dense: it makes no step faster".into());
+        }
         let mut pruned: HashMap<Value, Value> = HashMap::new();
         let old = g.clone();
         g.rewrite(|w, i, node, inputs| {

@@ -91,3 +91,20 @@ fn one_narrow_type_at_a_time() {
     };
     assert!(problem.contains("fp16") && problem.contains("bf16 is on already"), "{problem}");
 }
+
+#[test]
+fn the_first_scale_is_a_power_of_two_within_bounds() {
+    for (scale, fits) in [("1", true), ("16777216", true), ("3", false), ("33554432", false)] {
+        let r = Recorder::new();
+        let w = r.param("w", &[8, 8], Init::Normal { std: 0.5 });
+        let loss = r.feed("x", &[4, 8], DType::F32).linear(w).square().mean();
+        r.output("dw", r.grad(loss, &[w])[0]);
+        let switches = Switches::default().with("fp16", &format!("auto,scale={scale}")).unwrap();
+        let made = kiln_engine::Compiled::new(r.finish(), &switches, kiln_engine::passes::Target::Cpu);
+        match (made, fits) {
+            (Ok(_), true) => {}
+            (Err(e), false) => assert!(e.to_string().contains("a power of two up to 16777216"), "{e}"),
+            (made, _) => panic!("{scale}: {:?}", made.map(|_| ()).map_err(|e| e.to_string())),
+        }
+    }
+}

@@ -1,6 +1,7 @@
 //! FP8: what is rounded, with which scales, and when.
 
 use kiln_engine::ops::experts::mixture;
+use kiln_engine::ops::matmul::Matmul;
 use kiln_engine::passes::{Receipt, Target};
 use kiln_engine::program::imagined;
 use kiln_engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches};
@@ -210,4 +211,49 @@ fn rounding_takes_in_the_arithmetic_before_it() {
     let (apart, fused) = (nodes("off"), nodes("auto"));
     assert!(apart.0 > 0 && fused.0 == 0, "{apart:?} {fused:?}");
     assert!(fused.1 < apart.1, "two results of one kernel: {apart:?} {fused:?}");
+}
+
+/// A layer and a head, whose logits go to a cross-entropy: as a fused loss or written out.
+fn with_head(r: &Recorder) {
+    let (a, head) = (r.param("a", &[32, 32], Init::Normal { std: 0.2 }), r.param("head", &[48, 32], Init::Normal { std: 0.2 }));
+    let x = r.feed("x", &[ROWS, 32], DType::F32);
+    let h = r.block("block", || x.linear(a).silu());
+    let targets = r.feed("targets", &[ROWS], DType::I32);
+    let loss = h.linear(head).cross_entropy(targets).mean();
+    r.output("loss", loss);
+    r.grad(loss, &[a, head]).into_iter().zip([a, head]).for_each(|(g, p)| r.update(p, p - g * 0.1));
+}
+
+#[test]
+fn the_loss_head_and_pruned_weights_are_declined() {
+    let compiled = |switches: Switches| {
+        let r = Recorder::new();
+        with_head(&r);
+        Compiled::new(r.finish(), &switches, Target::Cpu).unwrap().receipts
+    };
+    let receipts = compiled(with("auto,least=8"));
+    let r = receipt(&receipts);
+    assert!(r.applied == 2 && r.summary().contains("the loss head is not rounded to FP8"), "{}", r.summary());
+    let receipts = compiled(with("auto,least=8").with("sparse-2:4", "auto,least=8").unwrap());
+    let r = receipt(&receipts);
+    assert!(r.applied == 0 && r.summary().contains("sparse-2:4 prunes the weight"), "{}", r.summary());
+}
+
+#[test]
+fn sums_are_as_the_setting_says() {
+    for (setting, forward, backward) in [("mixed", "Fast", "F32"), ("fast", "Fast", "Fast"), ("f32", "F32", "F32")] {
+        let c = Compiled::new(graph(), &with(&format!("auto,least=16,sums={setting}")), Target::Cpu).unwrap();
+        let of = |back: bool| {
+            let mut found: Vec<String> = c
+                .graph
+                .nodes
+                .iter()
+                .filter(|n| n.backward == back)
+                .filter_map(|n| n.op::<Matmul>()?.scaled.as_ref().map(|s| format!("{s:?}")))
+                .collect();
+            found.dedup();
+            found
+        };
+        assert_eq!((of(false), of(true)), (vec![forward.to_string()], vec![backward.to_string()]), "{setting}");
+    }
 }

@@ -111,3 +111,18 @@ fn native_kernels_are_those_of_the_gpu() {
     let plain = receipts(&Switches::default(), imagined(90));
     assert_eq!(of(&plain, "native-kernels").sites(), 0, "f32 GEMMs by cuBLASLt and arithmetic");
 }
+
+/// AdamW's moments go to host memory; a state that other kernels read stays, and the receipt says so.
+#[test]
+fn offload_says_what_it_leaves() {
+    let r = Recorder::new();
+    let big = [512, 1024];
+    let (w, momentum) = (r.param("w", &big, Init::Normal { std: 1.0 }), r.state("momentum", &big, DType::F32, Init::Full(0.0)));
+    let next = momentum * 0.9 + w;
+    r.update(momentum, next);
+    r.update(w, w - next);
+    let c = Compiled::new(r.finish(), &Switches::default().with("offload", "auto").unwrap(), imagined(90)).unwrap();
+    let said = of(&c.receipts, "offload");
+    assert!(said.applied == 0 && said.declined.len() == 1, "{said:?}");
+    assert!(said.summary().contains("momentum") && said.summary().contains("other kernels"), "{}", said.summary());
+}

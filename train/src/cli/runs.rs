@@ -49,8 +49,7 @@ pub fn run(a: RunsArgs, recipes: Recipes) -> Result<ExitCode> {
     let best = |s: &Summary| s.best.as_ref().map_or("-".into(), |b| format!("{} {} at step {}", b.metric, b.shown, b.step));
     let row = |s: &Summary| {
         let what = format!("{} {}", s.recipe, s.preset);
-        let age = format!("{} ago", s.age(now));
-        vec![s.name.clone(), s.status.name().into(), what.trim().into(), s.progress(), best(s), s.speed(), age]
+        vec![s.name.clone(), s.status.name().into(), what.trim().into(), s.progress(), best(s), s.speed(), s.age(now)]
     };
     let rows: Vec<Vec<String>> = all.iter().map(row).collect();
     out_part!("{}", table(&["run", "status", "recipe", "step", "best validation", "speed", "last record"], &rows));

@@ -50,22 +50,26 @@ const kiln = (() => {
     for (const v of values) if (ok(v) && (!log || v > 0)) { low = Math.min(low, v); high = Math.max(high, v); }
     if (low > high) return log ? [1, 10] : [0, 1];
     if (log) return low === high ? [low / 2, high * 2] : [low / (1 + pad), high * (1 + pad)];
-    const width = high - low || Math.abs(high) * 0.1 || 1;
-    return low === high ? [low - width / 2, high + width / 2] : [low - pad * width, high + pad * width];
+    if (low === 0 && high === 0) return [0, 1];
+    // What differs by rounding alone is a flat line.
+    const size = Math.max(Math.abs(low), Math.abs(high)), middle = (low + high) / 2;
+    if (high - low < 1e-5 * size) return [middle - 0.05 * size, middle + 0.05 * size];
+    return [low - pad * (high - low), high + pad * (high - low)];
   };
   const scale = ([low, high], from, to, log) => {
     const f = log ? Math.log10 : (v) => v, [a, b] = [f(low), f(high)];
     return (v) => from + ((f(v) - a) / (b - a)) * (to - from);
   };
   // "1.50M" is "1.5M" on an axis, and "2.00 GiB" is "2 GiB".
-  const axisNumber = (v, axis) => (axis.unit === "share" ? trim((100 * v).toPrecision(4)) + "%" : axis.unit ? number(v, axis.unit)
-    : Math.abs(v) >= 1e4 ? scaled(v, 1000, ["", "K", "M", "G", "T", "P"]) : number(v, "")).replace(/(\.\d*?)0+(\D*)$/, "$1$2").replace(/\.(\D*)$/, "$1");
+  const axisNumber = (v, axis, step) => (axis.unit === "share" ? trim((100 * v).toPrecision(4)) + "%" : axis.unit ? number(v, axis.unit)
+    : step && step < 1e-3 * Math.abs(v) && Math.abs(v) < 1e4 ? v.toFixed(Math.ceil(-Math.log10(step))) : Math.abs(v) >= 1e4 ? scaled(v, 1000, ["", "K", "M", "G", "T", "P"]) : number(v, "")).replace(/(\.\d*?)0+(\D*)$/, "$1$2").replace(/\.(\D*)$/, "$1");
   // The SVG with its axes, and where a value lies in it.
   const frame = (chart, width, xs, ys, height = 260) => {
     const [left, right, top, bottom] = [64, 14, 24, 42], { x, y } = chart;
     const X = scale(xs, left, width - right, x.log), Y = scale(ys, height - bottom, top, y.log);
     const s = svg("svg", { viewBox: `0 0 ${width} ${height}`, height });
-    for (const t of ticks(...ys, 5, y.log, y.unit)) s.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: Y(t), y2: Y(t) }), svg("text", { x: left - 6, y: Y(t) + 4, "text-anchor": "end" }, axisNumber(t, y)));
+    const rows = ticks(...ys, 5, y.log, y.unit);
+    for (const t of rows) s.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: Y(t), y2: Y(t) }), svg("text", { x: left - 6, y: Y(t) + 4, "text-anchor": "end" }, axisNumber(t, y, y.log ? 0 : rows[1] - rows[0])));
     for (const t of ticks(...xs, width < 500 ? 4 : 8, x.log, x.unit)) s.append(svg("line", { class: "axis", x1: X(t), x2: X(t), y1: height - bottom, y2: height - bottom + 4 }), svg("text", { x: X(t), y: height - bottom + 18, "text-anchor": "middle" }, axisNumber(t, x)));
     s.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }), svg("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, x.label), svg("text", { x: 2, y: 12 }, y.label));
     return { s, X, Y, left, right: width - right, top, bottom: height - bottom };

@@ -164,7 +164,7 @@ impl<'a> Run<'a> {
         self.clock.launched(self.done, timeline, Loader::waited() - waited)?;
         for w in self.s.programs.values_mut().filter_map(|p| p.warmed_up()) {
             timeline.changed();
-            self.bar.suspend(|| say!("step {}: {} is active from here on, after {} steps without it", step + 1, w.pass, w.runs));
+            self.bar.suspend(|| say!("step {}: {} is active from here on, after {} micro-batches without it", step + 1, w.pass, w.runs));
         }
         if std::mem::take(&mut self.s.fell_back) {
             write_receipts(&self.options.out, &self.s)?;
@@ -179,7 +179,8 @@ impl<'a> Run<'a> {
         };
         let (skipped, seen) = self.log(reports)?;
         self.show_evaluation()?;
-        if skipped >= MOST_SKIPPED {
+        // In fp16 the loss scale falls first, as far as it can.
+        if skipped >= MOST_SKIPPED && engine::passes::loss_scale(&self.s.store)?.is_none_or(|(scale, _)| scale <= 1.0) {
             self.metrics.flush()?;
             return Err(TrainError::NotFinite(skipped, seen));
         }
@@ -391,8 +392,8 @@ impl<'a> Run<'a> {
         if self.c.keep_best && self.best.at.as_ref().is_some_and(|at| at.0 < done) {
             say!("best checkpoint {} ({})", out.join("best").display(), self.best.line(self.task.metrics()));
         }
-        if let Some(line) = engine::passes::loss_scale(&self.s.store)? {
-            say!("{line}");
+        if let Some((scale, overflowed)) = engine::passes::loss_scale(&self.s.store)? {
+            say!("fp16: the loss scale is {scale}; {overflowed} micro-batches overflowed, and their steps were skipped");
         }
         self.clock.up_to(done)?;
         if let Some(line) = self.clock.slow_line() {

@@ -149,9 +149,13 @@ impl Summary {
         self.steps.map_or(self.step.to_string(), |steps| format!("{} of {steps}", self.step))
     }
 
-    /// How long ago something was recorded.
+    /// How long ago something was recorded: `12.0s ago`.
     pub fn age(&self, now: u64) -> String {
-        self.written.map_or("-".into(), |at| human_time(Duration::from_secs(now.saturating_sub(at))))
+        match self.written.map(|at| now.saturating_sub(at)) {
+            None => "-".into(),
+            Some(0) => "just now".into(),
+            Some(seconds) => format!("{} ago", human_time(Duration::from_secs(seconds))),
+        }
     }
 }
 

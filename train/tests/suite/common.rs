@@ -201,7 +201,9 @@ pub fn all_declared(evaluated: &serde_json::Value) {
 pub fn all_meant(out: &Path, records: &[serde_json::Value]) {
     let config: toml::Table = fs::read_to_string(out.join("config.toml")).unwrap_or_default().parse().unwrap_or_default();
     let Some(recipe) = config.get("recipe").and_then(|r| kiln::recipe::find(r.as_str()?).ok()) else { return };
-    let keys: std::collections::BTreeSet<&String> = records.iter().filter_map(|r| r.as_object()).flat_map(|r| r.keys()).collect();
+    // A number that is not finite is null.
+    let numbers = records.iter().filter_map(|r| r.as_object()).flatten().filter(|(_, v)| v.is_number() || v.is_null());
+    let keys: std::collections::BTreeSet<&String> = numbers.map(|(key, _)| key).collect();
     for key in keys.into_iter().filter(|k| *k != "step") {
         let meant = kiln::recipe::Metric::of_key(recipe.metrics(), key);
         assert!(meant.is_some(), "{} records {key}, which neither its metrics nor recipe/metric.rs declare", recipe.name());

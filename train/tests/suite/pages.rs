@@ -57,7 +57,7 @@ fn runs_say_how_they_are_doing() {
     assert_eq!((&done["step"], &done["steps"], &done["recipe"], &done["work"]), (&6.into(), &6.into(), &"hydra".into(), &"tok".into()));
     let table = kiln(["runs", &text(dir.path())]).ok().out;
     let row = table.lines().find(|l| l.starts_with("done ")).unwrap();
-    for part in ["finished", "hydra tiny", "6 of 6", "loss ", " tok/s", " ago"] {
+    for part in ["finished", "hydra tiny", "6 of 6", "loss ", " tok/s"] {
         assert!(row.contains(part), "{part}: {table}");
     }
 

@@ -19,7 +19,7 @@ fn a_run_in_fp8_resumes_to_the_bit_before_and_after_its_warm_up() {
     let dir = tempdir().unwrap();
     let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
     let said = small(&whole, &format!("--steps 7 {FP8}")).ok().out;
-    assert!(said.contains("step 5: fp8 is active from here on, after 4 steps without it"), "{said}");
+    assert!(said.contains("step 5: fp8 is active from here on, after 4 micro-batches without it"), "{said}");
     small(&parts, &format!("--steps 2 {FP8}")).ok();
     let said = resume(&parts, "--steps 5").ok().out;
     assert!(said.contains("step 5: fp8 is active"), "{said}");
@@ -42,8 +42,16 @@ fn a_run_that_began_without_fp8_goes_on_with_it() {
     let run = dir.path().join("run");
     small(&run, "--steps 2").ok();
     let said = resume(&run, &format!("--steps 7 {FP8}")).ok().out;
-    assert!(said.contains("step 7: fp8 is active from here on, after 4 steps without it"), "{said}");
+    assert!(said.contains("step 7: fp8 is active from here on, after 4 micro-batches without it"), "{said}");
     assert!(losses(&run).iter().all(|l| l.1.is_some_and(f64::is_finite)));
+}
+
+/// What begins in the middle of a step is said all the same, once.
+#[test]
+fn a_warm_up_that_ends_between_micro_batches_is_said() {
+    let dir = tempdir().unwrap();
+    let said = small(&dir.path().join("run"), &format!("--steps 4 --set accumulate=3 {FP8}")).ok().out;
+    assert_eq!(said.matches("fp8 is active from here on, after 4 micro-batches without it").count(), 1, "{said}");
 }
 
 /// The scale is so large at first that steps overflow: they are skipped and counted, the scale halves, and the run goes on; stopped in the middle and

@@ -19,6 +19,9 @@ pub struct Timed {
     pub ms: f32,
 }
 
+/// Of each node the milliseconds from the beginning of a run until its end; None is what follows the last.
+type Ends = Vec<(Option<usize>, f32)>;
+
 impl Deref for Timed {
     type Target = Node;
 
@@ -104,12 +107,7 @@ impl CudaProgram {
     }
 
     /// Runs once, node by node, with events around each. When it began by `now`, and of each node the milliseconds until its end.
-    pub fn run_timed(
-        &mut self,
-        store: &mut Store,
-        feeds: &[(&str, Data)],
-        now: impl Fn() -> u64,
-    ) -> Result<(u64, Vec<(Option<usize>, f32)>), Error> {
+    pub fn run_timed(&mut self, store: &mut Store, feeds: &[(&str, Data)], now: impl Fn() -> u64) -> Result<(u64, Ends), Error> {
         self.cuda.current();
         self.send(feeds)?;
         let (bases, chosen) = (self.bases(store)?, self.chosen(feeds)?);

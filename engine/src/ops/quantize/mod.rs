@@ -196,6 +196,15 @@ fn linear<'g>(x: Var<'g>, w: Var<'g>, dtypes: [DType; 2], sums: Sums) -> Var<'g>
     r.op1(Matmul { dtype: Some(x.dtype()), scaled: Some(sums), ..Matmul::default() }, &[a, b.t(), sa, sb])
 }
 
+/// The history and scales of two tensors after a run, of which these are the parts of the largest values.
+fn next_scales<'g>(history: Var<'g>, parts: Var<'g>, runs: f32) -> Vec<Var<'g>> {
+    let r = history.recorder();
+    let op = Scales { types: vec![DType::E4M3, DType::E5M2] };
+    // Computed, so that the op may write over it.
+    let [history, parts] = [history, parts].map(|v| v.cast(DType::F32));
+    r.op(op, &[history * 1.0, r.full(&[2, 4], 0.5) * 1.0, r.full(&[1], runs), parts])
+}
+
 const TENSOR_CORES: &str = "tensor cores add up a few FP8 products with some 14 bits before these sums are added in f32";
 
 /// Cases that check and time the ops of this module.
@@ -224,6 +233,13 @@ pub const CASES: &[Case] = &[
         vec![linear(x[0], x[1], [DType::E5M2, DType::E4M3], Sums::F32)]
     })
     .inexact(3e-4, TENSOR_CORES),
+    Case::new("scales after seven runs", &[In(&[2, 5], Fill::Positive), In(&[2, PARTS], Fill::Positive)], |x| next_scales(x[0], x[1], 7.0)),
+    Case::new("scales, the new value the largest", &[In(&[2, 300], Fill::Positive), In(&[2, PARTS], Fill::Positive)], |x| {
+        next_scales(x[0], x[1] * 1e4, 299.0)
+    }),
+    Case::new("scales of what is not finite", &[In(&[2, 5], Fill::Positive), In(&[2, PARTS], Fill::Positive)], |x| {
+        next_scales(x[0], x[1] * 3e38 * 3e38, 3.0)
+    }),
     Case::new("activations, rounded both ways", &[In(&[16384, 1536], Fill::Frozen)], |x| {
         let scale = x[0].recorder().full(&[1], 0.0078125);
         vec![x[0].recorder().op(Quantize::new(DType::E4M3, true, true), &[x[0], scale])[2]]

@@ -3,7 +3,7 @@
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::Meta;
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::PACKS;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -48,8 +48,12 @@ impl Op for Sparse24 {
         });
     }
 
+    /// Which numbers stay is decided before they are rounded, as `kiln prune` does.
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded(at)
+        match at {
+            Port::In(_) => Narrow::Keep,
+            Port::Out(_) => Narrow::Round,
+        }
     }
 
     fn cuda(&self, io: &Io) -> Code {
