@@ -317,7 +317,7 @@ impl<'a> Work<'a> {
 fn finished(timed: Vec<Timed>, times: &[f64], noise: f64) -> impl Iterator<Item = Line> {
     let ms = Interval::of(times).map_or(f64::NAN, |i| i.median);
     timed.into_iter().map(move |Timed { mut line, times, ratios }| {
-        let Some(ratio) = Interval::of_ratios(&ratios) else { return line };
+        let Some(ratio) = Interval::of_positive(&ratios) else { return line };
         let (on, off) = if line.switched_on { (ms * ratio.median, ms) } else { (ms, ms * ratio.median) };
         let gain = ratio.map(|ratio| if line.switched_on { 1.0 / ratio - 1.0 } else { ratio - 1.0 });
         (line.ms, line.ms_off) = (Some(on), Some(off));

@@ -49,7 +49,7 @@ impl Turns {
 
     /// How much longer one copy of the baseline takes than the others do, of the copy of which that is least certain to be nothing.
     pub fn same(&self) -> Option<Interval> {
-        let one = |i: usize| Interval::of_ratios(&ratios(&self.baseline(Some(i)), &self.copies[i])).map(|i| i.map(|ratio| ratio - 1.0));
+        let one = |i: usize| Interval::of_positive(&ratios(&self.baseline(Some(i)), &self.copies[i])).map(|i| i.map(|ratio| ratio - 1.0));
         (0..self.copies.len()).filter_map(one).max_by(|a, b| a.reach(0.0).total_cmp(&b.reach(0.0)))
     }
 }

@@ -36,8 +36,8 @@ impl Interval {
         Some(Interval { median, low: (mean - reach).min(median), high: (mean + reach).max(median) })
     }
 
-    /// Of ratios, whose logarithms are what has no lower end.
-    pub fn of_ratios(ratios: &[f64]) -> Option<Interval> {
+    /// Of times or ratios, which are more than zero: by their logarithms, so that the interval is, too.
+    pub fn of_positive(ratios: &[f64]) -> Option<Interval> {
         Some(Interval::of(&ratios.iter().map(|r| r.ln()).collect::<Vec<_>>())?.map(f64::exp))
     }
 
@@ -160,7 +160,7 @@ mod tests {
 
     /// What is gained if a side is the step without a pass.
     fn gain(found: &Turns, side: usize) -> Interval {
-        Interval::of_ratios(&found.ratios(side)).unwrap().map(|r| r - 1.0)
+        Interval::of_positive(&found.ratios(side)).unwrap().map(|r| r - 1.0)
     }
 
     fn verdict(found: &Turns, side: usize) -> Verdict {
@@ -189,7 +189,7 @@ mod tests {
         let small = Interval::of(&[1.0, 1.2, 1.1]).unwrap();
         assert!(small.low < 0.9 && small.high > 1.3 && (small.median - 1.1).abs() < 1e-12, "three samples say little: {small:?}");
         assert_eq!(Interval::of(&[1.0, 2.0]), None);
-        assert!(Interval::of_ratios(&[0.2, 1.0, 9.0]).unwrap().low > 0.0, "nothing takes less than no time");
+        assert!(Interval::of_positive(&[0.2, 1.0, 9.0]).unwrap().low > 0.0, "nothing takes less than no time");
         // Many samples neither overflow nor vanish.
         let many = Interval::of(&(0..5000).map(f64::from).collect::<Vec<_>>()).unwrap();
         assert!(many.low < many.median && many.high > many.median, "{many:?}");

@@ -171,7 +171,7 @@ fn described(a: &BenchArgs, config: &Config, fitted: Option<&Fitted>, side: &Sid
 fn timed(m: &mut Measured, device: &Device) {
     let mut sorted = m.times.clone();
     sorted.sort_by(f64::total_cmp);
-    m.interval = Interval::of(&sorted);
+    m.interval = Interval::of_positive(&sorted);
     m.ms = m.interval.map_or(sorted[sorted.len() / 2], |i| i.median);
     m.per_s = m.work / m.ms * 1e3;
     if let Value::Object(fields) = memory::Measured::of(device).json() {
