@@ -339,6 +339,7 @@ mod tests {
     /// The clock's nodes are those of the graph, in order, without gaps, and their times add up to that of the run. A profile changes no number.
     #[test]
     fn nodes_on_the_cpu_add_up_to_the_run() {
+        const RUNS: usize = 20;
         let graph = || {
             let r = Recorder::new();
             let w = r.param("w", &[256, 256], Init::Normal { std: 0.1 });
@@ -355,7 +356,7 @@ mod tests {
             let mut store = Store::new(1);
             let mut program = Program::load(graph(), &Switches::default(), &device, &mut store).unwrap();
             let mut profiler = Profiler::start(&device, &Folders::default(), true).unwrap();
-            for _ in 0..2 {
+            for _ in 0..RUNS {
                 match traced {
                     true => program.trace("train", &mut store, &[("x", Data::F32(&x))], &mut profiler).unwrap(),
                     false => program.run(&mut store, &[("x", Data::F32(&x))]).unwrap(),
@@ -374,9 +375,16 @@ mod tests {
                 "{nodes:?}"
             );
             let (host, compute): (Vec<&Span>, Vec<&Span>) = profile.spans.iter().partition(|s| s.track == Track::Host);
-            assert_eq!(compute.iter().filter(|s| matches!(s.what, What::Node(0, _))).count(), 2 * nodes.len());
-            let [ran, took] = [&host, &compute].map(|spans| spans.iter().map(|s| s.end - s.start).sum::<u64>());
-            assert!(took <= ran && took as f64 > 0.8 * ran as f64, "nodes {took} ns, runs {ran} ns");
+            assert_eq!(compute.iter().filter(|s| matches!(s.what, What::Node(0, _))).count(), RUNS * nodes.len());
+            let runs: Vec<&&Span> = host.iter().filter(|s| s.end > s.start).collect();
+            let mut shares = vec![];
+            for run in &runs {
+                let inside = compute.iter().filter(|s| run.start <= s.start && s.end <= run.end);
+                shares.push(inside.map(|s| s.end - s.start).sum::<u64>() as f64 / (run.end - run.start) as f64);
+            }
+            assert!(shares.iter().all(|&s| s <= 1.0), "{shares:?}");
+            // A busy machine may stop this thread between two nodes, in some runs of many but not in all.
+            assert!(shares.iter().any(|&s| s > 0.8), "{shares:?}");
         }
         assert_eq!(both[0], both[1]);
     }

@@ -58,18 +58,20 @@ pub struct Panel<'a> {
 
 /// Of one panel.
 const SIZE: (u32, u32) = (960, 540);
-/// Okabe and Ito: told apart also by the colour-blind.
-const COLORS: [RGBColor; 6] = [
+/// The first six are Okabe and Ito's: told apart also by the colour-blind.
+pub const COLORS: [RGBColor; 8] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
     RGBColor(0, 158, 115),
     RGBColor(204, 121, 167),
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
+    RGBColor(120, 80, 40),
+    RGBColor(110, 110, 110),
 ];
 /// Lines that have room in the legend.
-const LABELS: usize = 2 * COLORS.len();
-const INK: RGBColor = RGBColor(60, 60, 60);
+const LABELS: usize = 12;
+pub const INK: RGBColor = RGBColor(60, 60, 60);
 /// A series is thinned to the extremes of this many stretches; the chart is about as many pixels wide.
 const STRETCHES: usize = 1000;
 

@@ -193,7 +193,7 @@ impl Sites {
                 (false, true) => (a, b),
                 (true, false) => (b, a),
                 _ => {
-                    if is_pruned(g, a) || is_pruned(g, b) {
+                    if [a, b].into_iter().any(|v| is_pruned(g, v, 0) == Some(true)) {
                         receipt.decline("sparse-2:4 prunes the weight at every step", &node.scope);
                     }
                     continue;
@@ -273,18 +273,17 @@ fn is_weight(g: &Graph, v: Value) -> bool {
     weight(of) || g.nodes[of.node].op::<Concat>().is_some() && g.nodes[of.node].inputs.iter().all(|&v| weight(v))
 }
 
-/// Whether `v` is a pruned weight: `weight + (pruned - weight)`, where the second part has no gradient.
-fn is_pruned(g: &Graph, v: Value) -> bool {
-    let of = stem(g, v);
-    let from = |v: &Value| g.nodes[v.node].op::<Sparse24>().is_some();
-    let mut near: Vec<Value> = vec![of];
-    for _ in 0..4 {
-        if near.iter().any(from) {
-            return true;
+/// Whether `v` is made of weights alone (None: it is not), and one of them is pruned: `weight + (pruned - weight)`, as sparse-2:4 records it, perhaps cast.
+fn is_pruned(g: &Graph, v: Value, depth: usize) -> Option<bool> {
+    let node = &g.nodes[v.node];
+    match &node.kind {
+        Kind::State(s) => (s.role == Role::Param).then_some(false),
+        Kind::Op(op) if depth < 8 && op.is::<Matmul>().is_none() => {
+            let inputs = node.inputs.iter().map(|&v| is_pruned(g, v, depth + 1)).collect::<Option<Vec<_>>>()?;
+            Some(op.is::<Sparse24>().is_some() || inputs.contains(&true))
         }
-        near = near.iter().flat_map(|v| g.nodes[v.node].inputs.iter().copied()).collect();
+        _ => None,
     }
-    false
 }
 
 /// Whether a matmul's outputs are the logits of a cross-entropy.

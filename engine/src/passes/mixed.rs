@@ -28,7 +28,7 @@ impl Switch for Mixed {
     fn about(&self) -> &'static str {
         match self.0 {
             DType::F16 => {
-                "Computes matmuls, attention and activations in fp16: as bf16, with a dynamic loss scale: it doubles after `interval` steps without an overflow, and halves after one, whose step is skipped."
+                "Computes matmuls, attention and activations in fp16: as bf16, with a dynamic loss scale: it doubles after `interval` micro-batches without an overflow, and halves after one, whose step is skipped."
             }
             _ => {
                 "Computes matmuls, attention and activations in bf16. Parameters and optimizer states stay f32; norms, softmax and loss accumulate in f32."

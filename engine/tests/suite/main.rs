@@ -2,6 +2,7 @@
 
 mod adam8bit;
 mod adapters;
+mod decode;
 mod fp16;
 mod fp8;
 mod graphs;

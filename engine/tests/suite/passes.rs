@@ -4,7 +4,6 @@ use kiln_engine::check::Verdict;
 use kiln_engine::graph::Graph;
 use kiln_engine::kernel::Arch;
 use kiln_engine::op::Fill;
-use kiln_engine::ops::cache::decode_attention;
 use kiln_engine::ops::experts::mixture;
 use kiln_engine::ops::linear_attention::LinearAttentionGrad;
 use kiln_engine::ops::rope::Pairs;
@@ -296,7 +295,7 @@ fn gated(r: &Recorder) {
 }
 
 /// The graph as a GPU gets it, and what a pass did.
-fn for_gpu(pass: &str, switches: &Switches, record: impl Fn(&Recorder)) -> (Graph, Receipt) {
+pub fn for_gpu(pass: &str, switches: &Switches, record: impl Fn(&Recorder)) -> (Graph, Receipt) {
     let r = Recorder::new();
     record(&r);
     let arch = Arch { sm: 90, multiprocessors: 132 };
@@ -378,6 +377,28 @@ fn products_keep_to_themselves_where_that_is_better() {
     );
 }
 
+/// What is computed twice is counted, so that without it a program's arithmetic is that of the same program without recompute.
+#[test]
+fn added_arithmetic_is_what_recompute_adds() {
+    let flops = |value: &str| {
+        let r = Recorder::new();
+        let x = r.feed("x", &[8, 16], DType::F32);
+        let params = ["a", "b"].map(|name| r.param(name, &[16, 16], Init::Normal { std: 0.2 }));
+        fn block<'g>(x: Var<'g>, w: Var<'g>) -> Var<'g> {
+            x + x.linear(w).silu()
+        }
+        let y = r.block("blocks.0", || block(x, params[0]));
+        let loss = r.block("blocks.1", || block(y, params[1])).square().mean();
+        r.grad(loss, &params).into_iter().zip(params).for_each(|(g, p)| r.update(p, p - g));
+        r.output("loss", loss);
+        let c = kiln_engine::Compiled::new(r.finish(), &Switches::default().with("recompute", value).unwrap(), Target::Cpu).unwrap();
+        (c.plan.cost.flops, c.receipts.iter().map(|r| r.added_flops).sum::<u64>())
+    };
+    let ((plain, none), (twice, added)) = (flops("off"), flops("auto,what=blocks"));
+    assert!(none == 0 && added > plain / 10, "{added} of {plain}");
+    assert!((twice - added).abs_diff(plain) * 100 < plain, "{twice} - {added} is {plain}");
+}
+
 #[test]
 fn an_unreached_parameter_is_an_error_by_name() {
     let r = Recorder::new();
@@ -434,76 +455,6 @@ fn linear_attention_takes_in_what_its_gradient_meets() {
     let i = c.graph.nodes.iter().position(|n| n.name() == "linear_attention").unwrap();
     let types: Vec<DType> = c.graph.inputs(i).iter().map(|m| m.dtype).collect();
     assert_eq!(types, [DType::BF16, DType::F32, DType::F32, DType::BF16]);
-}
-
-/// One token of each of three sequences through a decoder's layers; with an adapter on q, if `lora`.
-fn decoder<'g>(r: &'g Recorder, layers: usize, lora: bool) {
-    let frozen = |name: &str, shape: &[usize]| r.frozen(name, shape, Init::Normal { std: 0.2 });
-    let norm = |x: Var<'g>, name: &str| x.rms_norm(frozen(name, &[x.dim(0)]), 1e-6);
-    let (past, ids) = (r.state("past", &[1], DType::I32, Init::Full(2.0)), r.feed("ids", &[3, 1], DType::I32));
-    let (cos, sin) = r.rope_tables(9, 8, 100.0);
-    let tables = r.typed(|| (cos.gather_rows(ids), sin.gather_rows(ids)));
-    let embedding = frozen("embedding", &[50, 16]);
-    let mut x = embedding.gather_rows(ids);
-    for layer in 0..layers {
-        let name = |part: &str| format!("layers.{layer}.{part}");
-        let linear = |x: Var<'g>, part: &str, n: usize| x.linear(frozen(&name(part), &[n, x.dim(0)]));
-        let turned = |y: Var<'g>, heads: usize, part: &str| norm(y.reshape(&[3, 1, heads, 8]), &name(part)).rope(Pairs::Halves, tables);
-        let cache = |part: &str| r.state(&name(part), &[3, 9, 2, 8], DType::F32, Init::Full(0.0));
-        x = r.block(&format!("layers.{layer}"), || {
-            let h = norm(x, &name("first"));
-            let [q, k, v] = [("q", 32), ("k", 16), ("v", 16)].map(|(part, n)| linear(h, part, n));
-            let q = if lora { q + linear(linear(h, "a", 8) * 0.5, "b", 32) } else { q };
-            let (q, k) = (turned(q, 4, "q_norm"), turned(k, 2, "k_norm"));
-            let caches = (cache("keys"), cache("values"));
-            let (a, new) = decode_attention(q, k, v.reshape(&[3, 1, 2, 8]), caches, past, None, 0.35);
-            r.update(caches.0, new.0);
-            r.update(caches.1, new.1);
-            let x = x + linear(a.reshape(&[3, 1, 32]), "o", 16);
-            let h = norm(x, &name("second"));
-            x + linear(linear(h, "gate", 40).swiglu(linear(h, "up", 40)), "down", 16)
-        });
-    }
-    r.output("logits", norm(x, "last").linear(embedding));
-}
-
-#[test]
-fn a_token_is_few_launches() {
-    let half = Switches::default().with("bf16", "auto").unwrap();
-    let launched = |switches: &Switches, layers: usize, lora: bool| {
-        let (g, receipt) = for_gpu("fuse-decode", switches, |r| decoder(r, layers, lora));
-        let names: Vec<&str> = g.nodes.iter().filter(|n| !n.is_source() && !n.is_view()).map(|n| n.name()).collect();
-        (names.join(" "), receipt)
-    };
-    let (names, receipt) = launched(&half, 1, false);
-    assert_eq!((receipt.applied, receipt.declined.len()), (9, 0), "eight matmuls and attention");
-    let layer = "few_rows decode_attention few_rows few_rows few_rows";
-    assert_eq!(names, format!("gather_rows gather_rows gather_rows {layer} few_rows"));
-    // The adapter's first product is made with q, k and v; the second adds the rest.
-    let (names, receipt) = launched(&half, 2, true);
-    assert_eq!((receipt.applied, receipt.declined.len()), (21, 0));
-    let layer = "few_rows pointwise few_rows decode_attention few_rows few_rows few_rows";
-    assert_eq!(names, format!("gather_rows gather_rows gather_rows {layer} {layer} few_rows"));
-    let (names, receipt) = launched(&Switches::default(), 1, false);
-    assert!(receipt.applied == 1 && receipt.declined[0].0.contains("not f32") && !names.contains("few_rows"), "{names}");
-    // The same numbers, but for rounding; and nothing is touched where gradients are asked for.
-    let run = |mode: &str| {
-        let r = Recorder::new();
-        decoder(&r, 2, true);
-        let mut store = Store::new(3);
-        let switches = half.clone().with("fuse-decode", mode).unwrap();
-        let mut p = Program::load(r.finish(), &switches, &Device::cpu(Cpu::new(2)), &mut store).unwrap();
-        p.run(&mut store, &[("ids", Data::I32(&[7, 1, 3]))]).unwrap();
-        p.read("logits", &store).unwrap()
-    };
-    let error = check::relative(&run("require"), &run("off"));
-    assert!(error < check::tolerance(DType::BF16, 50), "{error}");
-    let trained = |r: &Recorder| {
-        let w = r.param("w", &[8, 8], Init::Full(1.0));
-        let loss = r.feed("x", &[4, 8], DType::F32).linear(w).sum();
-        r.output("g", r.grad(loss, &[w])[0]);
-    };
-    assert_eq!(for_gpu("fuse-decode", &half, trained).1.sites(), 0);
 }
 
 /// Attention whose heads are longer than any kernel takes is written out on a GPU, in every type and direction.

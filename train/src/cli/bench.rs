@@ -61,7 +61,7 @@ pub struct BenchArgs {
     /// Steps before the clock starts
     #[arg(long, default_value_t = 2)]
     warmup: usize,
-    /// Times one more step node by node and prints where it goes (on a GPU)
+    /// With `generate`: times the programs that write replies node by node (on a GPU)
     #[arg(long)]
     profile: bool,
     /// Times the step with each pass switched off, in turn with the step as it is: what the pass gains, what memory it saves, what it changes in loss
@@ -136,10 +136,12 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
         (a.steps_for_error.is_some(), "--steps-for-error"),
         (a.baseline.is_some(), "--baseline"),
         (a.against.is_some(), "--against"),
-        (a.profile && kind == Some("ops"), "--profile"),
     ];
     if let (Some(kind), Some((_, flag))) = (kind, of_recipes.iter().find(|f| f.0)) {
         bail!("{flag} is for a recipe's step, not for bench {kind}");
+    }
+    if a.profile && kind != Some("generate") {
+        bail!("--profile is for bench generate: kiln profile shows where a recipe's step spends its time");
     }
     if a.only.is_some() && !a.ledger && kind != Some("ops") {
         bail!("--only is for bench ops, or for --ledger");

@@ -2,6 +2,7 @@
 
 use crate::common::{checkpoint, kiln, losses, same_bytes, text};
 use engine::passes::Target;
+use engine::program::imagined;
 use engine::{Cpu, Device};
 use kiln::config::Config;
 use kiln::recipe::{self, Task, TrainError};
@@ -80,6 +81,24 @@ fn what_is_loaded_is_what_was_planned() {
 }
 
 /// Losses of a few steps, and what an evaluation finds.
+fn for_gpu(c: &Config, bytes: u64) -> Fitted {
+    let mut c = c.clone();
+    c.set(&format!("memory_budget={}KiB", bytes >> 10)).unwrap();
+    let limits = Limits { target: imagined(90), free: None, allowed: &[], split: true };
+    run::fit(recipe::find(c.text("recipe")).unwrap(), &c, &limits).unwrap().expect("a budget was asked for")
+}
+
+/// On a GPU a budget has room for what CUDA takes beside the plan: 20 MiB were measured.
+#[test]
+fn on_a_gpu_the_plan_alone_does_not_fill_the_budget() {
+    let c = config("decoder", &["batch=64"]);
+    let programs = run::compile_for(&*task(&c), &c.switches().unwrap(), imagined(90), None).unwrap();
+    let planned = run::planned(&programs, imagined(90)).total() as u64;
+    let tight = for_gpu(&c, planned + (20 << 20));
+    assert!(!tight.changes.is_empty() && tight.peaks[1] <= planned + (20 << 20), "{:?} of {planned}", tight.peaks);
+    assert!(for_gpu(&c, planned + (256 << 20)).changes.is_empty());
+}
+
 fn trained(c: &Config) -> Vec<f64> {
     let mut t = task(c);
     let mut s = run::load(&*t, c, &Device::cpu(Cpu::new(1))).unwrap();

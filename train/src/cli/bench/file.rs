@@ -44,7 +44,6 @@ pub struct Measured {
     /// One line a pass, where there is a ledger.
     pub ledger: Vec<Line>,
     pub turns: Option<Turns>,
-    pub nodes: Vec<Value>,
     /// What peers/compare.py found of the same step.
     pub peers: Option<Value>,
     /// Measured memory: `measured_bytes`, `resident_bytes` and more.

@@ -139,9 +139,9 @@ mod tests {
 
     #[test]
     fn rows_say_speeds_and_ratios() {
-        let found = serde_json::json!({ "hydra": {
+        let found = serde_json::json!({ "row": {
             "conditions": "64 x 1024", "kiln": { "per_s": 700_000.0, "unit": "tok" }, "usual": { "per_s": 350_000.0 }, "expert": {} } });
-        assert_eq!(rows(&found), [["hydra: 64 x 1024", "700K tok/s", "350K", "2.00x", "-", "-"]]);
+        assert_eq!(rows(&found), [["row: 64 x 1024", "700K tok/s", "350K", "2.00x", "-", "-"]]);
         assert!(rows(&Value::Null).is_empty());
     }
 }

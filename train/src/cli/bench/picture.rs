@@ -2,7 +2,7 @@
 
 use super::file::{Found, Line, Measured};
 use super::stats::Verdict;
-use crate::report::ReportError;
+use crate::report::{COLORS, INK, ReportError};
 use anyhow::{Context, Result, bail};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -105,17 +105,6 @@ pub fn picture(dir: &Path, path: &Path) -> Result<()> {
     Ok(())
 }
 
-const COLORS: [RGBColor; 8] = [
-    RGBColor(0, 114, 178),
-    RGBColor(213, 94, 0),
-    RGBColor(0, 158, 115),
-    RGBColor(204, 121, 167),
-    RGBColor(230, 159, 0),
-    RGBColor(86, 180, 233),
-    RGBColor(120, 80, 40),
-    RGBColor(110, 110, 110),
-];
-const INK: RGBColor = RGBColor(60, 60, 60);
 const BAND: RGBColor = RGBColor(226, 226, 226);
 /// Pixels: of the whole, of a row, left of the axes, and above the rows.
 const WIDTH: i32 = 1120;

@@ -3,7 +3,6 @@
 use super::baseline::{Bounds, Compared, comparable, compared};
 use super::file::{FORMAT, Line, Measured, Versions, error};
 use super::ledger::{self, Asked, Baseline, Ledger, ledger};
-use super::nodes::{node, profile};
 use super::peers::{self, Peers};
 use super::side::Side;
 use super::stats::{Interval, LEAST};
@@ -68,13 +67,6 @@ pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCod
     }
     timed(&mut m, device);
     show(&m, fitted.as_ref(), start, device)?;
-    if a.profile {
-        side.session.profile = Some(vec![]);
-        side.task.bench_step(&mut side.session, 0)?;
-        let nodes = side.session.profile.take().unwrap_or_default();
-        profile(&nodes)?;
-        m.nodes = nodes.iter().map(node).collect();
-    }
     drop(side); // the peers need the memory
     if let Some(peers) = peers {
         let found = peers.run(a.rounds.unwrap_or(3))?;
@@ -161,7 +153,6 @@ fn described(a: &BenchArgs, config: &Config, fitted: Option<&Fitted>, side: &Sid
         receipts: run::receipts_json(&side.session),
         ledger: vec![],
         turns: None,
-        nodes: vec![],
         peers: None,
         memory: Default::default(),
     }
