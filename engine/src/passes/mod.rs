@@ -2,6 +2,7 @@
 
 mod adam8bit;
 mod autodiff;
+mod data_parallel;
 mod dead_code;
 mod decompose;
 mod fp8;
@@ -26,6 +27,7 @@ mod lora_forward;
 mod merged_qkv;
 mod merged_wgrad;
 mod mixed;
+mod partition;
 pub mod pattern;
 mod presets;
 mod recompute;
@@ -75,6 +77,7 @@ pub trait Pass: Switch {
 
 /// The engine's passes in execution order: by stage, and after the passes that each names in [`Pass::after`].
 pub const PASSES: &[&dyn Pass] = &[
+    &data_parallel::DataParallel,
     &flash_attention::FlashAttentionPass,
     &linear_attention::LinearAttentionPass,
     &linear_ce::LinearCe,

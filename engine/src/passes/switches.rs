@@ -4,6 +4,7 @@ use super::{FORMERLY, Fast, Preset};
 use crate::error::Error;
 use crate::kernel::Arch;
 use crate::meta::DType;
+use crate::ranks::Ranks;
 use crate::record::Recorder;
 use std::collections::BTreeMap;
 
@@ -112,6 +113,8 @@ pub trait Switch: Sync {
 pub struct Settings<'a> {
     /// What the program is compiled for.
     pub target: Target,
+    /// The ranks that run the program together.
+    pub ranks: &'a Ranks,
     switch: &'static dyn Switch,
     values: &'a BTreeMap<String, String>,
 }
@@ -221,6 +224,8 @@ impl Receipt {
 pub struct Switches {
     /// Decides the mode of a switch that is not set.
     pub preset: Preset,
+    /// The ranks that run the program together.
+    pub ranks: Ranks,
     chosen: BTreeMap<String, (Mode, BTreeMap<String, String>)>,
 }
 
@@ -302,7 +307,7 @@ impl Switches {
         if mode != Mode::Off {
             let none = BTreeMap::new();
             let values = self.chosen.get(switch.name()).map_or(&none, |c| &c.1);
-            f(&Settings { target, switch, values }, &mut receipt)?;
+            f(&Settings { target, ranks: &self.ranks, switch, values }, &mut receipt)?;
         }
         if let (Mode::Require, Some((reason, site))) = (mode, receipt.declined.first()) {
             return Err(Error::Declined { pass: switch.name().into(), site: site.clone(), reason: reason.clone() });

@@ -1,0 +1,95 @@
+//! Divides every batch among the ranks.
+
+use super::partition::{Division, divide, rewrite};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Node, Role};
+use crate::meta::DType;
+use crate::op::Share;
+use crate::record::Recorder;
+use std::collections::{HashMap, HashSet};
+
+pub struct DataParallel;
+
+impl Switch for DataParallel {
+    fn name(&self) -> &'static str {
+        "data-parallel"
+    }
+
+    fn about(&self) -> &'static str {
+        "Divides every batch among the ranks. Sums over the batch, of losses and gradients, are all-reduced, so that a step is the same as on one rank."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn example(&self, r: &Recorder) {
+        let w = r.param("w", &[3, 4], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[8, 3], DType::F32);
+        let loss = x.matmul(w).silu().mean();
+        r.output("loss", loss);
+        r.output("dw", r.grad(loss, &[w])[0]);
+    }
+}
+
+impl Pass for DataParallel {
+    fn stage(&self) -> Stage {
+        Stage::Fused
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let group = &settings.ranks.data;
+        if group.size == 1 {
+            return Ok(());
+        }
+        let Some(division) = placed(g, group.size)? else {
+            receipt.decline(format!("no feed has a first dimension that {} ranks can divide: each computes all of it", group.size), "");
+            return Ok(());
+        };
+        let ops = |divided: bool| {
+            let own = |(n, a): &(&Node, &Option<usize>)| matches!(n.kind, Kind::Op(_)) && !n.is_view() && a.is_some() == divided;
+            g.nodes.iter().zip(&division.axes).filter(own).count()
+        };
+        receipt.notes.push(format!("{} of {} ops on a part of the batch", ops(true), ops(true) + ops(false)));
+        for (v, node) in &division.gathered {
+            let what = g.nodes[*node].name();
+            receipt.decline(format!("{what} needs the whole batch: {:?} is gathered", g.meta(*v)), &g.nodes[*node].scope);
+        }
+        receipt.applied += ops(true);
+        rewrite(g, &division, group);
+        Ok(())
+    }
+}
+
+/// The feeds that have a row for every example, the states that follow them, and what comes of that; None if there is nothing to divide.
+fn placed(g: &Graph, parts: usize) -> Result<Option<Division>, Error> {
+    let rows = |n: &Node| n.outputs[0].shape.first().copied().unwrap_or(1);
+    let divides = |n: &Node| matches!(n.kind, Kind::Feed(_)) && rows(n) > 1 && rows(n).is_multiple_of(parts);
+    let mut sources: HashMap<usize, Share> =
+        g.nodes.iter().enumerate().filter(|(_, n)| divides(n)).map(|(i, _)| (i, Share::Dim(0))).collect();
+    let mut settled: HashSet<usize> = HashSet::new();
+    loop {
+        let division = divide(g, &sources, parts)?;
+        let mut changed = false;
+        // A feed that is needed as a whole, such as a seed or a table of positions, is not divided.
+        for (v, _) in &division.gathered {
+            if matches!(g.nodes[v.node].kind, Kind::Feed(_)) {
+                changed |= sources.remove(&v.node).is_some();
+            }
+        }
+        // A state whose new value is divided is divided, too: what is carried from one batch to the next.
+        for (state, value) in &g.updates {
+            let Kind::State(s) = &g.nodes[state.node].kind else { continue };
+            let share = division.shares[value.node][value.out];
+            if matches!(share, Share::Dim(_)) && s.role == Role::Carried && settled.insert(state.node) {
+                sources.insert(state.node, share);
+                changed = true;
+            }
+        }
+        if !changed {
+            let divided = division.axes.iter().any(Option::is_some);
+            return Ok(divided.then_some(division));
+        }
+    }
+}
