@@ -6,6 +6,7 @@ pub use crate::ranks::{Axis, Share};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Layout, Meta};
+use crate::ranks::Group;
 use crate::record::Var;
 use std::any::Any;
 use std::fmt::Debug;
@@ -101,6 +102,16 @@ pub trait Op: Any + Debug + Send + Sync {
 
     /// The op for part `index` of `parts` along the axis of this number, if it differs from that for the whole.
     fn part(&self, _x: &[Meta], _axis: usize, _parts: usize, _index: usize) -> Option<Arc<dyn Op>> {
+        None
+    }
+
+    /// For an op that works on many tensors apart: (inputs, outputs) that have the same shape and are computed element by element.
+    fn apart(&self) -> Vec<(Vec<usize>, Vec<usize>)> {
+        vec![]
+    }
+
+    /// Records the op on inputs of which a rank has these shares, if the op has a way of its own to do that. Its outputs are the same on all ranks.
+    fn divided<'g>(&self, _x: &[Var<'g>], _have: &[Share], _group: &Group) -> Option<Vec<Var<'g>>> {
         None
     }
 

@@ -342,8 +342,7 @@ impl Config {
     }
 
     pub fn switches(&self) -> Result<Switches, ConfigError> {
-        let mut s = Switches::default();
-        s.ranks = self.ranks.clone();
+        let mut s = Switches::default().on_ranks(self.ranks.clone());
         // Checkpoints of earlier versions do not have it.
         if let Some(preset) = self.value("", OPTIMISE) {
             s.preset = Preset::named(preset.as_str().unwrap_or_default())?;

@@ -3,11 +3,11 @@
 use super::partition::{Division, divide, rewrite};
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Node, Role};
+use crate::graph::{Graph, Init, Kind, Node};
 use crate::meta::DType;
 use crate::op::Share;
 use crate::record::Recorder;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 pub struct DataParallel;
 
@@ -22,6 +22,10 @@ impl Switch for DataParallel {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn on_ranks(&self) -> Option<([usize; 2], &'static [(&'static str, &'static str)])> {
+        Some(([2, 1], &[]))
     }
 
     fn example(&self, r: &Recorder) {
@@ -47,16 +51,7 @@ impl Pass for DataParallel {
             receipt.decline(format!("no feed has a first dimension that {} ranks can divide: each computes all of it", group.size), "");
             return Ok(());
         };
-        let ops = |divided: bool| {
-            let own = |(n, a): &(&Node, &Option<usize>)| matches!(n.kind, Kind::Op(_)) && !n.is_view() && a.is_some() == divided;
-            g.nodes.iter().zip(&division.axes).filter(own).count()
-        };
-        receipt.notes.push(format!("{} of {} ops on a part of the batch", ops(true), ops(true) + ops(false)));
-        for (v, node) in &division.gathered {
-            let what = g.nodes[*node].name();
-            receipt.decline(format!("{what} needs the whole batch: {:?} is gathered", g.meta(*v)), &g.nodes[*node].scope);
-        }
-        receipt.applied += ops(true);
+        division.describe(g, "a part of the batch", receipt);
         rewrite(g, &division, group);
         Ok(())
     }
@@ -68,7 +63,6 @@ fn placed(g: &Graph, parts: usize) -> Result<Option<Division>, Error> {
     let divides = |n: &Node| matches!(n.kind, Kind::Feed(_)) && rows(n) > 1 && rows(n).is_multiple_of(parts);
     let mut sources: HashMap<usize, Share> =
         g.nodes.iter().enumerate().filter(|(_, n)| divides(n)).map(|(i, _)| (i, Share::Dim(0))).collect();
-    let mut settled: HashSet<usize> = HashSet::new();
     loop {
         let division = divide(g, &sources, parts)?;
         let mut changed = false;
@@ -78,18 +72,10 @@ fn placed(g: &Graph, parts: usize) -> Result<Option<Division>, Error> {
                 changed |= sources.remove(&v.node).is_some();
             }
         }
-        // A state whose new value is divided is divided, too: what is carried from one batch to the next.
-        for (state, value) in &g.updates {
-            let Kind::State(s) = &g.nodes[state.node].kind else { continue };
-            let share = division.shares[value.node][value.out];
-            if matches!(share, Share::Dim(_)) && s.role == Role::Carried && settled.insert(state.node) {
-                sources.insert(state.node, share);
-                changed = true;
-            }
-        }
+        // What is carried from one batch to the next is divided, too.
+        changed |= division.follow(g, &mut sources);
         if !changed {
-            let divided = division.axes.iter().any(Option::is_some);
-            return Ok(divided.then_some(division));
+            return Ok((division.divided(g) > 0).then_some(division));
         }
     }
 }

@@ -33,6 +33,8 @@ mod presets;
 mod recompute;
 mod sparse;
 mod switches;
+mod tensor_parallel;
+mod zero;
 
 pub use presets::{Fast, Preset};
 pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
@@ -78,6 +80,8 @@ pub trait Pass: Switch {
 /// The engine's passes in execution order: by stage, and after the passes that each names in [`Pass::after`].
 pub const PASSES: &[&dyn Pass] = &[
     &data_parallel::DataParallel,
+    &tensor_parallel::TensorParallel,
+    &zero::Zero,
     &flash_attention::FlashAttentionPass,
     &linear_attention::LinearAttentionPass,
     &linear_ce::LinearCe,
@@ -93,6 +97,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &merged_qkv::MergedQkv,
     &autodiff::Autodiff,
     &dead_code::DeadCode,
+    &zero::Scatter,
     &fp8::Fp8,
     &hoist::Hoist,
     &recompute::Recompute,

@@ -4,10 +4,12 @@
 //! The graph means the same before and after: sums over a batch stay sums over the whole batch. Gradients are asked for afterwards, so that they are
 //! divided as the values are.
 
+use super::Receipt;
 use crate::error::Error;
-use crate::graph::{Graph, Kind, Node, Value};
+use crate::graph::{Graph, Kind, Node, Role, Value};
 use crate::meta::Meta;
 use crate::op::{Axis, Op, Share};
+use crate::ops::adamw::GlobalNorm;
 use crate::ops::collective::{Broadcast, all_gather, all_reduce, all_to_all, part, reduce_scatter};
 use crate::ops::full::Full;
 use crate::ranks::{Group, Part};
@@ -22,10 +24,66 @@ pub type Shares = Vec<Vec<Share>>;
 pub struct Division {
     /// What a rank has of every value.
     pub shares: Shares,
-    /// Of each node, the number of the axis of its op along which it is divided; None: every rank computes all of it.
-    pub axes: Vec<Option<usize>>,
+    /// How each node is computed.
+    pub ways: Vec<Way>,
     /// Values that must be put together again for a node that cannot be divided: (value, the node).
     pub gathered: Vec<(Value, usize)>,
+}
+
+/// How a node is computed.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Way {
+    /// By every rank.
+    Whole,
+    /// Along an axis of its op, of this number.
+    Axis(usize, Axis),
+    /// Tensors apart, with these shares of its inputs (see [`Op::apart`]).
+    Apart(Vec<Share>),
+    /// In a way of its own (see [`Op::divided`]).
+    Own,
+}
+
+impl Way {
+    /// What it needs of input `k`, of which a rank has `have`.
+    fn need(&self, k: usize, have: Share) -> Share {
+        match self {
+            Way::Whole => Share::Whole,
+            Way::Axis(_, axis) => axis.x[k],
+            Way::Apart(shares) => shares[k],
+            Way::Own => have,
+        }
+    }
+}
+
+impl Division {
+    /// How many ops are divided.
+    pub fn divided(&self, g: &Graph) -> usize {
+        let is_op = |n: &Node| matches!(n.kind, Kind::Op(_)) && !n.is_view();
+        g.nodes.iter().zip(&self.ways).filter(|(n, way)| is_op(n) && matches!(way, Way::Axis(..))).count()
+    }
+
+    /// Divides states whose new values are: what is carried from one batch to the next, moments of weights. Says whether there were new ones.
+    pub fn follow(&self, g: &Graph, sources: &mut HashMap<usize, Share>) -> bool {
+        let before = sources.len();
+        for (state, value) in &g.updates {
+            let Kind::State(s) = &g.nodes[state.node].kind else { continue };
+            let share = self.shares[value.node][value.out];
+            if matches!(share, Share::Dim(_)) && s.role == Role::Carried {
+                sources.entry(state.node).or_insert(share);
+            }
+        }
+        sources.len() > before
+    }
+
+    /// Counts in a receipt what is divided, and what is not.
+    pub fn describe(&self, g: &Graph, what: &str, receipt: &mut Receipt) {
+        let all = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Op(_)) && !n.is_view()).count();
+        receipt.applied += self.divided(g);
+        receipt.notes.push(format!("{} of {all} ops on {what}", self.divided(g)));
+        for (v, node) in &self.gathered {
+            receipt.decline(format!("{} needs the whole: {:?} is gathered", g.nodes[*node].name(), g.meta(*v)), &g.nodes[*node].scope);
+        }
+    }
 }
 
 /// What it costs, in bytes that a rank sends, to have `need` of a value that is held as `have`; None if that is not possible.
@@ -80,40 +138,51 @@ fn best(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Op
 
 /// Follows the shares of the sources through the graph.
 pub fn divide(g: &Graph, sources: &HashMap<usize, Share>, parts: usize) -> Result<Division, Error> {
-    let mut d = Division { shares: vec![], axes: vec![], gathered: vec![] };
+    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![] };
     for (i, node) in g.nodes.iter().enumerate() {
         let have: Vec<Share> = node.inputs.iter().map(|v| d.shares[v.node][v.out]).collect();
-        let (axis, shares) = match &node.kind {
-            Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (None, vec![sources.get(&i).copied().unwrap_or(Share::Whole)]),
-            Kind::Grad => (None, have[1..].to_vec()),
-            Kind::Op(op) => {
-                let x = g.inputs(i);
-                let whole = have.iter().zip(&x).map(|(have, m)| cost(*have, Share::Whole, m)).sum::<Option<usize>>();
-                match (best(&**op, &have, &x, &node.outputs, parts), whole) {
-                    (Some((number, axis, bytes)), whole) if whole.is_none_or(|w| bytes <= w) => {
-                        let own = axis.x.iter().zip(&have).any(|(need, have)| matches!((have, need), (Share::Own, Share::Dim(0))));
-                        let share = |s: &Share| if own && *s == Share::Dim(0) { Share::Own } else { *s };
-                        (Some(number), axis.y.iter().map(share).collect())
-                    }
-                    (_, Some(_)) => (None, vec![Share::Whole; node.outputs.len()]),
-                    _ => return Err(undivided(node)),
-                }
-            }
-        };
-        let needed = |k: usize| match (&node.kind, axis) {
-            (Kind::Op(op), Some(a)) => op.axes(&g.inputs(i), parts)[a].x[k],
-            (Kind::Grad, _) if k > 0 => have[k],
-            _ => Share::Whole,
+        let (way, shares) = match &node.kind {
+            Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (Way::Whole, vec![sources.get(&i).copied().unwrap_or(Share::Whole)]),
+            Kind::Grad => (Way::Own, have[1..].to_vec()),
+            Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
+            Kind::Op(op) => way(&**op, &have, &g.inputs(i), &node.outputs, parts).ok_or_else(|| undivided(node))?,
         };
         for (k, v) in node.inputs.iter().enumerate() {
-            if matches!(have[k], Share::Dim(_)) && needed(k) == Share::Whole {
+            if matches!(have[k], Share::Dim(_)) && way.need(k, have[k]) == Share::Whole {
                 d.gathered.push((*v, i));
             }
         }
         d.shares.push(shares);
-        d.axes.push(axis);
+        d.ways.push(way);
     }
     Ok(d)
+}
+
+/// How an op is computed whose inputs are held like this, and what a rank then has of its outputs.
+fn way(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Option<(Way, Vec<Share>)> {
+    let apart = op.apart();
+    if !apart.is_empty() {
+        let (mut need, mut out) = (vec![Share::Whole; x.len()], vec![Share::Whole; y.len()]);
+        for (inputs, outputs) in apart {
+            let divided = inputs.iter().map(|&k| have[k]).find(|h| matches!(h, Share::Dim(_))).unwrap_or(Share::Whole);
+            inputs.iter().for_each(|&k| need[k] = divided);
+            outputs.iter().for_each(|&k| out[k] = divided);
+        }
+        return Some((Way::Apart(need), out));
+    }
+    if op.is::<GlobalNorm>().is_some() && have.iter().all(|h| matches!(h, Share::Whole | Share::Dim(_))) {
+        return Some((Way::Own, vec![Share::Whole; y.len()]));
+    }
+    let whole = have.iter().zip(x).map(|(have, m)| cost(*have, Share::Whole, m)).sum::<Option<usize>>();
+    match best(op, have, x, y, parts) {
+        Some((number, axis, bytes)) if whole.is_none_or(|w| bytes <= w) => {
+            let own = axis.x.iter().zip(have).any(|(need, have)| matches!((have, need), (Share::Own, Share::Dim(0))));
+            let share = |s: &Share| if own && *s == Share::Dim(0) { Share::Own } else { *s };
+            let shares = axis.y.iter().map(share).collect();
+            Some((Way::Axis(number, axis), shares))
+        }
+        _ => whole.map(|_| (Way::Whole, vec![Share::Whole; y.len()])),
+    }
 }
 
 fn undivided(node: &Node) -> Error {
@@ -131,7 +200,7 @@ pub fn rewrite(g: &mut Graph, d: &Division, group: &Group) {
         recorder.set_place(node);
         let made = w.node(i, node);
         if let (true, Share::Dim(axis)) = (node.is_source(), d.shares[i][0]) {
-            let part = Part { shape: node.outputs[0].shape.clone(), axis: Some(axis), index: group.rank, of: group.size };
+            let part = Part { shape: node.outputs[0].shape.clone(), axis: Some(axis), index: group.rank, of: group.size, by: group.name };
             match &node.kind {
                 Kind::Feed(name) => parts.feeds.entry(name.clone()).or_default().push(part),
                 Kind::State(s) => parts.states.entry(s.name.clone()).or_default().push(part),
@@ -174,7 +243,7 @@ impl<'g> Writer<'_, 'g> {
             shape[axis] /= self.group.size;
             node.outputs[0].with(&shape)
         };
-        let op = match (&node.kind, self.d.axes[i]) {
+        match (&node.kind, &self.d.ways[i]) {
             (Kind::Feed(name), _) if let Share::Dim(axis) = share => {
                 let m = meta(axis);
                 return vec![self.recorder.feed(name, &m.shape, m.dtype)];
@@ -185,19 +254,26 @@ impl<'g> Writer<'_, 'g> {
                 let by: Vec<Var> = node.inputs[1..].iter().map(|v| self.made[v.node][v.out]).collect();
                 return self.recorder.grad(loss, &by);
             }
-            (Kind::Op(op), Some(axis)) => (op, axis),
+            (Kind::Op(op), Way::Axis(number, axis)) => self.divided(op, *number, axis, self.g.inputs(i), &node.inputs),
+            (Kind::Op(op), Way::Own) => {
+                let have: Vec<Share> = node.inputs.iter().map(|v| self.d.shares[v.node][v.out]).collect();
+                let inputs: Vec<Var> = node.inputs.iter().map(|v| self.made[v.node][v.out]).collect();
+                op.divided(&inputs, &have, self.group).expect("`divide` asked whether it has a way of its own")
+            }
+            (Kind::Op(op), Way::Apart(need)) => {
+                let inputs: Vec<Var> = node.inputs.iter().zip(need).map(|(&v, need)| self.get(v, *need, false)).collect();
+                self.recorder.op_arc(op.clone(), &inputs)
+            }
             _ => {
                 let inputs: Vec<Value> = node.inputs.iter().map(|&v| self.get(v, Share::Whole, false).value()).collect();
-                return self.recorder.keep(node, inputs).into_iter().map(|v| self.recorder.var(v)).collect();
+                self.recorder.keep(node, inputs).into_iter().map(|v| self.recorder.var(v)).collect()
             }
-        };
-        self.divided(op.0, op.1, self.g.inputs(i), &node.inputs)
+        }
     }
 
     /// This rank's part of an op.
-    fn divided(&mut self, op: &Arc<dyn Op>, number: usize, x: Vec<Meta>, inputs: &[Value]) -> Vec<Var<'g>> {
+    fn divided(&mut self, op: &Arc<dyn Op>, number: usize, axis: &Axis, x: Vec<Meta>, inputs: &[Value]) -> Vec<Var<'g>> {
         let (size, rank) = (self.group.size, self.group.rank);
-        let axis = op.axes(&x, size).swap_remove(number);
         let inputs: Vec<Var> = inputs.iter().zip(&axis.x).map(|(&v, need)| self.get(v, *need, true)).collect();
         let op = op.part(&x, number, size, rank).unwrap_or_else(|| op.clone());
         self.recorder.op_arc(op, &inputs)
@@ -243,7 +319,7 @@ impl<'g> Writer<'_, 'g> {
         let Kind::Op(op) = &node.kind else { return None };
         let (x, size) = (self.g.inputs(v.node), self.group.size);
         let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, size);
-        let number = op.axes(&x, size).iter().position(fits)?;
-        (op.is_view() || op.is::<Full>().is_some()).then(|| self.divided(op, number, x, &node.inputs)[v.out])
+        let (number, axis) = op.axes(&x, size).into_iter().enumerate().find(|(_, a)| fits(a))?;
+        (op.is_view() || op.is::<Full>().is_some()).then(|| self.divided(op, number, &axis, x, &node.inputs)[v.out])
     }
 }

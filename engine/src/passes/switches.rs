@@ -103,6 +103,11 @@ pub trait Switch: Sync {
         false
     }
 
+    /// For a pass that divides work among ranks: the ranks (data, tensor) on which its example is tested, and other switches that it needs there.
+    fn on_ranks(&self) -> Option<([usize; 2], &'static [(&'static str, &'static str)])> {
+        None
+    }
+
     /// Whether no program runs without it, so that it cannot be switched off.
     fn required(&self) -> bool {
         false
@@ -287,6 +292,12 @@ impl Switches {
     pub fn with(mut self, pass: &str, value: &str) -> Result<Switches, Error> {
         self.set(pass, value)?;
         Ok(self)
+    }
+
+    /// The same for a program that these ranks run together.
+    pub fn on_ranks(mut self, ranks: Ranks) -> Switches {
+        self.ranks = ranks;
+        self
     }
 
     /// The mode set for a switch.

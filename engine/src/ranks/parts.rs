@@ -49,6 +49,8 @@ pub struct Part {
     pub index: usize,
     /// How many parts there are.
     pub of: usize,
+    /// The group of ranks that have the parts.
+    pub by: &'static str,
 }
 
 impl Part {
@@ -115,7 +117,7 @@ mod tests {
     fn parts_make_up_the_whole() {
         let whole: Vec<u8> = (0..48).collect();
         for axis in [None, Some(0), Some(1), Some(2)] {
-            let parts = [0, 1].map(|index| Part { shape: vec![2, 4, 6], axis, index, of: 2 });
+            let parts = [0, 1].map(|index| Part { shape: vec![2, 4, 6], axis, index, of: 2, by: "data" });
             let mut back = vec![0; 48];
             for part in &parts {
                 let own = part.cut(&whole);
@@ -124,14 +126,14 @@ mod tests {
             }
             assert_eq!(back, whole, "{axis:?}");
         }
-        let middle = Part { shape: vec![2, 4, 6], axis: Some(1), index: 1, of: 2 };
+        let middle = Part { shape: vec![2, 4, 6], axis: Some(1), index: 1, of: 2, by: "data" };
         assert_eq!(middle.cut(&whole)[..3], [12, 13, 14]);
-        assert_eq!(cut(&[middle, Part { shape: vec![2, 2, 6], axis: Some(0), index: 1, of: 2 }], whole)[..2], [36, 37]);
+        assert_eq!(cut(&[middle, Part { shape: vec![2, 2, 6], axis: Some(0), index: 1, of: 2, by: "data" }], whole)[..2], [36, 37]);
     }
 
     #[test]
     fn feeds_are_cut_by_rows_and_others_stay() {
-        let part = Part { shape: vec![4, 2], axis: Some(0), index: 1, of: 2 };
+        let part = Part { shape: vec![4, 2], axis: Some(0), index: 1, of: 2, by: "data" };
         let parts = Parts { feeds: [("x".to_string(), vec![part])].into(), ..Parts::default() };
         let feeds = [("x", Data::I32(&[0, 1, 2, 3, 4, 5, 6, 7])), ("rate", Data::F32(&[0.5]))];
         let own = Data::checked("x", &Meta::new(&[2, 2], DType::I32), &parts, &feeds).unwrap();

@@ -106,17 +106,21 @@ pub fn ranks(data: usize, tensor: usize) -> Vec<Ranks> {
     .collect()
 }
 
+/// Calls `f` on a thread for each of `data` times `tensor` ranks, and returns what each found.
+pub fn each<R: Send>(data: usize, tensor: usize, f: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
+    let f = &f;
+    std::thread::scope(|s| {
+        let threads: Vec<_> = ranks(data, tensor).into_iter().map(|ranks| s.spawn(move || f(ranks))).collect();
+        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::thread::scope;
 
     fn on_all<R: Send>(size: usize, f: impl Fn(&Group) -> R + Sync) -> Vec<R> {
-        let f = &f;
-        scope(|s| {
-            let threads: Vec<_> = ranks(size, 1).into_iter().map(|r| s.spawn(move || f(&r.data))).collect();
-            threads.into_iter().map(|t| t.join().unwrap()).collect()
-        })
+        each(size, 1, |r| f(&r.data))
     }
 
     /// Of sizes that divide among the ranks and of others, again and again.

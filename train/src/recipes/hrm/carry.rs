@@ -2,7 +2,7 @@
 //! Slots whose example is done take a fresh one from what the step is fed; the rest of that is dropped.
 
 use super::model::{Hrm, HrmConfig, Segment, Thought};
-use engine::ops::pointwise::expr::{Expr, Ins};
+use engine::ops::pointwise::expr::Expr;
 use engine::ops::pointwise::{Bin, Un, record};
 use engine::{DType, Init, Recorder, Var};
 
