@@ -28,6 +28,11 @@ enum Memory {
 }
 
 impl Tensor {
+    /// Shape and type of the whole of which a rank may have a part.
+    pub fn whole(&self) -> Meta {
+        whole(&self.parts, &self.meta)
+    }
+
     /// The raw bytes; from a GPU they are copied.
     pub fn bytes(&self) -> Result<Cow<'_, [u8]>, Error> {
         match &self.memory {
@@ -127,7 +132,7 @@ impl Store {
     /// Replaces a state's value by one of the same shape and type. Of a whole, a rank takes its part.
     pub fn set(&mut self, name: &str, meta: &Meta, bytes: &[u8]) -> Result<(), Error> {
         let t = self.tensors.get_mut(name).ok_or_else(|| Error::NoState(name.into()))?;
-        if !t.parts.is_empty() && *meta == whole(&t.parts, &t.meta) && bytes.len() == meta.bytes() {
+        if !t.parts.is_empty() && *meta == t.whole() && bytes.len() == meta.bytes() {
             let (own, bytes) = (t.meta.clone(), cut(&t.parts, bytes.to_vec()));
             return self.set(name, &own, &bytes);
         }
@@ -144,7 +149,7 @@ impl Store {
     /// Replaces a state's value by numbers of any float type, rounded if the state's own type is narrower.
     pub fn set_floats(&mut self, name: &str, from: &Meta, bytes: &[u8]) -> Result<(), Error> {
         let t = self.tensors.get(name).ok_or_else(|| Error::NoState(name.into()))?;
-        let own = whole(&t.parts, &t.meta);
+        let own = t.whole();
         if own.dtype == from.dtype
             || !own.dtype.is_float()
             || !from.dtype.is_float()

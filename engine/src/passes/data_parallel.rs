@@ -1,13 +1,13 @@
 //! Divides every batch among the ranks.
 
-use super::partition::{Division, divide, rewrite};
+use super::partition::{Division, Sources, divide, rewrite};
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node};
 use crate::meta::DType;
 use crate::op::Share;
+use crate::ranks::Ranks;
 use crate::record::Recorder;
-use std::collections::HashMap;
 
 pub struct DataParallel;
 
@@ -47,7 +47,7 @@ impl Pass for DataParallel {
         if group.size == 1 {
             return Ok(());
         }
-        let Some(division) = placed(g, group.size)? else {
+        let Some(division) = placed(g, settings.ranks)? else {
             receipt.decline(format!("no feed has a first dimension that {} ranks can divide: each computes all of it", group.size), "");
             return Ok(());
         };
@@ -58,24 +58,26 @@ impl Pass for DataParallel {
 }
 
 /// The feeds that have a row for every example, the states that follow them, and what comes of that; None if there is nothing to divide.
-fn placed(g: &Graph, parts: usize) -> Result<Option<Division>, Error> {
+fn placed(g: &Graph, ranks: &Ranks) -> Result<Option<Division>, Error> {
+    let (group, parts) = (&ranks.data, ranks.data.size);
     let rows = |n: &Node| n.outputs[0].shape.first().copied().unwrap_or(1);
     let divides = |n: &Node| matches!(n.kind, Kind::Feed(_)) && rows(n) > 1 && rows(n).is_multiple_of(parts);
-    let mut sources: HashMap<usize, Share> =
-        g.nodes.iter().enumerate().filter(|(_, n)| divides(n)).map(|(i, _)| (i, Share::Dim(0))).collect();
+    let mut sources = Sources::new(g, ranks, group);
+    sources.shares.extend(g.nodes.iter().enumerate().filter(|(_, n)| divides(n)).map(|(i, _)| (i, Share::Dim(0))));
     loop {
         let division = divide(g, &sources, parts)?;
         let mut changed = false;
         // A feed that is needed as a whole, such as a seed or a table of positions, is not divided.
         for (v, _) in &division.gathered {
             if matches!(g.nodes[v.node].kind, Kind::Feed(_)) {
-                changed |= sources.remove(&v.node).is_some();
+                changed |= sources.shares.remove(&v.node).is_some();
             }
         }
         // What is carried from one batch to the next is divided, too.
         changed |= division.follow(g, &mut sources);
         if !changed {
-            return Ok((division.divided(g) > 0).then_some(division));
+            sources.settle(g, ranks, group);
+            return Ok((!sources.shares.is_empty()).then_some(division));
         }
     }
 }

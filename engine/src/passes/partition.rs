@@ -12,9 +12,9 @@ use crate::op::{Axis, Op, Share};
 use crate::ops::adamw::GlobalNorm;
 use crate::ops::collective::{Broadcast, all_gather, all_reduce, all_to_all, part, reduce_scatter};
 use crate::ops::full::Full;
-use crate::ranks::{Group, Part};
+use crate::ranks::{Group, Part, Ranks};
 use crate::record::{Recorder, Var};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// What a rank has of each output of each node.
@@ -55,6 +55,38 @@ impl Way {
     }
 }
 
+/// What a rank has of feeds and states, by their nodes; the others are whole.
+#[derive(Default)]
+pub struct Sources {
+    pub shares: HashMap<usize, Share>,
+    /// States that another program of the run has settled.
+    pub settled: HashSet<usize>,
+}
+
+impl Sources {
+    /// The states that earlier programs have settled.
+    pub fn new(g: &Graph, ranks: &Ranks, group: &Group) -> Sources {
+        let mut sources = Sources::default();
+        for (i, node) in g.nodes.iter().enumerate() {
+            let Kind::State(s) = &node.kind else { continue };
+            if let Some(share) = ranks.settled.of(group, &s.name, &node.outputs[0]) {
+                sources.settled.insert(i);
+                sources.shares.extend((share != Share::Whole).then_some((i, share)));
+            }
+        }
+        sources
+    }
+
+    /// Settles all states for the programs that come.
+    pub fn settle(&self, g: &Graph, ranks: &Ranks, group: &Group) {
+        for (i, node) in g.nodes.iter().enumerate() {
+            if let Kind::State(s) = &node.kind {
+                ranks.settled.settle(group, &s.name, &node.outputs[0], self.shares.get(&i).copied().unwrap_or(Share::Whole));
+            }
+        }
+    }
+}
+
 impl Division {
     /// How many ops are divided.
     pub fn divided(&self, g: &Graph) -> usize {
@@ -63,16 +95,16 @@ impl Division {
     }
 
     /// Divides states whose new values are: what is carried from one batch to the next, moments of weights. Says whether there were new ones.
-    pub fn follow(&self, g: &Graph, sources: &mut HashMap<usize, Share>) -> bool {
-        let before = sources.len();
+    pub fn follow(&self, g: &Graph, sources: &mut Sources) -> bool {
+        let before = sources.shares.len();
         for (state, value) in &g.updates {
             let Kind::State(s) = &g.nodes[state.node].kind else { continue };
             let share = self.shares[value.node][value.out];
-            if matches!(share, Share::Dim(_)) && s.role == Role::Carried {
-                sources.entry(state.node).or_insert(share);
+            if matches!(share, Share::Dim(_)) && s.role == Role::Carried && !sources.settled.contains(&state.node) {
+                sources.shares.entry(state.node).or_insert(share);
             }
         }
-        sources.len() > before
+        sources.shares.len() > before
     }
 
     /// Counts in a receipt what is divided, and what is not.
@@ -137,12 +169,12 @@ fn best(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Op
 }
 
 /// Follows the shares of the sources through the graph.
-pub fn divide(g: &Graph, sources: &HashMap<usize, Share>, parts: usize) -> Result<Division, Error> {
+pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Error> {
     let mut d = Division { shares: vec![], ways: vec![], gathered: vec![] };
     for (i, node) in g.nodes.iter().enumerate() {
         let have: Vec<Share> = node.inputs.iter().map(|v| d.shares[v.node][v.out]).collect();
         let (way, shares) = match &node.kind {
-            Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (Way::Whole, vec![sources.get(&i).copied().unwrap_or(Share::Whole)]),
+            Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (Way::Whole, vec![sources.shares.get(&i).copied().unwrap_or(Share::Whole)]),
             Kind::Grad => (Way::Own, have[1..].to_vec()),
             Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
             Kind::Op(op) => way(&**op, &have, &g.inputs(i), &node.outputs, parts).ok_or_else(|| undivided(node))?,

@@ -1,13 +1,13 @@
 //! Divides weights among ranks that work on the same examples.
 
-use super::partition::{Division, Way, divide, rewrite};
+use super::partition::{Division, Sources, Way, divide, rewrite};
 use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Role};
 use crate::meta::DType;
 use crate::op::Share;
+use crate::ranks::Ranks;
 use crate::record::Recorder;
-use std::collections::HashMap;
 
 pub struct TensorParallel;
 
@@ -49,7 +49,7 @@ impl Pass for TensorParallel {
         if group.size == 1 {
             return Ok(());
         }
-        let Placed { division, weights, undivided } = placed(g, group.size)?;
+        let Placed { division, weights, undivided } = placed(g, settings.ranks)?;
         for (name, scope) in undivided {
             receipt.decline(format!("no dimension of '{name}' can be divided without putting its result together again"), &scope);
         }
@@ -91,25 +91,26 @@ fn price(g: &Graph, d: &Division, of_model: &[bool], parts: usize) -> Price {
 }
 
 /// Takes one weight after the other, and divides it along the dimension that is best for the whole graph, if one is better than none.
-fn placed(g: &Graph, parts: usize) -> Result<Placed, Error> {
+fn placed(g: &Graph, ranks: &Ranks) -> Result<Placed, Error> {
+    let (group, parts) = (&ranks.tensor, ranks.tensor.size);
     let losses = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]);
     let of_model = match g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad)) {
         true => g.needed_by(losses),
         false => g.needed_by(g.outputs.iter().map(|o| o.1)),
     };
-    let mut sources: HashMap<usize, Share> = HashMap::new();
+    let mut sources = Sources::new(g, ranks, group);
     let mut division = divide(g, &sources, parts)?;
     let mut now = price(g, &division, &of_model, parts);
     let mut undivided = vec![];
     for (i, node) in g.nodes.iter().enumerate().filter(|(i, _)| of_model[*i]) {
         let Kind::State(state) = &node.kind else { continue };
-        if !matches!(state.role, Role::Param | Role::Frozen) {
+        if !matches!(state.role, Role::Param | Role::Frozen) || sources.settled.contains(&i) {
             continue;
         }
         let shape = &node.outputs[0].shape;
         let mut found: Option<(Price, Share, Division)> = None;
         for axis in (0..shape.len()).filter(|&d| shape[d] > 1 && shape[d].is_multiple_of(parts)) {
-            sources.insert(i, Share::Dim(axis));
+            sources.shares.insert(i, Share::Dim(axis));
             if let Ok(d) = divide(g, &sources, parts) {
                 let price = price(g, &d, &of_model, parts);
                 if price < found.as_ref().map_or(now, |f| f.0) {
@@ -117,19 +118,20 @@ fn placed(g: &Graph, parts: usize) -> Result<Placed, Error> {
                 }
             }
         }
-        sources.remove(&i);
+        sources.shares.remove(&i);
         match found {
             Some((price, share, d)) => {
                 (now, division) = (price, d);
-                sources.insert(i, share);
+                sources.shares.insert(i, share);
             }
             None if shape.len() > 1 => undivided.push((state.name.clone(), node.scope.to_string())),
             None => {}
         }
     }
-    let weights = sources.len();
+    let weights = sources.shares.len();
     while division.follow(g, &mut sources) {
         division = divide(g, &sources, parts)?;
     }
+    sources.settle(g, ranks, group);
     Ok(Placed { division, weights, undivided })
 }

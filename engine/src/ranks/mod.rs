@@ -9,8 +9,10 @@ pub mod threads;
 pub use parts::{Axis, Part, Parts, Share, cut, whole};
 
 use crate::error::Error;
+use crate::meta::Meta;
+use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How the ranks of a group exchange bytes on the CPU. Every rank calls the same functions in the same order.
 pub trait Exchange: Send + Sync {
@@ -34,12 +36,40 @@ pub struct Group {
 }
 
 /// What a rank of a run is told.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct Ranks {
     /// Ranks that have different examples.
     pub data: Group,
     /// Ranks that have different parts of the weights.
     pub tensor: Group,
+    /// How states were divided by the programs that were compiled so far, since all programs of a run share them.
+    pub(crate) settled: Settled,
+}
+
+impl PartialEq for Ranks {
+    fn eq(&self, other: &Ranks) -> bool {
+        (&self.data, &self.tensor) == (&other.data, &other.tensor)
+    }
+}
+
+/// What a rank has of states, by group, name and shape.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Settled(Arc<Mutex<BTreeMap<(&'static str, String, Vec<usize>), Share>>>);
+
+impl Settled {
+    fn all(&self) -> MutexGuard<'_, BTreeMap<(&'static str, String, Vec<usize>), Share>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a rank has of a state, where an earlier program has settled that.
+    pub fn of(&self, group: &Group, state: &str, meta: &Meta) -> Option<Share> {
+        self.all().get(&(group.name, state.into(), meta.shape.clone())).copied()
+    }
+
+    /// All programs from here on have so much of it.
+    pub fn settle(&self, group: &Group, state: &str, meta: &Meta, share: Share) {
+        self.all().entry((group.name, state.into(), meta.shape.clone())).or_insert(share);
+    }
 }
 
 impl Ranks {
@@ -53,10 +83,29 @@ impl Ranks {
         self.data.rank * self.tensor.size + self.tensor.rank
     }
 
+    /// Bytes of all ranks, in their order, where each has any number of them.
+    pub fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
+        let mut beside = vec![];
+        for bytes in self.tensor.gather_bytes(own)? {
+            beside.extend((bytes.len() as u64).to_le_bytes());
+            beside.extend(bytes);
+        }
+        let mut all = vec![];
+        for bytes in self.data.gather_bytes(&beside)? {
+            let mut rest = &bytes[..];
+            while let Some((length, after)) = rest.split_first_chunk::<8>() {
+                let (one, after) = after.split_at(u64::from_le_bytes(*length) as usize);
+                all.push(one.to_vec());
+                rest = after;
+            }
+        }
+        Ok(all)
+    }
+
     /// As they would be in a run of `data` times `tensor` ranks, for plans: programs for it cannot run.
     pub fn planned(data: usize, tensor: usize) -> Ranks {
         let group = |name, size| Group { name, rank: 0, size, exchange: None };
-        Ranks { data: group("data", data), tensor: group("tensor", tensor) }
+        Ranks { data: group("data", data), tensor: group("tensor", tensor), settled: Settled::default() }
     }
 }
 

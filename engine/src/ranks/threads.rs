@@ -102,6 +102,7 @@ pub fn ranks(data: usize, tensor: usize) -> Vec<Ranks> {
     both.map(|(d, t)| Ranks {
         data: Group::new("data", d, data, by_data[t][d].clone()),
         tensor: Group::new("tensor", t, tensor, by_tensor[d][t].clone()),
+        settled: Default::default(),
     })
     .collect()
 }
