@@ -76,11 +76,11 @@ pub(crate) fn failed(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
     move |e| Error::Cuda(format!("{what}: {e}"))
 }
 
-/// How many GPUs the driver reports; none where there is no driver. Opens none of them.
+/// How many GPUs the driver reports; none where it or a library is missing. Opens none of them.
 pub fn count(folders: &Folders) -> usize {
-    let driver = find(folders).iter().any(|f| f.name == "libcuda" && f.path.is_some());
     let counted = || result::init().and_then(|()| result::device::get_count());
-    if driver { counted().map_or(0, |n| n.max(0) as usize) } else { 0 }
+    let usable = find(folders).iter().all(|f| f.path.is_some());
+    if usable { counted().map_or(0, |n| n.max(0) as usize) } else { 0 }
 }
 
 impl Cuda {
