@@ -3,6 +3,7 @@
 //! The graph of a rank is what the passes `data-parallel`, `tensor-parallel` and `zero` make of the recorded one. They place collectives in it, ops that
 //! exchange values through a [`Group`].
 
+pub mod mpi;
 mod parts;
 pub mod threads;
 
