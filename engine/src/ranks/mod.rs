@@ -74,6 +74,11 @@ impl Settled {
 }
 
 impl Ranks {
+    /// One rank of both groups.
+    pub fn new(data: Group, tensor: Group) -> Ranks {
+        Ranks { data, tensor, settled: Settled::default() }
+    }
+
     /// How many there are.
     pub fn size(&self) -> usize {
         self.data.size * self.tensor.size
@@ -106,7 +111,7 @@ impl Ranks {
     /// As they would be in a run of `data` times `tensor` ranks, for plans: programs for it cannot run.
     pub fn planned(data: usize, tensor: usize) -> Ranks {
         let group = |name, size| Group { name, rank: 0, size, exchange: None };
-        Ranks { data: group("data", data), tensor: group("tensor", tensor), settled: Settled::default() }
+        Ranks::new(group("data", data), group("tensor", tensor))
     }
 }
 

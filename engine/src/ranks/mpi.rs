@@ -205,10 +205,8 @@ impl Mpi {
             return Err(Error::Ranks(format!("{} ranks cannot be divided into groups of {tensor}", self.size)));
         }
         let (data_rank, tensor_rank) = (self.rank / tensor, self.rank % tensor);
-        Ok(Ranks {
-            data: self.group("data", tensor_rank, data_rank, self.size / tensor)?,
-            tensor: self.group("tensor", data_rank, tensor_rank, tensor)?,
-        })
+        let data = self.group("data", tensor_rank, data_rank, self.size / tensor)?;
+        Ok(Ranks::new(data, self.group("tensor", data_rank, tensor_rank, tensor)?))
     }
 
     /// The ranks that have the same `color`.

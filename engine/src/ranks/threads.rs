@@ -99,12 +99,9 @@ pub fn ranks(data: usize, tensor: usize) -> Vec<Ranks> {
     let by_data: Vec<Vec<_>> = (0..tensor).map(|_| Thread::all(data)).collect();
     let by_tensor: Vec<Vec<_>> = (0..data).map(|_| Thread::all(tensor)).collect();
     let both = (0..data).flat_map(|d| (0..tensor).map(move |t| (d, t)));
-    both.map(|(d, t)| Ranks {
-        data: Group::new("data", d, data, by_data[t][d].clone()),
-        tensor: Group::new("tensor", t, tensor, by_tensor[d][t].clone()),
-        settled: Default::default(),
-    })
-    .collect()
+    let groups =
+        |d: usize, t: usize| [Group::new("data", d, data, by_data[t][d].clone()), Group::new("tensor", t, tensor, by_tensor[d][t].clone())];
+    both.map(|(d, t)| groups(d, t)).map(|[data, tensor]| Ranks::new(data, tensor)).collect()
 }
 
 /// Calls `f` on a thread for each of `data` times `tensor` ranks, and returns what each found.
