@@ -208,6 +208,7 @@ impl Mpi {
         Ok(Ranks {
             data: self.group("data", tensor_rank, data_rank, self.size / tensor)?,
             tensor: self.group("tensor", data_rank, tensor_rank, tensor)?,
+            ..Ranks::default()
         })
     }
 
