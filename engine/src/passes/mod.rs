@@ -2,6 +2,7 @@
 
 mod adam8bit;
 mod autodiff;
+mod chunked_scan;
 mod dead_code;
 mod decompose;
 mod fp8;
@@ -77,6 +78,7 @@ pub trait Pass: Switch {
 pub const PASSES: &[&dyn Pass] = &[
     &flash_attention::FlashAttentionPass,
     &linear_attention::LinearAttentionPass,
+    &chunked_scan::ChunkedScanPass,
     &linear_ce::LinearCe,
     &fuse_norm::FuseNorm,
     &fuse_qk_norm::FuseQkNorm,
