@@ -24,6 +24,7 @@ pub mod reduce;
 pub mod rope;
 pub mod rows;
 pub mod sample;
+pub mod short_conv;
 pub mod softmax;
 pub mod sparse;
 pub mod ssd;
@@ -60,6 +61,7 @@ pub const OPS: &[Entry] = ops! {
     conv: "causal grouped 1D convolution",
     attention: "attention with grouped key and value heads (GQA); flash attention",
     linear_attention: "attention without softmax: RoPE, two matmuls and a layer norm fused",
+    short_conv: "causal depth-wise convolution with bias and SiLU, before a state-space scan",
     ssd: "the state-space scan of Mamba-2, in chunks, and its step for decoding",
     experts: "mixture of experts: routing, grouped GEMMs, the balance loss",
     cross_entropy: "cross-entropy of logits",

@@ -1,0 +1,44 @@
+//! How the short convolution is launched.
+
+use crate::kernel::{At, Code, Io, Launch, Step};
+use crate::meta::{DType, block_stride};
+use crate::ops::reduce::sum_rows;
+
+/// Positions of a thread. The backward pass has more, since each slice writes sums for the gradient of the weight.
+const SLICES: [usize; 2] = [32, 128];
+
+fn launch(io: &Io, reverse: bool, entry: &'static str, slice: usize) -> Launch {
+    let (x, width) = (&io.x[0], io.x[1].dim(0));
+    let [batch, time, channels] = [0, 1, 2].map(|i| x.shape[i]);
+    let step = block_stride(&x.shape, &io.strides[0], 2).expect("blocks evenly apart");
+    let vec = if io.offsets.iter().chain([&step, &channels]).all(|v| v.is_multiple_of(4)) { 4 } else { 1 };
+    Launch::new(include_str!("conv.cu"), entry)
+        .define_type("T", x.dtype)
+        .define("TIME", time)
+        .define("CHANNELS", channels)
+        .define("WIDTH", width)
+        .define("X_ROW", step)
+        .define("VEC", vec)
+        .define("SLICE", slice)
+        .define("REVERSE", reverse as u8)
+        .grid((channels / vec).div_ceil(128), time.div_ceil(slice), batch)
+        .block(128)
+}
+
+pub fn forward(io: &Io, reverse: bool) -> Code {
+    launch(io, reverse, "short_conv", SLICES[0]).all(io).code()
+}
+
+pub fn backward(io: &Io, reverse: bool) -> Code {
+    let grad = launch(io, reverse, "short_conv_grad", SLICES[1]);
+    let (slices, weights, channels) = ((grad.grid[1] * grad.grid[2]) as usize, io.x[1].elements(), io.x[2].elements());
+    let by_bias = At::Work.plus(4 * slices * weights);
+    let args = [At::X(0), At::X(1), At::X(2), At::X(3), At::Y(0), At::Work].map(Into::into);
+    let grad = grad.args(&[&args[..], &[by_bias]].concat());
+    let steps = vec![
+        Step::Launch(grad),
+        Step::Launch(sum_rows(slices, weights, At::Work.into(), (At::Y(1).into(), DType::F32))),
+        Step::Launch(sum_rows(slices, channels, by_bias, (At::Y(2).into(), DType::F32))),
+    ];
+    Code { steps, workspace: 4 * slices * (weights + channels) }
+}
