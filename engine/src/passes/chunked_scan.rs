@@ -34,7 +34,7 @@ impl Switch for ChunkedScanPass {
         let part = |from: usize, groups: usize, width: usize| u.slice(2, from, from + groups * width).reshape(&[2, 150, groups, width]);
         let (x, b, c) = (part(0, heads, p), part(heads * p, 2, n), part(heads * p + 2 * n, 2, n));
         let dt = part(heads * p + 4 * n, heads, 1).reshape(&[2, 150, heads]).sigmoid();
-        let scan = Scan { x, dt, a: -(a.exp()), b, c, d };
+        let scan = Scan { x, dt, decay: -(dt * a.exp()), b, c, d };
         let loss = (ssd(scan, false) + ssd(scan, true)).square().mean();
         r.output("loss", loss);
         for (name, grad) in ["dw", "da", "dd"].into_iter().zip(r.grad(loss, &[w, a, d])) {

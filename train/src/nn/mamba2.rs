@@ -64,11 +64,14 @@ impl<'g> Weights<'g> {
             convolved.slice(outer.len(), from, from + count * width).reshape(&shape)
         };
         let values = s.groups * s.state;
-        let (dt, a) = dt.recorder().typed(|| ((dt.cast(DType::F32) + self.dt_bias).softplus(), -(self.log_decay.exp())));
+        let (dt, decay) = dt.recorder().typed(|| {
+            let dt = (dt.cast(DType::F32) + self.dt_bias).softplus();
+            (dt, -(dt * self.log_decay.exp()))
+        });
         Scan {
             x: part(0, s.heads(), s.head),
             dt,
-            a,
+            decay,
             b: part(s.inner, s.groups, s.state),
             c: part(s.inner + values, s.groups, s.state),
             d: self.skip,
@@ -86,7 +89,7 @@ impl<'g> Weights<'g> {
 pub fn mamba2<'g>(u: Var<'g>, s: &Sizes, w: &Weights<'g>, directions: &[bool]) -> Var<'g> {
     let [z, xbc, dt] = s.split(u);
     let one = |&reverse: &bool| {
-        let scan = w.scan(s, xbc.short_conv(w.conv, w.conv_bias, reverse), dt);
+        let scan = w.scan(s, xbc.short_conv(w.conv, w.conv_bias, reverse, None), dt);
         w.gated_norm(s, ssd(scan, reverse), z)
     };
     directions.iter().map(one).reduce(|a, b| a + b).expect("at least one direction")

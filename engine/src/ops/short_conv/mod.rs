@@ -1,25 +1,26 @@
 //! The short convolution before a state-space scan: causal and depth-wise, with a bias and SiLU,
 //! y`[t]` = silu(bias + sum over taps j of w[.., j] x[t - (width - 1) + j]), with zeros before the start. In reverse, time runs from the last position to
-//! the first. One pass over memory; the backward pass computes what SiLU was applied to again.
+//! the first. With positions i32 [batch, time], where several sequences lie in a row or padding before one, a tap that reaches `shift` steps back counts
+//! only if the position is at least `shift`. One pass over memory; the backward pass computes what SiLU was applied to again.
 
 mod gpu;
 
 use crate::cpu::math::sigmoid;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
-use crate::meta::{Layout, Meta, block_stride};
+use crate::meta::{DType, Layout, Meta, block_stride};
 use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: x [batch, time, channels], weight f32 [channels, width], bias f32 `[channels]`. Output: y, of x's shape.
+/// Inputs: x [batch, time, channels], weight f32 [channels, width], bias f32 `[channels]`, perhaps positions (see the module). Output: y, of x's shape.
 #[derive(Clone, Copy, Debug)]
 pub struct ShortConv {
     /// Whether time runs backwards.
     pub reverse: bool,
 }
 
-struct Sizes {
+struct Sizes<'a> {
     batch: usize,
     time: usize,
     channels: usize,
@@ -27,13 +28,14 @@ struct Sizes {
     /// Distance between time steps of x.
     step: usize,
     reverse: bool,
+    positions: Option<&'a [i32]>,
 }
 
-impl Sizes {
-    fn new(x: &[View], reverse: bool) -> Sizes {
+impl<'v> Sizes<'v> {
+    fn new(x: &'v [View], positions: Option<&'v View>, reverse: bool) -> Sizes<'v> {
         let step = block_stride(x[0].shape, x[0].strides, 2).expect("blocks evenly apart");
         let [batch, time, channels] = [0, 1, 2].map(|i| x[0].shape[i]);
-        Sizes { batch, time, channels, width: x[1].shape[1], step, reverse }
+        Sizes { batch, time, channels, width: x[1].shape[1], step, reverse, positions: positions.map(|p| p.i32()) }
     }
 
     /// The position that lies `shift` steps before t in the order of the scan (after it, if `ahead`).
@@ -41,16 +43,22 @@ impl Sizes {
         if self.reverse != ahead { Some(t + shift).filter(|&t| t < self.time) } else { t.checked_sub(shift) }
     }
 
+    /// Whether t sees what lies `shift` steps before it.
+    fn reaches(&self, b: usize, t: usize, shift: usize) -> bool {
+        self.positions.is_none_or(|p| shift as i64 <= p[b * self.time + t] as i64)
+    }
+
     /// (tap, position) of what position t of batch element b sees: rows of x.
-    fn seen(&self, t: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
-        (0..self.width).filter_map(move |j| Some((j, self.other(t, self.width - 1 - j, false)?)))
+    fn seen(&self, b: usize, t: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let taps = (0..self.width).filter(move |j| self.reaches(b, t, self.width - 1 - j));
+        taps.filter_map(move |j| Some((j, self.other(t, self.width - 1 - j, false)?)))
     }
 
     /// out = bias + what position t sees.
     #[inline(always)]
     fn convolve(&self, out: &mut [f32], x: &[f32], b: usize, t: usize, taps: &[f32], bias: &[f32]) {
         out.copy_from_slice(bias);
-        for (j, from) in self.seen(t) {
+        for (j, from) in self.seen(b, t) {
             let row = &x[(b * self.time + from) * self.step..][..self.channels];
             add_product(out, row, &taps[j * self.channels..][..self.channels]);
         }
@@ -78,7 +86,8 @@ impl Op for ShortConv {
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let (m, w, bias) = (&x[0], &x[1], &x[2]);
         let fits = m.rank() == 3 && *w == Meta::f32(&[m.dim(0), w.dim(0)]) && *bias == Meta::f32(&[m.dim(0)]);
-        assert!(fits && w.dim(0) > 0, "short_conv of {x:?}");
+        let placed = x.get(3).is_none_or(|p| !self.reverse && *p == Meta::new(&m.shape[..2], DType::I32));
+        assert!(fits && placed && w.dim(0) > 0, "short_conv of {x:?}");
         vec![m.clone()]
     }
 
@@ -87,7 +96,7 @@ impl Op for ShortConv {
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], taps: &mut [f32]) {
-        let s = Sizes::new(x, self.reverse);
+        let s = Sizes::new(x, x.get(3), self.reverse);
         s.by_tap(taps, x[1].f32());
         let (data, bias, taps) = (x[0].f32(), x[2].f32(), &*taps);
         y[0].f32().par_chunks_mut(s.channels).with_min_len(16).enumerate().for_each(|(i, y)| {
@@ -107,7 +116,7 @@ impl Op for ShortConv {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded_first(1, at)
+        op::rounded_first(1, at) // positions are no floats
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -116,7 +125,8 @@ impl Op for ShortConv {
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return no_gradient(x.len()) };
-        d.recorder().op(ShortConvGrad(*self), &[x[0], x[1], x[2], d]).into_iter().map(Some).collect()
+        let grads = d.recorder().op(ShortConvGrad(*self), &[&x[..3], &[d], &x[3..]].concat());
+        grads.into_iter().map(Some).chain(no_gradient(x.len() - 3)).collect()
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -127,16 +137,20 @@ impl Op for ShortConv {
         let (channels, width, time) = (x[0].dim(0), x[1].dim(0), x[0].dim(1));
         let (before, after) = if self.reverse { (0, width - 1) } else { (width - 1, 0) };
         let padded = x[0].pad(1, before, after);
-        let bias = x[2].cast(x[0].dtype());
+        let (bias, r) = (x[2].cast(x[0].dtype()), x[0].recorder());
         let sum = (0..width).fold(bias, |sum, j| {
             let from = if self.reverse { width - 1 - j } else { j };
-            sum + padded.slice(1, from, from + time) * x[1].slice(1, j, j + 1).reshape(&[channels]).cast(x[0].dtype())
+            let product = padded.slice(1, from, from + time) * x[1].slice(1, j, j + 1).reshape(&[channels]).cast(x[0].dtype());
+            let Some(position) = x.get(3) else { return sum + product };
+            let shape = [&position.shape()[..], &[1]].concat();
+            let seen = r.full(&[1], (width - 1 - j) as f32 - 0.5).less(position.cast(DType::F32)).reshape(&shape);
+            sum + product * seen.cast(x[0].dtype())
         });
         Some(vec![sum.silu()])
     }
 }
 
-/// Inputs: x, weight, bias, dy. Outputs: dx, and in f32 the gradients of weight and bias.
+/// Inputs: x, weight, bias, dy, perhaps positions. Outputs: dx, and in f32 the gradients of weight and bias.
 #[derive(Clone, Copy, Debug)]
 pub struct ShortConvGrad(
     /// The convolution.
@@ -158,7 +172,7 @@ impl Op for ShortConvGrad {
     }
 
     fn cpu(&self, x: &[View], out: &mut [ViewMut], work: &mut [f32]) {
-        let s = Sizes::new(x, self.0.reverse);
+        let s = Sizes::new(x, x.get(4), self.0.reverse);
         let (time, channels, width) = (s.time, s.channels, s.width);
         let (data, bias, dy) = (x[0].f32(), x[2].f32(), x[3].f32());
         let (taps, work) = work.split_at_mut(channels * width);
@@ -183,7 +197,8 @@ impl Op for ShortConvGrad {
             let (b, t) = (i / time, i % time);
             dx.fill(0.0);
             for j in 0..width {
-                let Some(from) = s.other(t, width - 1 - j, true) else { continue };
+                let shift = width - 1 - j;
+                let Some(from) = s.other(t, shift, true).filter(|&from| s.reaches(b, from, shift)) else { continue };
                 add_product(dx, &before[(b * time + from) * channels..][..channels], &taps[j * channels..][..channels]);
             }
         });
@@ -191,7 +206,7 @@ impl Op for ShortConvGrad {
             part.fill(0.0);
             for t in 0..time {
                 let g = &before[(b * time + t) * channels..][..channels];
-                for (j, from) in s.seen(t) {
+                for (j, from) in s.seen(b, t) {
                     add_product(&mut part[j * channels..][..channels], g, &data[(b * time + from) * s.step..][..channels]);
                 }
                 part[width * channels..].iter_mut().zip(g).for_each(|(sum, g)| *sum += g);
@@ -231,11 +246,12 @@ impl Op for ShortConvGrad {
 }
 
 impl<'g> Var<'g> {
-    /// The causal depth-wise convolution with bias and SiLU; `reverse`: from the last position to the first.
+    /// The causal depth-wise convolution with bias and SiLU; `reverse`: from the last position to the first. `positions`: see the module `short_conv`.
     #[track_caller]
-    pub fn short_conv(self, weight: Var<'g>, bias: Var<'g>, reverse: bool) -> Var<'g> {
-        let wide = |v: Var<'g>| if v.dtype() == crate::DType::F32 { v } else { v.cast(crate::DType::F32) };
-        self.recorder().op1(ShortConv { reverse }, &[self, wide(weight), wide(bias)])
+    pub fn short_conv(self, weight: Var<'g>, bias: Var<'g>, reverse: bool, positions: Option<Var<'g>>) -> Var<'g> {
+        let wide = |v: Var<'g>| if v.dtype() == DType::F32 { v } else { v.cast(DType::F32) };
+        let inputs: Vec<Var> = [self, wide(weight), wide(bias)].into_iter().chain(positions).collect();
+        self.recorder().op1(ShortConv { reverse }, &inputs)
     }
 }
 
@@ -251,14 +267,24 @@ macro_rules! inputs {
 
 /// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
-    Case::new("odd channels", inputs!(2, 9, 5, 4), |x| vec![x[0].short_conv(x[1], x[2], false)]),
-    Case::new("reverse", inputs!(3, 37, 24, 3), |x| vec![x[0].short_conv(x[1], x[2], true)]),
+    Case::new("odd channels", inputs!(2, 9, 5, 4), |x| vec![x[0].short_conv(x[1], x[2], false, None)]),
+    Case::new("reverse", inputs!(3, 37, 24, 3), |x| vec![x[0].short_conv(x[1], x[2], true, None)]),
     Case::new("slice of wider rows", inputs!(2, 11, 16, 2), |x| {
         let wide = crate::ops::concat::concat(&[x[0], x[0] * 0.5], 2);
-        vec![wide.slice(2, 8, 24).short_conv(x[1], x[2], false)]
+        vec![wide.slice(2, 8, 24).short_conv(x[1], x[2], false, None)]
     }),
-    Case::new("wider than the sequence", inputs!(1, 2, 4, 4), |x| vec![x[0].short_conv(x[1], x[2], false)]),
-    Case::new("several slices of time", inputs!(1, 150, 8, 4), |x| vec![x[0].short_conv(x[1], x[2], false)]),
-    Case::new("130m", inputs!(64, 1024, 1792, 4), |x| vec![x[0].short_conv(x[1], x[2], false)]).bench(),
-    Case::new("hrm", inputs!(384, 81, 1152, 4), |x| vec![x[0].short_conv(x[1], x[2], true)]).bench(),
+    Case::new("wider than the sequence", inputs!(1, 2, 4, 4), |x| vec![x[0].short_conv(x[1], x[2], false, None)]),
+    Case::new(
+        "several sequences in a row",
+        &[
+            In(&[2, 40, 4], Fill::Normal),
+            In(&[4, 4], Fill::Normal),
+            In(&[4], Fill::Normal),
+            In(&[2, 40], Fill::Index(6)),
+        ],
+        |x| vec![x[0].short_conv(x[1], x[2], false, Some(x[3]))],
+    ),
+    Case::new("several slices of time", inputs!(1, 150, 8, 4), |x| vec![x[0].short_conv(x[1], x[2], false, None)]),
+    Case::new("130m", inputs!(64, 1024, 1792, 4), |x| vec![x[0].short_conv(x[1], x[2], false, None)]).bench(),
+    Case::new("hrm", inputs!(384, 81, 1152, 4), |x| vec![x[0].short_conv(x[1], x[2], true, None)]).bench(),
 ];

@@ -15,7 +15,7 @@ pub const LEAST_CHUNK: usize = 16;
 /// The longest chunk.
 pub const MOST_CHUNK: usize = 128;
 
-/// Inputs: x, dt, a, B, C, d (see the module `ssd`). Outputs: y and, with `keep`, the state before every chunk [batch, heads, chunks, p, n], in the order of
+/// Inputs: x, dt, decay, B, C, d (see the module `ssd`). Outputs: y and, with `keep`, the state before every chunk [batch, heads, chunks, p, n], in the order of
 /// the scan.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkedScan {
@@ -116,9 +116,9 @@ impl Op for ChunkedScan {
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return no_gradient(x.len()) };
         let g = d.recorder().op(ChunkedScanGrad(*self), &[x, &[y[1], d]].concat());
-        // Chunks add to da and dd each for itself.
-        let sum = |v: Var<'g>| v.sum_axis(0).reshape(&[v.dim(0)]);
-        vec![Some(g[0]), Some(g[1]), Some(sum(g[4])), Some(g[2]), Some(g[3]), Some(sum(g[5]))]
+        // Chunks add to dd each for itself.
+        let dd = g[5].sum_axis(0).reshape(&[g[5].dim(0)]);
+        g[..5].iter().copied().chain([dd]).map(Some).collect()
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
@@ -131,7 +131,7 @@ impl Op for ChunkedScan {
     }
 }
 
-/// Inputs: those of the scan, the states before its chunks, dy. Outputs: dx, ddt, dB, dC, and for every chunk what it adds to da and dd
+/// Inputs: those of the scan, the states before its chunks, dy. Outputs: dx, ddt, the gradient of the decay, dB, dC, and for every chunk what it adds to dd
 /// [batch * chunks, heads].
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkedScanGrad(
@@ -147,7 +147,7 @@ impl Op for ChunkedScanGrad {
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let s = Sizes::of(x);
         let parts = Meta::f32(&[s.batch * self.0.chunks(x), s.heads]);
-        vec![x[0].clone(), x[1].clone(), x[3].clone(), x[4].clone(), parts.clone(), parts]
+        [&x[..5], &[parts]].concat()
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {
@@ -173,33 +173,33 @@ impl Op for ChunkedScanGrad {
                 let (b, h) = (k / groups, k % groups * each + j);
                 let (dx, own) = own.split_at_mut(time * p);
                 let (ddt, own) = own.split_at_mut(time);
-                let (da, dd) = own.split_at_mut(chunks);
+                let (decay, dd) = own.split_at_mut(time);
                 let states = &states[(b * heads + h) * chunks * p * n..][..chunks * p * n];
-                i.backward(b, h, states, dy, &mut Head { dx, ddt, da, dd }, &mut shared);
+                i.backward(b, h, states, dy, &mut Head { dx, ddt, decay, dd }, &mut shared);
             }
         });
         let work = &*work;
         let head = |b: usize, h: usize| &work[(b * groups + h / each) * at.all + h % each * at.head..][..at.head];
-        let [dx, ddt, db, dc, da, dd] = out else { unreachable!("infer gives six outputs") };
+        let [dx, ddt, decay, db, dc, dd] = out else { unreachable!("infer gives six outputs") };
         let place = |k: usize| (k / heads / time, k / heads % time, k % heads);
         dx.f32().par_chunks_mut(p).with_min_len(64).enumerate().for_each(|(k, out)| {
             let (b, t, h) = place(k);
             out.copy_from_slice(&head(b, h)[t * p..][..p]);
         });
-        ddt.f32().par_iter_mut().with_min_len(4096).enumerate().for_each(|(k, out)| {
-            let (b, t, h) = place(k);
-            *out = head(b, h)[time * p + t];
-        });
+        for (out, skip) in [(ddt, time * p), (decay, time * (p + 1))] {
+            out.f32().par_iter_mut().with_min_len(4096).enumerate().for_each(|(k, out)| {
+                let (b, t, h) = place(k);
+                *out = head(b, h)[skip + t];
+            });
+        }
         for (out, skip) in [(db, 0), (dc, time * n)] {
             out.f32().par_chunks_mut(n).with_min_len(64).enumerate().for_each(|(k, out)| {
                 let (g, t, b) = (k % groups, k / groups % time, k / groups / time);
                 out.copy_from_slice(&work[(b * groups + g) * at.all + each * at.head + skip + t * n..][..n]);
             });
         }
-        for (out, skip) in [(da, 0), (dd, chunks)] {
-            for (k, out) in out.f32().iter_mut().enumerate() {
-                *out = head(k / heads / chunks, k % heads)[time * (p + 1) + skip + k / heads % chunks];
-            }
+        for (k, out) in dd.f32().iter_mut().enumerate() {
+            *out = head(k / heads / chunks, k % heads)[time * (p + 2) + k / heads % chunks];
         }
     }
 
@@ -209,7 +209,7 @@ impl Op for ChunkedScanGrad {
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         match at {
-            Port::Out(1 | 4 | 5) => Narrow::Keep,
+            Port::Out(1 | 2 | 5) => Narrow::Keep,
             _ => precision(at),
         }
     }
@@ -232,7 +232,7 @@ impl Op for ChunkedScanGrad {
     }
 }
 
-/// Elements of scratch memory: of one head (dx, ddt, and its parts of da and dd), and of a group.
+/// Elements of scratch memory: of one head (dx, ddt, the gradient of the decay, and its parts of dd), and of a group.
 struct Places {
     head: usize,
     all: usize,
@@ -240,7 +240,7 @@ struct Places {
 
 impl Places {
     fn new(s: &Sizes, chunks: usize) -> Places {
-        let head = s.time * (s.p + 1) + 2 * chunks;
+        let head = s.time * (s.p + 2) + chunks;
         Places { head, all: s.shared_by() * head + 2 * s.time * s.n + s.p * s.n + MOST_CHUNK * s.p.max(s.n) }
     }
 }

@@ -20,7 +20,7 @@ pub struct Inputs<'a> {
     length: usize,
     x: &'a [f32],
     dt: &'a [f32],
-    a: &'a [f32],
+    decay: &'a [f32],
     b: &'a [f32],
     c: &'a [f32],
     d: &'a [f32],
@@ -30,7 +30,7 @@ pub struct Inputs<'a> {
 
 /// What a chunk's products need of its step sizes.
 struct Decays {
-    /// The sum of dt a from the chunk's start to each position, itself included.
+    /// The sum of decays from the chunk's start to each position, itself included.
     sums: Row,
     dt: Row,
     /// Over the whole chunk.
@@ -40,9 +40,9 @@ struct Decays {
 impl<'v> Inputs<'v> {
     pub fn new(x: &'v [View], reverse: bool, chunks: usize) -> Inputs<'v> {
         let steps = [0, 3, 4].map(|i| block_stride(x[i].shape, x[i].strides, 2).expect("blocks evenly apart"));
-        let [x0, dt, a, b, c, d] = [0, 1, 2, 3, 4, 5].map(|i| x[i].f32());
+        let [x0, dt, decay, b, c, d] = [0, 1, 2, 3, 4, 5].map(|i| x[i].f32());
         let s = Sizes::new(x[0].shape, x[3].shape);
-        Inputs { s, reverse, chunks, length: s.time.div_ceil(chunks), x: x0, dt, a, b, c, d, steps }
+        Inputs { s, reverse, chunks, length: s.time.div_ceil(chunks), x: x0, dt, decay, b, c, d, steps }
     }
 
     /// The positions of chunk k, which is number k in the order of the scan.
@@ -60,8 +60,9 @@ impl<'v> Inputs<'v> {
     fn decays(&self, b: usize, h: usize, rows: &Range<usize>) -> Decays {
         let mut out = Decays { sums: [0.0; MOST_CHUNK], dt: [0.0; MOST_CHUNK], total: 0.0 };
         for i in self.order(rows.len()) {
-            out.dt[i] = self.dt[(b * self.s.time + rows.start + i) * self.s.heads + h];
-            out.total += out.dt[i] * self.a[h];
+            let at = (b * self.s.time + rows.start + i) * self.s.heads + h;
+            out.dt[i] = self.dt[at];
+            out.total += self.decay[at];
             out.sums[i] = out.total;
         }
         out
@@ -154,7 +155,7 @@ impl<'v> Inputs<'v> {
             let after = |i: usize| exp(total - sums[i]);
             let (x, enters, reads) = (self.values(b, h, t0), self.enters(b, h, t0), self.reads(b, h, t0));
             let mut by_sum = [0.0f32; MOST_CHUNK]; // gradients with respect to `sums`
-            let (mut by_step, mut to_end) = ([0.0f32; MOST_CHUNK], exp(total) * dot(work.ahead, start));
+            let mut to_end = exp(total) * dot(work.ahead, start);
 
             // dC, whose product with C is that of dy and y, without d x.
             let dc = &mut work.temp[..count * n];
@@ -187,20 +188,19 @@ impl<'v> Inputs<'v> {
             let mut skip = 0.0;
             for (i, dx) in dx.chunks_mut(p).enumerate() {
                 let (x, dy) = (self.value(b, h, t0 + i), incoming(t0 + i));
-                by_step[i] = dot(dx, x);
-                by_sum[i] -= dt[i] * by_step[i];
+                out.ddt[t0 + i] = dot(dx, x);
+                by_sum[i] -= dt[i] * out.ddt[t0 + i];
                 skip += dot(dy, x);
                 dx.iter_mut().zip(dy).for_each(|(v, dy)| *v = *v * dt[i] + self.d[h] * dy);
             }
 
-            // A step's decay is in the sums of its position and of all later ones, and in what the chunk leaves behind.
-            let (mut suffix, mut da) = (to_end, 0.0);
+            // A decay is in the sums of its position and of all later ones, and in what the chunk leaves behind.
+            let mut suffix = crate::mutant!("ssd-gradient-ends-with-the-chunk", to_end, 0.0);
             for i in self.order(count).rev() {
                 suffix += by_sum[i];
-                out.ddt[t0 + i] = by_step[i] + crate::mutant!("ssd-gradient-without-decay", suffix, 0.0) * self.a[h];
-                da += suffix * dt[i];
+                out.decay[t0 + i] = suffix;
             }
-            (out.da[k], out.dd[k]) = (da, skip);
+            out.dd[k] = skip;
             let left = self.scaled(work.temp, count, |i| (incoming(t0 + i), exp(sums[i])));
             advance(work.ahead, exp(total), (p, count, n), left, reads);
         }
@@ -213,11 +213,11 @@ fn advance(state: &mut [f32], keep: f32, (p, count, n): (usize, usize, usize), l
     gemm(state, n, Into::Add, p, count, n, left.t(), right, 1.0, false);
 }
 
-/// Gradients of one head: dx [time, p], ddt `[time]`, and what each chunk adds to da and dd.
+/// Gradients of one head: dx [time, p], ddt and that of the decay `[time]`, and what each chunk adds to dd.
 pub struct Head<'a> {
     pub dx: &'a mut [f32],
     pub ddt: &'a mut [f32],
-    pub da: &'a mut [f32],
+    pub decay: &'a mut [f32],
     pub dd: &'a mut [f32],
 }
 

@@ -2,8 +2,8 @@
 // the gradient with respect to the state in registers. Heads of a block add to the same f32 dB and dC, [PARTS, batch, time, GROUPS, N].
 //
 // With P_ij = C_i B_j decay(i, j) and S_ij = dy_i x_j, of positions j <= i: q_j = sum of P_ij dy_i + decay(end, j) ahead B_j, dx = dt q + d dy, where `ahead`
-// [P, N] is the gradient with respect to the state after the chunk. y without d x is linear in C, and in dt x: so the gradient with respect to the sums of dt a
-// is C dC - dt x q, and what the chunk leaves behind is linear in its last sum.
+// [P, N] is the gradient with respect to the state after the chunk. y without d x is linear in C, and in dt x: so the gradient with respect to the sums of
+// decays is C dC - dt x q, and what the chunk leaves behind is linear in its last sum.
 #define HELD (SHARED_BY / PARTS)
 
 // A warp's 16 rows of sums, added to those of earlier heads.
@@ -23,8 +23,8 @@ __device__ __forceinline__ void add_rows(float *to, const float sum[N_TILES][2][
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-ssd_grad(const T *x, const float *dt, const float *a, const T *b, const T *c, const float *d, const T *states, const T *dy, const float *starts, T *dx, float *ddt,
-         float *da, float *dd, float *db, float *dc) {
+ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c, const float *d, const T *states, const T *dy, const float *starts, T *dx,
+         float *ddt, float *ddecay, float *dd, float *db, float *dc) {
     extern __shared__ __align__(16) float shared[];
     T *xs = (T *)shared, *dys = xs + CHUNK * P_PITCH, *bs = dys + CHUNK * P_PITCH, *cs = bs + CHUNK * N_PITCH;
     T *hs = cs + CHUNK * N_PITCH, *gs = hs + 16 * P_TILES * N_PITCH; // the state before the chunk, and the gradient with respect to that after it
@@ -45,9 +45,9 @@ ssd_grad(const T *x, const float *dt, const float *a, const T *b, const T *c, co
     for (int held = 0; held < HELD; held++) {
         int h = group * SHARED_BY + part * HELD + held;
         u64 scan = batch * HEADS + h, first_row = batch * TIME;
-        const float *steps = dt + first_row * HEADS + h;
+        const float *steps = dt + first_row * HEADS + h, *decays = decay + first_row * HEADS + h;
         const T *values = x + first_row * x_step + h * P, *incoming = dy + first_row * y_step + h * P;
-        float rate = a[h], skip = d[h];
+        float skip = d[h];
         State ahead = {};
         if (SEGMENTS > 1) read_start(ahead, starts + (scan * SEGMENTS + segment) * STATE, warp, lane);
 #pragma unroll 1
@@ -63,7 +63,7 @@ ssd_grad(const T *x, const float *dt, const float *a, const T *b, const T *c, co
             for (int i = threadIdx.x; i < P * N; i += THREADS) hs[i / N * N_PITCH + i % N] = start[i];
             write_state(gs, ahead, warp, lane);
             copies_wait<0>();
-            decays_of(of, steps, rate, t0, false);
+            decays_of(of, steps, decays, t0, false);
             float here[2] = {of.sum[m + lane / 4], of.sum[m + lane / 4 + 8]}, own_dt[2] = {of.dt[m + lane / 4], of.dt[m + lane / 4 + 8]};
 
             {
@@ -193,9 +193,9 @@ ssd_grad(const T *x, const float *dt, const float *a, const T *b, const T *c, co
             }
             product = block_sum(product); // and a barrier: the numbers of all rows are there
             if (warp == 0) {
-                float leaves = 0.0f, sum_da = 0.0f, sum_dd = 0.0f;
+                float leaves = 0.0f, sum_dd = 0.0f;
                 for (int i = lane; i < CHUNK; i += 32) leaves += left_behind[i], sum_dd += skipped[i];
-                // A step's decay is in the sums of its position and of all later ones, and in what the chunk leaves behind.
+                // A decay is in the sums of its position and of all later ones, and in what the chunk leaves behind.
                 float later = warp_sum(leaves) + keep * product;
                 for (int i0 = (CHUNK - 1) / 32 * 32; i0 >= 0; i0 -= 32) {
                     int i = i0 + lane;
@@ -206,12 +206,14 @@ ssd_grad(const T *x, const float *dt, const float *a, const T *b, const T *c, co
                         if (lane + by < 32) v += other;
                     }
                     v += later;
-                    if (i < CHUNK) sum_da += v * of.dt[i];
-                    if (i < CHUNK && t0 + i < TIME) ddt[(first_row + (u64)place(t0 + i)) * HEADS + h] = by_step[i] + rate * v;
+                    if (i < CHUNK && t0 + i < TIME) {
+                        u64 at = (first_row + (u64)place(t0 + i)) * HEADS + h;
+                        ddt[at] = by_step[i], ddecay[at] = v;
+                    }
                     later = __shfl_sync(0xffffffffu, v, 0);
                 }
-                sum_da = warp_sum(sum_da), sum_dd = warp_sum(sum_dd);
-                if (lane == 0) da[(batch * CHUNKS + k) * HEADS + h] = sum_da, dd[(batch * CHUNKS + k) * HEADS + h] = sum_dd;
+                sum_dd = warp_sum(sum_dd);
+                if (lane == 0) dd[(batch * CHUNKS + k) * HEADS + h] = sum_dd;
             }
             if (k > segment * PER) advance(ahead, keep, dys, cs, of.from_start, warp, lane);
         }

@@ -112,7 +112,7 @@ impl<'a> Launches<'a> {
     }
 }
 
-/// Inputs x, dt, a, B, C, d; outputs y and perhaps the states.
+/// Inputs x, dt, decay, B, C, d; outputs y and perhaps the states.
 pub fn forward(io: &Io, op: &ChunkedScan) -> Code {
     let l = Launches::new(io, op);
     let scans = l.s.batch * l.s.heads;
@@ -150,7 +150,7 @@ pub fn backward(io: &Io, op: &ChunkedScan) -> Code {
     let (db, dc) = (At::Work.plus(l.starts_bytes(segments)), At::Work.plus(l.starts_bytes(segments) + 4 * parts * count));
     let start = if segments > 1 { At::Work } else { At::X(1) };
     let mut args: Vec<Place> = (0..8).map(|i| At::X(i).into()).collect();
-    args.extend([start, At::Y(0), At::Y(1), At::Y(4), At::Y(5)].map(Place::from));
+    args.extend([start, At::Y(0), At::Y(1), At::Y(2), At::Y(5)].map(Place::from));
     args.extend([db, dc]);
     let grad = |entry| {
         let launch = l.inputs(l.launch(include_str!("grad.cu"), entry, per, segments));
@@ -159,7 +159,7 @@ pub fn backward(io: &Io, op: &ChunkedScan) -> Code {
     steps.push(Step::Launch(
         grad("ssd_grad").grid(groups * parts * segments, 1, 1).shared(grad_bytes(&s, l.chunk, l.dtype.size())).args(&args),
     ));
-    let outputs = [db, dc, At::Y(2).into(), At::Y(3).into()];
+    let outputs = [db, dc, At::Y(3).into(), At::Y(4).into()];
     steps.push(Step::Launch(grad("ssd_sum").block(256).grid(count.div_ceil(256), 1, 1).args(&outputs)));
     Code { steps, workspace: l.starts_bytes(segments) + 8 * parts * count }
 }

@@ -1,8 +1,8 @@
 //! The state-space scan of Mamba-2 (SSD, state-space duality). Each head has a state h [p, n]:
-//! h_t = exp(dt_t a) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + d x_t.
+//! h_t = exp(decay_t) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + d x_t, where decay is dt times a negative number.
 //!
-//! x, y [batch, time, heads, p]; dt f32 [batch, time, heads]; a, d f32 `[heads]`, a negative; B, C [batch, time, groups, n]. Head h reads the B and C of
-//! group h / (heads / groups). The state starts at 0. In reverse, time runs from the last position to the first.
+//! x, y [batch, time, heads, p]; dt, decay f32 [batch, time, heads]; d f32 `[heads]`; B, C [batch, time, groups, n]. Head h reads the B and C of group
+//! h / (heads / groups). A decay of -110 or less forgets the state: several sequences may lie in a row. The state starts at 0. In reverse, time runs from the last position to the first.
 //!
 //! Model code records the composite op [`Ssd`]; the pass `chunked-scan` replaces it by [`ChunkedScan`]. Without it the scan is written out as what it
 //! equals, attention whose scores are C B^T times a decay: quadratic in time.
@@ -21,7 +21,7 @@ use crate::meta::{DType, Meta};
 use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::record::Var;
 
-/// Inputs: x, dt, a, B, C, d. Output: y. Composite: see the module.
+/// Inputs: x, dt, decay, B, C, d. Output: y. Composite: see the module.
 #[derive(Clone, Copy, Debug)]
 pub struct Ssd {
     /// Whether time runs backwards.
@@ -44,12 +44,12 @@ impl Sizes {
         Sizes { batch: x[0], time: x[1], heads: x[2], p: x[3], groups: b[2], n: b[3] }
     }
 
-    /// Of the inputs x, dt, a, B, C, d. Panics if they do not fit.
+    /// Of the inputs x, dt, decay, B, C, d. Panics if they do not fit.
     pub fn of(x: &[Meta]) -> Sizes {
-        let [m, dt, a, b, c, d, ..] = x else { panic!("ssd of {x:?}") };
+        let [m, dt, decay, b, c, d, ..] = x else { panic!("ssd of {x:?}") };
         assert!(m.rank() == 4 && b.rank() == 4 && b == c && b.shape[..2] == m.shape[..2] && b.dtype == m.dtype, "ssd of {x:?}");
         let s = Sizes::new(&m.shape, &b.shape);
-        let small = *dt == Meta::f32(&m.shape[..3]) && *a == Meta::f32(&[s.heads]) && *d == *a;
+        let small = *dt == Meta::f32(&m.shape[..3]) && decay == dt && *d == Meta::f32(&[s.heads]);
         assert!(small && s.heads.is_multiple_of(s.groups), "ssd of {x:?}");
         s
     }
@@ -110,7 +110,7 @@ impl Op for Ssd {
         true
     }
 
-    /// y = (C B^T * decay * dt) x + d x, with decay`[i, j]` = exp(the sum of dt a over the steps after j up to i), 0 where j comes after i.
+    /// y = (C B^T * decay * dt) x + d x, with decay`[i, j]` = exp(the sum of decays after j up to i), 0 where j comes after i.
     fn unfused<'g>(&self, x: &[Var<'g>]) -> Option<Vec<Var<'g>>> {
         let s = Sizes::of(&x.iter().map(|v| v.meta()).collect::<Vec<_>>());
         let Sizes { batch, time, heads, p, groups, n } = s;
@@ -118,7 +118,7 @@ impl Op for Ssd {
         let decay = r.typed(|| {
             let until: Vec<f32> = (0..time * time).map(|k| if self.sees(k / time, k % time) { 1.0 } else { 0.0 }).collect();
             let until = r.constant(&[time, time], until);
-            let steps = (x[1] * x[2]).permute(&[0, 2, 1]).reshape(&[batch, heads, time, 1]);
+            let steps = x[2].permute(&[0, 2, 1]).reshape(&[batch, heads, time, 1]);
             let sums = until.matmul(steps);
             let between = until.choose(sums - sums.permute(&[0, 1, 3, 2]), r.full(&[1], -1e30));
             between.exp() * x[1].permute(&[0, 2, 1]).reshape(&[batch, heads, 1, time])
@@ -146,8 +146,8 @@ pub struct Scan<'g> {
     pub x: Var<'g>,
     /// Step sizes, positive.
     pub dt: Var<'g>,
-    /// Decay rates, negative.
-    pub a: Var<'g>,
+    /// Logarithms of what is left of the state after each step, negative: dt times the head's rate.
+    pub decay: Var<'g>,
     /// What enters the state.
     pub b: Var<'g>,
     /// What is read from the state.
@@ -159,7 +159,7 @@ pub struct Scan<'g> {
 impl<'g> Scan<'g> {
     fn inputs(&self) -> [Var<'g>; 6] {
         let wide = |v: Var<'g>| if v.dtype() == DType::F32 { v } else { v.cast(DType::F32) };
-        [self.x, wide(self.dt), wide(self.a), self.b, self.c, wide(self.d)]
+        [self.x, wide(self.dt), wide(self.decay), self.b, self.c, wide(self.d)]
     }
 }
 
@@ -169,9 +169,9 @@ pub fn ssd(scan: Scan, reverse: bool) -> Var {
     scan.x.recorder().op1(Ssd { reverse }, &scan.inputs())
 }
 
-/// The inputs of a case as those of a scan: a negative, steps of 0.05 to 0.3.
+/// The inputs of a case as those of a scan: steps of 0.05 to 0.3, and decays of the same size.
 fn scan<'g>(x: &[Var<'g>]) -> Scan<'g> {
-    Scan { x: x[0], dt: x[1] * 0.15, a: -x[2], b: x[3], c: x[4], d: x[5] }
+    Scan { x: x[0], dt: x[1] * 0.15, decay: x[2] * -0.15, b: x[3], c: x[4], d: x[5] }
 }
 
 fn chunked<'g>(x: &[Var<'g>], reverse: bool, chunk: usize) -> Vec<Var<'g>> {
@@ -184,7 +184,7 @@ macro_rules! inputs {
         &[
             In(&[$batch, $time, $heads, $p], Fill::Normal),
             In(&[$batch, $time, $heads], Fill::Positive),
-            In(&[$heads], Fill::Positive),
+            In(&[$batch, $time, $heads], Fill::Positive),
             In(&[$batch, $time, $groups, $n], Fill::Normal),
             In(&[$batch, $time, $groups, $n], Fill::Normal),
             In(&[$heads], Fill::Normal),
@@ -210,7 +210,7 @@ pub const CASES: &[Case] = &[
             In(&[2, 4, 8, 5], Fill::Frozen),
             In(&[2, 4, 8], Fill::Frozen),
             In(&[2, 4], Fill::Frozen),
-            In(&[4], Fill::Frozen),
+            In(&[2, 4], Fill::Frozen),
             In(&[2, 2, 5], Fill::Frozen),
             In(&[2, 2, 5], Fill::Frozen),
             In(&[4], Fill::Frozen),

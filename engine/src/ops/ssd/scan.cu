@@ -1,6 +1,6 @@
 // y, and with KEEP the state before every chunk; one block for each (batch, head, segment of PER chunks), the state in registers.
 extern "C" __global__ void __launch_bounds__(THREADS)
-ssd_scan(const T *x, const float *dt, const float *a, const T *b, const T *c, const float *d, const float *starts, T *y, T *states) {
+ssd_scan(const T *x, const float *dt, const float *decay, const T *b, const T *c, const float *d, const float *starts, T *y, T *states) {
     extern __shared__ __align__(16) float shared[];
     T *xs = (T *)shared, *bs = xs + CHUNK * P_PITCH, *cs = bs + CHUNK * N_PITCH, *hs = cs + CHUNK * N_PITCH;
     float *numbers = (float *)(hs + 16 * P_TILES * N_PITCH);
@@ -11,7 +11,7 @@ ssd_scan(const T *x, const float *dt, const float *a, const T *b, const T *c, co
     u64 batch = blockIdx.x / SEGMENTS / HEADS, scan = batch * HEADS + h;
     const u64 x_step = X_ROW, b_step = B_ROW, c_step = C_ROW;
     x += batch * TIME * x_step + h * P, b += batch * TIME * b_step + h / SHARED_BY * N, c += batch * TIME * c_step + h / SHARED_BY * N;
-    y += (batch * TIME * HEADS + h) * P, dt += batch * TIME * HEADS + h, states += scan * CHUNKS * (u64)(P * N);
+    y += (batch * TIME * HEADS + h) * P, dt += batch * TIME * HEADS + h, decay += batch * TIME * HEADS + h, states += scan * CHUNKS * (u64)(P * N);
     State state = {};
     if (SEGMENTS > 1) read_start(state, starts + (scan * SEGMENTS + segment) * STATE, warp, lane);
     int last = (segment + 1) * PER < CHUNKS ? (segment + 1) * PER : CHUNKS;
@@ -23,7 +23,7 @@ ssd_scan(const T *x, const float *dt, const float *a, const T *b, const T *c, co
         copies_commit();
         write_state(hs, state, warp, lane);
         copies_wait<0>();
-        decays_of(of, dt, a[h], t0, true);
+        decays_of(of, dt, decay, t0, true);
         for (int i = threadIdx.x; KEEP && i < P * N; i += THREADS) states[k * (u64)(P * N) + i] = hs[i / N * N_PITCH + i % N];
 
         float sum[P_TILES][2][4] = {};

@@ -1,7 +1,7 @@
 // What each segment of PER chunks leaves behind if it starts from a state of 0; one block for each (batch, head, segment). With BACKWARD the same for the
 // gradient with respect to the state, from the end to the start: then `left` is dy and `right` is C, else x and B.
 extern "C" __global__ void __launch_bounds__(THREADS)
-ssd_states(const T *left, const float *dt, const float *a, const T *right, float *ends, float *totals) {
+ssd_states(const T *left, const float *dt, const float *decay, const T *right, float *ends, float *totals) {
     extern __shared__ __align__(16) float shared[];
     T *lefts = (T *)shared, *rights = lefts + CHUNK * P_PITCH;
     float *numbers = (float *)(rights + CHUNK * N_PITCH);
@@ -10,7 +10,7 @@ ssd_states(const T *left, const float *dt, const float *a, const T *right, float
     int segment = blockIdx.x % SEGMENTS, h = blockIdx.x / SEGMENTS % HEADS;
     u64 b = blockIdx.x / SEGMENTS / HEADS;
     const u64 left_step = LEFT_ROW, right_step = RIGHT_ROW;
-    left += b * TIME * left_step + h * P, right += b * TIME * right_step + h / SHARED_BY * N, dt += b * TIME * HEADS + h;
+    left += b * TIME * left_step + h * P, right += b * TIME * right_step + h / SHARED_BY * N, dt += b * TIME * HEADS + h, decay += b * TIME * HEADS + h;
     State state = {};
     float total = 0.0f;
     int first = segment * PER, count = CHUNKS - first < PER ? CHUNKS - first : PER;
@@ -20,7 +20,7 @@ ssd_states(const T *left, const float *dt, const float *a, const T *right, float
         load<N, N_PITCH, RIGHT_PACKED>(rights, right, right_step, t0);
         copies_commit();
         copies_wait<0>();
-        decays_of(of, dt, a[h], t0, true);
+        decays_of(of, dt, decay, t0, true);
         total += of.sum[CHUNK - 1];
         advance(state, of.from_start[CHUNK - 1], lefts, rights, BACKWARD ? of.from_start : of.to_end, warp, lane);
         __syncthreads();

@@ -9,8 +9,8 @@ use crate::op::{Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
-/// Inputs: the state f32 [batch, heads, p, n]; x [batch, heads, p], dt f32 [batch, heads], a `[heads]`, B, C [batch, groups, n], d `[heads]`. Outputs: y
-/// [batch, heads, p], and the next state in the place of the state.
+/// Inputs: the state f32 [batch, heads, p, n]; x [batch, heads, p], dt and decay f32 [batch, heads], B, C [batch, groups, n], d `[heads]`.
+/// Outputs: y [batch, heads, p], and the next state in the place of the state.
 #[derive(Debug)]
 pub struct SsdStep;
 
@@ -20,21 +20,21 @@ impl Op for SsdStep {
     }
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
-        let [h, m, dt, a, b, c, d] = x else { panic!("ssd_step of {x:?}") };
+        let [h, m, dt, decay, b, c, d] = x else { panic!("ssd_step of {x:?}") };
         let fits = h.rank() == 4 && h.dtype == DType::F32 && m.shape[..] == h.shape[..3] && b == c && b.rank() == 3 && b.dim(0) == h.dim(0);
-        let small = *dt == Meta::f32(&h.shape[..2]) && *a == Meta::f32(&[h.shape[1]]) && a == d && b.dtype == m.dtype;
+        let small = *dt == Meta::f32(&h.shape[..2]) && decay == dt && *d == Meta::f32(&[h.shape[1]]) && b.dtype == m.dtype;
         assert!(fits && small && b.shape[0] == h.shape[0] && h.shape[1].is_multiple_of(b.shape[1]), "ssd_step of {x:?}");
         vec![m.clone(), h.clone()]
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
-        let [dt, a, b, c, d] = [2, 3, 4, 5, 6].map(|i| x[i].f32());
+        let [dt, decay, b, c, d] = [2, 3, 4, 5, 6].map(|i| x[i].f32());
         let (heads, p, groups, n) = (x[1].shape[1], x[1].shape[2], x[4].shape[1], x[4].shape[2]);
         let (values, [y, state]) = (x[1].f32(), y) else { unreachable!("infer gives two outputs") };
         state.f32().par_chunks_mut(n).zip(y.f32()).with_min_len(64).enumerate().for_each(|(i, (row, y))| {
             let head = i / p;
             let (h, group) = (head % heads, head / heads * groups + head % heads / (heads / groups));
-            let (keep, new) = (exp(dt[head] * a[h]), dt[head] * values[i]);
+            let (keep, new) = (exp(decay[head]), dt[head] * values[i]);
             let (b, c) = (&b[group * n..][..n], &c[group * n..][..n]);
             let mut sum = 0.0;
             for ((state, b), c) in row.iter_mut().zip(b).zip(c) {

@@ -1,5 +1,5 @@
 // The scan in chunks of CHUNK = 16 WARPS positions (see mod.rs). A block has WARPS warps; of what is as long as a chunk, each has 16 rows. Tiles in
-// shared memory are padded with zeros to multiples of 16. Decays are powers of two: sums of dt a log2(e) from the chunk's start on.
+// shared memory are padded with zeros to multiples of 16. Decays are powers of two: sums of decays times log2(e) from the chunk's start on.
 #define THREADS (32 * WARPS)
 #define CHUNK (16 * WARPS)
 #define CHUNKS ((TIME + CHUNK - 1) / CHUNK)
@@ -127,11 +127,15 @@ __device__ __forceinline__ float row_sum(float v) {
 struct Decays { float *dt, *sum, *from_start, *to_end; }; // to_end: with dt as a factor where that is asked for
 #define DECAYS (4 * CHUNK)
 
-// Called by warp 0; `dt` is there. Returns the sum over the chunk.
-__device__ __forceinline__ float decay(const Decays &of, float rate, bool with_dt, int lane) {
+// The decays of the chunk at t0; ends with a barrier, also for copies that were waited for.
+__device__ __forceinline__ void decays_of(const Decays &of, const float *dt, const float *decay, int t0, bool with_dt) {
+    int lane = threadIdx.x;
     float total = 0.0f;
-    for (int i = lane; i - lane < CHUNK; i += 32) {
-        float v = i < CHUNK ? of.dt[i] * rate : 0.0f;
+    for (int i = lane; threadIdx.x < 32 && i - lane < CHUNK; i += 32) {
+        bool live = i < CHUNK && t0 + i < TIME;
+        u64 at = (u64)(live ? place(t0 + i) : 0) * HEADS;
+        float v = live ? decay[at] * LOG2_E : 0.0f;
+        if (i < CHUNK) of.dt[i] = live ? dt[at] : 0.0f;
 #pragma unroll
         for (int by = 1; by < 32; by *= 2) {
             float other = __shfl_up_sync(0xffffffffu, v, by);
@@ -141,18 +145,7 @@ __device__ __forceinline__ float decay(const Decays &of, float rate, bool with_d
         if (i < CHUNK) of.sum[i] = v, of.from_start[i] = two_to(v);
         total = __shfl_sync(0xffffffffu, v, 31);
     }
-    for (int i = lane; i < CHUNK; i += 32) of.to_end[i] = two_to(total - of.sum[i]) * (with_dt ? of.dt[i] : 1.0f);
-    return total;
-}
-
-// The decays of the chunk at t0; ends with a barrier, also for copies that were waited for.
-__device__ __forceinline__ void decays_of(const Decays &of, const float *dt, float rate, int t0, bool with_dt) {
-    if (threadIdx.x < 32) {
-        int lane = threadIdx.x;
-        for (int i = lane; i < CHUNK; i += 32) of.dt[i] = t0 + i < TIME ? dt[(u64)place(t0 + i) * HEADS] : 0.0f;
-        __syncwarp();
-        decay(of, rate * LOG2_E, with_dt, lane);
-    }
+    for (int i = lane; threadIdx.x < 32 && i < CHUNK; i += 32) of.to_end[i] = two_to(total - of.sum[i]) * (with_dt ? of.dt[i] : 1.0f);
     __syncthreads();
 }
 
