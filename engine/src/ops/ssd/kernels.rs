@@ -92,18 +92,19 @@ impl<'a> Launches<'a> {
     /// end to the start.
     fn starts(&self, backward: bool, (per, segments): (usize, usize), [left, right]: [usize; 2], ends: Place) -> [Step; 2] {
         let totals = ends.plus(4 * self.s.batch * self.s.heads * segments * self.state());
-        let launch = |entry| self.launch(include_str!("states.cu"), entry, per, segments).define("BACKWARD", backward as u8);
-        let scans = self.s.batch * self.s.heads;
-        let with_rows = |launch| {
-            let launch = self.rows(launch, left, self.s.p, ["LEFT_ROW", "LEFT_PACKED"]);
-            self.rows(launch, right, self.s.n, ["RIGHT_ROW", "RIGHT_PACKED"]).define("SCANS", scans)
-        };
-        let states = with_rows(launch("ssd_states"))
-            .grid(scans * segments, 1, 1)
-            .shared(self.bytes([1, 1, 0, 4]))
-            .args(&[At::X(left).into(), At::X(1).into(), At::X(2).into(), At::X(right).into(), ends, totals]);
-        let pass = with_rows(launch("ssd_pass")).block(256).grid((scans * self.state()).div_ceil(256), 1, 1).args(&[ends, totals]);
+        let launch = |entry| self.states(entry, backward, (per, segments), [left, right]);
+        let states =
+            launch("ssd_states").args(&[At::X(left).into(), At::X(1).into(), At::X(2).into(), At::X(right).into(), ends, totals]);
+        let elements = self.s.batch * self.s.heads * self.state();
+        let pass = launch("ssd_pass").block(256).grid(elements.div_ceil(256), 1, 1).shared(0).args(&[ends, totals]);
         [Step::Launch(states), Step::Launch(pass)]
+    }
+
+    fn states(&self, entry: &'static str, backward: bool, (per, segments): (usize, usize), [left, right]: [usize; 2]) -> Launch {
+        let scans = self.s.batch * self.s.heads;
+        let launch = self.launch(include_str!("states.cu"), entry, per, segments).define("BACKWARD", backward as u8).define("SCANS", scans);
+        let launch = self.rows(launch, left, self.s.p, ["LEFT_ROW", "LEFT_PACKED"]);
+        self.rows(launch, right, self.s.n, ["RIGHT_ROW", "RIGHT_PACKED"]).grid(scans * segments, 1, 1).shared(self.bytes([1, 1, 0, 4]))
     }
 
     /// Bytes of scratch memory of `starts`.
@@ -131,6 +132,13 @@ pub fn forward(io: &Io, op: &ChunkedScan) -> Code {
         .args(&[&inputs[..], &rest].concat().into_iter().map(Place::from).collect::<Vec<_>>());
     steps.push(Step::Launch(scan));
     Code { steps, workspace: l.starts_bytes(segments) }
+}
+
+/// The same inputs; the output is the state after the last position.
+pub fn last(io: &Io) -> Code {
+    let l = Launches::new(io, &ChunkedScan::default());
+    let args = [At::X(0), At::X(1), At::X(2), At::X(3), At::Y(0)].map(Place::from);
+    l.states("ssd_last", false, (l.chunks(), 1), [0, 3]).args(&args).code()
 }
 
 /// See ChunkedScanGrad for inputs and outputs.

@@ -13,7 +13,7 @@ mod kernels;
 mod step;
 
 pub use chunked::{ChunkedScan, ChunkedScanGrad, LEAST_CHUNK, MOST_CHUNK};
-pub use step::{SsdStep, ssd_step};
+pub use step::{SsdLast, SsdStep, ssd_last, ssd_step};
 
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
@@ -218,6 +218,22 @@ pub const CASES: &[Case] = &[
         |x| {
             let (y, state) = ssd_step(x[0].cast(DType::F32), scan(&x[1..]));
             vec![y, state]
+        },
+    )
+    .rounds(8.0, INSIDE),
+    Case::new(
+        "last state",
+        &[
+            In(&[2, 150, 2, 5], Fill::Frozen),
+            In(&[2, 150, 2], Fill::Frozen),
+            In(&[2, 150, 2], Fill::Frozen),
+            In(&[2, 150, 1, 20], Fill::Frozen),
+            In(&[2, 150, 1, 20], Fill::Frozen),
+            In(&[2], Fill::Frozen),
+        ],
+        |x| {
+            let s = scan(x);
+            vec![ssd_last(Scan { decay: -(s.decay.abs()), ..s })]
         },
     )
     .rounds(8.0, INSIDE),

@@ -1,10 +1,12 @@
-//! One time step of the scan, for decoding: the state is read and written once.
+//! For decoding: the state that a prompt leaves behind, and one time step from a state, which is read and written once.
 
-use super::Scan;
+use super::chunked::{ChunkedScan, MOST_CHUNK};
+use super::cpu::Inputs;
+use super::{Scan, Sizes, kernels, precision};
 use crate::cpu::math::exp;
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
-use crate::meta::{DType, Meta};
+use crate::meta::{DType, Layout, Meta};
 use crate::op::{Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
@@ -90,4 +92,65 @@ pub fn ssd_step<'g>(state: Var<'g>, scan: Scan<'g>) -> (Var<'g>, Var<'g>) {
     let inputs = [&[state][..], &scan.inputs()].concat();
     let y = state.recorder().op(SsdStep, &inputs);
     (y[0], y[1])
+}
+
+/// Inputs: those of the scan. Output: the state after its last position, f32 [batch, heads, p, n].
+#[derive(Debug)]
+pub struct SsdLast;
+
+impl Op for SsdLast {
+    fn name(&self) -> &'static str {
+        "ssd_last"
+    }
+
+    fn infer(&self, x: &[Meta]) -> Vec<Meta> {
+        let s = Sizes::of(x);
+        vec![Meta::f32(&[s.batch, s.heads, s.p, s.n])]
+    }
+
+    /// For every head: y, which nobody reads, and the rows of a chunk.
+    fn workspace(&self, x: &[Meta]) -> usize {
+        let s = Sizes::of(x);
+        s.batch * s.heads * (s.time + MOST_CHUNK) * s.p
+    }
+
+    fn cpu(&self, x: &[View], last: &mut [ViewMut], work: &mut [f32]) {
+        let i = Inputs::new(x, false, x[0].shape[1].div_ceil(MOST_CHUNK));
+        let Sizes { time, heads, p, n, .. } = i.s;
+        let all = last[0].f32().par_chunks_mut(p * n).zip(work.par_chunks_mut((time + MOST_CHUNK) * p));
+        all.enumerate().for_each(|(k, (state, own))| {
+            let (y, temp) = own.split_at_mut(time * p);
+            i.forward(k / heads, k % heads, y, &mut [], state, temp);
+        });
+    }
+
+    fn layout(&self, input: usize) -> Layout {
+        ChunkedScan::default().layout(input)
+    }
+
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        if at == Port::Out(0) { Narrow::Keep } else { precision(at) }
+    }
+
+    fn cuda(&self, io: &Io) -> Code {
+        kernels::last(io)
+    }
+
+    fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
+        no_gradient(x.len())
+    }
+
+    fn differentiable(&self) -> bool {
+        false
+    }
+
+    fn cost(&self, x: &[Meta]) -> Cost {
+        Cost::compute(Sizes::of(x).flops(0, 0, 1), x[0].bytes() + x[3].bytes() + self.infer(x)[0].bytes())
+    }
+}
+
+/// Records the state after the last position of a scan: where `ssd_step` goes on.
+#[track_caller]
+pub fn ssd_last(scan: Scan) -> Var {
+    scan.x.recorder().op1(SsdLast, &scan.inputs())
 }
