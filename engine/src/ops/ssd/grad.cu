@@ -184,8 +184,8 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
             float keep = of.from_start[CHUNK - 1], product = 0.0f;
 #pragma unroll
             for (int n = 0; n < OWN; n++) {
-                int unit = warp + n * WARPS;
-                if (UNITS % WARPS != 0 && unit >= UNITS) continue;
+                int unit = warp * OWN + n;
+                if (!EVEN && unit >= UNITS) continue;
 #pragma unroll
                 for (int j = 0; j < 8; j++)
                     product += ahead[n][j / 4][j % 4] *

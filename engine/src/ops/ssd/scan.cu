@@ -27,13 +27,14 @@ ssd_scan(const T *x, const float *dt, const float *decay, const T *b, const T *c
         for (int i = threadIdx.x; KEEP && i < P * N; i += THREADS) states[k * (u64)(P * N) + i] = hs[i / N * N_PITCH + i % N];
 
         float sum[P_TILES][2][4] = {};
+        Left reads[N_TILES];
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) reads[n] = left_rows(cs, N_PITCH, m, 16 * n);
         // From before the chunk: C h.
 #pragma unroll
-        for (int n = 0; n < N_TILES; n++) {
-            Left left = left_rows(cs, N_PITCH, m, 16 * n);
+        for (int n = 0; n < N_TILES; n++)
 #pragma unroll
-            for (int p = 0; p < P_TILES; p++) by_rows(sum[p], left, hs, N_PITCH, 16 * p, 16 * n, lane);
-        }
+            for (int p = 0; p < P_TILES; p++) by_rows(sum[p], reads[n], hs, N_PITCH, 16 * p, 16 * n, lane);
         float here[2] = {of.sum[m + lane / 4], of.sum[m + lane / 4 + 8]};
 #pragma unroll
         for (int p = 0; p < P_TILES; p++)
@@ -44,7 +45,7 @@ ssd_scan(const T *x, const float *dt, const float *decay, const T *b, const T *c
         for (int t = 0; t <= m; t += 16) {
             float score[2][4] = {};
 #pragma unroll
-            for (int n = 0; n < N_TILES; n++) by_rows(score, left_rows(cs, N_PITCH, m, 16 * n), bs, N_PITCH, t, 16 * n, lane);
+            for (int n = 0; n < N_TILES; n++) by_rows(score, reads[n], bs, N_PITCH, t, 16 * n, lane);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 int from = t + j / 4 * 8 + column_of(j % 4, lane);

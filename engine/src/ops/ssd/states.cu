@@ -34,7 +34,7 @@ ssd_states(const T *left, const float *dt, const float *decay, const T *right, f
     ends += blockIdx.x * (u64)STATE;
     for (int k = 0; k < OWN; k++)
         for (int j = 0; j < 8; j++)
-            if (warp + k * WARPS < UNITS) ends[(warp + k * WARPS) * 256 + lane * 8 + j] = state[k][j / 4][j % 4];
+            if (warp * OWN + k < UNITS) ends[(warp * OWN + k) * 256 + lane * 8 + j] = state[k][j / 4][j % 4];
     if (threadIdx.x == 0) totals[blockIdx.x] = two_to(total);
 }
 
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ssd_last(const T *left, co
     segment_of(state, left, dt, decay, right);
     last += blockIdx.x * (u64)(P * N);
     for (int k = 0; k < OWN; k++) {
-        int unit = warp + k * WARPS;
+        int unit = warp * OWN + k;
         for (int j = 0; j < 8; j++) {
             int row = unit / N_TILES * 16 + row_of(j % 4, lane), column = unit % N_TILES * 16 + j / 4 * 8 + column_of(j % 4, lane);
             if (unit < UNITS && row < P && column < N) last[row * N + column] = state[k][j / 4][j % 4];

@@ -55,6 +55,7 @@ __device__ __forceinline__ Left left_sums(const float sum[2][4], float *scratch,
     return Left{scratch, 0, 17, 1};
 }
 __device__ __forceinline__ void product(float sum[2][4], const Left &a, const float *b, int k_step, int n_step, int lane) {
+#pragma unroll 1
     for (int k = 0; k < 16; k++) {
         float by = a.by ? a.by[k] : 1.0f, low = by * a.at[lane / 4 * a.row + k * a.column], high = by * a.at[(lane / 4 + 8) * a.row + k * a.column];
         for (int n = 0; n < 2; n++)
@@ -149,19 +150,30 @@ __device__ __forceinline__ void decays_of(const Decays &of, const float *dt, con
     __syncthreads();
 }
 
-// A state [P, N] in registers: unit `warp + k WARPS` is number k of a warp.
+// A state [P, N] in registers: unit `warp OWN + k` is number k of a warp, so that its units share rows.
 typedef float State[OWN][2][4];
+#define EVEN (UNITS % (OWN * WARPS) == 0)
 
 // state = keep * state + sum over positions of by * left [P] right [N].
 __device__ __forceinline__ void advance(State state, float keep, const T *left, const T *right, const float *by, int warp, int lane) {
 #pragma unroll
-    for (int k = 0; k < OWN; k++) {
-        int unit = warp + k * WARPS, m = unit / N_TILES * 16, n = unit % N_TILES * 16;
-        if (UNITS % WARPS != 0 && unit >= UNITS) continue;
+    for (int k = 0; k < OWN; k++)
 #pragma unroll
         for (int j = 0; j < 8; j++) state[k][j / 4][j % 4] *= keep;
+#ifdef WIDE
+#pragma unroll 1
+#else
 #pragma unroll
-        for (int t = 0; t < CHUNK; t += 16) by_columns(state[k], left_columns(left, P_PITCH, t, m, by), right, N_PITCH, t, n, lane);
+#endif
+    for (int t = 0; t < CHUNK; t += 16) {
+        Left rows;
+#pragma unroll
+        for (int k = 0; k < OWN; k++) {
+            int unit = warp * OWN + k, m = unit / N_TILES * 16, n = unit % N_TILES * 16;
+            if (!EVEN && unit >= UNITS) continue;
+            if (k == 0 || N_TILES % OWN != 0) rows = left_columns(left, P_PITCH, t, m, by);
+            by_columns(state[k], rows, right, N_PITCH, t, n, lane);
+        }
     }
 }
 
@@ -169,8 +181,8 @@ __device__ __forceinline__ void advance(State state, float keep, const T *left, 
 __device__ __forceinline__ void write_state(T *tile, const State state, int warp, int lane) {
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
-        int unit = warp + k * WARPS, m = unit / N_TILES * 16, n = unit % N_TILES * 16;
-        if (UNITS % WARPS != 0 && unit >= UNITS) continue;
+        int unit = warp * OWN + k, m = unit / N_TILES * 16, n = unit % N_TILES * 16;
+        if (!EVEN && unit >= UNITS) continue;
 #pragma unroll
         for (int j = 0; j < 8; j += 2)
             from_floats(state[k][j / 4][j % 4], state[k][j / 4][j % 4 + 1], tile + (m + row_of(j % 4, lane)) * N_PITCH + n + j / 4 * 8 + lane % 4 * 2);
@@ -182,7 +194,7 @@ __device__ __forceinline__ void write_state(T *tile, const State state, int warp
 __device__ __forceinline__ void read_start(State state, const float *from, int warp, int lane) {
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
-        int unit = warp + k * WARPS;
+        int unit = warp * OWN + k;
 #pragma unroll
         for (int j = 0; j < 8; j++) state[k][j / 4][j % 4] = unit < UNITS ? from[unit * 256 + lane * 8 + j] : 0.0f;
     }
