@@ -1,7 +1,7 @@
 //! The scan in chunks: inside a chunk it is a product with decayed scores, and states pass from chunk to chunk. Time and memory are linear in the
 //! sequence's length.
 
-use super::cpu::{Head, Inputs, Shared};
+use super::cpu::{Head, Inputs, Shared, temporary};
 use super::{Sizes, Ssd, kernels, precision};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Arch, Code, Io};
@@ -70,10 +70,10 @@ impl Op for ChunkedScan {
         if self.keep { vec![x[0].clone(), states] } else { vec![x[0].clone()] }
     }
 
-    /// For every head: y, the state, and the rows of a chunk.
+    /// For every head: y, the state, and what a chunk needs.
     fn workspace(&self, x: &[Meta]) -> usize {
         let s = Sizes::of(x);
-        s.batch * s.heads * (s.time * s.p + s.p * s.n + MOST_CHUNK * s.p)
+        s.batch * s.heads * (s.time * s.p + s.p * s.n + temporary(self.length(x), s.p))
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], work: &mut [f32]) {
@@ -85,7 +85,7 @@ impl Op for ChunkedScan {
             [s] => s.f32().chunks_mut(i.chunks * p * n).collect(),
             _ => (0..i.s.batch * heads).map(|_| &mut [][..]).collect(),
         };
-        let each = time * p + p * n + MOST_CHUNK * p;
+        let each = work.len() / (i.s.batch * heads);
         work.par_chunks_mut(each).zip(states).enumerate().for_each(|(k, (own, kept))| {
             let (y, own) = own.split_at_mut(time * p);
             let (state, temp) = own.split_at_mut(p * n);
@@ -152,16 +152,16 @@ impl Op for ChunkedScanGrad {
 
     fn workspace(&self, x: &[Meta]) -> usize {
         let s = Sizes::of(x);
-        s.batch * s.groups * Places::new(&s, self.0.chunks(x)).all
+        s.batch * s.groups * Places::new(&s, self.0.chunks(x)).all(self.0.length(x))
     }
 
     fn cpu(&self, x: &[View], out: &mut [ViewMut], work: &mut [f32]) {
         let i = Inputs::new(x, self.0.reverse, x[6].shape[2]);
         let Sizes { time, heads, groups, p, n, .. } = i.s;
         let (states, dy, each, chunks) = (x[6].f32(), x[7].f32(), i.s.shared_by(), i.chunks);
-        let at = Places::new(&i.s, chunks);
+        let (at, all) = (Places::new(&i.s, chunks), work.len() / (i.s.batch * groups));
         // A task owns a group of heads, which add to the same dB and dC.
-        work.par_chunks_mut(at.all).enumerate().for_each(|(k, own)| {
+        work.par_chunks_mut(all).enumerate().for_each(|(k, own)| {
             let (by_head, own) = own.split_at_mut(each * at.head);
             let (db, own) = own.split_at_mut(time * n);
             let (dc, own) = own.split_at_mut(time * n);
@@ -179,7 +179,7 @@ impl Op for ChunkedScanGrad {
             }
         });
         let work = &*work;
-        let head = |b: usize, h: usize| &work[(b * groups + h / each) * at.all + h % each * at.head..][..at.head];
+        let head = |b: usize, h: usize| &work[(b * groups + h / each) * all + h % each * at.head..][..at.head];
         let [dx, ddt, decay, db, dc, dd] = out else { unreachable!("infer gives six outputs") };
         let place = |k: usize| (k / heads / time, k / heads % time, k % heads);
         dx.f32().par_chunks_mut(p).with_min_len(64).enumerate().for_each(|(k, out)| {
@@ -195,7 +195,7 @@ impl Op for ChunkedScanGrad {
         for (out, skip) in [(db, 0), (dc, time * n)] {
             out.f32().par_chunks_mut(n).with_min_len(64).enumerate().for_each(|(k, out)| {
                 let (g, t, b) = (k % groups, k / groups % time, k / groups / time);
-                out.copy_from_slice(&work[(b * groups + g) * at.all + each * at.head + skip + t * n..][..n]);
+                out.copy_from_slice(&work[(b * groups + g) * all + each * at.head + skip + t * n..][..n]);
             });
         }
         for (k, out) in dd.f32().iter_mut().enumerate() {
@@ -235,12 +235,17 @@ impl Op for ChunkedScanGrad {
 /// Elements of scratch memory: of one head (dx, ddt, the gradient of the decay, and its parts of dd), and of a group.
 struct Places {
     head: usize,
-    all: usize,
+    shared: usize,
+    width: usize,
 }
 
 impl Places {
     fn new(s: &Sizes, chunks: usize) -> Places {
         let head = s.time * (s.p + 2) + chunks;
-        Places { head, all: s.shared_by() * head + 2 * s.time * s.n + s.p * s.n + MOST_CHUNK * s.p.max(s.n) }
+        Places { head, shared: s.shared_by() * head + 2 * s.time * s.n + s.p * s.n, width: s.p.max(s.n) }
+    }
+
+    fn all(&self, length: usize) -> usize {
+        self.shared + temporary(length, self.width)
     }
 }

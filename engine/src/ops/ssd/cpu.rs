@@ -93,7 +93,7 @@ impl<'v> Inputs<'v> {
             #[inline(always)]
             || {
                 for i in 0..count {
-                    for (j, w) in scores[i * MOST_CHUNK..][..count].iter_mut().enumerate() {
+                    for (j, w) in scores[i * self.length..][..count].iter_mut().enumerate() {
                         let seen = crate::mutant!("ssd-sees-the-future", sees.sees(i, j), true);
                         *w *= if seen { exp(sums[i] - sums[j]) * by(j) } else { 0.0 };
                     }
@@ -102,10 +102,10 @@ impl<'v> Inputs<'v> {
         )
     }
 
-    /// One head: y [time, p], and the state before every chunk [chunks, p, n] where it is kept.
+    /// One head: y [time, p], and the state before every chunk [chunks, p, n] where it is kept. `temp` has `temporary` elements.
     pub fn forward(&self, b: usize, h: usize, y: &mut [f32], kept: &mut [f32], state: &mut [f32], temp: &mut [f32]) {
-        let Sizes { p, n, .. } = self.s;
-        let mut scores = [0.0f32; MOST_CHUNK * MOST_CHUNK];
+        let (Sizes { p, n, .. }, row) = (self.s, self.length);
+        let (scores, temp) = temp.split_at_mut(row * row);
         state.fill(0.0);
         for k in 0..self.chunks {
             let rows = self.rows(k);
@@ -121,9 +121,9 @@ impl<'v> Inputs<'v> {
                 let x = self.value(b, h, t0 + i);
                 out.iter_mut().zip(x).for_each(|(y, x)| *y = *y * keep + self.d[h] * x);
             }
-            gemm(&mut scores, MOST_CHUNK, Into::Replace, count, n, count, self.reads(b, h, t0), self.enters(b, h, t0).t(), 1.0, false);
-            self.decayed(&mut scores, count, &decays.sums, |j| decays.dt[j]);
-            gemm(out, p, Into::Add, count, count, p, Mat::rows(&scores, MOST_CHUNK), self.values(b, h, t0), 1.0, false);
+            gemm(scores, row, Into::Replace, count, n, count, self.reads(b, h, t0), self.enters(b, h, t0).t(), 1.0, false);
+            self.decayed(scores, count, &decays.sums, |j| decays.dt[j]);
+            gemm(out, p, Into::Add, count, count, p, Mat::rows(scores, row), self.values(b, h, t0), 1.0, false);
             let left = self.scaled(temp, count, |i| (self.value(b, h, t0 + i), decays.dt[i] * exp(decays.total - decays.sums[i])));
             advance(state, exp(decays.total), (p, count, n), left, self.enters(b, h, t0));
         }
@@ -142,8 +142,8 @@ impl<'v> Inputs<'v> {
     /// One head's gradients. dB and dC, [time, n], are added to.
     pub fn backward(&self, b: usize, h: usize, states: &[f32], dy: &'v [f32], out: &mut Head, work: &mut Shared) {
         let Sizes { time, heads, p, n, .. } = self.s;
-        let mut scores = [0.0f32; MOST_CHUNK * MOST_CHUNK];
-        let row = heads * p;
+        let (row, square) = (heads * p, self.length);
+        let (scores, temp) = work.temp.split_at_mut(square * square);
         let incoming = |t: usize| &dy[(b * time + t) * row + h * p..][..p];
         work.ahead.fill(0.0);
         for k in (0..self.chunks).rev() {
@@ -158,12 +158,12 @@ impl<'v> Inputs<'v> {
             let mut to_end = exp(total) * dot(work.ahead, start);
 
             // dC, whose product with C is that of dy and y, without d x.
-            let dc = &mut work.temp[..count * n];
+            let dc = &mut temp[..count * n];
             gemm(dc, n, Into::Replace, count, p, n, dys, Mat::rows(start, n), 1.0, false);
             dc.chunks_mut(n).zip(&sums).for_each(|(row, s)| row.iter_mut().for_each(|v| *v *= exp(*s)));
-            gemm(&mut scores, MOST_CHUNK, Into::Replace, count, p, count, dys, x.t(), 1.0, false);
-            self.decayed(&mut scores, count, &sums, |j| dt[j]);
-            gemm(dc, n, Into::Add, count, count, n, Mat::rows(&scores, MOST_CHUNK), enters, 1.0, false);
+            gemm(scores, square, Into::Replace, count, p, count, dys, x.t(), 1.0, false);
+            self.decayed(scores, count, &sums, |j| dt[j]);
+            gemm(dc, n, Into::Add, count, count, n, Mat::rows(scores, square), enters, 1.0, false);
             for (i, dc) in dc.chunks(n).enumerate() {
                 by_sum[i] = dot(dc, &self.c[reads.offset + i * reads.row..][..n]);
                 work.dc[(t0 + i) * n..][..n].iter_mut().zip(dc).for_each(|(sum, v)| *sum += v);
@@ -171,8 +171,8 @@ impl<'v> Inputs<'v> {
 
             // dB.
             let db = &mut work.db[t0 * n..][..count * n];
-            gemm(db, n, Into::Add, count, count, n, Mat::rows(&scores, MOST_CHUNK).t(), reads, 1.0, false);
-            let left = self.scaled(work.temp, count, |i| (self.value(b, h, t0 + i), dt[i] * after(i)));
+            gemm(db, n, Into::Add, count, count, n, Mat::rows(scores, square).t(), reads, 1.0, false);
+            let left = self.scaled(temp, count, |i| (self.value(b, h, t0 + i), dt[i] * after(i)));
             gemm(db, n, Into::Add, count, p, n, left, Mat::rows(work.ahead, n), 1.0, false);
 
             // dx without its dt, whose product with x is the gradient with respect to dt as a factor.
@@ -182,9 +182,9 @@ impl<'v> Inputs<'v> {
                 dx.iter_mut().for_each(|v| *v *= after(i));
                 to_end += dt[i] * dot(dx, self.value(b, h, t0 + i));
             }
-            gemm(&mut scores, MOST_CHUNK, Into::Replace, count, n, count, reads, enters.t(), 1.0, false);
-            self.decayed(&mut scores, count, &sums, |_| 1.0);
-            gemm(dx, p, Into::Add, count, count, p, Mat::rows(&scores, MOST_CHUNK).t(), dys, 1.0, false);
+            gemm(scores, square, Into::Replace, count, n, count, reads, enters.t(), 1.0, false);
+            self.decayed(scores, count, &sums, |_| 1.0);
+            gemm(dx, p, Into::Add, count, count, p, Mat::rows(scores, square).t(), dys, 1.0, false);
             let mut skip = 0.0;
             for (i, dx) in dx.chunks_mut(p).enumerate() {
                 let (x, dy) = (self.value(b, h, t0 + i), incoming(t0 + i));
@@ -201,10 +201,15 @@ impl<'v> Inputs<'v> {
                 out.decay[t0 + i] = suffix;
             }
             out.dd[k] = skip;
-            let left = self.scaled(work.temp, count, |i| (incoming(t0 + i), exp(sums[i])));
+            let left = self.scaled(temp, count, |i| (incoming(t0 + i), exp(sums[i])));
             advance(work.ahead, exp(total), (p, count, n), left, reads);
         }
     }
+}
+
+/// Elements of temporary memory for a head whose chunks have this length: scores, and rows of this width.
+pub fn temporary(length: usize, width: usize) -> usize {
+    length * (length + width)
 }
 
 /// state [p, n] = keep * state + left^T right, where left is [count, p] and right [count, n].
@@ -221,7 +226,7 @@ pub struct Head<'a> {
     pub dd: &'a mut [f32],
 }
 
-/// What the heads of a group share: dB and dC [time, n], the gradient with respect to the state [p, n], and temporary rows.
+/// What the heads of a group share: dB and dC [time, n], the gradient with respect to the state [p, n], and temporary memory.
 pub struct Shared<'a> {
     pub db: &'a mut [f32],
     pub dc: &'a mut [f32],

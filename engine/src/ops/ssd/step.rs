@@ -1,7 +1,7 @@
 //! For decoding: the state that a prompt leaves behind, and one time step from a state, which is read and written once.
 
 use super::chunked::{ChunkedScan, MOST_CHUNK};
-use super::cpu::Inputs;
+use super::cpu::{Inputs, temporary};
 use super::{Scan, Sizes, kernels, precision};
 use crate::cpu::math::exp;
 use crate::cpu::{View, ViewMut};
@@ -108,16 +108,17 @@ impl Op for SsdLast {
         vec![Meta::f32(&[s.batch, s.heads, s.p, s.n])]
     }
 
-    /// For every head: y, which nobody reads, and the rows of a chunk.
+    /// For every head: y, which nobody reads, and what a chunk needs.
     fn workspace(&self, x: &[Meta]) -> usize {
         let s = Sizes::of(x);
-        s.batch * s.heads * (s.time + MOST_CHUNK) * s.p
+        s.batch * s.heads * (s.time * s.p + temporary(s.time.min(MOST_CHUNK), s.p))
     }
 
     fn cpu(&self, x: &[View], last: &mut [ViewMut], work: &mut [f32]) {
         let i = Inputs::new(x, false, x[0].shape[1].div_ceil(MOST_CHUNK));
         let Sizes { time, heads, p, n, .. } = i.s;
-        let all = last[0].f32().par_chunks_mut(p * n).zip(work.par_chunks_mut((time + MOST_CHUNK) * p));
+        let each = work.len() / (i.s.batch * heads);
+        let all = last[0].f32().par_chunks_mut(p * n).zip(work.par_chunks_mut(each));
         all.enumerate().for_each(|(k, (state, own))| {
             let (y, temp) = own.split_at_mut(time * p);
             i.forward(k / heads, k % heads, y, &mut [], state, temp);
