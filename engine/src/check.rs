@@ -16,6 +16,7 @@ use crate::op::{Case, Fill};
 use crate::passes::{Mode, Numerics, Switch, Switches, Target, all, sweep};
 use crate::philox::{fill_normal, hash_name, philox};
 use crate::program::{Compiled, Device, Program};
+use crate::ranks::threads;
 use crate::record::{Recorder, Var};
 use crate::store::Store;
 use std::sync::PoisonError;
@@ -441,10 +442,21 @@ fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
     let outputs: Vec<String> = graph.outputs.iter().map(|o| o.0.clone()).collect();
     let run = |value: &str| -> Result<(Vec<Vec<f32>>, usize), String> {
         let switches = Switches::default().with(pass.name(), value).map_err(|e| e.to_string())?;
-        let mut p = Loaded::new(example(), &switches, target)?;
-        let applied = p.program.receipts.iter().find(|r| r.pass == pass.name()).map_or(0, |r| r.applied);
-        let found = rounds.iter().map(|feeds| p.run(feeds, &outputs)).collect::<Result<Vec<_>, _>>()?;
-        Ok((found.concat(), applied))
+        let one = |switches: &Switches, target: &Device| {
+            let mut p = Loaded::new(example(), switches, target)?;
+            let applied = p.program.receipts.iter().find(|r| r.pass == pass.name()).map_or(0, |r| r.applied);
+            let found = rounds.iter().map(|feeds| p.run(feeds, &outputs)).collect::<Result<Vec<_>, _>>()?;
+            Ok((found.concat(), applied))
+        };
+        let Some(([data, tensor], with)) = pass.on_ranks() else { return one(&switches, target) };
+        let switches = with.iter().try_fold(switches, |s, (pass, value)| s.with(pass, value)).map_err(|e| e.to_string())?;
+        // Ranks as threads, on the CPU whatever the target is.
+        let found = threads::each(data, tensor, |ranks| one(&switches.clone().on_ranks(ranks), &Device::cpu(crate::Cpu::new(1))));
+        let found = found.into_iter().collect::<Result<Vec<_>, String>>()?;
+        match found.iter().all(|f| f.0.iter().zip(&found[0].0).all(|(a, b)| bitwise(a, b))) {
+            true => Ok(found.into_iter().next().expect("one rank at least")),
+            false => Err(format!("{value}: the ranks differ")),
+        }
     };
     if pass.required() {
         // Without other passes, which could leave it nothing to do.

@@ -49,6 +49,9 @@ pub enum Error {
     /// A failure of the GPU, its driver or libraries.
     #[error("{0}")]
     Cuda(String),
+    /// Ranks that train together cannot go on.
+    #[error("several ranks: {0}")]
+    Ranks(String),
     /// Reading an output that the program does not have.
     #[error("the program has no output '{0}'")]
     NoOutput(String),

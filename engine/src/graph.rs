@@ -3,6 +3,7 @@
 use crate::meta::Meta;
 use crate::op::Op;
 use crate::ops::pointwise::Pointwise;
+use crate::ranks::Parts;
 use std::sync::Arc;
 
 /// Output `out` of node `node`.
@@ -154,6 +155,8 @@ pub struct Graph {
     pub outputs: Vec<(String, Value)>,
     /// (state, its new value at the end of a run).
     pub updates: Vec<(Value, Value)>,
+    /// Feeds and states, by name, of which this rank has a part only.
+    pub parts: Parts,
 }
 
 impl Graph {

@@ -1,6 +1,8 @@
 //! What an op runs on a GPU: kernel launches and GEMMs, with shapes as compile-time constants.
 
 use crate::meta::{DType, Meta, contiguous};
+use crate::ops::collective::What;
+use crate::ranks::Group;
 
 /// The inputs and outputs of one node, as its kernels get them.
 #[derive(Clone, Debug)]
@@ -96,6 +98,8 @@ pub enum Step {
     Launch(Launch),
     /// A GEMM by cuBLASLt.
     Gemm(Gemm),
+    /// An exchange with other ranks.
+    Collective(Collective),
     /// A step that is skipped if a feed shows, before the program runs, that it has nothing to do.
     When(Live, Box<Step>),
 }
@@ -110,7 +114,7 @@ impl Step {
     pub fn kernel(&self) -> Option<&Launch> {
         match self {
             Step::Launch(l) => Some(l),
-            Step::Gemm(_) => None,
+            Step::Gemm(_) | Step::Collective(_) => None,
             Step::When(_, step) => step.kernel(),
         }
     }
@@ -118,11 +122,35 @@ impl Step {
     /// The GEMM, if it is one.
     pub fn product(&self) -> Option<&Gemm> {
         match self {
-            Step::Launch(_) => None,
+            Step::Launch(_) | Step::Collective(_) => None,
             Step::Gemm(g) => Some(g),
             Step::When(_, step) => step.product(),
         }
     }
+}
+
+/// An exchange of some values with other ranks.
+#[derive(Clone, Debug)]
+pub struct Collective {
+    /// What is exchanged.
+    pub what: What,
+    /// With which ranks.
+    pub group: Group,
+    /// The values.
+    pub parts: Vec<Exchanged>,
+}
+
+/// A value that is exchanged.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Exchanged {
+    /// What this rank gives.
+    pub from: Place,
+    /// Where the result goes.
+    pub to: Place,
+    /// How many elements it gives.
+    pub elements: usize,
+    /// Their type.
+    pub dtype: DType,
 }
 
 /// A condition on how many entries of an i32 input are not negative, such as rows with a target. It is evaluated on the host before a run, which is

@@ -26,6 +26,7 @@
 
 #![warn(missing_docs)]
 
+mod case;
 pub mod check;
 pub mod cpu;
 pub mod cuda;
@@ -43,6 +44,7 @@ pub mod philox;
 pub mod plan;
 pub mod profile;
 pub mod program;
+pub mod ranks;
 pub mod record;
 pub mod store;
 mod warm_up;
@@ -56,5 +58,6 @@ pub use meta::{DType, Meta};
 pub use ops::OPS;
 pub use passes::{PASSES, Switches};
 pub use program::{Compiled, Device, Program, Reading};
+pub use ranks::Ranks;
 pub use record::{Recorder, Var};
 pub use store::Store;

@@ -1,8 +1,12 @@
 //! The trait that every op implements, and the test cases that check and time it.
 
+pub use crate::case::{Case, Entry, Fill, In};
+pub use crate::ranks::{Axis, Share};
+
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Layout, Meta};
+use crate::ranks::Group;
 use crate::record::Var;
 use std::any::Any;
 use std::fmt::Debug;
@@ -89,6 +93,26 @@ pub trait Op: Any + Debug + Send + Sync {
     /// Whether it never runs itself: a pass replaces it by a fused op, or `decompose` by its unfused form.
     fn is_composite(&self) -> bool {
         false
+    }
+
+    /// Ways in which `parts` ranks can divide the work. None: every rank does all of it.
+    fn axes(&self, _x: &[Meta], _parts: usize) -> Vec<Axis> {
+        vec![]
+    }
+
+    /// The op for part `index` of `parts` along the axis of this number, if it differs from that for the whole.
+    fn part(&self, _x: &[Meta], _axis: usize, _parts: usize, _index: usize) -> Option<Arc<dyn Op>> {
+        None
+    }
+
+    /// For an op that works on many tensors apart: (inputs, outputs) that have the same shape and are computed element by element.
+    fn apart(&self) -> Vec<(Vec<usize>, Vec<usize>)> {
+        vec![]
+    }
+
+    /// Records the op on inputs of which a rank has these shares, if the op has a way of its own to do that. Its outputs are the same on all ranks.
+    fn divided<'g>(&self, _x: &[Var<'g>], _have: &[Share], _group: &Group) -> Option<Vec<Var<'g>>> {
+        None
     }
 
     /// What a fused or composite op computes, in plain ops. Tests compare the two, and `decompose` records this.
@@ -183,90 +207,4 @@ impl Cost {
     pub fn compute(flops: usize, bytes: usize) -> Cost {
         Cost { flops: flops as u64, bytes: bytes as u64, memory_bound: false }
     }
-}
-
-/// How an input of a test case is filled.
-#[derive(Clone, Copy, Debug)]
-pub enum Fill {
-    /// Normal, unit variance.
-    Normal,
-    /// Normal, but at least 0.2 away from 0: for ops that are not differentiable there.
-    AwayFromZero,
-    /// Between 0.5 and 2: for logarithms, roots and quotients.
-    Positive,
-    /// Distinct values in random order, far enough apart that finite differences do not change their order. Not differentiated.
-    Distinct,
-    /// As `Distinct`, but differentiated.
-    Spread,
-    /// Normal; the op must give it no gradient, which the check verifies.
-    Frozen,
-    /// i32 in 0..n.
-    Index(usize),
-    /// Distinct i32 in 0..n.
-    Rows(usize),
-    /// As `Index`, but one in eight is -1, as for rows without a target.
-    Target(usize),
-    /// As `Index`, but seven in eight are -1; all, if n is 0.
-    FewTargets(usize),
-    /// i32: seed, seed, step, micro-batch, for ops that draw random numbers.
-    Rng,
-    /// u8: 0 or 1.
-    Mask,
-    /// u8: 0 to 255.
-    Byte,
-}
-
-/// Shape and filling of one input of a test case. Floats are f32.
-pub struct In(pub &'static [usize], pub Fill);
-
-/// A test case of an op: inputs, and what is recorded with them. It serves for the gradient check, the repeatability check, the comparison
-/// of fused with unfused ops, and the benchmark.
-pub struct Case {
-    /// Its name in reports.
-    pub name: &'static str,
-    /// The inputs of `build`.
-    pub inputs: &'static [In],
-    /// Records the op on these inputs and returns what is compared.
-    pub build: for<'g> fn(&[Var<'g>]) -> Vec<Var<'g>>,
-    /// Whether this is a shape of a real model, timed by `kiln bench ops` and too large for the gradient check.
-    pub bench: bool,
-    /// By how many roundings of a narrow type a result may differ, if more than usual, and why.
-    pub roundings: Option<(f64, &'static str)>,
-    /// The least relative error that counts on a GPU, also in f32, and why.
-    pub inexact: Option<(f64, &'static str)>,
-}
-
-impl Case {
-    /// A small case for the checks.
-    pub const fn new(name: &'static str, inputs: &'static [In], build: for<'g> fn(&[Var<'g>]) -> Vec<Var<'g>>) -> Case {
-        Case { name, inputs, build, bench: false, roundings: None, inexact: None }
-    }
-
-    /// The same as a benchmark case.
-    pub const fn bench(mut self) -> Case {
-        self.bench = true;
-        self
-    }
-
-    /// Allows this relative error on a GPU, also in f32, given a reason: its instructions do not compute in f32 throughout.
-    pub const fn inexact(mut self, error: f64, why: &'static str) -> Case {
-        self.inexact = Some((error, why));
-        self
-    }
-
-    /// Allows a larger error in narrow types, given a reason: an intermediate value is rounded, or large terms cancel.
-    pub const fn rounds(mut self, times: f64, why: &'static str) -> Case {
-        self.roundings = Some((times, why));
-        self
-    }
-}
-
-/// A row of the table [`OPS`](crate::OPS).
-pub struct Entry {
-    /// The folder's name in `ops`.
-    pub name: &'static str,
-    /// What it computes, for `kiln check` and the documentation.
-    pub about: &'static str,
-    /// Its test cases.
-    pub cases: &'static [Case],
 }

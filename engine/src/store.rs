@@ -6,6 +6,7 @@ use crate::error::Error;
 use crate::graph::{Graph, Init, Role};
 use crate::meta::Meta;
 use crate::philox::{fill_normal, hash_name, philox, uniform};
+use crate::ranks::{Part, cut, whole};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
@@ -15,6 +16,8 @@ pub struct Tensor {
     pub meta: Meta,
     /// What it is to the model: checkpoints hold parameters and carried states, not frozen weights.
     pub role: Role,
+    /// If this rank has a part of it only: which.
+    pub parts: Vec<Part>,
     memory: Memory,
 }
 
@@ -25,6 +28,11 @@ enum Memory {
 }
 
 impl Tensor {
+    /// Shape and type of the whole of which a rank may have a part.
+    pub fn whole(&self) -> Meta {
+        whole(&self.parts, &self.meta)
+    }
+
     /// The raw bytes; from a GPU they are copied.
     pub fn bytes(&self) -> Result<Cow<'_, [u8]>, Error> {
         match &self.memory {
@@ -59,12 +67,13 @@ impl Store {
         // One allocation for all: the driver would give each whole pages of 2 MiB.
         let mut rest = gpu.filter(|_| bytes > 0).map(|cuda| cuda.allocate(bytes)).transpose()?;
         for (state, meta) in g.states() {
+            let parts = g.parts.states.get(&state.name).cloned().unwrap_or_default();
             match self.tensors.get(&state.name) {
                 Some(t) if t.meta == *meta => {}
                 Some(t) => return Err(Error::StateShape { name: state.name.clone(), have: t.meta.clone(), want: meta.clone() }),
                 None => {
                     let memory = match gpu {
-                        None => Memory::Host(initial(state.init, self.seed, &state.name, meta)?),
+                        None => Memory::Host(initial(state.init, self.seed, &state.name, meta, &parts)?),
                         Some(cuda) => {
                             let d = match &mut rest {
                                 Some(rest) if !offloaded.contains(&&*state.name) => rest.split_off(meta.bytes()),
@@ -72,12 +81,12 @@ impl Store {
                             };
                             match state.init {
                                 Init::Full(0.0) => cuda.fill(&d, 0)?,
-                                init => cuda.upload(&d, initial(init, self.seed, &state.name, meta)?.bytes())?,
+                                init => cuda.upload(&d, initial(init, self.seed, &state.name, meta, &parts)?.bytes())?,
                             }
                             Memory::Gpu(cuda.clone(), d)
                         }
                     };
-                    self.tensors.insert(state.name.clone(), Tensor { meta: meta.clone(), role: state.role, memory });
+                    self.tensors.insert(state.name.clone(), Tensor { meta: meta.clone(), role: state.role, parts, memory });
                 }
             }
         }
@@ -120,9 +129,13 @@ impl Store {
         self.tensors.iter().map(|(n, t)| (n.as_str(), t))
     }
 
-    /// Replaces a state's value by one of the same shape and type.
+    /// Replaces a state's value by one of the same shape and type. Of a whole, a rank takes its part.
     pub fn set(&mut self, name: &str, meta: &Meta, bytes: &[u8]) -> Result<(), Error> {
         let t = self.tensors.get_mut(name).ok_or_else(|| Error::NoState(name.into()))?;
+        if !t.parts.is_empty() && *meta == t.whole() && bytes.len() == meta.bytes() {
+            let (own, bytes) = (t.meta.clone(), cut(&t.parts, bytes.to_vec()));
+            return self.set(name, &own, &bytes);
+        }
         if t.meta != *meta || bytes.len() != meta.bytes() {
             return Err(Error::StateShape { name: name.into(), have: t.meta.clone(), want: meta.clone() });
         }
@@ -135,7 +148,8 @@ impl Store {
 
     /// Replaces a state's value by numbers of any float type, rounded if the state's own type is narrower.
     pub fn set_floats(&mut self, name: &str, from: &Meta, bytes: &[u8]) -> Result<(), Error> {
-        let own = self.tensors.get(name).ok_or_else(|| Error::NoState(name.into()))?.meta.clone();
+        let t = self.tensors.get(name).ok_or_else(|| Error::NoState(name.into()))?;
+        let own = t.whole();
         if own.dtype == from.dtype
             || !own.dtype.is_float()
             || !from.dtype.is_float()
@@ -159,7 +173,7 @@ impl Store {
 }
 
 /// The initial value of a state.
-fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Result<Buffer, Error> {
+fn initial(init: Init, seed: u64, name: &str, meta: &Meta, parts: &[Part]) -> Result<Buffer, Error> {
     let lacks = || Error::NoMemory { what: format!("state '{name}' {meta:?}"), bytes: meta.bytes() };
     let mut data = Buffer::try_zeroed(meta.bytes()).ok_or_else(lacks)?;
     if init == Init::Full(0.0) {
@@ -167,8 +181,9 @@ fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Result<Buffer, Err
     }
     let stream = hash_name(name);
     let mut numbers: Vec<f32> = vec![];
-    numbers.try_reserve_exact(meta.elements()).map_err(|_| lacks())?;
-    numbers.resize(meta.elements(), 0.0);
+    let all = whole(parts, meta).elements();
+    numbers.try_reserve_exact(all).map_err(|_| lacks())?;
+    numbers.resize(all, 0.0);
     match init {
         Init::Full(v) => numbers.fill(v),
         Init::Normal { std } => {
@@ -195,6 +210,10 @@ fn initial(init: Init, seed: u64, name: &str, meta: &Meta) -> Result<Buffer, Err
             let step = low * (high / low).powf(u);
             step + (-(-step).exp_m1()).ln()
         }),
+    }
+    for part in parts {
+        let own = part.cut(bytemuck::cast_slice(&numbers));
+        numbers = own.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect();
     }
     crate::cpu::narrow(&numbers, meta.dtype, data.bytes_mut());
     Ok(data)

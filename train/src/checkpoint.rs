@@ -13,9 +13,11 @@
 
 mod folders;
 mod manifest;
+mod ranks;
 mod tensors;
 
 pub(crate) use manifest::Sum;
+pub use ranks::{Held, Written, write_parts};
 pub(crate) use tensors::write_safetensors;
 pub use tensors::{Loaded, Tensor, TensorFile, load_safetensors};
 
@@ -96,6 +98,19 @@ pub fn save(
     meta: &Value,
     keep: Keep,
 ) -> Result<Saved, CheckpointError> {
+    save_with_parts(dir, step, files, plain, &[], meta, keep)
+}
+
+/// The same with what ranks have written of their parts, which is moved there.
+pub fn save_with_parts(
+    dir: &Path,
+    step: u64,
+    files: &[(&str, Vec<Tensor>)],
+    plain: &[(&str, Vec<u8>)],
+    parts: &[Written],
+    meta: &Value,
+    keep: Keep,
+) -> Result<Saved, CheckpointError> {
     let pid = std::process::id();
     let path = dir.join(format!("step-{step:08}"));
     let old = dir.join(format!(".step-{step:08}.old-{pid}"));
@@ -107,7 +122,7 @@ pub fn save(
         Err(e) => return Err(io_error("create", dir)(e)),
     }
     let mut left = tidy(dir)?;
-    if let Err(e) = write_folder(&tmp, step, files, plain, meta).and_then(|()| move_in(&tmp, &path, &old)) {
+    if let Err(e) = write_folder(&tmp, step, files, plain, parts, meta).and_then(|()| move_in(&tmp, &path, &old)) {
         // Best effort: the error that matters is the first, and the next save tidies.
         let _ = fs::remove_dir_all(&tmp);
         return Err(e);
@@ -201,7 +216,7 @@ impl Checkpoint {
 
     /// Reads one of the files, for example `model.safetensors`.
     pub fn file(&self, name: &str) -> Result<Loaded, CheckpointError> {
-        Loaded::parse(&self.path.join(name), self.bytes(name)?)
+        self.joined(name, Loaded::parse(&self.path.join(name), self.bytes(name)?)?)
     }
 
     /// The model's weights: averaged over steps where it has those, or, if they are to be `raw`, of its last step.

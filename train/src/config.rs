@@ -9,8 +9,8 @@ pub use toml::Value;
 pub use train::{Optimizer, TrainConfig};
 
 use crate::section;
-use engine::Switches;
 use engine::passes::{Preset, known};
+use engine::{Ranks, Switches};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -100,6 +100,8 @@ pub struct Config {
     sections: Arc<[Keys]>,
     /// Keys that were set over a preset or a run's own settings: what someone asked for, and must not be passed over in silence.
     given: BTreeSet<String>,
+    /// The ranks that train together, of which this is one.
+    pub ranks: Ranks,
 }
 
 impl PartialEq for Config {
@@ -117,7 +119,7 @@ impl Config {
         table.insert("preset".into(), preset.into());
         table.insert("passes".into(), Value::Table(Table::new()));
         table.extend(sections.iter().map(|keys| (keys.name.to_string(), Value::Table(keys.defaults()))));
-        Config { table, sections: sections.into(), given: BTreeSet::new() }
+        Config { table, sections: sections.into(), given: BTreeSet::new(), ranks: Ranks::default() }
     }
 
     /// From a preset's text, which holds what differs from the defaults. It is part of the program: what is wrong in it is an error of whoever wrote it.
@@ -144,7 +146,7 @@ impl Config {
 
     /// The settings in a checkpoint, as they are there.
     pub fn from_json(value: &serde_json::Value) -> Result<Config, ConfigError> {
-        Ok(Config { table: json_table(value)?, sections: Arc::default(), given: BTreeSet::new() })
+        Ok(Config { table: json_table(value)?, sections: Arc::default(), given: BTreeSet::new(), ranks: Ranks::default() })
     }
 
     /// As `of_run`, from a checkpoint of the same recipe.
@@ -340,7 +342,7 @@ impl Config {
     }
 
     pub fn switches(&self) -> Result<Switches, ConfigError> {
-        let mut s = Switches::default();
+        let mut s = Switches::default().on_ranks(self.ranks.clone());
         // Checkpoints of earlier versions do not have it.
         if let Some(preset) = self.value("", OPTIMISE) {
             s.preset = Preset::named(preset.as_str().unwrap_or_default())?;

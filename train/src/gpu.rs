@@ -124,6 +124,11 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
     packages.flat_map(children).map(|p| p.join("lib")).collect()
 }
 
+/// How many GPUs there are to use; none where a library is missing. Opens none of them.
+pub fn count() -> usize {
+    engine::cuda::count(&folders())
+}
+
 /// `auto`, `cpu`, `cuda` or `cuda:N`.
 pub fn open(name: &str, threads: Option<usize>) -> Result<Device, String> {
     let cpu = || Device::cpu(threads.map_or_else(Cpu::all_cores, Cpu::new));

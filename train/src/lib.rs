@@ -9,6 +9,7 @@ pub mod files;
 pub mod golden;
 pub mod gpu;
 pub mod input;
+pub mod launch;
 pub mod memory;
 pub mod metrics;
 pub mod models;

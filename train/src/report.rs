@@ -5,27 +5,47 @@ pub mod lettering;
 
 pub use confusion::Confusion;
 
-/// Prints a line; a reader that has gone away (a closed pipe, a full disk) is no reason to stop training.
+/// Prints a line, of several ranks on the first alone; a reader that has gone away (a closed pipe, a full disk) is no reason to stop training.
 #[macro_export]
 macro_rules! say {
     ($($text:tt)*) => {{
         use std::io::Write;
-        let _ = writeln!(std::io::stdout(), $($text)*);
+        if $crate::report::rank() == 0 {
+            let _ = writeln!(std::io::stdout(), $($text)*);
+        }
     }};
 }
 
-/// Prints a line to stderr, on the same terms.
+/// Prints a line to stderr, on the same terms; ranks other than the first put their number in front.
 #[macro_export]
 macro_rules! warn {
     ($($text:tt)*) => {{
         use std::io::Write;
-        let _ = writeln!(std::io::stderr(), $($text)*);
+        let _ = match $crate::report::rank() {
+            0 => writeln!(std::io::stderr(), $($text)*),
+            // In one piece: other ranks write to the same place.
+            rank => std::io::stderr().write_all(format!("rank {rank}: {}\n", format_args!($($text)*)).as_bytes()),
+        };
     }};
+}
+
+/// Which rank this process is; 0 where it is alone.
+static RANK: AtomicUsize = AtomicUsize::new(0);
+
+/// Which rank this process is, of those that train together: only the first speaks for all.
+pub fn rank() -> usize {
+    RANK.load(Ordering::Relaxed)
+}
+
+/// Called once, by a process that finds out that it is one of several.
+pub fn set_rank(rank: usize) {
+    RANK.store(rank, Ordering::Relaxed);
 }
 
 use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 #[derive(Debug, thiserror::Error)]

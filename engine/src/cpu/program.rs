@@ -14,6 +14,7 @@ use crate::store::Store;
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::borrow::Cow;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A graph and its plan, loaded on the CPU.
@@ -85,13 +86,13 @@ impl CpuProgram {
             sources[i] = match &node.kind {
                 Kind::State(s) => store.host(&s.name, &node.outputs[0])?.bytes_mut().as_mut_ptr(),
                 Kind::Const(_) => self.constants[i].as_mut().expect("made at load").bytes_mut().as_mut_ptr(),
-                Kind::Feed(name) => Data::checked(name, &node.outputs[0], feeds)?.as_ptr().cast_mut(),
+                Kind::Feed(name) => Data::checked(name, &node.outputs[0], &self.graph.parts, feeds)?.as_ptr().cast_mut(),
                 _ => continue,
             };
         }
         let base = Base { arena: arena.bytes_mut().as_mut_ptr(), sources };
         let (graph, plan) = (&self.graph, &self.plan);
-        self.cpu.run(move || {
+        let run = move || {
             let base = base; // capture the whole struct, not its pointers one by one
             for i in 0..graph.nodes.len() {
                 step(graph, plan, &base, i);
@@ -104,8 +105,10 @@ impl CpuProgram {
                 unsafe { base.place(graph, plan, to).bytes_mut(dtype).copy_from_slice(base.place(graph, plan, value).bytes(dtype)) };
             }
             after(None);
-        });
-        Ok(())
+        };
+        // A collective whose ranks are gone unwinds with an error: see `ranks`.
+        let ended = catch_unwind(AssertUnwindSafe(|| self.cpu.run(run)));
+        ended.or_else(|why| why.downcast::<Error>().map_or_else(|other| resume_unwind(other), |e| Err(*e)))
     }
 
     /// The nodes that do something, and of each node of the graph its place among them.

@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::meta::{DType, Meta};
+use crate::ranks::{Parts, whole};
 
 /// The numbers of a tensor, such as a feed's.
 #[derive(Clone, Copy, Debug)]
@@ -15,17 +16,18 @@ pub enum Data<'a> {
 }
 
 impl<'a> Data<'a> {
-    /// The bytes given for the feed of this name; an error if type or length is wrong.
-    pub fn checked(name: &str, want: &Meta, feeds: &[(&str, Data<'a>)]) -> Result<&'a [u8], Error> {
-        let wrong = |got: String| Error::Feed { name: name.into(), want: want.clone(), got };
+    /// The bytes given for the feed of this name, of which a rank takes its part; an error if type or length is wrong.
+    pub fn checked(name: &str, want: &Meta, parts: &Parts, feeds: &[(&str, Data<'a>)]) -> Result<&'a [u8], Error> {
+        let parts = parts.feeds.get(name).map_or(&[][..], |p| p);
+        let wrong = |got: String| Error::Feed { name: name.into(), want: whole(parts, want), got };
         let (_, data) = feeds.iter().find(|f| f.0 == name).ok_or_else(|| wrong("nothing".into()))?;
         let (bytes, count, dtype): (&[u8], usize, DType) = match data {
             Data::F32(d) => (bytemuck::cast_slice(d), d.len(), DType::F32),
             Data::I32(d) => (bytemuck::cast_slice(d), d.len(), DType::I32),
             Data::U8(d) => (d, d.len(), DType::U8),
         };
-        match (count, dtype) == (want.elements(), want.dtype) {
-            true => Ok(bytes),
+        match (count, dtype) == (whole(parts, want).elements(), want.dtype) {
+            true => Ok(parts.iter().fold(bytes, |bytes, part| part.rows(bytes))),
             false => Err(wrong(format!("{count} elements of {dtype}"))),
         }
     }

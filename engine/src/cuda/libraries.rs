@@ -1,4 +1,4 @@
-//! Finds and loads the driver, NVRTC and cuBLASLt. They are loaded by absolute path before the bindings ask for them by name, so that the wheels of a
+//! Finds and loads the driver, NVRTC and cuBLASLt, and MPI for `ranks`. They are loaded by absolute path before the bindings ask for them by name, so that the wheels of a
 //! Python environment work as well as an installed toolkit.
 
 use std::path::{Path, PathBuf};
@@ -39,13 +39,13 @@ impl Found {
 
 const WHEELS: &str = "install the CUDA 13 toolkit, or `pip install \"nvidia-cuda-nvrtc==13.0.*\" \"nvidia-cublas==13.0.*\"` and name the folder in LD_LIBRARY_PATH";
 
-struct Wanted {
-    name: &'static str,
+pub(crate) struct Wanted {
+    pub name: &'static str,
     /// In order of preference.
-    files: &'static [&'static str],
+    pub files: &'static [&'static str],
     /// Functions that the library must have; a missing one means a wrong version, on which the bindings would panic.
-    has: &'static [&'static str],
-    help: &'static str,
+    pub has: &'static [&'static str],
+    pub help: &'static str,
 }
 
 /// In loading order: NVRTC needs its builtins first.
@@ -110,7 +110,8 @@ pub fn find(folders: &Folders) -> Vec<Found> {
     FOUND.get_or_init(|| LIBRARIES.iter().map(|w| found(w, folders)).collect()).clone()
 }
 
-fn found(w: &Wanted, folders: &Folders) -> Found {
+/// Loads one library.
+pub(crate) fn found(w: &Wanted, folders: &Folders) -> Found {
     let (path, broken) = load(w, &folders.libraries);
     Found { name: w.name, path, broken, help: w.help }
 }
@@ -131,7 +132,7 @@ fn load(w: &Wanted, folders: &[PathBuf]) -> (Option<PathBuf>, Vec<String>) {
 /// Loads a library for the life of the process.
 fn keep(path: &Path, has: &[&str]) -> Result<(), String> {
     use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
-    // SAFETY: these are NVIDIA's libraries, whose initialisers have no conditions; the handle is never closed.
+    // SAFETY: these are libraries of NVIDIA's and MPI's, whose initialisers have no conditions; the handle is never closed.
     match unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) } {
         Ok(library) => {
             // SAFETY: only whether the name is there is asked.

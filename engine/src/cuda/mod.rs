@@ -19,6 +19,7 @@ mod transfer;
 
 pub use fallback::Fallback;
 pub use libraries::{Folders, Found, find};
+pub(crate) use libraries::{Wanted, found};
 use memory::Held;
 pub use memory::{Memory, Usage};
 pub use moment::Moment;
@@ -73,6 +74,13 @@ pub(crate) struct Kernel(sys::CUfunction);
 
 pub(crate) fn failed(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
     move |e| Error::Cuda(format!("{what}: {e}"))
+}
+
+/// How many GPUs the driver reports; none where it or a library is missing. Opens none of them.
+pub fn count(folders: &Folders) -> usize {
+    let counted = || result::init().and_then(|()| result::device::get_count());
+    let usable = find(folders).iter().all(|f| f.path.is_some());
+    if usable { counted().map_or(0, |n| n.max(0) as usize) } else { 0 }
 }
 
 impl Cuda {

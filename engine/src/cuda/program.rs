@@ -9,7 +9,7 @@ use super::{Cuda, Kernel, Memory, failed};
 use crate::cpu::Data;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Value};
-use crate::kernel::{Arch, At, Code, Io, Live, Place, Step};
+use crate::kernel::{Arch, At, Code, Collective, Io, Live, Place, Step};
 use crate::meta::{DType, is_contiguous};
 use crate::ops::view::Reshape;
 use crate::passes::Mode;
@@ -234,6 +234,10 @@ impl Builder<'_> {
                 }
             };
             self.when.resize(self.steps.len(), None);
+            if let Step::Collective(c) = step {
+                self.collective(i, c)?;
+                continue;
+            }
             self.when.push(condition);
             let ready = self.ready(i, step)?;
             self.steps.push(ready);
@@ -258,7 +262,7 @@ impl Builder<'_> {
 
     fn ready(&mut self, i: usize, step: &Step) -> Result<Ready, Error> {
         Ok(match step {
-            Step::When(..) => unreachable!("a step has one condition"),
+            Step::When(..) | Step::Collective(_) => unreachable!("dealt with before"),
             Step::Launch(l) => Ready::Launch {
                 kernel: self.kernels.next().expect("one for each launch"),
                 grid: l.grid,
@@ -276,6 +280,19 @@ impl Builder<'_> {
                 Ready::Gemm { product: self.products.plan(g, places.map(|a| a.aligned()))?, places, bias, scales, flops, tensor_cores }
             }
         })
+    }
+
+    /// An exchange with other ranks; of one rank alone, copies.
+    fn collective(&mut self, i: usize, c: &Collective) -> Result<(), Error> {
+        if c.group.size > 1 {
+            return Err(Error::Ranks(format!("{} ranks on GPUs need NCCL, which is not connected", c.group.size)));
+        }
+        for part in c.parts.iter().filter(|p| p.from != p.to) {
+            let [from, to] = [part.from, part.to].map(|p| self.resolve(i, &p));
+            self.steps.push(Ready::Copy { from, to, bytes: part.elements * part.dtype.size() });
+        }
+        self.when.resize(self.steps.len(), None);
+        Ok(())
     }
 
     /// The copies into states at the end of a run.
@@ -396,9 +413,9 @@ impl CudaProgram {
 
     /// Starts to copy the feeds.
     fn send(&mut self, feeds: &[(&str, Data)]) -> Result<(), Error> {
-        let nodes = &self.graph.nodes;
-        self.feeds.send(&self.cuda, |i| match &nodes[i].kind {
-            Kind::Feed(name) => Data::checked(name, &nodes[i].outputs[0], feeds),
+        let g = &self.graph;
+        self.feeds.send(&self.cuda, |i| match &g.nodes[i].kind {
+            Kind::Feed(name) => Data::checked(name, &g.nodes[i].outputs[0], &g.parts, feeds),
             _ => unreachable!("only feeds are sent"),
         })
     }
@@ -435,7 +452,7 @@ impl CudaProgram {
         let count = |feed: usize| {
             let node = &self.graph.nodes[feed];
             let Kind::Feed(name) = &node.kind else { unreachable!("only feeds are counted") };
-            let numbers = Data::checked(name, &node.outputs[0], feeds)?;
+            let numbers = Data::checked(name, &node.outputs[0], &self.graph.parts, feeds)?;
             Ok::<_, Error>(numbers.chunks_exact(4).filter(|n| n[3] < 128).count()) // i32, the sign in the last byte
         };
         let mut counts: HashMap<usize, usize> = HashMap::new();

@@ -4,6 +4,7 @@ pub mod adamw;
 pub mod adamw8;
 pub mod attention;
 pub mod cache;
+pub mod collective;
 pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
@@ -69,6 +70,7 @@ pub const OPS: &[Entry] = ops! {
     cache: "KV cache: writing it, and attention over it while decoding",
     diversity: "how far apart the directions of a set of vectors are",
     sample: "sampling tokens from logits: temperature and top-p",
+    collective: "exchange between ranks: all-reduce, all-gather, reduce-scatter, all-to-all, and their gradients",
     adamw: "AdamW over all parameters; the global gradient norm; Muon's momentum",
     adamw8: "AdamW and momentum whose states are 8-bit, in blocks of 256",
 };

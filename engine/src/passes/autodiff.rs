@@ -4,6 +4,7 @@ use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Value};
 use crate::meta::DType;
+use crate::ops::collective::Broadcast;
 use crate::ops::concat::{Pad, concat};
 use crate::ops::full::Full;
 use crate::record::{Recorder, Var};
@@ -82,7 +83,8 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         let x: Vec<Var> = node.inputs.iter().map(|&v| recorder.var(v)).collect();
         let y: Vec<Var> = (0..outputs).map(|out| recorder.var(Value { node: i, out })).collect();
         // Gradients of a bf16 copy of a parameter are not summed in bf16: each is cast back to the parameter's type and summed there.
-        let apart = recorder.with_graph(|g| is_parameter(g, Value { node: i, out: 0 }));
+        // What all ranks read is summed before the ranks' sums are.
+        let apart = op.is::<Broadcast>().is_none() && recorder.with_graph(|g| is_parameter(g, Value { node: i, out: 0 }));
         let rounds: Vec<Vec<Option<Var>>> = if crate::mutant!("gradients-of-a-weight-added-in-bf16", apart, false) {
             side_by_side(&flows[0]).into_iter().map(|f| vec![Some(f)]).collect()
         } else {

@@ -3,6 +3,7 @@
 mod adam8bit;
 mod autodiff;
 mod chunked_scan;
+mod data_parallel;
 mod dead_code;
 mod decompose;
 mod fp8;
@@ -27,11 +28,14 @@ mod lora_forward;
 mod merged_qkv;
 mod merged_wgrad;
 mod mixed;
+mod partition;
 pub mod pattern;
 mod presets;
 mod recompute;
 mod sparse;
 mod switches;
+mod tensor_parallel;
+mod zero;
 
 pub use presets::{Fast, Preset};
 pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
@@ -76,6 +80,9 @@ pub trait Pass: Switch {
 
 /// The engine's passes in execution order: by stage, and after the passes that each names in [`Pass::after`].
 pub const PASSES: &[&dyn Pass] = &[
+    &data_parallel::DataParallel,
+    &tensor_parallel::TensorParallel,
+    &zero::Zero,
     &flash_attention::FlashAttentionPass,
     &linear_attention::LinearAttentionPass,
     &chunked_scan::ChunkedScanPass,
@@ -92,6 +99,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &merged_qkv::MergedQkv,
     &autodiff::Autodiff,
     &dead_code::DeadCode,
+    &zero::Scatter,
     &fp8::Fp8,
     &hoist::Hoist,
     &recompute::Recompute,

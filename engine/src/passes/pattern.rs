@@ -82,6 +82,7 @@ impl Graph {
         let at = |v: &Value| values[v.node][v.out];
         new.outputs = self.outputs.iter().map(|(n, v)| (n.clone(), at(v))).collect();
         new.updates = self.updates.iter().map(|(s, v)| (at(s), at(v))).collect();
+        new.parts = self.parts.clone();
         Ok(new)
     }
 

@@ -4,6 +4,7 @@ use super::{FORMERLY, Fast, Preset};
 use crate::error::Error;
 use crate::kernel::Arch;
 use crate::meta::DType;
+use crate::ranks::Ranks;
 use crate::record::Recorder;
 use std::collections::BTreeMap;
 
@@ -102,6 +103,11 @@ pub trait Switch: Sync {
         false
     }
 
+    /// For a pass that divides work among ranks: the ranks (data, tensor) on which its example is tested, and other switches that it needs there.
+    fn on_ranks(&self) -> Option<([usize; 2], &'static [(&'static str, &'static str)])> {
+        None
+    }
+
     /// Whether no program runs without it, so that it cannot be switched off.
     fn required(&self) -> bool {
         false
@@ -112,6 +118,8 @@ pub trait Switch: Sync {
 pub struct Settings<'a> {
     /// What the program is compiled for.
     pub target: Target,
+    /// The ranks that run the program together.
+    pub ranks: &'a Ranks,
     switch: &'static dyn Switch,
     values: &'a BTreeMap<String, String>,
 }
@@ -221,6 +229,8 @@ impl Receipt {
 pub struct Switches {
     /// Decides the mode of a switch that is not set.
     pub preset: Preset,
+    /// The ranks that run the program together.
+    pub ranks: Ranks,
     chosen: BTreeMap<String, (Mode, BTreeMap<String, String>)>,
 }
 
@@ -284,6 +294,12 @@ impl Switches {
         Ok(self)
     }
 
+    /// The same for a program that these ranks run together.
+    pub fn on_ranks(mut self, ranks: Ranks) -> Switches {
+        self.ranks = ranks;
+        self
+    }
+
     /// The mode set for a switch.
     pub fn chosen(&self, switch: &str) -> Option<Mode> {
         self.chosen.get(switch).map(|c| c.0)
@@ -302,7 +318,7 @@ impl Switches {
         if mode != Mode::Off {
             let none = BTreeMap::new();
             let values = self.chosen.get(switch.name()).map_or(&none, |c| &c.1);
-            f(&Settings { target, switch, values }, &mut receipt)?;
+            f(&Settings { target, ranks: &self.ranks, switch, values }, &mut receipt)?;
         }
         if let (Mode::Require, Some((reason, site))) = (mode, receipt.declined.first()) {
             return Err(Error::Declined { pass: switch.name().into(), site: site.clone(), reason: reason.clone() });

@@ -9,4 +9,5 @@ mod graphs;
 mod ops;
 mod passes;
 mod presets;
+mod ranks;
 mod sparse;

@@ -39,6 +39,7 @@ pub(super) fn write_folder(
     step: u64,
     files: &[(&str, Vec<Tensor>)],
     plain: &[(&str, Vec<u8>)],
+    parts: &[Written],
     meta: &Value,
 ) -> Result<(), CheckpointError> {
     fs::create_dir(folder).map_err(io_error("create", folder))?;
@@ -57,6 +58,12 @@ pub(super) fn write_folder(
     }
     for (name, bytes) in plain {
         add(name, &|path| write_synced(path, |file| file.write_all(bytes)))?;
+    }
+    for Written { name, path, sum } in parts {
+        add(name, &|to| {
+            fs::rename(path, to).map_err(io_error("move", path))?;
+            Ok(Sum { bytes: sum.bytes, xxh3: sum.xxh3.clone() })
+        })?;
     }
     let manifest = json!({"format": FORMAT, "step": step, "files": sums, "meta": meta});
     let text = format!("{manifest:#}");

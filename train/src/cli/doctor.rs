@@ -1,12 +1,12 @@
 //! `kiln doctor`: what this machine has.
 
 use super::{Recipes, write_json};
-use crate::gpu;
 use crate::report::human_bytes;
+use crate::{gpu, launch};
 use anyhow::Result;
 use clap::Args;
 use engine::Cuda;
-use engine::cuda::find;
+use engine::cuda::{Found, find};
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -27,6 +27,8 @@ pub fn run(a: DoctorArgs, _: Recipes) -> Result<ExitCode> {
         let folders = gpu::folders();
         let libraries: Vec<serde_json::Value> =
             find(&folders).iter().map(|f| serde_json::json!({ "name": f.name, "path": f.path, "problem": f.problem() })).collect();
+        let (mpi, version) = launch::mpi();
+        let mpi = serde_json::json!({ "path": mpi.path, "version": version, "problem": mpi.problem() });
         let card = match Cuda::open(0, &folders) {
             Ok(c) => {
                 serde_json::json!({ "name": c.name(), "sm": c.arch().sm, "multiprocessors": c.arch().multiprocessors, "memory": c.memory().0, "versions": c.versions() })
@@ -35,7 +37,7 @@ pub fn run(a: DoctorArgs, _: Recipes) -> Result<ExitCode> {
         };
         let value = serde_json::json!({
             "version": env!("CARGO_PKG_VERSION"), "os": std::env::consts::OS, "arch": std::env::consts::ARCH,
-            "cores": cores, "vectors": vectors, "memory": memory, "libraries": libraries, "gpu": card,
+            "cores": cores, "vectors": vectors, "memory": memory, "libraries": libraries, "gpu": card, "mpi": mpi,
         });
         write_json(None, &value)?;
         return Ok(ExitCode::SUCCESS);
@@ -45,13 +47,10 @@ pub fn run(a: DoctorArgs, _: Recipes) -> Result<ExitCode> {
     out!("cpu      {cores} cores, vectors: {vectors}");
     out!("memory   {}", memory.map_or("unknown".into(), human_bytes));
     let folders = gpu::folders();
-    for f in find(&folders) {
-        match (&f.path, f.broken.first()) {
-            (Some(path), _) => out!("{:<20} {}", f.name, path.display()),
-            (None, Some(broken)) => out!("{:<20} does not load: {broken}; {}", f.name, f.help),
-            (None, None) => out!("{:<20} not found: {}", f.name, f.help),
-        }
-    }
+    find(&folders).iter().try_for_each(|f| library(f, ""))?;
+    let (mpi, version) = launch::mpi();
+    // Without it, one rank trains as ever.
+    library(&mpi, &version.map_or(", for several ranks on CPUs".into(), |v| format!(" ({v}, for several ranks on CPUs)")))?;
     match Cuda::open(0, &folders) {
         Ok(cuda) => {
             let (all, free) = cuda.memory();
@@ -70,6 +69,15 @@ pub fn run(a: DoctorArgs, _: Recipes) -> Result<ExitCode> {
     out!("kernels  cached in {}", folders.cache.display());
     out!("device   auto means {}", gpu::open("auto", None).map_err(anyhow::Error::msg)?.describe());
     Ok(ExitCode::SUCCESS)
+}
+
+fn library(f: &Found, what: &str) -> Result<()> {
+    match (&f.path, f.broken.first()) {
+        (Some(path), _) => out!("{:<20} {}{what}", f.name, path.display()),
+        (None, Some(broken)) => out!("{:<20} does not load{what}: {broken}; {}", f.name, f.help),
+        (None, None) => out!("{:<20} not found{what}: {}", f.name, f.help),
+    }
+    Ok(())
 }
 
 fn total_memory() -> Option<u64> {

@@ -46,6 +46,7 @@ mod watch;
 
 use crate::checkpoint::{AVERAGED, Checkpoint, Loaded};
 use crate::config::{Config, named_in, read_file};
+use crate::launch::World;
 use crate::recipe::{self, Recipe};
 use crate::run::{find_best, find_checkpoint};
 use anyhow::{Context, Result, bail};
@@ -152,14 +153,19 @@ commands! {
 /// kiln::main(RECIPES);
 /// ```
 pub fn main(recipes: Recipes) -> ExitCode {
+    let _guard = crate::launch::EndsOthers;
     let ended = run(recipes);
     crate::gpu::remove_own_cache();
     match ended {
-        Ok(code) => code,
+        Ok(code) => {
+            crate::launch::finish();
+            code
+        }
         // Whoever read our output has seen enough.
         Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
         Err(e) => {
             crate::warn!("error: {e:#}");
+            crate::launch::abort(1);
             ExitCode::FAILURE
         }
     }
@@ -315,11 +321,28 @@ pub struct DeviceArgs {
 
 impl DeviceArgs {
     pub fn open(&self) -> Result<Device> {
+        self.open_for(None)
+    }
+
+    /// As one of several ranks, with a share of the cores or a GPU of its own.
+    pub fn open_for(&self, world: Option<&World>) -> Result<Device> {
         if let Some(n) = self.threads.filter(|n| !(1..=1024).contains(n)) {
             bail!("--threads {n}: from 1 to 1024");
         }
         crate::gpu::attach_profiler(self.nvtx);
-        crate::gpu::open(&self.device, self.threads).map_err(anyhow::Error::msg)
+        let threads = self.threads.or(world.map(World::threads));
+        let name = match (world, self.device.as_str()) {
+            (Some(w), "auto" | "cuda") if self.is_gpu() => format!("cuda:{}", w.local_rank % crate::gpu::count().max(1)),
+            // Ranks on different devices would wait for each other for ever.
+            (Some(_), "auto") => "cpu".into(),
+            (_, name) => name.into(),
+        };
+        crate::gpu::open(&name, threads).map_err(anyhow::Error::msg)
+    }
+
+    /// Whether this names a GPU, or means one on this machine.
+    pub fn is_gpu(&self) -> bool {
+        self.device.starts_with("cuda") || self.device == "auto" && crate::gpu::count() > 0
     }
 }
 

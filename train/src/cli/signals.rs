@@ -20,8 +20,7 @@ pub struct Signal(Arc<AtomicI32>);
 impl Signal {
     /// The first signal sets `stop`, and ends the process where there is nothing to save yet (`preparing`); another one ends it at once.
     pub fn catch(stop: &Arc<AtomicBool>, preparing: &Arc<AtomicBool>) -> Result<Signal> {
-        let caught = [SIGINT, SIGTERM, SIGHUP, SIGUSR1].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s));
-        let mut signals = Signals::new(caught)?;
+        let mut signals = Signals::new(caught())?;
         let (signal, stop, preparing) = (Signal::default(), stop.clone(), preparing.clone());
         let kept = signal.clone();
         std::thread::spawn(move || {
@@ -40,7 +39,7 @@ impl Signal {
         Ok(kept)
     }
 
-    fn status(&self) -> i32 {
+    pub fn status(&self) -> i32 {
         128 + self.0.load(Ordering::SeqCst)
     }
 
@@ -54,6 +53,11 @@ impl Signal {
         crate::warn!("{bar}stopped before the first step: nothing is lost");
         leave(self.status());
     }
+}
+
+/// The signals that end a run.
+pub fn caught() -> Vec<i32> {
+    [SIGINT, SIGTERM, SIGHUP, SIGUSR1].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s)).collect()
 }
 
 fn leave(status: i32) -> ! {

@@ -1,14 +1,16 @@
 //! `kiln train`: which run to begin or go on with, and how its end becomes an exit status.
 
 use super::budget::{BudgetArgs, Where};
-use super::signals::Signal;
+use super::signals::{self, Signal};
 use super::{ConfigArgs, DeviceArgs, Recipes};
 use crate::config::{Config, ConfigError, named_in, read_file};
+use crate::launch::{self, World};
 use crate::recipe::TrainError;
 use crate::run::{END, Options, Start, resumable, settings_that_fit, train};
-use crate::{checkpoint, recipe, say, warn};
+use crate::{checkpoint, recipe, report, say, warn};
 use anyhow::{Result, bail};
 use clap::Args;
+use engine::Ranks;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
@@ -23,13 +25,17 @@ use std::sync::atomic::Ordering;
   kiln train {recipe} --pass recompute=auto,what=blocks --pass linear-cross-entropy=auto,chunk=128
   kiln train {recipe} --preset {preset} --memory-budget 8GiB --allow adam8bit
   kiln train {recipe} --init-from runs/books --out runs/tuned
+  kiln train {recipe} --ranks 4                 four processes on this machine
+  kiln train {recipe} --ranks 4 --tensor 2      pairs of them share the weights of a model
 
 Ctrl-C finishes the step, saves and exits with status 130; so do SIGTERM (143), SIGHUP (129; not under nohup) and SIGUSR1 (138: Slurm's
 --signal=USR1@60). A second signal, a second later or more, exits at once, and so does one before the first step. Status 0 is a run that has all
 its steps or stopped early (train.patience), 1 an error, 2 a wrong command line.
 
 A checkpoint that is broken is passed over for the one before; one that cannot be read is an error, as it may be whole. --resume-from and --start-over
-keep the checkpoints that they do not go on from, as checkpoints/aside-step-N.")]
+keep the checkpoints that they do not go on from, as checkpoints/aside-step-N.
+
+Started by torchrun, mpiexec or srun, every process is one rank of the job without --ranks. A rank that fails ends the others; Ctrl-C saves once.")]
 pub struct TrainArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
@@ -58,9 +64,14 @@ pub struct TrainArgs {
     /// Starts from the weights of a checkpoint, a run's folder or a .safetensors file; adapters also from a folder of PEFT's
     #[arg(long, conflicts_with_all = ["resume", "resume_from", "start_over"])]
     init_from: Option<PathBuf>,
+    /// Trains with so many processes on this machine; of ranks that a launcher started, how many there must be
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    ranks: Option<u32>,
+    /// Of several ranks, how many share the weights of one model (tensor parallelism); it divides the number of ranks
+    #[arg(long, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    tensor: Option<u32>,
 }
 
-#[cfg(test)]
 impl TrainArgs {
     /// With a run's own settings, and not a preset's.
     pub fn goes_on(&self) -> bool {
@@ -69,9 +80,23 @@ impl TrainArgs {
 }
 
 pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
-    let device = a.device.open()?;
-    let start = match a.resume_from {
-        Some(path) => Start::From(path),
+    let world = World::of_process().map_err(anyhow::Error::msg)?;
+    report::set_rank(world.as_ref().map_or(0, |w| w.rank));
+    let tensor = a.tensor_of(world.as_ref())?;
+    if let (Some(ranks @ 2..), None) = (a.ranks, &world) {
+        // What is wrong with the settings is said once, and not by every rank.
+        if !a.goes_on() {
+            a.config.resolve(recipes, None)?;
+        }
+        return launch::start(ranks as usize, a.device.is_gpu(), signals::caught());
+    }
+    let device = a.device.open_for(world.as_ref())?;
+    let ranks = world.map_or(Ok(Ranks::default()), |w| launch::connect(&w, tensor, &device))?;
+    if let Some(by) = launch::connection() {
+        say!("{} ranks (data {}, tensor {}) over {by}", ranks.size(), ranks.data.size, ranks.tensor.size);
+    }
+    let start = match &a.resume_from {
+        Some(path) => Start::From(path.clone()),
         None if a.resume => Start::Newest,
         None if a.start_over => Start::Over,
         None => Start::New,
@@ -79,44 +104,27 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.convert_states && start == Start::New {
         bail!("--convert-states is for a run that goes on: add --resume or --resume-from");
     }
-    let (out, mut config) = if start != Start::New {
-        let out = match (a.out, &start) {
-            (Some(out), _) => out,
-            (None, Start::From(path)) => run_of(path)?,
-            (None, _) => newest_run(&a.config)?,
-        };
-        let base = own_config(&out, &start, a.config.is_named(), recipes)?;
-        if base.is_none() && !a.config.is_named() {
-            bail!("{} holds no run to go on with (name the folder of one with --out, or a recipe to begin one there)", out.display());
-        }
-        (out, a.config.resolve(recipes, base)?)
-    } else {
-        let mut config = a.config.resolve(recipes, None)?;
-        if let Some(from) = &a.init_from {
-            config.set_init_from(&std::path::absolute(from)?);
-        }
-        let out = match a.out {
-            Some(out) => {
-                let saved = std::fs::read_dir(out.join("checkpoints")).is_ok_and(|mut d| d.next().is_some());
-                if saved || out.join("config.toml").exists() {
-                    bail!("{} holds a run already: go on with --resume, or choose another --out", out.display());
-                }
-                out
-            }
-            None => new_run(&format!("{}-{}", config.text("recipe"), config.text("preset"))),
-        };
-        (out, config)
-    };
+    let (out, mut config) = which(&a, &start, &ranks, recipes)?;
+    config.ranks = ranks.clone();
     a.budget.set(&mut config)?;
     let options = Options { out, start, verbose: a.verbose, convert_states: a.convert_states, command: typed(), ..Options::default() };
     let signal = Signal::catch(&options.stop, &options.preparing)?;
     let recipe = recipe::find_in(recipes, config.text("recipe"))?;
+    // The first rank makes what the others then find.
+    let others = || if ranks.size() > 1 { first_says(&ranks, vec![]).map(|_| ()) } else { Ok(()) };
+    if ranks.rank() > 0 {
+        others()?;
+    }
     match recipe.make_ready(&config, &device, &options.stop) {
         Err(e) if options.stop.load(Ordering::SeqCst) => {
             warn!("{e}");
+            launch::abort(signal.status() as u8);
             return Ok(signal.code());
         }
         made => made?,
+    }
+    if ranks.rank() == 0 {
+        others()?;
     }
     // What is made ready cleans up after itself; what follows leaves nothing until the first step. A signal that came too late for the one
     // is seen here, or sees the flag.
@@ -137,6 +145,70 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         ended => ended?,
     };
     Ok(if ended.interrupted { signal.code() } else { ExitCode::SUCCESS })
+}
+
+impl TrainArgs {
+    /// How many ranks share a model's weights; checks what was typed against how many ranks there are.
+    fn tensor_of(&self, world: Option<&World>) -> Result<usize> {
+        let typed = self.ranks.map(|n| n as usize);
+        if let (Some(w), Some(n)) = (world, typed.filter(|n| world.is_some_and(|w| w.size != *n))) {
+            bail!("--ranks {n}: {} has started {} ranks already; leave out --ranks", w.launcher, w.size);
+        }
+        let (ranks, tensor) = (world.map(|w| w.size).or(typed).unwrap_or(1), self.tensor.unwrap_or(1) as usize);
+        if ranks % tensor != 0 {
+            bail!("--tensor {tensor}: it must divide the number of ranks, which is {ranks} (--ranks N sets it)");
+        }
+        Ok(tensor)
+    }
+}
+
+/// What the first rank says; the others pass anything.
+fn first_says(ranks: &Ranks, own: Vec<u8>) -> Result<Vec<u8>> {
+    let of_first = |all: Vec<Vec<u8>>| all.into_iter().next().unwrap_or_default();
+    let in_data = of_first(ranks.data.gather_bytes(&own)?);
+    Ok(of_first(ranks.tensor.gather_bytes(&in_data)?))
+}
+
+/// The run's folder and its settings. The first rank chooses the folder: another could find there already what this one has written.
+fn which(a: &TrainArgs, start: &Start, ranks: &Ranks, recipes: Recipes) -> Result<(PathBuf, Config)> {
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    let new = match start {
+        Start::New => {
+            let mut config = a.config.resolve(recipes, None)?;
+            if let Some(from) = &a.init_from {
+                config.set_init_from(&std::path::absolute(from)?);
+            }
+            Some(config)
+        }
+        _ => None,
+    };
+    let chosen = if ranks.rank() == 0 { folder(a, start, new.as_ref())? } else { PathBuf::new() };
+    let out = PathBuf::from(std::ffi::OsString::from_vec(first_says(ranks, chosen.as_os_str().as_bytes().to_vec())?));
+    if let Some(config) = new {
+        return Ok((out, config));
+    }
+    let base = own_config(&out, start, a.config.is_named(), recipes)?;
+    if base.is_none() && !a.config.is_named() {
+        bail!("{} holds no run to go on with (name the folder of one with --out, or a recipe to begin one there)", out.display());
+    }
+    let config = a.config.resolve(recipes, base)?;
+    Ok((out, config))
+}
+
+fn folder(a: &TrainArgs, start: &Start, new: Option<&Config>) -> Result<PathBuf> {
+    match (&a.out, start, new) {
+        (Some(out), _, Some(_)) => {
+            let saved = std::fs::read_dir(out.join("checkpoints")).is_ok_and(|mut d| d.next().is_some());
+            if saved || out.join("config.toml").exists() {
+                bail!("{} holds a run already: go on with --resume, or choose another --out", out.display());
+            }
+            Ok(out.clone())
+        }
+        (None, _, Some(config)) => Ok(new_run(&format!("{}-{}", config.text("recipe"), config.text("preset")))),
+        (Some(out), _, None) => Ok(out.clone()),
+        (None, Start::From(path), None) => run_of(path),
+        (None, _, None) => newest_run(&a.config),
+    }
 }
 
 /// The command line, for whoever wants to run it again.

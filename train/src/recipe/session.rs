@@ -154,7 +154,7 @@ impl Session {
     /// training alone reads.
     pub fn load_used_params(&mut self, file: &Loaded, what: &str) -> Result<(), TrainError> {
         let params: Vec<(String, engine::Meta)> =
-            self.store.iter().filter(|(_, t)| t.role == Role::Param).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+            self.store.iter().filter(|(_, t)| t.role == Role::Param).map(|(n, t)| (n.to_string(), t.whole())).collect();
         for (name, meta) in params {
             self.take(file, &name, &meta, what)?;
         }
@@ -169,7 +169,7 @@ impl Session {
             .store
             .iter()
             .filter(|(n, t)| t.role == Role::Carried && is_kept(n) && !Map::is_absmax(n))
-            .map(|(n, t)| (n.to_string(), t.meta.clone()))
+            .map(|(n, t)| (n.to_string(), t.whole()))
             .collect();
         for (name, meta) in kept {
             match (name.strip_prefix(ema::PREFIX), averages) {
@@ -243,7 +243,7 @@ impl Session {
 
     /// Numbers that are trained, or that are loaded and stay as they are.
     pub fn parameters(&self, role: Role) -> usize {
-        self.store.iter().filter(|(_, t)| t.role == role).map(|(_, t)| t.meta.elements()).sum()
+        self.store.iter().filter(|(_, t)| t.role == role).map(|(_, t)| t.whole().elements()).sum()
     }
 }
 

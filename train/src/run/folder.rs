@@ -2,11 +2,12 @@
 
 use super::best::Best;
 use super::receipts_json;
-use crate::checkpoint::{self, AVERAGED, Keep, MODEL, Saved, Tensor};
+use crate::checkpoint::{self, AVERAGED, Held, Keep, MODEL, Saved, Tensor, Written};
 use crate::config::{Config, TrainConfig};
 use crate::optim::ema;
 use crate::recipe::{Session, Task, TrainError, is_kept};
 use crate::{files, input};
+use engine::ranks::{Part, Ranks};
 use engine::{Device, Role};
 use rustix::fs::OFlags;
 use serde_json::json;
@@ -112,20 +113,31 @@ pub struct Notes<'a> {
     pub commands: &'a [String],
 }
 
+/// Saves a checkpoint: every rank the parts that it has, and the first all the rest.
 pub fn save(s: &Session, task: &dyn Task, config: &Config, c: &TrainConfig, dir: &Path, notes: &Notes) -> Result<Saved, TrainError> {
-    let step = notes.step;
+    let (step, ranks) = (notes.step, &config.ranks);
     let kept = s.store.iter().filter(|(name, t)| is_kept(name) && t.role != Role::Frozen);
     let numbers = kept.map(|(name, t)| Ok((name, t, t.bytes()?))).collect::<Result<Vec<_>, TrainError>>()?;
-    let tensors = |role: Role| -> Vec<Tensor> {
+    type Own<'a> = (&'a engine::store::Tensor, Tensor<'a>);
+    let tensors = |role: Role| -> Vec<Own> {
         let own = numbers.iter().filter(|(name, t, _)| t.role == role && !name.starts_with(ema::PREFIX));
-        own.map(|(name, t, bytes)| Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes }).collect()
+        own.map(|(name, t, bytes)| (*t, Tensor { name, dtype: t.meta.dtype.name(), shape: &t.meta.shape, bytes })).collect()
     };
     // Parameters that no optimizer moves have no average: they are what they were.
     let average = |t: Tensor<'_>| numbers.iter().find(|(name, ..)| name.strip_prefix(ema::PREFIX) == Some(t.name)).map(|n| &n.2[..]);
-    let averaged = || tensors(Role::Param).into_iter().map(|t| Tensor { bytes: average(t).unwrap_or(t.bytes), ..t }).collect();
+    let averaged =
+        || tensors(Role::Param).into_iter().map(|(held, t)| (held, Tensor { bytes: average(t).unwrap_or(t.bytes), ..t })).collect();
     let mass = s.store.get(ema::MASS).map_or(Ok(vec![0.0]), |mass| mass.f32())?;
-    let mut files = vec![(MODEL, tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))];
-    files.extend((mass[0] > 0.0).then(|| (AVERAGED, averaged())));
+    let mut all: Vec<(&str, Vec<Own>)> = vec![(MODEL, tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))];
+    all.extend((mass[0] > 0.0).then(|| (AVERAGED, averaged())));
+    let parts = parts_of_all(ranks, &all, dir, step)?;
+    if ranks.rank() > 0 {
+        return told(ranks, Ok(Saved { path: dir.join(format!("step-{step:08}")), left: vec![] }));
+    }
+    let mut files: Vec<(&str, Vec<Tensor>)> = vec![];
+    for (name, held) in all {
+        files.push((name, held.into_iter().filter(|h| h.0.parts.is_empty()).map(|h| h.1).collect()));
+    }
     let meta = json!({
         "recipe": config.text("recipe"),
         "config": config.to_json(),
@@ -134,6 +146,7 @@ pub fn save(s: &Session, task: &dyn Task, config: &Config, c: &TrainConfig, dir:
         "data_position": step * (c.batch * c.accumulate) as u64,
         "identity": task.identity()?,
         "device": s.device.describe(),
+        "ranks": { "data": ranks.data.size, "tensor": ranks.tensor.size },
         "receipts": receipts_json(s),
         "choices": choices(&s.device),
         "best": notes.best.note(c),
@@ -142,7 +155,47 @@ pub fn save(s: &Session, task: &dyn Task, config: &Config, c: &TrainConfig, dir:
         "version": env!("CARGO_PKG_VERSION"),
     });
     let best = notes.best.at.as_ref().map(|at| at.0).filter(|_| c.keep_best);
-    Ok(checkpoint::save(dir, step, &files, &task.kept()?, &meta, Keep { newest: c.keep, best })?)
+    let saved = checkpoint::save_with_parts(dir, step, &files, &task.kept()?, &parts, &meta, Keep { newest: c.keep, best });
+    told(ranks, saved.map_err(TrainError::from))
+}
+
+/// The files that all ranks have written of their parts. A part that several ranks have is written by the first of them.
+fn parts_of_all(
+    ranks: &Ranks,
+    all: &[(&str, Vec<(&engine::store::Tensor, Tensor)>)],
+    dir: &Path,
+    step: u64,
+) -> Result<Vec<Written>, TrainError> {
+    if ranks.size() == 1 {
+        return Ok(vec![]);
+    }
+    let first = |parts: &[Part]| [&ranks.data, &ranks.tensor].iter().all(|g| g.rank == 0 || parts.iter().any(|p| p.by == g.name));
+    let held =
+        all.iter().flat_map(|(file, tensors)| tensors.iter().map(move |(t, tensor)| Held { file, tensor: *tensor, parts: &t.parts }));
+    let held: Vec<Held> = held.filter(|h| !h.parts.is_empty() && first(h.parts)).collect();
+    let own = match held.is_empty() {
+        true => json!(null),
+        false => checkpoint::write_parts(dir, step, ranks.rank(), &held).map_or_else(|e| json!({ "problem": e.to_string() }), |w| w.told()),
+    };
+    let mut written = vec![];
+    for (rank, told) in ranks.gather(own.to_string().as_bytes())?.iter().enumerate() {
+        let told: serde_json::Value = serde_json::from_slice(told).unwrap_or_default();
+        if let Some(problem) = told["problem"].as_str() {
+            return Err(TrainError::Other(format!("rank {rank}: {problem}")));
+        }
+        written.extend(Written::of(&told));
+    }
+    Ok(written)
+}
+
+/// Tells the other ranks whether the first has saved the checkpoint.
+fn told(ranks: &Ranks, own: Result<Saved, TrainError>) -> Result<Saved, TrainError> {
+    let problem = own.as_ref().err().map(|e| e.to_string()).unwrap_or_default();
+    let all = if ranks.size() > 1 { ranks.gather(problem.as_bytes())? } else { vec![] };
+    match all.iter().position(|p| !p.is_empty()) {
+        Some(rank) if own.is_ok() => Err(TrainError::Other(format!("rank {rank}: {}", String::from_utf8_lossy(&all[rank])))),
+        _ => own,
+    }
 }
 
 /// What was chosen by timing: a resumed run takes the same again.

@@ -41,15 +41,18 @@ use engine::Device;
 use folder::Place;
 use note::Note;
 use start::Ready;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use steps::Run;
 
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Options {
+    /// The run's folder. Ranks but the first keep their records in one of their own inside of it.
     pub out: PathBuf,
+    /// For these ranks: the run's folder, with its checkpoints.
+    pub lead: Option<PathBuf>,
     pub start: Start,
     /// Shows every pass, also those with nothing to do.
     pub verbose: bool,
@@ -61,6 +64,21 @@ pub struct Options {
     pub stop: Arc<AtomicBool>,
     /// Set by who calls, cleared before anything is written: until then the process may be ended at any moment, and nothing is lost.
     pub preparing: Arc<AtomicBool>,
+}
+
+impl Options {
+    /// The folder with the run's checkpoints.
+    pub fn home(&self) -> &Path {
+        self.lead.as_deref().unwrap_or(&self.out)
+    }
+
+    /// What one of several ranks is told.
+    fn of_rank(&self, rank: usize) -> Options {
+        match rank {
+            0 => self.clone(),
+            _ => Options { out: self.out.join("ranks").join(rank.to_string()), lead: Some(self.out.clone()), ..self.clone() },
+        }
+    }
 }
 
 /// Where a run begins.
@@ -85,7 +103,7 @@ pub struct Finished {
 
 /// Trains a task to the end of its steps, or until it is told to stop.
 pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Options) -> Result<Finished, TrainError> {
-    let started = Instant::now();
+    let (started, options) = (Instant::now(), &options.of_rank(config.ranks.rank()));
     let ready = Ready::new(task, config, device, options)?;
     let steps = task.train_config().steps;
     if ready.done() >= steps {

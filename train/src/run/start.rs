@@ -44,7 +44,7 @@ impl Ready {
         best::check(task)?;
         let found = match &options.start {
             Start::New | Start::Over => None,
-            Start::Newest => newest(task, &options.out)?,
+            Start::Newest => newest(task, options.home())?,
             Start::From(path) => Some(checkpoint::open(path).map_err(|e| TrainError::NoWayOn(e.to_string()))?),
         };
         let mut session = loaded(task, config, device, found.as_ref())?;
@@ -61,7 +61,7 @@ impl Ready {
             init_from(&mut session, task, Path::new(weights))?;
         }
         if done > 0 {
-            recall(&options.out.join("metrics.jsonl"), done, epochs.as_mut())?;
+            recall(&options.home().join("metrics.jsonl"), done, epochs.as_mut())?;
         }
         let schedule_steps = found.as_ref().map_or(Ok(c.schedule_steps()), |found| schedule_steps(config, found))?;
         let best = found.as_ref().map_or_else(Best::default, |found| Best::of_checkpoint(found, c));

@@ -95,11 +95,11 @@ impl<'a> Run<'a> {
         let _lock = lock(out)?;
         let place = Place::of(out)?;
         files::sweep(out, None, Duration::ZERO);
-        let checkpoints = out.join("checkpoints");
+        let checkpoints = options.home().join("checkpoints");
         if checkpoints.is_symlink() && !checkpoints.exists() {
             return Err(TrainError::Other(format!("{} is a link to a folder that is not there", checkpoints.display())));
         }
-        if options.start != Start::New {
+        if options.start != Start::New && config.ranks.rank() == 0 {
             for aside in checkpoint::set_aside(&checkpoints, from)? {
                 say!("set aside: {} (this run no longer goes on from it; remove it when you do not need it)", aside.display());
             }
@@ -169,7 +169,7 @@ impl<'a> Run<'a> {
         if std::mem::take(&mut self.s.fell_back) {
             write_receipts(&self.options.out, &self.s)?;
         }
-        self.interrupted = self.options.stop.load(Ordering::Relaxed);
+        self.interrupted = self.is_told_to_stop()?;
         let evaluates = self.due(self.c.eval_every) || self.c.eval_every == 0 && self.epochs.as_ref().is_some_and(|e| e.ends(self.done));
         let reports = self.reports(evaluates)?;
         self.evaluated = if evaluates { self.evaluate()? } else { None };
@@ -193,6 +193,18 @@ impl<'a> Run<'a> {
             self.clock.pause();
         }
         Ok(())
+    }
+
+    /// All ranks stop after the same step: they agree where they wait for each other anyway.
+    fn is_told_to_stop(&self) -> Result<bool, TrainError> {
+        let (own, ranks) = (self.options.stop.load(Ordering::Relaxed), &self.config.ranks);
+        if ranks.size() == 1 {
+            return Ok(own);
+        }
+        match self.due(self.c.log_every) || self.due(self.c.eval_every.max(1)) || self.due(self.c.save_every) {
+            true => Ok(ranks.gather(&[own as u8])?.iter().any(|told| *told == [1])),
+            false => Ok(false),
+        }
     }
 
     /// Whether it ends before its last step: by a signal, or because nothing gets better.
@@ -347,7 +359,7 @@ impl<'a> Run<'a> {
         if !std::mem::replace(&mut self.saved, true) {
             note_saved(&self.options.out, true)?;
         }
-        if self.improved && self.c.keep_best {
+        if self.improved && self.c.keep_best && self.config.ranks.rank() == 0 {
             best::mark(&self.options.out, &self.best)?;
         }
         Ok(())

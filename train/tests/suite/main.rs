@@ -38,6 +38,7 @@ mod presets;
 mod profile;
 mod puzzle_files;
 mod puzzles;
+mod ranks;
 mod refused;
 mod replies;
 mod settled;

@@ -67,7 +67,7 @@ impl Emulated {
             let numbers: &[u8] = match &node.kind {
                 Kind::State(s) => store.host(&s.name, &node.outputs[0]).map_err(error)?.bytes(),
                 Kind::Const(numbers) => bytemuck::cast_slice(numbers),
-                Kind::Feed(name) => Data::checked(name, &node.outputs[0], feeds).map_err(error)?,
+                Kind::Feed(name) => Data::checked(name, &node.outputs[0], &self.graph.parts, feeds).map_err(error)?,
                 _ => continue,
             };
             memory[self.sources[i]..self.sources[i] + numbers.len()].copy_from_slice(numbers);
@@ -86,7 +86,7 @@ impl Emulated {
         }
         for (i, node) in self.graph.nodes.iter().enumerate() {
             if let Kind::Feed(name) = &node.kind {
-                let numbers = Data::checked(name, &node.outputs[0], feeds).map_err(error)?;
+                let numbers = Data::checked(name, &node.outputs[0], &self.graph.parts, feeds).map_err(error)?;
                 if memory[self.sources[i]..self.sources[i] + numbers.len()] != *numbers {
                     return Err(format!("feed {name} was written to"));
                 }
@@ -131,7 +131,7 @@ impl Emulated {
                     let count = match feed(&self.graph, input).map(|f| &self.graph.nodes[f]) {
                         Some(source) => {
                             let Kind::Feed(name) = &source.kind else { unreachable!("a feed") };
-                            let numbers = Data::checked(name, &source.outputs[0], feeds).map_err(|e| e.to_string())?;
+                            let numbers = Data::checked(name, &source.outputs[0], &self.graph.parts, feeds).map_err(|e| e.to_string())?;
                             numbers.chunks_exact(4).filter(|n| n[3] < 128).count() // i32, the sign in the last byte
                         }
                         None => self.graph.meta(input).elements(),
@@ -151,6 +151,10 @@ impl Emulated {
                     unsafe { kernels.run(l, &args, order)? };
                 }
                 Step::Gemm(g) => product(g, resolve, memory),
+                Step::Collective(c) => c.parts.iter().for_each(|p| {
+                    let from = resolve(&p.from);
+                    memory.copy_within(from..from + p.elements * p.dtype.size(), resolve(&p.to));
+                }),
                 Step::When(..) => unreachable!("one condition to a step"),
             }
         }

@@ -9,7 +9,9 @@ use crate::cpu::{View, ViewMut, simd};
 use crate::graph::Init;
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share, no_gradient};
+use crate::ops::collective::all_reduce;
+use crate::ranks::Group;
 use crate::record::Var;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -75,6 +77,16 @@ impl Op for GlobalNorm {
         code.steps.push(Step::Launch(finish.args(&[At::Work.into(), At::Y(0).into()])));
         code.workspace = parts * 4;
         code
+    }
+
+    /// The squares of parts are added up over the ranks.
+    fn divided<'g>(&self, x: &[Var<'g>], have: &[Share], group: &Group) -> Option<Vec<Var<'g>>> {
+        let of =
+            |whole: bool| -> Vec<Var> { x.iter().zip(have).filter(|(_, h)| (**h == Share::Whole) == whole).map(|(x, _)| *x).collect() };
+        let square = |x: &[Var<'g>]| (!x.is_empty()).then(|| global_norm(x).square());
+        let parts = square(&of(false)).map(|s| all_reduce(s, group));
+        let sum = [parts, square(&of(true))].into_iter().flatten().reduce(|a, b| a + b)?;
+        Some(vec![sum.sqrt()])
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -242,6 +254,10 @@ impl Op for AdamW {
             }
         }
         code
+    }
+
+    fn apart(&self) -> Vec<(Vec<usize>, Vec<usize>)> {
+        (0..self.decay.len()).map(|i| ((4 + 4 * i..8 + 4 * i).collect(), (3 * i..3 * i + 3).collect())).collect()
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -40,6 +40,10 @@ impl Op for Momentum {
         unreachable!("a pass or the unfused form stands in for it")
     }
 
+    fn apart(&self) -> Vec<(Vec<usize>, Vec<usize>)> {
+        vec![(vec![2, 3], vec![0, 1])]
+    }
+
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
         unreachable!("replaced before gradients are written out")
     }

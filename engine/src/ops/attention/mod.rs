@@ -18,7 +18,7 @@ pub use kernels::{Kind, LONGEST_HEAD, kernel_for};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Meta};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::ops::full::Full;
 use crate::record::Var;
 
@@ -67,6 +67,16 @@ impl Op for Attention {
 
     fn cuda(&self, _: &Io) -> Code {
         unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    /// Examples and heads.
+    fn axes(&self, x: &[Meta], parts: usize) -> Vec<Axis> {
+        let mut axes = vec![Axis::first(&vec![true; x.len()], 1)];
+        if x[0].dim(1).is_multiple_of(parts) && x[1].dim(1).is_multiple_of(parts) {
+            let shares = [Share::Dim(2), Share::Dim(2), Share::Dim(2), Share::Whole];
+            axes.push(Axis::new(&shares[..x.len()], [Share::Dim(2)]));
+        }
+        axes
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -8,7 +8,7 @@ pub use decode::{DecodeAttention, Rotation, decode_attention};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch};
 use crate::meta::{DType, Layout, Meta, block_stride};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::ops::rope::Pairs;
 use crate::record::Var;
@@ -98,6 +98,10 @@ impl Op for CacheWrite {
             .grid((batch * time * wide / vec).div_ceil(256), 1, 1)
             .args(&[At::X(2).into(), At::X(3).into(), At::X(4).into(), At::Y(0).into(), At::Y(1).into()])
             .code()
+    }
+
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        vec![Axis::first(&[true, true, false, true, true], 2)]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

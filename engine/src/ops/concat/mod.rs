@@ -5,7 +5,7 @@ pub mod extend;
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{Layout, Meta, block_stride};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use extend::{Beside, Extend};
@@ -58,6 +58,11 @@ impl Op for Concat {
 
     fn cuda(&self, io: &Io) -> Code {
         launches(io, 0, self.axis, 0)
+    }
+
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let others = (0..x[0].rank()).filter(|&d| d != self.axis);
+        others.map(|d| Axis::new(vec![Share::Dim(d); x.len()], [Share::Dim(d)])).collect()
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -215,6 +220,10 @@ impl Op for Pad {
             .grid((outer * row / vec).div_ceil(256), 1, 1)
             .all(io)
             .code()
+    }
+
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        (0..x[0].rank()).filter(|&d| d != self.axis).map(|d| Axis::new([Share::Dim(d)], [Share::Dim(d)])).collect()
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -9,7 +9,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::Meta;
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -86,6 +86,10 @@ impl Op for CausalConv {
 
     fn cuda(&self, io: &Io) -> Code {
         gpu::conv(io, self.groups, false)
+    }
+
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        vec![Axis::first(&[true, false], 1)]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

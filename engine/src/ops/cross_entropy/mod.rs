@@ -4,7 +4,7 @@ use crate::cpu::math::{exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use crate::op::{Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -80,6 +80,10 @@ impl Op for CrossEntropy {
     fn cuda(&self, io: &Io) -> Code {
         let (x, source) = (&io.x[0], include_str!("cross_entropy.cu"));
         row_launch(source, "cross_entropy", x.dtype, x.dim(1), x.dim(0)).all(io).code()
+    }
+
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        vec![Axis::first(&[true, true], 2)]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

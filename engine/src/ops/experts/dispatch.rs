@@ -3,7 +3,7 @@
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Cost, Grads, Narrow, Op, Port, Share, no_gradient};
 use crate::record::Var;
 
 /// A stable sort of the slots by expert. Input: the expert of each slot, i32 [tokens, k]. Outputs: order, the slot at each row, i32 `[slots]`;
@@ -66,6 +66,11 @@ impl Op for Dispatch {
         let count = launch("dispatch_count").args(&[chosen, counts]);
         let place = launch("dispatch_place").args(&[chosen, counts, At::Y(0).into(), At::Y(1).into(), At::Y(2).into()]);
         Code { steps: vec![Step::Launch(count), Step::Launch(place)], workspace: 4 * blocks * self.experts }
+    }
+
+    /// Tokens. A rank's rows are in an order of its own, and the places where experts begin add up.
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        vec![Axis::new([Share::Dim(0)], [Share::Own, Share::Own, Share::Sum])]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

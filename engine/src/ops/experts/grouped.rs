@@ -6,7 +6,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{self, Cost, Grads, Narrow, Op, Port};
+use crate::op::{self, Axis, Cost, Grads, Narrow, Op, Port, Share};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use rayon::prelude::*;
@@ -131,6 +131,12 @@ impl Op for GroupedMatmul {
             .args(&[work, position, y]);
         steps.push(Step::Launch(sum));
         Code { steps, workspace: rows * n * dtype.size() }
+    }
+
+    /// Tokens, with each rank's own rows.
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        let share = |by: By| if by == By::Row { Share::Own } else { Share::Dim(0) };
+        vec![Axis::new([share(self.from), Share::Whole, Share::Own, Share::Own, Share::Sum], [share(self.to)])]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -4,7 +4,7 @@ use crate::cpu::math::{exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{Cost, Grads, Narrow, Op, Port, no_gradient};
+use crate::op::{Axis, Cost, Grads, Narrow, Op, Port, no_gradient};
 use crate::ops::reduce::packs::LANES;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -69,6 +69,10 @@ impl Op for Route {
 
     fn cuda(&self, io: &Io) -> Code {
         launch(include_str!("route.cu"), "route", io.x[0].dim(1), io.x[0].dim(0), self.k).define_type("T", io.x[0].dtype).all(io).code()
+    }
+
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        vec![Axis::first(&[true], 3)]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

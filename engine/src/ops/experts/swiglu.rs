@@ -7,7 +7,7 @@ use crate::cpu::math::sigmoid;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Place};
 use crate::meta::Meta;
-use crate::op::{self, Cost, Grads, Lean, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Cost, Grads, Lean, Narrow, Op, Port, Share, no_gradient};
 use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -93,6 +93,12 @@ impl Op for GroupedSwiglu {
         let mut args: Vec<Place> = [At::X(0), At::X(1), At::X(4), At::X(2), At::X(5)].map(Place::from).into();
         args.extend((0..io.y.len()).map(|i| Place::from(At::Y(i))));
         p.launch(self.kernel, io, &args).code()
+    }
+
+    /// Tokens, with each rank's own rows.
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        let x = [Share::Dim(0), Share::Whole, Share::Own, Share::Own, Share::Sum, Share::Dim(0)];
+        vec![Axis::new(x, vec![Share::Own; 1 + self.keep as usize])]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

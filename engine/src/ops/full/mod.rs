@@ -3,10 +3,11 @@
 use crate::cpu::{DataMut, View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::{Recorder, Var};
 use rayon::prelude::*;
+use std::sync::Arc;
 
 /// A tensor filled with one number. No inputs.
 #[derive(Clone, Debug)]
@@ -55,6 +56,16 @@ impl Op for Full {
             .grid((n / vec + n % vec).div_ceil(256), 1, 1)
             .all(io)
             .code()
+    }
+
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        (0..self.shape.len()).map(|d| Axis::new([], [Share::Dim(d)])).collect()
+    }
+
+    fn part(&self, _: &[Meta], axis: usize, parts: usize, _: usize) -> Option<Arc<dyn Op>> {
+        let mut part = self.clone();
+        part.shape[axis] /= parts;
+        Some(Arc::new(part))
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -8,7 +8,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -45,6 +45,11 @@ impl Op for LinearCrossEntropy {
 
     fn cuda(&self, _: &Io) -> Code {
         unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let weight = if x[3].elements() > 1 { Share::Dim(0) } else { Share::Whole };
+        vec![Axis::new([Share::Dim(0), Share::Whole, Share::Dim(0), weight], [Share::Sum])]
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

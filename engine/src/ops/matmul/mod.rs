@@ -7,7 +7,7 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Act, At, Code, Gemm, Io, Matrix, Scaled, Step};
 use crate::meta::{DType, Layout, Meta, broadcast, broadcast_strides, contiguous};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::ops::narrow::{self, Wide};
 use crate::ops::view::Permute;
 use crate::record::Var;
@@ -180,6 +180,24 @@ impl Op for Matmul {
             Step::Gemm(Gemm { batch, beta, plus, bias, act: self.act, scaled, ..plain })
         });
         Code { steps: steps.collect(), workspace: 0 }
+    }
+
+    /// Leading dimensions, rows of a, columns of b, and the sum, of a plain product.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        if self.add.is_some() || self.bias || self.act.is_some() || self.scaled.is_some() {
+            return vec![];
+        }
+        let (a, b, y) = (&x[0], &x[1], self.infer(x).remove(0));
+        let lead = |m: &Meta, d: usize| {
+            let own = (d + m.rank()).checked_sub(y.rank()).filter(|&own| m.shape[own] == y.shape[d]);
+            own.map_or(Share::Whole, Share::Dim)
+        };
+        let last = |m: &Meta, back: usize| Share::Dim(m.rank() - 1 - back);
+        let mut axes: Vec<Axis> = (0..y.rank() - 2).map(|d| Axis::new([lead(a, d), lead(b, d)], [Share::Dim(d)])).collect();
+        axes.push(Axis::new([last(a, 1), Share::Whole], [last(&y, 1)]));
+        axes.push(Axis::new([Share::Whole, last(b, 0)], [last(&y, 0)]));
+        axes.push(Axis::new([last(a, 0), last(b, 1)], [Share::Sum]));
+        axes
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -159,6 +159,7 @@ fn moved(step: Step, to: impl Fn(Place) -> Place) -> Step {
             }
             Step::Gemm(g)
         }
+        Step::Collective(_) => unreachable!("a matmul exchanges nothing"),
         Step::When(live, step) => Step::When(live, Box::new(moved(*step, to))),
     }
 }

@@ -7,7 +7,7 @@ use crate::cpu::{View, ViewMut};
 use crate::graph::{Init, Role};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::adamw8::Map;
 use crate::ops::few_rows;
 use crate::record::{Recorder, Var};
@@ -206,6 +206,11 @@ impl Op for Nf4Product {
 
     fn cuda(&self, io: &Io) -> Code {
         self.few(io).unwrap_or_else(|| self.many(io))
+    }
+
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let rows: Vec<bool> = (0..x.len()).map(|i| i == 0).collect();
+        vec![Axis::first(&rows, 1)]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

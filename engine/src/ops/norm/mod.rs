@@ -11,7 +11,7 @@ use crate::cpu::math::{dot, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Meta};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Lean, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Lean, Narrow, Op, Port, Share, no_gradient};
 use crate::record::Var;
 use gpu::Inputs;
 use rayon::prelude::*;
@@ -36,6 +36,11 @@ pub struct LayerNorm {
 fn norm_metas(x: &[Meta], what: &str) -> Vec<Meta> {
     assert!(x[0].rank() >= 1 && x.get(1).is_none_or(|w| w.shape == [x[0].dim(0)]), "{what} of {x:?}");
     vec![x[0].clone(), Meta::f32(&[x[0].rows()])]
+}
+
+fn norm_axes(x: &[Meta]) -> Vec<Axis> {
+    let axis = |d: usize| Axis::new([Share::Dim(d), Share::Whole][..x.len()].to_vec(), [Share::Dim(d), Share::Own]);
+    (0..x[0].rank() - 1).map(axis).collect()
 }
 
 /// Calls `f(row, its slice, its statistic)` for all rows, in parallel.
@@ -96,6 +101,11 @@ impl Op for RmsNorm {
     fn cuda(&self, io: &Io) -> Code {
         let weight = (io.x.len() > 1).then_some(1);
         gpu::forward(io, Inputs { weight, ..Inputs::default() }, self.eps, false)
+    }
+
+    /// All dimensions but the one that is normalised. The statistic is for the gradient alone.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        norm_axes(x)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -266,6 +276,11 @@ impl Op for LayerNorm {
 
     fn cuda(&self, io: &Io) -> Code {
         gpu::forward(io, Inputs::default(), self.eps, true)
+    }
+
+    /// All dimensions but the one that is normalised. The statistic is for the gradient alone.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        norm_axes(x)
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -80,6 +80,8 @@ pub enum Ins {
         site: u32,
         /// The input with the rng counters: seed, step, micro-batch.
         rng: usize,
+        /// The number of the first element's draw: more than 0 where a rank has a later part of a tensor.
+        first: usize,
     },
 }
 
@@ -98,7 +100,7 @@ impl Ins {
             Ins::Un(u, a) => (2, u as u8, [a, 0, 0]),
             Ins::Bin(b, x, y) => (3, b as u8, [x, y, 0]),
             Ins::Select(c, a, b) => (4, 0, [c, a, b]),
-            Ins::Random { site, rng } => (5, 0, [site as usize, rng, 0]),
+            Ins::Random { site, rng, first } => (5, 0, [site as usize, rng, first]),
         }
     }
 
@@ -224,9 +226,25 @@ impl Expr {
         self.mul(a, c)
     }
 
+    /// A uniform random number in [0, 1) for every element.
+    pub fn random(&mut self, site: u32, rng: usize) -> Reg {
+        self.push(Ins::Random { site, rng, first: 0 })
+    }
+
+    /// The same with draws numbered from `from` on.
+    pub fn numbered_from(&self, from: usize) -> Expr {
+        let mut later = self.clone();
+        for ins in &mut later.ins {
+            if let Ins::Random { first, .. } = ins {
+                *first += crate::mutant!("every-rank-draws-the-same", from, 0);
+            }
+        }
+        later
+    }
+
     /// Dropout: 0 with probability `p`, else a / (1 - p).
     pub fn dropout(&mut self, a: Reg, p: f32, site: u32, rng: usize) -> Reg {
-        let (u, chance, zero) = (self.push(Ins::Random { site, rng }), self.c(p), self.c(0.0));
+        let (u, chance, zero) = (self.random(site, rng), self.c(p), self.c(0.0));
         let (gone, kept) = (self.bin(Bin::Lt, u, chance), self.scale(a, crate::mutant!("dropout-not-scaled", 1.0 / (1.0 - p), 1.0)));
         self.select(gone, zero, kept)
     }
@@ -261,7 +279,7 @@ impl Expr {
         for (i, ins) in self.ins.iter().enumerate().filter(|(i, _)| live[*i]) {
             let ins = match ins.renamed(|r| map[&r]) {
                 Ins::In(n) => Ins::In(number(n)),
-                Ins::Random { site, rng } => Ins::Random { site, rng: number(rng) },
+                Ins::Random { site, rng, first } => Ins::Random { site, rng: number(rng), first },
                 other => other,
             };
             map.insert(i, out.push(ins));
@@ -281,7 +299,7 @@ impl Expr {
         for ins in &other.ins {
             let reg = match *ins {
                 Ins::In(i) => input(self, i),
-                Ins::Random { site, rng: r } => self.push(Ins::Random { site, rng: rng(r) }),
+                Ins::Random { site, rng: r, first } => self.push(Ins::Random { site, rng: rng(r), first }),
                 _ => self.push(ins.renamed(|r| map[r])),
             };
             map.push(reg);

@@ -11,7 +11,7 @@ use crate::cpu::{View, ViewMut};
 use crate::graph::{Graph, Kind, Value};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Layout, Meta, broadcast};
-use crate::op::{Case, Cost, Fill, Grads, In, Lean, Narrow, Op, Port};
+use crate::op::{Axis, Case, Cost, Fill, Grads, In, Lean, Narrow, Op, Port, Share};
 use crate::record::Var;
 use expr::Reg;
 use std::sync::Arc;
@@ -90,6 +90,28 @@ impl Op for Pointwise {
 
     fn cuda(&self, io: &Io) -> Code {
         print::code(self, io)
+    }
+
+    /// Every dimension of the result. Random draws are numbered by the elements of the whole, so parts of it must be in one piece.
+    fn axes(&self, x: &[Meta], parts: usize) -> Vec<Axis> {
+        let shape = self.shape(x);
+        let fits = |d: usize| {
+            let one_piece = shape[..d].iter().all(|&n| n == 1) && (shape.iter().product::<usize>() / parts).is_multiple_of(8);
+            !self.expr.draws() || one_piece
+        };
+        let axis = |d: usize| {
+            let share = |i: usize| {
+                let own = (d + x[i].rank()).checked_sub(shape.len()).filter(|&own| x[i].shape[own] == shape[d] && shape[d] > 1);
+                own.filter(|_| !self.expr.uses_rng(i)).map_or(Share::Whole, Share::Dim)
+            };
+            Axis::new((0..x.len()).map(share).collect::<Vec<_>>(), vec![Share::Dim(d); self.dtypes.len()])
+        };
+        (0..shape.len()).filter(|&d| fits(d)).map(axis).collect()
+    }
+
+    fn part(&self, x: &[Meta], _: usize, parts: usize, index: usize) -> Option<Arc<dyn Op>> {
+        let first = self.shape(x).iter().product::<usize>() / parts * index;
+        self.expr.draws().then(|| Arc::new(Pointwise { expr: self.expr.numbered_from(first), ..self.clone() }) as Arc<dyn Op>)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

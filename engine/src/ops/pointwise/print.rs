@@ -91,8 +91,9 @@ pub(crate) fn instructions(expr: &Expr, width: usize, at: &str, input: impl Fn(u
             },
             Ins::Bin(b, x, y) => binary(b, x, y),
             Ins::Select(c, a, b) => format!("v{c} != 0.0f ? v{a} : v{b}"),
-            Ins::Random { site, rng } => {
-                before += &format!("    u32 w{r}[{width}];\n    random_halves<{width}>({at}x{rng}, {site}u, i, w{r});\n");
+            Ins::Random { site, rng, first } => {
+                let i = if first > 0 { format!("i + {first}ull") } else { "i".into() };
+                before += &format!("    u32 w{r}[{width}];\n    random_halves<{width}>({at}x{rng}, {site}u, {i}, w{r});\n");
                 format!("(float)w{r}[j] * (1.0f / 65536.0f)")
             }
         };

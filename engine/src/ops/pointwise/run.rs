@@ -233,7 +233,7 @@ pub fn run(e: &Expr, in_place: &[(usize, usize)], x: &[View], y: &mut [ViewMut])
                                 }
                                 None => load(&walk, *input, &x[*input], start + at, &mut r[..n]),
                             },
-                            Ins::Random { site, rng } => fill_halves(x[*rng].i32(), *site, start + at, &mut r[..n]),
+                            Ins::Random { site, rng, first } => fill_halves(x[*rng].i32(), *site, first + start + at, &mut r[..n]),
                             _ => instruction(ins, &code.slots, &regs, &mut r[..n]),
                         }
                         regs[code.slots[i]] = r;

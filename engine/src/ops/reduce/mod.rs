@@ -4,7 +4,7 @@ use crate::cpu::{View, ViewMut, math, simd};
 use crate::graph::Kind;
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::ops::full::Full;
 use crate::ops::pointwise::{Bin, pointwise};
 use crate::record::Var;
@@ -131,6 +131,15 @@ impl Op for Reduce {
         let second = Part { n: first.parts, parts: 1, ..first };
         let steps = vec![Step::Launch(first.launch(x, partial)), Step::Launch(second.launch(partial, y))];
         Code { steps, workspace: 4 * outer * first.parts * inner }
+    }
+
+    /// Other dimensions than the one that is reduced; of sums that one, too.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let axis = |d: usize| match d == self.axis {
+            false => Some(Axis::new([Share::Dim(d)], [Share::Dim(d)])),
+            true => (self.how == Reduction::Sum).then(|| Axis::new([Share::Dim(d)], [Share::Sum])),
+        };
+        (0..x[0].rank()).filter_map(axis).collect()
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -5,7 +5,7 @@ pub mod norm;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{Layout, Meta, block_stride};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::{Recorder, Var};
 use norm::NormRope;
@@ -112,6 +112,13 @@ impl Op for Rope {
             .grid(threads.div_ceil(256), 1, 1)
             .all(io)
             .code()
+    }
+
+    /// Examples, where each may have positions of its own, and heads.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let own = x[1].rows() != x[0].shape[1];
+        let heads = Axis::new([Share::Dim(2), Share::Whole, Share::Whole], [Share::Dim(2)]);
+        vec![Axis::first(&[true, own, own], 1), heads]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

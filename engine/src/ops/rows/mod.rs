@@ -4,7 +4,7 @@ use crate::cpu::{View, ViewMut, simd};
 use crate::graph::Kind;
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::ops::full::Full;
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
@@ -56,6 +56,13 @@ impl Op for GatherRows {
             .grid((n * (d / vec)).div_ceil(256), 1, 1)
             .all(io)
             .code()
+    }
+
+    /// Indices, or columns of the table.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let mut axes: Vec<Axis> = (0..x[1].rank()).map(|d| Axis::new([Share::Whole, Share::Dim(d)], [Share::Dim(d)])).collect();
+        axes.push(Axis::new([Share::Dim(1), Share::Whole], [Share::Dim(x[1].rank())]));
+        axes
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

@@ -4,7 +4,7 @@ use crate::cpu::math::{dot, exp, max, sum};
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::Meta;
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share, no_gradient};
 use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -69,6 +69,12 @@ impl Op for Softmax {
             .grid(io.x[0].rows().div_ceil(rows.groups), 1, 1)
             .all(io)
             .code()
+    }
+
+    /// Rows, unless what a row sees depends on its place.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let rows = x[0].rank() - 1 - self.causal as usize;
+        (0..rows).map(|d| Axis::new([Share::Dim(d)], [Share::Dim(d)])).collect()
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

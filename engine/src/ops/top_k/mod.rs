@@ -3,7 +3,7 @@
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io, Launch};
 use crate::meta::{DType, Meta};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -59,6 +59,10 @@ impl Op for TopK {
             .block(threads)
             .all(io)
             .code()
+    }
+
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        vec![Axis::first(&[true], 1)]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

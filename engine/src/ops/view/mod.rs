@@ -3,8 +3,9 @@
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::{Layout, Meta, broadcast_strides};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::record::Var;
+use std::sync::Arc;
 
 macro_rules! view_op {
     ($name:literal) => {
@@ -42,6 +43,25 @@ impl Op for Reshape {
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         assert_eq!(x[0].elements(), self.0.iter().product::<usize>(), "reshape {:?} to {:?}", x[0], self.0);
         vec![x[0].with(&self.0)]
+    }
+
+    /// Dimensions that are joined or cut are divided where both sides have the same outermost one.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let leading = |shape: &[usize]| -> Vec<(usize, usize)> {
+            // Of each dimension, how many elements are before it, and which it is; dimensions of size 1 are not divided.
+            let before = |d: usize| shape[..d].iter().product::<usize>();
+            (0..shape.len()).filter(|&d| shape[d] > 1).map(|d| (before(d), d)).collect()
+        };
+        let new = leading(&self.0);
+        let pairs = leading(&x[0].shape).into_iter().filter_map(|(before, d)| Some((d, new.iter().find(|n| n.0 == before)?.1)));
+        pairs.map(|(from, to)| Axis::new([Share::Dim(from)], [Share::Dim(to)])).collect()
+    }
+
+    fn part(&self, x: &[Meta], axis: usize, parts: usize, _: usize) -> Option<Arc<dyn Op>> {
+        let Share::Dim(to) = self.axes(x, parts)[axis].y[0] else { unreachable!("a reshape divides a dimension") };
+        let mut shape = self.0.clone();
+        shape[to] /= parts;
+        Some(Arc::new(Reshape(shape)))
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -103,6 +123,10 @@ impl Op for Permute {
         vec![x[0].with(&self.0.iter().map(|&d| x[0].shape[d]).collect::<Vec<_>>())]
     }
 
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        (0..x[0].rank()).map(|to| Axis::new([Share::Dim(self.0[to])], [Share::Dim(to)])).collect()
+    }
+
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let mut back = vec![0; self.0.len()];
         for (to, &from) in self.0.iter().enumerate() {
@@ -138,6 +162,10 @@ impl Op for Slice {
         vec![x[0].with(&shape)]
     }
 
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        (0..x[0].rank()).filter(|&d| d != self.axis).map(|d| Axis::new([Share::Dim(d)], [Share::Dim(d)])).collect()
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         vec![dy[0].map(|d| d.pad(self.axis, self.start, x[0].shape()[self.axis] - self.end))]
     }
@@ -160,6 +188,20 @@ impl Op for Expand {
         vec![x[0].with(&self.0)]
     }
 
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let axis = |to: usize| {
+            let own = (to + x[0].rank()).checked_sub(self.0.len()).filter(|&own| x[0].shape[own] == self.0[to]);
+            Axis::new([own.map_or(Share::Whole, Share::Dim)], [Share::Dim(to)])
+        };
+        (0..self.0.len()).map(axis).collect()
+    }
+
+    fn part(&self, _: &[Meta], axis: usize, parts: usize, _: usize) -> Option<Arc<dyn Op>> {
+        let mut shape = self.0.clone();
+        shape[axis] /= parts;
+        Some(Arc::new(Expand(shape)))
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         vec![dy[0].map(|d| d.sum_to(&x[0].shape()))]
     }
@@ -178,6 +220,10 @@ impl Op for StopGradient {
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         vec![x[0].clone()]
+    }
+
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        (0..x[0].rank()).map(|d| Axis::new([Share::Dim(d)], [Share::Dim(d)])).collect()
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

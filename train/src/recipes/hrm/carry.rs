@@ -2,7 +2,7 @@
 //! Slots whose example is done take a fresh one from what the step is fed; the rest of that is dropped.
 
 use super::model::{Hrm, HrmConfig, Segment, Thought};
-use engine::ops::pointwise::expr::{Expr, Ins};
+use engine::ops::pointwise::expr::Expr;
 use engine::ops::pointwise::{Bin, Un, record};
 use engine::{DType, Init, Recorder, Var};
 
@@ -65,7 +65,7 @@ impl<'g> Carry<'g> {
         let r = rng.recorder();
         let sites = [r.new_site(), r.new_site()];
         let expr = Expr::of(2, |e, x| {
-            let [chance, share] = sites.map(|site| e.push(Ins::Random { site, rng: 2 }));
+            let [chance, share] = sites.map(|site| e.random(site, 2));
             let (explore, one, two) = (e.c(c.explore as f32), e.c(1.0), e.c(2.0));
             let more = e.scale(share, (c.max_segments - 1) as f32);
             let more = e.un(Un::Floor, more);

@@ -1,0 +1,357 @@
+//! Divides a recorded graph among the ranks of a group. Passes decide which feeds and states are divided; the rest follows from what every op says about
+//! itself ([`Op::axes`](crate::op::Op::axes)), node by node. Where a value is needed in another form than it has, a collective is placed.
+//!
+//! The graph means the same before and after: sums over a batch stay sums over the whole batch. Gradients are asked for afterwards, so that they are
+//! divided as the values are.
+
+use super::Receipt;
+use crate::error::Error;
+use crate::graph::{Graph, Kind, Node, Role, Value};
+use crate::meta::Meta;
+use crate::op::{Axis, Op, Share};
+use crate::ops::adamw::GlobalNorm;
+use crate::ops::collective::{Broadcast, all_gather, all_reduce, all_to_all, part, reduce_scatter};
+use crate::ops::full::Full;
+use crate::ranks::{Group, Part, Ranks};
+use crate::record::{Recorder, Var};
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+/// What a rank has of each output of each node.
+pub type Shares = Vec<Vec<Share>>;
+
+/// How the nodes of a graph are divided.
+pub struct Division {
+    /// What a rank has of every value.
+    pub shares: Shares,
+    /// How each node is computed.
+    pub ways: Vec<Way>,
+    /// Values that must be put together again for a node that cannot be divided: (value, the node).
+    pub gathered: Vec<(Value, usize)>,
+}
+
+/// How a node is computed.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Way {
+    /// By every rank.
+    Whole,
+    /// Along an axis of its op, of this number.
+    Axis(usize, Axis),
+    /// Tensors apart, with these shares of its inputs (see [`Op::apart`]).
+    Apart(Vec<Share>),
+    /// In a way of its own (see [`Op::divided`]).
+    Own,
+}
+
+impl Way {
+    /// What it needs of input `k`, of which a rank has `have`.
+    fn need(&self, k: usize, have: Share) -> Share {
+        match self {
+            Way::Whole => Share::Whole,
+            Way::Axis(_, axis) => axis.x[k],
+            Way::Apart(shares) => shares[k],
+            Way::Own => have,
+        }
+    }
+}
+
+/// What a rank has of feeds and states, by their nodes; the others are whole.
+#[derive(Default)]
+pub struct Sources {
+    pub shares: HashMap<usize, Share>,
+    /// States that another program of the run has settled.
+    pub settled: HashSet<usize>,
+}
+
+impl Sources {
+    /// The states that earlier programs have settled.
+    pub fn new(g: &Graph, ranks: &Ranks, group: &Group) -> Sources {
+        let mut sources = Sources::default();
+        for (i, node) in g.nodes.iter().enumerate() {
+            let Kind::State(s) = &node.kind else { continue };
+            if let Some(share) = ranks.settled.of(group, &s.name, &node.outputs[0]) {
+                sources.settled.insert(i);
+                sources.shares.extend((share != Share::Whole).then_some((i, share)));
+            }
+        }
+        sources
+    }
+
+    /// Settles all states for the programs that come.
+    pub fn settle(&self, g: &Graph, ranks: &Ranks, group: &Group) {
+        for (i, node) in g.nodes.iter().enumerate() {
+            if let Kind::State(s) = &node.kind {
+                ranks.settled.settle(group, &s.name, &node.outputs[0], self.shares.get(&i).copied().unwrap_or(Share::Whole));
+            }
+        }
+    }
+}
+
+impl Division {
+    /// How many ops are divided.
+    pub fn divided(&self, g: &Graph) -> usize {
+        let is_op = |n: &Node| matches!(n.kind, Kind::Op(_)) && !n.is_view();
+        g.nodes.iter().zip(&self.ways).filter(|(n, way)| is_op(n) && matches!(way, Way::Axis(..))).count()
+    }
+
+    /// Divides states whose new values are: what is carried from one batch to the next, moments of weights. Says whether there were new ones.
+    pub fn follow(&self, g: &Graph, sources: &mut Sources) -> bool {
+        let before = sources.shares.len();
+        for (state, value) in &g.updates {
+            let Kind::State(s) = &g.nodes[state.node].kind else { continue };
+            let share = self.shares[value.node][value.out];
+            if matches!(share, Share::Dim(_)) && s.role == Role::Carried && !sources.settled.contains(&state.node) {
+                sources.shares.entry(state.node).or_insert(share);
+            }
+        }
+        sources.shares.len() > before
+    }
+
+    /// Counts in a receipt what is divided, and what is not.
+    pub fn describe(&self, g: &Graph, what: &str, receipt: &mut Receipt) {
+        let all = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Op(_)) && !n.is_view()).count();
+        receipt.applied += self.divided(g);
+        receipt.notes.push(format!("{} of {all} ops on {what}", self.divided(g)));
+        for (v, node) in &self.gathered {
+            receipt.decline(format!("{} needs the whole: {:?} is gathered", g.nodes[*node].name(), g.meta(*v)), &g.nodes[*node].scope);
+        }
+    }
+}
+
+/// What it costs, in bytes that a rank sends, to have `need` of a value that is held as `have`; None if that is not possible.
+fn cost(have: Share, need: Share, meta: &Meta) -> Option<usize> {
+    match (have, need) {
+        _ if have == need => Some(0),
+        (Share::Whole, Share::Dim(_)) => Some(0),
+        (Share::Own, Share::Dim(0)) => Some(0),
+        (Share::Dim(_) | Share::Sum, Share::Whole) | (Share::Sum, Share::Dim(_)) => Some(meta.bytes()),
+        (Share::Dim(_), Share::Dim(_)) => Some(meta.bytes() / 2),
+        _ => None,
+    }
+}
+
+/// Whether an axis cuts all of these into equal parts.
+fn divides(shares: &[Share], metas: &[Meta], parts: usize) -> bool {
+    shares.iter().zip(metas).all(|(share, m)| match share {
+        Share::Dim(d) => m.shape[*d].is_multiple_of(parts) && m.shape[*d] > 0,
+        _ => true,
+    })
+}
+
+/// The cheapest axis of an op whose inputs are held like this, and what it costs.
+fn best(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Option<(usize, Axis, usize)> {
+    let mut found: Option<(usize, Axis, usize)> = None;
+    for (number, axis) in op.axes(x, parts).into_iter().enumerate() {
+        let meets = axis.x.iter().zip(have).any(|(need, have)| {
+            *need != Share::Whole && *have != Share::Whole && need == have || matches!((have, need), (Share::Own, Share::Dim(0)))
+        });
+        // Rows in a rank's own order go with others of that order only.
+        let own = have.contains(&Share::Own);
+        let mixes = own
+            && axis
+                .x
+                .iter()
+                .zip(have)
+                .zip(x)
+                .any(|((need, have), m)| matches!(need, Share::Dim(d) if *have == Share::Whole && m.shape[*d] > 1));
+        if !meets || mixes || !divides(&axis.x, x, parts) || !divides(&axis.y, y, parts) {
+            continue;
+        }
+        let Some(bytes) = axis.x.iter().zip(have).zip(x).map(|((need, have), m)| cost(*have, *need, m)).sum::<Option<usize>>() else {
+            continue;
+        };
+        let sums: usize = axis.y.iter().zip(y).filter(|(share, _)| **share == Share::Sum).map(|(_, m)| m.bytes()).sum();
+        if found.as_ref().is_none_or(|f| bytes + sums < f.2) {
+            found = Some((number, axis, bytes + sums));
+        }
+    }
+    found
+}
+
+/// Follows the shares of the sources through the graph.
+pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Error> {
+    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![] };
+    for (i, node) in g.nodes.iter().enumerate() {
+        let have: Vec<Share> = node.inputs.iter().map(|v| d.shares[v.node][v.out]).collect();
+        let (way, shares) = match &node.kind {
+            Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (Way::Whole, vec![sources.shares.get(&i).copied().unwrap_or(Share::Whole)]),
+            Kind::Grad => (Way::Own, have[1..].to_vec()),
+            Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
+            Kind::Op(op) => way(&**op, &have, &g.inputs(i), &node.outputs, parts).ok_or_else(|| undivided(node))?,
+        };
+        for (k, v) in node.inputs.iter().enumerate() {
+            if matches!(have[k], Share::Dim(_)) && way.need(k, have[k]) == Share::Whole {
+                d.gathered.push((*v, i));
+            }
+        }
+        d.shares.push(shares);
+        d.ways.push(way);
+    }
+    Ok(d)
+}
+
+/// How an op is computed whose inputs are held like this, and what a rank then has of its outputs.
+fn way(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Option<(Way, Vec<Share>)> {
+    let apart = op.apart();
+    if !apart.is_empty() {
+        let (mut need, mut out) = (vec![Share::Whole; x.len()], vec![Share::Whole; y.len()]);
+        for (inputs, outputs) in apart {
+            let divided = inputs.iter().map(|&k| have[k]).find(|h| matches!(h, Share::Dim(_))).unwrap_or(Share::Whole);
+            inputs.iter().for_each(|&k| need[k] = divided);
+            outputs.iter().for_each(|&k| out[k] = divided);
+        }
+        return Some((Way::Apart(need), out));
+    }
+    if op.is::<GlobalNorm>().is_some() && have.iter().all(|h| matches!(h, Share::Whole | Share::Dim(_))) {
+        return Some((Way::Own, vec![Share::Whole; y.len()]));
+    }
+    let whole = have.iter().zip(x).map(|(have, m)| cost(*have, Share::Whole, m)).sum::<Option<usize>>();
+    match best(op, have, x, y, parts) {
+        Some((number, axis, bytes)) if whole.is_none_or(|w| bytes <= w) => {
+            let own = axis.x.iter().zip(have).any(|(need, have)| matches!((have, need), (Share::Own, Share::Dim(0))));
+            let share = |s: &Share| if own && *s == Share::Dim(0) { Share::Own } else { *s };
+            let shares = axis.y.iter().map(share).collect();
+            Some((Way::Axis(number, axis), shares))
+        }
+        _ => whole.map(|_| (Way::Whole, vec![Share::Whole; y.len()])),
+    }
+}
+
+fn undivided(node: &Node) -> Error {
+    let scope = if node.scope.is_empty() { "the top level" } else { &*node.scope };
+    Error::Ranks(format!("'{}' (in {scope}) cannot be divided among ranks, and neither can its inputs be put together", node.name()))
+}
+
+/// Records the graph of one rank.
+pub fn rewrite(g: &mut Graph, d: &Division, group: &Group) {
+    let recorder = Recorder::new();
+    let by = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).flat_map(|n| n.inputs[1..].iter().copied());
+    let mut w = Writer { g, d, group, recorder: &recorder, differs: g.depends_on(by), made: vec![], forms: HashMap::new() };
+    let mut parts = g.parts.clone();
+    for (i, node) in g.nodes.iter().enumerate() {
+        recorder.set_place(node);
+        let made = w.node(i, node);
+        if let (true, Share::Dim(axis)) = (node.is_source(), d.shares[i][0]) {
+            let part = Part { shape: node.outputs[0].shape.clone(), axis: Some(axis), index: group.rank, of: group.size, by: group.name };
+            match &node.kind {
+                Kind::Feed(name) => parts.feeds.entry(name.clone()).or_default().push(part),
+                Kind::State(s) => parts.states.entry(s.name.clone()).or_default().push(part),
+                _ => {}
+            }
+        }
+        w.made.push(made);
+    }
+    for (name, v) in &g.outputs {
+        recorder.set_place(&g.nodes[v.node]);
+        recorder.output(name, w.get(*v, Share::Whole, false));
+    }
+    for (state, v) in &g.updates {
+        recorder.set_place(&g.nodes[v.node]);
+        let new = w.get(*v, d.shares[state.node][0], false);
+        recorder.update(w.made[state.node][0], new);
+    }
+    drop(w);
+    *g = recorder.finish();
+    g.parts = parts;
+}
+
+struct Writer<'a, 'g> {
+    g: &'a Graph,
+    d: &'a Division,
+    group: &'a Group,
+    recorder: &'g Recorder,
+    /// Of each node, whether a gradient is asked for that passes through it.
+    differs: Vec<bool>,
+    made: Vec<Vec<Var<'g>>>,
+    /// Values in other forms than the one they have: what a rank has of it, and whether each reads it for its own part of the work.
+    forms: HashMap<(Value, Share, bool), Var<'g>>,
+}
+
+impl<'g> Writer<'_, 'g> {
+    fn node(&mut self, i: usize, node: &Node) -> Vec<Var<'g>> {
+        let share = self.d.shares[i][0];
+        let meta = |axis: usize| {
+            let mut shape = node.outputs[0].shape.clone();
+            shape[axis] /= self.group.size;
+            node.outputs[0].with(&shape)
+        };
+        match (&node.kind, &self.d.ways[i]) {
+            (Kind::Feed(name), _) if let Share::Dim(axis) = share => {
+                let m = meta(axis);
+                return vec![self.recorder.feed(name, &m.shape, m.dtype)];
+            }
+            (Kind::State(s), _) if let Share::Dim(axis) = share => return vec![self.recorder.retyped(s, meta(axis))],
+            (Kind::Grad, _) => {
+                let loss = self.get(node.inputs[0], Share::Whole, false);
+                let by: Vec<Var> = node.inputs[1..].iter().map(|v| self.made[v.node][v.out]).collect();
+                return self.recorder.grad(loss, &by);
+            }
+            (Kind::Op(op), Way::Axis(number, axis)) => self.divided(op, *number, axis, self.g.inputs(i), &node.inputs),
+            (Kind::Op(op), Way::Own) => {
+                let have: Vec<Share> = node.inputs.iter().map(|v| self.d.shares[v.node][v.out]).collect();
+                let inputs: Vec<Var> = node.inputs.iter().map(|v| self.made[v.node][v.out]).collect();
+                op.divided(&inputs, &have, self.group).expect("`divide` asked whether it has a way of its own")
+            }
+            (Kind::Op(op), Way::Apart(need)) => {
+                let inputs: Vec<Var> = node.inputs.iter().zip(need).map(|(&v, need)| self.get(v, *need, false)).collect();
+                self.recorder.op_arc(op.clone(), &inputs)
+            }
+            _ => {
+                let inputs: Vec<Value> = node.inputs.iter().map(|&v| self.get(v, Share::Whole, false).value()).collect();
+                self.recorder.keep(node, inputs).into_iter().map(|v| self.recorder.var(v)).collect()
+            }
+        }
+    }
+
+    /// This rank's part of an op.
+    fn divided(&mut self, op: &Arc<dyn Op>, number: usize, axis: &Axis, x: Vec<Meta>, inputs: &[Value]) -> Vec<Var<'g>> {
+        let (size, rank) = (self.group.size, self.group.rank);
+        let inputs: Vec<Var> = inputs.iter().zip(&axis.x).map(|(&v, need)| self.get(v, *need, true)).collect();
+        let op = op.part(&x, number, size, rank).unwrap_or_else(|| op.clone());
+        self.recorder.op_arc(op, &inputs)
+    }
+
+    /// A value in the form that is needed. `apart`: it is read for a part of the work, so that its gradient is a sum over the ranks.
+    fn get(&mut self, v: Value, need: Share, apart: bool) -> Var<'g> {
+        let (have, made) = (self.d.shares[v.node][v.out], self.made[v.node][v.out]);
+        let need = if (have, need) == (Share::Own, Share::Dim(0)) { Share::Own } else { need };
+        let apart = apart && need == Share::Whole && self.differs[v.node] && self.g.meta(v).dtype.is_float();
+        if have == need && !apart {
+            return made;
+        }
+        if let Some(&known) = self.forms.get(&(v, need, apart)) {
+            return known;
+        }
+        let form = match (have, need) {
+            _ if apart => match &self.g.nodes[v.node] {
+                // A view of a weight is taken of what is broadcast, so that the weight's gradients are added up once.
+                Node { kind: Kind::Op(op), inputs, .. } if op.is_view() && have == Share::Whole => {
+                    let seen = self.get(inputs[0], Share::Whole, true);
+                    self.recorder.op_arc(op.clone(), &[seen])[v.out]
+                }
+                _ => {
+                    let whole = self.get(v, Share::Whole, false);
+                    self.recorder.op1(Broadcast { group: self.group.clone() }, &[whole])
+                }
+            },
+            (Share::Whole, Share::Dim(axis)) => self.again(v, axis).unwrap_or_else(|| part(made, axis, self.group)),
+            (Share::Dim(axis), Share::Whole) => all_gather(made, axis, self.group),
+            (Share::Dim(from), Share::Dim(to)) => all_to_all(made, from, to, self.group),
+            (Share::Sum, Share::Whole) => all_reduce(made, self.group),
+            (Share::Sum, Share::Dim(axis)) => reduce_scatter(made, axis, self.group),
+            _ => unreachable!("`divide` asks for no such form: {have:?} as {need:?}"),
+        };
+        self.forms.insert((v, need, apart), form);
+        form
+    }
+
+    /// A part of a value that all ranks have because it is made of nothing but numbers and shapes: rather made as a part.
+    fn again(&mut self, v: Value, axis: usize) -> Option<Var<'g>> {
+        let node = &self.g.nodes[v.node];
+        let Kind::Op(op) = &node.kind else { return None };
+        let (x, size) = (self.g.inputs(v.node), self.group.size);
+        let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, size);
+        let (number, axis) = op.axes(&x, size).into_iter().enumerate().find(|(_, a)| fits(a))?;
+        (op.is_view() || op.is::<Full>().is_some()).then(|| self.divided(op, number, &axis, x, &node.inputs)[v.out])
+    }
+}

@@ -1,0 +1,137 @@
+//! Divides weights among ranks that work on the same examples.
+
+use super::partition::{Division, Sources, Way, divide, rewrite};
+use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
+use crate::error::Error;
+use crate::graph::{Graph, Init, Kind, Role};
+use crate::meta::DType;
+use crate::op::Share;
+use crate::ranks::Ranks;
+use crate::record::Recorder;
+
+pub struct TensorParallel;
+
+impl Switch for TensorParallel {
+    fn name(&self) -> &'static str {
+        "tensor-parallel"
+    }
+
+    fn about(&self) -> &'static str {
+        "Divides weights among ranks that have the same examples: columns of the first matmul of an attention or MLP layer, rows of the last, whose results \
+         are all-reduced. Gradients and optimizer states are divided as the weights are."
+    }
+
+    fn numerics(&self, _: Target, _: DType) -> Numerics {
+        Numerics::Reordered
+    }
+
+    fn on_ranks(&self) -> Option<([usize; 2], &'static [(&'static str, &'static str)])> {
+        Some(([1, 2], &[]))
+    }
+
+    fn example(&self, r: &Recorder) {
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.5 });
+        let x = r.feed("x", &[6, 4], DType::F32);
+        let params = [param("up", &[4, 8]), param("down", &[8, 4])];
+        let loss = (x + x.matmul(params[0]).silu().matmul(params[1])).square().mean();
+        r.output("loss", loss);
+        r.grad(loss, &params).into_iter().zip(["up", "down"]).for_each(|(g, name)| r.output(name, g));
+    }
+}
+
+impl Pass for TensorParallel {
+    fn stage(&self) -> Stage {
+        Stage::Fused
+    }
+
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let group = &settings.ranks.tensor;
+        if group.size == 1 {
+            return Ok(());
+        }
+        let Placed { division, weights, undivided } = placed(g, settings.ranks)?;
+        for (name, scope) in undivided {
+            receipt.decline(format!("no dimension of '{name}' can be divided without putting its result together again"), &scope);
+        }
+        if weights > 0 {
+            division.describe(g, "a part of the weights", receipt);
+            receipt.notes.push(format!("{weights} weights divided"));
+            rewrite(g, &division, group);
+        }
+        Ok(())
+    }
+}
+
+struct Placed {
+    division: Division,
+    weights: usize,
+    /// Weights that stay whole, and where they are.
+    undivided: Vec<(String, String)>,
+}
+
+/// What a division is judged by, the first first: values of the model that are put together again, floating-point operations of a rank, its bytes of weights.
+type Price = (usize, u64, usize);
+
+fn price(g: &Graph, d: &Division, of_model: &[bool], parts: usize) -> Price {
+    let gathered = d.gathered.iter().filter(|(_, node)| of_model[*node]).count();
+    let (mut flops, mut bytes) = (0, 0);
+    for (i, node) in g.nodes.iter().enumerate() {
+        match &node.kind {
+            Kind::Op(op) if of_model[i] => {
+                let all = op.cost(&g.inputs(i)).flops;
+                flops += if matches!(d.ways[i], Way::Axis(..)) { all / parts as u64 } else { all };
+            }
+            Kind::State(s) if s.role == Role::Param => {
+                bytes += node.outputs[0].bytes() / if d.shares[i][0] == Share::Whole { 1 } else { parts };
+            }
+            _ => {}
+        }
+    }
+    (gathered, flops, bytes)
+}
+
+/// Takes one weight after the other, and divides it along the dimension that is best for the whole graph, if one is better than none.
+fn placed(g: &Graph, ranks: &Ranks) -> Result<Placed, Error> {
+    let (group, parts) = (&ranks.tensor, ranks.tensor.size);
+    let losses = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]);
+    let of_model = match g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad)) {
+        true => g.needed_by(losses),
+        false => g.needed_by(g.outputs.iter().map(|o| o.1)),
+    };
+    let mut sources = Sources::new(g, ranks, group);
+    let mut division = divide(g, &sources, parts)?;
+    let mut now = price(g, &division, &of_model, parts);
+    let mut undivided = vec![];
+    for (i, node) in g.nodes.iter().enumerate().filter(|(i, _)| of_model[*i]) {
+        let Kind::State(state) = &node.kind else { continue };
+        if !matches!(state.role, Role::Param | Role::Frozen) || sources.settled.contains(&i) {
+            continue;
+        }
+        let shape = &node.outputs[0].shape;
+        let mut found: Option<(Price, Share, Division)> = None;
+        for axis in (0..shape.len()).filter(|&d| shape[d] > 1 && shape[d].is_multiple_of(parts)) {
+            sources.shares.insert(i, Share::Dim(axis));
+            if let Ok(d) = divide(g, &sources, parts) {
+                let price = price(g, &d, &of_model, parts);
+                if price < found.as_ref().map_or(now, |f| f.0) {
+                    found = Some((price, Share::Dim(axis), d));
+                }
+            }
+        }
+        sources.shares.remove(&i);
+        match found {
+            Some((price, share, d)) => {
+                (now, division) = (price, d);
+                sources.shares.insert(i, share);
+            }
+            None if shape.len() > 1 => undivided.push((state.name.clone(), node.scope.to_string())),
+            None => {}
+        }
+    }
+    let weights = sources.shares.len();
+    while division.follow(g, &mut sources) {
+        division = divide(g, &sources, parts)?;
+    }
+    sources.settle(g, ranks, group);
+    Ok(Placed { division, weights, undivided })
+}

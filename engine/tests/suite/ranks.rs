@@ -1,0 +1,165 @@
+//! Several ranks, as threads, against one.
+
+use kiln_engine::check::Numbers;
+use kiln_engine::ranks::threads;
+use kiln_engine::{Cpu, DType, Device, Graph, Init, Program, Ranks, Recorder, Store, Switches, check};
+
+/// What a run leaves: outputs of every step, then states.
+type Left = Vec<(String, Vec<f32>)>;
+
+/// Runs some steps of a graph on each of so many ranks.
+fn run([data, tensor]: [usize; 2], graph: &(dyn Fn() -> Graph + Sync), passes: &[(&str, &str)], steps: usize) -> Vec<Left> {
+    threads::each(data, tensor, |ranks| {
+        let mut switches = Switches::default().on_ranks(ranks);
+        passes.iter().for_each(|(pass, value)| switches.set(pass, value).unwrap());
+        let g = graph();
+        let feeds = check::feeds_of(&g);
+        let outputs: Vec<String> = g.outputs.iter().map(|o| o.0.clone()).collect();
+        let (mut store, device) = (Store::new(7), Device::cpu(Cpu::new(1)));
+        let mut program = Program::load(g, &switches, &device, &mut store).unwrap();
+        let mut left = vec![];
+        for step in 0..steps {
+            let few = |name: &str, d: &Numbers| match d {
+                Numbers::I32(all) if name != "rng" => Numbers::I32(all.iter().map(|i| (i + step as i32).rem_euclid(5)).collect()),
+                other => other.clone(),
+            };
+            let now: Vec<(&str, Numbers)> = feeds.iter().map(|(name, d)| (name.as_str(), few(name, d))).collect();
+            program.run(&mut store, &now.iter().map(|(name, d)| (*name, d.data())).collect::<Vec<_>>()).unwrap();
+            left.extend(outputs.iter().map(|o| (format!("{o} after step {step}"), program.read(o, &store).unwrap())));
+        }
+        let whole = store.iter().filter(|(_, t)| t.parts.is_empty()).map(|(n, t)| (n.to_string(), t.f32().unwrap()));
+        left.extend(whole);
+        left
+    })
+}
+
+/// Every rank has the same, and the same as one rank has alone.
+fn same(ranks: [usize; 2], graph: impl Fn() -> Graph + Sync, passes: &[(&str, &str)]) {
+    let what = format!("{ranks:?} ranks");
+    let alone = run([1, 1], &graph, &[], 3).remove(0);
+    for left in run(ranks, &graph, passes, 3) {
+        for (name, ours) in left {
+            let theirs = &alone.iter().find(|a| a.0 == name).unwrap_or_else(|| panic!("{what}: {name} is new")).1;
+            assert_eq!(ours.len(), theirs.len(), "{what}: {name}");
+            let most = theirs.iter().fold(1e-3f32, |m, v| m.max(v.abs()));
+            let worst = ours.iter().zip(theirs).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+            assert!(worst <= 2e-5 * most, "{what}: {name} differs by {worst} of {most}");
+        }
+    }
+}
+
+/// A small step with what makes batches hard to divide: a masked mean, dropout, experts with a balance loss, a carry, attention, clipping.
+fn step() -> Graph {
+    let r = Recorder::new();
+    let (b, t, d) = (8, 4, 8);
+    let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.3 });
+    let tokens = r.feed("tokens", &[b, t], DType::I32);
+    let targets = r.feed("targets", &[b, t], DType::I32);
+    let weight = r.feed("weight", &[b * t, d], DType::F32);
+    let rng = r.feed("rng", &[4], DType::I32);
+    let rate = r.feed("rate", &[1], DType::F32);
+    let table = param("table", &[5, d]);
+    let carry = r.state("carry", &[b, t, d], DType::F32, Init::Normal { std: 1.0 });
+    let x = table.gather_rows(tokens) + carry * 0.1;
+    let q = x.reshape(&[b * t, d]).matmul(param("q", &[d, d])).reshape(&[b, t, 2, d / 2]);
+    let a = kiln_engine::ops::attention::attention(q, q, q, true, 0.5).reshape(&[b, t, d]);
+    let wide = (x.matmul(param("wide", &[d, 16])) + param("bias", &[16])).silu();
+    let a = a + wide.matmul(param("narrow", &[16, d]));
+    let x = (x + a).rms_norm(param("norm", &[d]), 1e-5).dropout(0.2, rng);
+    let experts =
+        kiln_engine::ops::experts::mixture(x, Some(param("router", &[4, d])), param("up", &[4, 12, d]), param("down", &[4, d, 6]), 2);
+    let (y, routing) = experts;
+    let h = (x + y).reshape(&[b * t, d]);
+    let count = (weight.sum_axis(1).is_finite()).sum();
+    let loss = h.linear(table).cross_entropy(targets.reshape(&[b * t])).sum() / count + routing.unwrap().balance() * 0.1;
+    let loss = loss + (h * weight).square().mean();
+    let params = r.params();
+    let by: Vec<_> = params.iter().map(|p| p.1).collect();
+    let grads = r.grad(loss, &by);
+    let norm = kiln_engine::ops::adamw::global_norm(&grads);
+    let one = r.full(&[1], 1.0);
+    let mut inputs = vec![rate.square() * 0.01, one / (norm + 1.0), one, one];
+    let mut states = vec![];
+    for ((name, p), g) in params.iter().zip(&grads) {
+        let [m, v] = ["m", "v"].map(|which| r.state(&format!("{which}/{name}"), &p.shape(), DType::F32, Init::Full(0.0)));
+        inputs.extend([*p, *g, m, v]);
+        states.extend([*p, m, v]);
+    }
+    let decay = vec![0.1; params.len()];
+    let new = r.op(kiln_engine::ops::adamw::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-2, decay }, &inputs);
+    states.into_iter().zip(new).for_each(|(state, new)| r.update(state, new));
+    r.update(carry, x);
+    r.output("loss", loss);
+    r.output("norm", norm);
+    r.output("x", x);
+    r.finish()
+}
+
+#[test]
+fn a_batch_is_divided_and_the_step_stays_the_same() {
+    for ranks in [1, 2, 4] {
+        same([ranks, 1], step, &[]);
+    }
+}
+
+#[test]
+fn moments_are_divided_and_the_step_stays_the_same() {
+    for ranks in [2, 4] {
+        same([ranks, 1], step, &[("zero", "require")]);
+    }
+}
+
+#[test]
+fn weights_are_divided_and_the_step_stays_the_same() {
+    same([1, 2], step, &[]);
+    same([2, 2], step, &[]);
+    same([2, 2], step, &[("zero", "auto")]);
+}
+
+/// What is divided is divided: all but the optimizer's arithmetic, without putting a value of the batch together again.
+#[test]
+fn what_a_rank_computes_is_a_part() {
+    let switches = Switches::default().on_ranks(Ranks::planned(4, 1));
+    let compiled = kiln_engine::Compiled::new(step(), &switches, kiln_engine::passes::Target::Cpu).unwrap();
+    let receipt = compiled.receipts.iter().find(|r| r.pass == "data-parallel").unwrap();
+    assert!(receipt.applied > 20 && receipt.declined.is_empty(), "{}", receipt.summary());
+    let parts = &compiled.graph.parts;
+    let names = |of: &std::collections::BTreeMap<String, Vec<kiln_engine::ranks::Part>>| of.keys().cloned().collect::<Vec<_>>();
+    assert_eq!(
+        (names(&parts.feeds), names(&parts.states)),
+        (vec!["targets".into(), "tokens".into(), "weight".into()], vec!["carry".into()])
+    );
+    let mut exchanged: Vec<String> =
+        compiled.graph.nodes.iter().filter(|n| n.name().starts_with("all_")).map(|n| format!("{} {:?}", n.name(), n.outputs[0])).collect();
+    exchanged.sort();
+    // Each parameter's gradient once; three sums of the loss, the count, the loads; and the output.
+    let gradients = ["[16, 8]", "[16]", "[4, 12, 8]", "[4, 8, 6]", "[4, 8]", "[5, 8]", "[8, 16]", "[8, 8]", "[8]"];
+    let sums = gradients.iter().chain(&["[1]", "[1]", "[1]", "[1, 4]"]).map(|shape| format!("all_reduce f32{shape}"));
+    let mut expected: Vec<String> = sums.chain(["all_gather f32[8, 4, 8]".into(), "all_reduce i32[5]".into()]).collect();
+    expected.sort();
+    assert_eq!(exchanged, expected);
+}
+
+/// Columns of the first matmul and rows of the second, with one sum for both; what belongs to them follows.
+#[test]
+fn which_weights_are_divided() {
+    let switches = Switches::default().with("zero", "auto").unwrap().on_ranks(Ranks::planned(2, 2));
+    let compiled = kiln_engine::Compiled::new(step(), &switches, kiln_engine::passes::Target::Cpu).unwrap();
+    let applied = |pass: &str| compiled.receipts.iter().find(|r| r.pass == pass).unwrap().applied;
+    assert!(applied("tensor-parallel") > 0 && applied("zero") == 9 && applied("reduce-scatter") == 9);
+    // Of a state: along which dimension, or of the elements in a row, and among which ranks.
+    let cut = |name: &str| -> Vec<(Option<usize>, &str)> {
+        compiled.graph.parts.states.get(name).into_iter().flatten().map(|p| (p.axis, p.by)).collect()
+    };
+    assert_eq!(cut("wide"), [(Some(1), "tensor")]);
+    assert_eq!([cut("bias"), cut("narrow")], [[(Some(0), "tensor")], [(Some(0), "tensor")]]);
+    assert_eq!(cut("m/wide"), [(Some(1), "tensor"), (None, "data")]);
+    assert_eq!((cut("table"), cut("v/table"), cut("carry")), (vec![], vec![(None, "data")], vec![(Some(0), "data")]));
+    let between = |g: &str| {
+        let wide =
+            |n: &kiln_engine::graph::Node| n.name().contains("_") && n.outputs[0].elements() > 8 && format!("{:?}", n.kind).contains(g);
+        compiled.graph.nodes.iter().filter(|n| wide(n)).map(|n| n.name().to_string()).collect::<Vec<_>>()
+    };
+    // One sum of the two matmuls, and one of the gradient of what they read.
+    assert_eq!(between("group: tensor"), ["all_reduce", "all_reduce"]);
+}

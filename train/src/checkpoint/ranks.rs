@@ -1,0 +1,150 @@
+//! Parts of tensors that several ranks hold. Each rank writes its own, with its place in the whole, into one file; who reads a checkpoint gets whole tensors.
+
+use super::manifest::Sum;
+use super::tensors::layout;
+use super::*;
+use engine::ranks::Part;
+use serde_json::json;
+use std::collections::HashMap;
+
+/// A part of a tensor of one of a checkpoint's files.
+pub struct Held<'a> {
+    pub file: &'a str,
+    pub tensor: Tensor<'a>,
+    pub parts: &'a [Part],
+}
+
+/// A file of a rank's parts that is written, but not in its place yet.
+pub struct Written {
+    pub name: String,
+    pub path: PathBuf,
+    pub(super) sum: Sum,
+}
+
+fn file_name(rank: usize) -> String {
+    format!("rank-{rank:05}.safetensors")
+}
+
+/// Writes a rank's parts beside the checkpoint of this step, which takes them in when it is saved.
+pub fn write_parts(dir: &Path, step: u64, rank: usize, held: &[Held]) -> Result<Written, CheckpointError> {
+    files::create_folder(dir).map_err(io_error("create", dir))?;
+    let path = dir.join(format!(".step-{step:08}.{}", file_name(rank)));
+    match fs::remove_file(&path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(io_error("replace", &path)(e)),
+        _ => {}
+    }
+    let names: Vec<String> = held.iter().map(|h| format!("{}:{}", h.file, h.tensor.name)).collect();
+    let place = |p: &Part| json!({ "shape": p.shape, "axis": p.axis, "index": p.index, "of": p.of });
+    let notes = names.iter().zip(held).map(|(n, h)| (n.clone(), json!(h.parts.iter().map(place).collect::<Vec<_>>()).to_string()));
+    let tensors: Vec<Tensor> = names.iter().zip(held).map(|(name, h)| Tensor { name, ..h.tensor }).collect();
+    let sum = write_safetensors(&path, &tensors, Some(notes.collect()))?;
+    Ok(Written { name: file_name(rank), path, sum })
+}
+
+impl Written {
+    /// For the rank that saves the checkpoint.
+    pub fn told(&self) -> Value {
+        json!({ "name": self.name, "path": self.path, "bytes": self.sum.bytes, "xxh3": self.sum.xxh3 })
+    }
+
+    pub fn of(told: &Value) -> Option<Written> {
+        let text = |key: &str| told[key].as_str().map(String::from);
+        let sum = Sum { bytes: told["bytes"].as_u64()?, xxh3: text("xxh3")? };
+        Some(Written { name: text("name")?, path: text("path")?.into(), sum })
+    }
+}
+
+/// Where a part lies, as its file notes it.
+fn places(text: &str) -> Option<Vec<Part>> {
+    let noted: Vec<Value> = serde_json::from_str(text).ok()?;
+    let number = |v: &Value| v.as_u64().map(|n| n as usize);
+    let part = |v: &Value| {
+        let shape = v["shape"].as_array()?.iter().map(number).collect::<Option<Vec<_>>>()?;
+        let (index, of) = (number(&v["index"])?, number(&v["of"])?);
+        let axis = if v["axis"].is_null() { None } else { Some(number(&v["axis"])?) };
+        let elements = shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d))?;
+        let cut = axis.map_or(Some(elements), |a| shape.get(a).copied())?;
+        (index < of && cut.is_multiple_of(of)).then_some(Part { shape, axis, index, of, by: "" })
+    };
+    noted.iter().map(part).collect()
+}
+
+/// A tensor that is put together of parts.
+struct Whole {
+    dtype: String,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+    /// Bytes that are there.
+    filled: usize,
+}
+
+impl Whole {
+    fn put(&mut self, parts: &[Part], own: &[u8]) {
+        // From the inside out: each part is put into the part that it was cut from.
+        let Some((outer, inner)) = parts.split_first() else { return };
+        let mut piece = vec![0; self.bytes.len() / outer.of];
+        match inner {
+            [] => piece.copy_from_slice(own),
+            _ => {
+                piece = outer.cut(&self.bytes);
+                let mut within = Whole { dtype: String::new(), shape: vec![], bytes: piece, filled: 0 };
+                within.put(inner, own);
+                piece = within.bytes;
+            }
+        }
+        outer.put(&piece, &mut self.bytes);
+    }
+}
+
+impl Checkpoint {
+    /// The files of ranks that have parts.
+    fn rank_files(&self) -> impl Iterator<Item = &String> {
+        self.files.keys().filter(|name| name.starts_with("rank-") && name.ends_with(".safetensors"))
+    }
+
+    /// A file with the tensors of which ranks have parts put together.
+    pub(super) fn joined(&self, name: &str, base: Loaded) -> Result<Loaded, CheckpointError> {
+        let mut wholes: BTreeMap<String, Whole> = BTreeMap::new();
+        for file in self.rank_files() {
+            let path = self.path.join(file);
+            let bad = |what: &str| broken(&path, format!("'{what}' does not say which part of a tensor it is"));
+            let own = Loaded::parse(&path, self.bytes(file)?)?;
+            let notes = own.metadata();
+            for full in own.names() {
+                let Some(tensor) = full.strip_prefix(name).and_then(|rest| rest.strip_prefix(':')) else { continue };
+                let parts = notes.get(&full).and_then(|text| places(text)).filter(|p| !p.is_empty()).ok_or_else(|| bad(&full))?;
+                let (dtype, _, bytes) = own.get(&full).ok_or_else(|| bad(&full))?;
+                let shape = parts[0].shape.clone();
+                let size = bytes.len() * parts.iter().map(|p| p.of).product::<usize>();
+                let whole =
+                    wholes.entry(tensor.into()).or_insert_with(|| Whole { dtype, shape: shape.clone(), bytes: vec![0; size], filled: 0 });
+                if whole.shape != shape || whole.bytes.len() != size {
+                    return Err(bad(&full));
+                }
+                whole.put(&parts, bytes);
+                whole.filled += bytes.len();
+            }
+        }
+        if wholes.is_empty() {
+            return Ok(base);
+        }
+        if let Some((missing, w)) = wholes.iter().find(|(_, w)| w.filled != w.bytes.len()) {
+            return Err(broken(&self.path, format!("of '{missing}' {} of {} bytes are there", w.filled, w.bytes.len())));
+        }
+        let names = base.names();
+        let mut tensors: Vec<(String, String, Vec<usize>, &[u8])> = vec![];
+        for n in &names {
+            if let Some((dtype, shape, bytes)) = base.get(n) {
+                tensors.push((n.clone(), dtype, shape, bytes));
+            }
+        }
+        tensors.extend(wholes.iter().map(|(n, w)| (n.clone(), w.dtype.clone(), w.shape.clone(), &w.bytes[..])));
+        let listed: Vec<Tensor> = tensors.iter().map(|(name, dtype, shape, bytes)| Tensor { name, dtype, shape, bytes }).collect();
+        let notes: HashMap<String, String> = base.metadata();
+        let (header, sorted) = layout(&listed, (!notes.is_empty()).then_some(notes))?;
+        let mut all = (header.len() as u64).to_le_bytes().to_vec();
+        all.extend(header.as_bytes());
+        sorted.iter().for_each(|t| all.extend(t.bytes));
+        Loaded::parse(&self.path.join(name), all)
+    }
+}

@@ -1,0 +1,236 @@
+//! `kiln train --ranks N`: N processes on this machine, and a parent that passes signals on, waits, and ends with the status of the rank that failed.
+
+use super::{mpi, mpiexec, world};
+use crate::warn;
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGHUP, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// After a rank has failed, the others have this long to end by themselves.
+const GRACE: Duration = Duration::from_secs(3);
+/// How often the parent looks.
+const LOOK: Duration = Duration::from_millis(30);
+/// Signals that come together are one.
+const ONE: Duration = Duration::from_secs(1);
+
+/// Starts this command line as so many ranks: on GPUs as processes that find each other by address, on the CPU under MPI's `mpiexec`.
+pub fn start(ranks: usize, on_gpus: bool, caught: Vec<i32>) -> Result<ExitCode> {
+    let signals = Signals::new(caught)?;
+    let job = if on_gpus { by_address(ranks)? } else { by_mpi(ranks)? };
+    job.wait(signals)
+}
+
+/// This command line again, for a child in a process group of its own: a terminal's Ctrl-C reaches the parent alone, which passes it on once.
+fn own(program: &mut Command) -> &mut Command {
+    world::variables().for_each(|v| {
+        program.env_remove(v);
+    });
+    program.stdin(Stdio::null()).process_group(0)
+}
+
+struct Job {
+    children: Vec<Child>,
+    /// Closed when all that the children wrote has been shown.
+    shown: Receiver<()>,
+    /// Where one child, `mpiexec`, stands for all ranks: how each ended, once it has said so.
+    by_mpi: Option<Arc<Mutex<Vec<i32>>>>,
+}
+
+fn by_mpi(ranks: usize) -> Result<Job> {
+    let (found, _) = mpi();
+    let Some(library) = &found.path else {
+        bail!("several ranks on the CPU need MPI: {}", found.problem().unwrap_or_default());
+    };
+    let Some(program) = mpiexec(library) else {
+        bail!("{} was found, and mpiexec neither beside it nor on PATH: `pip install mpich` has both", library.display());
+    };
+    let mut command = Command::new(&program);
+    // On this machine alone, also inside of a job of Slurm.
+    command.args(["-launcher", "fork", "-rmk", "user", "-print-all-exitcodes", "-n", &ranks.to_string()]);
+    command.arg(std::env::current_exe()?).args(std::env::args_os().skip(1));
+    let started = own(&mut command).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut child = started.with_context(|| format!("{} does not start", program.display()))?;
+    let (ends, (open, shown)) = (Arc::<Mutex<Vec<i32>>>::default(), channel());
+    let pipes = (child.stdout.take().expect("it is piped"), child.stderr.take().expect("it is piped"));
+    for (from, to) in [(Box::new(pipes.0) as Box<dyn Read + Send>, Stream::Out), (Box::new(pipes.1), Stream::Err)] {
+        let (ends, open) = (ends.clone(), open.clone());
+        std::thread::spawn(move || {
+            relay(from, to, |line| is_of_a_rank(line, &ends));
+            drop(open);
+        });
+    }
+    Ok(Job { children: vec![child], shown, by_mpi: Some(ends) })
+}
+
+fn by_address(ranks: usize) -> Result<Job> {
+    // Free now; rank 0 takes it in a moment.
+    let port = std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+    let (open, shown) = channel();
+    let mut children: Vec<Child> = vec![];
+    for rank in 0..ranks {
+        let mut command = Command::new(std::env::current_exe()?);
+        own(command.args(std::env::args_os().skip(1)));
+        for (name, value) in
+            [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("MASTER_PORT", port as usize)]
+        {
+            command.env(name, value.to_string());
+        }
+        command.env("MASTER_ADDR", "127.0.0.1");
+        // The first has the terminal, if there is one, for its progress bar.
+        let command = if rank > 0 { command.stdout(Stdio::null()).stderr(Stdio::piped()) } else { &mut command };
+        match command.spawn() {
+            Ok(child) => children.push(child),
+            Err(e) => {
+                children.iter_mut().for_each(|c| drop(c.kill().and_then(|()| c.wait())));
+                return Err(e).with_context(|| format!("rank {rank} does not start"));
+            }
+        }
+        if let Some(from) = children[rank].stderr.take() {
+            let open = open.clone();
+            std::thread::spawn(move || {
+                relay(from, Stream::Err, |_| true);
+                drop(open);
+            });
+        }
+    }
+    Ok(Job { children, shown, by_mpi: None })
+}
+
+#[derive(Clone, Copy)]
+enum Stream {
+    Out,
+    Err,
+}
+
+/// Shows what a child writes, line by line, but for lines that are not to be kept.
+fn relay(from: impl Read, to: Stream, keep: impl Fn(&str) -> bool) {
+    let mut from = BufReader::new(from);
+    let mut line = vec![];
+    while from.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
+        if keep(String::from_utf8_lossy(&line).trim_end()) {
+            // A reader that has gone away is no reason to stop training.
+            let _ = match to {
+                Stream::Out => std::io::stdout().write_all(&line),
+                Stream::Err => std::io::stderr().write_all(&line),
+            };
+        }
+        line.clear();
+    }
+}
+
+/// What `mpiexec` itself prints when a rank ends early or is interrupted; kiln says it in its own words.
+const BANNER: &[&str] = &[
+    "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES",
+    "=   PID ",
+    "=   EXIT CODE: ",
+    "=   CLEANING UP REMAINING PROCESSES",
+    "=   YOU CAN IGNORE THE BELOW CLEANUP MESSAGES",
+    "YOUR APPLICATION TERMINATED WITH THE EXIT STRING",
+    "This typically refers to a problem with your application.",
+    "Please see the FAQ page for debugging suggestions",
+];
+
+/// Whether a rank wrote this line, and not `mpiexec` or MPI's library about a rank. How the ranks ended is taken from `[mpiexec@host] Exit codes: [host] 0,9`.
+fn is_of_a_rank(line: &str, ends: &Mutex<Vec<i32>>) -> bool {
+    if let Some((_, codes)) = line.split_once("] Exit codes: ").filter(|_| line.starts_with("[mpiexec@")) {
+        let codes = codes.split_once(']').map_or("", |c| c.1).split(',').map_while(|c| c.trim().parse().ok());
+        *ends.lock().unwrap_or_else(PoisonError::into_inner) = codes.collect();
+        return false;
+    }
+    let interrupted = line.starts_with("[mpiexec@") && line.contains("Ctrl-C");
+    let ruler = line.len() > 60 && line.bytes().all(|b| b == b'=');
+    !interrupted && !ruler && !line.contains("application called MPI_Abort(") && !BANNER.iter().any(|b| line.starts_with(b))
+}
+
+impl Job {
+    fn wait(mut self, mut signals: Signals) -> Result<ExitCode> {
+        let mut passed: Option<(i32, Instant)> = None;
+        let mut failed: Option<(usize, ExitStatus, Instant)> = None;
+        let mut interrupted = None;
+        let mut running: Vec<usize> = (0..self.children.len()).collect();
+        while !running.is_empty() {
+            for number in signals.pending() {
+                if passed.is_none_or(|(_, at)| at.elapsed() > ONE) {
+                    running.iter().for_each(|&i| send(&self.children[i], self.as_sent(number)));
+                    passed.get_or_insert((number, Instant::now()));
+                }
+            }
+            for i in running.clone() {
+                let Some(status) = self.children[i].try_wait()? else { continue };
+                running.retain(|r| *r != i);
+                match passed.filter(|(n, _)| status.code() == Some(128 + self.as_sent(*n))) {
+                    Some((n, _)) => interrupted = Some(128 + n as u8),
+                    None if status.success() => {}
+                    None => {
+                        failed.get_or_insert((i, status, Instant::now()));
+                    }
+                }
+            }
+            if failed.is_some_and(|(_, _, at)| at.elapsed() > GRACE) {
+                running.iter().for_each(|&i| send(&self.children[i], Signal::KILL.as_raw()));
+            }
+            std::thread::sleep(LOOK);
+        }
+        // What is still in the pipes; a process that outlives its rank may hold one open.
+        let _ = self.shown.recv_timeout(GRACE);
+        Ok(match failed {
+            Some((i, status, _)) => self.status(i, status),
+            None => interrupted.map_or(ExitCode::SUCCESS, ExitCode::from),
+        })
+    }
+
+    /// `mpiexec` passes every signal on but this one, which would end it.
+    fn as_sent(&self, number: i32) -> i32 {
+        if self.by_mpi.is_some() && number == SIGHUP { SIGTERM } else { number }
+    }
+
+    /// The exit status of the rank that failed first, with a word on one that could not say itself why it ended.
+    fn status(&self, child: usize, status: ExitStatus) -> ExitCode {
+        let ends = self.by_mpi.as_ref().map(|ends| ends.lock().unwrap_or_else(PoisonError::into_inner).clone()).unwrap_or_default();
+        let by_rank = ends.iter().position(|&e| e != 0).map(|rank| (rank, ExitStatus::from_raw(ends[rank])));
+        let (rank, status) = by_rank.unwrap_or((child, status));
+        if let Some(signal) = status.signal() {
+            let name = signal_hook::low_level::signal_name(signal).map_or(String::new(), |n| format!(" ({n})"));
+            let why = if signal == Signal::KILL.as_raw() { "; the system does that to a process when memory runs out" } else { "" };
+            warn!("error: rank {rank} was ended by signal {signal}{name}, and with it the other ranks{why}");
+            return ExitCode::from(128 + signal as u8);
+        }
+        ExitCode::from(status.code().filter(|c| (1..256).contains(c)).unwrap_or(1) as u8)
+    }
+}
+
+/// To a child that has not been waited for.
+fn send(child: &Child, number: i32) {
+    if let Some(signal) = Signal::from_named_raw(number) {
+        let _ = kill_process(Pid::from_child(child), signal);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_what_mpiexec_says_the_ends_of_ranks_are_kept() {
+        let ends = Mutex::default();
+        let said = [
+            "===================================================================================",
+            "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES",
+            "=   PID 21379 RUNNING AT vm",
+            "[mpiexec@vm] Sending Ctrl-C to processes as requested",
+            "[mpiexec@vm] Exit codes: [vm] 0,9,768",
+            "Abort(1) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1) - process 1",
+        ];
+        assert!(said.iter().all(|line| !is_of_a_rank(line, &ends)));
+        assert_eq!(*ends.lock().unwrap(), [0, 9, 768]);
+        let shown = ["rank 1: error: x", "=====", "", "[mpiexec@vm] HYDU_create_process: execvp error on file kiln", "step 1/2  loss 3"];
+        assert!(shown.iter().all(|line| is_of_a_rank(line, &ends)));
+    }
+}

@@ -1,0 +1,174 @@
+//! Several ranks, as threads, train what one rank trains.
+
+use engine::ranks::threads;
+use engine::{Cpu, Device};
+use kiln::checkpoint;
+use kiln::config::Config;
+use kiln::recipe;
+use kiln::run::{self, Finished, Options, Start};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// A recipe with settings that make it small.
+type Small = (&'static str, &'static [&'static str]);
+
+const DECODER: Small = ("decoder", &["seq=24", "layers=2", "dim=32", "hidden=64", "head_dim=8", "batch=4"]);
+const SMALL: &[Small] = &[
+    DECODER,
+    ("hydra", &["seq=24", "batch=4"]),
+    ("vision_bdh", &["batch=4"]),
+    ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=8", "batch=4", "train_puzzles=50", "test_puzzles=8"]),
+    ("lior", &["dim=32", "heads=2", "seq=24", "after=4", "memory=20", "field=[3, 2, 6, 5]", "model.steps=6", "rows=300", "n=5", "batch=4"]),
+    (
+        "polychromic",
+        &[
+            "pretrain=0",
+            "dim=24",
+            "layers=2",
+            "head_dim=8",
+            "hidden=40",
+            "seq=64",
+            "batch=4",
+            "rank=2",
+            "new_tokens=8",
+            "weight=3.0",
+            "every=2",
+            "prompts=4",
+            "replies=4",
+        ],
+    ),
+];
+
+fn config((recipe, small): Small, settings: &[&str]) -> Config {
+    let recipe = recipe::find(recipe).unwrap();
+    let mut config = recipe::preset(recipe, None).unwrap();
+    let all = ["log_every=1", "eval_batches=1", "keep=0", "warmup=5"];
+    small.iter().chain(&all).chain(settings).for_each(|s| config.set(s).unwrap_or_else(|e| panic!("{s}: {e}")));
+    recipe.sized(&config).unwrap()
+}
+
+/// Trains on `data` times `tensor` ranks in a folder; how each of them ended. `stop`: the rank that is told to stop before the first step.
+fn train(of: Small, settings: &[&str], [data, tensor]: [usize; 2], out: &Path, start: Start, stop: Option<usize>) -> Vec<Finished> {
+    let config = config(of, settings);
+    let ended = threads::each(data, tensor, |ranks| {
+        let mut config = config.clone();
+        let told = Arc::new(AtomicBool::new(stop == Some(ranks.rank())));
+        config.ranks = ranks;
+        let options = Options { out: out.into(), start: start.clone(), stop: told, ..Options::default() };
+        let mut task = recipe::find(of.0).unwrap().task(&config).unwrap();
+        run::train(&mut *task, &config, &Device::cpu(Cpu::new(1)), &options).map_err(|e| e.to_string())
+    });
+    let each = ended.into_iter().enumerate();
+    each.map(|(rank, e)| e.unwrap_or_else(|e| panic!("{} on {data}x{tensor}, rank {rank}: {e}", of.0))).collect()
+}
+
+/// Every number that a run reports of its model, by step.
+fn numbers(out: &Path) -> BTreeMap<String, f64> {
+    let measured = ["time", "per_second", "step_ms", "data_wait_ms", "slow_steps", "step"];
+    let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    let mut all = BTreeMap::new();
+    for line in text.lines() {
+        let record: serde_json::Value = serde_json::from_str(line).unwrap();
+        for (name, value) in record.as_object().unwrap() {
+            if !measured.contains(&&name[..]) && !name.starts_with("phase_ms") && !name.contains("bytes") {
+                all.extend(value.as_f64().map(|v| (format!("{name} of step {}", record["step"]), v)));
+            }
+        }
+    }
+    all
+}
+
+fn same(what: &str, ours: &Path, theirs: &Path) {
+    let (ours, theirs) = (numbers(ours), numbers(theirs));
+    assert!(theirs.len() > 20 && ours.keys().eq(theirs.keys()), "{what}: {ours:?} {theirs:?}");
+    for (name, v) in &theirs {
+        let apart = (ours[name] - v).abs();
+        // Losses are means over many rows; other numbers are not, and rounding grows from step to step.
+        let most = if name.contains("loss") { 1e-5 } else { 2e-4 };
+        assert!(apart <= most * v.abs().max(1.0), "{what}: {name} is {}, and {v} on one rank", ours[name]);
+    }
+}
+
+/// Twenty steps and an evaluation of every recipe, divided in every way.
+#[test]
+fn every_recipe_trains_the_same_on_several_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    for (i, &of) in SMALL.iter().enumerate() {
+        let steps = ["train.steps=20", "eval_every=20", "save_every=20"];
+        let at = |ranks: &str| dir.path().join(format!("{i}-{ranks}"));
+        train(of, &steps, [1, 1], &at("one"), Start::New, None);
+        let ways: &[([usize; 2], &str)] =
+            if of.0 == "vision_bdh" { &[([2, 1], "off")] } else { &[([2, 1], "off"), ([4, 1], "auto"), ([1, 2], "off"), ([2, 2], "auto")] };
+        for (ranks, zero) in ways {
+            let out = at(&format!("{ranks:?}"));
+            train(of, &[&steps[..], &[&format!("passes.zero={zero}")]].concat(), *ranks, &out, Start::New, None);
+            same(&format!("{} on {ranks:?} ranks, zero {zero}", of.0), &out, &at("one"));
+        }
+    }
+}
+
+/// The checkpoint of so many ranks is gone on from by others, and by as many bit for bit; who reads it sees whole tensors.
+#[test]
+fn checkpoints_of_ranks_are_anyones() {
+    let dir = tempfile::tempdir().unwrap();
+    let settings = ["train.steps=6", "eval_every=6", "save_every=3", "horizon=6", "passes.zero=auto"];
+    let one = dir.path().join("one");
+    train(DECODER, &settings, [1, 1], &one, Start::New, None);
+    for ranks in [[4, 1], [2, 2]] {
+        let out = dir.path().join(format!("{ranks:?}"));
+        train(DECODER, &settings, ranks, &out, Start::New, None);
+        let step = |run: &Path, n: u64| checkpoint::open(&run.join(format!("checkpoints/step-{n:08}"))).unwrap();
+        let [ours, theirs] = [&out, &one].map(|run| step(run, 6).file("state.safetensors").unwrap());
+        assert_eq!(ours.names().len(), theirs.names().len());
+        for name in theirs.names() {
+            let ((dtype, shape, bytes), other) = (theirs.get(&name).unwrap(), ours.get(&name).unwrap());
+            assert_eq!((dtype.as_str(), &shape), (other.0.as_str(), &other.1), "{name}");
+            let floats = |b: &[u8]| b.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect::<Vec<_>>();
+            let (a, b) = (floats(bytes), floats(other.2));
+            let size = a.iter().fold(1e-6f32, |m, v| m.max(v.abs()));
+            assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 1e-4 * size), "{name}");
+        }
+        for other in [[1, 1], [2, 1], ranks] {
+            let again = dir.path().join(format!("{ranks:?}-{other:?}"));
+            train(DECODER, &settings, other, &again, Start::From(out.join("checkpoints/step-00000003")), None);
+            match other == ranks {
+                true => {
+                    for file in ["model.safetensors", "state.safetensors"] {
+                        let [a, b] = [&again, &out].map(|run| step(run, 6).file(file).unwrap());
+                        assert!(a.names().iter().all(|n| a.get(n).unwrap().2 == b.get(n).unwrap().2), "{ranks:?}: {file} is another");
+                    }
+                }
+                false => {
+                    let (a, b) = (numbers(&again), numbers(&one));
+                    let name = "loss of step 6";
+                    assert!((a[name] - b[name]).abs() < 1e-5 * b[name].abs(), "{ranks:?} on {other:?}: {} {}", a[name], b[name]);
+                }
+            }
+        }
+    }
+}
+
+/// A part that is missing or damaged is found.
+#[test]
+fn a_checkpoint_without_one_of_its_parts_is_broken() {
+    let dir = tempfile::tempdir().unwrap();
+    train(DECODER, &["train.steps=2", "eval_every=2", "save_every=2", "passes.zero=auto"], [2, 1], dir.path(), Start::New, None);
+    let path = dir.path().join("checkpoints/step-00000002");
+    let part = path.join("rank-00001.safetensors");
+    assert!(checkpoint::open(&path).is_ok() && part.exists());
+    crate::common::damage(&part, |bytes| *bytes.last_mut().unwrap() ^= 1);
+    assert!(checkpoint::open(&path).unwrap_err().to_string().contains("rank-00001.safetensors"));
+    std::fs::remove_file(&part).unwrap();
+    assert!(checkpoint::open(&path).unwrap_err().to_string().contains("missing"));
+}
+
+/// One rank is told to stop; all save once, after the same step.
+#[test]
+fn ranks_stop_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let ended = train(DECODER, &["train.steps=9", "eval_every=9", "save_every=9", "log_every=2"], [3, 1], dir.path(), Start::New, Some(1));
+    assert!(ended.iter().all(|e| e.interrupted && e.step == 2), "{:?}", ended.iter().map(|e| e.step).collect::<Vec<_>>());
+    assert_eq!(crate::common::names(&dir.path().join("checkpoints")), ["step-00000002"]);
+}
