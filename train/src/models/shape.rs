@@ -2,8 +2,8 @@
 
 use super::family::{FAMILIES, Family, Mixer, Mlp, Positions};
 use super::{ModelError, read_table};
-use crate::nn::mamba2::Sizes;
 use crate::config::{NORM_EPS, ROPE_THETA, Value as Setting, within};
+use crate::nn::mamba2::Sizes;
 use engine::ops::rope::rope_frequencies;
 use serde_json::{Map, Value, json};
 use std::f64::consts::PI;
@@ -89,7 +89,9 @@ impl Shape {
             if !self.heads.is_multiple_of(s.groups) || !(self.heads * self.head_dim).is_multiple_of(self.dim) {
                 let Shape { heads, head_dim, dim, .. } = self;
                 let groups = s.groups;
-                return Err(format!("heads = {heads} must be a multiple of groups = {groups}, and heads x head_dim = {heads} x {head_dim} of dim = {dim}"));
+                return Err(format!(
+                    "heads = {heads} must be a multiple of groups = {groups}, and heads x head_dim = {heads} x {head_dim} of dim = {dim}"
+                ));
             }
         }
         if self.window == Some(0) {
@@ -216,7 +218,8 @@ impl Shape {
             Mixer::Attention => None,
             Mixer::Mamba2 => {
                 unlimited(get("time_step_limit"))?;
-                let [state, groups, taps] = [("state_size", 128), ("n_groups", 8), ("conv_kernel", 4)].map(|(key, silent)| Ok::<_, String>(whole(key)?.unwrap_or(silent)));
+                let [state, groups, taps] = [("state_size", 128), ("n_groups", 8), ("conv_kernel", 4)]
+                    .map(|(key, silent)| Ok::<_, String>(whole(key)?.unwrap_or(silent)));
                 Some(ScanShape { state: state?, groups: groups?, taps: taps? })
             }
         };
@@ -281,7 +284,8 @@ impl Shape {
         if let Some(s) = &self.scan {
             map.retain(|key, _| !["intermediate_size", "max_position_embeddings"].contains(&key.as_str()));
             let expand = self.heads * self.head_dim / self.dim;
-            let own = [("head_dim", self.head_dim), ("state_size", s.state), ("n_groups", s.groups), ("conv_kernel", s.taps), ("expand", expand)];
+            let own =
+                [("head_dim", self.head_dim), ("state_size", s.state), ("n_groups", s.groups), ("conv_kernel", s.taps), ("expand", expand)];
             map.extend(own.map(|(key, value)| (key.to_string(), value.into())));
         }
         if self.family.windowed {

@@ -37,8 +37,7 @@ fn lora(shape: &Shape) -> Option<Lora> {
 /// Adapters far from the zeros that they begin with; state-space layers far from the small numbers that they begin with.
 fn filled(s: &mut Session) {
     let large = |n: &str| n.ends_with("lora_b") || n.ends_with("ward.weight");
-    let adapters: Vec<(String, Meta)> =
-        s.store.iter().filter(|(n, _)| large(n)).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+    let adapters: Vec<(String, Meta)> = s.store.iter().filter(|(n, _)| large(n)).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
     for (i, (name, meta)) in adapters.iter().enumerate() {
         let mut numbers = vec![0.0; meta.elements()];
         fill_normal(9, i as u64, &mut numbers);

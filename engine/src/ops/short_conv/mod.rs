@@ -257,11 +257,7 @@ impl<'g> Var<'g> {
 
 macro_rules! inputs {
     ($batch:literal, $time:literal, $channels:literal, $width:literal) => {
-        &[
-            In(&[$batch, $time, $channels], Fill::Normal),
-            In(&[$channels, $width], Fill::Normal),
-            In(&[$channels], Fill::Normal),
-        ]
+        &[In(&[$batch, $time, $channels], Fill::Normal), In(&[$channels, $width], Fill::Normal), In(&[$channels], Fill::Normal)]
     };
 }
 
@@ -276,12 +272,7 @@ pub const CASES: &[Case] = &[
     Case::new("wider than the sequence", inputs!(1, 2, 4, 4), |x| vec![x[0].short_conv(x[1], x[2], false, None)]),
     Case::new(
         "several sequences in a row",
-        &[
-            In(&[2, 40, 4], Fill::Normal),
-            In(&[4, 4], Fill::Normal),
-            In(&[4], Fill::Normal),
-            In(&[2, 40], Fill::Index(6)),
-        ],
+        &[In(&[2, 40, 4], Fill::Normal), In(&[4, 4], Fill::Normal), In(&[4], Fill::Normal), In(&[2, 40], Fill::Index(6))],
         |x| vec![x[0].short_conv(x[1], x[2], false, Some(x[3]))],
     ),
     Case::new("several slices of time", inputs!(1, 150, 8, 4), |x| vec![x[0].short_conv(x[1], x[2], false, None)]),

@@ -93,8 +93,7 @@ impl<'a> Launches<'a> {
     fn starts(&self, backward: bool, (per, segments): (usize, usize), [left, right]: [usize; 2], ends: Place) -> [Step; 2] {
         let totals = ends.plus(4 * self.s.batch * self.s.heads * segments * self.state());
         let launch = |entry| self.states(entry, backward, (per, segments), [left, right]);
-        let states =
-            launch("ssd_states").args(&[At::X(left).into(), At::X(1).into(), At::X(2).into(), At::X(right).into(), ends, totals]);
+        let states = launch("ssd_states").args(&[At::X(left).into(), At::X(1).into(), At::X(2).into(), At::X(right).into(), ends, totals]);
         let elements = self.s.batch * self.s.heads * self.state();
         let pass = launch("ssd_pass").block(256).grid(elements.div_ceil(256), 1, 1).shared(0).args(&[ends, totals]);
         [Step::Launch(states), Step::Launch(pass)]
@@ -171,4 +170,3 @@ pub fn backward(io: &Io, op: &ChunkedScan) -> Code {
     steps.push(Step::Launch(grad("ssd_sum").block(256).grid(count.div_ceil(256), 1, 1).args(&outputs)));
     Code { steps, workspace: l.starts_bytes(segments) + 8 * parts * count }
 }
-
