@@ -196,14 +196,14 @@ const INSIDE: &str = "decayed scores and states are rounded as operands of tenso
 
 /// Cases that check and time the ops of this module.
 pub const CASES: &[Case] = &[
-    Case::new("composite", inputs!(2, 19, 2, 4, 1, 8), |x| vec![ssd(scan(x), false), ssd(scan(x), true)]).rounds(8.0, INSIDE),
-    Case::new("one chunk", inputs!(2, 17, 3, 8, 1, 16), |x| chunked(x, false, 128)).rounds(8.0, INSIDE),
-    Case::new("groups, odd sizes", inputs!(1, 37, 6, 5, 2, 7), |x| chunked(x, false, 16)).rounds(8.0, INSIDE),
-    Case::new("reverse", inputs!(1, 83, 2, 24, 1, 16), |x| chunked(x, true, 48)).rounds(8.0, INSIDE),
-    Case::new("a head's own group", inputs!(1, 50, 2, 16, 2, 40), |x| chunked(x, false, 32)).rounds(8.0, INSIDE),
-    Case::new("two steps", inputs!(3, 2, 2, 8, 1, 8), |x| chunked(x, false, 128)).rounds(8.0, INSIDE),
+    Case::new("composite", inputs!(2, 19, 2, 4, 1, 8), |x| vec![ssd(scan(x), false), ssd(scan(x), true)]).rounds(6.0, INSIDE),
+    Case::new("one chunk", inputs!(2, 17, 3, 8, 1, 16), |x| chunked(x, false, 128)).rounds(6.0, INSIDE),
+    Case::new("groups, odd sizes", inputs!(1, 37, 6, 5, 2, 7), |x| chunked(x, false, 16)).rounds(6.0, INSIDE),
+    Case::new("reverse", inputs!(1, 83, 2, 24, 1, 16), |x| chunked(x, true, 48)).rounds(6.0, INSIDE),
+    Case::new("a head's own group", inputs!(1, 50, 2, 16, 2, 40), |x| chunked(x, false, 32)).rounds(6.0, INSIDE),
+    Case::new("two steps", inputs!(3, 2, 2, 8, 1, 8), |x| chunked(x, false, 128)).rounds(6.0, INSIDE),
     // So many sequences that a GPU needs no segments, and that heads of a group are added up in one block.
-    Case::new("many sequences", inputs!(270, 20, 2, 4, 1, 3), |x| chunked(x, true, 16)).rounds(8.0, INSIDE),
+    Case::new("many sequences", inputs!(270, 20, 2, 4, 1, 3), |x| chunked(x, true, 16)).rounds(6.0, INSIDE),
     Case::new(
         "decode",
         &[
@@ -220,7 +220,7 @@ pub const CASES: &[Case] = &[
             vec![y, state]
         },
     )
-    .rounds(8.0, INSIDE),
+    .rounds(6.0, INSIDE),
     Case::new(
         "last state",
         &[
@@ -236,11 +236,11 @@ pub const CASES: &[Case] = &[
             vec![ssd_last(Scan { decay: -(s.decay.abs()), ..s })]
         },
     )
-    .rounds(8.0, INSIDE),
-    Case::new("hrm, 81 cells", inputs!(384, 81, 16, 64, 1, 64), |x| vec![ssd(scan(x), false)]).rounds(8.0, INSIDE).bench(),
-    Case::new("130m, 64 x 1k", inputs!(64, 1024, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(8.0, INSIDE).bench(),
-    Case::new("130m, 8 x 8k", inputs!(8, 8192, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(8.0, INSIDE).bench(),
-    Case::new("130m, 1 x 64k", inputs!(1, 65536, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(8.0, INSIDE).bench(),
-    Case::new("130m, 8 x 8k, chunks of 64", inputs!(8, 8192, 24, 64, 1, 128), |x| chunked(x, false, 64)).rounds(8.0, INSIDE).bench(),
-    Case::new("130m, 1 x 64k, chunks of 64", inputs!(1, 65536, 24, 64, 1, 128), |x| chunked(x, false, 64)).rounds(8.0, INSIDE).bench(),
+    .rounds(6.0, INSIDE),
+    Case::new("hrm, 81 cells", inputs!(384, 81, 16, 64, 1, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
+    Case::new("130m, 64 x 1k", inputs!(64, 1024, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
+    Case::new("130m, 8 x 8k", inputs!(8, 8192, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
+    Case::new("130m, 1 x 64k", inputs!(1, 65536, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
+    Case::new("130m, 8 x 8k, chunks of 64", inputs!(8, 8192, 24, 64, 1, 128), |x| chunked(x, false, 64)).rounds(6.0, INSIDE).bench(),
+    Case::new("130m, 1 x 64k, chunks of 64", inputs!(1, 65536, 24, 64, 1, 128), |x| chunked(x, false, 64)).rounds(6.0, INSIDE).bench(),
 ];
