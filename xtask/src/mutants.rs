@@ -33,10 +33,16 @@ const EVALUATION: By = Train(&["vision::evaluation_draws_nothing"]);
 const POLICY: By = Train(&["polychromic::golden_with_passes_on_and_off"]);
 const NUCLEUS: By = EngineLib(&["ops::sample::tests::the_nucleus_is_the_references"]);
 
+const RANKS: By = Engine(&["ranks::a_batch_is_divided_and_the_step_stays_the_same"]);
+
 /// Without a GPU, by the emulator.
 const KERNELS: By = EngineLib(&["cuda::emulator::tests::kernels_give_the_cpus_numbers"]);
 
 const MUTANTS: &[Mutant] = &[
+    // Several ranks.
+    ("a-rank-is-left-out-of-sums", "sums over ranks are those of all but the last", RANKS),
+    ("gradients-of-one-rank-alone", "gradients are not summed over the ranks", RANKS),
+    ("every-rank-draws-the-same", "dropout of a rank's part is that of the first part", RANKS),
     // Ops, forwards and backwards.
     ("attention-hides-a-query-from-itself", "the causal mask is off by one", PASSES),
     ("attention-gradient-without-scale", "the gradient of keys lacks the scale of scores", PASSES),
