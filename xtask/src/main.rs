@@ -1,5 +1,8 @@
 //! Chores of the project: `cargo xtask test`, `docs`, `kernels`, `emulate`, `mutants`, `pages`, `size`, `torture`.
 
+#[allow(dead_code)] // tests alone run what it finds
+#[path = "../../engine/tests/mpich.rs"]
+mod mpich;
 mod mutants;
 mod pages;
 mod size;
@@ -107,6 +110,7 @@ fn test() -> Result<(), String> {
     let times = timed::run(&[])?;
     cargo(&["test", "--workspace", "--doc"])?;
     check_kernels()?;
+    check_mpi()?;
     print!("{}", times.table());
     Ok(())
 }
@@ -129,6 +133,19 @@ fn check_kernels() -> Result<(), String> {
         return Ok(());
     }
     kernels()
+}
+
+/// Ranks as processes are tested with MPICH's Python wheel; the tests fetch it, and pass where that fails.
+fn check_mpi() -> Result<(), String> {
+    let missing = "ranks as processes were not run, because pip could not fetch the wheel mpich";
+    match (mpich::mpich(), std::env::var_os("CI")) {
+        (Some(_), _) => Ok(()),
+        (None, Some(_)) => Err(missing.into()),
+        (None, None) => {
+            println!("\nNOT CHECKED: {missing}");
+            Ok(())
+        }
+    }
 }
 
 /// The tests that compare generated pages with what kiln prints write them instead.

@@ -97,6 +97,10 @@ impl Plan<'_> {
         if elements < self.least {
             return receipt.decline(format!("only {elements} elements: kept in f32"), site);
         }
+        let divided = |v: &Value| matches!(&g.nodes[v.node].kind, Kind::State(s) if g.parts.states.contains_key(&s.name));
+        if states.iter().any(divided) {
+            return receipt.decline("this rank has a part of it, whose blocks of 256 other numbers of ranks could not read", site);
+        }
         if !of.iter().all(|&(k, out, _)| self.is_own(g.nodes[node].inputs[k], Value { node, out })) {
             return receipt.decline("its state begins with other numbers than 0, or is read elsewhere", site);
         }

@@ -123,6 +123,10 @@ impl Pass for Fp8 {
             let problem = "gemms=bf16 only observes, which scaling=current has no use for".into();
             return Err(Error::PassSetting { pass: self.name().into(), problem });
         }
+        if settings.ranks.size() > 1 {
+            receipt.decline(format!("{} ranks would each scale by the largest values of their own part", settings.ranks.size()), "");
+            return Ok(());
+        }
         if !g.nodes.iter().any(|n| n.backward) {
             return Ok(()); // evaluation and generation are not worth the error
         }

@@ -26,7 +26,7 @@ pub struct Division {
     pub shares: Shares,
     /// How each node is computed.
     pub ways: Vec<Way>,
-    /// Values that must be put together again for a node that cannot be divided: (value, the node).
+    /// Values that must be put together again, or divided along another dimension, for a node: (value, the node).
     pub gathered: Vec<(Value, usize)>,
 }
 
@@ -113,7 +113,10 @@ impl Division {
         receipt.applied += self.divided(g);
         receipt.notes.push(format!("{} of {all} ops on {what}", self.divided(g)));
         for (v, node) in &self.gathered {
-            receipt.decline(format!("{} needs the whole: {:?} is gathered", g.nodes[*node].name(), g.meta(*v)), &g.nodes[*node].scope);
+            receipt.decline(
+                format!("{} needs {:?} in another form: it is exchanged", g.nodes[*node].name(), g.meta(*v)),
+                &g.nodes[*node].scope,
+            );
         }
     }
 }
@@ -180,7 +183,10 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
             Kind::Op(op) => way(&**op, &have, &g.inputs(i), &node.outputs, parts).ok_or_else(|| undivided(node))?,
         };
         for (k, v) in node.inputs.iter().enumerate() {
-            if matches!(have[k], Share::Dim(_)) && way.need(k, have[k]) == Share::Whole {
+            let need = way.need(k, have[k]);
+            if matches!((have[k], need), (Share::Dim(a), Share::Dim(b)) if a != b)
+                || matches!((have[k], need), (Share::Dim(_), Share::Whole))
+            {
                 d.gathered.push((*v, i));
             }
         }

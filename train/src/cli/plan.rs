@@ -2,6 +2,7 @@
 
 mod dump;
 mod names;
+mod ranks;
 mod web;
 
 use super::budget::{BudgetArgs, Where};
@@ -23,6 +24,7 @@ use std::process::ExitCode;
   kiln plan {recipe} --preset {preset} --pass recompute=auto,what=blocks --json
   kiln plan {recipe} --preset {preset} --for-sm 90 --pass bf16=auto --nodes train
   kiln plan {recipe} --preset {preset} --for-sm 90 --memory-budget 16GiB
+  kiln plan {recipe} --preset {preset} --for-sm 90 --pass bf16=auto --ranks 8 --tensor 2 --pass zero=auto
   kiln plan {recipe} --dump fuse-norm
   kiln plan {recipe} --preset {preset} --for-sm 90 --html memory.html")]
 pub struct PlanArgs {
@@ -35,6 +37,8 @@ pub struct PlanArgs {
     /// Plans for a GPU that is not here: 90 for compute capability 9.0
     #[arg(long, value_name = "SM", value_parser = clap::value_parser!(u32).range(80..=130))]
     for_sm: Option<u32>,
+    #[command(flatten)]
+    ranks: ranks::RankArgs,
     /// Shows every pass, also those that are off or find nothing to do
     #[arg(long, short)]
     verbose: bool,
@@ -62,7 +66,8 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     let mut config = a.config.resolve(recipes, None)?;
     a.budget.set(&mut config)?;
     let recipe = find_in(recipes, config.text("recipe"))?;
-    let config = recipe.sized(&config)?;
+    let mut config = recipe.sized(&config)?;
+    config.ranks = a.ranks.planned()?;
     let on = match a.for_sm {
         Some(sm) => Where { target: engine::program::imagined(sm), free: None },
         None => Where::here(&a.device.open()?),
@@ -88,9 +93,11 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
         write_whole(path, &web::page(&config.title(), &run, &compiled))?;
         crate::warn!("page: {}", path.display());
     }
+    let exchanged = ranks::Exchanged::of(&*task, &compiled, on.target, &a.ranks);
     if a.json {
         fitted.iter().for_each(|fitted| crate::warn!("{}", fitted.line()));
-        write_json(None, &serde_json::Value::Array(compiled.iter().map(described).collect()))?;
+        let all = compiled.iter().map(|c| ranks::with(described(c), &exchanged, c.0));
+        write_json(None, &serde_json::Value::Array(all.collect()))?;
         return Ok(ExitCode::SUCCESS);
     }
     out!("{}: each program before it runs, as planned (programs share state and arena; train and bench measure, too)", config.title());
@@ -104,6 +111,7 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     if let Some(fitted) = &fitted {
         out!("{}", fitted.line());
     }
+    exchanged.show(&config.ranks)?;
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
     out_part!("{}", receipts_table(&named, a.verbose));
     Ok(ExitCode::SUCCESS)

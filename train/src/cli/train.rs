@@ -111,9 +111,8 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
     let signal = Signal::catch(&options.stop, &options.preparing)?;
     let recipe = recipe::find_in(recipes, config.text("recipe"))?;
     // The first rank makes what the others then find.
-    let others = || if ranks.size() > 1 { first_says(&ranks, vec![]).map(|_| ()) } else { Ok(()) };
     if ranks.rank() > 0 {
-        others()?;
+        ranks.gather(&[])?;
     }
     match recipe.make_ready(&config, &device, &options.stop) {
         Err(e) if options.stop.load(Ordering::SeqCst) => {
@@ -124,7 +123,7 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         made => made?,
     }
     if ranks.rank() == 0 {
-        others()?;
+        ranks.gather(&[])?;
     }
     // What is made ready cleans up after itself; what follows leaves nothing until the first step. A signal that came too late for the one
     // is seen here, or sees the flag.
@@ -163,10 +162,8 @@ impl TrainArgs {
 }
 
 /// What the first rank says; the others pass anything.
-fn first_says(ranks: &Ranks, own: Vec<u8>) -> Result<Vec<u8>> {
-    let of_first = |all: Vec<Vec<u8>>| all.into_iter().next().unwrap_or_default();
-    let in_data = of_first(ranks.data.gather_bytes(&own)?);
-    Ok(of_first(ranks.tensor.gather_bytes(&in_data)?))
+fn first_says(ranks: &Ranks, own: &[u8]) -> Result<Vec<u8>> {
+    Ok(ranks.gather(own)?.swap_remove(0))
 }
 
 /// The run's folder and its settings. The first rank chooses the folder: another could find there already what this one has written.
@@ -183,7 +180,7 @@ fn which(a: &TrainArgs, start: &Start, ranks: &Ranks, recipes: Recipes) -> Resul
         _ => None,
     };
     let chosen = if ranks.rank() == 0 { folder(a, start, new.as_ref())? } else { PathBuf::new() };
-    let out = PathBuf::from(std::ffi::OsString::from_vec(first_says(ranks, chosen.as_os_str().as_bytes().to_vec())?));
+    let out = PathBuf::from(std::ffi::OsString::from_vec(first_says(ranks, chosen.as_os_str().as_bytes())?));
     if let Some(config) = new {
         return Ok((out, config));
     }

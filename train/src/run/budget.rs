@@ -324,30 +324,31 @@ const CPU: Rates = Rates { bytes: 2e10, flops: [1e11, 1e11, 1e11], begin: 2e-6, 
 
 /// The estimated time of a step: of every op, what its bytes or its arithmetic take.
 fn seconds(task: &dyn Task, programs: &Programs, target: Target) -> f64 {
-    let rates = if target == Target::Cpu { CPU } else { GPU };
-    programs.iter().map(|(name, c)| task.runs(name) as f64 * of_program(c, &rates)).sum()
+    programs.iter().map(|(name, c)| task.runs(name) as f64 * of_program(c, target)).sum()
 }
 
-fn of_program(c: &Compiled, rates: &Rates) -> f64 {
-    let of_node = |i: usize| {
-        let node = &c.graph.nodes[i];
-        let Kind::Op(op) = &node.kind else { return 0.0 };
-        if op.is_view() {
-            return 0.0;
-        }
-        let inputs = c.graph.inputs(i);
-        let cost = op.cost(&inputs);
-        let written: usize = node.outputs.iter().map(|m| m.shape.iter().product::<usize>()).sum();
-        let flops = match inputs.iter().map(|m| m.dtype).find(|t| !matches!(t, DType::I32 | DType::U8)) {
-            Some(DType::F32) | None => rates.flops[0],
-            Some(DType::BF16 | DType::F16) => rates.flops[1],
-            Some(_) => rates.flops[2],
-        };
-        rates.begin + (cost.bytes as f64 / rates.bytes).max(cost.flops as f64 / flops * rates.rounds(written))
-    };
+fn of_program(c: &Compiled, target: Target) -> f64 {
     // What lies in host memory crosses the bus, both ways at once.
     let bus = c.plan.memory.host as f64 / BUS;
-    (0..c.graph.nodes.len()).map(of_node).sum::<f64>() + bus
+    (0..c.graph.nodes.len()).map(|i| node_seconds(c, i, target)).sum::<f64>() + bus
+}
+
+/// The estimated time of a node, without what ranks exchange.
+pub fn node_seconds(c: &Compiled, i: usize, target: Target) -> f64 {
+    let (rates, node) = (if target == Target::Cpu { CPU } else { GPU }, &c.graph.nodes[i]);
+    let Kind::Op(op) = &node.kind else { return 0.0 };
+    if op.is_view() {
+        return 0.0;
+    }
+    let inputs = c.graph.inputs(i);
+    let cost = op.cost(&inputs);
+    let written: usize = node.outputs.iter().map(|m| m.shape.iter().product::<usize>()).sum();
+    let flops = match inputs.iter().map(|m| m.dtype).find(|t| !matches!(t, DType::I32 | DType::U8)) {
+        Some(DType::F32) | None => rates.flops[0],
+        Some(DType::BF16 | DType::F16) => rates.flops[1],
+        Some(_) => rates.flops[2],
+    };
+    rates.begin + (cost.bytes as f64 / rates.bytes).max(cost.flops as f64 / flops * rates.rounds(written))
 }
 
 /// Bytes that a bus moves in a second: PCI Express 5 with 16 lanes.

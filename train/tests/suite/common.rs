@@ -126,7 +126,10 @@ pub fn start(args: Vec<String>) -> Child {
 
 /// As from a terminal. Tests that run in a shell's background ignore SIGINT, under nohup SIGHUP, and so would what they start.
 pub fn start_in_foreground(args: Vec<String>) -> Child {
-    let plain = command(args);
+    in_foreground(command(args)).spawn().unwrap()
+}
+
+pub fn in_foreground(plain: Command) -> Command {
     let mut command = Command::new("env");
     command.arg("--default-signal=INT,HUP").arg(plain.get_program()).args(plain.get_args());
     for (name, value) in plain.get_envs() {
@@ -135,7 +138,8 @@ pub fn start_in_foreground(args: Vec<String>) -> Child {
             None => command.env_remove(name),
         };
     }
-    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
 }
 
 pub fn signal(child: &Child, name: &str) {

@@ -20,6 +20,7 @@ mod golden_files;
 mod hrm;
 mod hrm_runs;
 mod images;
+mod launch;
 mod ledger;
 mod lifecycle;
 mod lior;

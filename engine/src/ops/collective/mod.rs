@@ -215,8 +215,12 @@ macro_rules! seen {
         fn cuda(&self, _: &Io) -> Code {
             unreachable!("a view is resolved by the plan")
         }
+        /// As they are: what is rounded is rounded afterwards, so that gradients are summed over the ranks in the type of the weights.
         fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-            crate::op::rounded(at)
+            match at {
+                Port::In(_) => Narrow::Keep,
+                Port::Out(_) => Narrow::Follow(vec![0]),
+            }
         }
         fn cost(&self, _: &[Meta]) -> Cost {
             Cost::memory(0)

@@ -1,0 +1,172 @@
+//! `kiln train` as several processes, which MPI connects.
+
+use crate::common::*;
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+use tempfile::tempdir;
+
+#[path = "../../../engine/tests/mpich.rs"]
+mod mpich;
+use mpich::{Mpich, mpich};
+
+const ENDLESS: &str = "--steps 1000000 --set batch=4 --set log_every=1 --set eval_every=1000000 --set save_every=1000000";
+
+/// With MPICH's library to be found, and nothing of a launcher that this test may run under.
+fn found(mut c: Command, mpich: &Mpich) -> Command {
+    for name in
+        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_ID"]
+    {
+        c.env_remove(name);
+    }
+    c.env("LD_LIBRARY_PATH", &mpich.lib);
+    c
+}
+
+fn on_ranks(mpich: &Mpich, args: Vec<String>) -> Ran {
+    finish(found(command(args), mpich))
+}
+
+#[track_caller]
+fn same_losses(one: &Path, several: &Path, what: &str) {
+    let (one, several) = (losses(one), losses(several));
+    assert!(one.len() >= 5 && one.len() == several.len(), "{what}: {one:?} {several:?}");
+    for (a, b) in one.iter().zip(&several) {
+        assert!(a.0 == b.0 && (a.1.unwrap() - b.1.unwrap()).abs() < 1e-5, "{what}: {a:?}, {b:?}");
+    }
+}
+
+/// Two recipes, with the batch divided and with the weights divided.
+#[test]
+fn ranks_over_mpi_train_what_one_rank_trains() {
+    let Some(mpich) = mpich() else { return };
+    let dir = tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    const STEPS: &str = "--steps 6 --set batch=4 --set log_every=1 --set eval_every=6";
+    train(&at("one"), STEPS).ok();
+    let ran = on_ranks(mpich, train_args(&at("two"), &format!("{STEPS} --ranks 2"))).ok();
+    same_losses(&at("one"), &at("two"), "hydra, 2 ranks");
+    assert!(ran.out.starts_with("2 ranks (data 2, tensor 1) over MPICH 5."), "{ran:#?}");
+    for (line, times) in [("run folder", 1), ("step 6/6", 1), ("checkpoint ", 1), ("BAD TERMINATION", 0), ("Exit codes", 0)] {
+        assert_eq!(ran.out.lines().filter(|l| l.contains(line)).count(), times, "{line}: {ran:#?}");
+    }
+    let decoder = |out: &Path, more: &str| {
+        let sets = "train decoder --set dim=32 --set blocks=2 --set seq=32 --set heads=2 --set kv_heads=2 --set eval_batches=1 --threads 1";
+        let args = format!("{sets} {STEPS} --out {} {more}", out.display());
+        on_ranks(mpich, args.split_whitespace().map(str::to_owned).collect()).ok()
+    };
+    decoder(&at("decoder"), "");
+    decoder(&at("decoder-4"), "--ranks 4 --tensor 2");
+    same_losses(&at("decoder"), &at("decoder-4"), "decoder, 2 x 2 ranks");
+}
+
+/// The processes that are ranks of a run in this folder.
+fn process_of_rank(out: &Path, rank: usize) -> Option<u32> {
+    let (named, variable) = (text(out), format!("PMI_RANK={rank}"));
+    let has = |file: &Path, text: &str| fs::read(file).is_ok_and(|b| b.split(|c| *c == 0).any(|word| word == text.as_bytes()));
+    fs::read_dir("/proc").unwrap().flatten().find_map(|e| {
+        let is = has(&e.path().join("cmdline"), &named) && has(&e.path().join("environ"), &variable);
+        e.file_name().to_str()?.parse().ok().filter(|_| is)
+    })
+}
+
+fn started(mpich: &Mpich, out: &Path) -> Child {
+    let plain = found(command(train_args(out, &format!("{ENDLESS} --ranks 2"))), mpich);
+    let mut child = in_foreground(plain).spawn().unwrap();
+    wait_until(&mut child, || losses(out).len() > 2);
+    child
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_the_run() {
+    let Some(mpich) = mpich() else { return };
+    let dir = tempdir().unwrap();
+    let out = dir.path().join("run");
+    let child = started(mpich, &out);
+    let rank = process_of_rank(&out, 1).expect("it runs");
+    let killed = Instant::now();
+    assert!(Command::new("kill").args(["-KILL", &rank.to_string()]).status().unwrap().success());
+    let ran = end(child);
+    assert!(killed.elapsed() < Duration::from_secs(10), "{:?}", killed.elapsed());
+    assert_eq!(ran.code, Some(137), "{ran:#?}");
+    assert!(ran.err.contains("error: rank 1 was ended by signal 9 (SIGKILL)") && !ran.out.contains("BAD TERMINATION"), "{ran:#?}");
+    assert!(process_of_rank(&out, 0).is_none());
+}
+
+/// A signal reaches every rank, and once.
+#[test]
+fn a_signal_saves_once() {
+    let Some(mpich) = mpich() else { return };
+    for (name, code) in [("INT", 130), ("HUP", 129)] {
+        let dir = tempdir().unwrap();
+        let out = dir.path().join("run");
+        let child = started(mpich, &out);
+        signal(&child, name);
+        let ran = end(child);
+        assert_eq!(ran.code, Some(code), "{ran:#?}");
+        assert_eq!(ran.out.matches("stopped after step").count(), 1, "{ran:#?}");
+        assert_eq!(names(&out.join("checkpoints")).len(), 1, "{ran:#?}");
+        assert!(process_of_rank(&out, 0).is_none() && process_of_rank(&out, 1).is_none());
+    }
+}
+
+/// The other ranks would wait for it.
+#[test]
+fn a_rank_that_fails_says_why_and_ends_the_others() {
+    let Some(mpich) = mpich() else { return };
+    let dir = tempdir().unwrap();
+    let kiln = env!("CARGO_BIN_EXE_kiln").to_string();
+    let good = [vec![kiln], train_args(&dir.path().join("run"), ENDLESS)].concat();
+    let bad = [good.clone(), vec!["--data".into(), "nowhere".into()]].concat();
+    let mut c = Command::new(&mpich.mpiexec);
+    c.args(["-launcher", "fork", "-rmk", "user", "-n", "1"]).args(good).args([":", "-n", "1"]).args(bad).env("CUDA_VISIBLE_DEVICES", "");
+    let started = Instant::now();
+    let ran = finish(found(c, mpich));
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    assert_eq!(ran.code, Some(1), "{ran:#?}");
+    assert!(ran.err.contains("rank 1: error: cannot open") && ran.err.contains("nowhere"), "{ran:#?}");
+}
+
+#[test]
+fn what_cannot_be_started_is_refused() {
+    let dir = tempdir().unwrap();
+    let run = |args: &str, environment: &[(&str, &str)]| {
+        let mut c = command(train_args(&dir.path().join("run"), args));
+        // Without Python on PATH no environment of it is found.
+        c.env_clear().env("PATH", "/nowhere").env("CUDA_VISIBLE_DEVICES", "").env("HOME", dir.path()).envs(environment.iter().copied());
+        finish(c)
+    };
+    let torchrun = [("RANK", "4"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0")];
+    run("", &torchrun).fails(&["RANK is 4 and WORLD_SIZE is 4"]);
+    run("", &torchrun[..1]).fails(&["RANK is set and WORLD_SIZE is not"]);
+    run("--ranks 2", &[("PMI_RANK", "0"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "0")])
+        .fails(&["--ranks 2", "mpiexec has started 4 ranks"]);
+    run("--ranks 4 --tensor 3", &[]).fails(&["--tensor 3: it must divide the number of ranks, which is 4"]);
+    run("--tensor 2", &[]).fails(&["--tensor 2", "--ranks N"]);
+    run("--ranks 2 --set no_such_key=1", &[]).fails(&["no_such_key"]);
+    run("--ranks 0", &[]).fails(&["--ranks"]);
+    // What a batch script of Slurm has is no reason to wait for others.
+    run("--steps 1", &[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "7")]).ok();
+    let Some(mpich) = mpich() else { return };
+    let lib = ("LD_LIBRARY_PATH", mpich.lib.to_str().unwrap());
+    let strangers = run("", &[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), lib]);
+    strangers.fails(&["rank 1: error: torchrun says that this is rank 1 of 4", "libmpi_abi.so.1", "--ranks 4"]);
+}
+
+#[test]
+fn doctor_names_the_mpi_library_or_how_to_get_one() {
+    let doctor = |libraries: &Path| {
+        let mut c = command(["doctor"]);
+        c.env_clear().env("PATH", "/nowhere").env("HOME", libraries).env("LD_LIBRARY_PATH", libraries);
+        let out = finish(c).ok().out;
+        out.lines().find(|l| l.starts_with("libmpi_abi ")).unwrap_or_else(|| panic!("{out}")).to_string()
+    };
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join("libmpi_abi.so.1"), "no library").unwrap();
+    let broken = doctor(dir.path());
+    assert!(broken.contains("does not load") && broken.contains("pip install mpich"), "{broken}");
+    let Some(mpich) = mpich() else { return };
+    let named = doctor(&mpich.lib);
+    assert!(named.contains(&*mpich.lib.to_string_lossy()) && named.contains("(MPICH 5."), "{named}");
+}
