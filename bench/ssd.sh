@@ -50,7 +50,7 @@ for seq in 1024 8192 65536; do
     run "plan-$seq" "$kiln" plan decoder --for-sm 90 --pass bf16=auto --set 'family="mamba2"' --set dim=768 --set layers=24 --set heads=24 --set head_dim=64 --set state=128 --set seq=$seq --set batch=1
 done
 # A decode step of a model of 130M parameters costs the same wherever it stands.
-run generate "$kiln" bench generate decoder --device "$device" --pass bf16=auto --set 'family="mamba2"' --set dim=768 --set layers=24 --set heads=24 --set head_dim=64 --set state=128
+run generate "$kiln" bench generate --device "$device" --pass bf16=auto --set 'family="mamba2"' --set dim=768 --set layers=24 --set heads=24 --set head_dim=64 --set state=128
 
 echo "failed:${failed:- nothing}"
 [ -z "$failed" ]

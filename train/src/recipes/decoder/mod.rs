@@ -100,7 +100,8 @@ impl DecoderConfig {
             rope_theta: self.rope_theta,
             rope_scaling: RopeScaling::None,
             norm_eps: self.norm_eps,
-            context: self.seq,
+            // A state has no positions that could run out.
+            context: if family.mixer == Mixer::Mamba2 { family.context } else { self.seq },
             scan: (family.mixer == Mixer::Mamba2).then_some(ScanShape { state: self.state, groups: self.groups, taps: self.conv }),
         };
         shape.check().map_err(bad)?;
