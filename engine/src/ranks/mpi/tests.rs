@@ -15,7 +15,7 @@ fn on_ranks(mpich: &mpich::Mpich, ranks: usize, name: &str) -> Output {
     mpiexec.args(["-launcher", "fork", "-rmk", "user", "-n", &ranks.to_string()]).arg(std::env::current_exe().unwrap());
     mpiexec.args(["--ignored", "--exact", &format!("{module}::{name}"), "--nocapture"]);
     // The engine is handed no folder here, and the system looks in this one.
-    mpiexec.env("LD_LIBRARY_PATH", &mpich.lib).stdin(Stdio::null()).output().unwrap()
+    mpiexec.env("LD_LIBRARY_PATH", &mpich.lib).env("MPIR_CVAR_POLLS_BEFORE_YIELD", "1").stdin(Stdio::null()).output().unwrap()
 }
 
 fn connected() -> Mpi {
