@@ -125,7 +125,7 @@ fn a_rank_that_fails_says_why_and_ends_the_others() {
     let ran = finish(found(c, mpich));
     assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
     assert_eq!(ran.code, Some(1), "{ran:#?}");
-    assert!(ran.err.contains("rank 1: error: cannot open") && ran.err.contains("nowhere"), "{ran:#?}");
+    assert!(ran.err.contains("rank 1: error: there is no data set") && ran.err.contains("nowhere"), "{ran:#?}");
 }
 
 #[test]
