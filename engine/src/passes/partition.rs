@@ -113,7 +113,10 @@ impl Division {
         receipt.applied += self.divided(g);
         receipt.notes.push(format!("{} of {all} ops on {what}", self.divided(g)));
         for (v, node) in &self.gathered {
-            receipt.decline(format!("{} needs {:?} in another form: it is exchanged", g.nodes[*node].name(), g.meta(*v)), &g.nodes[*node].scope);
+            receipt.decline(
+                format!("{} needs {:?} in another form: it is exchanged", g.nodes[*node].name(), g.meta(*v)),
+                &g.nodes[*node].scope,
+            );
         }
     }
 }
@@ -181,7 +184,9 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
         };
         for (k, v) in node.inputs.iter().enumerate() {
             let need = way.need(k, have[k]);
-            if matches!((have[k], need), (Share::Dim(a), Share::Dim(b)) if a != b) || matches!((have[k], need), (Share::Dim(_), Share::Whole)) {
+            if matches!((have[k], need), (Share::Dim(a), Share::Dim(b)) if a != b)
+                || matches!((have[k], need), (Share::Dim(_), Share::Whole))
+            {
                 d.gathered.push((*v, i));
             }
         }
