@@ -73,6 +73,20 @@ pub enum Init {
         /// The largest absolute value.
         bound: f32,
     },
+    /// The logarithm of a number that is uniform between these.
+    LogOfUniform {
+        /// The least.
+        low: f32,
+        /// The largest.
+        high: f32,
+    },
+    /// What softplus turns into a number between these, whose logarithm is uniform: biases of step sizes.
+    StepSize {
+        /// The least.
+        low: f32,
+        /// The largest.
+        high: f32,
+    },
 }
 
 /// One op or source of a graph.

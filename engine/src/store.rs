@@ -204,13 +204,12 @@ fn initial(init: Init, seed: u64, name: &str, meta: &Meta, parts: &[Part]) -> Re
                 *v *= std;
             }
         }
-        Init::Uniform { bound } => {
-            let key = [seed as u32, (seed >> 32) as u32];
-            for (block, four) in numbers.chunks_mut(4).enumerate() {
-                let words = philox([block as u32, 1, stream as u32, (stream >> 32) as u32], key);
-                four.iter_mut().zip(words).for_each(|(v, w)| *v = bound * (2.0 * uniform(w) - 1.0));
-            }
-        }
+        Init::Uniform { bound } => fill_uniform(seed, stream, &mut numbers, |u| bound * (2.0 * u - 1.0)),
+        Init::LogOfUniform { low, high } => fill_uniform(seed, stream, &mut numbers, |u| (low + (high - low) * u).ln()),
+        Init::StepSize { low, high } => fill_uniform(seed, stream, &mut numbers, |u| {
+            let step = low * (high / low).powf(u);
+            step + (-(-step).exp_m1()).ln()
+        }),
     }
     for part in parts {
         let own = part.cut(bytemuck::cast_slice(&numbers));
@@ -218,4 +217,13 @@ fn initial(init: Init, seed: u64, name: &str, meta: &Meta, parts: &[Part]) -> Re
     }
     crate::cpu::narrow(&numbers, meta.dtype, data.bytes_mut());
     Ok(data)
+}
+
+/// `of` numbers that are uniform in [0, 1).
+fn fill_uniform(seed: u64, stream: u64, numbers: &mut [f32], of: impl Fn(f32) -> f32) {
+    let key = [seed as u32, (seed >> 32) as u32];
+    for (block, four) in numbers.chunks_mut(4).enumerate() {
+        let words = philox([block as u32, 1, stream as u32, (stream >> 32) as u32], key);
+        four.iter_mut().zip(words).for_each(|(v, w)| *v = of(uniform(w)));
+    }
 }

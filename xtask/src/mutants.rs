@@ -41,6 +41,8 @@ const MUTANTS: &[Mutant] = &[
     ("attention-hides-a-query-from-itself", "the causal mask is off by one", PASSES),
     ("attention-gradient-without-scale", "the gradient of keys lacks the scale of scores", PASSES),
     ("attention-sees-other-documents", "`until` is ignored", Train(&["polychromic::packed_examples_do_not_see_each_other"])),
+    ("ssd-sees-the-future", "the mask inside a chunk is left out", PASSES),
+    ("ssd-gradient-ends-with-the-chunk", "decays have no gradient from later chunks", PASSES),
     ("softmax-gradient-without-its-sum", "a term is missing", Kiln("check ops softmax")),
     ("rms-norm-eps-outside-the-root", "epsilon is added to the root", Train(&["golden::hydra_with_every_pass_setting"])),
     ("layer-norm-gradient-without-mean", "a term is missing", Kiln("check ops norm")),

@@ -25,8 +25,10 @@ pub mod reduce;
 pub mod rope;
 pub mod rows;
 pub mod sample;
+pub mod short_conv;
 pub mod softmax;
 pub mod sparse;
+pub mod ssd;
 pub mod top_k;
 pub mod view;
 
@@ -60,6 +62,8 @@ pub const OPS: &[Entry] = ops! {
     conv: "causal grouped 1D convolution",
     attention: "attention with grouped key and value heads (GQA); flash attention",
     linear_attention: "attention without softmax: RoPE, two matmuls and a layer norm fused",
+    short_conv: "causal depth-wise convolution with bias and SiLU, before a state-space scan",
+    ssd: "the state-space scan of Mamba-2, in chunks, and its step for decoding",
     experts: "mixture of experts: routing, grouped GEMMs, the balance loss",
     cross_entropy: "cross-entropy of logits",
     linear_ce: "output projection and cross-entropy, fused, whole or in chunks",

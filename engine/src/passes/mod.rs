@@ -2,6 +2,7 @@
 
 mod adam8bit;
 mod autodiff;
+mod chunked_scan;
 mod data_parallel;
 mod dead_code;
 mod decompose;
@@ -84,6 +85,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &zero::Zero,
     &flash_attention::FlashAttentionPass,
     &linear_attention::LinearAttentionPass,
+    &chunked_scan::ChunkedScanPass,
     &linear_ce::LinearCe,
     &fuse_norm::FuseNorm,
     &fuse_qk_norm::FuseQkNorm,

@@ -8,6 +8,8 @@ pub struct Family {
     pub architecture: &'static str,
     /// RMSNorm, or LayerNorm with weight and bias.
     pub norm: Norm,
+    /// What lets tokens see each other.
+    pub mixer: Mixer,
     /// RoPE, or a learned embedding of positions.
     pub positions: Positions,
     pub mlp: Mlp,
@@ -78,6 +80,17 @@ const GPT2_NAMES: Names = Names {
     prefix: "transformer.",
 };
 
+const MAMBA2_NAMES: Names = Names {
+    embedding: "backbone.embeddings",
+    layers: "backbone.layers",
+    attn_norm: "norm",
+    norm: "backbone.norm_f",
+    prefix: "backbone.",
+    ..LLAMA_NAMES
+};
+
+const MAMBA2_KEYS: &[(&str, &str)] = &[("num_attention_heads", "num_heads"), ("rms_norm_eps", "layer_norm_epsilon")];
+
 const GPT2_KEYS: &[(&str, &str)] = &[
     ("hidden_size", "n_embd"),
     ("num_attention_heads", "n_head"),
@@ -95,9 +108,18 @@ pub enum Norm {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mixer {
+    Attention,
+    /// A state-space layer, in the place of both attention and MLP.
+    Mamba2,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Positions {
     Rope,
     Learned,
+    /// The order of tokens is all that counts.
+    None,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,6 +143,7 @@ const LLAMA: Family = Family {
     name: "llama",
     architecture: "LlamaForCausalLM",
     norm: Norm::Rms,
+    mixer: Mixer::Attention,
     positions: Positions::Rope,
     mlp: Mlp::SwiGlu,
     bias: Bias::None,
@@ -166,6 +189,18 @@ pub static FAMILIES: &[Family] = &[
         tied: true,
         ..LLAMA
     },
+    Family {
+        name: "mamba2",
+        architecture: "Mamba2ForCausalLM",
+        mixer: Mixer::Mamba2,
+        positions: Positions::None,
+        names: &MAMBA2_NAMES,
+        keys: MAMBA2_KEYS,
+        head_dim: Some(64),
+        context: 1 << 20, // its state has no positions
+        norm_eps: 1e-5,
+        ..LLAMA
+    },
 ];
 
 impl Family {
@@ -182,6 +217,15 @@ impl Family {
     /// What this family calls a key of config.json.
     pub fn key<'a>(&self, key: &'a str) -> &'a str {
         self.keys.iter().find(|k| k.0 == key).map_or(key, |k| k.1)
+    }
+
+    /// Why adapters and four-bit weights are not known for this family, if so.
+    pub fn without_adapters(&self) -> Option<&'static str> {
+        match (self.joint, self.mixer) {
+            (true, _) => Some("has one matrix for q, k and v"),
+            (_, Mixer::Mamba2) => Some("has state-space layers"),
+            _ => None,
+        }
     }
 
     /// Names of all, for messages.

@@ -1,7 +1,7 @@
 //! A model's folder: config.json, the weights in one or several safetensors files, perhaps a tokenizer. A weight is read when
 //! it is asked for.
 
-use super::{Bias, ModelError, Norm, Positions, Shape, Target, read_table};
+use super::{Bias, Mixer, ModelError, Norm, Positions, Shape, Target, read_table};
 use crate::checkpoint::{self, Tensor, TensorFile};
 use crate::config::Config;
 use crate::recipe::TrainError;
@@ -52,6 +52,12 @@ impl Shape {
         for l in 0..self.layers {
             let (ours, theirs) = (format!("layers.{l}"), format!("{}.{l}", names.layers));
             norm(&mut add, format!("{ours}.attn_norm"), format!("{theirs}.{}", names.attn_norm), self.dim);
+            if f.mixer == Mixer::Mamba2 {
+                self.scan_weights().into_iter().for_each(|(part, shape)| {
+                    add(format!("{ours}.{}", part.0), format!("{theirs}.mixer.{}", part.1), &shape);
+                });
+                continue;
+            }
             norm(&mut add, format!("{ours}.mlp_norm"), format!("{theirs}.{}", names.mlp_norm), self.dim);
             if f.qk_norm {
                 add(format!("{ours}.q_norm"), format!("{theirs}.self_attn.q_norm.weight"), &[self.head_dim]);
@@ -70,6 +76,21 @@ impl Shape {
             add("head".into(), HEAD.into(), &[self.vocab, self.dim]);
         }
         all
+    }
+
+    /// The weights of a state-space layer: name here, name in a folder, shape.
+    fn scan_weights(&self) -> Vec<((&'static str, &'static str), Vec<usize>)> {
+        let (Some(s), Some(scan)) = (self.scan_sizes(), self.scan) else { return vec![] };
+        vec![
+            (("inward.weight", "in_proj.weight"), vec![s.projected(), self.dim]),
+            (("conv.weight", "conv1d.weight"), vec![s.wide(), 1, scan.taps]),
+            (("conv.bias", "conv1d.bias"), vec![s.wide()]),
+            (("dt_bias", "dt_bias"), vec![s.heads()]),
+            (("log_decay", "A_log"), vec![s.heads()]),
+            (("skip", "D"), vec![s.heads()]),
+            (("scan_norm", "norm.weight"), vec![s.inner]),
+            (("outward.weight", "out_proj.weight"), vec![self.dim, s.inner]),
+        ]
     }
 
     /// The matrices of a layer: name here, name in a folder, outputs and inputs.

@@ -25,13 +25,13 @@ mod shape;
 
 pub use card::card;
 pub use encoder::{Act, Encoder, EncoderFeeds, EncoderShape, Texts};
-pub use family::{Bias, FAMILIES, Family, Mlp, Norm, Positions};
+pub use family::{Bias, FAMILIES, Family, Mixer, Mlp, Norm, Positions};
 pub(crate) use folder::{CARD, GENERATION};
 pub use folder::{Folder, Weight, write_weights};
 pub use lora::{Lora, Target};
 pub use peft::{Adapter, write_adapter};
 pub use prune::{Pruned, prune};
-pub use shape::{RopeScaling, Shape};
+pub use shape::{RopeScaling, ScanShape, Shape};
 
 use crate::checkpoint::CheckpointError;
 use crate::files::Staged;
@@ -75,5 +75,7 @@ pub fn new_folder(path: &Path) -> Result<Staged, ModelError> {
 /// A JSON file whose value is a table.
 fn read_table(path: &Path) -> Result<serde_json::Map<String, serde_json::Value>, ModelError> {
     let text = crate::input::read_to_string(path).map_err(ModelError::io("read", path))?;
-    serde_json::from_str(&text).map_err(|e| ModelError::bad(path, format!("not a table of JSON: {e}")))
+    // Python writes infinity as a word that JSON has not.
+    let parsed = serde_json::from_str(&text).or_else(|e| serde_json::from_str(&text.replace(" Infinity", " null")).map_err(|_| e));
+    parsed.map_err(|e| ModelError::bad(path, format!("not a table of JSON: {e}")))
 }

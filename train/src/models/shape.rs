@@ -1,8 +1,9 @@
 //! What a decoder looks like, and what config.json says about it.
 
-use super::family::{FAMILIES, Family, Mlp, Positions};
+use super::family::{FAMILIES, Family, Mixer, Mlp, Positions};
 use super::{ModelError, read_table};
 use crate::config::{NORM_EPS, ROPE_THETA, Value as Setting, within};
+use crate::nn::mamba2::Sizes;
 use engine::ops::rope::rope_frequencies;
 use serde_json::{Map, Value, json};
 use std::f64::consts::PI;
@@ -29,6 +30,19 @@ pub struct Shape {
     pub norm_eps: f64,
     /// Positions that the model was made for.
     pub context: usize,
+    /// Of a state-space layer.
+    pub scan: Option<ScanShape>,
+}
+
+/// What a state-space layer has beside heads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ScanShape {
+    /// Width of B and C.
+    pub state: usize,
+    /// Groups of heads that share B and C.
+    pub groups: usize,
+    /// Taps of the convolution.
+    pub taps: usize,
 }
 
 /// How frequencies differ from theta^(-2 i / d).
@@ -66,6 +80,19 @@ impl Shape {
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(format!("heads = {} does not divide by kv_heads = {}", self.heads, self.kv_heads));
+        }
+        if let Some(s) = &self.scan {
+            let sizes = [("state", s.state, 1..=1 << 12), ("groups", s.groups, 1..=self.heads), ("conv", s.taps, 2..=1 << 8)];
+            if let Some((name, v, range)) = sizes.iter().find(|(_, v, range)| !range.contains(v)) {
+                return Err(format!("{name} = {v}: from {} to {}", range.start(), range.end()));
+            }
+            if !self.heads.is_multiple_of(s.groups) || !(self.heads * self.head_dim).is_multiple_of(self.dim) {
+                let Shape { heads, head_dim, dim, .. } = self;
+                let groups = s.groups;
+                return Err(format!(
+                    "heads = {heads} must be a multiple of groups = {groups}, and heads x head_dim = {heads} x {head_dim} of dim = {dim}"
+                ));
+            }
         }
         if self.window == Some(0) {
             return Err("window = 0: a token sees itself at least".into());
@@ -116,6 +143,16 @@ impl Shape {
             ("rope_theta", self.rope_theta.into()),
             ("norm_eps", self.norm_eps.into()),
         ]
+        .into_iter()
+        .chain(self.scan.iter().flat_map(|s| [("state", size(s.state)), ("groups", size(s.groups)), ("conv", size(s.taps))]))
+        .collect()
+    }
+
+    /// A layer's scan.
+    pub fn scan_sizes(&self) -> Option<Sizes> {
+        let scan = self.scan?;
+        let inner = self.heads * self.head_dim;
+        Some(Sizes { inner, head: self.head_dim, state: scan.state, groups: scan.groups, eps: self.norm_eps as f32 })
     }
 
     /// From a folder's config.json.
@@ -142,6 +179,8 @@ impl Shape {
         let refused = [
             ("attention_bias", true, "matmuls with a bias are not known in this family"),
             ("mlp_bias", true, "matmuls with a bias are not known in this family"),
+            ("use_bias", true, "matmuls with a bias are not known in this family"),
+            ("use_conv_bias", false, "a convolution without a bias is not known in this family"),
             ("use_sliding_window", true, "attention to a window in some layers is not known here"),
             ("scale_attn_by_inverse_layer_idx", true, "scores are scaled alike in all layers here"),
             ("scale_attn_weights", false, "scores are scaled by the root of the head's size here"),
@@ -151,7 +190,11 @@ impl Shape {
                 return Err(format!("'{key}' is {bad}: {why}"));
             }
         }
-        let known = if family.windowed { ["full_attention", "sliding_attention"] } else { ["full_attention"; 2] };
+        let known = match (family.mixer, family.windowed) {
+            (Mixer::Mamba2, _) => ["linear_attention"; 2],
+            (_, true) => ["full_attention", "sliding_attention"],
+            _ => ["full_attention"; 2],
+        };
         if let Some(kind) = get("layer_types").and_then(Value::as_array).into_iter().flatten().find(|t| !known.iter().any(|k| *t == k)) {
             return Err(format!("'layer_types' holds {kind}: only {} is known here", known[0]));
         }
@@ -171,6 +214,15 @@ impl Shape {
             None if heads > 0 && dim.is_multiple_of(heads) => dim / heads,
             None => return Err(format!("{} = {dim} does not divide by the {heads} heads", family.key("hidden_size"))),
         };
+        let scan = match family.mixer {
+            Mixer::Attention => None,
+            Mixer::Mamba2 => {
+                unlimited(get("time_step_limit"))?;
+                let [state, groups, taps] = [("state_size", 128), ("n_groups", 8), ("conv_kernel", 4)]
+                    .map(|(key, silent)| Ok::<_, String>(whole(key)?.unwrap_or(silent)));
+                Some(ScanShape { state: state?, groups: groups?, taps: taps? })
+            }
+        };
         let context = whole("max_position_embeddings")?.unwrap_or(family.context);
         let (rope_theta, rope_scaling) = rope(table, context)?;
         let shape = Shape {
@@ -182,6 +234,7 @@ impl Shape {
             kv_heads: whole("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads),
             head_dim,
             hidden: match (whole("intermediate_size")?, family.mlp) {
+                _ if scan.is_some() => heads.saturating_mul(head_dim),
                 (None, Mlp::Gelu) => 4 * dim,
                 (found, _) => found.ok_or("has no 'intermediate_size'")?,
             },
@@ -191,6 +244,7 @@ impl Shape {
             rope_scaling,
             norm_eps: number(table, family.key("rms_norm_eps"))?.unwrap_or(family.norm_eps),
             context,
+            scan,
         };
         shape.check()?;
         Ok(shape)
@@ -227,6 +281,13 @@ impl Shape {
             map.insert("rope_scaling".into(), scaling);
             map.insert("attention_bias".into(), false.into());
         }
+        if let Some(s) = &self.scan {
+            map.retain(|key, _| !["intermediate_size", "max_position_embeddings"].contains(&key.as_str()));
+            let expand = self.heads * self.head_dim / self.dim;
+            let own =
+                [("head_dim", self.head_dim), ("state_size", s.state), ("n_groups", s.groups), ("conv_kernel", s.taps), ("expand", expand)];
+            map.extend(own.map(|(key, value)| (key.to_string(), value.into())));
+        }
         if self.family.windowed {
             map.insert("sliding_window".into(), self.window.into());
         }
@@ -245,10 +306,21 @@ impl Shape {
             "Shape {{ vocab: {vocab}, dim: {dim}, layers: {layers}, heads: {heads}, kv_heads: {kv_heads}, head_dim: {head_dim}, hidden: {hidden}, tied: {tied}, qk_norm: {}, rope_theta: {:?}, rope_scaling: {:?}, norm_eps: {:?}, context: {} }}",
             self.family.qk_norm, self.rope_theta, self.rope_scaling, self.norm_eps, self.context
         );
-        match (self.family.name, self.window) {
-            ("llama" | "qwen3", None) => old,
-            (name, window) => format!("{old} {name} {window:?}"),
+        match (self.family.name, self.window, self.scan) {
+            ("llama" | "qwen3", None, _) => old,
+            (name, window, None) => format!("{old} {name} {window:?}"),
+            (name, _, Some(scan)) => format!("{old} {name} {scan:?}"),
         }
+    }
+}
+
+/// Refuses step sizes of a scan that are limited: from 0 on, without end, is how models are trained. Python writes infinity in several ways.
+fn unlimited(limit: Option<&Value>) -> Result<(), String> {
+    let open = |v: &Value| v.is_null() || v.get("__float__").is_some_and(|v| v == "Infinity");
+    match limit.map(|v| (v, v.as_array().map_or(&[][..], |v| v))) {
+        None => Ok(()),
+        Some((_, [low, high])) if low.as_f64() == Some(0.0) && open(high) => Ok(()),
+        Some((other, _)) => Err(format!("'time_step_limit' is {other}: only steps from 0 on, without a limit, are known here")),
     }
 }
 

@@ -1,5 +1,7 @@
 //! Functions that record layers.
 
+pub mod mamba2;
+
 use engine::{DType, Init, Recorder, Var};
 
 /// x W^T with the parameter `name.weight` [outputs, inputs].

@@ -24,7 +24,7 @@ fn every_family_has_transformers_numbers() {
         &[("recompute", "require,what=blocks"), ("linear-cross-entropy", "require,chunk=5")],
         &[("flash-attention", "off"), ("gemm-epilogue", "off"), ("fuse-norm", "off"), ("merged-qkv", "off"), ("fuse-pointwise", "off")],
     ];
-    assert_eq!(files().len(), 5);
+    assert_eq!(files().len(), 6);
     for (path, setting) in files().iter().flat_map(|p| settings.iter().map(move |s| (p, s))) {
         let file = Golden::open(path).unwrap();
         let reference = recipe::find(&file.recipe).unwrap().reference().unwrap();

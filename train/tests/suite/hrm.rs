@@ -42,11 +42,14 @@ fn golden_with_passes_on_and_off() {
             check(&format!("{name}.safetensors"), setting);
         }
     }
+    for setting in [&[][..], &off, &[("chunked-scan", "require,chunk=16")], &[("recompute", "auto,what=blocks")]] {
+        check("../reference/golden/hrm-mamba2.safetensors", setting);
+    }
 }
 
 #[test]
 fn in_bf16_everything_points_the_same_way() {
-    for file in ["tests/golden/hrm-dense.safetensors", "tests/golden/hrm-top3.safetensors"] {
+    for file in ["tests/golden/hrm-dense.safetensors", "tests/golden/hrm-top3.safetensors", "../reference/golden/hrm-mamba2.safetensors"] {
         check(file, &[("bf16", "require")]);
     }
 }

@@ -413,6 +413,7 @@ fn what_is_written_is_read_again() {
             rope_scaling,
             norm_eps: 1e-5,
             context: 99,
+            scan: None,
         };
         let path = dir.path().join(i.to_string());
         fs::create_dir(&path).unwrap();

@@ -20,10 +20,24 @@ fn shape() -> Shape {
     PolychromicConfig::read("model", &text.parse().unwrap()).unwrap().shape()
 }
 
-/// Adapters far from the zeros that they begin with.
+/// State-space layers, with groups of heads.
+fn scanning() -> Shape {
+    let config = serde_json::json!({
+        "model_type": "mamba2", "vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 6, "n_groups": 2,
+        "state_size": 7, "conv_kernel": 4, "tie_word_embeddings": true
+    });
+    Shape::parse(config.as_object().unwrap()).unwrap()
+}
+
+fn lora(shape: &Shape) -> Option<Lora> {
+    let adapted = shape.family.without_adapters().is_none();
+    adapted.then(|| Lora { rank: 3, alpha: 6.0, dropout: 0.0, targets: vec![Target::Q, Target::O, Target::Up] })
+}
+
+/// Adapters far from the zeros that they begin with; state-space layers far from the small numbers that they begin with.
 fn filled(s: &mut Session) {
-    let adapters: Vec<(String, Meta)> =
-        s.store.iter().filter(|(n, _)| n.ends_with("lora_b")).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
+    let large = |n: &str| n.ends_with("lora_b") || n.ends_with("ward.weight");
+    let adapters: Vec<(String, Meta)> = s.store.iter().filter(|(n, _)| large(n)).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
     for (i, (name, meta)) in adapters.iter().enumerate() {
         let mut numbers = vec![0.0; meta.elements()];
         fill_normal(9, i as u64, &mut numbers);
@@ -35,10 +49,10 @@ fn session() -> Session {
     Session::new(&Device::cpu(Cpu::new(2)), &Switches::default(), 3)
 }
 
-fn written(writer: &Writer, asked: &Asked, rng: [i32; 4]) -> Written {
-    let (shape, lora) = (shape(), Lora { rank: 3, alpha: 6.0, dropout: 0.0, targets: vec![Target::Q, Target::O, Target::Up] });
+fn written(shape: &Shape, writer: &Writer, asked: &Asked, rng: [i32; 4]) -> Written {
+    let lora = lora(shape);
     let mut s = session();
-    for (name, graph) in writer.graphs(|r| Decoder { shape: &shape, lora: Some(&lora), base: Base::Drawn, r, rng: None }) {
+    for (name, graph) in writer.graphs(|r| Decoder { shape, lora: lora.as_ref(), base: Base::Drawn, r, rng: None }) {
         s.load(name, graph).unwrap();
     }
     filled(&mut s);
@@ -48,11 +62,11 @@ fn written(writer: &Writer, asked: &Asked, rng: [i32; 4]) -> Written {
 }
 
 /// The token number `at` of every reply, from the whole rows at once.
-fn drawn_again(writer: &Writer, w: &Written, rng: [i32; 4], at: usize) -> Vec<i32> {
-    let (shape, lora) = (shape(), Lora { rank: 3, alpha: 6.0, dropout: 0.0, targets: vec![Target::Q, Target::O, Target::Up] });
+fn drawn_again(shape: &Shape, writer: &Writer, w: &Written, rng: [i32; 4], at: usize) -> Vec<i32> {
+    let lora = lora(shape);
     let (rows, time) = (writer.rows(), writer.capacity());
     let r = Recorder::new();
-    let d = Decoder { shape: &shape, lora: Some(&lora), base: Base::Drawn, r: &r, rng: None };
+    let d = Decoder { shape, lora: lora.as_ref(), base: Base::Drawn, r: &r, rng: None };
     let hidden = d.hidden(r.feed("ids", &[rows, time], DType::I32), Some(Places::fed(&r, rows, time)));
     let place = writer.time - 1 + at;
     let logits = d.logits(hidden.slice(1, place, place + 1).reshape(&[rows, shape.dim]));
@@ -69,13 +83,19 @@ fn drawn_again(writer: &Writer, w: &Written, rng: [i32; 4], at: usize) -> Vec<i3
 
 #[test]
 fn a_reply_is_what_whole_rows_would_draw() {
+    for shape in [shape(), scanning()] {
+        replies_are_what_whole_rows_would_draw(&shape);
+    }
+}
+
+fn replies_are_what_whole_rows_would_draw(shape: &Shape) {
     let prompt = |tokens: &[u32]| Prompt { text: String::new(), tokens: tokens.to_vec() };
     let asked = Asked::new(vec![prompt(&[7, 8, 60, 2]), prompt(&[5]), prompt(&[1, 2, 3, 4, 5, 6])], 6);
     let rng = rng_feed(77, 5, 9);
     let endless = Writer { prompts: 3, replies: 2, time: 6, new_tokens: 40, nucleus: Nucleus { temperature: 0.9, top_p: 0.9 }, stop: None };
-    let all = written(&endless, &asked, rng);
+    let all = written(shape, &endless, &asked, rng);
     for at in [0, 1, 2, 17, 39] {
-        let again = drawn_again(&endless, &all, rng, at);
+        let again = drawn_again(shape, &endless, &all, rng, at);
         let own: Vec<i32> = all.tokens.iter().map(|t| t[at] as i32).collect();
         assert_eq!(own, again, "token {at}");
     }
@@ -85,7 +105,7 @@ fn a_reply_is_what_whole_rows_would_draw() {
 
     // The same draws, but a token ends them.
     let stop = all.tokens[3][2];
-    let w = written(&Writer { stop: Some(stop), ..endless.clone() }, &asked, rng);
+    let w = written(shape, &Writer { stop: Some(stop), ..endless.clone() }, &asked, rng);
     let mut ended = 0;
     for (row, (whole, cut)) in all.tokens.iter().zip(&w.tokens).enumerate() {
         let end = whole.iter().position(|t| *t == stop).unwrap_or(40);

@@ -445,6 +445,19 @@ impl<'g> Var<'g> {
         })
     }
 
+    /// ln(1 + e^x), without overflow.
+    pub fn softplus(self) -> Var<'g> {
+        pointwise(&[self], |e, x| {
+            let zero = e.c(0.0);
+            let positive = e.bin(Bin::Max, x[0], zero);
+            let size = e.un(Un::Abs, x[0]);
+            let minus = e.un(Un::Neg, size);
+            let small = e.un(Un::Exp, minus);
+            let soft = e.un(Un::Ln1p, small);
+            e.add(positive, soft)
+        })
+    }
+
     /// Dropout: 0 with probability `p`, else divided by 1 - p. `rng` is the feed of that name: the draw is a function of seed, step, micro-batch and
     /// this call's number in the recording, so that the backward pass draws it again instead of keeping a mask.
     pub fn dropout(self, p: f32, rng: Var<'g>) -> Var<'g> {
@@ -487,6 +500,7 @@ pub const CASES: &[Case] = &[
     }),
     Case::new("choose", &[In(&[4, 6], Fill::Mask), In(&[4, 6], Fill::Normal), In(&[6], Fill::Normal)], |x| vec![x[0].choose(x[1], x[2])]),
     Case::new("bce", &[In(&[2, 19], Fill::AwayFromZero), In(&[2, 19], Fill::Positive)], |x| vec![x[0].bce_with_logits(x[1] * 0.4)]),
+    Case::new("softplus", &[In(&[3, 17], Fill::AwayFromZero)], |x| vec![x[0].softplus()]),
     Case::new("dropout", &[In(&[5, 131], Fill::Normal), In(&[4], Fill::Rng)], |x| vec![x[0].dropout(0.3, x[1])]),
     // Large enough that a thread has several neighbours.
     Case::new("dropout by fours", &[In(&[512, 520], Fill::Normal), In(&[4], Fill::Rng)], |x| vec![x[0].dropout(0.3, x[1])]),

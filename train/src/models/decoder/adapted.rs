@@ -28,8 +28,8 @@ impl Adapted {
         if seq > shape.context {
             return Err(ConfigError::Invalid(format!("model.seq = {seq}: the base has {} positions", shape.context)).into());
         }
-        if shape.family.joint && (lora.is_some() || quantised) {
-            let problem = format!("{} has one matrix for q, k and v, on which adapters are not known here", shape.family.name);
+        if let (Some(why), true) = (shape.family.without_adapters(), lora.is_some() || quantised) {
+            let problem = format!("{} {why}, on which adapters are not known here", shape.family.name);
             return Err(ConfigError::Invalid(problem).into());
         }
         let base = match (&lora, quantised, &folder) {

@@ -30,6 +30,7 @@ pub use pretrain::Pretraining;
 pub use writer::{READ, WRITE, WRITES, Writer, Writing, Written, made_up};
 
 use crate::models::{Folder, Lora, Mlp, ModelError, Norm, Positions, Shape, Target};
+use crate::nn::mamba2;
 use engine::ops::attention::{attention, attention_until};
 use engine::ops::rope::Pairs;
 use engine::{DType, Init, Recorder, Store, Var};
@@ -70,8 +71,14 @@ pub struct Decoder<'a, 'g> {
     pub rng: Option<Var<'g>>,
 }
 
-/// q, k, v [batch, time, heads, head_dim] of the layer of this name -> [batch, time, heads, head_dim].
-pub type Attend<'a, 'g> = &'a dyn Fn(&str, Var<'g>, Var<'g>, Var<'g>) -> Var<'g>;
+/// How the layers of a program let tokens see each other; both are told the layer's name.
+#[derive(Clone, Copy)]
+pub struct Mixing<'a, 'g> {
+    /// q, k, v [batch, time, heads, head_dim] -> [batch, time, heads, head_dim].
+    pub attend: &'a dyn Fn(&str, Var<'g>, Var<'g>, Var<'g>) -> Var<'g>,
+    /// A state-space layer's input projection [batch, time, projected] -> [batch, time, inner].
+    pub scan: &'a dyn Fn(&str, Var<'g>, &mamba2::Sizes, &mamba2::Weights<'g>) -> Var<'g>,
+}
 
 /// Where the tokens of rows stand; i32 [batch, time] each. Without it a row is one sequence, from its first token to its last.
 #[derive(Clone, Copy)]
@@ -224,15 +231,37 @@ impl<'g> Decoder<'_, 'g> {
         }
     }
 
-    fn layer(&self, at: &str, x: Var<'g>, tables: Option<(Var<'g>, Var<'g>)>, attend: Attend<'_, 'g>) -> Var<'g> {
+    /// A state-space layer, in the place of attention and MLP.
+    fn scan_layer(&self, at: &str, x: Var<'g>, s: &mamba2::Sizes, mixing: Mixing<'_, 'g>) -> Var<'g> {
+        let weight = |name: &str, shape: &[usize], init: Init| self.weight(&format!("{at}.{name}"), shape, init);
+        let taps = self.shape.scan.map_or(1, |scan| scan.taps);
+        let inward = weight("inward.weight", &[s.projected(), self.shape.dim], Init::Normal { std: STD });
+        let conv = weight("conv.weight", &[s.wide(), 1, taps], Init::Uniform { bound: 1.0 / (taps as f32).sqrt() });
+        let weights = mamba2::Weights {
+            conv: conv.reshape(&[s.wide(), taps]),
+            conv_bias: weight("conv.bias", &[s.wide()], Init::Full(0.0)),
+            dt_bias: weight("dt_bias", &[s.heads()], Init::StepSize { low: 0.001, high: 0.1 }),
+            log_decay: weight("log_decay", &[s.heads()], Init::LogOfUniform { low: 1.0, high: 16.0 }),
+            skip: weight("skip", &[s.heads()], Init::Full(1.0)),
+            norm: weight("scan_norm", &[s.inner], Init::Full(1.0)),
+        };
+        let u = self.norm(x, &format!("{at}.attn_norm")).linear(inward);
+        let y = (mixing.scan)(at, u, s, &weights);
+        x + y.linear(weight("outward.weight", &[self.shape.dim, s.inner], Init::Normal { std: STD }))
+    }
+
+    fn layer(&self, at: &str, x: Var<'g>, tables: Option<(Var<'g>, Var<'g>)>, mixing: Mixing<'_, 'g>) -> Var<'g> {
         let s = self.shape;
+        if let Some(sizes) = s.scan_sizes() {
+            return self.scan_layer(at, x, &sizes, mixing);
+        }
         let (b, t) = (x.shape()[0], x.shape()[1]);
         let [q, k, v] = self.heads(at, self.norm(x, &format!("{at}.attn_norm")));
         let rotated = |y: Var<'g>, name: &str| {
             let y = if s.family.qk_norm { self.norm(y, &format!("{at}.{name}")) } else { y };
             tables.map_or(y, |tables| y.rope(Pairs::Halves, tables))
         };
-        let y = attend(at, rotated(q, "q_norm"), rotated(k, "k_norm"), v).reshape(&[b, t, s.heads * s.head_dim]);
+        let y = (mixing.attend)(at, rotated(q, "q_norm"), rotated(k, "k_norm"), v).reshape(&[b, t, s.heads * s.head_dim]);
         let o = match s.family.joint {
             true => self.joint(at, "o", y, s.dim),
             false => self.linear(at, y, [Target::O])[0],
@@ -245,10 +274,15 @@ impl<'g> Decoder<'_, 'g> {
     pub fn hidden(&self, ids: Var<'g>, places: Option<Places<'g>>) -> Var<'g> {
         let (scale, shape) = (self.scale(), ids.shape());
         let until = self.windowed(places.map(|p| p.until), shape[0], shape[1]);
-        self.hidden_by(ids, places.map(|p| p.position), shape[1], &|_, q, k, v| match until {
-            Some(until) => attention_until(q, k, v, until, true, scale),
-            None => attention(q, k, v, true, scale),
-        })
+        let position = places.map(|p| p.position);
+        let mixing = Mixing {
+            attend: &|_, q, k, v| match until {
+                Some(until) => attention_until(q, k, v, until, true, scale),
+                None => attention(q, k, v, true, scale),
+            },
+            scan: &|_, u, s, w| mamba2::mamba2_placed(u, s, w, position),
+        };
+        self.hidden_by(ids, position, shape[1], mixing)
     }
 
     /// The last token that sees each key, i32 [rows, keys], where a window or `until` limits that.
@@ -264,8 +298,8 @@ impl<'g> Decoder<'_, 'g> {
         }))
     }
 
-    /// The same with attention that is told the layer's name. `position`, i32 [batch, time], says where tokens stand, below `most`; None: one behind the other.
-    pub fn hidden_by(&self, ids: Var<'g>, position: Option<Var<'g>>, most: usize, attend: Attend<'_, 'g>) -> Var<'g> {
+    /// The same, with tokens that see each other as `mixing` says. `position`, i32 [batch, time], says where tokens stand, below `most`; None: one behind the other.
+    pub fn hidden_by(&self, ids: Var<'g>, position: Option<Var<'g>>, most: usize, mixing: Mixing<'_, 'g>) -> Var<'g> {
         let mut x = self.embedding().gather_rows(ids);
         let tables = match (self.shape.family.positions, position) {
             (Positions::Rope, Some(position)) => Some(self.tables_at(position, most)),
@@ -275,10 +309,11 @@ impl<'g> Decoder<'_, 'g> {
                 x = x + position.map_or_else(|| table.slice(0, 0, most), |position| table.gather_rows(position));
                 None
             }
+            (Positions::None, _) => None,
         };
         for i in 0..self.shape.layers {
             let at = format!("layers.{i}");
-            x = self.r.block(&at, || self.layer(&at, x, tables, attend));
+            x = self.r.block(&at, || self.layer(&at, x, tables, mixing));
         }
         self.norm(x, "norm")
     }

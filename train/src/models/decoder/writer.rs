@@ -1,8 +1,9 @@
 //! Replies to prompts, all of them at once: a program that reads the prompts, and one that is run for every token. What they hand on stays on the
 //! device: caches of keys and values, the tokens so far, where each row stands.
 
-use super::{Adapted, Decoder, Places, Rows};
+use super::{Adapted, Decoder, Mixing, Places, Rows};
 use crate::data::replies::{Asked, Prompt};
+use crate::nn::mamba2::{self, Memory, Sizes, Weights};
 use crate::recipe::{Session, TrainError};
 use engine::ops::attention::attention_until;
 use engine::ops::cache::{cache_write, decode_attention};
@@ -74,6 +75,16 @@ impl Writer {
         (cache("keys"), cache("values"))
     }
 
+    /// What a state-space layer remembers.
+    fn memory<'g>(&self, d: &Decoder<'_, 'g>, at: &str, s: &Sizes, w: &Weights<'g>) -> Memory<'g> {
+        let state = |kind: &str, shape: &[usize]| d.r.state(&format!("{SCRATCH}{at}.{kind}"), shape, DType::F32, Init::Full(0.0));
+        let rows = self.rows();
+        Memory {
+            conv: state("convolved", &[rows, w.conv.dim(0) - 1, s.wide()]),
+            scan: state("scanned", &[rows, s.heads(), s.head, s.state]),
+        }
+    }
+
     /// Each prompt's once for every reply.
     fn repeated<'g>(&self, x: Var<'g>) -> Var<'g> {
         let rest = &x.shape()[1..];
@@ -88,13 +99,20 @@ impl Writer {
         let places = Places { position: feed("position"), until: feed("until") };
         let start = r.typed(|| r.zeros(&[1]).cast(DType::I32));
         let until = d.windowed(Some(places.until), self.prompts, self.time).expect("prompts have it");
-        let hidden = d.hidden_by(feed("ids"), Some(places.position), self.time, &|at, q, k, v| {
+        let attend = |at: &str, q: Var<'g>, k: Var<'g>, v: Var<'g>| {
             let caches = self.caches(d, at);
             let (keys, values) = cache_write(caches, start, k, v);
             r.update(caches.0, keys);
             r.update(caches.1, values);
             attention_until(q, k, v, until, true, d.scale())
-        });
+        };
+        let scan = |at: &str, u: Var<'g>, s: &Sizes, w: &Weights<'g>| {
+            let (states, memory) = (self.memory(d, at, s, w), mamba2::remembered(u, s, w, places.position));
+            r.update(states.conv, self.repeated(memory.conv).cast(DType::F32));
+            r.update(states.scan, self.repeated(memory.scan));
+            mamba2::mamba2_placed(u, s, w, Some(places.position))
+        };
+        let hidden = d.hidden_by(feed("ids"), Some(places.position), self.time, Mixing { attend: &attend, scan: &scan });
         let last = hidden.slice(1, self.time - 1, self.time).reshape(&[self.prompts, d.shape.dim]);
         let rng = r.feed("rng", &[4], DType::I32);
         let token = self.repeated(d.logits(last)).sample(self.nucleus, rng, None);
@@ -120,13 +138,22 @@ impl Writer {
         let wide = |x: Var<'g>| x.cast(DType::F32);
         let position = r.typed(|| (wide(past) - wide(before)).cast(DType::I32));
         let seen = d.windowed(Some(until), rows, self.capacity());
-        let hidden = d.hidden_by(token.reshape(&[rows, 1]), Some(position), self.capacity(), &|at, q, k, v| {
+        let attend = |at: &str, q: Var<'g>, k: Var<'g>, v: Var<'g>| {
             let caches = self.caches(d, at);
             let (y, (keys, values)) = decode_attention(q, k, v, caches, past, seen, d.scale());
             r.update(caches.0, keys);
             r.update(caches.1, values);
             y
-        });
+        };
+        let scan = |at: &str, u: Var<'g>, s: &Sizes, w: &Weights<'g>| {
+            let states = self.memory(d, at, s, w);
+            let (y, next) = mamba2::step(u, s, w, states);
+            r.update(states.conv, next.conv.cast(DType::F32));
+            r.update(states.scan, next.scan);
+            y
+        };
+        let mixing = Mixing { attend: &attend, scan: &scan };
+        let hidden = d.hidden_by(token.reshape(&[rows, 1]), Some(position), self.capacity(), mixing);
         let drawn = d.logits(hidden.reshape(&[rows, d.shape.dim])).sample(self.nucleus, rng, Some(past));
         r.typed(|| {
             // What has ended goes on with the token that ended it.

@@ -1,4 +1,4 @@
-//! decoder: a plain decoder (GPT-2, Llama, Qwen, Mistral), pretrained from nothing or fine-tuned from a folder, every weight or adapters.
+//! decoder: a plain decoder (GPT-2, Llama, Qwen, Mistral, Mamba-2), pretrained from nothing or fine-tuned from a folder, every weight or adapters.
 
 mod golden;
 
@@ -7,7 +7,7 @@ use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, Tr
 use crate::data::Tokenizer;
 use crate::golden::Golden;
 use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, RepliesConfig, Writer, Writing, export};
-use crate::models::{Family, Folder, Lora, RopeScaling, Shape, Target};
+use crate::models::{Family, Folder, Lora, Mixer, RopeScaling, ScanShape, Shape, Target};
 use crate::recipe::{
     Computed, Exporting, Exports, Metric, Reads, Recipe, Reference, Supervised, Survey, Surveys, Task, TextModel, TrainError, Writes,
 };
@@ -34,7 +34,7 @@ section! {
         pub train: Trained = Trained::All;
         /// With lora: bits of the frozen matrices, 16 (or what the base has) or 4 (NF4).
         pub bits: u32 = 16, in [16, 4];
-        /// The family: gpt2, llama, qwen2, qwen3 or mistral.
+        /// The family: gpt2, llama, qwen2, qwen3, mistral or mamba2.
         pub family: String = "llama".into(), [base];
         /// Tokens of the vocabulary.
         pub vocab: usize = 0, in 1..=1 << 24, [data base];
@@ -44,6 +44,12 @@ section! {
         pub layers: usize = 4, in 1..=1024, [base];
         /// Attention heads.
         pub heads: usize = 4, in 1..=1 << 12, [base];
+        /// Mamba-2: width of the state's B and C.
+        pub state: usize = 64, in 1..=1 << 12, [base];
+        /// Mamba-2: groups of heads that share B and C.
+        pub groups: usize = 1, in 1..=1 << 12, [base];
+        /// Mamba-2: taps of the convolution.
+        pub conv: usize = 4, in 2..=1 << 8, [base];
         /// Heads of keys and values, each shared by heads / kv_heads queries (GQA).
         pub kv_heads: usize = 4, in 1..=1 << 12, [base];
         /// Elements of a head.
@@ -95,6 +101,7 @@ impl DecoderConfig {
             rope_scaling: RopeScaling::None,
             norm_eps: self.norm_eps,
             context: self.seq,
+            scan: (family.mixer == Mixer::Mamba2).then_some(ScanShape { state: self.state, groups: self.groups, taps: self.conv }),
         };
         shape.check().map_err(bad)?;
         Ok(shape)
@@ -115,9 +122,9 @@ impl DecoderConfig {
         }
         let folder = if self.base.is_empty() { None } else { Some(Folder::open(Path::new(&self.base))?) };
         let shape = folder.as_ref().map_or_else(|| self.shape(), |f| Ok(f.shape.clone()))?;
-        if shape.family.joint && self.train == Trained::Lora {
+        if let (Some(why), true) = (shape.family.without_adapters(), self.train == Trained::Lora) {
             let name = shape.family.name;
-            let why = format!("train = \"lora\": {name} has one matrix for q, k and v, on which adapters are not known here");
+            let why = format!("train = \"lora\": {name} {why}, on which adapters are not known here");
             return Err(bad(why + " (train every weight: model.train=all)").into());
         }
         Adapted::new(folder, shape, self.lora(), self.bits == 4, self.seq)
@@ -144,7 +151,7 @@ impl Recipe for DecoderRecipe {
     }
 
     fn about(&self) -> &'static str {
-        "a plain decoder (GPT-2, Llama, Qwen, Mistral), from nothing or from a folder, every weight or adapters"
+        "a plain decoder (GPT-2, Llama, Qwen, Mistral, Mamba-2), from nothing or from a folder, every weight or adapters"
     }
 
     fn metrics(&self) -> &'static [Metric] {
@@ -191,7 +198,7 @@ impl Recipe for DecoderRecipe {
     fn economies(&self, config: &Config) -> Vec<Vec<String>> {
         let Ok(c) = config.section::<DecoderConfig>("model") else { return vec![] };
         let (lora, nf4) = ("model.train=lora".to_string(), "model.bits=4".to_string());
-        let joint = Family::find(&c.family).is_some_and(|f| f.joint) && c.base.is_empty();
+        let joint = Family::find(&c.family).is_some_and(|f| f.without_adapters().is_some()) && c.base.is_empty();
         let mut all = vec![];
         all.extend((c.train == Trained::All && !joint).then(|| vec![lora.clone()]));
         all.extend((c.bits == 16 && !joint && !c.base.is_empty()).then(|| vec![lora, nf4]));

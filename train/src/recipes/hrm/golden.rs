@@ -9,7 +9,15 @@ use engine::{DType, Data, Device, Recorder, Switches, Var};
 
 pub fn segments(file: &Golden, switches: &Switches, device: &Device) -> Result<Computed, TrainError> {
     let bad = |m: String| TrainError::Other(format!("this golden file {m}"));
-    let c = HrmConfig::from_json("model", &file.config).map_err(|e| bad(format!("has a config that hrm does not know: {e}")))?;
+    let mut config = file.config.clone();
+    // Files from before there was a choice say nothing of it.
+    if let Some(table) = config.as_object_mut().filter(|t| !t.contains_key("mixer")) {
+        let silent = HrmConfig::default();
+        let sizes = [("state", silent.state), ("mamba_head", silent.mamba_head), ("conv", silent.conv)];
+        table.insert("mixer".into(), "attention".into());
+        table.extend(sizes.map(|(key, value)| (key.to_string(), value.into())));
+    }
+    let c = HrmConfig::from_json("model", &config).map_err(|e| bad(format!("has a config that hrm does not know: {e}")))?;
     c.check()?;
     let shape = file.shape("input/ids").filter(|s| s.len() == 2 && s[0] > 0 && s[1] == c.seq);
     let batch = shape.ok_or_else(|| bad(format!("has no input/ids [batch, {}] as its config says", c.seq)))?[0];

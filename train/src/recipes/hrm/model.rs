@@ -2,6 +2,7 @@
 //! experts; and a halting head. What the numbers are is said by reference/hrm.py; names of parameters are the same there.
 
 use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, Section, WEIGHT};
+use crate::nn::mamba2::{Sizes, Weights, mamba2};
 use crate::section;
 use engine::ops::attention::attention;
 use engine::ops::experts::{Routing, mixture};
@@ -9,6 +10,15 @@ use engine::ops::matmul::Matmul;
 use engine::ops::pointwise::{Bin, pointwise};
 use engine::ops::rope::Pairs;
 use engine::{DType, Init, Recorder, Var};
+
+/// What mixes the cells of a puzzle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mixer {
+    Attention,
+    Mamba2,
+}
+
+crate::choices!(Mixer { Attention: "attention", Mamba2: "mamba2" });
 
 section! {
     /// The shape of the model, and how it halts.
@@ -45,6 +55,14 @@ section! {
         pub rope_theta: f64 = 10000.0, in ROPE_THETA;
         /// What RMS norms add to the mean square.
         pub norm_eps: f64 = 1e-5, in NORM_EPS;
+        /// What mixes the cells: attention, or mamba2 (a state-space layer, in both directions with the same weights).
+        pub mixer: Mixer = Mixer::Attention;
+        /// Mamba-2: width of the state's B and C.
+        pub state: usize = 64, in 1..=1 << 12;
+        /// Mamba-2: channels of a head; there are 2 dim in all.
+        pub mamba_head: usize = 64, in 1..=1 << 12;
+        /// Mamba-2: taps of the convolution.
+        pub conv: usize = 4, in 1..=1 << 8;
     }
 }
 
@@ -54,6 +72,11 @@ impl HrmConfig {
         self.in_range("model")?;
         if self.experts > 1 && !(1..=self.experts).contains(&self.top_k) {
             return bad(format!("model.top_k = {}: from 1 to model.experts = {}", self.top_k, self.experts));
+        }
+        if self.mixer == Mixer::Mamba2 {
+            let (inner, head) = (2 * self.dim, self.mamba_head);
+            let whole = inner.is_multiple_of(head);
+            return if whole { Ok(()) } else { bad(format!("model: 2 dim / mamba_head = {inner} / {head} must be a whole number")) };
         }
         if !self.dim.is_multiple_of(self.heads) || !(self.dim / self.heads).is_multiple_of(2) {
             return bad(format!(
@@ -116,6 +139,9 @@ pub struct Judged<'g> {
     pub right: Var<'g>,
 }
 
+/// RoPE's cosines and sines.
+type Tables<'g> = (Var<'g>, Var<'g>);
+
 pub struct Hrm<'a, 'g> {
     pub c: &'a HrmConfig,
     pub r: &'g Recorder,
@@ -136,17 +162,45 @@ impl<'g> Hrm<'_, 'g> {
         Thought { high, low }
     }
 
-    /// Attention to all cells, then experts, each after a norm.
-    fn layer(&self, at: &str, x: Var<'g>, tables: (Var<'g>, Var<'g>)) -> (Var<'g>, Option<Routing<'g>>) {
+    /// Attention to all cells.
+    fn attend(&self, at: &str, x: Var<'g>, tables: Tables<'g>) -> Var<'g> {
         let c = self.c;
-        let (b, t, d) = (x.shape()[0], x.shape()[1], c.dim);
-        let (size, eps) = (d / c.heads, c.norm_eps as f32);
-        let matrix = |name: &str, shape: &[usize]| self.matrix(&format!("{at}.{name}"), shape);
-        let qkv = x.linear(matrix("qkv", &[3 * d, d]));
+        let (b, t, d, size) = (x.shape()[0], x.shape()[1], c.dim, c.dim / c.heads);
+        let qkv = x.linear(self.matrix(&format!("{at}.qkv"), &[3 * d, d]));
         let part = |i: usize| qkv.slice(2, i * d, (i + 1) * d).reshape(&[b, t, c.heads, size]);
         let [q, k] = [0, 1].map(|i| part(i).rope(Pairs::Halves, tables));
         let a = attention(q, k, part(2), false, 1.0 / (size as f32).sqrt());
-        let x = (x + a.reshape(&[b, t, d]).linear(matrix("out", &[d, d]))).rms_norm_plain(eps);
+        a.reshape(&[b, t, d]).linear(self.matrix(&format!("{at}.out"), &[d, d]))
+    }
+
+    /// A puzzle has no direction: the cells are scanned from both ends. Projections see one cell at a time, so both directions share them.
+    fn scan(&self, at: &str, x: Var<'g>) -> Var<'g> {
+        let (c, r) = (self.c, self.r);
+        let s = Sizes { inner: 2 * c.dim, head: c.mamba_head, state: c.state, groups: 1, eps: c.norm_eps as f32 };
+        let name = |of: &str| format!("{at}.mamba.{of}");
+        let vector = |of: &str, length: usize, init: Init| r.param(&name(of), &[length], init);
+        let inward = self.matrix(&name("inward"), &[s.projected(), c.dim]);
+        let weights = Weights {
+            conv: r.param(&name("conv"), &[s.wide(), c.conv], Init::Uniform { bound: 1.0 / (c.conv as f32).sqrt() }),
+            conv_bias: vector("conv_bias", s.wide(), Init::Full(0.0)),
+            dt_bias: vector("dt_bias", s.heads(), Init::StepSize { low: 0.001, high: 0.1 }),
+            log_decay: vector("log_decay", s.heads(), Init::LogOfUniform { low: 1.0, high: 16.0 }),
+            skip: vector("skip", s.heads(), Init::Full(1.0)),
+            norm: vector("norm", s.inner, Init::Full(1.0)),
+        };
+        let y = mamba2(x.linear(inward), &s, &weights, &[false, true]);
+        y.linear(self.matrix(&name("outward"), &[c.dim, s.inner]))
+    }
+
+    /// Attention or scans over all cells, then experts, each after a norm.
+    fn layer(&self, at: &str, x: Var<'g>, tables: Option<Tables<'g>>) -> (Var<'g>, Option<Routing<'g>>) {
+        let (c, d, eps) = (self.c, self.c.dim, self.c.norm_eps as f32);
+        let matrix = |name: &str, shape: &[usize]| self.matrix(&format!("{at}.{name}"), shape);
+        let mixed = match tables {
+            Some(tables) => self.attend(at, x, tables),
+            None => self.scan(at, x),
+        };
+        let x = (x + mixed).rms_norm_plain(eps);
         let experts = c.experts.max(1);
         let router = (!c.is_dense()).then(|| matrix("experts.router", &[experts, d]));
         let gate_up = matrix("experts.gate_up", &[experts, 2 * c.hidden, d]);
@@ -155,7 +209,7 @@ impl<'g> Hrm<'_, 'g> {
     }
 
     /// One step of a module.
-    fn module(&self, name: &str, state: Var<'g>, injection: Var<'g>, tables: (Var<'g>, Var<'g>)) -> (Var<'g>, Vec<Routing<'g>>) {
+    fn module(&self, name: &str, state: Var<'g>, injection: Var<'g>, tables: Option<Tables<'g>>) -> (Var<'g>, Vec<Routing<'g>>) {
         let (mut x, mut routings) = (state + injection, vec![]);
         for l in 0..self.c.layers {
             let at = format!("{name}.layers.{l}");
@@ -171,7 +225,7 @@ impl<'g> Hrm<'_, 'g> {
         let (c, r) = (self.c, self.r);
         let (b, t, d) = (ids.shape()[0], c.seq, c.dim);
         let x = self.matrix("embedding", &[c.vocab, d]).gather_rows(ids) * (d as f32).sqrt();
-        let tables = r.rope_tables(t, d / c.heads, c.rope_theta as f32);
+        let tables = (c.mixer == Mixer::Attention).then(|| r.rope_tables(t, d / c.heads, c.rope_theta as f32));
         let (mut high, mut low) = (from.high, from.low);
         for i in 1..c.high_cycles * c.low_cycles {
             low = self.module("low", low, high + x, tables).0;

@@ -84,6 +84,7 @@ impl PolychromicConfig {
             rope_scaling: crate::models::RopeScaling::None,
             norm_eps: self.norm_eps,
             context: self.seq,
+            scan: None,
         }
     }
 

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""The state-space scan of Mamba-2 in PyTorch, bf16: milliseconds forward and backward, and peak memory. One line of JSON for each case and peer.
+
+    python3 peers/ssd.py [--lengths 1024,8192,65536] [--tokens 65536] [--heads 24] [--head 64] [--state 128] [--chunk 256] [--json out.json]
+    python3 peers/ssd.py --device cpu --tiny    # shows only that it runs, and that the peers agree with one step after another
+
+compiled: the chunked form in plain PyTorch, torch.compile.  mamba-ssm: its Triton kernels, where the package can be imported.  attention: PyTorch's causal
+SDPA with heads * head / 2 channels in heads of 64, as wide as the model whose scan it is: from which length the scan is faster.
+The shapes are those of `kiln bench ops --only ssd`.
+"""
+import argparse, json, os
+import torch
+import torch.nn.functional as F
+from timing import median
+
+
+def sequential(x, dt, decay, b, c, d):
+    """h = exp(decay) h + dt x B, y = C h + d x, as it is defined."""
+    h, ys = x.new_zeros(*x.shape[:1], *x.shape[2:], b.shape[-1], dtype=torch.float32), []
+    for t in range(x.shape[1]):
+        h = decay[:, t, :, None, None].exp() * h + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None, :]
+        ys.append((h * c[:, t, :, None, :]).sum(-1) + d[:, None] * x[:, t])
+    return torch.stack(ys, 1)
+
+
+def chunked(x, dt, decay, b, c, d, size):
+    """x [batch, time, heads, p]; dt, decay [batch, time, heads]; b, c [batch, time, 1, n]: one group."""
+    batch, time, heads, p = x.shape
+    n, count = b.shape[-1], -(-time // size)
+    pad = count * size - time
+    cut = lambda v: F.pad(v, (0, 0) * (v.dim() - 2) + (0, pad)).unflatten(1, (count, size))
+    xs, dts, bs, cs = cut(x), cut(dt), cut(b).squeeze(3), cut(c).squeeze(3)
+    sums = cut(decay).cumsum(2).permute(0, 1, 3, 2)                                     # [batch, chunk, heads, size]
+    moved = (xs * dts[..., None]).to(x.dtype).transpose(2, 3)                           # [batch, chunk, heads, size, p]
+    mask = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(~mask, -1e30).exp()
+    scores = (cs @ bs.transpose(-1, -2))[:, :, None] * between
+    inside = scores.to(x.dtype) @ moved
+    left = (moved * (sums[..., -1:] - sums).exp()[..., None]).to(x.dtype)
+    states = left.transpose(-1, -2).float() @ bs[:, :, None].float() if x.device.type == "cpu" else (left.transpose(-1, -2) @ bs[:, :, None]).float()
+    totals = sums[..., -1].transpose(1, 2)                                              # [batch, heads, chunk]
+    run = F.pad(totals, (1, 0)).cumsum(-1)
+    steps = torch.ones(count + 1, count + 1, dtype=torch.bool, device=x.device).tril()
+    passed = (run[..., :, None] - run[..., None, :]).masked_fill(~steps, -1e30).exp()[..., :count, 1:]   # into chunk i, from the end of chunk j
+    passed = passed * torch.ones(count, count, device=x.device).tril(-1)
+    starts = torch.einsum("bhij,bjhpn->bihpn", passed, states)
+    before = (cs[:, :, None] @ starts.to(x.dtype).transpose(-1, -2)) * sums.exp()[..., None]
+    y = (inside + before).transpose(2, 3).flatten(1, 2)[:, :time]
+    return (y + d[:, None] * x).to(x.dtype)
+
+
+def inputs(batch, time, a, dtype):
+    make = lambda *shape: torch.randn(*shape, device=a.device)
+    x, b, c = (make(batch, time, h, w).to(dtype) for h, w in ((a.heads, a.head), (1, a.state), (1, a.state)))
+    dt = F.softplus(make(batch, time, a.heads) - 3)
+    rate = -torch.linspace(1, 16, a.heads, device=a.device)
+    return [v.requires_grad_() for v in (x, dt, rate, b, c, torch.ones(a.heads, device=a.device))]
+
+
+def peers(a):
+    compiled = torch.compile(chunked, dynamic=False) if a.device == "cuda" else chunked
+    yield "compiled", lambda x, dt, rate, b, c, d: compiled(x, dt, dt * rate, b, c, d, a.chunk)
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as triton
+    except Exception as e:
+        print(f"mamba-ssm cannot be imported here: {e}", flush=True)
+        return
+    yield "mamba-ssm", lambda x, dt, rate, b, c, d: triton(x, dt, rate, b, c, a.chunk, D=d)
+
+
+def measure(run, leaves, a):
+    y = run(*leaves)
+    g = torch.randn_like(y)
+    cuda = a.device == "cuda"
+    count = dict(repeat=10, calls=4, cuda=True) if cuda else dict(repeat=1, cuda=False)
+    if cuda:
+        torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats(); base = torch.cuda.memory_allocated()
+        torch.autograd.grad(run(*leaves), leaves, g)
+        peak = (torch.cuda.max_memory_allocated() - base) / 2**20
+    forward = median(lambda: run(*leaves), **count)
+    backward = median(lambda: torch.autograd.grad(y, leaves, g, retain_graph=True), **count)
+    return dict(forward_ms=round(forward, 4), backward_ms=round(backward, 4), peak_mib=round(peak, 1) if cuda else None)
+
+
+def check(a):
+    leaves = inputs(2, 37, a, torch.float32)
+    x, dt, rate, b, c, d = leaves
+    right = sequential(x, dt, dt * rate, b.expand(-1, -1, a.heads, -1), c.expand(-1, -1, a.heads, -1), d)
+    ours = chunked(x, dt, dt * rate, b, c, d, 16)
+    assert torch.allclose(right, ours, atol=1e-4, rtol=1e-4), (right - ours).abs().max()
+    print("the chunked form is what one step after another gives", flush=True)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--lengths", default="1024,8192,65536")
+    for name, default in (("tokens", 65536), ("heads", 24), ("head", 64), ("state", 128), ("chunk", 256)):
+        p.add_argument("--" + name, type=int, default=default)
+    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    p.add_argument("--tiny", action="store_true")
+    p.add_argument("--json")
+    a = p.parse_args()
+    if a.device == "cpu":   # virtual machines may announce AMX and not have it
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    if a.tiny:
+        a.lengths, a.tokens, a.heads, a.head, a.state, a.chunk = "32,80", 160, 4, 8, 8, 16
+    check(a)
+    rows = []
+    for time in map(int, a.lengths.split(",")):
+        batch = max(1, a.tokens // time)
+        width = a.heads * a.head // 2
+        for name, run in [*peers(a), ("attention", None)]:
+            try:
+                if name == "attention":
+                    heads = max(1, width // 64)
+                    leaves = [torch.randn(batch, heads, time, 64, device=a.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+                    run = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                else:
+                    leaves = inputs(batch, time, a, torch.bfloat16 if a.device == "cuda" else torch.float32)
+                row = dict(peer=name, batch=batch, time=time, heads=a.heads, head=a.head, state=a.state, **measure(run, leaves, a))
+            except Exception as e:   # out of memory, or a kernel that this card does not take
+                row = dict(peer=name, batch=batch, time=time, error=str(e).splitlines()[0][:200])
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            leaves = None
+    if a.json:
+        with open(a.json, "w") as f:
+            json.dump(rows, f, indent=1)
+
+
+main()
