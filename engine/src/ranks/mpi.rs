@@ -201,7 +201,7 @@ impl Mpi {
 
     /// The ranks as groups: `tensor` ranks next to each other share a model's weights. All ranks call it.
     pub fn ranks(&self, tensor: usize) -> Result<Ranks, Error> {
-        if tensor == 0 || self.size % tensor != 0 {
+        if tensor == 0 || !self.size.is_multiple_of(tensor) {
             return Err(Error::Ranks(format!("{} ranks cannot be divided into groups of {tensor}", self.size)));
         }
         let (data_rank, tensor_rank) = (self.rank / tensor, self.rank % tensor);

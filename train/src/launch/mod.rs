@@ -18,6 +18,7 @@ use engine::ranks::mpi::{self, Mpi};
 use engine::{Device, Ranks};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 /// The connection, for the end of the process.
 static CONNECTED: OnceLock<Mpi> = OnceLock::new();
@@ -66,10 +67,14 @@ pub fn finish() {
     }
 }
 
+/// `mpiexec` ends everything at once when a rank gives up, and shows what the rank has said only if it has read it by then.
+const HEARD: Duration = Duration::from_millis(500);
+
 /// Ends the other ranks, which would wait for this one for ever, and then this process. Does nothing where it is alone.
 pub fn abort(status: u8) {
     if let Some(mpi) = CONNECTED.get() {
         gpu::remove_own_cache();
+        std::thread::sleep(HEARD);
         mpi.abort(status.into());
     }
 }
