@@ -13,7 +13,7 @@ use crate::graph::{Graph, Kind};
 use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
 use crate::op::{Case, Fill};
-use crate::passes::{Mode, Numerics, Switch, Switches, Target, all, sweep};
+use crate::passes::{Mode, Numerics, OnRanks, Switch, Switches, Target, all, sweep};
 use crate::philox::{fill_normal, hash_name, philox};
 use crate::program::{Compiled, Device, Program};
 use crate::ranks::threads;
@@ -448,7 +448,7 @@ fn on_off(pass: &dyn Switch, target: &Device) -> Result<Verdict, String> {
             let found = rounds.iter().map(|feeds| p.run(feeds, &outputs)).collect::<Result<Vec<_>, _>>()?;
             Ok((found.concat(), applied))
         };
-        let Some(([data, tensor], with)) = pass.on_ranks() else { return one(&switches, target) };
+        let Some(OnRanks { ranks: [data, tensor], with }) = pass.on_ranks() else { return one(&switches, target) };
         let switches = with.iter().try_fold(switches, |s, (pass, value)| s.with(pass, value)).map_err(|e| e.to_string())?;
         // Ranks as threads, on the CPU whatever the target is.
         let found = threads::each(data, tensor, |ranks| one(&switches.clone().on_ranks(ranks), &Device::cpu(crate::Cpu::new(1))));

@@ -1,7 +1,7 @@
 //! Divides every batch among the ranks.
 
 use super::partition::{Division, Sources, divide, rewrite};
-use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
+use super::{Numerics, OnRanks, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node};
 use crate::meta::DType;
@@ -24,8 +24,8 @@ impl Switch for DataParallel {
         Numerics::Reordered
     }
 
-    fn on_ranks(&self) -> Option<([usize; 2], &'static [(&'static str, &'static str)])> {
-        Some(([2, 1], &[]))
+    fn on_ranks(&self) -> Option<OnRanks> {
+        Some(OnRanks { ranks: [2, 1], with: &[] })
     }
 
     fn example(&self, r: &Recorder) {

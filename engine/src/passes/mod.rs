@@ -38,7 +38,7 @@ mod tensor_parallel;
 mod zero;
 
 pub use presets::{Fast, Preset};
-pub use switches::{Mode, Numerics, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
+pub use switches::{Mode, Numerics, OnRanks, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
 
 use crate::error::Error;
 use crate::executor::EXECUTOR;

@@ -284,13 +284,13 @@ impl<'g> Writer<'_, 'g> {
         match (&node.kind, &self.d.ways[i]) {
             (Kind::Feed(name), _) if let Share::Dim(axis) = share => {
                 let m = meta(axis);
-                return vec![self.recorder.feed(name, &m.shape, m.dtype)];
+                vec![self.recorder.feed(name, &m.shape, m.dtype)]
             }
-            (Kind::State(s), _) if let Share::Dim(axis) = share => return vec![self.recorder.retyped(s, meta(axis))],
+            (Kind::State(s), _) if let Share::Dim(axis) = share => vec![self.recorder.retyped(s, meta(axis))],
             (Kind::Grad, _) => {
                 let loss = self.get(node.inputs[0], Share::Whole, false);
                 let by: Vec<Var> = node.inputs[1..].iter().map(|v| self.made[v.node][v.out]).collect();
-                return self.recorder.grad(loss, &by);
+                self.recorder.grad(loss, &by)
             }
             (Kind::Op(op), Way::Axis(number, axis)) => self.divided(op, *number, axis, self.g.inputs(i), &node.inputs),
             (Kind::Op(op), Way::Own) => {

@@ -62,6 +62,14 @@ pub struct Setting {
     pub about: &'static str,
 }
 
+/// On which ranks the example of a pass is tested that divides work among ranks.
+pub struct OnRanks {
+    /// How many have different examples, and how many share the weights.
+    pub ranks: [usize; 2],
+    /// Other switches that it needs there.
+    pub with: &'static [(&'static str, &'static str)],
+}
+
 /// Something that can be switched: a pass, or a setting of the executor.
 pub trait Switch: Sync {
     /// The name in configs, on the command line and in receipts.
@@ -103,8 +111,8 @@ pub trait Switch: Sync {
         false
     }
 
-    /// For a pass that divides work among ranks: the ranks (data, tensor) on which its example is tested, and other switches that it needs there.
-    fn on_ranks(&self) -> Option<([usize; 2], &'static [(&'static str, &'static str)])> {
+    /// For a pass that divides work among ranks.
+    fn on_ranks(&self) -> Option<OnRanks> {
         None
     }
 

@@ -1,7 +1,7 @@
 //! Divides weights among ranks that work on the same examples.
 
 use super::partition::{Division, Sources, Way, divide, rewrite};
-use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
+use super::{Numerics, OnRanks, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Role};
 use crate::meta::DType;
@@ -25,8 +25,8 @@ impl Switch for TensorParallel {
         Numerics::Reordered
     }
 
-    fn on_ranks(&self) -> Option<([usize; 2], &'static [(&'static str, &'static str)])> {
-        Some(([1, 2], &[]))
+    fn on_ranks(&self) -> Option<OnRanks> {
+        Some(OnRanks { ranks: [1, 2], with: &[] })
     }
 
     fn example(&self, r: &Recorder) {

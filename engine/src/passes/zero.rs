@@ -1,6 +1,6 @@
 //! Divides optimizer states among the ranks that have different examples.
 
-use super::{Numerics, Pass, Receipt, Settings, Stage, Switch, Target};
+use super::{Numerics, OnRanks, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::meta::{DType, Meta};
@@ -28,8 +28,8 @@ impl Switch for Zero {
         Numerics::Reordered
     }
 
-    fn on_ranks(&self) -> Option<([usize; 2], &'static [(&'static str, &'static str)])> {
-        Some(([2, 1], &[]))
+    fn on_ranks(&self) -> Option<OnRanks> {
+        Some(OnRanks { ranks: [2, 1], with: &[] })
     }
 
     fn default_mode(&self) -> Mode {
@@ -76,7 +76,7 @@ impl Pass for Zero {
         let moments = moments(g, &group, receipt);
         let mut gradients: Vec<Value> = vec![];
         for node in &g.nodes {
-            for (inputs, _) in node.op::<AdamW>().map(|a| crate::op::Op::apart(a)).unwrap_or_default() {
+            for (inputs, _) in node.op::<AdamW>().map(crate::op::Op::apart).unwrap_or_default() {
                 gradients.extend(moments.contains_key(&node.inputs[inputs[2]].node).then_some(node.inputs[inputs[1]]));
             }
         }
@@ -164,8 +164,8 @@ impl Switch for Scatter {
         Numerics::Reordered
     }
 
-    fn on_ranks(&self) -> Option<([usize; 2], &'static [(&'static str, &'static str)])> {
-        Some(([2, 1], &[("zero", "auto")]))
+    fn on_ranks(&self) -> Option<OnRanks> {
+        Some(OnRanks { ranks: [2, 1], with: &[("zero", "auto")] })
     }
 
     fn example(&self, r: &Recorder) {

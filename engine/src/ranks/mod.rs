@@ -55,10 +55,12 @@ impl PartialEq for Ranks {
 
 /// What a rank has of states, by group, name and shape.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Settled(Arc<Mutex<BTreeMap<(&'static str, String, Vec<usize>), Share>>>);
+pub(crate) struct Settled(Arc<Mutex<Known>>);
+
+type Known = BTreeMap<(&'static str, String, Vec<usize>), Share>;
 
 impl Settled {
-    fn all(&self) -> MutexGuard<'_, BTreeMap<(&'static str, String, Vec<usize>), Share>> {
+    fn all(&self) -> MutexGuard<'_, Known> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -159,10 +161,10 @@ impl Group {
     pub(crate) fn reduce_scatter<T: Number>(&self, x: &[T], y: &mut [T]) {
         let mut parts = vec![T::zeroed(); x.len()];
         self.all_to_all(x, &mut parts);
-        let (first, rest) = parts.split_at(y.len());
+        let (first, others) = parts.split_at(y.len());
         y.copy_from_slice(first);
-        let rest = crate::mutant!("a-rank-is-left-out-of-sums", rest, &rest[..rest.len() - if self.size > 1 { y.len() } else { 0 }]);
-        rest.chunks(y.len()).for_each(|part| y.iter_mut().zip(part).for_each(|(sum, v)| *sum = sum.plus(*v)));
+        let all = crate::mutant!("a-rank-is-left-out-of-sums", others.len(), others.len().saturating_sub(y.len()));
+        others[..all].chunks(y.len()).for_each(|part| y.iter_mut().zip(part).for_each(|(sum, v)| *sum = sum.plus(*v)));
     }
 
     /// The parts of all ranks.

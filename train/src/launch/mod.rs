@@ -113,7 +113,5 @@ pub fn mpiexec(library: &Path) -> Option<PathBuf> {
     let beside = library.parent().and_then(Path::parent).map(|prefix| prefix.join("bin"));
     let path = std::env::var_os("PATH").map(|v| std::env::split_paths(&v).collect::<Vec<_>>()).unwrap_or_default();
     let folders = || beside.iter().chain(&path);
-    // Open MPI's mpiexec may be on PATH too: only Hydra's own name says which it is.
-    let named = folders().map(|f| f.join("mpiexec.hydra")).find(|p| p.is_file());
-    named.or_else(|| folders().map(|f| f.join("mpiexec")).find(|p| p.is_file()))
+    folders().map(|f| f.join("mpiexec")).find(|p| p.is_file())
 }
