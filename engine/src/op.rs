@@ -110,7 +110,12 @@ pub trait Op: Any + Debug + Send + Sync {
         vec![]
     }
 
-    /// Records the op on inputs of which a rank has these shares, if the op has a way of its own to do that. Its outputs are the same on all ranks.
+    /// Whether it has a way of its own to be computed from inputs of which a rank has these shares.
+    fn is_divided(&self, _x: &[Meta], _have: &[Share], _parts: usize) -> bool {
+        false
+    }
+
+    /// Records it in that way. Its outputs are the same on all ranks.
     fn divided<'g>(&self, _x: &[Var<'g>], _have: &[Share], _group: &Group) -> Option<Vec<Var<'g>>> {
         None
     }

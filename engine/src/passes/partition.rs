@@ -9,7 +9,6 @@ use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Role, Value};
 use crate::meta::Meta;
 use crate::op::{Axis, Op, Share};
-use crate::ops::adamw::GlobalNorm;
 use crate::ops::collective::{Broadcast, all_gather, all_reduce, all_to_all, part, reduce_scatter};
 use crate::ops::full::Full;
 use crate::ranks::{Group, Part, Ranks};
@@ -208,7 +207,7 @@ fn way(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Opt
         }
         return Some((Way::Apart(need), out));
     }
-    if op.is::<GlobalNorm>().is_some() && have.iter().all(|h| matches!(h, Share::Whole | Share::Dim(_))) {
+    if op.is_divided(x, have, parts) {
         return Some((Way::Own, vec![Share::Whole; y.len()]));
     }
     let whole = have.iter().zip(x).map(|(have, m)| cost(*have, Share::Whole, m)).sum::<Option<usize>>();

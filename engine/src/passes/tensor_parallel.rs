@@ -79,7 +79,7 @@ fn price(g: &Graph, d: &Division, of_model: &[bool], parts: usize) -> Price {
         match &node.kind {
             Kind::Op(op) if of_model[i] => {
                 let all = op.cost(&g.inputs(i)).flops;
-                flops += if matches!(d.ways[i], Way::Axis(..)) { all / parts as u64 } else { all };
+                flops += if matches!(d.ways[i], Way::Axis(..) | Way::Own) { all / parts as u64 } else { all };
             }
             Kind::State(s) if s.role == Role::Param => {
                 bytes += node.outputs[0].bytes() / if d.shares[i][0] == Share::Whole { 1 } else { parts };

@@ -79,6 +79,10 @@ impl Op for GlobalNorm {
         code
     }
 
+    fn is_divided(&self, _: &[Meta], have: &[Share], _: usize) -> bool {
+        have.iter().all(|h| matches!(h, Share::Whole | Share::Dim(_)))
+    }
+
     /// The squares of parts are added up over the ranks.
     fn divided<'g>(&self, x: &[Var<'g>], have: &[Share], group: &Group) -> Option<Vec<Var<'g>>> {
         let of =

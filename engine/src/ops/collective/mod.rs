@@ -12,6 +12,8 @@
 //! | reduce_scatter | a term on each | a part of the sum on each | all_gather |
 //! | all_to_all | a part of one dimension | a part of another | all_to_all |
 
+pub mod vocabulary;
+
 use crate::cpu::{Data, DataMut, View, ViewMut};
 use crate::kernel::{At, Code, Collective, Exchanged, Io, Step};
 use crate::meta::{Layout, Meta};
@@ -349,5 +351,11 @@ pub const CASES: &[Case] = &[
     Case::new("all_gather", &[In(&[3, 4, 5], Fill::Normal)], |x| vec![all_gather(x[0], 1, &Group::default())]),
     Case::new("reduce_scatter", &[In(&[3, 4], Fill::Normal)], |x| vec![reduce_scatter(x[0], 1, &Group::default())]),
     Case::new("all_to_all", &[In(&[3, 4, 5], Fill::Normal)], |x| vec![all_to_all(x[0], 0, 2, &Group::default())]),
+    Case::new("columns of a loss", &[In(&[13, 7], Fill::Normal), In(&[13], Fill::Target(7))], |x| {
+        vec![vocabulary::cross_entropy(x[0], x[1], &Group::default())]
+    }),
+    Case::new("rows of a table", &[In(&[7, 6], Fill::Normal), In(&[4, 3], Fill::Index(7))], |x| {
+        vec![vocabulary::gather_rows(x[0], x[1], &Group::default())]
+    }),
     Case::new("part", &[In(&[3, 4], Fill::Normal)], |x| vec![part(x[0], 1, &Group::default()) * 2.0]),
 ];

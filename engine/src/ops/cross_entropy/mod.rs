@@ -29,7 +29,10 @@ pub(super) fn row_gradient(x: &mut [f32], target: i32, lse: f32, weight: f32) {
         return;
     }
     x.iter_mut().for_each(|v| *v = exp(*v - lse) * weight);
-    x[target as usize] -= weight;
+    // Where ranks have some of the classes each, the target may be none of these.
+    if let Some(v) = x.get_mut(target as usize) {
+        *v -= weight;
+    }
 }
 
 /// A kernel over rows of logits: a warp for each short row, a block for each long one. `row.cuh` is put before `source`.
@@ -95,7 +98,7 @@ impl Op for CrossEntropy {
     }
 }
 
-/// Inputs: logits (overwritten by their gradient), targets, lse, dy `[rows]`.
+/// Inputs: logits (overwritten by their gradient), targets, lse, dy `[rows]`. A target that is none of the classes, but not negative either, takes nothing away.
 #[derive(Debug)]
 pub struct CrossEntropyGrad;
 

@@ -2,6 +2,7 @@
 //! `linear-cross-entropy` replaces it by one that works on a chunk of rows at a time, so that the full logits are never stored, and that computes
 //! the gradients in the same pass. The loss is a scalar, so they need only be scaled in the backward pass.
 
+use super::collective::vocabulary;
 use super::cross_entropy::{row_gradient, row_launch, row_loss};
 use super::reduce::packs::{PACKS, pack};
 use crate::cpu::gemm::{Into, Mat, gemm};
@@ -9,6 +10,7 @@ use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Place, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share, no_gradient};
+use crate::ranks::Group;
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -50,6 +52,15 @@ impl Op for LinearCrossEntropy {
     fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
         let weight = if x[3].elements() > 1 { Share::Dim(0) } else { Share::Whole };
         vec![Axis::new([Share::Dim(0), Share::Whole, Share::Dim(0), weight], [Share::Sum])]
+    }
+
+    /// Each rank has some of the classes.
+    fn is_divided(&self, x: &[Meta], have: &[Share], parts: usize) -> bool {
+        have == [Share::Whole, Share::Dim(0), Share::Whole, Share::Whole] && vocabulary::is_numbered(x[1].dim(1), parts)
+    }
+
+    fn divided<'g>(&self, x: &[Var<'g>], _: &[Share], group: &Group) -> Option<Vec<Var<'g>>> {
+        Some(vec![vocabulary::linear_cross_entropy(x[0], x[1], x[2], x[3], group)])
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

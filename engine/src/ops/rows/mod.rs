@@ -5,8 +5,10 @@ use crate::graph::Kind;
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
+use crate::ops::collective::vocabulary;
 use crate::ops::full::Full;
 use crate::ops::reduce::packs::{PACKS, pack};
+use crate::ranks::Group;
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -63,6 +65,15 @@ impl Op for GatherRows {
         let mut axes: Vec<Axis> = (0..x[1].rank()).map(|d| Axis::new([Share::Whole, Share::Dim(d)], [Share::Dim(d)])).collect();
         axes.push(Axis::new([Share::Dim(1), Share::Whole], [Share::Dim(x[1].rank())]));
         axes
+    }
+
+    /// Each rank has some of the table's rows.
+    fn is_divided(&self, x: &[Meta], have: &[Share], parts: usize) -> bool {
+        have == [Share::Dim(0), Share::Whole] && vocabulary::is_numbered(x[0].dim(1), parts)
+    }
+
+    fn divided<'g>(&self, x: &[Var<'g>], _: &[Share], group: &Group) -> Option<Vec<Var<'g>>> {
+        Some(vec![vocabulary::gather_rows(x[0], x[1], group)])
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
