@@ -160,6 +160,6 @@ fn which_weights_are_divided() {
             |n: &kiln_engine::graph::Node| n.name().contains("_") && n.outputs[0].elements() > 8 && format!("{:?}", n.kind).contains(g);
         compiled.graph.nodes.iter().filter(|n| wide(n)).map(|n| n.name().to_string()).collect::<Vec<_>>()
     };
-    // One sum of the two matmuls, and one of the gradient of what they read.
-    assert_eq!(between("group: tensor"), ["all_reduce", "all_reduce"]);
+    // One sum of the two matmuls, one of the embedding's rows, two of each row's loss, and two of the gradients of what the layer and the loss read.
+    assert_eq!(between("group: tensor"), ["all_reduce", "all_reduce", "all_reduce", "all_gather", "all_reduce", "all_reduce"]);
 }

@@ -14,13 +14,13 @@ use std::sync::atomic::AtomicBool;
 /// A recipe with settings that make it small.
 type Small = (&'static str, &'static [&'static str]);
 
-const DECODER: Small = ("decoder", &["seq=24", "layers=2", "dim=32", "hidden=64", "head_dim=8", "batch=4"]);
+const DECODER: Small = ("decoder", &["seq=24", "layers=2", "dim=32", "hidden=64", "head_dim=8", "train.batch=4"]);
 const SMALL: &[Small] = &[
     DECODER,
-    ("hydra", &["seq=24", "batch=4"]),
-    ("vision_bdh", &["batch=4"]),
-    ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=8", "batch=4", "train_puzzles=50", "test_puzzles=8"]),
-    ("lior", &["dim=32", "heads=2", "seq=24", "after=4", "memory=20", "field=[3, 2, 6, 5]", "model.steps=6", "rows=300", "n=5", "batch=4"]),
+    ("hydra", &["seq=24", "train.batch=4"]),
+    ("vision_bdh", &["train.batch=4"]),
+    ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=8", "train.batch=4", "train_puzzles=50", "test_puzzles=8"]),
+    ("lior", &["dim=32", "heads=2", "seq=24", "after=4", "memory=20", "field=[3, 2, 6, 5]", "model.steps=6", "rows=300", "n=5", "train.batch=4"]),
     (
         "polychromic",
         &[
@@ -30,7 +30,7 @@ const SMALL: &[Small] = &[
             "head_dim=8",
             "hidden=40",
             "seq=64",
-            "batch=4",
+            "train.batch=4",
             "rank=2",
             "new_tokens=8",
             "weight=3.0",
@@ -44,7 +44,7 @@ const SMALL: &[Small] = &[
 fn config((recipe, small): Small, settings: &[&str]) -> Config {
     let recipe = recipe::find(recipe).unwrap();
     let mut config = recipe::preset(recipe, None).unwrap();
-    let all = ["log_every=1", "eval_batches=1", "keep=0", "warmup=5"];
+    let all = ["train.log_every=1", "train.eval_batches=1", "train.keep=0", "train.warmup=5"];
     small.iter().chain(&all).chain(settings).for_each(|s| config.set(s).unwrap_or_else(|e| panic!("{s}: {e}")));
     recipe.sized(&config).unwrap()
 }
@@ -96,7 +96,7 @@ fn same(what: &str, ours: &Path, theirs: &Path) {
 fn every_recipe_trains_the_same_on_several_ranks() {
     let dir = tempfile::tempdir().unwrap();
     for (i, &of) in SMALL.iter().enumerate() {
-        let steps = ["train.steps=20", "eval_every=20", "save_every=20"];
+        let steps = ["train.steps=20", "train.eval_every=20", "train.save_every=20"];
         let at = |ranks: &str| dir.path().join(format!("{i}-{ranks}"));
         train(of, &steps, [1, 1], &at("one"), Start::New, None);
         let ways: &[([usize; 2], &str)] =
@@ -113,7 +113,7 @@ fn every_recipe_trains_the_same_on_several_ranks() {
 #[test]
 fn checkpoints_of_ranks_are_anyones() {
     let dir = tempfile::tempdir().unwrap();
-    let settings = ["train.steps=6", "eval_every=6", "save_every=3", "horizon=6", "passes.zero=auto"];
+    let settings = ["train.steps=6", "train.eval_every=6", "train.save_every=3", "train.horizon=6", "passes.zero=auto"];
     let one = dir.path().join("one");
     train(DECODER, &settings, [1, 1], &one, Start::New, None);
     for ranks in [[4, 1], [2, 2]] {
@@ -154,7 +154,7 @@ fn checkpoints_of_ranks_are_anyones() {
 #[test]
 fn a_checkpoint_without_one_of_its_parts_is_broken() {
     let dir = tempfile::tempdir().unwrap();
-    train(DECODER, &["train.steps=2", "eval_every=2", "save_every=2", "passes.zero=auto"], [2, 1], dir.path(), Start::New, None);
+    train(DECODER, &["train.steps=2", "train.eval_every=2", "train.save_every=2", "passes.zero=auto"], [2, 1], dir.path(), Start::New, None);
     let path = dir.path().join("checkpoints/step-00000002");
     let part = path.join("rank-00001.safetensors");
     assert!(checkpoint::open(&path).is_ok() && part.exists());
@@ -168,7 +168,7 @@ fn a_checkpoint_without_one_of_its_parts_is_broken() {
 #[test]
 fn ranks_stop_together() {
     let dir = tempfile::tempdir().unwrap();
-    let ended = train(DECODER, &["train.steps=9", "eval_every=9", "save_every=9", "log_every=2"], [3, 1], dir.path(), Start::New, Some(1));
+    let ended = train(DECODER, &["train.steps=9", "train.eval_every=9", "train.save_every=9", "train.log_every=2"], [3, 1], dir.path(), Start::New, Some(1));
     assert!(ended.iter().all(|e| e.interrupted && e.step == 2), "{:?}", ended.iter().map(|e| e.step).collect::<Vec<_>>());
     assert_eq!(crate::common::names(&dir.path().join("checkpoints")), ["step-00000002"]);
 }
