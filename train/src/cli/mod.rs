@@ -320,6 +320,13 @@ pub struct DeviceArgs {
 }
 
 impl DeviceArgs {
+    /// What was typed, for a process that is started again.
+    pub fn given(&self) -> impl Iterator<Item = (&'static str, String)> {
+        [("--device", Some(self.device.clone())), ("--threads", self.threads.map(|n| n.to_string()))]
+            .into_iter()
+            .filter_map(|(flag, v)| Some((flag, v?)))
+    }
+
     pub fn open(&self) -> Result<Device> {
         self.open_for(None)
     }

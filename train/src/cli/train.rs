@@ -3,7 +3,7 @@
 use super::budget::{BudgetArgs, Where};
 use super::signals::{self, Signal};
 use super::{ConfigArgs, DeviceArgs, Recipes};
-use crate::config::{Config, ConfigError, named_in, read_file};
+use crate::config::{Config, ConfigError, TrainConfig, named_in, read_file};
 use crate::launch::{self, World};
 use crate::recipe::TrainError;
 use crate::run::{END, Options, Start, resumable, settings_that_fit, train};
@@ -11,6 +11,7 @@ use crate::{checkpoint, recipe, report, say, warn};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::Ranks;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
@@ -25,6 +26,7 @@ use std::sync::atomic::Ordering;
   kiln train {recipe} --pass recompute=auto,what=blocks --pass linear-cross-entropy=auto,chunk=128
   kiln train {recipe} --preset {preset} --memory-budget 8GiB --allow adam8bit
   kiln train {recipe} --init-from runs/books --out runs/tuned
+  kiln train {recipe} --ranks 4 --elastic --out runs/books
   kiln train {recipe} --ranks 4                 four processes on this machine
   kiln train {recipe} --ranks 4 --tensor 2      pairs of them share the weights of a model
 
@@ -70,6 +72,9 @@ pub struct TrainArgs {
     /// Of several ranks, how many share the weights of one model (tensor parallelism); it divides the number of ranks
     #[arg(long, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=4096))]
     tensor: Option<u32>,
+    /// With --ranks and --out: where a rank is lost, the others go on from the newest whole checkpoint
+    #[arg(long, requires_all = ["ranks", "out"])]
+    elastic: bool,
 }
 
 impl TrainArgs {
@@ -88,7 +93,7 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         if !a.goes_on() {
             a.config.resolve(recipes, None)?;
         }
-        return launch::start(ranks as usize, a.device.is_gpu(), signals::caught());
+        return launch::start(ranks as usize, a.device.is_gpu(), signals::caught(), &|ranks| a.with_fewer(ranks, tensor, recipes));
     }
     let device = a.device.open_for(world.as_ref())?;
     let ranks = world.map_or(Ok(Ranks::default()), |w| launch::connect(&w, tensor, &device))?;
@@ -147,6 +152,20 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
 }
 
 impl TrainArgs {
+    /// With --elastic: how many ranks go on after one of so many was lost, so that they divide the batch, and how they are started.
+    fn with_fewer(&self, ranks: usize, tensor: usize, recipes: Recipes) -> Option<(usize, Vec<OsString>)> {
+        let out = self.out.as_ref().filter(|_| self.elastic)?;
+        let config = own_config(out, &Start::Newest, true, recipes).ok()??;
+        let batch = config.section::<TrainConfig>("train").ok()?.batch;
+        let fits = |n: &usize| n.is_multiple_of(tensor) && batch.is_multiple_of(n / tensor);
+        let left = (1..ranks).rev().find(fits)?;
+        let mut args: Vec<OsString> = ["train", "--resume", "--elastic", "--out"].map(OsString::from).into();
+        args.push(out.into());
+        let numbers = [("--ranks", left.to_string()), ("--tensor", tensor.to_string())];
+        args.extend(numbers.into_iter().chain(self.device.given()).flat_map(|(flag, value)| [flag.into(), value.into()]));
+        Some((left, args))
+    }
+
     /// How many ranks share a model's weights; checks what was typed against how many ranks there are.
     fn tensor_of(&self, world: Option<&World>) -> Result<usize> {
         let typed = self.ranks.map(|n| n as usize);

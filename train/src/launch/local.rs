@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGTERM};
 use signal_hook::iterator::Signals;
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
@@ -23,13 +24,30 @@ const POLLS: (&str, &str) = ("MPIR_CVAR_POLLS_BEFORE_YIELD", "1");
 /// Signals that come together are one.
 const ONE: Duration = Duration::from_secs(1);
 
+/// What to go on with after a rank was lost: of so many ranks, how many are left that can divide the work, and their command line.
+pub type GoOn<'a> = &'a dyn Fn(usize) -> Option<(usize, Vec<OsString>)>;
+
 /// Starts this command line as so many ranks: on GPUs as processes that find each other by address, on the CPU under MPI's `mpiexec`.
-pub fn start(ranks: usize, on_gpus: bool, caught: Vec<i32>) -> Result<ExitCode> {
+pub fn start(mut ranks: usize, on_gpus: bool, caught: Vec<i32>, go_on: GoOn) -> Result<ExitCode> {
+    let mut args: Vec<OsString> = std::env::args_os().skip(1).collect();
     // Looking for MPI loads its library, whose UCX takes SIGHUP for itself: signals are caught after that, and before the first process is there.
-    let mpiexec = if on_gpus { None } else { Some(mpiexec_command(ranks)?) };
-    let signals = Signals::new(caught)?;
-    let job = mpiexec.map_or_else(|| by_address(ranks), by_mpi)?;
-    job.wait(signals)
+    let mut mpiexec = if on_gpus { None } else { Some(mpiexec_command(ranks, &args)?) };
+    let mut signals = Signals::new(caught)?;
+    loop {
+        let job = mpiexec.take().map_or_else(|| by_address(ranks, &args), by_mpi)?;
+        let ended = job.wait(&mut signals)?;
+        let Some((left, again)) = Some(ranks).filter(|_| ended.lost).and_then(go_on) else { return Ok(ended.code) };
+        warn!("going on with {left} ranks instead of {ranks} from the newest whole checkpoint (--elastic)");
+        (ranks, args) = (left, again);
+        mpiexec = if on_gpus { None } else { Some(mpiexec_command(ranks, &args)?) };
+    }
+}
+
+/// How a job has ended.
+struct Ended {
+    code: ExitCode,
+    /// Whether a rank was ended from outside, as by a machine that fails: the others could go on.
+    lost: bool,
 }
 
 /// This command line again, for a child in a process group of its own: a terminal's Ctrl-C reaches the parent alone, which passes it on once.
@@ -49,7 +67,7 @@ struct Job {
 }
 
 /// `mpiexec` with this command line.
-fn mpiexec_command(ranks: usize) -> Result<Command> {
+fn mpiexec_command(ranks: usize, args: &[OsString]) -> Result<Command> {
     let (found, _) = mpi();
     let Some(library) = &found.path else {
         bail!("several ranks on the CPU need MPI: {}", found.problem().unwrap_or_default());
@@ -60,7 +78,7 @@ fn mpiexec_command(ranks: usize) -> Result<Command> {
     let mut command = Command::new(&program);
     // On this machine alone, also inside of a job of Slurm.
     command.args(["-launcher", "fork", "-rmk", "user", "-print-all-exitcodes", "-n", &ranks.to_string()]);
-    command.arg(std::env::current_exe()?).args(std::env::args_os().skip(1));
+    command.arg(std::env::current_exe()?).args(args);
     if std::env::var_os(POLLS.0).is_none() {
         command.env(POLLS.0, POLLS.1);
     }
@@ -82,14 +100,14 @@ fn by_mpi(mut command: Command) -> Result<Job> {
     Ok(Job { children: vec![child], shown, by_mpi: Some(ends) })
 }
 
-fn by_address(ranks: usize) -> Result<Job> {
+fn by_address(ranks: usize, args: &[OsString]) -> Result<Job> {
     // Free now; rank 0 takes it in a moment.
     let port = std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
     let (open, shown) = channel();
     let mut children: Vec<Child> = vec![];
     for rank in 0..ranks {
         let mut command = Command::new(std::env::current_exe()?);
-        own(command.args(std::env::args_os().skip(1)));
+        own(command.args(args));
         for (name, value) in
             [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("MASTER_PORT", port as usize)]
         {
@@ -163,7 +181,7 @@ fn is_of_a_rank(line: &str, ends: &Mutex<Vec<i32>>) -> bool {
 }
 
 impl Job {
-    fn wait(mut self, mut signals: Signals) -> Result<ExitCode> {
+    fn wait(mut self, signals: &mut Signals) -> Result<Ended> {
         let mut passed: Option<(i32, Instant)> = None;
         let mut failed: Option<(usize, ExitStatus, Instant)> = None;
         let mut interrupted = None;
@@ -195,7 +213,7 @@ impl Job {
         let _ = self.shown.recv_timeout(GRACE);
         Ok(match failed {
             Some((i, status, _)) => self.status(i, status),
-            None => interrupted.map_or(ExitCode::SUCCESS, ExitCode::from),
+            None => Ended { code: interrupted.map_or(ExitCode::SUCCESS, ExitCode::from), lost: false },
         })
     }
 
@@ -205,7 +223,7 @@ impl Job {
     }
 
     /// The exit status of the rank that failed first, with a word on one that could not say itself why it ended.
-    fn status(&self, child: usize, status: ExitStatus) -> ExitCode {
+    fn status(&self, child: usize, status: ExitStatus) -> Ended {
         let ends = self.by_mpi.as_ref().map(|ends| ends.lock().unwrap_or_else(PoisonError::into_inner).clone()).unwrap_or_default();
         let by_rank = ends.iter().position(|&e| e != 0).map(|rank| (rank, ExitStatus::from_raw(ends[rank])));
         let (rank, status) = by_rank.unwrap_or((child, status));
@@ -213,9 +231,9 @@ impl Job {
             let name = signal_hook::low_level::signal_name(signal).map_or(String::new(), |n| format!(" ({n})"));
             let why = if signal == Signal::KILL.as_raw() { "; the system does that to a process when memory runs out" } else { "" };
             warn!("error: rank {rank} was ended by signal {signal}{name}, and with it the other ranks{why}");
-            return ExitCode::from(128 + signal as u8);
+            return Ended { code: ExitCode::from(128 + signal as u8), lost: true };
         }
-        ExitCode::from(status.code().filter(|c| (1..256).contains(c)).unwrap_or(1) as u8)
+        Ended { code: ExitCode::from(status.code().filter(|c| (1..256).contains(c)).unwrap_or(1) as u8), lost: false }
     }
 }
 

@@ -95,6 +95,27 @@ fn a_rank_that_is_killed_ends_the_run() {
 }
 
 /// A signal reaches every rank, and once.
+/// With --elastic the others go on from the last checkpoint, to the end.
+#[test]
+fn where_a_rank_is_lost_the_others_go_on() {
+    let Some(mpich) = mpich() else { return };
+    let dir = tempdir().unwrap();
+    let out = dir.path().join("run");
+    const STEPS: &str = "--steps 60 --set batch=4 --set log_every=1 --set eval_every=60 --set save_every=5 --ranks 2 --elastic";
+    let mut child = in_foreground(found(command(train_args(&out, STEPS)), mpich)).spawn().unwrap();
+    wait_until(&mut child, || losses(&out).len() > 7);
+    let lost = process_of_rank(&out, 1).expect("rank 1 runs");
+    assert!(Command::new("kill").args(["-9", &lost.to_string()]).status().unwrap().success());
+    let ran = end(child).ok();
+    assert!(ran.err.contains("going on with 1 ranks instead of 2") && ran.err.contains("rank 1 was ended by signal 9"), "{ran:#?}");
+    assert!(ran.out.contains("resumed from") && final_losses(&out).last().is_some_and(|l| l.0 == 60), "{ran:#?}");
+    let alone = dir.path().join("alone");
+    train(&alone, "--steps 60 --set batch=4 --set log_every=1 --set eval_every=60 --set save_every=5").ok();
+    for (a, b) in final_losses(&out).iter().zip(&final_losses(&alone)) {
+        assert!(a.0 == b.0 && (a.1.unwrap() - b.1.unwrap()).abs() < 1e-4, "{a:?}, {b:?}");
+    }
+}
+
 #[test]
 fn a_signal_saves_once() {
     let Some(mpich) = mpich() else { return };

@@ -20,7 +20,10 @@ const SMALL: &[Small] = &[
     ("hydra", &["seq=24", "train.batch=4"]),
     ("vision_bdh", &["train.batch=4"]),
     ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=8", "train.batch=4", "train_puzzles=50", "test_puzzles=8"]),
-    ("lior", &["dim=32", "heads=2", "seq=24", "after=4", "memory=20", "field=[3, 2, 6, 5]", "model.steps=6", "rows=300", "n=5", "train.batch=4"]),
+    (
+        "lior",
+        &["dim=32", "heads=2", "seq=24", "after=4", "memory=20", "field=[3, 2, 6, 5]", "model.steps=6", "rows=300", "n=5", "train.batch=4"],
+    ),
     (
         "polychromic",
         &[
@@ -154,7 +157,14 @@ fn checkpoints_of_ranks_are_anyones() {
 #[test]
 fn a_checkpoint_without_one_of_its_parts_is_broken() {
     let dir = tempfile::tempdir().unwrap();
-    train(DECODER, &["train.steps=2", "train.eval_every=2", "train.save_every=2", "passes.zero=auto"], [2, 1], dir.path(), Start::New, None);
+    train(
+        DECODER,
+        &["train.steps=2", "train.eval_every=2", "train.save_every=2", "passes.zero=auto"],
+        [2, 1],
+        dir.path(),
+        Start::New,
+        None,
+    );
     let path = dir.path().join("checkpoints/step-00000002");
     let part = path.join("rank-00001.safetensors");
     assert!(checkpoint::open(&path).is_ok() && part.exists());
@@ -168,7 +178,14 @@ fn a_checkpoint_without_one_of_its_parts_is_broken() {
 #[test]
 fn ranks_stop_together() {
     let dir = tempfile::tempdir().unwrap();
-    let ended = train(DECODER, &["train.steps=9", "train.eval_every=9", "train.save_every=9", "train.log_every=2"], [3, 1], dir.path(), Start::New, Some(1));
+    let ended = train(
+        DECODER,
+        &["train.steps=9", "train.eval_every=9", "train.save_every=9", "train.log_every=2"],
+        [3, 1],
+        dir.path(),
+        Start::New,
+        Some(1),
+    );
     assert!(ended.iter().all(|e| e.interrupted && e.step == 2), "{:?}", ended.iter().map(|e| e.step).collect::<Vec<_>>());
     assert_eq!(crate::common::names(&dir.path().join("checkpoints")), ["step-00000002"]);
 }
