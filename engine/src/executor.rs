@@ -1,6 +1,6 @@
 //! Settings of the GPU executor: how a program runs, not what it computes. Switched like passes, each with a receipt.
 
-use crate::cuda::{Options, fallback};
+use crate::cuda::{Cuda, Options, fallback};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Role};
 use crate::kernel::{Arch, Io, Step};
@@ -238,4 +238,17 @@ fn update(r: &Recorder) {
     let y = x.matmul(w).silu();
     r.update(w, w * 0.5);
     r.output("y", y);
+}
+
+/// Bytes that a device uses besides programs and states: cuBLASLt's workspace.
+pub fn own_memory(target: Target) -> usize {
+    match target {
+        Target::Cpu => 0,
+        Target::Cuda(_) => Cuda::OWN_MEMORY,
+    }
+}
+
+/// A GPU that this machine need not have: for plans, and for compiling every kernel without one.
+pub fn imagined(sm: u32) -> Target {
+    Target::Cuda(Arch { sm, multiprocessors: 132 })
 }

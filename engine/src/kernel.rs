@@ -1,8 +1,7 @@
 //! What an op runs on a GPU: kernel launches and GEMMs, with shapes as compile-time constants.
 
 use crate::meta::{DType, Meta, contiguous};
-use crate::ops::collective::What;
-use crate::ranks::Group;
+use crate::ops::collective::Collective;
 
 /// The inputs and outputs of one node, as its kernels get them.
 #[derive(Clone, Debug)]
@@ -127,30 +126,6 @@ impl Step {
             Step::When(_, step) => step.product(),
         }
     }
-}
-
-/// An exchange of some values with other ranks.
-#[derive(Clone, Debug)]
-pub struct Collective {
-    /// What is exchanged.
-    pub what: What,
-    /// With which ranks.
-    pub group: Group,
-    /// The values.
-    pub parts: Vec<Exchanged>,
-}
-
-/// A value that is exchanged.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Exchanged {
-    /// What this rank gives.
-    pub from: Place,
-    /// Where the result goes.
-    pub to: Place,
-    /// How many elements it gives.
-    pub elements: usize,
-    /// Their type.
-    pub dtype: DType,
 }
 
 /// A condition on how many entries of an i32 input are not negative, such as rows with a target. It is evaluated on the host before a run, which is

@@ -4,8 +4,8 @@ use crate::cpu::{Buffer, Cpu, CpuProgram, Data};
 use crate::cuda::{self, Cuda, CudaProgram, Fallback};
 use crate::error::Error;
 use crate::executor::offloaded;
+pub use crate::executor::{imagined, own_memory};
 use crate::graph::Graph;
-use crate::kernel::Arch;
 use crate::meta::DType;
 use crate::passes::{self, Receipt, Switches, Target, WarmUp};
 use crate::plan::{Memory, Plan, Spot};
@@ -75,14 +75,6 @@ impl Device {
             Device::Cpu(..) => None,
             Device::Cuda(cuda, _) => Some(cuda),
         }
-    }
-}
-
-/// Bytes that a device uses besides programs and states: cuBLASLt's workspace.
-pub fn own_memory(target: Target) -> usize {
-    match target {
-        Target::Cpu => 0,
-        Target::Cuda(_) => Cuda::OWN_MEMORY,
     }
 }
 
@@ -340,11 +332,6 @@ impl Reading {
             Reading::Coming(bytes) => Ok(crate::cpu::widened(&bytes.finish()?, DType::F32)),
         }
     }
-}
-
-/// A GPU that this machine need not have: for plans, and for compiling every kernel without one.
-pub fn imagined(sm: u32) -> Target {
-    Target::Cuda(Arch { sm, multiprocessors: 132 })
 }
 
 #[cfg(test)]

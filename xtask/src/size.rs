@@ -29,6 +29,7 @@ const PARTS: &[(&str, &[&str])] = &[
     ("ops", &["engine/src/ops"]),
     ("passes", &["engine/src/passes"]),
     ("executors", &["engine/src/cpu", "engine/src/cuda", "engine/src/executor.rs", "engine/src/profile.rs", "engine/src/warm_up.rs"]),
+    ("ranks", &["engine/src/ranks"]),
     ("checks", &["engine/src/case.rs", "engine/src/check.rs", "engine/src/check", "engine/src/mutants.rs"]),
     ("train", &["train/src"]),
     ("recipes", &["train/src/recipes"]),

@@ -15,8 +15,8 @@
 pub mod vocabulary;
 
 use crate::cpu::{Data, DataMut, View, ViewMut};
-use crate::kernel::{At, Code, Collective, Exchanged, Io, Step};
-use crate::meta::{Layout, Meta};
+use crate::kernel::{At, Code, Io, Place, Step};
+use crate::meta::{DType, Layout, Meta};
 use crate::op::{Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::ranks::Group;
 use crate::record::Var;
@@ -73,6 +73,30 @@ pub enum What {
     AllToAll,
 }
 
+/// An exchange of some values with other ranks.
+#[derive(Clone, Debug)]
+pub struct Collective {
+    /// What is exchanged.
+    pub what: What,
+    /// With which ranks.
+    pub group: Group,
+    /// The values.
+    pub parts: Vec<Exchanged>,
+}
+
+/// A value that is exchanged.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Exchanged {
+    /// What this rank gives.
+    pub from: Place,
+    /// Where the result goes.
+    pub to: Place,
+    /// How many elements it gives.
+    pub elements: usize,
+    /// Their type.
+    pub dtype: DType,
+}
+
 fn each(x: &Data, y: &mut DataMut, floats: impl FnOnce(&[f32], &mut [f32]), integers: impl FnOnce(&[i32], &mut [i32])) {
     match (x, y) {
         (Data::F32(x), DataMut::F32(y)) => floats(x, y),
@@ -82,7 +106,7 @@ fn each(x: &Data, y: &mut DataMut, floats: impl FnOnce(&[f32], &mut [f32]), inte
 }
 
 fn check(name: &str, x: &[Meta]) {
-    assert!(x.iter().all(|m| m.dtype.is_float() || m.dtype == crate::DType::I32), "{name} of {x:?}: bytes are not exchanged");
+    assert!(x.iter().all(|m| m.dtype.is_float() || m.dtype == DType::I32), "{name} of {x:?}: bytes are not exchanged");
 }
 
 /// The sums of any number of tensors over all ranks, in place.

@@ -62,7 +62,7 @@ pub struct Exchanged {
 }
 
 /// The exchange of a node, if it is one.
-fn collective(node: &Node, arch: Arch) -> Option<engine::kernel::Collective> {
+fn collective(node: &Node, arch: Arch) -> Option<engine::ops::collective::Collective> {
     let Kind::Op(op) = &node.kind else { return None };
     if !["all_reduce", "all_gather", "reduce_scatter", "all_to_all"].contains(&op.name()) {
         return None;
