@@ -51,7 +51,7 @@ pub fn figures(task: &dyn Task, out: &Path) -> Result<String, TrainError> {
 
 pub fn progress(steps: u64, done: u64) -> ProgressBar {
     let bar = ProgressBar::new(steps);
-    if !std::io::stderr().is_terminal() {
+    if !std::io::stderr().is_terminal() || crate::report::rank() > 0 {
         bar.set_draw_target(ProgressDrawTarget::hidden());
     }
     let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left").expect("a template that parses");
