@@ -128,6 +128,9 @@ pub fn save_with_parts(
         return Err(e);
     }
     sync_folder(dir).map_err(io_error("sync", dir))?;
+    if !parts.is_empty() {
+        left.extend(ranks::forget_parts(dir));
+    }
     // The new one is safe: what is in the way of tidiness is no reason to stop.
     left.extend(remove(&old).err());
     if keep.newest > 0 {

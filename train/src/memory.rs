@@ -2,8 +2,8 @@
 //! container's, a Slurm job's) and its own limit (`ulimit -v`) still allow.
 
 use crate::report::human_bytes;
-use engine::Device;
 use engine::cuda::Usage;
+use engine::{Device, Ranks};
 use rustix::process::{Resource, getrlimit};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,6 +28,17 @@ pub fn size(text: &str) -> Result<u64, String> {
         bytes if bytes > (1u64 << 53) as f64 => Err(format!("'{text}' is more than any machine has: name a size such as 8GiB")),
         bytes => Ok(bytes as u64),
     }
+}
+
+/// What ranks may take that must decide alike: the least that is available to one of them.
+pub fn available_to_all(device: &Device, ranks: &Ranks) -> Result<Option<u64>, engine::Error> {
+    let own = available(device);
+    if ranks.size() == 1 {
+        return Ok(own);
+    }
+    let told = ranks.gather(&own.unwrap_or(u64::MAX).to_le_bytes())?;
+    let least = told.iter().filter_map(|bytes| Some(u64::from_le_bytes(bytes.as_slice().try_into().ok()?))).min();
+    Ok(least.filter(|free| *free < u64::MAX))
 }
 
 /// None where it is not known.

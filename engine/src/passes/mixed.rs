@@ -99,6 +99,10 @@ impl Pass for Mixed {
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let (narrow, wide) = (self.0, settings.one_of("residual", &[self.name(), "f32"])? == "f32");
+        if narrow == DType::F16 && settings.ranks.tensor.size > 1 {
+            receipt.decline("ranks that share the weights would each scale the loss by what overflows in their own part", "");
+            return Ok(());
+        }
         if g.nodes.iter().flat_map(|n| &n.outputs).any(|m| m.dtype == DType::BF16) && narrow == DType::F16 {
             return Err(Error::PassSetting { pass: self.name().into(), problem: "bf16 is on already: choose one of the two".into() });
         }

@@ -7,10 +7,11 @@
 use super::Receipt;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Role, Value};
-use crate::meta::Meta;
+use crate::meta::{DType, Meta};
 use crate::op::{Axis, Op, Share};
 use crate::ops::collective::{Broadcast, all_gather, all_reduce, all_to_all, part, reduce_scatter};
 use crate::ops::full::Full;
+use crate::ops::pointwise::Pointwise;
 use crate::ranks::{Group, Part, Ranks};
 use crate::record::{Recorder, Var};
 use std::collections::{HashMap, HashSet};
@@ -113,7 +114,7 @@ impl Division {
         receipt.notes.push(format!("{} of {all} ops on {what}", self.divided(g)));
         for (v, node) in &self.gathered {
             receipt.decline(
-                format!("{} needs {:?} in another form: it is exchanged", g.nodes[*node].name(), g.meta(*v)),
+                format!("{} needs other parts of {:?} than a rank has: an all-gather or all-to-all", g.nodes[*node].name(), g.meta(*v)),
                 &g.nodes[*node].scope,
             );
         }
@@ -125,7 +126,9 @@ fn cost(have: Share, need: Share, meta: &Meta) -> Option<usize> {
     match (have, need) {
         _ if have == need => Some(0),
         (Share::Whole, Share::Dim(_)) => Some(0),
-        (Share::Own, Share::Dim(0)) => Some(0),
+        // Integers of such rows are numbers of the rank's own, which mean nothing to other ops.
+        (Share::Own, Share::Dim(0)) => meta.dtype.is_float().then_some(0),
+        _ if !meta.dtype.is_float() && meta.dtype != DType::I32 => None,
         (Share::Dim(_) | Share::Sum, Share::Whole) | (Share::Sum, Share::Dim(_)) => Some(meta.bytes()),
         (Share::Dim(_), Share::Dim(_)) => Some(meta.bytes() / 2),
         _ => None,
@@ -147,15 +150,11 @@ fn best(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Op
         let meets = axis.x.iter().zip(have).any(|(need, have)| {
             *need != Share::Whole && *have != Share::Whole && need == have || matches!((have, need), (Share::Own, Share::Dim(0)))
         });
-        // Rows in a rank's own order go with others of that order only.
-        let own = have.contains(&Share::Own);
-        let mixes = own
-            && axis
-                .x
-                .iter()
-                .zip(have)
-                .zip(x)
-                .any(|((need, have), m)| matches!(need, Share::Dim(d) if *have == Share::Whole && m.shape[*d] > 1));
+        // Rows in a rank's own order go with others of that order only, and stay the first dimension.
+        let own = axis.x.iter().zip(have).any(|(need, have)| (have, need) == (&Share::Own, &Share::Dim(0)));
+        let ordered = |(need, have): (&Share, &Share)| matches!(need, Share::Dim(_)) && *have != Share::Own;
+        let draws = own && op.is::<Pointwise>().is_some_and(|p| p.expr.draws());
+        let mixes = draws || own && (axis.x.iter().zip(have).any(ordered) || axis.y.iter().any(|s| matches!(s, Share::Dim(1..))));
         if !meets || mixes || !divides(&axis.x, x, parts) || !divides(&axis.y, y, parts) {
             continue;
         }
@@ -177,7 +176,8 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
         let have: Vec<Share> = node.inputs.iter().map(|v| d.shares[v.node][v.out]).collect();
         let (way, shares) = match &node.kind {
             Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (Way::Whole, vec![sources.shares.get(&i).copied().unwrap_or(Share::Whole)]),
-            Kind::Grad => (Way::Own, have[1..].to_vec()),
+            // Of a term of a sum the gradient is that of the sum: the same on all ranks.
+            Kind::Grad => (Way::Own, have[1..].iter().map(|h| if *h == Share::Sum { Share::Whole } else { *h }).collect()),
             Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
             Kind::Op(op) => way(&**op, &have, &g.inputs(i), &node.outputs, parts).ok_or_else(|| undivided(node))?,
         };
@@ -192,7 +192,9 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
         d.shares.push(shares);
         d.ways.push(way);
     }
-    Ok(d)
+    // What is read after a run, and what a state becomes, is put together.
+    let left = g.roots().find(|v| d.shares[v.node][v.out] == Share::Own);
+    left.map_or(Ok(d), |v| Err(undivided(&g.nodes[v.node])))
 }
 
 /// How an op is computed whose inputs are held like this, and what a rank then has of its outputs.
@@ -224,14 +226,20 @@ fn way(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Opt
 
 fn undivided(node: &Node) -> Error {
     let scope = if node.scope.is_empty() { "the top level" } else { &*node.scope };
-    Error::Ranks(format!("'{}' (in {scope}) cannot be divided among ranks, and neither can its inputs be put together", node.name()))
+    Error::Ranks(format!(
+        "'{}' (in {scope}) reads or leaves rows in an order that each rank has for itself (those of a mixture's experts), or bytes that ranks do not exchange: use one \
+         data-parallel rank, or record it otherwise",
+        node.name()
+    ))
 }
 
 /// Records the graph of one rank.
 pub fn rewrite(g: &mut Graph, d: &Division, group: &Group) {
     let recorder = Recorder::new();
     let by = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).flat_map(|n| n.inputs[1..].iter().copied());
-    let mut w = Writer { g, d, group, recorder: &recorder, differs: g.depends_on(by), made: vec![], forms: HashMap::new() };
+    let asked: HashSet<Value> = by.collect();
+    let differs = g.depends_on(asked.iter().copied());
+    let mut w = Writer { g, d, group, recorder: &recorder, differs, asked, made: vec![], forms: HashMap::new() };
     let mut parts = g.parts.clone();
     for (i, node) in g.nodes.iter().enumerate() {
         recorder.set_place(node);
@@ -267,6 +275,8 @@ struct Writer<'a, 'g> {
     recorder: &'g Recorder,
     /// Of each node, whether a gradient is asked for that passes through it.
     differs: Vec<bool>,
+    /// Values that a gradient is asked for.
+    asked: HashSet<Value>,
     made: Vec<Vec<Var<'g>>>,
     /// Values in other forms than the one they have: what a rank has of it, and whether each reads it for its own part of the work.
     forms: HashMap<(Value, Share, bool), Var<'g>>,
@@ -330,7 +340,7 @@ impl<'g> Writer<'_, 'g> {
         let form = match (have, need) {
             _ if apart => match &self.g.nodes[v.node] {
                 // A view of a weight is taken of what is broadcast, so that the weight's gradients are added up once.
-                Node { kind: Kind::Op(op), inputs, .. } if op.is_view() && have == Share::Whole => {
+                Node { kind: Kind::Op(op), inputs, .. } if op.is_view() && have == Share::Whole && !self.asked.contains(&v) => {
                     let seen = self.get(inputs[0], Share::Whole, true);
                     self.recorder.op_arc(op.clone(), &[seen])[v.out]
                 }
@@ -354,6 +364,9 @@ impl<'g> Writer<'_, 'g> {
     fn again(&mut self, v: Value, axis: usize) -> Option<Var<'g>> {
         let node = &self.g.nodes[v.node];
         let Kind::Op(op) = &node.kind else { return None };
+        if self.asked.contains(&v) {
+            return None;
+        }
         let (x, size) = (self.g.inputs(v.node), self.group.size);
         let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, size);
         let (number, axis) = op.axes(&x, size).into_iter().enumerate().find(|(_, a)| fits(a))?;

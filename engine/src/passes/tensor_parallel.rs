@@ -51,7 +51,7 @@ impl Pass for TensorParallel {
         }
         let Placed { division, weights, undivided } = placed(g, settings.ranks)?;
         for (name, scope) in undivided {
-            receipt.decline(format!("no dimension of '{name}' can be divided without putting its result together again"), &scope);
+            receipt.decline(format!("'{name}' cannot be divided without an all-gather of what it computes"), &scope);
         }
         if weights > 0 {
             division.describe(g, "a part of the weights", receipt);

@@ -163,3 +163,42 @@ fn which_weights_are_divided() {
     // One sum of the two matmuls, one of the embedding's rows, two of each row's loss, and two of the gradients of what the layer and the loss read.
     assert_eq!(between("group: tensor"), ["all_reduce", "all_reduce", "all_reduce", "all_gather", "all_reduce", "all_reduce"]);
 }
+
+/// Gradients with respect to what is in between: a sum over the batch, and a view of a weight.
+#[test]
+fn gradients_of_values_in_between() {
+    let graph = || {
+        let r = Recorder::new();
+        let w = r.param("w", &[3, 4], Init::Normal { std: 1.0 });
+        let x = r.feed("x", &[8, 4], DType::F32);
+        let seen = w.t();
+        let total = x.matmul(seen).sum_axis(0);
+        let loss = total.square().mean() + (seen.square().mean() + x.matmul(seen).silu().mean());
+        let grads = r.grad(loss, &[total, seen]);
+        r.output("loss", loss);
+        r.output("total", grads[0]);
+        r.output("view", grads[1]);
+        r.finish()
+    };
+    same([2, 1], graph, &[]);
+    same([4, 1], graph, &[]);
+}
+
+/// Numbers of a rank's own are not handed out as if they were everybody's.
+#[test]
+fn rows_in_an_order_of_ones_own_are_refused_elsewhere() {
+    let compiled = |build: for<'g> fn(kiln_engine::Var<'g>) -> kiln_engine::Var<'g>| {
+        let r = Recorder::new();
+        let chosen = r.feed("chosen", &[8, 2], DType::I32);
+        r.output("y", build(chosen));
+        let switches = Switches::default().on_ranks(Ranks::planned(2, 1));
+        kiln_engine::Compiled::new(r.finish(), &switches, kiln_engine::passes::Target::Cpu).map(|_| ()).map_err(|e| e.to_string())
+    };
+    for build in [(|c| c.dispatch(4).order) as for<'g> fn(kiln_engine::Var<'g>) -> kiln_engine::Var<'g>, |c| {
+        c.dispatch(4).order.cast(DType::F32).sum()
+    }] {
+        let refused = compiled(build).unwrap_err();
+        assert!(refused.contains("in an order that each rank has for itself"), "{refused}");
+    }
+    compiled(|c| c.dispatch(4).offsets.cast(DType::F32).sum()).unwrap();
+}

@@ -5,7 +5,7 @@ use super::tensors::layout;
 use super::*;
 use engine::ranks::Part;
 use serde_json::json;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 /// A part of a tensor of one of a checkpoint's files.
 pub struct Held<'a> {
@@ -41,6 +41,13 @@ pub fn write_parts(dir: &Path, step: u64, rank: usize, held: &[Held]) -> Result<
     Ok(Written { name: file_name(rank), path, sum })
 }
 
+/// Removes parts that ranks have written for a checkpoint which was never saved.
+pub(super) fn forget_parts(dir: &Path) -> Vec<CheckpointError> {
+    let is_part = |name: &str| name.starts_with(".step-") && name.contains(".rank-") && name.ends_with(".safetensors");
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten().filter(|e| e.file_name().to_str().is_some_and(is_part));
+    entries.filter_map(|e| fs::remove_file(e.path()).err().map(io_error("remove", &e.path()))).collect()
+}
+
 impl Written {
     /// For the rank that saves the checkpoint.
     pub fn told(&self) -> Value {
@@ -66,7 +73,10 @@ fn places(text: &str) -> Option<Vec<Part>> {
         let cut = axis.map_or(Some(elements), |a| shape.get(a).copied())?;
         (index < of && cut.is_multiple_of(of)).then_some(Part { shape, axis, index, of, by: "" })
     };
-    noted.iter().map(part).collect()
+    let parts: Vec<Part> = noted.iter().map(part).collect::<Option<_>>()?;
+    let follows = |w: &[Part]| w[0].own_shape().iter().product::<usize>() == w[1].shape.iter().product::<usize>();
+    let whole = parts.iter().all(|p| p.shape.iter().all(|n| *n > 0));
+    (whole && parts.windows(2).all(follows)).then_some(parts)
 }
 
 /// A tensor that is put together of parts.
@@ -74,8 +84,8 @@ struct Whole {
     dtype: String,
     shape: Vec<usize>,
     bytes: Vec<u8>,
-    /// Bytes that are there.
-    filled: usize,
+    /// Which parts are there: their indices, from the outside in.
+    there: BTreeSet<Vec<usize>>,
 }
 
 impl Whole {
@@ -87,7 +97,7 @@ impl Whole {
             [] => piece.copy_from_slice(own),
             _ => {
                 piece = outer.cut(&self.bytes);
-                let mut within = Whole { dtype: String::new(), shape: vec![], bytes: piece, filled: 0 };
+                let mut within = Whole { dtype: String::new(), shape: vec![], bytes: piece, there: BTreeSet::new() };
                 within.put(inner, own);
                 piece = within.bytes;
             }
@@ -104,7 +114,7 @@ impl Checkpoint {
 
     /// A file with the tensors of which ranks have parts put together.
     pub(super) fn joined(&self, name: &str, base: Loaded) -> Result<Loaded, CheckpointError> {
-        let mut wholes: BTreeMap<String, Whole> = BTreeMap::new();
+        let (mut wholes, mut needed) = (BTreeMap::<String, Whole>::new(), BTreeMap::<String, usize>::new());
         for file in self.rank_files() {
             let path = self.path.join(file);
             let bad = |what: &str| broken(&path, format!("'{what}' does not say which part of a tensor it is"));
@@ -116,20 +126,25 @@ impl Checkpoint {
                 let (dtype, _, bytes) = own.get(&full).ok_or_else(|| bad(&full))?;
                 let shape = parts[0].shape.clone();
                 let size = bytes.len() * parts.iter().map(|p| p.of).product::<usize>();
-                let whole =
-                    wholes.entry(tensor.into()).or_insert_with(|| Whole { dtype, shape: shape.clone(), bytes: vec![0; size], filled: 0 });
-                if whole.shape != shape || whole.bytes.len() != size {
+                let whole = wholes.entry(tensor.into()).or_insert_with(|| Whole {
+                    dtype,
+                    shape: shape.clone(),
+                    bytes: vec![0; size],
+                    there: BTreeSet::new(),
+                });
+                let fits = whole.shape == shape && whole.bytes.len() == size && size > 0;
+                if !fits || !whole.there.insert(parts.iter().map(|p| p.index).collect()) {
                     return Err(bad(&full));
                 }
                 whole.put(&parts, bytes);
-                whole.filled += bytes.len();
+                needed.insert(tensor.to_string(), parts.iter().map(|p| p.of).product::<usize>());
             }
         }
         if wholes.is_empty() {
             return Ok(base);
         }
-        if let Some((missing, w)) = wholes.iter().find(|(_, w)| w.filled != w.bytes.len()) {
-            return Err(broken(&self.path, format!("of '{missing}' {} of {} bytes are there", w.filled, w.bytes.len())));
+        if let Some((missing, w)) = wholes.iter().find(|(name, w)| w.there.len() != needed[*name]) {
+            return Err(broken(&self.path, format!("of '{missing}' {} of {} parts are there", w.there.len(), needed[missing])));
         }
         let names = base.names();
         let mut tensors: Vec<(String, String, Vec<usize>, &[u8])> = vec![];

@@ -162,7 +162,10 @@ pub fn main(recipes: Recipes) -> ExitCode {
             code
         }
         // Whoever read our output has seen enough.
-        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
+        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => {
+            crate::launch::abort(0);
+            ExitCode::SUCCESS
+        }
         Err(e) => {
             crate::warn!("error: {e:#}");
             crate::launch::abort(1);

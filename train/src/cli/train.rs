@@ -7,7 +7,7 @@ use crate::config::{Config, ConfigError, TrainConfig, named_in, read_file};
 use crate::launch::{self, World};
 use crate::recipe::TrainError;
 use crate::run::{END, Options, Start, resumable, settings_that_fit, train};
-use crate::{checkpoint, recipe, report, say, warn};
+use crate::{checkpoint, memory, recipe, report, say, warn};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::Ranks;
@@ -137,8 +137,9 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         signal.end_before_the_first_step();
     }
     let config = recipe.sized(&config)?;
+    let on = Where { free: memory::available_to_all(&device, &ranks)?, target: device.target() };
     // The batch of a run that goes on is what it was.
-    let (config, fitted) = a.budget.fit(recipe, config, &Where::here(&device), options.start == Start::New)?;
+    let (config, fitted) = a.budget.fit(recipe, config, &on, options.start == Start::New)?;
     fitted.iter().for_each(|fitted| say!("{}", fitted.line()));
     let mut task = recipe.task(&config)?;
     let ended = match train(&mut *task, &config, &device, &options) {

@@ -212,7 +212,11 @@ impl Job {
         // What is still in the pipes; a process that outlives its rank may hold one open.
         let _ = self.shown.recv_timeout(GRACE);
         Ok(match failed {
-            Some((i, status, _)) => self.status(i, status),
+            // A run that was told to stop does not go on.
+            Some((i, status, _)) => {
+                let ended = self.status(i, status);
+                Ended { lost: ended.lost && passed.is_none(), ..ended }
+            }
             None => Ended { code: interrupted.map_or(ExitCode::SUCCESS, ExitCode::from), lost: false },
         })
     }

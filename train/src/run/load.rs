@@ -17,11 +17,10 @@ pub fn load(task: &dyn Task, config: &Config, device: &Device) -> Result<Session
 
 /// The same for a run, whose plan must be within its memory budget, where it has one.
 pub fn load_within_budget(task: &dyn Task, config: &Config, device: &Device) -> Result<Session, TrainError> {
-    let Some(budget) = config.memory_budget()? else { return load(task, config, device) };
-    let (switches, free) = (config.switches()?, memory::available(device));
-    let compiled = compile_for(task, &switches, device.target(), within(free, Some(budget)))?;
+    let (switches, free, budget) = (config.switches()?, memory::available_to_all(device, &config.ranks)?, config.memory_budget()?);
+    let compiled = compile_for(task, &switches, device.target(), within(free, budget))?;
     let planned = planned(&compiled, device.target());
-    if planned.total() as u64 > budget {
+    if budget.is_some_and(|budget| planned.total() as u64 > budget) {
         return Err(TrainError::OverBudget {
             needs: human_bytes(planned.total() as u64),
             budget: config.text("memory_budget").into(),

@@ -118,6 +118,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         );
         return Ok(Finished { step: ready.done(), interrupted: false });
     }
+    agree(task, config, &ready)?;
     let note = Note::of(task, device, options);
     let run = Run::begin(task, config, options, ready)?;
     note.begin(&options.out)?;
@@ -128,6 +129,31 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         say!("\n{}", show::figures(task, &options.out)?.trim_end());
     }
     ended
+}
+
+/// Ranks that would train different things are an error, before the first step.
+fn agree(task: &dyn Task, config: &Config, ready: &Ready) -> Result<(), TrainError> {
+    let ranks = &config.ranks;
+    if ranks.size() == 1 {
+        return Ok(());
+    }
+    let (batch, data) = (task.train_config().batch, ranks.data.size);
+    if !batch.is_multiple_of(data) {
+        return Err(TrainError::Other(format!(
+            "train.batch = {batch} cannot be divided among {data} ranks: make it a multiple of {data}, or start fewer ranks"
+        )));
+    }
+    let own = [format!("{:?}", ready.from), task.identity()?.to_string(), config.to_toml()];
+    let what = ["the checkpoint that they go on from", "their data, tokenizer or base model", "their settings"];
+    for (own, what) in own.iter().zip(what) {
+        let told = ranks.gather(own.as_bytes())?;
+        if let Some(rank) = told.iter().position(|t| *t != told[0]) {
+            return Err(TrainError::Other(format!(
+                "rank {rank} and rank 0 differ in {what}: all ranks need the same files, on a file system that they share"
+            )));
+        }
+    }
+    Ok(())
 }
 
 fn to_the_end(mut run: Run, steps: u64, started: Instant) -> Result<Finished, TrainError> {

@@ -48,7 +48,10 @@ impl Ready {
             Start::From(path) => Some(checkpoint::open(path).map_err(|e| TrainError::NoWayOn(e.to_string()))?),
         };
         let mut session = loaded(task, config, device, found.as_ref())?;
-        session.stop = options.stop.clone();
+        // Of several ranks none leaves an evaluation that the others go on with: they agree on a stop after it.
+        if config.ranks.size() == 1 {
+            session.stop = options.stop.clone();
+        }
         if c.ema > 0.0 && session.store.get(ema::MASS).is_none() {
             return Err(TrainError::Other(format!("train.ema = {}: {name} has no optimizer whose weights could be averaged", c.ema)));
         }

@@ -384,6 +384,8 @@ impl<'a> Run<'a> {
                 super::note_sample(out, done, &text)?;
             }
             Ok(None) => {}
+            // The other ranks would wait for this one.
+            Err(e) if self.config.ranks.size() > 1 => return Err(e),
             Err(e) => say!("no sample: {e}"),
         }
         if let Some(Evaluation { values, confusion, .. }) = &self.evaluated {

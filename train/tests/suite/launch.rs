@@ -94,7 +94,6 @@ fn a_rank_that_is_killed_ends_the_run() {
     assert!(process_of_rank(&out, 0).is_none());
 }
 
-/// A signal reaches every rank, and once.
 /// With --elastic the others go on from the last checkpoint, to the end.
 #[test]
 fn where_a_rank_is_lost_the_others_go_on() {
@@ -116,6 +115,7 @@ fn where_a_rank_is_lost_the_others_go_on() {
     }
 }
 
+/// A signal reaches every rank, and once.
 #[test]
 fn a_signal_saves_once() {
     let Some(mpich) = mpich() else { return };

@@ -180,8 +180,8 @@ fn ranks_stop_together() {
     let dir = tempfile::tempdir().unwrap();
     let ended = train(
         DECODER,
-        &["train.steps=9", "train.eval_every=9", "train.save_every=9", "train.log_every=2"],
-        [3, 1],
+        &["train.steps=9", "train.eval_every=2", "train.save_every=9", "train.log_every=2"],
+        [4, 1],
         dir.path(),
         Start::New,
         Some(1),
