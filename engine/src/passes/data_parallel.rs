@@ -51,6 +51,7 @@ impl Pass for DataParallel {
             receipt.decline(format!("no feed has a first dimension that {} ranks can divide: each computes all of it", group.size), "");
             return Ok(());
         };
+        division.check(g)?;
         division.describe(g, "a part of the batch", receipt);
         rewrite(g, &division, group);
         Ok(())

@@ -107,6 +107,12 @@ impl Division {
         sources.shares.len() > before
     }
 
+    /// Whether everything that it exchanges can be exchanged.
+    pub fn check(&self, g: &Graph) -> Result<(), Error> {
+        let bytes = |v: &Value| !g.meta(*v).dtype.is_float() && g.meta(*v).dtype != DType::I32;
+        self.gathered.iter().find(|(v, _)| bytes(v)).map_or(Ok(()), |(_, node)| Err(undivided(&g.nodes[*node])))
+    }
+
     /// Counts in a receipt what is divided, and what is not.
     pub fn describe(&self, g: &Graph, what: &str, receipt: &mut Receipt) {
         let all = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Op(_)) && !n.is_view()).count();
@@ -128,7 +134,8 @@ fn cost(have: Share, need: Share, meta: &Meta) -> Option<usize> {
         (Share::Whole, Share::Dim(_)) => Some(0),
         // Integers of such rows are numbers of the rank's own, which mean nothing to other ops.
         (Share::Own, Share::Dim(0)) => meta.dtype.is_float().then_some(0),
-        _ if !meta.dtype.is_float() && meta.dtype != DType::I32 => None,
+        // Bytes are not exchanged: see `Division::check`.
+        _ if !meta.dtype.is_float() && meta.dtype != DType::I32 => Some(1 << 40),
         (Share::Dim(_) | Share::Sum, Share::Whole) | (Share::Sum, Share::Dim(_)) => Some(meta.bytes()),
         (Share::Dim(_), Share::Dim(_)) => Some(meta.bytes() / 2),
         _ => None,

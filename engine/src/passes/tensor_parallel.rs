@@ -54,6 +54,7 @@ impl Pass for TensorParallel {
             receipt.decline(format!("'{name}' cannot be divided without an all-gather of what it computes"), &scope);
         }
         if weights > 0 {
+            division.check(g)?;
             division.describe(g, "a part of the weights", receipt);
             receipt.notes.push(format!("{weights} weights divided"));
             rewrite(g, &division, group);

@@ -53,18 +53,29 @@ fn config((recipe, small): Small, settings: &[&str]) -> Config {
 }
 
 /// Trains on `data` times `tensor` ranks in a folder; how each of them ended. `stop`: the rank that is told to stop before the first step.
-fn train(of: Small, settings: &[&str], [data, tensor]: [usize; 2], out: &Path, start: Start, stop: Option<usize>) -> Vec<Finished> {
+fn tried(
+    of: Small,
+    settings: &[&str],
+    [data, tensor]: [usize; 2],
+    out: &Path,
+    start: Start,
+    stop: Option<usize>,
+) -> Vec<Result<Finished, String>> {
     let config = config(of, settings);
-    let ended = threads::each(data, tensor, |ranks| {
+    threads::each(data, tensor, |ranks| {
         let mut config = config.clone();
         let told = Arc::new(AtomicBool::new(stop == Some(ranks.rank())));
         config.ranks = ranks;
         let options = Options { out: out.into(), start: start.clone(), stop: told, ..Options::default() };
         let mut task = recipe::find(of.0).unwrap().task(&config).unwrap();
         run::train(&mut *task, &config, &Device::cpu(Cpu::new(1)), &options).map_err(|e| e.to_string())
-    });
-    let each = ended.into_iter().enumerate();
-    each.map(|(rank, e)| e.unwrap_or_else(|e| panic!("{} on {data}x{tensor}, rank {rank}: {e}", of.0))).collect()
+    })
+}
+
+/// The same where all ranks come to their end.
+fn train(of: Small, settings: &[&str], ranks: [usize; 2], out: &Path, start: Start, stop: Option<usize>) -> Vec<Finished> {
+    let each = tried(of, settings, ranks, out, start, stop).into_iter().enumerate();
+    each.map(|(rank, e)| e.unwrap_or_else(|e| panic!("{} on {ranks:?}, rank {rank}: {e}", of.0))).collect()
 }
 
 /// Every number that a run reports of its model, by step.
@@ -188,4 +199,15 @@ fn ranks_stop_together() {
     );
     assert!(ended.iter().all(|e| e.interrupted && e.step == 2), "{:?}", ended.iter().map(|e| e.step).collect::<Vec<_>>());
     assert_eq!(crate::common::names(&dir.path().join("checkpoints")), ["step-00000002"]);
+}
+
+#[test]
+fn a_batch_that_ranks_cannot_divide_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let ended = tried(DECODER, &["train.steps=2", "train.batch=4"], [3, 1], dir.path(), Start::New, None);
+    for e in ended {
+        let refused = e.err().unwrap();
+        assert!(refused.contains("train.batch = 4 cannot be divided among 3 ranks"), "{refused}");
+    }
+    assert!(!dir.path().join("checkpoints").exists());
 }
