@@ -18,6 +18,7 @@ use crate::cpu::{Data, DataMut, View, ViewMut};
 use crate::kernel::{At, Code, Io, Place, Step};
 use crate::meta::{DType, Layout, Meta};
 use crate::op::{Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
+use crate::ops::view::view_op;
 use crate::ranks::Group;
 use crate::record::Var;
 use std::sync::Arc;
@@ -29,10 +30,7 @@ macro_rules! collective {
             $name
         }
         fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-            match at {
-                Port::In(_) => Narrow::Keep,
-                Port::Out(k) => Narrow::Follow(vec![k]),
-            }
+            kept(at)
         }
         fn cost(&self, x: &[Meta]) -> Cost {
             Cost { memory_bound: false, ..Cost::memory(x.iter().chain(&self.infer(x)).map(|m| m.bytes()).sum()) }
@@ -229,35 +227,12 @@ fn scaled(shape: &[usize], times: usize, parts: usize) -> Vec<usize> {
     shape
 }
 
-/// What both views have in common: they run nothing.
-macro_rules! seen {
-    ($name:literal) => {
-        fn name(&self) -> &'static str {
-            $name
-        }
-        fn cpu(&self, _: &[View], _: &mut [ViewMut], _: &mut [f32]) {
-            unreachable!("a view is resolved by the plan")
-        }
-        fn cuda(&self, _: &Io) -> Code {
-            unreachable!("a view is resolved by the plan")
-        }
-        /// As they are: what is rounded is rounded afterwards, so that gradients are summed over the ranks in the type of the weights.
-        fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-            match at {
-                Port::In(_) => Narrow::Keep,
-                Port::Out(_) => Narrow::Follow(vec![0]),
-            }
-        }
-        fn cost(&self, _: &[Meta]) -> Cost {
-            Cost::memory(0)
-        }
-        fn layout(&self, _: usize) -> Layout {
-            Layout::Any
-        }
-        fn is_view(&self) -> bool {
-            true
-        }
-    };
+/// As it is: what is rounded is rounded afterwards, so that gradients are summed over the ranks in the type of the weights.
+fn kept(at: Port) -> Narrow {
+    match at {
+        Port::In(_) => Narrow::Keep,
+        Port::Out(k) => Narrow::Follow(vec![k]),
+    }
 }
 
 /// A value that all ranks have, and that each reads for its own part of the work. Nothing is sent. Its gradient is the sum over all ranks.
@@ -268,7 +243,7 @@ pub struct Broadcast {
 }
 
 impl Op for Broadcast {
-    seen!("broadcast");
+    view_op!("broadcast", kept);
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         x.to_vec()
@@ -298,7 +273,7 @@ pub struct Part {
 }
 
 impl Op for Part {
-    seen!("part");
+    view_op!("part", kept);
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let mut shape = x[0].shape.clone();

@@ -7,8 +7,12 @@ use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share
 use crate::record::Var;
 use std::sync::Arc;
 
+/// What all views have in common: they run nothing. `$precision` says what mixed precision may round.
 macro_rules! view_op {
     ($name:literal) => {
+        view_op!($name, op::rounded);
+    };
+    ($name:literal, $precision:path) => {
         fn name(&self) -> &'static str {
             $name
         }
@@ -19,7 +23,7 @@ macro_rules! view_op {
             unreachable!("a view is resolved by the plan")
         }
         fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-            op::rounded(at)
+            $precision(at)
         }
         fn cost(&self, _: &[Meta]) -> Cost {
             Cost::memory(0)
@@ -32,6 +36,8 @@ macro_rules! view_op {
         }
     };
 }
+
+pub(in crate::ops) use view_op;
 
 /// The same elements in another shape.
 #[derive(Debug)]
