@@ -1,6 +1,6 @@
 //! `kiln train --ranks N`: N processes on this machine, and a parent that passes signals on, waits, and ends with the status of the rank that failed.
 
-use super::{mpi, mpiexec, world};
+use super::{World, gpu_of, mpi, mpiexec, world};
 use crate::warn;
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
@@ -30,6 +30,10 @@ pub type GoOn<'a> = &'a dyn Fn(usize) -> Option<(usize, Vec<OsString>)>;
 /// Starts this command line as so many ranks: on GPUs as processes that find each other by address, on the CPU under MPI's `mpiexec`.
 pub fn start(mut ranks: usize, on_gpus: bool, caught: Vec<i32>, go_on: GoOn) -> Result<ExitCode> {
     let mut args: Vec<OsString> = std::env::args_os().skip(1).collect();
+    if on_gpus {
+        // What would be wrong on every rank is said once.
+        gpu_of(&local(ranks - 1, ranks)).map_err(anyhow::Error::msg)?;
+    }
     // Looking for MPI loads its library, whose UCX takes SIGHUP for itself: signals are caught after that, and before the first process is there.
     let mut mpiexec = if on_gpus { None } else { Some(mpiexec_command(ranks, &args)?) };
     let mut signals = Signals::new(caught)?;
@@ -98,6 +102,12 @@ fn by_mpi(mut command: Command) -> Result<Job> {
         });
     }
     Ok(Job { children: vec![child], shown, by_mpi: Some(ends) })
+}
+
+/// One of so many ranks on this machine.
+fn local(rank: usize, ranks: usize) -> World {
+    let (launcher, local_size, is_slurms) = ("--ranks", Some(ranks), false);
+    World { launcher, rank, size: ranks, local_rank: rank, local_size, address: None, cores: None, is_slurms }
 }
 
 fn by_address(ranks: usize, args: &[OsString]) -> Result<Job> {
