@@ -116,7 +116,9 @@ struct Library {
 fn open(folders: &Folders) -> Result<Library, Error> {
     static LOADED: OnceLock<Result<(Functions, i32), String>> = OnceLock::new();
     let found = find(folders);
-    let Some(path) = &found.path else { return Err(Error::Ranks(format!("ranks on GPUs need NCCL: {}", found.problem().unwrap_or_default()))) };
+    let Some(path) = &found.path else {
+        return Err(Error::Ranks(format!("ranks on GPUs need NCCL: {}", found.problem().unwrap_or_default())));
+    };
     let load = || {
         // SAFETY: `find` has loaded it already, so no initialiser runs; it is never closed.
         let library = unsafe { libloading::os::unix::Library::new(path) }.map_err(|e| e.to_string())?;

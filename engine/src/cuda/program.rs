@@ -375,19 +375,18 @@ impl CudaProgram {
             let memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
             Products::new(cuda, options, (memory.start(), memory.bytes()))
         };
-        let mut b =
-            Builder {
-                graph: &graph,
-                plan: &plan,
-                kernels: kernels.into_iter(),
-                products,
-                steps: vec![],
-                when: vec![],
-                conditions: vec![],
-                awaited: vec![],
-                forks: 0,
-                joins: joins(&graph, &view_roots(&graph)),
-            };
+        let mut b = Builder {
+            graph: &graph,
+            plan: &plan,
+            kernels: kernels.into_iter(),
+            products,
+            steps: vec![],
+            when: vec![],
+            conditions: vec![],
+            awaited: vec![],
+            forks: 0,
+            joins: joins(&graph, &view_roots(&graph)),
+        };
         let mut nodes = vec![];
         for (i, code) in codes.iter().enumerate() {
             let first = b.steps.len();

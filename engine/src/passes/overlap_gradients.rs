@@ -58,20 +58,30 @@ enum Way {
     ReduceScatter,
 }
 
-/// Gradients that are exchanged at once, at the place of the last.
+/// An exchange of one value, where a node is that.
+fn exchange(node: &Node) -> Option<(Way, &Group)> {
+    let sum = node.op::<AllReduce>().filter(|a| a.tensors == 1).map(|a| (Way::AllReduce, &a.group));
+    sum.or_else(|| node.op::<ReduceScatter>().filter(|_| node.inputs.len() == 1).map(|s| (Way::ReduceScatter, &s.group)))
+}
+
+/// A gradient that is exchanged.
+#[derive(Clone, Copy)]
+struct Gradient {
+    node: usize,
+    way: Way,
+    bytes: usize,
+    /// The node that computes it, and the first that needs the result.
+    ready: usize,
+    until: usize,
+}
+
+/// Gradients that are exchanged at once, as soon as the last of them is computed.
 struct Bucket {
     way: Way,
     nodes: Vec<usize>,
     bytes: usize,
-    /// The first node that needs one of the results.
+    ready: usize,
     until: usize,
-}
-
-/// The group of a gradient's exchange, where a node is one.
-fn exchange<'a>(node: &'a Node, among: &Group) -> Option<(Way, &'a Group)> {
-    let sum = node.op::<AllReduce>().filter(|a| a.tensors == 1).map(|a| (Way::AllReduce, &a.group));
-    let found = sum.or_else(|| node.op::<ReduceScatter>().map(|s| (Way::ReduceScatter, &s.group)));
-    found.filter(|(_, group)| node.backward && group.name == among.name && !group.aside)
 }
 
 impl Pass for OverlapGradients {
@@ -90,7 +100,7 @@ impl Pass for OverlapGradients {
         if group.is_alone() {
             return Ok(());
         }
-        let buckets = buckets(g, group, most, own, receipt);
+        let buckets = buckets(g, &gradients(g, group), most, own, receipt);
         if buckets.is_empty() {
             return Ok(());
         }
@@ -98,9 +108,9 @@ impl Pass for OverlapGradients {
         let bytes: usize = buckets.iter().map(|b| b.bytes).sum();
         receipt.notes.push(format!("{} exchanges, {:.1} MiB", buckets.len(), bytes as f64 / (1 << 20) as f64));
         let buckets = gather(g, buckets);
-        g.rewrite(|w, i, _, _| {
-            let Some(bucket) = buckets.iter().find(|b| b.nodes[0] == i) else { return Ok::<_, Error>(None) };
-            let (_, group) = exchange(&w.old.nodes[i], group).expect("one of a bucket");
+        let first: HashMap<usize, &Bucket> = buckets.iter().map(|b| (b.nodes[0], b)).collect();
+        g.rewrite(|w, i, node, _| {
+            let (Some(bucket), Some((_, group))) = (first.get(&i), exchange(node)) else { return Ok::<_, Error>(None) };
             let group = if own { group.aside() } else { group.clone() };
             let x: Vec<_> = bucket.nodes.iter().map(|&n| w.at(w.old.nodes[n].inputs[0])).collect();
             let y = match bucket.way {
@@ -113,75 +123,93 @@ impl Pass for OverlapGradients {
     }
 }
 
-/// Fills one bucket of each kind after the other, in the order in which gradients are computed.
-fn buckets(g: &Graph, group: &Group, most: usize, own: bool, receipt: &mut Receipt) -> Vec<Bucket> {
-    let first = first_reads(g);
+/// What the backward pass computes and the ranks add up, in the order in which it is computed.
+fn gradients(g: &Graph, group: &Group) -> Vec<Gradient> {
+    let roots = view_roots(g);
+    let mut first = vec![g.nodes.len(); g.nodes.len()];
+    for (i, node) in g.nodes.iter().enumerate().rev().filter(|(_, n)| !n.is_view()) {
+        node.inputs.iter().for_each(|v| first[roots[v.node].unwrap_or(*v).node] = i);
+    }
+    let mut found = vec![];
+    for (i, node) in g.nodes.iter().enumerate() {
+        let Some((way, by)) = exchange(node) else { continue };
+        let v = node.inputs[0];
+        let ready = roots[v.node].unwrap_or(v).node;
+        if by.name == group.name && g.nodes[ready].backward {
+            found.push(Gradient { node: i, way, bytes: g.meta(v).bytes(), ready, until: first[i] });
+        }
+    }
+    found.sort_by_key(|f| (f.ready, f.node));
+    found
+}
+
+/// Fills one bucket of each kind after the other.
+fn buckets(g: &Graph, gradients: &[Gradient], most: usize, own: bool, receipt: &mut Receipt) -> Vec<Bucket> {
     // Of each position, how many nodes before it compute something.
-    let computes = |n: &Node| !n.is_view() && !n.is_source() && exchange(n, group).is_none();
+    let computes = |n: &Node| !n.is_view() && !n.is_source() && exchange(n).is_none();
     let mut before = vec![0];
     g.nodes.iter().for_each(|n| before.push(before[before.len() - 1] + computes(n) as usize));
     let (mut full, mut open): (Vec<Bucket>, Vec<Bucket>) = (vec![], vec![]);
-    for (i, node) in g.nodes.iter().enumerate() {
-        let Some((way, _)) = exchange(node, group) else { continue };
-        let (bytes, until) = (g.meta(node.inputs[0]).bytes(), first[i]);
+    for &Gradient { node, way, bytes, ready, until } in gradients {
         match open.iter_mut().find(|b| b.way == way) {
-            Some(b) if b.bytes + bytes <= most && i < b.until => {
-                b.nodes.push(i);
-                (b.bytes, b.until) = (b.bytes + bytes, b.until.min(until));
+            Some(b) if b.bytes + bytes <= most && ready < b.until => {
+                b.nodes.push(node);
+                (b.bytes, b.ready, b.until) = (b.bytes + bytes, ready, b.until.min(until));
             }
             _ => {
                 full.extend(open.extract_if(.., |b| b.way == way));
-                open.push(Bucket { way, nodes: vec![i], bytes, until });
+                open.push(Bucket { way, nodes: vec![node], bytes, ready, until });
             }
         }
     }
     full.append(&mut open);
     full.retain(|b| {
-        let last = b.nodes[b.nodes.len() - 1];
-        let beside = own && before[b.until] > before[last + 1];
+        let beside = own && before[b.until] > before[b.ready + 1];
         if b.nodes.len() == 1 && !beside {
-            receipt.decline("its sum is needed at once, and there is no other to put beside it", &g.nodes[last].scope);
+            receipt.decline("its sum is needed at once, and there is no other to put beside it", &g.nodes[b.nodes[0]].scope);
         }
         b.nodes.len() > 1 || beside
     });
     full
 }
 
-/// For every node, the first that reads a result of it, views looked through; the graph's end for what nobody reads.
-fn first_reads(g: &Graph) -> Vec<usize> {
-    let roots = view_roots(g);
-    let mut first = vec![g.nodes.len(); g.nodes.len()];
-    for (i, node) in g.nodes.iter().enumerate().rev().filter(|(_, n)| !n.is_view()) {
-        node.inputs.iter().for_each(|v| first[roots[v.node].unwrap_or(*v).node] = i);
-    }
-    first
-}
-
-/// Moves the nodes of every bucket to the place of its last, and views of them behind it. Gives the buckets with their new places.
+/// Moves the nodes of every bucket behind the node that computes the last gradient of it. Gives the buckets with their new places.
 fn gather(g: &mut Graph, mut buckets: Vec<Bucket>) -> Vec<Bucket> {
-    let of: HashMap<usize, usize> = buckets.iter().enumerate().flat_map(|(b, bucket)| bucket.nodes.iter().map(move |&n| (n, b))).collect();
-    let roots = view_roots(g);
-    let mut order = Vec::with_capacity(g.nodes.len());
-    let mut held: HashSet<usize> = HashSet::new();
-    let mut views: Vec<Vec<usize>> = buckets.iter().map(|_| vec![]).collect();
+    let exchanged: HashSet<usize> = buckets.iter().flat_map(|b| b.nodes.iter().copied()).collect();
+    let mut behind: HashMap<usize, Vec<usize>> = HashMap::new();
+    buckets.iter().for_each(|b| behind.entry(b.ready).or_default().extend(&b.nodes));
+    let mut order = Order { g, done: vec![false; g.nodes.len()], nodes: vec![] };
     for (i, node) in g.nodes.iter().enumerate() {
-        let shown = roots[i].map(|root| root.node).filter(|root| node.is_view() && held.contains(root));
-        match (of.get(&i), shown) {
-            (Some(&b), _) if buckets[b].nodes.last() != Some(&i) => held.extend([i]),
-            (Some(&b), _) => {
-                order.extend(&buckets[b].nodes);
-                held.retain(|n| of[n] != b);
-                order.append(&mut views[b]);
-            }
-            (None, Some(root)) => views[of[&root]].push(i),
-            (None, None) => order.push(i),
+        // Views follow what they show, when somebody reads them.
+        if !node.is_view() && !exchanged.contains(&i) {
+            order.add(i);
+            behind.get(&i).into_iter().flatten().for_each(|&n| order.add(n));
         }
     }
+    (0..g.nodes.len()).for_each(|i| order.add(i));
+    let order = order.nodes;
     let mut place = vec![0; order.len()];
     order.iter().enumerate().for_each(|(new, &old)| place[old] = new);
     g.reorder(&order);
     buckets.iter_mut().for_each(|b| b.nodes.iter_mut().for_each(|n| *n = place[*n]));
     buckets
+}
+
+/// An order of nodes in the making.
+struct Order<'a> {
+    g: &'a Graph,
+    done: Vec<bool>,
+    nodes: Vec<usize>,
+}
+
+impl Order<'_> {
+    /// A node, with the views that it needs before it.
+    fn add(&mut self, i: usize) {
+        if !std::mem::replace(&mut self.done[i], true) {
+            self.g.nodes[i].inputs.iter().for_each(|v| self.add(v.node));
+            self.nodes.push(i);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -231,12 +259,11 @@ mod tests {
         let c = compiled(&[("overlap-gradients", "auto,bucket=0")]);
         let g = &c.graph;
         let each = aside(g);
-        // The last is needed at once.
-        assert_eq!(each.len(), 5, "{}", c.receipts.iter().find(|r| r.pass == "overlap-gradients").unwrap().summary());
+        assert_eq!(each.len(), 6, "{}", c.receipts.iter().find(|r| r.pass == "overlap-gradients").unwrap().summary());
         let ends = joins(g, &view_roots(g));
-        let (last, end) = (each[4], ends[&each[0]]);
+        let end = ends[&each[0]];
         let products = |range: std::ops::Range<usize>| range.filter(|&i| g.nodes[i].name().contains("matmul")).count();
-        assert!(products(each[0]..each[1]) >= 1 && products(last..end) >= 1, "{each:?} {end}");
+        assert!(products(each[0]..each[1]) >= 1 && products(each[4]..end) >= 1, "{each:?} {end}");
         assert!(each.iter().all(|i| ends[i] == end && g.nodes[end].name() == "global_norm"));
         assert!(aside(&compiled(&[("overlap-gradients", "off")]).graph).is_empty());
         assert!(aside(&compiled(&[("overlap-gradients", "auto,stream=same")]).graph).is_empty());

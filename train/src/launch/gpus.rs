@@ -10,8 +10,9 @@ use engine::{Cuda, Ranks};
 use std::io::Write;
 use std::time::Duration;
 
-/// What NCCL is told where the user has not said anything: always the same way to add up, so that a run repeats bit for bit. NVLS does not.
-const PINNED: [(&str, &str); 2] = [("NCCL_ALGO", "Ring"), ("NCCL_NVLS_ENABLE", "0")];
+/// What NCCL is told where the user has not said anything: always the same way to add up, so that a run repeats bit for bit, which NVLS does not; and not to
+/// exchange addresses of buffers while a program is captured, since a rank may capture one that the others have captured before.
+const PINNED: [(&str, &str); 3] = [("NCCL_ALGO", "Ring"), ("NCCL_NVLS_ENABLE", "0"), ("NCCL_GRAPH_REGISTER", "0")];
 /// Whether ranks may share a GPU.
 const SHARING: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 /// After another rank is gone: whoever started this one has so long to end it, and the other to say why.
@@ -31,6 +32,7 @@ pub struct Gpus {
 impl Gpus {
     /// Connects this rank to the others; `tensor` of them share the weights of one model.
     pub fn connect(world: &World, tensor: usize, cuda: &Cuda) -> Result<Gpus, TrainError> {
+        super::local::end_with_parent().map_err(|e| TrainError::Other(e.to_string()))?;
         let folders = gpu::folders();
         let (unset, settings) = settings(|name| std::env::var(name).ok());
         nccl::set_variables(&unset);
@@ -71,7 +73,7 @@ impl Gpus {
         self.nccl.ranks()
     }
 
-    /// `NCCL 2.30.7 (NCCL_ALGO=Ring, NCCL_NVLS_ENABLE=0)`
+    /// `NCCL 2.30.7 (NCCL_ALGO=Ring, NCCL_NVLS_ENABLE=0, NCCL_GRAPH_REGISTER=0)`
     pub fn describe(&self) -> String {
         format!("{} ({})", self.nccl.version(), self.settings)
     }
@@ -112,7 +114,8 @@ fn lost(why: &str) {
 /// The first rank's bytes by MPI, for ranks that `mpiexec` started without an address.
 fn by_mpi(world: &World, draw: impl FnOnce() -> Result<Vec<u8>, TrainError>) -> Result<(Vec<u8>, Mpi), TrainError> {
     let address = "MASTER_ADDR and MASTER_PORT are not set (a host of the job and a free port there; torchrun and --ranks set both)";
-    let mpi = Mpi::connect(&super::folders()).map_err(|e| TrainError::Other(format!("the ranks cannot find each other: {address}, and {e}")))?;
+    let mpi =
+        Mpi::connect(&super::folders()).map_err(|e| TrainError::Other(format!("the ranks cannot find each other: {address}, and {e}")))?;
     if (mpi.rank, mpi.size) != (world.rank, world.size) {
         return Err(TrainError::Other(format!("the ranks cannot find each other: {address}, and {}", super::strangers(world, &mpi))));
     }
@@ -184,7 +187,10 @@ mod tests {
         assert_eq!(machine(4).gpu_of(&world(3, Some(4))), Ok(3));
         assert_eq!(machine(4).gpu_of(&world(3, None)), Ok(3));
         let few = machine(2).gpu_of(&world(1, Some(4))).unwrap_err();
-        assert!(few.contains("4 ranks and 2 of the GPUs") && few.contains("NCCL 2.30.3") && few.contains("NCCL_MULTI_RANK_GPU_ENABLE=1"), "{few}");
+        assert!(
+            few.contains("4 ranks and 2 of the GPUs") && few.contains("NCCL 2.30.3") && few.contains("NCCL_MULTI_RANK_GPU_ENABLE=1"),
+            "{few}"
+        );
         assert!(machine(2).gpu_of(&world(2, None)).is_err());
     }
 
@@ -206,7 +212,7 @@ mod tests {
     #[test]
     fn what_the_user_has_set_stays() {
         let (unset, all) = settings(|name| (name == "NCCL_ALGO").then(|| "Tree".into()));
-        assert_eq!((unset, all.as_str()), (vec![("NCCL_NVLS_ENABLE", "0")], "NCCL_ALGO=Tree, NCCL_NVLS_ENABLE=0"));
+        assert_eq!((unset, all.as_str()), (PINNED[1..].to_vec(), "NCCL_ALGO=Tree, NCCL_NVLS_ENABLE=0, NCCL_GRAPH_REGISTER=0"));
         assert_eq!(settings(|_| None).0, PINNED);
     }
 }

@@ -21,6 +21,8 @@ const LOOK: Duration = Duration::from_millis(30);
 /// How often MPICH asks whether a message has come before it lets other processes run. Its default makes ranks wait for those that have no core:
 /// 4 ranks on 2 busy cores took 11.8 s for 40 steps, and 2.3 s with 1.
 const POLLS: (&str, &str) = ("MPIR_CVAR_POLLS_BEFORE_YIELD", "1");
+/// The process that started a rank, which the rank does not outlive.
+const PARENT: &str = "KILN_STARTED_BY";
 /// Signals that come together are one.
 const ONE: Duration = Duration::from_secs(1);
 
@@ -104,6 +106,17 @@ fn by_mpi(mut command: Command) -> Result<Job> {
     Ok(Job { children: vec![child], shown, by_mpi: Some(ends) })
 }
 
+/// Ends this process with the one that started it as a rank: a parent that is killed passes nothing on, and ranks without it would wait on a GPU that they hold.
+pub fn end_with_parent() -> std::io::Result<()> {
+    let Some(parent) = std::env::var(PARENT).ok().and_then(|id| id.parse::<i32>().ok()) else { return Ok(()) };
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    // It may have been over before that.
+    match rustix::process::getppid().is_some_and(|p| p.as_raw_nonzero().get() == parent) {
+        true => Ok(()),
+        false => Err(std::io::Error::other("the process that started this rank is gone")),
+    }
+}
+
 /// One of so many ranks on this machine.
 fn local(rank: usize, ranks: usize) -> World {
     let (launcher, local_size, is_slurms) = ("--ranks", Some(ranks), false);
@@ -123,7 +136,7 @@ fn by_address(ranks: usize, args: &[OsString]) -> Result<Job> {
         {
             command.env(name, value.to_string());
         }
-        command.env("MASTER_ADDR", "127.0.0.1");
+        command.env("MASTER_ADDR", "127.0.0.1").env(PARENT, std::process::id().to_string());
         // The first has the terminal, if there is one, for its progress bar.
         let command = if rank > 0 { command.stdout(Stdio::null()).stderr(Stdio::piped()) } else { &mut command };
         match command.spawn() {

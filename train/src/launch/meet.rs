@@ -65,7 +65,10 @@ impl Place {
                 let mut lines = self.gather(&listener)?;
                 for line in &mut lines.0 {
                     let length = (bytes.len() as u32).to_le_bytes();
-                    line.1.write_all(&length).and_then(|()| line.1.write_all(&bytes)).map_err(|e| self.failed(format!("rank {}: {e}", line.0)))?;
+                    line.1
+                        .write_all(&length)
+                        .and_then(|()| line.1.write_all(&bytes))
+                        .map_err(|e| self.failed(format!("rank {}: {e}", line.0)))?;
                 }
                 Ok((bytes, lines))
             }
@@ -102,7 +105,11 @@ impl Place {
                 Err(e) if e.kind() == ErrorKind::WouldBlock && Instant::now() < until => std::thread::sleep(PAUSE / 10),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {
                     let missing: Vec<String> = (1..self.size).filter(|r| lines.iter().all(|l| l.0 != *r)).map(|r| r.to_string()).collect();
-                    return Err(self.failed(format!("after {} s these have not come: rank {}", self.patience.as_secs(), missing.join(", "))));
+                    return Err(self.failed(format!(
+                        "after {} s these have not come: rank {}",
+                        self.patience.as_secs(),
+                        missing.join(", ")
+                    )));
                 }
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => return Err(self.failed(e)),
