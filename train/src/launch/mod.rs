@@ -12,7 +12,7 @@ mod local;
 mod meet;
 mod world;
 
-pub use gpus::which as gpu_of;
+pub use gpus::{prepare, which as gpu_of};
 pub use local::start;
 pub use world::World;
 
