@@ -52,7 +52,6 @@ impl Address {
 }
 
 /// A launch with its addresses.
-#[expect(clippy::large_enum_variant, reason = "a program has some thousand of them")]
 enum Ready {
     Launch {
         kernel: Kernel,

@@ -153,6 +153,10 @@ struct Machine {
 /// The number of this rank's GPU.
 pub fn which(world: &World) -> Result<usize, String> {
     let gpus = gpu::count();
+    if gpus == 0 {
+        // Says what is missing.
+        return gpu::open("cuda", None).map(|_| 0);
+    }
     let sharing = std::env::var(SHARING).is_ok_and(|v| v == "1");
     let version = sharing.then(|| nccl::version(&gpu::folders()).ok()).flatten();
     Machine { gpus, visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(), sharing, version }.gpu_of(world)
@@ -164,11 +168,12 @@ impl Machine {
         if here <= gpus {
             return Ok(rank);
         }
+        let some = format!("{gpus} GPU{}", if gpus == 1 { "" } else { "s" });
         let least = nccl::version_text(nccl::SHARES_GPUS);
         if self.sharing {
             return match self.version {
                 Some(version) if version < nccl::SHARES_GPUS => Err(format!(
-                    "this machine has {here} ranks and {gpus} of the GPUs: {SHARING}=1 is set, but NCCL {} lets no ranks share a GPU; {least} does",
+                    "this machine has {here} ranks and {some}: {SHARING}=1 is set, but NCCL {} lets no ranks share a GPU; {least} does",
                     nccl::version_text(version)
                 )),
                 _ => Ok(rank % gpus),
@@ -180,7 +185,7 @@ impl Machine {
             return Ok(0);
         }
         Err(format!(
-            "this machine has {here} ranks and {gpus} of the GPUs: start one rank for each GPU (ranks share a GPU only with NCCL {least} or later and {SHARING}=1)"
+            "this machine has {here} ranks and {some}: start one rank for each GPU (ranks share a GPU only with NCCL {least} or later and {SHARING}=1)"
         ))
     }
 }
@@ -202,10 +207,7 @@ mod tests {
         assert_eq!(machine(4).gpu_of(&world(3, Some(4))), Ok(3));
         assert_eq!(machine(4).gpu_of(&world(3, None)), Ok(3));
         let few = machine(2).gpu_of(&world(1, Some(4))).unwrap_err();
-        assert!(
-            few.contains("4 ranks and 2 of the GPUs") && few.contains("NCCL 2.30.3") && few.contains("NCCL_MULTI_RANK_GPU_ENABLE=1"),
-            "{few}"
-        );
+        assert!(few.contains("4 ranks and 2 GPUs") && few.contains("NCCL 2.30.3") && few.contains("NCCL_MULTI_RANK_GPU_ENABLE=1"), "{few}");
         assert!(machine(2).gpu_of(&world(2, None)).is_err());
     }
 
