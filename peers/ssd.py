@@ -11,6 +11,7 @@ scan it is: from which length the scan is faster.  The shapes are those of `kiln
 """
 import argparse, json, os, subprocess, sys, types
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from timing import median
 
@@ -84,6 +85,7 @@ def compile_ahead(a):
 
 
 def peers(a):
+    torch._functorch.config.donated_buffer = False   # the backward pass is timed many times over one forward pass
     compiled = torch.compile(chunked, dynamic=False) if a.device == "cuda" else chunked
     yield "compiled", lambda x, dt, rate, b, c, d: compiled(x, dt, dt * rate, b, c, d, a.chunk)
     try:
