@@ -21,14 +21,14 @@ note() { printf '%-34s %-6s %s\n' "$1" "$2" "${3:-}" | tee -a "$folder/table.txt
 
 # try NAME SECONDS COMMAND..: its output in NAME.txt, a line of the table unless it passed. NCCL waits for ever where resources run out.
 try() {
-    name=$1 seconds=$2 start=$(date +%s)
+    tried=$1 seconds=$2 start=$(date +%s)
     shift 2
-    timeout -k 5 "$seconds" "$@" > "$folder/$name.txt" 2>&1
+    timeout -k 5 "$seconds" "$@" > "$folder/$tried.txt" 2>&1
     status=$?
     took=$(($(date +%s) - start))
     [ $status -eq 0 ] && return 0
     mps_again
-    note "$name" FAIL "status $status after ${took}s: $(tail -n 2 "$folder/$name.txt" | tr '\n' ' ' | cut -c1-300)"
+    note "$tried" FAIL "status $status after ${took}s: $(tail -n 2 "$folder/$tried.txt" | tr '\n' ' ' | cut -c1-300)"
     return $status
 }
 
@@ -67,9 +67,9 @@ PY
 
 # train NAME RECIPE ARGS..
 train() {
-    name=$1 recipe=$2
+    run=$1 recipe=$2
     shift 2
-    try "$name" 60 "$kiln" train "$recipe" $steps --out "$folder/$name" "$@"
+    try "$run" 60 "$kiln" train "$recipe" $steps --out "$folder/$run" "$@"
 }
 
 same_bits() {
