@@ -99,7 +99,8 @@ impl Plan<'_> {
             return receipt.decline(format!("only {elements} elements: kept in f32"), site);
         }
         if states.iter().any(|v| parts_of(g, *v).iter().any(|p| p.axis.is_some()) || parts_of(g, *v).len() > 1) {
-            return receipt.decline("this rank has some of its columns or rows, whose blocks of 256 another number of ranks could not read", site);
+            return receipt
+                .decline("this rank has some of its columns or rows, whose blocks of 256 another number of ranks could not read", site);
         }
         if states.iter().any(|v| !parts_of(g, *v).is_empty() && !elements.is_multiple_of(BLOCK)) {
             return receipt.decline(format!("this rank has {elements} elements of it: no whole blocks of {BLOCK}"), site);
@@ -178,10 +179,13 @@ impl Pass for Adam8bit {
             receipt.notes.push(format!("states of {} tensors take {after:.2} MiB instead of {before:.2}", receipt.applied));
         }
         let mut more = vec![];
-        let quantized: Vec<(String, Map)> = forms.iter().filter_map(|(&i, form)| match (&g.nodes[i].kind, form) {
-            (Kind::State(s), Form::Bytes(map)) => Some((s.name.clone(), *map)),
-            _ => None,
-        }).collect();
+        let quantized: Vec<(String, Map)> = forms
+            .iter()
+            .filter_map(|(&i, form)| match (&g.nodes[i].kind, form) {
+                (Kind::State(s), Form::Bytes(map)) => Some((s.name.clone(), *map)),
+                _ => None,
+            })
+            .collect();
         g.rewrite(|w, i, node, inputs| {
             let new = match &node.kind {
                 Kind::State(s) => forms.get(&i).map(|form| vec![recorded(w.recorder, s, &node.outputs[0], *form)]),

@@ -180,7 +180,8 @@ fn best(op: &dyn Op, held: &[Held], x: &[Meta], y: &[Meta], (parts, by_tokens): 
     let have = &have[..];
     for (number, axis) in op.axes(x, parts).into_iter().enumerate() {
         // The last dimension is that of features, not of tokens.
-        let scatters = |have: Share, need: Share, m: &Meta| matches!((have, need), (Share::Sum, Share::Dim(d)) if by_tokens && d + 1 < m.rank());
+        let scatters =
+            |have: Share, need: Share, m: &Meta| matches!((have, need), (Share::Sum, Share::Dim(d)) if by_tokens && d + 1 < m.rank());
         let meets = axis.x.iter().zip(have).zip(x).any(|((need, have), m)| {
             *need != Share::Whole && *have != Share::Whole && need == have
                 || matches!((have, need), (Share::Own, Share::Dim(0)))
@@ -194,7 +195,8 @@ fn best(op: &dyn Op, held: &[Held], x: &[Meta], y: &[Meta], (parts, by_tokens): 
         if !meets || mixes || !divides(&axis.x, x, parts) || !divides(&axis.y, y, parts) {
             continue;
         }
-        let Some(bytes) = axis.x.iter().zip(held).zip(x).map(|((need, held), m)| cost(*held, *need, m, by_tokens)).sum::<Option<usize>>() else {
+        let Some(bytes) = axis.x.iter().zip(held).zip(x).map(|((need, held), m)| cost(*held, *need, m, by_tokens)).sum::<Option<usize>>()
+        else {
             continue;
         };
         let sums: usize = axis.y.iter().zip(y).filter(|(share, _)| **share == Share::Sum).map(|(_, m)| m.bytes()).sum();

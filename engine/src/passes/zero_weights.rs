@@ -6,7 +6,7 @@ use super::{Mode, Numerics, OnRanks, Pass, Receipt, Setting, Settings, Stage, Sw
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Role, Value};
 use crate::meta::DType;
-use crate::ops::collective::{AllGather, Part, all_gather, part};
+use crate::ops::collective::{AllGather, Broadcast, Part, all_gather, part};
 use crate::ops::concat::Concat;
 use crate::ops::pointwise::Pointwise;
 use crate::passes::pattern::Rewrite;
@@ -40,7 +40,11 @@ impl Switch for ZeroWeights {
 
     fn settings(&self) -> &'static [Setting] {
         &[
-            Setting { name: "least", default: "4096", about: "weights of fewer elements are kept whole: gathering them costs more than they take" },
+            Setting {
+                name: "least",
+                default: "4096",
+                about: "weights of fewer elements are kept whole: gathering them costs more than they take",
+            },
             Setting {
                 name: "ahead",
                 default: "1",
@@ -78,7 +82,7 @@ impl Pass for ZeroWeights {
         if weights.is_empty() {
             return Ok(());
         }
-        let (states, along) = followers(g, &weights);
+        let (states, along) = followers(g, &weights, &group);
         let mut parts = g.parts.clone();
         for &i in weights.iter().chain(&states) {
             let Kind::State(s) = &g.nodes[i].kind else { unreachable!("weights and what follows them are states") };
@@ -88,7 +92,8 @@ impl Pass for ZeroWeights {
         }
         let bytes: usize = weights.iter().map(|&i| g.nodes[i].outputs[0].bytes()).sum();
         receipt.applied = weights.len();
-        receipt.notes.push(format!("{} MiB of {} MiB of these weights on a rank", (bytes / group.size) >> 20, bytes >> 20));
+        let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
+        receipt.notes.push(format!("{:.1} MiB of {:.1} MiB of these weights on a rank", mib(bytes / group.size), mib(bytes)));
         record(g, &group, &weights.iter().chain(&states).copied().collect(), &along);
         g.parts = parts;
         super::sweep(g);
@@ -115,7 +120,7 @@ fn weights(g: &Graph, group: &Group, least: usize, receipt: &mut Receipt) -> Has
 }
 
 /// States that are kept beside the weights, such as their averages over steps, and the pointwise ops that make their next values: they are divided, too.
-fn followers(g: &Graph, weights: &HashSet<usize>) -> (Vec<usize>, HashSet<usize>) {
+fn followers(g: &Graph, weights: &HashSet<usize>, group: &Group) -> (Vec<usize>, HashSet<usize>) {
     let readers = g.readers();
     let next: HashMap<usize, Value> = g.updates.iter().map(|(s, v)| (s.node, *v)).collect();
     let of_weights: HashSet<usize> = weights.iter().flat_map(|w| next.get(w).map(|v| v.node)).chain(weights.iter().copied()).collect();
@@ -126,7 +131,8 @@ fn followers(g: &Graph, weights: &HashSet<usize>) -> (Vec<usize>, HashSet<usize>
     let (mut states, mut along) = (vec![], HashSet::new());
     for (i, node) in g.nodes.iter().enumerate() {
         let Kind::State(s) = &node.kind else { continue };
-        let Some(next) = next.get(&i).filter(|_| s.role == Role::Carried && !g.parts.states.contains_key(&s.name)) else { continue };
+        let divided = g.parts.states.get(&s.name).is_some_and(|parts| parts.iter().any(|p| p.by == group.name));
+        let Some(next) = next.get(&i).filter(|_| s.role == Role::Carried && !divided) else { continue };
         let shape = &node.outputs[0].shape;
         let fits = |v: &Value| g.meta(*v).shape == *shape || g.meta(*v).elements() == 1;
         let (mut open, mut seen, mut beside) = (readers[i].clone(), HashSet::new(), false);
@@ -246,7 +252,7 @@ impl Copies<'_> {
         }
         let node = &w.old.nodes[v.node];
         let gathered = |own: Var<'g>, shape: &[usize]| all_gather(own, 0, self.group).reshape(shape);
-        let from = node.inputs.first().map(|&of| w.old.unshaped(of));
+        let from = node.inputs.first().map(|&of| in_a_row(w.old, of));
         let made = match &node.kind {
             Kind::State(_) => gathered(w.recorder.var(self.own[&v]), &node.outputs[0].shape),
             // A rank's own part: what the optimizer reads.
@@ -291,6 +297,15 @@ impl Copies<'_> {
         };
         self.own.insert(from, own.value());
         own
+    }
+}
+
+/// What a value is, looking through views that leave its elements in their order.
+fn in_a_row(g: &Graph, v: Value) -> Value {
+    match g.nodes[v.node].op::<Broadcast>() {
+        Some(_) => in_a_row(g, g.nodes[v.node].inputs[0]),
+        None if g.unshaped(v) != v => in_a_row(g, g.unshaped(v)),
+        None => v,
     }
 }
 
