@@ -271,6 +271,37 @@ fn gathered_weights_are_not_kept() {
     assert!((1..LAYERS).all(|i| place(i, "all_gather") < place(i - 1, "matmul")));
 }
 
+/// Scales follow from the largest values of all ranks, so that every rank rounds to the same numbers as one would.
+#[test]
+fn fp8_rounds_as_one_rank_does() {
+    let graph = || {
+        let r = Recorder::new();
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.3 });
+        let (a, b) = (param("a", &[32, 16]), param("b", &[16, 32]));
+        // Only the last example is large: it is the last rank's.
+        let large = r.constant(&[1024, 1], (0..1024).map(|i| if i == 1023 { 7.0 } else { 1.0 }).collect());
+        let x = r.feed("x", &[1024, 16], DType::F32) * large;
+        let loss = (x + x.linear(a).silu().linear(b)).square().mean();
+        r.output("loss", loss);
+        ["da", "db"].iter().zip(r.grad(loss, &[a, b])).for_each(|(name, g)| r.output(name, g));
+        r.finish()
+    };
+    let fp8 = [("fp8", "auto,least=8,warmup=0")];
+    let [plain, alone] = [&[][..], &fp8].map(|passes| run([1, 1], &graph, passes, 3).remove(0));
+    let worst = |ours: &Left, theirs: &Left, name: &str| {
+        let [a, b] = [ours, theirs].map(|left| &left.iter().find(|l| l.0 == name).unwrap().1);
+        let most = b.iter().fold(1e-3f32, |m, v| m.max(v.abs()));
+        a.iter().zip(b).fold(0f32, |m, (a, b)| m.max((a - b).abs())) / most
+    };
+    assert!(worst(&alone, &plain, "da after step 2") > 1e-3, "FP8 rounds");
+    for left in [[2, 1], [4, 1], [1, 2]].into_iter().flat_map(|ranks| run(ranks, &graph, &fp8, 3)) {
+        for name in ["loss after step 2", "da after step 2", "db after step 2"] {
+            let worst = worst(&left, &alone, name);
+            assert!(worst < 1e-4, "{name} differs by {worst}");
+        }
+    }
+}
+
 /// Gradients with respect to what is in between: a sum over the batch, and a view of a weight.
 #[test]
 fn gradients_of_values_in_between() {
