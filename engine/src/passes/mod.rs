@@ -28,6 +28,7 @@ mod lora_forward;
 mod merged_qkv;
 mod merged_wgrad;
 mod mixed;
+mod overlap_gradients;
 mod partition;
 pub mod pattern;
 mod presets;
@@ -112,6 +113,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &fuse_pointwise::FusePointwise,
     &gemm_pointwise::GemmPointwise,
     &fuse_quantize::FuseQuantize,
+    &overlap_gradients::OverlapGradients,
     &in_place::InPlace,
     &grouped_gemm::GroupedGemm,
     &layout::LayoutPass,

@@ -94,7 +94,8 @@ impl Pass for ZeroWeights {
         receipt.applied = weights.len();
         let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
         receipt.notes.push(format!("{:.1} MiB of {:.1} MiB of these weights on a rank", mib(bytes / group.size), mib(bytes)));
-        record(g, &group, &weights.iter().chain(&states).copied().collect(), &along);
+        let gathers = if ahead > 0 { group.aside() } else { group.clone() };
+        record(g, [&group, &gathers], &weights.iter().chain(&states).copied().collect(), &along);
         g.parts = parts;
         super::sweep(g);
         early(g, &group, ahead);
@@ -166,8 +167,8 @@ enum Phase {
     Update,
 }
 
-/// Records the graph with parts of these states. `along`: ops that are computed on parts.
-fn record(g: &mut Graph, group: &Group, states: &HashSet<usize>, along: &HashSet<usize>) {
+/// Records the graph with parts of these states. `gathers`: the ranks as weights are gathered from them. `along`: ops that are computed on parts.
+fn record(g: &mut Graph, [group, gathers]: [&Group; 2], states: &HashSet<usize>, along: &HashSet<usize>) {
     let forward = g.nodes.iter().position(|n| n.backward).unwrap_or(g.nodes.len());
     let forward = g.nodes.iter().rposition(|n| !n.backward && n.block != 0).map_or(forward, |last| forward.max(last + 1));
     // What is made of weights alone, at no cost worth keeping it for.
@@ -181,7 +182,7 @@ fn record(g: &mut Graph, group: &Group, states: &HashSet<usize>, along: &HashSet
     let divided: HashMap<Value, Value> = g.updates.iter().filter(|(s, _)| states.contains(&s.node)).map(|(s, v)| (*v, *s)).collect();
     let (old_outputs, old_updates) = (g.outputs.clone(), g.updates.clone());
     let (mut whole, mut own): (HashMap<Value, Value>, HashMap<Value, Value>) = Default::default();
-    let mut copies = Copies { group, states, made_of: &made_of, made: HashMap::new(), own: HashMap::new() };
+    let mut copies = Copies { group, gathers, states, made_of: &made_of, made: HashMap::new(), own: HashMap::new() };
     let done: Result<(), std::convert::Infallible> = g.rewrite(|w, i, node, inputs| {
         let phase = match (i < forward, node.backward) {
             (true, _) => Phase::Forward,
@@ -233,6 +234,7 @@ fn record(g: &mut Graph, group: &Group, states: &HashSet<usize>, along: &HashSet
 /// The forms in which values are read that are made of weights.
 struct Copies<'a> {
     group: &'a Group,
+    gathers: &'a Group,
     states: &'a HashSet<usize>,
     made_of: &'a [bool],
     /// Whole values, one for each phase.
@@ -251,7 +253,7 @@ impl Copies<'_> {
             return w.recorder.var(known);
         }
         let node = &w.old.nodes[v.node];
-        let gathered = |own: Var<'g>, shape: &[usize]| all_gather(own, 0, self.group).reshape(shape);
+        let gathered = |own: Var<'g>, shape: &[usize]| all_gather(own, 0, self.gathers).reshape(shape);
         let from = node.inputs.first().map(|&of| in_a_row(w.old, of));
         let made = match &node.kind {
             Kind::State(_) => gathered(w.recorder.var(self.own[&v]), &node.outputs[0].shape),

@@ -136,10 +136,22 @@ fn weights_are_gathered_and_the_step_stays_the_same() {
     same([2, 1], step, &[("zero-weights", "auto,least=1")]);
 }
 
+/// Buckets of gradients, each alone or all at once, change no bit.
+#[test]
+fn gradients_in_buckets_add_up_to_the_same() {
+    for (ranks, zero) in [([4, 1], "off"), ([2, 1], "require"), ([2, 2], "off")] {
+        let with = |value| run(ranks, &step, &[("zero", zero), ("overlap-gradients", value)], 3);
+        let one_by_one = with("off");
+        for value in ["auto", "auto,bucket=0", "auto,stream=same"] {
+            assert!(with(value) == one_by_one, "{ranks:?} ranks, zero {zero}, {value}");
+        }
+    }
+}
+
 /// What is divided is divided: all but the optimizer's arithmetic, without putting a value of the batch together again.
 #[test]
 fn what_a_rank_computes_is_a_part() {
-    let switches = Switches::default().on_ranks(Ranks::planned(4, 1));
+    let switches = Switches::default().with("overlap-gradients", "off").unwrap().on_ranks(Ranks::planned(4, 1));
     let compiled = kiln_engine::Compiled::new(step(), &switches, kiln_engine::passes::Target::Cpu).unwrap();
     let receipt = compiled.receipts.iter().find(|r| r.pass == "data-parallel").unwrap();
     assert!(receipt.applied > 20 && receipt.declined.is_empty(), "{}", receipt.summary());

@@ -129,6 +129,10 @@ type Divided = (Small, &'static [&'static str], &'static [([usize; 2], &'static 
 const HYDRA: Small = ("hydra", &["seq=24", "train.batch=4"]);
 const EXPERTS: Small = ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=8", "train.batch=4", "train_puzzles=50", "test_puzzles=8"]);
 const WIDE: Small = ("decoder", &["seq=128", "layers=2", "dim=32", "hidden=64", "head_dim=16", "train.batch=4"]);
+const GPT2: Small =
+    ("decoder", &["family=gpt2", "seq=24", "layers=2", "dim=32", "hidden=64", "head_dim=8", "heads=4", "kv_heads=4", "train.batch=4"]);
+const MAMBA2: Small =
+    ("hrm", &["mixer=mamba2", "dim=16", "heads=2", "layers=1", "hidden=8", "train.batch=4", "train_puzzles=50", "test_puzzles=8"]);
 const GATHERED: &[&str] = &["passes.zero=auto", "passes.zero-weights=auto,least=1"];
 const TOKENS: &[&str] = &["passes.tensor-parallel=auto,sequence=divided"];
 
@@ -136,6 +140,8 @@ const TOKENS: &[&str] = &["passes.tensor-parallel=auto,sequence=divided"];
 const FURTHER: &[Divided] = &[
     (EXPERTS, &[], &[([1, 4], &[]), ([2, 2], GATHERED)]),
     (DECODER, &["train.ema=0.9"], &[([2, 1], GATHERED), ([4, 1], GATHERED), ([1, 2], TOKENS), ([2, 2], TOKENS)]),
+    (GPT2, &[], &[([2, 1], GATHERED), ([1, 2], TOKENS)]),
+    (MAMBA2, &[], &[([2, 1], &[]), ([1, 2], &[])]),
     (HYDRA, &[], &[([2, 1], GATHERED), ([1, 2], TOKENS), ([2, 2], TOKENS)]),
     (DECODER, &["train.optimizer=muon"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED), ([1, 2], &[])]),
     (DECODER, &["passes.adam8bit=auto,least=256"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED)]),
@@ -154,6 +160,20 @@ fn what_is_divided_further_trains_the_same() {
             train(*of, &[&steps[..], settings, passes].concat(), *ranks, &out, Start::New, None);
             same(&format!("{} {settings:?} on {ranks:?} ranks, {passes:?}", of.0), &out, &at("one"));
         }
+    }
+}
+
+/// Every rank computes its part of the batch, and no more: an op that cannot be divided would make everything after it whole.
+#[test]
+fn a_batch_is_never_put_together() {
+    for of in SMALL.iter().chain(&[GPT2, MAMBA2]).filter(|of| of.0 != "lior") {
+        let mut config = config(*of, &[]);
+        config.ranks = engine::Ranks::planned(2, 1);
+        let task = recipe::find(of.0).unwrap().task(&config).unwrap();
+        let (name, graph) = task.graphs().into_iter().find(|g| g.0 == "train").unwrap();
+        let compiled = engine::Compiled::new(graph, &config.switches().unwrap(), engine::passes::Target::Cpu).unwrap();
+        let receipt = compiled.receipts.iter().find(|r| r.pass == "data-parallel").unwrap();
+        assert!(receipt.declined.is_empty() && receipt.applied > 10, "{} {name}: {}", of.0, receipt.summary());
     }
 }
 

@@ -162,9 +162,8 @@ impl Exchanged {
             .iter()
             .map(|(s, t)| {
                 let among = format!("{} ({})", sizes.of(s.group), s.group);
-                let beside = if s.group == "data" { "beside arithmetic" } else { "in its turn" };
                 let (count, bytes) = (t.count.to_string(), human_bytes(t.bytes as u64));
-                vec![s.program.into(), s.what.clone(), among, s.place.into(), count, bytes, ms(t.seconds), beside.into(), ms(t.exposed)]
+                vec![s.program.into(), s.what.clone(), among, s.place.into(), count, bytes, ms(t.seconds), s.runs.into(), ms(t.exposed)]
             })
             .collect();
         out!("{}", table(&["program", "exchange", "ranks", "where", "count", "bytes", "time", "runs", "waited for"], &rows));
@@ -219,7 +218,7 @@ pub fn with(mut described: Value, e: &Exchanged, ranks: &Ranks, program: &str) -
     let own = sorts.into_iter().filter(|(s, _)| s.program == program);
     let list = own.map(|(s, t)| {
         json!({
-            "exchange": s.what, "group": s.group, "place": s.place, "backward": s.place == "backward", "count": t.count, "bytes": t.bytes,
+            "exchange": s.what, "group": s.group, "place": s.place, "runs": s.runs, "count": t.count, "bytes": t.bytes,
             "seconds": t.seconds, "waited": t.exposed
         })
     });

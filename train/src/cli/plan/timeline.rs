@@ -4,7 +4,7 @@ use crate::run::node_seconds;
 use engine::Compiled;
 use engine::graph::{Kind, Node};
 use engine::kernel::{Arch, Io, Step};
-use engine::ops::collective::{Collective, What};
+use engine::ops::collective::{Collective, What, is_aside};
 use engine::passes::Target;
 use engine::plan::view_roots;
 
@@ -59,6 +59,7 @@ pub struct Sort {
     pub what: String,
     pub group: &'static str,
     pub place: &'static str,
+    pub runs: &'static str,
 }
 
 pub struct Exchange {
@@ -67,6 +68,10 @@ pub struct Exchange {
     /// Of the whole tensors.
     pub bytes: usize,
 }
+
+/// How an exchange runs.
+pub const BESIDE: &str = "beside arithmetic";
+pub const IN_TURN: &str = "in its turn";
 
 /// A node that takes time, and the exchanges whose results it reads.
 pub struct Event {
@@ -107,7 +112,8 @@ pub fn events(program: &'static str, c: &Compiled, target: Target) -> Vec<Event>
             _ if i > last => "update",
             _ => "forward",
         };
-        let sort = Sort { program, what: node.name().to_string(), group: own.group.name, place };
+        let runs = if is_aside(node) { BESIDE } else { IN_TURN };
+        let sort = Sort { program, what: node.name().to_string(), group: own.group.name, place, runs };
         // The larger side is the whole.
         let bytes = c.graph.inputs(i).iter().zip(&node.outputs).map(|(x, y)| x.bytes().max(y.bytes())).sum();
         Event { seconds: 0.0, exchange: Some(Exchange { what: own.what, sort, bytes }), waits }
@@ -130,8 +136,8 @@ impl Taken {
     }
 }
 
-/// Runs the events in their order. Exchanges between ranks that have other examples run beside the arithmetic until something reads their results; the others are read at
-/// once, and are part of it. `speed`: what the estimated arithmetic is multiplied by.
+/// Runs the events in their order. Some exchanges run beside the arithmetic until something reads their results; for the others it waits. `speed`: what the estimated
+/// arithmetic is multiplied by.
 pub fn run(events: &[Event], wires: &Wires, sizes: Sizes, speed: f64) -> Taken {
     let mut taken = Taken::default();
     let (mut now, mut busy) = (0.0f64, 0.0f64);
@@ -159,7 +165,7 @@ pub fn run(events: &[Event], wires: &Wires, sizes: Sizes, speed: f64) -> Taken {
             Some(e) => {
                 let seconds = wires.seconds(e.what, e.sort.group, e.bytes, sizes);
                 taken.exchange += seconds;
-                if e.sort.group == "data" {
+                if e.sort.runs == BESIDE {
                     busy = busy.max(now).max(ready) + seconds;
                     done[i] = busy;
                     last = Some(&e.sort);
