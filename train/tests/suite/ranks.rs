@@ -270,26 +270,3 @@ fn a_batch_that_ranks_cannot_divide_is_refused() {
     }
     assert!(!dir.path().join("checkpoints").exists());
 }
-
-#[test]
-fn zz_time_items() {
-    use kiln::data::{Generated, Source, Split};
-    use std::time::Instant;
-    let dir = tempfile::tempdir().unwrap();
-    let text = dir.path().join("t.txt");
-    std::fs::write(&text, "the quick brown fox jumps over the lazy dog and so on. ".repeat(200_000)).unwrap();
-    let out = dir.path().join("set");
-    crate::common::kiln(["data", "prepare", text.to_str().unwrap(), "--out", out.to_str().unwrap()]).ok();
-    let set = kiln::data::ShardSet::open(&out, Split::Train).unwrap();
-    let windows = kiln::data::TokenWindows::new(set, 1024, vec![]).unwrap();
-    let generated = Generated::new(1, Split::Train, 1024, 1 << 20, vec![]).unwrap();
-    for (name, source) in [("windows", &windows as &dyn Source), ("generated", &generated)] {
-        let n = 2000u64;
-        let start = Instant::now();
-        let mut sum = 0i64;
-        for i in 0..n {
-            sum += source.item((i * 7919) % source.len()).unwrap().ids[5] as i64;
-        }
-        println!("ITEM {name}: {:.2} us ({sum})", 1e6 * start.elapsed().as_secs_f64() / n as f64);
-    }
-}
