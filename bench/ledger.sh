@@ -1,7 +1,7 @@
 #!/bin/sh
 # The ledger of every recipe on a GPU, as data: bench/ledger.sh [MINUTES] [FOLDER]
 #
-# MINUTES (25) are for all of them together; one whose variants take long to load has three rounds all the same. Each writes FOLDER/NAME.json (bench/ledger)
+# MINUTES (10) are for all of them together; one whose variants take long to load has three rounds all the same. Each writes FOLDER/NAME.json (bench/ledger)
 # as soon as it is measured. One that fails does not stop the others, but the exit code says so.
 #
 # KILN: the program, target/release/kiln if not set. DEVICE: cuda. PAGES: a folder for pages with charts, none if not set.
@@ -9,19 +9,18 @@
 #
 # Then: kiln bench --picture docs/img/ledger.svg --ledgers bench/ledger
 set -u
-minutes=${1:-25}
+minutes=${1:-10}
 folder=${2:-bench/ledger}
 kiln=${KILN:-target/release/kiln}
 device=${DEVICE:-cuda}
 
-# A name, the share of the time that it gets, and what follows `kiln bench`. The steps are those of peers/compare.py.
-rows=${ROWS:-"hydra 4 hydra --preset 100m --set batch=64 --pass bf16=auto --also fp8
-gpt2-124m 4 decoder --preset gpt2-124m --set batch=64 --pass bf16=auto --also fp8,sparse-2:4,adam8bit
-gpt2-124m-blocks 1 decoder --preset gpt2-124m --set batch=64 --pass bf16=auto --pass recompute=auto,what=blocks --only recompute
-vision_bdh 3 vision_bdh --preset cifar10 --pass bf16=auto
-hrm 3 hrm --preset sudoku-moe --pass bf16=auto
-polychromic 4 polychromic --preset qwen3-0.6b --set model.dropout=0 --set objective.weight=0 --pass bf16=auto
-lior 2 lior --preset production --set batch=8 --pass bf16=auto"}
+# A name, the share of the time that it gets, and what follows `kiln bench`. Batches are smaller than those of peers/compare.py, so that many rounds fit.
+rows=${ROWS:-"vision_bdh 9 vision_bdh --preset cifar10 --pass bf16=auto
+lior 8 lior --preset production --set batch=8 --pass bf16=auto --steps-for-error 10
+gpt2-124m 17 decoder --preset gpt2-124m --set batch=16 --pass bf16=auto --also fp8,adam8bit --steps-for-error 10
+hydra 17 hydra --preset 100m --set batch=16 --pass bf16=auto --also fp8 --steps-for-error 10
+hrm 11 hrm --preset sudoku-moe --set batch=96 --pass bf16=auto
+polychromic 25 polychromic --preset qwen3-0.6b --set model.dropout=0 --set objective.weight=0 --pass bf16=auto --steps-for-error 5"}
 
 mkdir -p "$folder" || exit 1
 shares=$(printf '%s\n' "$rows" | awk '{ sum += $2 } END { print sum }')

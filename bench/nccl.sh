@@ -21,27 +21,28 @@ note() { printf '%-34s %-6s %s\n' "$1" "$2" "${3:-}" | tee -a "$folder/table.txt
 
 # try NAME SECONDS COMMAND..: its output in NAME.txt, a line of the table unless it passed. NCCL waits for ever where resources run out.
 try() {
-    name=$1 seconds=$2 start=$(date +%s)
+    tried=$1 seconds=$2 start=$(date +%s)
     shift 2
-    timeout -k 5 "$seconds" "$@" > "$folder/$name.txt" 2>&1
+    timeout -k 5 "$seconds" "$@" > "$folder/$tried.txt" 2>&1
     status=$?
     took=$(($(date +%s) - start))
     [ $status -eq 0 ] && return 0
-    note "$name" FAIL "status $status after ${took}s: $(tail -n 2 "$folder/$name.txt" | tr '\n' ' ' | cut -c1-300)"
+    mps_again
+    note "$tried" FAIL "status $status after ${took}s: $(tail -n 2 "$folder/$tried.txt" | tr '\n' ' ' | cut -c1-300)"
     return $status
 }
 
 has() { case " $only " in *" $1 "*) return 0 ;; *) return 1 ;; esac }
 
-# Several ranks of this one card: MPS lets their kernels run at the same time.
-# The folder has a short name: its sockets need one.
+# Several ranks of this one card: MPS lets their kernels run at the same time. Its folder has a short name, as sockets need.
 pipes=$(mktemp -d /tmp/mps.XXXXXX)
 export CUDA_MPS_PIPE_DIRECTORY="$pipes" CUDA_MPS_LOG_DIRECTORY="$pipes"
+mps_ends() { echo quit | timeout 20 nvidia-cuda-mps-control > /dev/null 2>&1; }
 with_mps=no
-if nvidia-cuda-mps-control -d > "$folder/mps.txt" 2>&1; then
-    with_mps=yes
-    trap 'echo quit | timeout 20 nvidia-cuda-mps-control > /dev/null 2>&1; rm -rf "$pipes"' EXIT
-fi
+nvidia-cuda-mps-control -d > "$folder/mps.txt" 2>&1 && with_mps=yes
+trap 'mps_ends; rm -rf "$pipes"' EXIT
+# A client that was killed may leave it unusable.
+mps_again() { [ $with_mps = yes ] && mps_ends && sleep 1 && nvidia-cuda-mps-control -d > /dev/null 2>&1; }
 note mps "$with_mps" "$(head -n 1 "$folder/mps.txt")"
 export LD_LIBRARY_PATH="$folder/lib:${LD_LIBRARY_PATH:-}" NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1 NCCL_DEBUG=WARN
 "$kiln" doctor 2>&1 | grep -E 'libnccl|^gpu|^versions' | tee "$folder/doctor.txt"
@@ -66,9 +67,9 @@ PY
 
 # train NAME RECIPE ARGS..
 train() {
-    name=$1 recipe=$2
+    run=$1 recipe=$2
     shift 2
-    try "$name" 60 "$kiln" train "$recipe" $steps --out "$folder/$name" "$@"
+    try "$run" 60 "$kiln" train "$recipe" $steps --out "$folder/$run" "$@"
 }
 
 same_bits() {
@@ -94,20 +95,6 @@ if has ranks; then
         # Two terms add up to the same whatever the order: buckets on a stream of their own change no bit.
         if same_bits "$recipe-2" "$recipe-2-overlap-gradients-off" > "$folder/$recipe-overlap-bits.txt" 2>&1; then note "$recipe overlap off/on" ok "bit for bit"; else note "$recipe overlap off/on" FAIL "$(head -n 1 "$folder/$recipe-overlap-bits.txt")"; fi
     done
-fi
-
-if has killed; then
-    "$kiln" train decoder --device cuda --steps 1000000 --set train.eval_every=1000000 --set train.save_every=1000000 --ranks 2 --out "$folder/killed" > "$folder/killed.txt" 2>&1 &
-    parent=$!
-    sleep 15
-    rank=$(pgrep -P $parent | tail -n 1)
-    kill -9 "$rank"
-    start=$(date +%s)
-    (sleep 30; kill -9 $parent) 2> /dev/null &
-    wait $parent
-    status=$?
-    took=$(($(date +%s) - start))
-    if [ $status -eq 137 ] && [ $took -lt 12 ] && grep -q 'was ended by signal 9' "$folder/killed.txt"; then note "a rank is killed" ok "the run ended after ${took}s"; else note "a rank is killed" FAIL "status $status after ${took}s: $(tail -n 1 "$folder/killed.txt")"; fi
 fi
 
 profile_ms() { "$python" -c "import json,sys; d=json.load(open(sys.argv[1]+'/profile.json')); print('%.3f' % min(d['plain_ms']))" "$1"; }
@@ -159,6 +146,21 @@ if has torch; then
     else
         note "PyTorch's NCCL" skip "not found"
     fi
+fi
+
+# Last, since MPS may not survive it.
+if has killed; then
+    "$kiln" train decoder --device cuda --steps 1000000 --set train.eval_every=1000000 --set train.save_every=1000000 --ranks 2 --out "$folder/killed" > "$folder/killed.txt" 2>&1 &
+    parent=$!
+    sleep 15
+    rank=$(pgrep -P $parent | tail -n 1)
+    kill -9 "$rank"
+    start=$(date +%s)
+    (sleep 30; kill -9 $parent) 2> /dev/null &
+    wait $parent
+    status=$?
+    took=$(($(date +%s) - start))
+    if [ $status -eq 137 ] && [ $took -lt 12 ] && grep -q 'was ended by signal 9' "$folder/killed.txt"; then note "a rank is killed" ok "the run ended after ${took}s"; else note "a rank is killed" FAIL "status $status after ${took}s: $(tail -n 1 "$folder/killed.txt")"; fi
 fi
 
 echo

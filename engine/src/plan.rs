@@ -3,9 +3,9 @@
 mod arena;
 mod place;
 
-use crate::graph::{Graph, Kind, Value};
+use crate::graph::{Graph, Value};
 use crate::op::Cost;
-use crate::ops::collective;
+use crate::ops::collective::aside;
 use std::collections::{BTreeMap, HashMap};
 
 /// Buffers start at multiples of so many bytes: aligned for cache lines and for a GPU's vector loads.
@@ -224,29 +224,7 @@ pub fn last_reads(g: &Graph, roots: &[Option<Value>]) -> HashMap<Value, usize> {
             last.insert(root(v), i);
         }
     }
-    for v in g.roots() {
-        last.insert(root(v), g.nodes.len());
-    }
-    // What is exchanged beside other work is read until somebody waits for the exchange. What it overwrites in place lives on as its output.
-    for (i, end) in joins(g, roots) {
-        let Kind::Op(op) = &g.nodes[i].kind else { unreachable!("an exchange is an op") };
-        let reused = op.reuse();
-        for (_, &v) in g.nodes[i].inputs.iter().enumerate().filter(|(k, _)| reused.iter().all(|r| r.0 != *k)) {
-            let until = last.entry(root(v)).or_insert(end);
-            *until = end.max(*until);
-        }
-    }
+    last.extend(g.roots().map(|v| (root(v), g.nodes.len())));
+    aside::hold(g, roots, &mut last);
     last
-}
-
-/// For every node that exchanges values with other ranks beside other work: the first node that needs a result; the graph's end if none does.
-pub fn joins(g: &Graph, roots: &[Option<Value>]) -> HashMap<usize, usize> {
-    let mut first: HashMap<usize, usize> =
-        (0..g.nodes.len()).filter(|&i| collective::is_aside(&g.nodes[i])).map(|i| (i, g.nodes.len())).collect();
-    for (i, node) in g.nodes.iter().enumerate().rev().filter(|(_, n)| !n.is_view()) {
-        for v in &node.inputs {
-            first.entry(roots[v.node].unwrap_or(*v).node).and_modify(|at| *at = i);
-        }
-    }
-    first
 }

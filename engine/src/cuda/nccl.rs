@@ -185,7 +185,7 @@ pub fn ids(folders: &Folders, size: usize, tensor: usize) -> Result<Vec<Id>, Err
 /// Gives the process variables that NCCL reads when it is first used.
 pub fn set_variables(variables: &[(&str, &str)]) {
     for (name, value) in variables {
-        // SAFETY: called while the program starts, before NCCL has threads of its own; no other thread changes the environment.
+        // SAFETY: called while the program starts, before the GPU is opened and anything else has threads.
         unsafe { std::env::set_var(name, value) };
     }
 }

@@ -12,10 +12,10 @@ use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Value};
 use crate::kernel::{Arch, At, Code, Io, Live, Place, Step};
 use crate::meta::{DType, is_contiguous};
-use crate::ops::collective::{Collective, What};
+use crate::ops::collective::{Collective, What, aside::joins};
 use crate::ops::view::Reshape;
 use crate::passes::Mode;
-use crate::plan::{Home, Plan, Spot, joins, view_roots};
+use crate::plan::{Home, Plan, Spot, view_roots};
 use crate::ranks::Group;
 use crate::store::Store;
 use cudarc::driver::{result, sys};
@@ -52,7 +52,6 @@ impl Address {
 }
 
 /// A launch with its addresses.
-#[expect(clippy::large_enum_variant, reason = "a program has some thousand of them")]
 enum Ready {
     Launch {
         kernel: Kernel,

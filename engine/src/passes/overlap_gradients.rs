@@ -216,9 +216,9 @@ impl Order<'_> {
 mod tests {
     use super::*;
     use crate::graph::Value;
-    use crate::ops::collective::is_aside;
+    use crate::ops::collective::aside::{is_aside, joins};
     use crate::passes::Switches;
-    use crate::plan::{Home, joins, last_reads};
+    use crate::plan::{Home, last_reads};
     use crate::program::Compiled;
     use crate::ranks::Ranks;
 

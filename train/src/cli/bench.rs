@@ -55,7 +55,7 @@ pub struct BenchArgs {
     device: DeviceArgs,
     #[command(flatten)]
     budget: BudgetArgs,
-    /// Steps that are timed, of which the median counts: 10. With --ledger, the steps that are timed together: as many as take a quarter of a second
+    /// Steps that are timed, of which the median counts: 10. With --ledger, the steps that are timed together: as many as take a tenth of a second
     #[arg(long)]
     repeat: Option<usize>,
     /// Steps before the clock starts

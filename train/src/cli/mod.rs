@@ -339,6 +339,9 @@ impl DeviceArgs {
         if let Some(n) = self.threads.filter(|n| !(1..=1024).contains(n)) {
             bail!("--threads {n}: from 1 to 1024");
         }
+        if world.is_some() {
+            crate::launch::prepare();
+        }
         crate::gpu::attach_profiler(self.nvtx);
         let threads = self.threads.or(world.map(World::threads));
         let name = match (world, self.device.as_str()) {

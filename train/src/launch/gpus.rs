@@ -8,6 +8,7 @@ use engine::cuda::nccl::{self, ID_BYTES, Id, Nccl};
 use engine::ranks::mpi::Mpi;
 use engine::{Cuda, Ranks};
 use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// What NCCL is told where the user has not said anything: always the same way to add up, so that a run repeats bit for bit, which NVLS does not; and not to
@@ -29,13 +30,23 @@ pub struct Gpus {
     settings: String,
 }
 
+fn own_variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// Tells NCCL what the user has left open; before the GPU is opened, while there are no threads that could look at the environment.
+pub fn prepare() {
+    nccl::set_variables(&settings(own_variable).0);
+}
+
+/// Set once this rank is about to end as it should: others may do so first.
+static ENDS: AtomicBool = AtomicBool::new(false);
+
 impl Gpus {
     /// Connects this rank to the others; `tensor` of them share the weights of one model.
     pub fn connect(world: &World, tensor: usize, cuda: &Cuda) -> Result<Gpus, TrainError> {
         super::local::end_with_parent().map_err(|e| TrainError::Other(e.to_string()))?;
-        let folders = gpu::folders();
-        let (unset, settings) = settings(|name| std::env::var(name).ok());
-        nccl::set_variables(&unset);
+        let (folders, (_, settings)) = (gpu::folders(), settings(own_variable));
         // An error of every rank, and not only of the first, for which the others would wait.
         nccl::version(&folders)?;
         let draw = || Ok(nccl::ids(&folders, world.size, tensor)?.iter().flat_map(|id| id.0).collect::<Vec<u8>>());
@@ -81,6 +92,7 @@ impl Gpus {
     /// Waits for the others, and says that this rank has come to a good end.
     pub fn finish(&self) -> Result<(), engine::Error> {
         self.nccl.finish()?;
+        ENDS.store(true, Ordering::SeqCst);
         self.lines.iter().for_each(Lines::goodbye);
         self.mpi.as_ref().map_or(Ok(()), Mpi::finish)
     }
@@ -106,6 +118,9 @@ fn settings(env: impl Fn(&str) -> Option<String>) -> (Vec<(&'static str, &'stati
 /// Another rank is gone, for which this one would wait for ever.
 fn lost(why: &str) {
     std::thread::sleep(GRACE);
+    if ENDS.load(Ordering::SeqCst) {
+        return;
+    }
     warn!("error: {why}, and this rank cannot go on without it");
     gpu::remove_own_cache();
     nccl::leave(1);
@@ -138,6 +153,10 @@ struct Machine {
 /// The number of this rank's GPU.
 pub fn which(world: &World) -> Result<usize, String> {
     let gpus = gpu::count();
+    if gpus == 0 {
+        // Says what is missing.
+        return gpu::open("cuda", None).map(|_| 0);
+    }
     let sharing = std::env::var(SHARING).is_ok_and(|v| v == "1");
     let version = sharing.then(|| nccl::version(&gpu::folders()).ok()).flatten();
     Machine { gpus, visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(), sharing, version }.gpu_of(world)
@@ -149,11 +168,12 @@ impl Machine {
         if here <= gpus {
             return Ok(rank);
         }
+        let some = format!("{gpus} GPU{}", if gpus == 1 { "" } else { "s" });
         let least = nccl::version_text(nccl::SHARES_GPUS);
         if self.sharing {
             return match self.version {
                 Some(version) if version < nccl::SHARES_GPUS => Err(format!(
-                    "this machine has {here} ranks and {gpus} of the GPUs: {SHARING}=1 is set, but NCCL {} lets no ranks share a GPU; {least} does",
+                    "this machine has {here} ranks and {some}: {SHARING}=1 is set, but NCCL {} lets no ranks share a GPU; {least} does",
                     nccl::version_text(version)
                 )),
                 _ => Ok(rank % gpus),
@@ -165,7 +185,7 @@ impl Machine {
             return Ok(0);
         }
         Err(format!(
-            "this machine has {here} ranks and {gpus} of the GPUs: start one rank for each GPU (ranks share a GPU only with NCCL {least} or later and {SHARING}=1)"
+            "this machine has {here} ranks and {some}: start one rank for each GPU (ranks share a GPU only with NCCL {least} or later and {SHARING}=1)"
         ))
     }
 }
@@ -187,10 +207,7 @@ mod tests {
         assert_eq!(machine(4).gpu_of(&world(3, Some(4))), Ok(3));
         assert_eq!(machine(4).gpu_of(&world(3, None)), Ok(3));
         let few = machine(2).gpu_of(&world(1, Some(4))).unwrap_err();
-        assert!(
-            few.contains("4 ranks and 2 of the GPUs") && few.contains("NCCL 2.30.3") && few.contains("NCCL_MULTI_RANK_GPU_ENABLE=1"),
-            "{few}"
-        );
+        assert!(few.contains("4 ranks and 2 GPUs") && few.contains("NCCL 2.30.3") && few.contains("NCCL_MULTI_RANK_GPU_ENABLE=1"), "{few}");
         assert!(machine(2).gpu_of(&world(2, None)).is_err());
     }
 

@@ -16,7 +16,8 @@ const REPLY: Duration = Duration::from_secs(5);
 const PORTS: u16 = 8;
 
 const HELLO: &[u8; 8] = b"kiln-id1";
-const GOODBYE: u8 = 1;
+const HEARD: u8 = 1;
+const GOODBYE: u8 = 2;
 
 /// Where ranks meet, and which of them this is.
 #[derive(Clone, Debug)]
@@ -59,9 +60,9 @@ impl Place {
     pub fn meet(&self, bytes: impl FnOnce() -> Result<Vec<u8>, TrainError>) -> Result<(Vec<u8>, Lines), TrainError> {
         match self.rank {
             0 => {
-                // Before the others are let in: an error here is this rank's alone, and they hear of it at once.
-                let listener = self.listen()?;
+                // Whoever is let in finds somebody who answers at once.
                 let bytes = bytes()?;
+                let listener = self.listen()?;
                 let mut lines = self.gather(&listener)?;
                 for line in &mut lines.0 {
                     let length = (bytes.len() as u32).to_le_bytes();
@@ -132,6 +133,9 @@ impl Place {
             return Err(ErrorKind::InvalidData.into());
         }
         stream.write_all(HELLO)?;
+        // One that has given up waiting, and come again, does not answer here.
+        let mut heard = [0];
+        stream.read_exact(&mut heard)?;
         stream.set_read_timeout(None)?;
         Ok(rank)
     }
@@ -161,7 +165,11 @@ impl Place {
                 stream.write_all(&self.hello())?;
                 let mut reply = [0; HELLO.len()];
                 stream.read_exact(&mut reply)?;
-                if reply == *HELLO { Ok(stream) } else { Err(ErrorKind::InvalidData.into()) }
+                if reply != *HELLO {
+                    return Err(ErrorKind::InvalidData.into());
+                }
+                stream.write_all(&[HEARD])?;
+                Ok(stream)
             });
             match tried {
                 Ok(stream) => return Ok(stream),
@@ -236,7 +244,8 @@ mod tests {
             let others: Vec<_> = [2, 1].map(|rank| s.spawn(move || meet(rank))).into();
             // Later than the others, who try again.
             std::thread::sleep(Duration::from_millis(300));
-            (others.into_iter().map(|t| t.join().unwrap().unwrap()).collect::<Vec<_>>(), meet(0).unwrap())
+            let first = meet(0).unwrap();
+            (others.into_iter().map(|t| t.join().unwrap().unwrap()).collect::<Vec<_>>(), first)
         });
         assert_eq!((first.0 == ids, first.1), (true, 2));
         assert!(others.iter().all(|o| *o == (ids.clone(), 1)));

@@ -12,7 +12,7 @@ mod local;
 mod meet;
 mod world;
 
-pub use gpus::which as gpu_of;
+pub use gpus::{prepare, which as gpu_of};
 pub use local::start;
 pub use world::World;
 
@@ -30,7 +30,7 @@ static CONNECTED: OnceLock<Connection> = OnceLock::new();
 
 enum Connection {
     Mpi(Mpi),
-    Gpus(gpus::Gpus),
+    Gpus(Box<gpus::Gpus>),
 }
 
 /// Connects this process to the other ranks of its job; `tensor` of them share the weights of one model.
@@ -41,7 +41,7 @@ pub fn connect(world: &World, tensor: usize, device: &Device) -> Result<Ranks, T
     if let Some(cuda) = device.gpu() {
         let gpus = gpus::Gpus::connect(world, tensor, cuda)?;
         let ranks = gpus.ranks();
-        CONNECTED.get_or_init(|| Connection::Gpus(gpus));
+        CONNECTED.get_or_init(|| Connection::Gpus(Box::new(gpus)));
         return Ok(ranks);
     }
     let mpi = Mpi::connect(&folders())?;

@@ -131,8 +131,21 @@ const EXPERTS: Small = ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=8", "t
 const WIDE: Small = ("decoder", &["seq=128", "layers=2", "dim=32", "hidden=64", "head_dim=16", "train.batch=4"]);
 const GPT2: Small =
     ("decoder", &["family=gpt2", "seq=24", "layers=2", "dim=32", "hidden=64", "head_dim=8", "heads=4", "kv_heads=4", "train.batch=4"]);
-const MAMBA2: Small =
-    ("hrm", &["mixer=mamba2", "dim=16", "heads=2", "layers=1", "hidden=8", "train.batch=4", "train_puzzles=50", "test_puzzles=8"]);
+const MAMBA2: Small = (
+    "hrm",
+    &[
+        "mixer=mamba2",
+        "mamba_head=8",
+        "state=8",
+        "dim=16",
+        "heads=2",
+        "layers=1",
+        "hidden=8",
+        "train.batch=4",
+        "train_puzzles=50",
+        "test_puzzles=8",
+    ],
+);
 const GATHERED: &[&str] = &["passes.zero=auto", "passes.zero-weights=auto,least=1"];
 const TOKENS: &[&str] = &["passes.tensor-parallel=auto,sequence=divided"];
 

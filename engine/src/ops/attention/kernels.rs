@@ -1,5 +1,6 @@
 //! Flash attention on a GPU: which kernel runs, and how it is launched.
 
+use super::order::{self, Work};
 use super::wgmma::{self, Left};
 use crate::kernel::{Arch, At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, block_stride};
@@ -270,13 +271,26 @@ fn wide_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let (groups, stages) = if s.d == 64 { (3, 3) } else { (2, 2) };
     let scores = wgmma::product("scores", 128, dtype, Left::Rows, false);
     let values = wgmma::product("add_values", s.d, dtype, Left::Registers, true);
-    let source = [wgmma::TEXT, &scores, &values, UNTIL, REACH, include_str!("pieces.cuh"), include_str!("wgmma_forward.cu")].concat();
-    s.define(Launch::new(&source, "attention_forward"), causal)
+    let source = [wgmma::TEXT, &scores, &values, UNTIL, REACH, order::TEXT, include_str!("pieces.cuh"), include_str!("wgmma_forward.cu")];
+    let blocks = query_pieces(&s, groups).min(io.arch.multiprocessors as usize);
+    let work = Work {
+        causal,
+        d: s.d,
+        key_heads: s.batch * s.kv,
+        key_bytes: s.batch * s.kv * s.keys * s.d * 4,
+        neighbours: s.heads / s.kv / heads_together(&s, groups),
+        blocks,
+    };
+    let mut launch = Launch::new(&source.concat(), "attention_forward");
+    if work.is_by_head() {
+        launch = launch.define("ORDER", "in_pairs").define("BLOCKS", blocks);
+    }
+    s.define(launch, causal)
         .define_type("T", dtype)
         .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
         .define("WARP_GROUPS", groups)
         .define("STAGES", stages)
-        .grid(query_pieces(&s, groups).min(io.arch.multiprocessors as usize), 1, 1)
+        .grid(blocks, 1, 1)
         .block(128 * (groups + 1))
         // Two stages of queries, more of keys, values and `until`, and padding for alignment.
         .shared(2 * (64 * groups + stages * 128) * s.d * 2 + stages * 128 * 4 + 1024)
@@ -284,10 +298,15 @@ fn wide_forward(io: &Io, causal: bool, scale: f32) -> Code {
         .code()
 }
 
-/// Work items for blocks of `groups` times 64 queries: several heads that read the same keys together, if there are such.
-fn query_pieces(s: &Sizes, groups: usize) -> usize {
+/// How many heads a block of `groups` times 64 queries takes at once: several that read the same keys, if there are such.
+fn heads_together(s: &Sizes, groups: usize) -> usize {
     let several = if groups.is_multiple_of(2) { 2 } else { groups };
-    let heads = if (s.heads / s.kv).is_multiple_of(several) { several } else { 1 };
+    if (s.heads / s.kv).is_multiple_of(several) { several } else { 1 }
+}
+
+/// Work items for blocks of `groups` times 64 queries.
+fn query_pieces(s: &Sizes, groups: usize) -> usize {
+    let heads = heads_together(s, groups);
     s.batch * s.heads / heads * s.time.div_ceil(64 * groups / heads)
 }
 
@@ -332,7 +351,8 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
         wgmma::product("add_transposed", s.d, dtype, Left::Transposed, true),
     ]
     .concat();
-    let source = [wgmma::TEXT, &products, UNTIL, REACH, include_str!("pieces.cuh"), STATS, include_str!("wgmma_backward.cu")].concat();
+    let source =
+        [wgmma::TEXT, &products, UNTIL, REACH, order::TEXT, include_str!("pieces.cuh"), STATS, include_str!("wgmma_backward.cu")].concat();
     let grads = Grads::new(io, &s);
     let launch = |s: &Sizes, heads: usize, entry| {
         grads

@@ -25,13 +25,14 @@ template <int ROWS> __device__ __forceinline__ bool is_seen(int t0, int k0, int 
 #define STEPS 3 // stages of queries, so that there are two steps to fetch one in
 
 struct KeyPiece {
-    u32 number, b, kv;
+    Turn turn;
+    u32 b, kv;
     int k0;
-    __device__ __forceinline__ KeyPiece(u32 round) {
-        number = number_in(round);
-        b = number % KEY_STREAMS / KV_HERE, kv = number % KV_HERE, k0 = number / KEY_STREAMS * BK;
+    // With causality the first keys are seen by the most queries.
+    __device__ __forceinline__ KeyPiece(u32 round) : turn(ORDER(KEY_STREAMS, KEY_PIECES, BLOCKS, blockIdx.x, round)) {
+        b = turn.stream / KV_HERE, kv = turn.stream % KV_HERE, k0 = (KEY_PIECES - 1 - (int)turn.piece) * BK;
     }
-    __device__ __forceinline__ bool live() const { return number < (u32)KEY_STREAMS * KEY_PIECES; }
+    __device__ __forceinline__ bool live() const { return turn.live; }
 };
 
 // Queries that see some key of a piece lie in here, and `until` of each group's keys.

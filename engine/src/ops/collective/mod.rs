@@ -12,10 +12,10 @@
 //! | reduce_scatter | a term on each | a part of the sum on each | all_gather |
 //! | all_to_all | a part of one dimension | a part of another | all_to_all |
 
+pub mod aside;
 pub mod vocabulary;
 
 use crate::cpu::{Data, DataMut, View, ViewMut};
-use crate::graph::Node;
 use crate::kernel::{At, Code, Io, Place, Step};
 use crate::meta::{DType, Layout, Meta};
 use crate::op::{Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
@@ -94,12 +94,6 @@ pub struct Exchanged {
     pub elements: usize,
     /// Their type.
     pub dtype: DType,
-}
-
-/// Whether a node exchanges values while a GPU goes on with other work (see the passes `overlap-gradients` and `zero-weights`).
-pub fn is_aside(node: &Node) -> bool {
-    let sums = node.op::<AllReduce>().is_some_and(|o| o.group.aside) || node.op::<ReduceScatter>().is_some_and(|o| o.group.aside);
-    sums || node.op::<AllGather>().is_some_and(|o| o.group.aside)
 }
 
 fn each(x: &Data, y: &mut DataMut, floats: impl FnOnce(&[f32], &mut [f32]), integers: impl FnOnce(&[i32], &mut [i32])) {

@@ -9,6 +9,7 @@
 
 mod chunked;
 mod cpu;
+mod fast;
 mod kernels;
 mod step;
 
@@ -214,6 +215,9 @@ pub const CASES: &[Case] = &[
     Case::new("two steps", inputs!(3, 2, 2, 8, 1, 8), |x| chunked(x, false, 128)).rounds(6.0, INSIDE),
     // So many sequences that a GPU needs no segments, and that heads of a group are added up in one block.
     Case::new("many sequences", inputs!(270, 20, 2, 4, 1, 3), |x| chunked(x, true, 16)).rounds(6.0, INSIDE),
+    // Heads of 64 and states of 64 or 128, which GPUs with large shared memory take in chunks of 128.
+    Case::new("shared chunks", inputs!(1, 200, 4, 64, 2, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE),
+    Case::new("shared chunks, reverse", inputs!(2, 300, 2, 64, 1, 128), |x| vec![ssd(scan(x), true)]).rounds(6.0, INSIDE),
     Case::new(
         "decode",
         &[

@@ -214,7 +214,7 @@ impl Measured {
         let took = human_time(std::time::Duration::from_secs_f64(t.seconds));
         vec![
             format!(
-                "{} rounds in {took}, each: {steps} of every variant and of {} copies of the baseline among them, in changing order; {held}",
+                "{} rounds in {took}, each: {steps} of {} copies of the baseline and as long of every variant, in changing order; {held}",
                 t.rounds, t.copies
             ),
             format!(

@@ -55,8 +55,9 @@ pub struct Ledger {
 const ROUNDS: usize = 9;
 /// With so many variants there is a third copy of the baseline: what all are compared with should be less uncertain than each of them.
 const MANY: usize = 8;
-/// Seconds that a block takes at least, where its steps are not given.
-const BLOCK: f64 = 0.25;
+/// Seconds that a block takes at least, where its steps are not given. The clock of a GPU changes within seconds: many short turns follow it better than
+/// few long ones.
+const BLOCK: f64 = 0.1;
 /// Of free memory that is taken: kernels, captured graphs and gaps need some, too.
 const SHARE: f64 = 0.9;
 

@@ -11,7 +11,7 @@ use std::time::Instant;
 /// How long the turns go on.
 #[derive(Clone, Copy)]
 pub struct Limits {
-    /// Steps that are timed together; one more runs before them.
+    /// Steps of the baseline that are timed together; one more runs before them. A slower side has fewer, so that its turns are as long.
     pub steps: usize,
     /// At most so many rounds.
     pub rounds: usize,
@@ -72,6 +72,15 @@ pub fn turns(copies: usize, others: usize, round: usize) -> Vec<Turn> {
     all
 }
 
+/// Steps of a side that take as long as `steps` of the baseline, at most as many, by the blocks so far.
+fn as_long(steps: usize, baseline: &[Block], side: &[Block]) -> usize {
+    let least = |blocks: &[Block]| blocks.iter().map(|b| b.ms).fold(f64::INFINITY, f64::min);
+    match (least(baseline), least(side)) {
+        (baseline, side) if baseline.is_finite() && side.is_finite() => ((steps as f64 * baseline / side).round() as usize).clamp(1, steps),
+        _ => steps,
+    }
+}
+
 /// Times at least two copies of the baseline and the other sides in turn, and the first copy once more at the end.
 pub fn in_turn(copies: &mut [Side], others: &mut [Side], limits: Limits, what: &str, progress: &mut Progress) -> Result<Turns> {
     let clock = Instant::now();
@@ -81,7 +90,10 @@ pub fn in_turn(copies: &mut [Side], others: &mut [Side], limits: Limits, what: &
         for turn in turns(copies.len(), others.len(), round) {
             match turn {
                 Turn::Copy(i) => found.copies[i].push(copies[i].block(limits.steps, clock)?),
-                Turn::Other(i) => found.others[i].push(others[i].block(limits.steps, clock)?),
+                Turn::Other(i) => {
+                    let steps = as_long(limits.steps, &found.copies[0], &found.others[i]);
+                    found.others[i].push(others[i].block(steps, clock)?);
+                }
             }
         }
         let took = clock.elapsed() - began;
@@ -114,6 +126,16 @@ mod tests {
                 (0..others).for_each(|side| assert_eq!(all.iter().filter(|t| **t == Turn::Other(side)).count(), 1));
             }
         }
+    }
+
+    #[test]
+    fn a_slow_side_has_turns_as_long_as_the_baselines() {
+        let blocks = |ms: &[f64]| ms.iter().map(|&ms| Block { at: 0.0, ms }).collect::<Vec<_>>();
+        assert_eq!(as_long(9, &blocks(&[]), &blocks(&[])), 9, "nothing is known yet");
+        assert_eq!(as_long(9, &blocks(&[30.0, 31.0]), &blocks(&[30.5])), 9);
+        assert_eq!(as_long(9, &blocks(&[30.0]), &blocks(&[90.0, 300.0])), 3);
+        assert_eq!(as_long(9, &blocks(&[30.0]), &blocks(&[3000.0])), 1);
+        assert_eq!(as_long(9, &blocks(&[30.0]), &blocks(&[10.0])), 9, "never more");
     }
 
     #[test]

@@ -4,7 +4,8 @@ use crate::run::node_seconds;
 use engine::Compiled;
 use engine::graph::{Kind, Node};
 use engine::kernel::{Arch, Io, Step};
-use engine::ops::collective::{Collective, What, is_aside};
+use engine::ops::collective::aside::is_aside;
+use engine::ops::collective::{Collective, What};
 use engine::passes::Target;
 use engine::plan::view_roots;
 
