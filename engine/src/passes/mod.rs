@@ -37,6 +37,7 @@ mod sparse;
 mod switches;
 mod tensor_parallel;
 mod zero;
+mod zero_weights;
 
 pub use presets::{Fast, Preset};
 pub use switches::{Mode, Numerics, OnRanks, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
@@ -104,6 +105,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &fp8::Fp8,
     &hoist::Hoist,
     &recompute::Recompute,
+    &zero_weights::ZeroWeights,
     &lora_forward::LoraForward,
     &gemm_epilogue::GemmEpilogue,
     &merged_wgrad::MergedWgrad,

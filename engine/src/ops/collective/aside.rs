@@ -1,12 +1,13 @@
 //! Exchanges that a GPU makes beside other work (see the pass `overlap-gradients`): until when their memory is theirs.
 
-use super::{AllReduce, ReduceScatter};
+use super::{AllGather, AllReduce, ReduceScatter};
 use crate::graph::{Graph, Kind, Node, Value};
 use std::collections::HashMap;
 
 /// Whether a node exchanges values while a GPU goes on with other work.
 pub fn is_aside(node: &Node) -> bool {
-    node.op::<AllReduce>().is_some_and(|o| o.group.aside) || node.op::<ReduceScatter>().is_some_and(|o| o.group.aside)
+    let sums = node.op::<AllReduce>().is_some_and(|o| o.group.aside) || node.op::<ReduceScatter>().is_some_and(|o| o.group.aside);
+    sums || node.op::<AllGather>().is_some_and(|o| o.group.aside)
 }
 
 /// For every such node, the first that needs a result, and so waits for the exchange; the graph's end if none does. `roots`: see

@@ -19,7 +19,7 @@ pub use step::{SsdLast, SsdStep, ssd_last, ssd_step};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::record::Var;
 
 /// Inputs: x, dt, decay, B, C, d. Output: y. Composite: see the module.
@@ -96,6 +96,16 @@ impl Op for Ssd {
 
     fn cuda(&self, _: &Io) -> Code {
         unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    /// Sequences; or heads, with their groups of B and C, or with all of them where there is one group.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let [first, heads] = [Share::Dim(0), Share::Dim(2)];
+        let groups = if Sizes::of(x).groups == 1 { Share::Whole } else { heads };
+        vec![
+            Axis::new([first, first, first, first, first, Share::Whole], [first]),
+            Axis::new([heads, heads, heads, groups, groups, first], [heads]),
+        ]
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
