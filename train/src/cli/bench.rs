@@ -28,7 +28,7 @@ mod step;
 mod web;
 
 use super::budget::BudgetArgs;
-use super::{ConfigArgs, DeviceArgs, Recipes};
+use super::{ConfigArgs, DeviceArgs, Recipes, outputs};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::PathBuf;
@@ -55,7 +55,8 @@ pub struct BenchArgs {
     device: DeviceArgs,
     #[command(flatten)]
     budget: BudgetArgs,
-    /// Steps that are timed, of which the median counts: 10. With --ledger, the steps that are timed together: as many as take a tenth of a second
+    /// Steps that are timed, of which the median counts: as many as take a second, and at least 10. With --ledger, the steps that are timed together:
+    /// as many as take a tenth of a second. Of steps that differ, whole periods are timed together
     #[arg(long)]
     repeat: Option<usize>,
     /// Steps before the clock starts
@@ -111,6 +112,7 @@ pub struct BenchArgs {
 }
 
 impl BenchArgs {
+    /// Of ops and replies.
     fn repeat(&self) -> usize {
         self.repeat.unwrap_or(10)
     }
@@ -124,6 +126,9 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
         bail!("--steps-for-error {}: from 1 to a million", a.steps_for_error.unwrap_or(0));
     }
     if let (Some(path), Some(dir)) = (&a.picture, &a.ledgers) {
+        if !path.extension().is_some_and(|e| e == "svg") {
+            bail!("--picture {}: the picture's name ends in .svg", path.display());
+        }
         picture::picture(dir, path)?;
         out!("picture: {}", path.display());
         return Ok(ExitCode::SUCCESS);
@@ -143,12 +148,20 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.profile && kind != Some("generate") {
         bail!("--profile is for bench generate: kiln profile shows where a recipe's step spends its time");
     }
+    if a.steps_for_error.is_some() && !a.ledger && a.json.is_none() && a.baseline.is_none() {
+        bail!("--steps-for-error is for --ledger, --baseline or --json: nothing else has the loss");
+    }
     if a.only.is_some() && !a.ledger && kind != Some("ops") {
         bail!("--only is for bench ops, or for --ledger");
     }
     match kind {
-        Some("ops") => ops::ops(&a, &a.device.open()?),
-        Some(_) => generate::generate(&a, &a.device.open()?, recipes),
+        Some(kind) => {
+            outputs::checked(&[("--json", a.json.as_deref())], &[])?;
+            match kind {
+                "ops" => ops::ops(&a, &a.device.open()?),
+                _ => generate::generate(&a, &a.device.open()?, recipes),
+            }
+        }
         None => step::step(&a, started, recipes),
     }
 }

@@ -30,6 +30,7 @@ mod export;
 mod generate;
 mod man;
 mod model;
+mod outputs;
 mod passes;
 mod plan;
 mod predict;

@@ -85,6 +85,8 @@ pub fn run(a: ProfileArgs, recipes: Recipes) -> Result<ExitCode> {
     };
     let device = a.device.open()?;
     let mut task = subject.recipe.task(&subject.config)?;
+    // Of steps that differ, whole periods.
+    let steps = steps.next_multiple_of(task.period() as u64);
     let mut s = subject.load(&*task, &device)?;
     let mut step = subject.steps(&mut *task)?;
     if a.window {
