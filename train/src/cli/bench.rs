@@ -36,7 +36,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 #[derive(Args)]
-#[command(after_help = "Examples:
+#[command(
+    mut_arg("recipe", |a| a.value_name("RECIPE|ops|generate").help("A recipe (the first if none is named), whose step is timed; `ops` for every op, `generate` for replies to prompts")),
+    after_help = "Examples:
   kiln bench {recipe} --preset {preset}
   kiln bench {recipe} --preset {preset} --set batch=4 --repeat 20 --json small.json
   kiln bench {recipe} --preset {preset} --ledger --also fp8,tf32
@@ -46,9 +48,9 @@ use std::time::Instant;
   kiln bench --picture ledgers.svg --ledgers bench/ledger
   kiln bench ops --device cuda
   kiln bench ops --only attention --device cuda
-  kiln bench generate --device cuda")]
+  kiln bench generate --device cuda"
+)]
 pub struct BenchArgs {
-    /// A recipe; or `ops` for the table of operations, `generate` for replies to prompts
     #[command(flatten)]
     config: ConfigArgs,
     #[command(flatten)]

@@ -165,7 +165,10 @@ impl Compared {
         let reach = [now, then].map(|i| (i.high / i.median).max(i.median / i.low) - 1.0).into_iter().fold(0.0, f64::max);
         if let Some(bound) = bound {
             let percent = 100.0 * bound;
-            let unsure = format!("cannot tell {percent}% here, because the intervals reach {:.1}%: raise --repeat, here or of the baseline", 100.0 * reach);
+            let unsure = format!(
+                "cannot tell {percent}% here, because the intervals reach {:.1}%: raise --repeat, here or of the baseline",
+                100.0 * reach
+            );
             match (more > bound, noise.is_empty()) {
                 (true, true) => self.failed.push(format!("slower: {said}, more than {percent}% (--fail-slower)")),
                 (true, false) => self.failed.push(format!("slower: {said}; {unsure} (--fail-slower)")),

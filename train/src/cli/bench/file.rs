@@ -202,7 +202,8 @@ impl Measured {
             }
             None => bail!("{shown} is not what `kiln bench RECIPE --json FILE` writes"),
         }
-        let m: Measured = serde_json::from_value(value).with_context(|| format!("{shown} is not what `kiln bench RECIPE --json FILE` writes"))?;
+        let m: Measured =
+            serde_json::from_value(value).with_context(|| format!("{shown} is not what `kiln bench RECIPE --json FILE` writes"))?;
         let intervals = m.ledger.iter().map(|l| (l.pass.as_str(), l.gain)).chain([("interval", m.interval)]);
         if let Some((what, Some(i))) = intervals.into_iter().find(|(_, i)| i.is_some_and(|i| !i.is_sound())) {
             bail!("{shown} is damaged: {what} has a median of {} between {} and {}", i.median, i.low, i.high);

@@ -192,8 +192,7 @@ mod tests {
         Verdict::of(&gain(found, side))
     }
 
-    const MACHINE: Machine =
-        Machine { copies: 4, baseline: 10.0, others: vec![], noise: 0.01, loads: 0.0, drift: 0.1, rounds: 9, seed: 3 };
+    const MACHINE: Machine = Machine { copies: 4, baseline: 10.0, others: vec![], noise: 0.01, loads: 0.0, drift: 0.1, rounds: 9, seed: 3 };
 
     #[test]
     fn ranks_hold_the_median_in_95_percent() {
@@ -263,7 +262,7 @@ mod tests {
         let found = Machine { others: vec![10.0; 4], noise: 0.001, drift: 0.3, rounds: 12, seed: 1, ..MACHINE }.run();
         for side in 0..4 {
             let g = gain(&found, side);
-            assert!(g.holds(0.0) && g.low > -0.003 && g.high < 0.003, "{side}: {g:?}");
+            assert!(g.holds(0.0) && g.low > -0.005 && g.high < 0.005, "{side}: {g:?}");
         }
         // The same clock, but a side at a time: its median against the baseline's.
         let mut all: Vec<Block> = [found.copies.concat(), found.others.concat()].concat();
@@ -300,13 +299,15 @@ mod tests {
     fn what_differs_between_loads_is_in_the_interval() {
         for (copies, loads, rounds) in [(2, 0.01, 9), (3, 0.005, 9), (4, 0.005, 3), (4, 0.005, 9), (4, 0.01, 40)] {
             let (mut wrong, mut missed) = (0, 0);
-            for seed in 0..400 {
+            for seed in 0..1000 {
                 let found = Machine { copies, others: vec![10.0, 10.0, 10.0, 20.0], noise: 0.002, loads, rounds, seed, ..MACHINE }.run();
                 wrong += (0..3).filter(|&side| verdict(&found, side) != Verdict::WithinNoise).count();
                 missed += usize::from(verdict(&found, 3) != Verdict::Faster);
             }
-            assert!(wrong <= 60, "{copies} copies, loads of {loads}, {rounds} rounds: {wrong} of 1200 differences of nothing were called real");
-            assert!(missed <= 8, "{copies} copies, loads of {loads}, {rounds} rounds: a factor of 2 was missed in {missed} of 400");
+            let which = format!("{copies} copies, loads of {loads}, {rounds} rounds");
+            // 5%, and half a percent for chance: 3000 of them are not independent.
+            assert!(wrong <= 165, "{which}: {wrong} of 3000 differences of nothing were called real");
+            assert!(missed <= 8, "{which}: a factor of 2 was missed in {missed} of 1000");
         }
     }
 
