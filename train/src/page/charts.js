@@ -76,7 +76,7 @@ const kiln = (() => {
   };
   // The first eight are chosen; from then on every one has a hue of its own, the golden angle from the one before.
   const colour = (i) => (typeof i === "string" ? `var(--${i})` : i < 8 ? `var(--c${i})` : `hsl(${((i * 137.508) % 360).toFixed(0)} 60% var(--more))`);
-  const dash = (s, i) => (s.guide ? "1 3" : s.dashed ? "7 4" : i >= 8 ? "2 3" : null);
+  const dash = (s, i) => (s.guide && s.dashed ? "1 3" : s.dashed ? "7 4" : i >= 8 ? "2 3" : null);
   const legend = (entries) => entries.length < 1 ? null : html("ul", { class: "legend" }, entries.map(({ name, color, kind, dashes }) => html("li", {},
     svg("svg", { width: 22, height: 12, "aria-hidden": "true" }, kind === "dots" ? svg("circle", { cx: 11, cy: 6, r: 4, fill: color }) : kind === "fill" ? svg("rect", { x: 4, width: 14, height: 12, fill: color })
       : svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: color, "stroke-width": 2, "stroke-dasharray": dashes })), html("span", {}, name))));

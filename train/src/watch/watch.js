@@ -148,7 +148,7 @@
     for (const figure of box.querySelectorAll("figure")) {
       const c = list.find((one) => one.id === figure.dataset.id), log = $("log").checked;
       const steps = c.series.flatMap((s) => [s.points[0][0], s.points[s.points.length - 1][0]]);
-      if (c.floor) c.series.push({ name: `${c.floor.name} ${number(c.floor.value, "")}`, guide: true, color: "ink", points: [[Math.min(...steps), c.floor.value], [Math.max(...steps), c.floor.value]] });
+      if (c.floor) c.series.push({ name: `${c.floor.name} ${number(c.floor.value, "")}`, guide: true, dashed: true, color: "ink", points: [[Math.min(...steps), c.floor.value], [Math.max(...steps), c.floor.value]] });
       draw(figure, { kind: "plot", x: { label: "step", unit: "", log: false }, y: { label: UNITS.includes(c.unit) ? "" : c.unit, unit: UNITS.includes(c.unit) ? c.unit : "", log }, series: c.series });
     }
   };
