@@ -39,32 +39,29 @@ pub fn dump(mut g: Graph, switches: &Switches, target: Target, pass: &str) -> Re
     Ok(dumped)
 }
 
-/// The names of a graph's nodes, without numbers and with them, and their lines without.
+/// The names of a graph's nodes, and what they are matched by, the surest first: their lines without numbers, these without inputs, names without numbers.
 struct Named {
-    bare: Vec<String>,
-    lines: Vec<String>,
+    alike: [Vec<String>; 3],
     names: Vec<String>,
 }
 
 impl Named {
     fn new(g: &Graph) -> Named {
-        let bare = bare(g);
-        Named { lines: lines(g, &bare), names: names(g), bare }
+        Named { alike: alike(g), names: names(g) }
     }
 
     /// Of a graph that was made from another one: what is in both keeps its name. Numbers count what shares a name, so that one node more would give
     /// all that follow another name.
     fn after(g: &Graph, before: &Named) -> Named {
-        let bare = bare(g);
-        let lines = lines(g, &bare);
+        let alike = alike(g);
         let mut kept: Vec<Option<usize>> = vec![None; g.nodes.len()];
-        for op in capture_diff_slices(Algorithm::Myers, &before.lines, &lines) {
+        for op in capture_diff_slices(Algorithm::Myers, &before.alike[0], &alike[0]) {
             if let DiffOp::Equal { old_index, new_index, len } = op {
                 (0..len).for_each(|i| kept[new_index + i] = Some(old_index + i));
             }
         }
-        // What was moved, then what reads something else: in their order.
-        for (old, new) in [(&before.lines, &lines), (&before.bare, &bare)] {
+        // What was moved, what reads something else, what became something else: in their order.
+        for (old, new) in before.alike.iter().zip(&alike) {
             let used: HashSet<usize> = kept.iter().flatten().copied().collect();
             let mut left: HashMap<&str, VecDeque<usize>> = HashMap::new();
             (0..old.len()).filter(|i| !used.contains(i)).for_each(|i| left.entry(&old[i]).or_default().push_back(i));
@@ -73,17 +70,22 @@ impl Named {
             }
         }
         let own = kept.iter().map(|i| i.map(|i| before.names[i].clone())).collect();
-        Named { names: numbered(&bare, own), lines, bare }
+        Named { names: numbered(&alike[2], own), alike }
     }
+}
+
+fn alike(g: &Graph) -> [Vec<String>; 3] {
+    let bare = bare(g);
+    [lines(g, &bare, true), lines(g, &bare, false), bare]
 }
 
 /// Longer parameters of an op are cut.
 const LONG: usize = 120;
 
 /// A line a node: its name, its op, what it reads, shapes and types of its outputs.
-fn lines(g: &Graph, names: &[String]) -> Vec<String> {
+fn lines(g: &Graph, names: &[String], inputs: bool) -> Vec<String> {
     let line = |(i, node): (usize, &Node)| {
-        let inputs: Vec<String> = node.inputs.iter().map(|&v| value(g, names, v)).collect();
+        let inputs: Vec<String> = node.inputs.iter().filter(|_| inputs).map(|&v| value(g, names, v)).collect();
         let outputs: Vec<String> = node.outputs.iter().map(|m| format!("{m:?}")).collect();
         let what = match &node.kind {
             Kind::State(s) => format!("{:?}", s.role).to_lowercase(),
@@ -99,7 +101,7 @@ fn lines(g: &Graph, names: &[String]) -> Vec<String> {
 
 /// The lines of all nodes. Then what is read after a run, and what states become.
 fn text_of(g: &Graph, names: &[String]) -> String {
-    let mut text = lines(g, names).concat();
+    let mut text = lines(g, names, true).concat();
     for (name, v) in &g.outputs {
         text += &format!("output {name} = {}\n", value(g, names, *v));
     }
