@@ -84,14 +84,14 @@ same_bits() {
 if has ranks; then
     for recipe in decoder hydra; do
         train "$recipe-1" "$recipe" || continue
-        for ranks in "2" "2 --pass zero=auto" "2 --tensor 2" "2 --pass overlap-gradients=off" "4" "4 --tensor 2" "4 --tensor 2 --pass zero=auto"; do
-            name="$recipe-$(echo "$ranks" | sed 's/--pass //g; s/--//g; s/[ =]/-/g')"
+        for ranks in "2" "2 --pass zero=auto" "2 --tensor 2" "2 --pass overlap-gradients=off" "4" "4 --tensor 2" "4 --tensor 2 --pass zero=auto" "2 --pass zero=auto --pass zero-weights=auto" "2 --tensor 2 --pass tensor-parallel=auto,sequence=divided"; do
+            name="$recipe-$(echo "$ranks" | sed 's/--pass //g; s/--//g; s/[ =,]/-/g')"
             train "$name" "$recipe" --ranks $ranks || continue
             if ! over_nccl "$name" "${ranks%% *}"; then note "$name" FAIL "it did not train on ${ranks%% *} ranks over NCCL"; continue; fi
             if said=$("$python" "$folder/losses.py" "$folder/$recipe-1" "$folder/$name" 2>&1); then note "$name" ok "$said"; else note "$name" FAIL "$(echo "$said" | tail -n 1)"; fi
         done
         for ranks in "2" "4 --tensor 2"; do
-            first="$recipe-$(echo "$ranks" | sed 's/--//g; s/[ =]/-/g')"
+            first="$recipe-$(echo "$ranks" | sed 's/--//g; s/[ =,]/-/g')"
             over_nccl "$first" "${ranks%% *}" || continue
             train "$first-again" "$recipe" --ranks $ranks && over_nccl "$first-again" "${ranks%% *}" || continue
             if same_bits "$first" "$first-again" > "$folder/$first-bits.txt" 2>&1; then note "$first twice" ok "bit for bit"; else note "$first twice" FAIL "$(head -n 1 "$folder/$first-bits.txt")"; fi

@@ -21,6 +21,9 @@ pub struct Written {
     pub(super) sum: Sum,
 }
 
+/// The note that says where the parts of a file lie.
+const PLACES: &str = "parts";
+
 fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }
@@ -35,9 +38,11 @@ pub fn write_parts(dir: &Path, step: u64, rank: usize, held: &[Held]) -> Result<
     }
     let names: Vec<String> = held.iter().map(|h| format!("{}:{}", h.file, h.tensor.name)).collect();
     let place = |p: &Part| json!({ "shape": p.shape, "axis": p.axis, "index": p.index, "of": p.of });
-    let notes = names.iter().zip(held).map(|(n, h)| (n.clone(), json!(h.parts.iter().map(place).collect::<Vec<_>>()).to_string()));
+    let places = names.iter().zip(held).map(|(n, h)| (n.clone(), json!(h.parts.iter().map(place).collect::<Vec<_>>())));
+    // One note: the order of several is another in every file, and two runs write the same bytes.
+    let notes = HashMap::from([(PLACES.to_string(), Value::Object(places.collect()).to_string())]);
     let tensors: Vec<Tensor> = names.iter().zip(held).map(|(name, h)| Tensor { name, ..h.tensor }).collect();
-    let sum = write_safetensors(&path, &tensors, Some(notes.collect()))?;
+    let sum = write_safetensors(&path, &tensors, Some(notes))?;
     Ok(Written { name: file_name(rank), path, sum })
 }
 
@@ -62,8 +67,7 @@ impl Written {
 }
 
 /// Where a part lies, as its file notes it.
-fn places(text: &str) -> Option<Vec<Part>> {
-    let noted: Vec<Value> = serde_json::from_str(text).ok()?;
+fn places(noted: &Value) -> Option<Vec<Part>> {
     let number = |v: &Value| v.as_u64().map(|n| n as usize);
     let part = |v: &Value| {
         let shape = v["shape"].as_array()?.iter().map(number).collect::<Option<Vec<_>>>()?;
@@ -73,7 +77,7 @@ fn places(text: &str) -> Option<Vec<Part>> {
         let cut = axis.map_or(Some(elements), |a| shape.get(a).copied())?;
         (index < of && cut.is_multiple_of(of)).then_some(Part { shape, axis, index, of, by: "" })
     };
-    let parts: Vec<Part> = noted.iter().map(part).collect::<Option<_>>()?;
+    let parts: Vec<Part> = noted.as_array()?.iter().map(part).collect::<Option<_>>()?;
     let follows = |w: &[Part]| w[0].own_shape().iter().product::<usize>() == w[1].shape.iter().product::<usize>();
     let whole = parts.iter().all(|p| p.shape.iter().all(|n| *n > 0));
     (whole && parts.windows(2).all(follows)).then_some(parts)
@@ -119,10 +123,10 @@ impl Checkpoint {
             let path = self.path.join(file);
             let bad = |what: &str| broken(&path, format!("'{what}' does not say which part of a tensor it is"));
             let own = Loaded::parse(&path, self.bytes(file)?)?;
-            let notes = own.metadata();
+            let notes: Value = own.metadata().get(PLACES).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
             for full in own.names() {
                 let Some(tensor) = full.strip_prefix(name).and_then(|rest| rest.strip_prefix(':')) else { continue };
-                let parts = notes.get(&full).and_then(|text| places(text)).filter(|p| !p.is_empty()).ok_or_else(|| bad(&full))?;
+                let parts = notes.get(&full).and_then(places).filter(|p| !p.is_empty()).ok_or_else(|| bad(&full))?;
                 let (dtype, _, bytes) = own.get(&full).ok_or_else(|| bad(&full))?;
                 let shape = parts[0].shape.clone();
                 let size = bytes.len() * parts.iter().map(|p| p.of).product::<usize>();

@@ -236,6 +236,21 @@ fn checkpoints_of_ranks_are_anyones() {
     }
 }
 
+/// Two runs of the same ranks write the same bytes, those with parts too.
+#[test]
+fn two_runs_write_the_same_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let [a, b] = ["a", "b"].map(|name| {
+        let out = dir.path().join(name);
+        train(DECODER, &["train.steps=2", "train.eval_every=2", "train.save_every=2"], [2, 2], &out, Start::New, None);
+        out.join("checkpoints/step-00000002")
+    });
+    for file in ["model.safetensors", "rank-00000.safetensors", "rank-00001.safetensors"] {
+        let [a, b] = [&a, &b].map(|path| std::fs::read(path.join(file)).unwrap());
+        assert!(a.len() > 1000 && a == b, "{file} is another in the second run");
+    }
+}
+
 /// A part that is missing or damaged is found.
 #[test]
 fn a_checkpoint_without_one_of_its_parts_is_broken() {
