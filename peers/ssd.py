@@ -2,14 +2,16 @@
 """The state-space scan of Mamba-2 in PyTorch, bf16: milliseconds forward and backward, and peak memory. One line of JSON for each case and peer.
 
     python3 peers/ssd.py [--lengths 1024,8192,65536] [--tokens 65536] [--heads 24] [--head 64] [--state 128] [--chunk 256] [--json out.json]
+    python3 peers/ssd.py --mamba-ssm FOLDER     # with the Triton kernels of an unpacked source package of mamba-ssm; nothing of it is built
     python3 peers/ssd.py --device cpu --tiny    # shows only that it runs, and that the peers agree with one step after another
 
-compiled: the chunked form in plain PyTorch, torch.compile.  mamba-ssm: its Triton kernels, where the package can be imported.  attention: PyTorch's causal
-SDPA with heads * head / 2 channels in heads of 64, as wide as the model whose scan it is: from which length the scan is faster.
-The shapes are those of `kiln bench ops --only ssd`.
+compiled: the chunked form in plain PyTorch, torch.compile.  mamba-ssm: its Triton kernels, where the package can be imported or its FOLDER is given (which
+holds mamba_ssm, and einops if Python has none).  attention: PyTorch's causal SDPA with heads * head / 2 channels in heads of 64, as wide as the model whose
+scan it is: from which length the scan is faster.  The shapes are those of `kiln bench ops --only ssd`.
 """
-import argparse, json, os
+import argparse, json, os, subprocess, sys, types
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from timing import median
 
@@ -57,15 +59,41 @@ def inputs(batch, time, a, dtype):
     return [v.requires_grad_() for v in (x, dt, rate, b, c, torch.ones(a.heads, device=a.device))]
 
 
+def mamba_ssm(a):
+    """The scan of mamba-ssm. From a folder its kernels are imported without the package's __init__, which wants the compiled extension."""
+    if a.mamba_ssm and "mamba_ssm" not in sys.modules:
+        sys.path.append(os.path.abspath(a.mamba_ssm))
+        package = types.ModuleType("mamba_ssm")
+        package.__path__ = [os.path.join(os.path.abspath(a.mamba_ssm), "mamba_ssm")]
+        sys.modules["mamba_ssm"] = package
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as scan
+    return lambda x, dt, rate, b, c, d: scan(x, dt, rate, b, c, a.chunk, D=d)
+
+
+def compile_ahead(a):
+    """mamba-ssm's kernels have some 150 variants, of which Triton's autotuner times each. Processes compile a share of them each into Triton's cache."""
+    if a.share:
+        import triton
+        k, n, tune = *map(int, a.share.split("/")), triton.autotune
+        triton.autotune = lambda configs, **rest: tune(configs=configs[k::n] or configs[:1], **rest)
+        leaves = inputs(1, 2 * a.chunk, a, torch.bfloat16)
+        y = mamba_ssm(a)(*leaves)
+        torch.autograd.grad(y, leaves, torch.randn_like(y))
+        sys.exit()
+    for p in [subprocess.Popen([sys.executable, *sys.argv, "--share", f"{k}/{a.workers}"], stdout=subprocess.DEVNULL) for k in range(a.workers)]:
+        p.wait()
+
+
 def peers(a):
+    torch._functorch.config.donated_buffer = False   # the backward pass is timed many times over one forward pass
     compiled = torch.compile(chunked, dynamic=False) if a.device == "cuda" else chunked
     yield "compiled", lambda x, dt, rate, b, c, d: compiled(x, dt, dt * rate, b, c, d, a.chunk)
     try:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as triton
+        triton = mamba_ssm(a)
     except Exception as e:
         print(f"mamba-ssm cannot be imported here: {e}", flush=True)
         return
-    yield "mamba-ssm", lambda x, dt, rate, b, c, d: triton(x, dt, rate, b, c, a.chunk, D=d)
+    yield "mamba-ssm", triton
 
 
 def measure(run, leaves, a):
@@ -98,12 +126,17 @@ def main():
         p.add_argument("--" + name, type=int, default=default)
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--tiny", action="store_true")
+    p.add_argument("--mamba-ssm", metavar="FOLDER")
+    p.add_argument("--workers", type=int, default=min(12, os.cpu_count()), help="processes that compile mamba-ssm's kernels")
+    p.add_argument("--share", help=argparse.SUPPRESS)
     p.add_argument("--json")
     a = p.parse_args()
     if a.device == "cpu":   # virtual machines may announce AMX and not have it
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     if a.tiny:
         a.lengths, a.tokens, a.heads, a.head, a.state, a.chunk = "32,80", 160, 4, 8, 8, 16
+    if a.mamba_ssm and a.device == "cuda":
+        compile_ahead(a)
     check(a)
     rows = []
     for time in map(int, a.lengths.split(",")):

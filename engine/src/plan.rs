@@ -5,6 +5,7 @@ mod place;
 
 use crate::graph::{Graph, Value};
 use crate::op::Cost;
+use crate::ops::collective::aside;
 use std::collections::{BTreeMap, HashMap};
 
 /// Buffers start at multiples of so many bytes: aligned for cache lines and for a GPU's vector loads.
@@ -223,8 +224,7 @@ pub fn last_reads(g: &Graph, roots: &[Option<Value>]) -> HashMap<Value, usize> {
             last.insert(root(v), i);
         }
     }
-    for v in g.roots() {
-        last.insert(root(v), g.nodes.len());
-    }
+    last.extend(g.roots().map(|v| (root(v), g.nodes.len())));
+    aside::hold(g, roots, &mut last);
     last
 }

@@ -39,6 +39,8 @@ pub struct Node {
     pub cost: Cost,
     /// Whether its kernels use tensor cores.
     pub tensor_cores: bool,
+    /// Whether it exchanges values with other ranks beside other work.
+    pub aside: bool,
 }
 
 /// Where something ran.
@@ -50,6 +52,8 @@ pub enum Track {
     Copy,
     /// Kernels, or nodes on the CPU.
     Compute,
+    /// What is exchanged with other ranks beside these.
+    Exchange,
 }
 
 /// What ran.
@@ -206,6 +210,8 @@ fn spans(programs: &[Profiled], recorded: Recorded, began: u64) -> impl Iterator
                 (Track::Compute, Some(bytes), if of_program { STORES } else { "feeds into their place" }.into())
             }
         };
+        let is_aside = |what: &What| matches!(what, What::Node(p, n) if programs[*p].nodes[*n].aside);
+        let track = if node.as_ref().is_some_and(is_aside) && track == Track::Compute { Track::Exchange } else { track };
         let what = node.or(bytes.map(What::Copy)).unwrap_or(What::Other);
         let [start, end] = [r.start, r.end].map(|t| t.saturating_sub(began));
         Span { start, end, launched: start, track, what, name }

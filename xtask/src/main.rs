@@ -17,7 +17,7 @@ const HELP: &str = "cargo xtask COMMAND
 
   test      formatting, lints, every test, the examples, every kernel; at the end the slowest tests.
             With --fast no kernels, no doc tests, and of the tests those that took longest the last time are left out
-  docs      writes the generated pages again: docs/config.md, docs/passes.md, the receipts in README.md
+  docs      writes the generated pages again: docs/config.md, docs/passes.md, the receipts in README.md, the tables in docs/scaling.md
   kernels   compiles the kernels of every op for every architecture with NVRTC, without a GPU
   mutants   plants errors one at a time and says which test finds each; all, or those whose names hold one of the words that follow.
             A build of its own and some minutes; what is planted in kernels is found by the emulator. Not part of `test`
@@ -152,7 +152,12 @@ fn check_mpi() -> Result<(), String> {
 fn docs() -> Result<(), String> {
     let mut test = Command::new(env!("CARGO"));
     test.args(["test", "--package", "kiln", "--test", "suite", "--"]);
-    run(test.args(["docs::generated_pages_are_current", "docs::the_receipts_in_the_readme_are_current"]).env("KILN_WRITE_DOCS", "1"))
+    test.args([
+        "docs::generated_pages_are_current",
+        "docs::the_receipts_in_the_readme_are_current",
+        "docs::the_tables_of_scaling_are_current",
+    ]);
+    run(test.env("KILN_WRITE_DOCS", "1"))
 }
 
 /// `kiln check emulate`, with the cases that the tests leave out because they take long.

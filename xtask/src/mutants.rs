@@ -42,6 +42,12 @@ const MUTANTS: &[Mutant] = &[
     // Several ranks.
     ("a-rank-is-left-out-of-sums", "sums over ranks are those of all but the last", RANKS),
     ("gradients-of-one-rank-alone", "gradients are not summed over the ranks", RANKS),
+    (
+        "rows-of-other-ranks-experts",
+        "a rank adds up rows of experts that it does not have",
+        Engine(&["ranks::weights_are_divided_and_the_step_stays_the_same"]),
+    ),
+    ("fp8-scales-of-one-rank-alone", "scales of FP8 follow from the first rank's values", Engine(&["ranks::fp8_rounds_as_one_rank_does"])),
     ("every-rank-draws-the-same", "dropout of a rank's part is that of the first part", RANKS),
     // Ops, forwards and backwards.
     ("attention-hides-a-query-from-itself", "the causal mask is off by one", PASSES),

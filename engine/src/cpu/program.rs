@@ -117,8 +117,8 @@ impl CpuProgram {
         let places = g.nodes.iter().enumerate().map(|(i, node)| match &node.kind {
             Kind::Op(op) if !op.is_view() => {
                 let (inputs, outputs, scope) = (g.inputs(i), node.outputs.clone(), node.scope.to_string());
-                let (cost, backward, tensor_cores) = (op.cost(&inputs), node.backward, false);
-                nodes.push(profile::Node { op: op.name(), scope, backward, inputs, outputs, cost, tensor_cores });
+                let (cost, backward, tensor_cores, aside) = (op.cost(&inputs), node.backward, false, false);
+                nodes.push(profile::Node { op: op.name(), scope, backward, inputs, outputs, cost, tensor_cores, aside });
                 Some(nodes.len() - 1)
             }
             _ => None,

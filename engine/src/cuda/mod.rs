@@ -10,6 +10,7 @@ mod gemm;
 mod libraries;
 mod memory;
 mod moment;
+pub mod nccl;
 pub mod nvrtc;
 pub mod nvtx;
 mod options;
@@ -55,6 +56,8 @@ struct Inner {
     stream: sys::CUstream,
     /// Feeds are copied on this stream, concurrently with kernels.
     copies: sys::CUstream,
+    /// Values are exchanged with other ranks on this stream, concurrently with kernels.
+    aside: sys::CUstream,
     products: gemm::Handle,
     workspace: Memory,
     compiler: nvrtc::Compiler,
@@ -128,7 +131,7 @@ impl Cuda {
         let free = result::mem_get_info().map_or(0, |m| m.0);
         let held = Arc::<Held>::default();
         let stream = || result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("creating a stream"));
-        let (stream, copies) = (stream()?, stream()?);
+        let (stream, copies, aside) = (stream()?, stream()?, stream()?);
         let name = result::device::get_name(device).map_err(failed("querying the GPU"))?;
         let choices = choices::Choices::open(&folders.cache, &name, gemm::Handle::version());
         let inner = Inner {
@@ -138,6 +141,7 @@ impl Cuda {
             context,
             stream,
             copies,
+            aside,
             products: gemm::Handle::new()?,
             workspace: Memory::on_device(context, &held, GEMM_WORKSPACE)?,
             free,

@@ -2,19 +2,21 @@
 
 use super::fallback::{self, Fallback};
 use super::gemm::Product;
+use super::nccl::{self, Sent};
 use super::options::Options;
 use super::products::Products;
-use super::transfer::{Feeds, Incoming};
+use super::transfer::{Event, Feeds, Incoming};
 use super::{Cuda, Kernel, Memory, failed};
 use crate::cpu::Data;
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Value};
 use crate::kernel::{Arch, At, Code, Io, Live, Place, Step};
 use crate::meta::{DType, is_contiguous};
-use crate::ops::collective::Collective;
+use crate::ops::collective::{Collective, What, aside::joins};
 use crate::ops::view::Reshape;
 use crate::passes::Mode;
-use crate::plan::{Home, Plan, Spot};
+use crate::plan::{Home, Plan, Spot, view_roots};
+use crate::ranks::Group;
 use crate::store::Store;
 use cudarc::driver::{result, sys};
 use std::collections::HashMap;
@@ -50,7 +52,6 @@ impl Address {
 }
 
 /// A launch with its addresses.
-#[expect(clippy::large_enum_variant, reason = "a program has some thousand of them")]
 enum Ready {
     Launch {
         kernel: Kernel,
@@ -74,6 +75,21 @@ enum Ready {
         to: Address,
         bytes: usize,
     },
+    /// Values: from, to, elements, their type. `beside`: its number among the exchanges that run on a stream of their own.
+    Exchange {
+        what: What,
+        group: Group,
+        values: Vec<(Address, Address, usize, DType)>,
+        beside: Option<usize>,
+    },
+    /// Waits for the exchange of this number.
+    Await(usize),
+}
+
+/// Of an exchange beside other work: when its values are there, and when it is done.
+struct Fork {
+    ready: Event,
+    done: Event,
 }
 
 /// A planned graph on the GPU.
@@ -86,6 +102,10 @@ pub struct CudaProgram {
     when: Vec<Option<usize>>,
     /// (feed's node, how many of its entries must not be negative).
     conditions: Vec<(usize, Live)>,
+    /// One for each exchange that runs beside other work.
+    forks: Vec<Fork>,
+    /// Whether everything runs on one stream, for times of single nodes.
+    serial: bool,
     /// (node, its steps).
     nodes: Vec<(usize, Range<usize>)>,
     arena: Arc<Mutex<Memory>>,
@@ -192,6 +212,12 @@ struct Builder<'a> {
     /// Of each step, the condition under which it runs.
     when: Vec<Option<usize>>,
     conditions: Vec<(usize, Live)>,
+    /// (the node that waits, the number of the exchange that it waits for), of exchanges that run beside other work.
+    awaited: Vec<(usize, usize)>,
+    /// How many of these there are so far.
+    forks: usize,
+    /// Node of such an exchange -> the first node that needs its results.
+    joins: HashMap<usize, usize>,
 }
 
 impl Builder<'_> {
@@ -215,6 +241,7 @@ impl Builder<'_> {
 
     /// The copies that the plan wants before a node, then its steps.
     fn node(&mut self, i: usize, code: &Code) -> Result<(), Error> {
+        self.wait_before(i);
         let node = &self.graph.nodes[i];
         for c in self.plan.copies.iter().filter(|c| c.node == i) {
             let (from, to) = (node.inputs[c.input], Value { node: i, out: c.out });
@@ -283,10 +310,29 @@ impl Builder<'_> {
         })
     }
 
+    /// Waits for exchanges beside other work whose results node `i` is the first to need.
+    fn wait_before(&mut self, i: usize) {
+        let due: Vec<usize> = self.awaited.extract_if(.., |(node, _)| *node <= i).map(|a| a.1).collect();
+        self.steps.extend(due.into_iter().map(Ready::Await));
+        self.when.resize(self.steps.len(), None);
+    }
+
     /// An exchange with other ranks; of one rank alone, copies.
     fn collective(&mut self, i: usize, c: &Collective) -> Result<(), Error> {
+        if c.group.on_gpus().is_some() {
+            c.parts.iter().try_for_each(|p| nccl::can(c.what, p.dtype))?;
+            let values = c.parts.iter().map(|p| (self.resolve(i, &p.from), self.resolve(i, &p.to), p.elements, p.dtype)).collect();
+            let beside = c.group.aside.then_some(self.forks);
+            if let Some(number) = beside {
+                self.forks += 1;
+                self.awaited.push((self.joins.get(&i).copied().unwrap_or(i + 1), number));
+            }
+            self.steps.push(Ready::Exchange { what: c.what, group: c.group.clone(), values, beside });
+            self.when.resize(self.steps.len(), None);
+            return Ok(());
+        }
         if c.group.size > 1 {
-            return Err(Error::Ranks(format!("{} ranks on GPUs need NCCL, which is not connected", c.group.size)));
+            return Err(Error::Ranks(format!("{} ranks are planned, and this program has no connection to them", c.group.size)));
         }
         for part in c.parts.iter().filter(|p| p.from != p.to) {
             let [from, to] = [part.from, part.to].map(|p| self.resolve(i, &p));
@@ -298,6 +344,7 @@ impl Builder<'_> {
 
     /// The copies into states at the end of a run.
     fn stores(&mut self) {
+        self.wait_before(usize::MAX);
         for &(state, value) in &self.plan.stores {
             let to = Address::Source(state, 0);
             self.steps.push(Ready::Copy { from: self.address(value), to, bytes: self.graph.meta(value).bytes() });
@@ -327,8 +374,18 @@ impl CudaProgram {
             let memory = arena.lock().unwrap_or_else(PoisonError::into_inner);
             Products::new(cuda, options, (memory.start(), memory.bytes()))
         };
-        let mut b =
-            Builder { graph: &graph, plan: &plan, kernels: kernels.into_iter(), products, steps: vec![], when: vec![], conditions: vec![] };
+        let mut b = Builder {
+            graph: &graph,
+            plan: &plan,
+            kernels: kernels.into_iter(),
+            products,
+            steps: vec![],
+            when: vec![],
+            conditions: vec![],
+            awaited: vec![],
+            forks: 0,
+            joins: joins(&graph, &view_roots(&graph)),
+        };
         let mut nodes = vec![];
         for (i, code) in codes.iter().enumerate() {
             let first = b.steps.len();
@@ -339,7 +396,9 @@ impl CudaProgram {
         }
         b.stores();
         b.products.remember();
-        let Builder { steps, when, conditions, .. } = b;
+        let Builder { steps, when, conditions, forks, .. } = b;
+        cuda.current();
+        let forks = (0..forks).map(|_| Ok(Fork { ready: Event::new()?, done: Event::new()? })).collect::<Result<_, Error>>()?;
         Ok(CudaProgram {
             graph,
             plan,
@@ -347,6 +406,8 @@ impl CudaProgram {
             steps,
             when,
             conditions,
+            forks,
+            serial: false,
             nodes,
             arena: arena.clone(),
             own,
@@ -480,7 +541,10 @@ impl CudaProgram {
             Address::Source(n, o) => bases[n + 1] + o as u64,
         };
         let stream = self.cuda.0.stream;
-        for (n, i) in steps.enumerate() {
+        // The first launch waits for everything before it: inputs that kernels prefetch may be written by an earlier program. So does one after an
+        // exchange, which may be more than one kernel.
+        let mut early = false;
+        for i in steps {
             let _mark = self.mark(i);
             match &self.steps[i] {
                 Ready::Launch { kernel, grid, block, shared, args, .. } => {
@@ -501,8 +565,7 @@ impl CudaProgram {
                         sharedMemBytes: *shared,
                         hStream: stream,
                         attrs: &mut overlap,
-                        // The first launch waits for everything before it: inputs that kernels prefetch may be written by an earlier program.
-                        numAttrs: (self.options.overlap && n > 0) as u32,
+                        numAttrs: (self.options.overlap && early) as u32,
                     };
                     // SAFETY: a kernel of ours with pointer arguments into buffers that the plan made large enough.
                     unsafe { sys::cuLaunchKernelEx(&config, kernel.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
@@ -520,7 +583,24 @@ impl CudaProgram {
                     // SAFETY: both buffers have that many bytes and do not overlap.
                     unsafe { result::memcpy_dtod_async(at(to), at(from), *bytes, stream) }.map_err(failed("copying"))?;
                 }
+                Ready::Exchange { what, group, values, beside } => {
+                    let values: Vec<Sent> = values.iter().map(|(from, to, n, dtype)| Sent::new(at(from), at(to), *n, *dtype)).collect();
+                    let link = group.on_gpus().expect("looked at when the program was loaded");
+                    match beside.filter(|_| !self.serial).map(|number| &self.forks[number]) {
+                        Some(fork) => {
+                            let other = self.cuda.0.aside;
+                            fork.ready.record(stream)?;
+                            fork.ready.hold(other)?;
+                            link.launch(*what, &values, true, other)?;
+                            fork.done.record(other)?;
+                        }
+                        None => link.launch(*what, &values, beside.is_some(), stream)?,
+                    }
+                }
+                Ready::Await(number) if !self.serial => self.forks[*number].done.hold(stream)?,
+                Ready::Await(_) => {}
             }
+            early = !matches!(self.steps[i], Ready::Exchange { .. } | Ready::Await(_));
         }
         Ok(())
     }

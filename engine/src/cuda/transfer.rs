@@ -75,7 +75,7 @@ impl Event {
     }
 
     /// Lets a stream wait for it.
-    fn hold(&self, stream: sys::CUstream) -> Result<(), Error> {
+    pub fn hold(&self, stream: sys::CUstream) -> Result<(), Error> {
         let flags = sys::CUevent_wait_flags_enum::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are alive.
         unsafe { result::stream::wait_event(stream, self.0, flags) }.map_err(failed("waiting for an event"))

@@ -7,7 +7,8 @@ use crate::graph::{Graph, Init, Kind, Node, Role, State, Value};
 use crate::meta::{DType, Meta};
 use crate::op::Op;
 use crate::ops::adamw::{AdamW, Momentum, momentum};
-use crate::ops::adamw8::{AdamW8, Map, Momentum8, absmax_of};
+use crate::ops::adamw8::{AdamW8, BLOCK, Map, Momentum8, absmax_of};
+use crate::ranks::Part;
 use crate::record::{Recorder, Var};
 use std::collections::HashMap;
 
@@ -97,9 +98,12 @@ impl Plan<'_> {
         if elements < self.least {
             return receipt.decline(format!("only {elements} elements: kept in f32"), site);
         }
-        let divided = |v: &Value| matches!(&g.nodes[v.node].kind, Kind::State(s) if g.parts.states.contains_key(&s.name));
-        if states.iter().any(divided) {
-            return receipt.decline("this rank has a part of it, whose blocks of 256 other numbers of ranks could not read", site);
+        if states.iter().any(|v| parts_of(g, *v).iter().any(|p| p.axis.is_some()) || parts_of(g, *v).len() > 1) {
+            return receipt
+                .decline("this rank has some of its columns or rows, whose blocks of 256 another number of ranks could not read", site);
+        }
+        if states.iter().any(|v| !parts_of(g, *v).is_empty() && !elements.is_multiple_of(BLOCK)) {
+            return receipt.decline(format!("this rank has {elements} elements of it: no whole blocks of {BLOCK}"), site);
         }
         if !of.iter().all(|&(k, out, _)| self.is_own(g.nodes[node].inputs[k], Value { node, out })) {
             return receipt.decline("its state begins with other numbers than 0, or is read elsewhere", site);
@@ -124,6 +128,11 @@ impl Plan<'_> {
     }
 }
 
+/// How a state is divided among ranks.
+fn parts_of(g: &Graph, v: Value) -> &[Part] {
+    state_of(g, v).and_then(|s| g.parts.states.get(&s.name)).map_or(&[], |parts| parts)
+}
+
 /// The name of the state that a value is; where it is computed, the place of its node.
 fn name_of(g: &Graph, v: Value) -> &str {
     state_of(g, v).map_or(&g.nodes[v.node].scope, |s| &s.name)
@@ -139,6 +148,10 @@ fn state_of(g: &Graph, v: Value) -> Option<&State> {
 impl Pass for Adam8bit {
     fn stage(&self) -> Stage {
         Stage::Fused
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["zero"]
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
@@ -166,6 +179,13 @@ impl Pass for Adam8bit {
             receipt.notes.push(format!("states of {} tensors take {after:.2} MiB instead of {before:.2}", receipt.applied));
         }
         let mut more = vec![];
+        let quantized: Vec<(String, Map)> = forms
+            .iter()
+            .filter_map(|(&i, form)| match (&g.nodes[i].kind, form) {
+                (Kind::State(s), Form::Bytes(map)) => Some((s.name.clone(), *map)),
+                _ => None,
+            })
+            .collect();
         g.rewrite(|w, i, node, inputs| {
             let new = match &node.kind {
                 Kind::State(s) => forms.get(&i).map(|form| vec![recorded(w.recorder, s, &node.outputs[0], *form)]),
@@ -179,6 +199,14 @@ impl Pass for Adam8bit {
             Ok::<_, Error>(new)
         })?;
         g.updates.extend(more);
+        // Bytes are divided as the numbers were, and so are their maxima.
+        for (name, map) in quantized {
+            let Some(parts) = g.parts.states.remove(&name) else { continue };
+            let [bytes, most] = map.names(&name);
+            let maxima = |p: &Part| Part { shape: absmax_of(&Meta::f32(&p.shape)).shape, ..p.clone() };
+            g.parts.states.insert(most, parts.iter().map(maxima).collect());
+            g.parts.states.insert(bytes, parts);
+        }
         Ok(())
     }
 }

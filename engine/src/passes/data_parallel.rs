@@ -44,7 +44,7 @@ impl Pass for DataParallel {
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let group = &settings.ranks.data;
-        if group.size == 1 {
+        if group.is_alone() {
             return Ok(());
         }
         let Some(division) = placed(g, settings.ranks)? else {

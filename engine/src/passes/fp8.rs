@@ -6,6 +6,7 @@ use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
 use crate::op::Op;
+use crate::ops::collective::{Broadcast, all_gather};
 use crate::ops::concat::Concat;
 use crate::ops::cross_entropy::CrossEntropy;
 use crate::ops::experts::{GroupedMatmul, GroupedOuter, GroupedSwiglu};
@@ -14,6 +15,7 @@ use crate::ops::nf4::Nf4Product;
 use crate::ops::quantize::{Quantize, Scales};
 use crate::ops::sparse::Sparse24;
 use crate::philox::hash_name;
+use crate::ranks::Ranks;
 use crate::record::{Recorder, Var};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -123,8 +125,8 @@ impl Pass for Fp8 {
             let problem = "gemms=bf16 only observes, which scaling=current has no use for".into();
             return Err(Error::PassSetting { pass: self.name().into(), problem });
         }
-        if settings.ranks.size() > 1 {
-            receipt.decline(format!("{} ranks would each scale by the largest values of their own part", settings.ranks.size()), "");
+        if settings.ranks.size() > 1 && !delayed {
+            receipt.decline("scaling=current on several ranks would exchange the largest value of every tensor before it is rounded: use scaling=delayed", "");
             return Ok(());
         }
         if !g.nodes.iter().any(|n| n.backward) {
@@ -152,7 +154,8 @@ impl Pass for Fp8 {
             });
             receipt.notes.push(format!("after {runs} micro-batch{} without it", if runs == 1 { "" } else { "es" }));
         }
-        rewrite(g, &sites, active, sums, delayed.then_some((history, &*name)))
+        rewrite(g, &sites, active, sums, delayed.then_some((history, &*name)))?;
+        in_common(g, settings.ranks)
     }
 }
 
@@ -311,7 +314,10 @@ fn key(g: &Graph, v: Value) -> (Value, Vec<usize>) {
 
 /// A weight before it was cast.
 fn stem(g: &Graph, v: Value) -> Value {
-    let of = stored(g, v).0;
+    let mut of = stored(g, v).0;
+    while g.nodes[of.node].op::<Broadcast>().is_some() {
+        of = g.nodes[of.node].inputs[0];
+    }
     let node = &g.nodes[of.node];
     if node.is_cast() && g.meta(node.inputs[0]).dtype.is_float() { node.inputs[0] } else { of }
 }
@@ -389,6 +395,24 @@ fn rewrite(g: &mut Graph, sites: &Sites, active: bool, sums: &str, delayed: Opti
     }
     super::dead_code::sweep(g);
     Ok(())
+}
+
+/// On several ranks, scales follow from the largest values of all of them: one exchange of a number a tensor in each step. So all ranks round alike, and as one rank would.
+fn in_common(g: &mut Graph, ranks: &Ranks) -> Result<(), Error> {
+    if ranks.size() == 1 {
+        return Ok(());
+    }
+    g.rewrite(|w, _, node, inputs| {
+        let Some(op) = node.op::<Scales>() else { return Ok(None) };
+        let (count, mut x) = (op.types.len(), inputs.to_vec());
+        let mut most = x[3].max_axis(1).reshape(&[1, count]);
+        for group in [&ranks.data, &ranks.tensor].into_iter().filter(|group| group.size > 1) {
+            let all = all_gather(most, 0, group);
+            most = crate::mutant!("fp8-scales-of-one-rank-alone", all.max_axis(0), all.slice(0, 0, 1));
+        }
+        x[3] = w.recorder.zeros(&x[3].shape()) + most.reshape(&[count, 1]);
+        Ok(Some(w.keep(node, &x)))
+    })
 }
 
 /// Adds a node at the end, and returns its first output.

@@ -59,7 +59,10 @@ impl Pass for GemmEpilogue {
         &["recompute", "lora-forward"]
     }
 
-    fn apply(&self, g: &mut Graph, _: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+    fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        if settings.ranks.size() > 1 {
+            biases_first(g);
+        }
         let moved = narrow_first(g);
         if moved > 0 {
             receipt
@@ -111,6 +114,18 @@ struct Product {
 
 /// A matmul counts as narrow beside one of at least so many times its FLOPs.
 const NARROW: u64 = 4;
+
+/// Moves casts and views of biases to the beginning: those that several ranks read were recorded where they are added, behind the matmul.
+fn biases_first(g: &mut Graph) {
+    let mut free = vec![false; g.nodes.len()];
+    for (i, node) in g.nodes.iter().enumerate() {
+        let made = |v: &Value| free[v.node] || matches!(g.nodes[v.node].kind, Kind::State(_));
+        free[i] = (node.is_view() || node.is_cast()) && node.outputs[0].rank() == 1 && node.inputs.iter().all(made);
+    }
+    let mut order: Vec<usize> = (0..g.nodes.len()).collect();
+    order.sort_by_key(|&i| (!g.nodes[i].is_source(), !free[i], i));
+    g.reorder(&order);
+}
 
 /// Among matmuls that are summed, the narrow ones (LoRA's low-rank matmuls) run first and the wide one accumulates into their result: it hides
 /// that read behind its arithmetic, which a narrow one could not. Returns how many matmuls moved, each to right before its sum.

@@ -6,6 +6,7 @@ use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
 use crate::op::{Narrow, Op, Port};
 use crate::ops::adamw::global_norm;
+use crate::ops::collective::Broadcast;
 use crate::record::{Recorder, Var};
 use crate::store::Store;
 use std::collections::{HashMap, HashSet};
@@ -202,7 +203,8 @@ fn cast<'g>(v: Var<'g>, dtype: DType, casts: &mut HashMap<Value, Value>) -> Var<
     let view = v.recorder().with_graph(|g| {
         let node = &g.nodes[v.value().node];
         match &node.kind {
-            Kind::Op(op) if op.is_view() && is_state(g, v.value()) => Some((op.clone(), node.inputs[0])),
+            // But what ranks read for their own part of the work is cast after that, so that they add up its gradient in f32.
+            Kind::Op(op) if op.is_view() && op.is::<Broadcast>().is_none() && is_state(g, v.value()) => Some((op.clone(), node.inputs[0])),
             _ => None,
         }
     });

@@ -28,6 +28,7 @@ mod lora_forward;
 mod merged_qkv;
 mod merged_wgrad;
 mod mixed;
+mod overlap_gradients;
 mod partition;
 pub mod pattern;
 mod presets;
@@ -36,6 +37,7 @@ mod sparse;
 mod switches;
 mod tensor_parallel;
 mod zero;
+mod zero_weights;
 
 pub use presets::{Fast, Preset};
 pub use switches::{Mode, Numerics, OnRanks, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
@@ -103,6 +105,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &fp8::Fp8,
     &hoist::Hoist,
     &recompute::Recompute,
+    &zero_weights::ZeroWeights,
     &lora_forward::LoraForward,
     &gemm_epilogue::GemmEpilogue,
     &merged_wgrad::MergedWgrad,
@@ -110,6 +113,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &fuse_pointwise::FusePointwise,
     &gemm_pointwise::GemmPointwise,
     &fuse_quantize::FuseQuantize,
+    &overlap_gradients::OverlapGradients,
     &in_place::InPlace,
     &grouped_gemm::GroupedGemm,
     &layout::LayoutPass,

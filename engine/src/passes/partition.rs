@@ -28,6 +28,8 @@ pub struct Division {
     pub ways: Vec<Way>,
     /// Values that must be put together again, or divided along another dimension, for a node: (value, the node).
     pub gathered: Vec<(Value, usize)>,
+    /// Whether that is meant to be (see [`Sources::by_tokens`]).
+    pub by_tokens: bool,
 }
 
 /// How a node is computed.
@@ -61,6 +63,8 @@ pub struct Sources {
     pub shares: HashMap<usize, Share>,
     /// States that another program of the run has settled.
     pub settled: HashSet<usize>,
+    /// Whether sums over the ranks are scattered by tokens where ops can go on with a part of the tokens, and weights are never put together for that.
+    pub by_tokens: bool,
 }
 
 impl Sources {
@@ -118,6 +122,11 @@ impl Division {
         let all = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Op(_)) && !n.is_view()).count();
         receipt.applied += self.divided(g);
         receipt.notes.push(format!("{} of {all} ops on {what}", self.divided(g)));
+        if self.by_tokens {
+            let values: HashSet<Value> = self.gathered.iter().map(|g| g.0).collect();
+            receipt.notes.push(format!("{} values gathered from their tokens", values.len()));
+            return;
+        }
         for (v, node) in &self.gathered {
             receipt.decline(
                 format!("{} needs other parts of {:?} than a rank has: an all-gather or all-to-all", g.nodes[*node].name(), g.meta(*v)),
@@ -127,15 +136,29 @@ impl Division {
     }
 }
 
+/// A value that an op reads: what a rank has of it, and whether it is a weight that is never put together.
+#[derive(Clone, Copy)]
+struct Held {
+    share: Share,
+    fixed: bool,
+}
+
+/// No division is worth so many bytes.
+const NEVER: usize = 1 << 40;
+
 /// What it costs, in bytes that a rank sends, to have `need` of a value that is held as `have`; None if that is not possible.
-fn cost(have: Share, need: Share, meta: &Meta) -> Option<usize> {
+fn cost(held: Held, need: Share, meta: &Meta, by_tokens: bool) -> Option<usize> {
+    let have = held.share;
     match (have, need) {
         _ if have == need => Some(0),
         (Share::Whole, Share::Dim(_)) => Some(0),
         // Integers of such rows are numbers of the rank's own, which mean nothing to other ops.
         (Share::Own, Share::Dim(0)) => meta.dtype.is_float().then_some(0),
         // Bytes are not exchanged: see `Division::check`.
-        _ if !meta.dtype.is_float() && meta.dtype != DType::I32 => Some(1 << 40),
+        _ if !meta.dtype.is_float() && meta.dtype != DType::I32 => Some(NEVER),
+        _ if held.fixed && have != Share::Whole => Some(NEVER),
+        // A sum on all ranks is a sum that is scattered and gathered.
+        (Share::Sum, Share::Whole) if by_tokens => Some(2 * meta.bytes()),
         (Share::Dim(_) | Share::Sum, Share::Whole) | (Share::Sum, Share::Dim(_)) => Some(meta.bytes()),
         (Share::Dim(_), Share::Dim(_)) => Some(meta.bytes() / 2),
         _ => None,
@@ -151,11 +174,18 @@ fn divides(shares: &[Share], metas: &[Meta], parts: usize) -> bool {
 }
 
 /// The cheapest axis of an op whose inputs are held like this, and what it costs.
-fn best(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Option<(usize, Axis, usize)> {
+fn best(op: &dyn Op, held: &[Held], x: &[Meta], y: &[Meta], (parts, by_tokens): (usize, bool)) -> Option<(usize, Axis, usize)> {
     let mut found: Option<(usize, Axis, usize)> = None;
+    let have: Vec<Share> = held.iter().map(|h| h.share).collect();
+    let have = &have[..];
     for (number, axis) in op.axes(x, parts).into_iter().enumerate() {
-        let meets = axis.x.iter().zip(have).any(|(need, have)| {
-            *need != Share::Whole && *have != Share::Whole && need == have || matches!((have, need), (Share::Own, Share::Dim(0)))
+        // The last dimension is that of features, not of tokens.
+        let scatters =
+            |have: Share, need: Share, m: &Meta| matches!((have, need), (Share::Sum, Share::Dim(d)) if by_tokens && d + 1 < m.rank());
+        let meets = axis.x.iter().zip(have).zip(x).any(|((need, have), m)| {
+            *need != Share::Whole && *have != Share::Whole && need == have
+                || matches!((have, need), (Share::Own, Share::Dim(0)))
+                || scatters(*have, *need, m)
         });
         // Rows in a rank's own order go with others of that order only, and stay the first dimension.
         let own = axis.x.iter().zip(have).any(|(need, have)| (have, need) == (&Share::Own, &Share::Dim(0)));
@@ -165,7 +195,8 @@ fn best(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Op
         if !meets || mixes || !divides(&axis.x, x, parts) || !divides(&axis.y, y, parts) {
             continue;
         }
-        let Some(bytes) = axis.x.iter().zip(have).zip(x).map(|((need, have), m)| cost(*have, *need, m)).sum::<Option<usize>>() else {
+        let Some(bytes) = axis.x.iter().zip(held).zip(x).map(|((need, held), m)| cost(*held, *need, m, by_tokens)).sum::<Option<usize>>()
+        else {
             continue;
         };
         let sums: usize = axis.y.iter().zip(y).filter(|(share, _)| **share == Share::Sum).map(|(_, m)| m.bytes()).sum();
@@ -178,7 +209,14 @@ fn best(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Op
 
 /// Follows the shares of the sources through the graph.
 pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Error> {
-    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![] };
+    try_divide(g, sources, parts).map_err(|node| undivided(&g.nodes[node]))
+}
+
+/// As [`divide`]; where that is not possible, the node that is in the way.
+pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, usize> {
+    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![], by_tokens: sources.by_tokens };
+    // Weights and views of them.
+    let mut weights = vec![false; g.nodes.len()];
     for (i, node) in g.nodes.iter().enumerate() {
         let have: Vec<Share> = node.inputs.iter().map(|v| d.shares[v.node][v.out]).collect();
         let (way, shares) = match &node.kind {
@@ -186,7 +224,15 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
             // Of a term of a sum the gradient is that of the sum: the same on all ranks.
             Kind::Grad => (Way::Own, have[1..].iter().map(|h| if *h == Share::Sum { Share::Whole } else { *h }).collect()),
             Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
-            Kind::Op(op) => way(&**op, &have, &g.inputs(i), &node.outputs, parts).ok_or_else(|| undivided(node))?,
+            Kind::Op(op) => {
+                let fixed = |v: &Value| sources.by_tokens && weights[v.node];
+                let held: Vec<Held> = node.inputs.iter().zip(&have).map(|(v, &share)| Held { share, fixed: fixed(v) }).collect();
+                way(&**op, &held, &g.inputs(i), &node.outputs, (parts, sources.by_tokens)).ok_or(i)?
+            }
+        };
+        weights[i] = match &node.kind {
+            Kind::State(s) => matches!(s.role, Role::Param | Role::Frozen),
+            _ => node.is_view() && weights[node.inputs[0].node],
         };
         for (k, v) in node.inputs.iter().enumerate() {
             let need = way.need(k, have[k]);
@@ -201,11 +247,13 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
     }
     // What is read after a run, and what a state becomes, is put together.
     let left = g.roots().find(|v| d.shares[v.node][v.out] == Share::Own);
-    left.map_or(Ok(d), |v| Err(undivided(&g.nodes[v.node])))
+    left.map_or(Ok(d), |v| Err(v.node))
 }
 
 /// How an op is computed whose inputs are held like this, and what a rank then has of its outputs.
-fn way(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Option<(Way, Vec<Share>)> {
+fn way(op: &dyn Op, held: &[Held], x: &[Meta], y: &[Meta], (parts, by_tokens): (usize, bool)) -> Option<(Way, Vec<Share>)> {
+    let have: Vec<Share> = held.iter().map(|h| h.share).collect();
+    let have = &have[..];
     let apart = op.apart();
     if !apart.is_empty() {
         let (mut need, mut out) = (vec![Share::Whole; x.len()], vec![Share::Whole; y.len()]);
@@ -219,8 +267,8 @@ fn way(op: &dyn Op, have: &[Share], x: &[Meta], y: &[Meta], parts: usize) -> Opt
     if op.is_divided(x, have, parts) {
         return Some((Way::Own, vec![Share::Whole; y.len()]));
     }
-    let whole = have.iter().zip(x).map(|(have, m)| cost(*have, Share::Whole, m)).sum::<Option<usize>>();
-    match best(op, have, x, y, parts) {
+    let whole = held.iter().zip(x).map(|(held, m)| cost(*held, Share::Whole, m, by_tokens)).sum::<Option<usize>>();
+    match best(op, held, x, y, (parts, by_tokens)) {
         Some((number, axis, bytes)) if whole.is_none_or(|w| bytes <= w) => {
             let own = axis.x.iter().zip(have).any(|(need, have)| matches!((have, need), (Share::Own, Share::Dim(0))));
             let share = |s: &Share| if own && *s == Share::Dim(0) { Share::Own } else { *s };

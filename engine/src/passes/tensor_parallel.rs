@@ -1,13 +1,14 @@
 //! Divides weights among ranks that work on the same examples.
 
-use super::partition::{Division, Sources, Way, divide, rewrite};
-use super::{Numerics, OnRanks, Pass, Receipt, Settings, Stage, Switch, Target};
+use super::partition::{Division, Sources, Way, divide, rewrite, try_divide};
+use super::{Numerics, OnRanks, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Role};
-use crate::meta::DType;
+use crate::graph::{Graph, Init, Kind, Role, Value};
+use crate::meta::{DType, Meta};
 use crate::op::Share;
 use crate::ranks::Ranks;
 use crate::record::Recorder;
+use std::collections::HashMap;
 
 pub struct TensorParallel;
 
@@ -23,6 +24,19 @@ impl Switch for TensorParallel {
 
     fn numerics(&self, _: Target, _: DType) -> Numerics {
         Numerics::Reordered
+    }
+
+    fn settings(&self) -> &'static [Setting] {
+        &[Setting {
+            name: "sequence",
+            default: "whole",
+            about: "what a rank has between attention and MLP layers. whole: all tokens; divided: a part of them, on which norms, residual sums and dropout are computed \
+                    (sequence parallelism): less memory, and a reduce-scatter and an all-gather where there was an all-reduce",
+        }]
+    }
+
+    fn variants(&self) -> &'static [&'static str] {
+        &["auto", "auto,sequence=divided"]
     }
 
     fn on_ranks(&self) -> Option<OnRanks> {
@@ -49,7 +63,8 @@ impl Pass for TensorParallel {
         if group.size == 1 {
             return Ok(());
         }
-        let Placed { division, weights, undivided } = placed(g, settings.ranks)?;
+        let by_tokens = settings.one_of("sequence", &["whole", "divided"])? == "divided";
+        let Placed { division, weights, undivided } = placed(g, settings.ranks, by_tokens, receipt)?;
         for (name, scope) in undivided {
             receipt.decline(format!("'{name}' cannot be divided without an all-gather of what it computes"), &scope);
         }
@@ -91,8 +106,35 @@ fn price(g: &Graph, d: &Division, of_model: &[bool], parts: usize) -> Price {
     (gathered, flops, bytes)
 }
 
+/// The dimensions along which a weight can be divided.
+fn axes(weight: &Meta, parts: usize) -> impl Iterator<Item = Share> {
+    let shape = weight.shape.clone();
+    (0..shape.len()).filter(move |&d| shape[d] > 1 && shape[d].is_multiple_of(parts)).map(Share::Dim)
+}
+
+/// The division by these sources. Where a node is in the way, because what it reads goes only with another weight that is divided alike (the second matrices of
+/// experts), that one is divided, too.
+fn with_partner(g: &Graph, sources: &mut Sources, parts: usize) -> Option<Division> {
+    let stuck = match try_divide(g, sources, parts) {
+        Ok(division) => return Some(division),
+        Err(node) => node,
+    };
+    let weight = |v: &Value| matches!(&g.nodes[v.node].kind, Kind::State(s) if matches!(s.role, Role::Param | Role::Frozen));
+    let free: Vec<usize> = g.nodes[stuck].inputs.iter().filter(|v| weight(v)).map(|v| v.node).collect();
+    for i in free.into_iter().filter(|i| !sources.settled.contains(i) && !sources.shares.contains_key(i)).collect::<Vec<_>>() {
+        for axis in axes(&g.nodes[i].outputs[0], parts) {
+            sources.shares.insert(i, axis);
+            if let Ok(division) = try_divide(g, sources, parts) {
+                return Some(division);
+            }
+        }
+        sources.shares.remove(&i);
+    }
+    None
+}
+
 /// Takes one weight after the other, and divides it along the dimension that is best for the whole graph, if one is better than none.
-fn placed(g: &Graph, ranks: &Ranks) -> Result<Placed, Error> {
+fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> Result<Placed, Error> {
     let (group, parts) = (&ranks.tensor, ranks.tensor.size);
     let losses = g.nodes.iter().filter(|n| matches!(n.kind, Kind::Grad)).map(|n| n.inputs[0]);
     let of_model = match g.nodes.iter().any(|n| matches!(n.kind, Kind::Grad)) {
@@ -109,27 +151,47 @@ fn placed(g: &Graph, ranks: &Ranks) -> Result<Placed, Error> {
             continue;
         }
         let shape = &node.outputs[0].shape;
-        let mut found: Option<(Price, Share, Division)> = None;
-        for axis in (0..shape.len()).filter(|&d| shape[d] > 1 && shape[d].is_multiple_of(parts)) {
-            sources.shares.insert(i, Share::Dim(axis));
-            if let Ok(d) = divide(g, &sources, parts) {
+        let mut found: Option<(Price, HashMap<usize, Share>, Division)> = None;
+        for axis in axes(&node.outputs[0], parts) {
+            let mut tried = Sources { shares: sources.shares.clone(), settled: sources.settled.clone(), by_tokens: false };
+            tried.shares.insert(i, axis);
+            if let Some(d) = with_partner(g, &mut tried, parts) {
                 let price = price(g, &d, &of_model, parts);
                 if price < found.as_ref().map_or(now, |f| f.0) {
-                    found = Some((price, Share::Dim(axis), d));
+                    found = Some((price, tried.shares, d));
                 }
             }
         }
-        sources.shares.remove(&i);
         match found {
-            Some((price, share, d)) => {
+            Some((price, shares, d)) => {
                 (now, division) = (price, d);
-                sources.shares.insert(i, share);
+                sources.shares = shares;
             }
+            None if sources.shares.contains_key(&i) => {}
             None if shape.len() > 1 => undivided.push((state.name.clone(), node.scope.to_string())),
             None => {}
         }
     }
     let weights = sources.shares.len();
+    if by_tokens && weights > 0 {
+        let before = division.divided(g);
+        sources.by_tokens = true;
+        match try_divide(g, &sources, parts) {
+            Ok(d) if d.divided(g) > before => {
+                receipt.notes.push(format!("{} ops on a part of the tokens", d.divided(g) - before));
+                division = d;
+            }
+            Ok(_) => {
+                sources.by_tokens = false;
+                receipt.decline(format!("sequence=divided: no value between the layers has rows that {parts} ranks can divide"), "");
+            }
+            Err(node) => {
+                sources.by_tokens = false;
+                let node = &g.nodes[node];
+                receipt.decline(format!("sequence=divided: {} cannot be computed from a part of the tokens", node.name()), &node.scope);
+            }
+        }
+    }
     while division.follow(g, &mut sources) {
         division = divide(g, &sources, parts)?;
     }

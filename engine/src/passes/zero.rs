@@ -2,7 +2,7 @@
 
 use super::{Numerics, OnRanks, Pass, Receipt, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Role, Value};
+use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
 use crate::op::Share;
 use crate::ops::adamw::{AdamW, GlobalNorm, global_norm};
@@ -173,6 +173,11 @@ impl Switch for Scatter {
     }
 }
 
+/// Whether a part is a piece of the elements in a row.
+fn in_a_row(p: &Part, node: &Node) -> bool {
+    node.outputs[0].shape[..p.axis].iter().all(|&n| n == 1)
+}
+
 impl Pass for Scatter {
     fn stage(&self) -> Stage {
         Stage::Differentiated
@@ -195,7 +200,7 @@ impl Pass for Scatter {
                 for &reader in &readers[i] {
                     let node = &g.nodes[reader];
                     match (node.op::<Part>(), node.op::<crate::ops::view::Reshape>()) {
-                        (Some(p), _) if p.axis == 0 && node.outputs[0].rank() == 1 => seen += 1,
+                        (Some(p), _) if in_a_row(p, node) && p.group == g.nodes[sum].op::<AllReduce>().expect("a sum").group => seen += 1,
                         (_, Some(_)) => open.push(reader),
                         _ => return false,
                     }
@@ -212,20 +217,17 @@ impl Pass for Scatter {
             }
             v
         };
-        g.rewrite(|w, _, node, _| {
-            let Some(p) = node.op::<Part>() else { return Ok::<_, Error>(None) };
-            let sum = source(w.old, node.inputs[0]);
-            if !sums[sum.node] || *p.group.name != *w.old.nodes[sum.node].op::<AllReduce>().map_or("", |a| a.group.name) {
-                return Ok(None);
+        g.rewrite(|w, i, node, inputs| {
+            if let Some(sum) = node.op::<AllReduce>().filter(|_| sums[i]) {
+                // Where the sum was: the term is not kept until its part is read.
+                receipt.applied += 1;
+                let flat = inputs[0].reshape(&[inputs[0].meta().elements()]);
+                let own = w.recorder.op1(ReduceScatter { group: sum.group.clone() }, &[flat]);
+                scattered.insert(Value { node: i, out: 0 }, own.value());
+                return Ok::<_, Error>(Some(inputs.to_vec()));
             }
-            if let Some(&known) = scattered.get(&sum) {
-                return Ok(Some(vec![w.recorder.var(known)]));
-            }
-            receipt.applied += 1;
-            let term = w.at(w.old.nodes[sum.node].inputs[0]);
-            let own = w.recorder.op1(ReduceScatter { group: p.group.clone() }, &[term.reshape(&[term.meta().elements()])]);
-            scattered.insert(sum, own.value());
-            Ok(Some(vec![own]))
+            let own = node.op::<Part>().and_then(|_| scattered.get(&source(w.old, node.inputs[0])));
+            Ok(own.map(|&own| vec![w.recorder.var(own).reshape(&node.outputs[0].shape)]))
         })?;
         super::sweep(g);
         Ok(())

@@ -9,6 +9,7 @@ pub mod threads;
 
 pub use parts::{Axis, Part, Parts, Share, cut, whole};
 
+use crate::cuda::nccl;
 use crate::error::Error;
 use crate::meta::Meta;
 use std::collections::BTreeMap;
@@ -22,6 +23,11 @@ pub trait Exchange: Send + Sync {
 
     /// Part i of `send` goes to rank i; `receive` has one part of every rank, in their order.
     fn all_to_all(&self, send: &[u8], receive: &mut [u8]) -> Result<(), Error>;
+
+    /// How they exchange values that lie on GPUs, where each rank has one.
+    fn on_gpus(&self) -> Option<&nccl::Link> {
+        None
+    }
 }
 
 /// Some ranks that exchange values, and which of them this one is.
@@ -33,6 +39,8 @@ pub struct Group {
     pub rank: usize,
     /// How many there are.
     pub size: usize,
+    /// Whether a GPU exchanges beside its other work.
+    pub(crate) aside: bool,
     exchange: Option<Arc<dyn Exchange>>,
 }
 
@@ -86,6 +94,11 @@ impl Ranks {
         self.data.size * self.tensor.size
     }
 
+    /// Whether there is nobody to exchange anything with.
+    pub fn is_alone(&self) -> bool {
+        self.data.is_alone() && self.tensor.is_alone()
+    }
+
     /// Which of them this is. Ranks that share a model's weights are next to each other.
     pub fn rank(&self) -> usize {
         self.data.rank * self.tensor.size + self.tensor.rank
@@ -112,26 +125,26 @@ impl Ranks {
 
     /// As they would be in a run of `data` times `tensor` ranks, for plans: programs for it cannot run.
     pub fn planned(data: usize, tensor: usize) -> Ranks {
-        let group = |name, size| Group { name, rank: 0, size, exchange: None };
+        let group = |name, size| Group { size, ..Group::alone(name) };
         Ranks::new(group("data", data), group("tensor", tensor))
     }
 }
 
 impl Default for Group {
     fn default() -> Group {
-        Group { name: "data", rank: 0, size: 1, exchange: None }
+        Group::alone("data")
     }
 }
 
 impl PartialEq for Group {
     fn eq(&self, other: &Group) -> bool {
-        (self.rank, self.size, self.name) == (other.rank, other.size, other.name)
+        (self.rank, self.size, self.name, self.aside) == (other.rank, other.size, other.name, other.aside)
     }
 }
 
 impl fmt::Debug for Group {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{} {}/{}", self.name, self.rank, self.size)
+        write!(f, "{} {}/{}{}", self.name, self.rank, self.size, if self.aside { " aside" } else { "" })
     }
 }
 
@@ -139,7 +152,27 @@ impl Group {
     /// A group whose ranks reach each other by `exchange`.
     pub fn new(name: &'static str, rank: usize, size: usize, exchange: Arc<dyn Exchange>) -> Group {
         assert!(rank < size, "rank {rank} of {size}");
-        Group { name, rank, size, exchange: Some(exchange) }
+        Group { name, rank, size, aside: false, exchange: Some(exchange) }
+    }
+
+    /// One rank without others.
+    pub fn alone(name: &'static str) -> Group {
+        Group { name, rank: 0, size: 1, aside: false, exchange: None }
+    }
+
+    /// Whether there is nobody to exchange anything with, and no connection that is to be used nevertheless.
+    pub fn is_alone(&self) -> bool {
+        self.size == 1 && self.exchange.is_none()
+    }
+
+    /// The same ranks, for what a GPU exchanges beside its other work.
+    pub(crate) fn aside(&self) -> Group {
+        Group { aside: true, ..self.clone() }
+    }
+
+    /// How its ranks exchange values that lie on GPUs.
+    pub(crate) fn on_gpus(&self) -> Option<&nccl::Link> {
+        self.exchange.as_ref()?.on_gpus()
     }
 
     /// Adds up the numbers of all ranks, in the order of the ranks: bit for bit the same on all of them.

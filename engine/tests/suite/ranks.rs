@@ -114,12 +114,44 @@ fn weights_are_divided_and_the_step_stays_the_same() {
     same([1, 2], step, &[]);
     same([2, 2], step, &[]);
     same([2, 2], step, &[("zero", "auto")]);
+    same([1, 4], step, &[]);
+}
+
+#[test]
+fn tokens_are_divided_between_layers_and_the_step_stays_the_same() {
+    for ranks in [[1, 2], [2, 2], [1, 4]] {
+        same(ranks, step, &[("tensor-parallel", "auto,sequence=divided")]);
+    }
+    same([2, 2], step, &[("tensor-parallel", "auto,sequence=divided"), ("zero", "auto"), ("zero-weights", "auto,least=1")]);
+}
+
+#[test]
+fn weights_are_gathered_and_the_step_stays_the_same() {
+    for ranks in [[2, 1], [4, 1], [2, 2]] {
+        for ahead in ["auto,least=1", "auto,least=1,ahead=0", "auto,least=60"] {
+            same(ranks, step, &[("zero", "auto"), ("zero-weights", ahead)]);
+        }
+    }
+    // Without divided moments, too: then AdamW reads whole weights.
+    same([2, 1], step, &[("zero-weights", "auto,least=1")]);
+}
+
+/// Buckets of gradients, each alone or all at once, change no bit.
+#[test]
+fn gradients_in_buckets_add_up_to_the_same() {
+    for (ranks, zero) in [([4, 1], "off"), ([2, 1], "require"), ([2, 2], "off")] {
+        let with = |value| run(ranks, &step, &[("zero", zero), ("overlap-gradients", value)], 3);
+        let one_by_one = with("off");
+        for value in ["auto", "auto,bucket=0", "auto,stream=same"] {
+            assert!(with(value) == one_by_one, "{ranks:?} ranks, zero {zero}, {value}");
+        }
+    }
 }
 
 /// What is divided is divided: all but the optimizer's arithmetic, without putting a value of the batch together again.
 #[test]
 fn what_a_rank_computes_is_a_part() {
-    let switches = Switches::default().on_ranks(Ranks::planned(4, 1));
+    let switches = Switches::default().with("overlap-gradients", "off").unwrap().on_ranks(Ranks::planned(4, 1));
     let compiled = kiln_engine::Compiled::new(step(), &switches, kiln_engine::passes::Target::Cpu).unwrap();
     let receipt = compiled.receipts.iter().find(|r| r.pass == "data-parallel").unwrap();
     assert!(receipt.applied > 20 && receipt.declined.is_empty(), "{}", receipt.summary());
@@ -160,8 +192,126 @@ fn which_weights_are_divided() {
             |n: &kiln_engine::graph::Node| n.name().contains("_") && n.outputs[0].elements() > 8 && format!("{:?}", n.kind).contains(g);
         compiled.graph.nodes.iter().filter(|n| wide(n)).map(|n| n.name().to_string()).collect::<Vec<_>>()
     };
-    // One sum of the two matmuls, one of the embedding's rows, two of each row's loss, and two of the gradients of what the layer and the loss read.
-    assert_eq!(between("group: tensor"), ["all_reduce", "all_reduce", "all_reduce", "all_gather", "all_reduce", "all_reduce"]);
+    // By expert.
+    assert_eq!([cut("up"), cut("down")], [[(Some(0), "tensor")], [(Some(0), "tensor")]]);
+    // One sum of the two matmuls, one of the embedding's rows, one of the experts, two of each row's loss; of gradients, those of what the layer, the loss and
+    // the experts read, and of the weights of the experts.
+    let sums = |n: usize| vec!["all_reduce"; n];
+    assert_eq!(between("group: tensor"), [sums(4), vec!["all_gather"], sums(4)].concat());
+}
+
+/// Between the layers, what was a sum on all ranks is scattered and gathered, the embedding's rows too; each row's loss is left.
+#[test]
+fn what_is_divided_by_tokens() {
+    let switches = Switches::default().with("tensor-parallel", "auto,sequence=divided").unwrap().on_ranks(Ranks::planned(1, 2));
+    let compiled = kiln_engine::Compiled::new(step(), &switches, kiln_engine::passes::Target::Cpu).unwrap();
+    let receipt = compiled.receipts.iter().find(|r| r.pass == "tensor-parallel").unwrap();
+    assert!(receipt.declined.iter().all(|d| !d.0.contains("sequence")), "{}", receipt.summary());
+    let count = |name: &str| {
+        let large = |n: &&kiln_engine::graph::Node| n.name() == name && n.outputs.iter().any(|m| m.elements() >= 8 * 4 * 8 / 2);
+        compiled.graph.nodes.iter().filter(large).count()
+    };
+    assert_eq!(count("all_reduce"), 0);
+    assert!(count("reduce_scatter") >= 4 && count("all_gather") >= 4, "{} {}", count("reduce_scatter"), count("all_gather"));
+    // One row of one token has nothing to divide.
+    let one = || {
+        let r = Recorder::new();
+        let x = r.feed("x", &[1, 4], DType::F32);
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.5 });
+        r.output("y", x + x.matmul(param("up", &[4, 8])).silu().matmul(param("down", &[8, 4])));
+        r.finish()
+    };
+    let compiled = kiln_engine::Compiled::new(one(), &switches, kiln_engine::passes::Target::Cpu).unwrap();
+    let receipt = compiled.receipts.iter().find(|r| r.pass == "tensor-parallel").unwrap();
+    assert!(receipt.declined.iter().any(|d| d.0.contains("sequence=divided: no value")), "{}", receipt.summary());
+}
+
+/// Weights are gathered in bf16, once forward and once backward, and no more than two layers of them are there at a time.
+#[test]
+fn gathered_weights_are_not_kept() {
+    const LAYERS: usize = 8;
+    let graph = || {
+        let r = Recorder::new();
+        let mut h = r.feed("x", &[4, 64], DType::F32);
+        for i in 0..LAYERS {
+            h = r.block(&format!("blocks.{i}"), || h + h.matmul(r.param(&format!("w{i}"), &[64, 64], Init::Normal { std: 0.1 })).silu());
+        }
+        let loss = h.square().mean();
+        let params = r.params();
+        let by: Vec<_> = params.iter().map(|p| p.1).collect();
+        let one = r.full(&[1], 1.0);
+        let (mut inputs, mut states) = (vec![one * 0.1, one, one, one], vec![]);
+        for ((name, p), g) in params.iter().zip(r.grad(loss, &by)) {
+            let [m, v] = ["m", "v"].map(|which| r.state(&format!("{which}/{name}"), &p.shape(), DType::F32, Init::Full(0.0)));
+            inputs.extend([*p, g, m, v]);
+            states.extend([*p, m, v]);
+        }
+        let op = kiln_engine::ops::adamw::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-2, decay: vec![0.1; LAYERS] };
+        states.into_iter().zip(r.op(op, &inputs)).for_each(|(state, new)| r.update(state, new));
+        r.output("loss", loss);
+        r.finish()
+    };
+    let compiled = |weights: &str| {
+        let switches = Switches::default().with("zero", "auto").unwrap().with("bf16", "auto").unwrap();
+        let switches = switches.with("zero-weights", weights).unwrap().on_ranks(Ranks::planned(4, 1));
+        kiln_engine::Compiled::new(graph(), &switches, kiln_engine::passes::Target::Cpu).unwrap()
+    };
+    let (kept, gathered) = (compiled("off"), compiled("auto,least=1"));
+    let all = LAYERS * 64 * 64 * 4;
+    // f32 weights and two moments, each a quarter.
+    assert!(kept.plan.memory.state >= all && gathered.plan.memory.state < all, "{} {}", kept.plan.memory.state, gathered.plan.memory.state);
+    let gathers: Vec<bool> = gathered
+        .graph
+        .nodes
+        .iter()
+        .filter(|n| n.name() == "all_gather" && n.outputs[0].dtype == DType::BF16 && n.outputs[0].elements() == 64 * 64)
+        .map(|n| n.backward)
+        .collect();
+    // The first layer's input has no gradient, so that the backward pass does not read its weight.
+    assert_eq!([false, true].map(|b| gathers.iter().filter(|g| **g == b).count()), [LAYERS, LAYERS - 1]);
+    // Gradients are summed in f32, each rank's part of them.
+    let scattered = |n: &&kiln_engine::graph::Node| n.name() == "reduce_scatter" && n.outputs[0] == kiln_engine::Meta::f32(&[64 * 64 / 4]);
+    assert_eq!(gathered.graph.nodes.iter().filter(scattered).count(), LAYERS);
+    // A layer ahead: two weights in bf16 and one gradient in f32 at a time, of eight.
+    let most = gathered.plan.memory.activations;
+    assert!(most < all / 2, "{most} of {all}");
+    // The gather of a layer comes before what the layer before it computes.
+    let place = |layer: usize, name: &str| {
+        let scope = format!("blocks.{layer}");
+        gathered.graph.nodes.iter().position(|n| n.name() == name && !n.backward && *n.scope == *scope).unwrap()
+    };
+    assert!((1..LAYERS).all(|i| place(i, "all_gather") < place(i - 1, "matmul")));
+}
+
+/// Scales follow from the largest values of all ranks, so that every rank rounds to the same numbers as one would.
+#[test]
+fn fp8_rounds_as_one_rank_does() {
+    let graph = || {
+        let r = Recorder::new();
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.3 });
+        let (a, b) = (param("a", &[32, 16]), param("b", &[16, 32]));
+        // Only the last example is large: it is the last rank's.
+        let large = r.constant(&[1024, 1], (0..1024).map(|i| if i == 1023 { 7.0 } else { 1.0 }).collect());
+        let x = r.feed("x", &[1024, 16], DType::F32) * large;
+        let loss = (x + x.linear(a).silu().linear(b)).square().mean();
+        r.output("loss", loss);
+        ["da", "db"].iter().zip(r.grad(loss, &[a, b])).for_each(|(name, g)| r.output(name, g));
+        r.finish()
+    };
+    let fp8 = [("fp8", "auto,least=8,warmup=0")];
+    let [plain, alone] = [&[][..], &fp8].map(|passes| run([1, 1], &graph, passes, 3).remove(0));
+    let worst = |ours: &Left, theirs: &Left, name: &str| {
+        let [a, b] = [ours, theirs].map(|left| &left.iter().find(|l| l.0 == name).unwrap().1);
+        let most = b.iter().fold(1e-3f32, |m, v| m.max(v.abs()));
+        a.iter().zip(b).fold(0f32, |m, (a, b)| m.max((a - b).abs())) / most
+    };
+    assert!(worst(&alone, &plain, "da after step 2") > 1e-3, "FP8 rounds");
+    for left in [[2, 1], [4, 1], [1, 2]].into_iter().flat_map(|ranks| run(ranks, &graph, &fp8, 3)) {
+        for name in ["loss after step 2", "da after step 2", "db after step 2"] {
+            let worst = worst(&left, &alone, name);
+            assert!(worst < 1e-4, "{name} differs by {worst}");
+        }
+    }
 }
 
 /// Gradients with respect to what is in between: a sum over the batch, and a view of a weight.

@@ -29,6 +29,9 @@ pub fn run(a: DoctorArgs, _: Recipes) -> Result<ExitCode> {
             find(&folders).iter().map(|f| serde_json::json!({ "name": f.name, "path": f.path, "problem": f.problem() })).collect();
         let (mpi, version) = launch::mpi();
         let mpi = serde_json::json!({ "path": mpi.path, "version": version, "problem": mpi.problem() });
+        let (nccl, version) = launch::nccl();
+        let problem = version.as_ref().err().map(|e| e.to_string());
+        let nccl = serde_json::json!({ "path": nccl.path, "version": version.ok(), "problem": problem });
         let card = match Cuda::open(0, &folders) {
             Ok(c) => {
                 serde_json::json!({ "name": c.name(), "sm": c.arch().sm, "multiprocessors": c.arch().multiprocessors, "memory": c.memory().0, "versions": c.versions() })
@@ -37,7 +40,7 @@ pub fn run(a: DoctorArgs, _: Recipes) -> Result<ExitCode> {
         };
         let value = serde_json::json!({
             "version": env!("CARGO_PKG_VERSION"), "os": std::env::consts::OS, "arch": std::env::consts::ARCH,
-            "cores": cores, "vectors": vectors, "memory": memory, "libraries": libraries, "gpu": card, "mpi": mpi,
+            "cores": cores, "vectors": vectors, "memory": memory, "libraries": libraries, "gpu": card, "mpi": mpi, "nccl": nccl,
         });
         write_json(None, &value)?;
         return Ok(ExitCode::SUCCESS);
@@ -51,6 +54,13 @@ pub fn run(a: DoctorArgs, _: Recipes) -> Result<ExitCode> {
     let (mpi, version) = launch::mpi();
     // Without it, one rank trains as ever.
     library(&mpi, &version.map_or(", for several ranks on CPUs".into(), |v| format!(" ({v}, for several ranks on CPUs)")))?;
+    let (nccl, version) = launch::nccl();
+    let about = match (version, &nccl.path) {
+        (Ok(version), _) => format!(" ({version}, for several ranks on GPUs)"),
+        (Err(e), Some(_)) => format!(": {e}"),
+        (Err(_), None) => ", for several ranks on GPUs".into(),
+    };
+    library(&nccl, &about)?;
     match Cuda::open(0, &folders) {
         Ok(cuda) => {
             let (all, free) = cuda.memory();

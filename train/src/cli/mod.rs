@@ -340,10 +340,13 @@ impl DeviceArgs {
         if let Some(n) = self.threads.filter(|n| !(1..=1024).contains(n)) {
             bail!("--threads {n}: from 1 to 1024");
         }
+        if world.is_some() {
+            crate::launch::prepare();
+        }
         crate::gpu::attach_profiler(self.nvtx);
         let threads = self.threads.or(world.map(World::threads));
         let name = match (world, self.device.as_str()) {
-            (Some(w), "auto" | "cuda") if self.is_gpu() => format!("cuda:{}", w.local_rank % crate::gpu::count().max(1)),
+            (Some(w), "auto" | "cuda") if self.is_gpu() => format!("cuda:{}", crate::launch::gpu_of(w).map_err(anyhow::Error::msg)?),
             // Ranks on different devices would wait for each other for ever.
             (Some(_), "auto") => "cpu".into(),
             (_, name) => name.into(),

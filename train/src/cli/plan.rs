@@ -3,18 +3,20 @@
 mod dump;
 mod names;
 mod ranks;
+mod timeline;
 mod web;
 
 use super::budget::{BudgetArgs, Where};
 use super::{ConfigArgs, DeviceArgs, Recipes, outputs, write_json};
-use crate::config::shown;
-use crate::recipe::find_in;
+use crate::config::{Config, shown};
+use crate::recipe::{Recipe, find_in};
 use crate::report::{human_bytes, human_count, table};
 use crate::run::{compile_for, planned, receipts_table, within, write_whole};
 use anyhow::{Result, bail};
 use clap::Args;
-use engine::passes::known;
-use engine::{Compiled, Graph};
+use engine::passes::{Target, known};
+use engine::{Compiled, Graph, Ranks};
+use ranks::Exchanged;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -69,6 +71,9 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     let recipe = find_in(recipes, config.text("recipe"))?;
     let mut config = recipe.sized(&config)?;
     config.ranks = a.ranks.planned()?;
+    if let Some(sizes) = &a.ranks.scaling {
+        return scaling(&a, recipe, &config, sizes);
+    }
     let on = match a.for_sm {
         Some(sm) => Where { target: engine::program::imagined(sm), free: None },
         None => Where::here(&a.device.open()?),
@@ -94,10 +99,13 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
         write_whole(path, &web::page(&config.title(), &run, &compiled))?;
         crate::warn!("page: {}", path.display());
     }
-    let exchanged = ranks::Exchanged::of(&*task, &compiled, on.target, &a.ranks);
+    let mut exchanged = Exchanged::of(&*task, &compiled, on.target, &a.ranks);
+    if config.ranks.size() > 1 {
+        exchanged = exchanged.beside(&alone(&a, recipe, &config, on.target)?, &a.ranks);
+    }
     if a.json {
         fitted.iter().for_each(|fitted| crate::warn!("{}", fitted.line()));
-        let all = compiled.iter().map(|c| ranks::with(described(c), &exchanged, c.0));
+        let all = compiled.iter().map(|c| ranks::with(described(c), &exchanged, &config.ranks, c.0));
         write_json(None, &serde_json::Value::Array(all.collect()))?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -115,6 +123,40 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     exchanged.show(&config.ranks)?;
     let named: Vec<(&str, &[engine::passes::Receipt])> = compiled.iter().map(|(n, c)| (*n, &c.receipts[..])).collect();
     out_part!("{}", receipts_table(&named, a.verbose));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A step of one rank of these, each with the examples that the config has for one, as estimated; and what it works through.
+fn estimated(a: &PlanArgs, recipe: &dyn Recipe, config: &Config, ranks: Ranks, target: Target) -> Result<(Exchanged, (&'static str, f64))> {
+    let mut config = config.clone();
+    let batch = config.value("train", "batch").and_then(|b| b.as_integer()).unwrap_or(1);
+    config.set(&format!("train.batch={}", batch as usize * ranks.data.size))?;
+    config.ranks = ranks;
+    let task = recipe.task(&config)?;
+    let compiled = compile_for(&*task, &config.switches()?, target, None)?;
+    Ok((Exchanged::of(&*task, &compiled, target, &a.ranks), task.work()))
+}
+
+/// The same of a rank alone, with its part of the batch.
+fn alone(a: &PlanArgs, recipe: &dyn Recipe, config: &Config, target: Target) -> Result<Exchanged> {
+    let mut config = config.clone();
+    let batch = config.value("train", "batch").and_then(|b| b.as_integer()).unwrap_or(1) as usize;
+    config.set(&format!("train.batch={}", (batch / config.ranks.data.size).max(1)))?;
+    Ok(estimated(a, recipe, &config, Ranks::default(), target)?.0)
+}
+
+/// How long a step takes on so many GPUs, each with `train.batch` examples.
+fn scaling(a: &PlanArgs, recipe: &dyn Recipe, config: &Config, sizes: &[usize]) -> Result<ExitCode> {
+    let target = match a.for_sm {
+        Some(sm) => engine::program::imagined(sm),
+        None => Where::here(&a.device.open()?).target,
+    };
+    let sizes = sizes.iter().map(|&n| a.ranks.sizes("--scaling", n)).collect::<Result<Vec<_>>>()?;
+    let (one, work) = estimated(a, recipe, config, Ranks::default(), target)?;
+    // What two ranks exchange is what any number does.
+    let tensor = sizes.first().map_or(1, |s| s.tensor);
+    let many = estimated(a, recipe, config, Ranks::planned(2, tensor), target)?.0.beside(&one, &a.ranks);
+    many.scale(&sizes, work)?;
     Ok(ExitCode::SUCCESS)
 }
 

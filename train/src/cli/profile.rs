@@ -3,11 +3,12 @@
 use super::{ConfigArgs, DeviceArgs, Opened, Recipes, Which};
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
+use crate::launch::{self, World};
 use crate::optim::schedule::rate;
 use crate::profile::nsight::Tool;
 use crate::profile::{Digest, Plan, Roof, markdown, measure, page, short, trace};
 use crate::recipe::{Recipe, Session, Task, TrainError, find_in};
-use crate::{files, run};
+use crate::{files, report, run};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use engine::Device;
@@ -53,6 +54,12 @@ pub struct ProfileArgs {
     /// Runs one step under Nsight Compute (or as many as --steps says) and keeps its report: slow, each kernel is run several times
     #[arg(long)]
     ncu: bool,
+    /// Of ranks that a launcher started, how many share the weights of one model; the first writes the folder
+    #[arg(long, value_name = "T", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    tensor: u32,
+    /// With 1: one rank that a launcher started is connected as several would be
+    #[arg(long, hide = true)]
+    ranks: Option<u32>,
     /// What --nsys and --ncu run: the steps alone, with the window marked
     #[arg(long, hide = true)]
     window: bool,
@@ -75,7 +82,9 @@ pub fn run(a: ProfileArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.warmup > most {
         bail!("--warmup {}: from 0 to {most}", a.warmup);
     }
-    let subject = Subject::new(&a, recipes)?;
+    let world = World::of_process(a.ranks == Some(1)).map_err(anyhow::Error::msg)?;
+    report::set_rank(world.as_ref().map_or(0, |w| w.rank));
+    let mut subject = Subject::new(&a, recipes)?;
     if let Some(tool) = [(a.nsys, Tool::Systems), (a.ncu, Tool::Compute)].into_iter().find_map(|(is, tool)| is.then_some(tool)) {
         return under(tool, &a, &subject, steps);
     }
@@ -83,7 +92,10 @@ pub fn run(a: ProfileArgs, recipes: Recipes) -> Result<ExitCode> {
         true => None,
         false => Some(place(&a, &subject)?),
     };
-    let device = a.device.open()?;
+    let device = a.device.open_for(world.as_ref())?;
+    if let Some(world) = &world {
+        subject.config.ranks = launch::connect(world, a.tensor as usize, &device)?;
+    }
     let mut task = subject.recipe.task(&subject.config)?;
     // Of steps that differ, whole periods.
     let steps = steps.next_multiple_of(task.period() as u64);
@@ -95,6 +107,9 @@ pub fn run(a: ProfileArgs, recipes: Recipes) -> Result<ExitCode> {
     let measured = measure(&mut s, &Plan { steps, warmup: a.warmup, cupti: !a.events }, step)?;
     let digest = Digest::new(&subject.title(), &device.describe(), &measured, Roof::of(&device));
     let out = out.expect("where nothing else is wanted");
+    if report::rank() > 0 {
+        return Ok(ExitCode::SUCCESS);
+    }
     let json = subject.described(&digest, &device)?;
     let name = format!("kiln {} on {}", digest.title, digest.device);
     write(

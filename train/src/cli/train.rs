@@ -85,7 +85,8 @@ impl TrainArgs {
 }
 
 pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
-    let world = World::of_process().map_err(anyhow::Error::msg)?;
+    // With --ranks 1, one rank that a launcher started is connected as several would be: to measure what that costs.
+    let world = World::of_process(a.ranks == Some(1)).map_err(anyhow::Error::msg)?;
     report::set_rank(world.as_ref().map_or(0, |w| w.rank));
     let tensor = a.tensor_of(world.as_ref())?;
     if let (Some(ranks @ 2..), None) = (a.ranks, &world) {

@@ -1,6 +1,6 @@
 //! `kiln train --ranks N`: N processes on this machine, and a parent that passes signals on, waits, and ends with the status of the rank that failed.
 
-use super::{mpi, mpiexec, world};
+use super::{World, gpu_of, mpi, mpiexec, world};
 use crate::warn;
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
@@ -21,6 +21,8 @@ const LOOK: Duration = Duration::from_millis(30);
 /// How often MPICH asks whether a message has come before it lets other processes run. Its default makes ranks wait for those that have no core:
 /// 4 ranks on 2 busy cores took 11.8 s for 40 steps, and 2.3 s with 1.
 const POLLS: (&str, &str) = ("MPIR_CVAR_POLLS_BEFORE_YIELD", "1");
+/// The process that started a rank, which the rank does not outlive.
+const PARENT: &str = "KILN_STARTED_BY";
 /// Signals that come together are one.
 const ONE: Duration = Duration::from_secs(1);
 
@@ -30,6 +32,10 @@ pub type GoOn<'a> = &'a dyn Fn(usize) -> Option<(usize, Vec<OsString>)>;
 /// Starts this command line as so many ranks: on GPUs as processes that find each other by address, on the CPU under MPI's `mpiexec`.
 pub fn start(mut ranks: usize, on_gpus: bool, caught: Vec<i32>, go_on: GoOn) -> Result<ExitCode> {
     let mut args: Vec<OsString> = std::env::args_os().skip(1).collect();
+    if on_gpus {
+        // What would be wrong on every rank is said once.
+        gpu_of(&local(ranks - 1, ranks)).map_err(anyhow::Error::msg)?;
+    }
     // Looking for MPI loads its library, whose UCX takes SIGHUP for itself: signals are caught after that, and before the first process is there.
     let mut mpiexec = if on_gpus { None } else { Some(mpiexec_command(ranks, &args)?) };
     let mut signals = Signals::new(caught)?;
@@ -100,6 +106,23 @@ fn by_mpi(mut command: Command) -> Result<Job> {
     Ok(Job { children: vec![child], shown, by_mpi: Some(ends) })
 }
 
+/// Ends this process with the one that started it as a rank: a parent that is killed passes nothing on, and ranks without it would wait on a GPU that they hold.
+pub fn end_with_parent() -> std::io::Result<()> {
+    let Some(parent) = std::env::var(PARENT).ok().and_then(|id| id.parse::<i32>().ok()) else { return Ok(()) };
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    // It may have been over before that.
+    match rustix::process::getppid().is_some_and(|p| p.as_raw_nonzero().get() == parent) {
+        true => Ok(()),
+        false => Err(std::io::Error::other("the process that started this rank is gone")),
+    }
+}
+
+/// One of so many ranks on this machine.
+fn local(rank: usize, ranks: usize) -> World {
+    let (launcher, local_size, is_slurms) = ("--ranks", Some(ranks), false);
+    World { launcher, rank, size: ranks, local_rank: rank, local_size, address: None, cores: None, is_slurms }
+}
+
 fn by_address(ranks: usize, args: &[OsString]) -> Result<Job> {
     // Free now; rank 0 takes it in a moment.
     let port = std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
@@ -113,7 +136,7 @@ fn by_address(ranks: usize, args: &[OsString]) -> Result<Job> {
         {
             command.env(name, value.to_string());
         }
-        command.env("MASTER_ADDR", "127.0.0.1");
+        command.env("MASTER_ADDR", "127.0.0.1").env(PARENT, std::process::id().to_string());
         // The first has the terminal, if there is one, for its progress bar.
         let command = if rank > 0 { command.stdout(Stdio::null()).stderr(Stdio::piped()) } else { &mut command };
         match command.spawn() {

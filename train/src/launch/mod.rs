@@ -4,16 +4,21 @@
 //! |---|---|
 //! | `world.rs` | rank and size from the variables of torchrun, Open MPI, Hydra (MPICH's `mpiexec`) and Slurm |
 //! | `local.rs` | `kiln train --ranks N`: starts them, passes signals on, waits |
+//! | `meet.rs` | how ranks on GPUs find each other, and notice that one is gone |
+//! | `gpus.rs` | ranks on GPUs, which NCCL connects |
 
+mod gpus;
 mod local;
+mod meet;
 mod world;
 
+pub use gpus::{prepare, which as gpu_of};
 pub use local::start;
 pub use world::World;
 
 use crate::recipe::TrainError;
 use crate::{gpu, warn};
-use engine::cuda::{Folders, Found};
+use engine::cuda::{Folders, Found, nccl};
 use engine::ranks::mpi::{self, Mpi};
 use engine::{Device, Ranks};
 use std::path::{Path, PathBuf};
@@ -21,27 +26,39 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 /// The connection, for the end of the process.
-static CONNECTED: OnceLock<Mpi> = OnceLock::new();
+static CONNECTED: OnceLock<Connection> = OnceLock::new();
+
+enum Connection {
+    Mpi(Mpi),
+    Gpus(Box<gpus::Gpus>),
+}
 
 /// Connects this process to the other ranks of its job; `tensor` of them share the weights of one model.
 pub fn connect(world: &World, tensor: usize, device: &Device) -> Result<Ranks, TrainError> {
-    if device.gpu().is_some() {
-        let size = world.size;
-        return Err(TrainError::Other(format!(
-            "{size} ranks on GPUs need NCCL, which this version cannot use yet: --device cpu, or one rank"
-        )));
+    if tensor == 0 || !world.size.is_multiple_of(tensor) {
+        return Err(TrainError::Other(format!("--tensor {tensor}: it must divide the number of ranks, which is {}", world.size)));
+    }
+    if let Some(cuda) = device.gpu() {
+        let gpus = gpus::Gpus::connect(world, tensor, cuda)?;
+        let ranks = gpus.ranks();
+        CONNECTED.get_or_init(|| Connection::Gpus(Box::new(gpus)));
+        return Ok(ranks);
     }
     let mpi = Mpi::connect(&folders())?;
     if (mpi.rank, mpi.size) != (world.rank, world.size) {
         return Err(TrainError::Other(strangers(world, &mpi)));
     }
-    let mpi = CONNECTED.get_or_init(|| mpi);
-    Ok(mpi.ranks(tensor)?)
+    let ranks = mpi.ranks(tensor)?;
+    CONNECTED.get_or_init(|| Connection::Mpi(mpi));
+    Ok(ranks)
 }
 
 /// What connects the ranks, for people: `MPICH 5.0.2`.
 pub fn connection() -> Option<String> {
-    CONNECTED.get().map(Mpi::version)
+    CONNECTED.get().map(|c| match c {
+        Connection::Mpi(mpi) => mpi.version(),
+        Connection::Gpus(gpus) => gpus.describe(),
+    })
 }
 
 /// The launcher and the library do not know each other.
@@ -62,7 +79,12 @@ fn strangers(world: &World, mpi: &Mpi) -> String {
 
 /// Says to the other ranks that this one has come to a good end.
 pub fn finish() {
-    if let Some(e) = CONNECTED.get().and_then(|mpi| mpi.finish().err()) {
+    let ended = match CONNECTED.get() {
+        None => Ok(()),
+        Some(Connection::Mpi(mpi)) => mpi.finish(),
+        Some(Connection::Gpus(gpus)) => gpus.finish(),
+    };
+    if let Err(e) = ended {
         warn!("{e}");
     }
 }
@@ -72,10 +94,14 @@ const HEARD: Duration = Duration::from_millis(500);
 
 /// Ends the other ranks, which would wait for this one for ever, and then this process. Does nothing where it is alone.
 pub fn abort(status: u8) {
-    if let Some(mpi) = CONNECTED.get() {
-        gpu::remove_own_cache();
-        std::thread::sleep(HEARD);
-        mpi.abort(status.into());
+    let Some(connection) = CONNECTED.get() else { return };
+    gpu::remove_own_cache();
+    match connection {
+        Connection::Mpi(mpi) => {
+            std::thread::sleep(HEARD);
+            mpi.abort(status.into())
+        }
+        Connection::Gpus(gpus) => gpus.abort(status),
     }
 }
 
@@ -106,6 +132,12 @@ fn folders() -> Folders {
 pub fn mpi() -> (Found, Option<String>) {
     let folders = folders();
     (mpi::find(&folders), mpi::version(&folders).ok())
+}
+
+/// The library of NCCL, and its version.
+pub fn nccl() -> (Found, Result<String, engine::Error>) {
+    let folders = gpu::folders();
+    (nccl::find(&folders), nccl::version(&folders).map(nccl::version_text))
 }
 
 /// The program of this library that starts ranks: beside it, or on PATH.

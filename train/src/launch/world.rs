@@ -17,6 +17,8 @@ pub struct World {
     pub address: Option<String>,
     /// Cores that the launcher gave to this rank alone.
     pub cores: Option<usize>,
+    /// Whether it is a task of Slurm's, which may show every task its own GPU alone.
+    pub is_slurms: bool,
 }
 
 /// The variables of one launcher; of several names, the first that is set.
@@ -79,9 +81,10 @@ const SPECIAL_STEPS: u64 = 0xffff_fff0;
 type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 impl World {
-    /// What this process was told; none where it trains alone.
-    pub fn of_process() -> Result<Option<World>, String> {
-        World::read(&|name| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned()))
+    /// What this process was told; none where it trains alone. `even_one`: one rank that a launcher started counts, too.
+    pub fn of_process(even_one: bool) -> Result<Option<World>, String> {
+        let world = World::read(&|name| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned()))?;
+        Ok(world.filter(|w| w.size > 1 || even_one))
     }
 
     fn read(env: Env) -> Result<Option<World>, String> {
@@ -97,10 +100,7 @@ impl World {
         if rank >= size {
             return Err(format!("{rank_name} is {rank} and {size_name} is {size}: ranks are numbered from 0 to {}", size - 1));
         }
-        if size == 1 {
-            return Ok(None);
-        }
-        let local_rank = needed(env, l, l.local_rank)?;
+        let local_rank = if size == 1 { 0 } else { needed(env, l, l.local_rank)? };
         let local_size = match first(env, l.local_size)? {
             Some(n) => Some(n),
             None => tasks_here(env)?.filter(|_| step),
@@ -111,7 +111,7 @@ impl World {
             return Err(format!("{name} is {local_rank}, and this machine has {most} of the job's {size} ranks: they are numbered from 0"));
         }
         let cores = if step { number(env, "SLURM_CPUS_PER_TASK")?.map(|n| n.max(1) as usize) } else { None };
-        Ok(Some(World { launcher: l.name, rank, size, local_rank, local_size, address: address(env)?, cores }))
+        Ok(Some(World { launcher: l.name, rank, size, local_rank, local_size, address: address(env)?, cores, is_slurms: step }))
     }
 
     /// Threads of a rank on the CPU: its share of this machine's cores.
@@ -157,8 +157,10 @@ fn needed(env: Env, l: &Launcher, names: &[&'static str]) -> Result<usize, Strin
 fn address(env: Env) -> Result<Option<String>, String> {
     let nodes = env("SLURM_STEP_NODELIST").or_else(|| env("SLURM_JOB_NODELIST"));
     let Some(host) = env("MASTER_ADDR").or_else(|| nodes.map(|n| first_host(&n))) else { return Ok(None) };
+    // torchrun's agent listens there itself, and says so.
+    let agent = env("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v == "True") as u64;
     let port = match (number(env, "MASTER_PORT")?, number(env, "SLURM_JOB_ID")?) {
-        (Some(port @ 1..=65535), _) => port,
+        (Some(port @ 1..=65535), _) => (port + agent).min(65535),
         (Some(port), _) => return Err(format!("MASTER_PORT is {port}: ports are from 1 to 65535")),
         // Below the ports that the system hands out itself.
         (None, Some(job)) => 10_000 + job % 20_000,
@@ -209,7 +211,8 @@ mod tests {
     }
 
     fn world(launcher: &'static str, [rank, size, local_rank]: [usize; 3], local_size: Option<usize>, address: Option<&str>) -> World {
-        World { launcher, rank, size, local_rank, local_size, address: address.map(Into::into), cores: None }
+        let is_slurms = launcher == "srun";
+        World { launcher, rank, size, local_rank, local_size, address: address.map(Into::into), cores: None, is_slurms }
     }
 
     const TORCHRUN: &str = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=gpu1 MASTER_PORT=29500";
@@ -230,7 +233,10 @@ mod tests {
         assert_eq!(found(HYDRA), Some(world("mpiexec", [1, 2, 1], Some(2), None)));
         assert_eq!(found(TASK), Some(world("srun", [3, 4, 1], Some(2), Some("n07:10077"))));
         let pmi2 = format!("{TASK} PMI_RANK=3 PMI_SIZE=4 PMI_FD=9");
-        assert_eq!(found(&pmi2), Some(world("mpiexec", [3, 4, 1], Some(2), Some("n07:10077"))));
+        let of_slurm = World { is_slurms: true, ..world("mpiexec", [3, 4, 1], Some(2), Some("n07:10077")) };
+        assert_eq!(found(&pmi2), Some(of_slurm));
+        let agent = format!("{TORCHRUN} TORCHELASTIC_USE_AGENT_STORE=True");
+        assert_eq!(found(&agent).unwrap().address.unwrap(), "gpu1:29501", "the agent has the other");
         let with_cores = World { cores: Some(6), ..found(TASK).unwrap() };
         assert_eq!(found(&format!("{TASK} SLURM_CPUS_PER_TASK=6")), Some(with_cores.clone()));
         assert_eq!(with_cores.threads(), 6);
@@ -256,7 +262,7 @@ mod tests {
             &format!("{BATCH} SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1"),
             "SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_ID=2 SLURM_STEP_NUM_TASKS=1",
         ] {
-            assert_eq!(read(text), Ok(None), "{text}");
+            assert_eq!(read(text).map(|w| w.filter(|w| w.size > 1)), Ok(None), "{text}");
         }
     }
 

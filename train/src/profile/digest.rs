@@ -65,6 +65,9 @@ pub struct Digest {
     pub attributed: f64,
     /// Of the busy time, in nodes that use tensor cores.
     pub tensor_cores: f64,
+    /// Exchanges with other ranks that run beside other work; and of that time, what other work covers.
+    pub exchange_ms: f64,
+    pub hidden_ms: f64,
     /// Kernels and copies of a step.
     pub launches: f64,
     /// Records that were lost.
@@ -133,6 +136,7 @@ impl Digest {
             Clock::Events(why) => ("CUDA events around each node".into(), Some(why.clone())),
             Clock::Host => ("the clock, after each node".into(), None),
         };
+        let beside: Vec<&Span> = p.spans.iter().filter(|s| s.track == Track::Exchange).collect();
         let (step_ms, plain) = (ms(m.window) / steps, (m.plain_ms[0] + m.plain_ms[1]) / 2.0);
         Digest {
             title: title.into(),
@@ -148,6 +152,8 @@ impl Digest {
             idle_ms: (step_ms - busy_ms).max(0.0),
             attributed: of_busy(total(|r| r.ms)),
             tensor_cores: of_busy(total(|r| r.ms * r.tensor_cores)),
+            exchange_ms: ms(beside.iter().map(|s| s.end - s.start).sum()) / steps,
+            hidden_ms: ms(together(&beside, &compute)) / steps,
             launches: compute.len() as f64 / steps,
             dropped: p.dropped,
             flops: total(|r| r.flops),
@@ -167,6 +173,18 @@ impl Digest {
     pub fn plain(&self) -> f64 {
         (self.plain_ms[0] + self.plain_ms[1]) / 2.0
     }
+}
+
+/// Nanoseconds in which both have a span; those of one kind do not overlap, and are in order.
+fn together(some: &[&Span], others: &[&Span]) -> u64 {
+    let mut first = 0;
+    let mut sum = 0;
+    for span in some {
+        first += others[first..].iter().take_while(|o| o.end <= span.start).count();
+        let beside = others[first..].iter().take_while(|o| o.start < span.end);
+        sum += beside.map(|o| o.end.min(span.end).saturating_sub(o.start.max(span.start))).sum::<u64>();
+    }
+    sum
 }
 
 fn ms(nanoseconds: u64) -> f64 {
@@ -305,7 +323,7 @@ mod tests {
 
     fn node(op: &'static str, scope: &str, backward: bool) -> Node {
         let cost = engine::op::Cost { flops: 0, bytes: 0, memory_bound: true };
-        Node { op, scope: scope.into(), backward, inputs: vec![], outputs: vec![], cost, tensor_cores: false }
+        Node { op, scope: scope.into(), backward, inputs: vec![], outputs: vec![], cost, tensor_cores: false, aside: false }
     }
 
     #[test]
@@ -376,6 +394,15 @@ mod tests {
         assert!((large.times_roof.unwrap() - 1.0).abs() < 1e-9 && d.roof_ms.unwrap() <= d.busy_ms, "{d:#?}");
         assert!((d.roof.memory.unwrap() / (33_554_432.0 / 1e-3) - 1.0).abs() < 1e-9, "{:?}", d.roof);
         assert_eq!((d.nodes[1].times_roof, d.nodes[1].bound), (None, Some(Bound::Latency)), "a few microseconds say nothing");
+    }
+
+    #[test]
+    fn exchanges_beside_other_work_are_covered_by_it() {
+        let span =
+            |start: u64, end: u64| Span { start, end, launched: start, track: Track::Compute, what: What::Other, name: String::new() };
+        let (work, beside) = ([span(0, 10), span(10, 20), span(30, 40)], [span(5, 12), span(18, 35), span(50, 60)]);
+        assert_eq!(together(&beside.iter().collect::<Vec<_>>(), &work.iter().collect::<Vec<_>>()), 7 + 2 + 5);
+        assert_eq!(together(&[], &[]), 0);
     }
 
     #[test]

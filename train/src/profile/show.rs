@@ -76,6 +76,10 @@ fn summary(d: &Digest) -> Vec<String> {
         percent(d.attributed),
         percent(d.tensor_cores)
     ));
+    if d.exchange_ms > 0.0 {
+        let (all, hidden) = (d.exchange_ms, d.hidden_ms);
+        lines.push(format!("{all:.3} ms of exchanges with other ranks beside that, {hidden:.3} of them while kernels ran"));
+    }
     lines.extend(cost_of_profiling(d));
     lines.push(format!(
         "{} FLOPs and {} moved at least: {}",

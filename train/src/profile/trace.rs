@@ -5,13 +5,16 @@ use engine::profile::{Profile, Span, Track, What};
 use serde_json::{Value, json};
 
 /// One track below the other.
-const TRACKS: [(Track, &str); 3] = [(Track::Host, "host"), (Track::Copy, "copies"), (Track::Compute, "compute")];
+const TRACKS: [(Track, &str); 4] =
+    [(Track::Host, "host"), (Track::Copy, "copies"), (Track::Compute, "compute"), (Track::Exchange, "exchanges")];
 
 /// The whole file. `name`: what was profiled, and on what.
 pub fn trace(profile: &Profile, name: &str) -> Value {
     let about = |what: &str, tid: usize, value: Value| json!({ "ph": "M", "pid": 1, "tid": tid, "name": what, "args": value });
     let mut events = vec![about("process_name", 0, json!({ "name": name }))];
-    for (tid, (_, track)) in (1..).zip(TRACKS) {
+    // Most programs exchange nothing.
+    let tracks = TRACKS.into_iter().filter(|(t, _)| *t != Track::Exchange || profile.spans.iter().any(|s| s.track == *t));
+    for (tid, (_, track)) in (1..).zip(tracks) {
         events.push(about("thread_name", tid, json!({ "name": track })));
         events.push(about("thread_sort_index", tid, json!({ "sort_index": tid })));
     }

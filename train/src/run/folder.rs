@@ -6,7 +6,7 @@ use crate::checkpoint::{self, AVERAGED, Held, Keep, MODEL, Saved, Tensor, Writte
 use crate::config::{Config, TrainConfig};
 use crate::optim::ema;
 use crate::recipe::{Session, Task, TrainError, is_kept};
-use crate::{files, input};
+use crate::{files, input, launch};
 use engine::ranks::{Part, Ranks};
 use engine::{Device, Role};
 use rustix::fs::OFlags;
@@ -146,7 +146,7 @@ pub fn save(s: &Session, task: &dyn Task, config: &Config, c: &TrainConfig, dir:
         "data_position": step * (c.batch * c.accumulate) as u64,
         "identity": task.identity()?,
         "device": s.device.describe(),
-        "ranks": { "data": ranks.data.size, "tensor": ranks.tensor.size },
+        "ranks": { "data": ranks.data.size, "tensor": ranks.tensor.size, "over": launch::connection() },
         "receipts": receipts_json(s),
         "choices": choices(&s.device),
         "best": notes.best.note(c),
@@ -166,7 +166,7 @@ fn parts_of_all(
     dir: &Path,
     step: u64,
 ) -> Result<Vec<Written>, TrainError> {
-    if ranks.size() == 1 {
+    if ranks.is_alone() {
         return Ok(vec![]);
     }
     let first = |parts: &[Part]| [&ranks.data, &ranks.tensor].iter().all(|g| g.rank == 0 || parts.iter().any(|p| p.by == g.name));

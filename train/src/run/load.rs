@@ -7,7 +7,7 @@ use crate::report::human_bytes;
 use engine::passes::Target;
 use engine::plan::Memory;
 use engine::program::own_memory;
-use engine::{Compiled, Device, Switches};
+use engine::{Compiled, Device, Ranks, Switches};
 use std::collections::BTreeMap;
 
 /// A task with its programs loaded.
@@ -43,12 +43,27 @@ pub fn load_with(task: &dyn Task, switches: &Switches, seed: u64, device: &Devic
 pub fn load_compiled(task: &dyn Task, compiled: Programs, switches: &Switches, seed: u64, device: &Device) -> Result<Session, TrainError> {
     fits(task, &compiled, switches, device)?;
     let mut s = Session::new(device, switches, seed);
-    for (name, c) in compiled {
-        s.load_compiled(name, c)?;
-    }
+    as_first(&switches.ranks, device, || {
+        compiled.into_iter().try_for_each(|(name, c)| s.load_compiled(name, c).map(drop))?;
+        Ok(())
+    })?;
     engine::passes::all_applied(s.programs.values().map(|p| &p.receipts[..]))?;
     task.prepare(&mut s)?;
     Ok(s)
+}
+
+/// Of several ranks on GPUs, the first loads first. What it has chosen by timing, the others take: all compute the same bits.
+fn as_first(ranks: &Ranks, device: &Device, load: impl FnOnce() -> Result<(), TrainError>) -> Result<(), TrainError> {
+    let Some(cuda) = device.gpu().filter(|_| ranks.size() > 1) else { return load() };
+    if ranks.rank() > 0 {
+        let told = ranks.gather(&[])?;
+        let chosen: Vec<String> = String::from_utf8_lossy(&told[0]).lines().map(str::to_owned).collect();
+        cuda.prefer(&chosen);
+        return load();
+    }
+    load()?;
+    ranks.gather(cuda.choices().join("\n").as_bytes()).map(drop)?;
+    Ok(())
 }
 
 pub type Programs = Vec<(&'static str, Compiled)>;

@@ -57,6 +57,22 @@ fn the_receipts_in_the_readme_are_current() {
     is_current("README.md", &format!("{before}{block}{after}"));
 }
 
+/// Every table is what the command in front of it prints.
+#[test]
+fn the_tables_of_scaling_are_current() {
+    let page = read("docs/scaling.md");
+    let (first, blocks) = page.split_once("<!-- begin: kiln ").expect("the page has blocks to fill");
+    let mut expected = first.to_string();
+    for block in blocks.split("<!-- begin: kiln ") {
+        let (line, rest) = block.split_once(" (rewritten by `cargo xtask docs`) -->\n").expect("the block says its command");
+        let (_, after) = rest.split_once("<!-- end -->").expect("the block ends");
+        let out = kiln(line.split(' ')).ok().out;
+        expected +=
+            &format!("<!-- begin: kiln {line} (rewritten by `cargo xtask docs`) -->\n```\n{}\n```\n<!-- end -->{after}", out.trim_end());
+    }
+    is_current("docs/scaling.md", &expected);
+}
+
 /// The fenced blocks of a page: (what follows the fence, the text).
 fn blocks(page: &str) -> Vec<(&str, &str)> {
     let inside = page.split("```").skip(1).step_by(2);

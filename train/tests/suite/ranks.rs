@@ -123,20 +123,92 @@ fn every_recipe_trains_the_same_on_several_ranks() {
     }
 }
 
+/// Settings of a run, and in which ways it is divided: how many ranks, and with which passes.
+type Divided = (Small, &'static [&'static str], &'static [([usize; 2], &'static [&'static str])]);
+
+const HYDRA: Small = ("hydra", &["seq=24", "train.batch=4"]);
+const EXPERTS: Small = ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=8", "train.batch=4", "train_puzzles=50", "test_puzzles=8"]);
+const WIDE: Small = ("decoder", &["seq=128", "layers=2", "dim=32", "hidden=64", "head_dim=16", "train.batch=4"]);
+const GPT2: Small =
+    ("decoder", &["family=gpt2", "seq=24", "layers=2", "dim=32", "hidden=64", "head_dim=8", "heads=4", "kv_heads=4", "train.batch=4"]);
+const MAMBA2: Small = (
+    "hrm",
+    &[
+        "mixer=mamba2",
+        "mamba_head=8",
+        "state=8",
+        "dim=16",
+        "heads=2",
+        "layers=1",
+        "hidden=8",
+        "train.batch=4",
+        "train_puzzles=50",
+        "test_puzzles=8",
+    ],
+);
+const GATHERED: &[&str] = &["passes.zero=auto", "passes.zero-weights=auto,least=1"];
+const TOKENS: &[&str] = &["passes.tensor-parallel=auto,sequence=divided"];
+
+/// Experts, weights and tokens are divided; other optimizers and types have several ranks.
+const FURTHER: &[Divided] = &[
+    (EXPERTS, &[], &[([1, 4], &[]), ([2, 2], GATHERED)]),
+    (DECODER, &["train.ema=0.9"], &[([2, 1], GATHERED), ([4, 1], GATHERED), ([1, 2], TOKENS), ([2, 2], TOKENS)]),
+    (GPT2, &[], &[([2, 1], GATHERED), ([1, 2], TOKENS)]),
+    (MAMBA2, &[], &[([2, 1], &[]), ([1, 2], &[])]),
+    (HYDRA, &[], &[([2, 1], GATHERED), ([1, 2], TOKENS), ([2, 2], TOKENS)]),
+    (DECODER, &["train.optimizer=muon"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED), ([1, 2], &[])]),
+    (DECODER, &["passes.adam8bit=auto,least=256"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED)]),
+    (WIDE, &["passes.fp8=auto,least=8,warmup=3"], &[([2, 1], &[]), ([2, 1], GATHERED), ([1, 2], &[])]),
+];
+
+#[test]
+fn what_is_divided_further_trains_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    for (i, (of, settings, ways)) in FURTHER.iter().enumerate() {
+        let steps = ["train.steps=20", "train.eval_every=20", "train.save_every=20"];
+        let at = |way: &str| dir.path().join(format!("{i}-{way}"));
+        train(*of, &[&steps[..], settings].concat(), [1, 1], &at("one"), Start::New, None);
+        for (k, (ranks, passes)) in ways.iter().enumerate() {
+            let out = at(&k.to_string());
+            train(*of, &[&steps[..], settings, passes].concat(), *ranks, &out, Start::New, None);
+            same(&format!("{} {settings:?} on {ranks:?} ranks, {passes:?}", of.0), &out, &at("one"));
+        }
+    }
+}
+
+/// Every rank computes its part of the batch, and no more: an op that cannot be divided would make everything after it whole.
+#[test]
+fn a_batch_is_never_put_together() {
+    for of in SMALL.iter().chain(&[GPT2, MAMBA2]).filter(|of| of.0 != "lior") {
+        let mut config = config(*of, &[]);
+        config.ranks = engine::Ranks::planned(2, 1);
+        let task = recipe::find(of.0).unwrap().task(&config).unwrap();
+        let (name, graph) = task.graphs().into_iter().find(|g| g.0 == "train").unwrap();
+        let compiled = engine::Compiled::new(graph, &config.switches().unwrap(), engine::passes::Target::Cpu).unwrap();
+        let receipt = compiled.receipts.iter().find(|r| r.pass == "data-parallel").unwrap();
+        assert!(receipt.declined.is_empty() && receipt.applied > 10, "{} {name}: {}", of.0, receipt.summary());
+    }
+}
+
 /// The checkpoint of so many ranks is gone on from by others, and by as many bit for bit; who reads it sees whole tensors.
 #[test]
 fn checkpoints_of_ranks_are_anyones() {
     let dir = tempfile::tempdir().unwrap();
-    let settings = ["train.steps=6", "train.eval_every=6", "train.save_every=3", "train.horizon=6", "passes.zero=auto"];
+    let settings = |weights: &'static str| {
+        ["train.steps=6", "train.eval_every=6", "train.save_every=3", "train.horizon=6", "train.ema=0.5", "passes.zero=auto", weights]
+    };
     let one = dir.path().join("one");
-    train(DECODER, &settings, [1, 1], &one, Start::New, None);
-    for ranks in [[4, 1], [2, 2]] {
-        let out = dir.path().join(format!("{ranks:?}"));
+    let (kept, gathered) = ("passes.zero-weights=off", "passes.zero-weights=auto,least=1");
+    train(DECODER, &settings(kept), [1, 1], &one, Start::New, None);
+    for (ranks, weights) in [([4, 1], kept), ([4, 1], gathered), ([2, 2], gathered)] {
+        let settings = settings(weights);
+        let out = dir.path().join(format!("{ranks:?}-{weights}"));
         train(DECODER, &settings, ranks, &out, Start::New, None);
         let step = |run: &Path, n: u64| checkpoint::open(&run.join(format!("checkpoints/step-{n:08}"))).unwrap();
-        let [ours, theirs] = [&out, &one].map(|run| step(run, 6).file("state.safetensors").unwrap());
-        assert_eq!(ours.names().len(), theirs.names().len());
-        for name in theirs.names() {
+        let files = |name: &str| [&out, &one].map(|run| step(run, 6).file(name).unwrap());
+        let all = ["state.safetensors", "model.safetensors", "averaged.safetensors"].map(files);
+        for (theirs, ours, name) in all.iter().flat_map(|[ours, theirs]| theirs.names().into_iter().map(move |n| (theirs, ours, n))) {
+            assert_eq!(ours.names().len(), theirs.names().len());
             let ((dtype, shape, bytes), other) = (theirs.get(&name).unwrap(), ours.get(&name).unwrap());
             assert_eq!((dtype.as_str(), &shape), (other.0.as_str(), &other.1), "{name}");
             let floats = |b: &[u8]| b.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect::<Vec<_>>();
@@ -145,7 +217,7 @@ fn checkpoints_of_ranks_are_anyones() {
             assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 1e-4 * size), "{name}");
         }
         for other in [[1, 1], [2, 1], ranks] {
-            let again = dir.path().join(format!("{ranks:?}-{other:?}"));
+            let again = dir.path().join(format!("{ranks:?}-{weights}-{other:?}"));
             train(DECODER, &settings, other, &again, Start::From(out.join("checkpoints/step-00000003")), None);
             match other == ranks {
                 true => {

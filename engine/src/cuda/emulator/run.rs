@@ -33,7 +33,7 @@ pub fn check(ops: &[&'static Entry], folder: &Path, every: bool, say: &mut dyn F
         return Err(missing);
     }
     let begun = Instant::now();
-    let mut jobs = jobs(ops, |case| !case.bench, &[DType::F32, DType::BF16], ARCH);
+    let mut jobs = of_both(ops, &|case| !case.bench, &[DType::F32, DType::BF16]);
     let all = jobs.len();
     jobs.retain(|j| every || j.program.work() <= MOST_WORK);
     let kernels = compiled(&jobs, folder, &|text| text)?;
@@ -89,6 +89,16 @@ pub fn jobs(ops: &[&'static Entry], wanted: impl Fn(&Case) -> bool, dtypes: &[DT
             }
         }
     }
+    all
+}
+
+/// The same for compute capability 8.0 and, where kernels for 9.0 are others and have no instructions of their own, for that.
+pub fn of_both(ops: &[&'static Entry], wanted: &dyn Fn(&Case) -> bool, dtypes: &[DType]) -> Vec<Job> {
+    let mut all = jobs(ops, wanted, dtypes, ARCH);
+    let texts = |job: &Job| job.program.launches().map(|l| l.text()).collect::<Vec<_>>();
+    let newer = jobs(ops, wanted, dtypes, Arch { sm: 90, ..ARCH }).into_iter().zip(all.iter().map(texts).collect::<Vec<_>>());
+    let other = newer.filter(|(job, older)| texts(job) != *older).map(|(job, _)| Job { name: format!("{}, 9.0", job.name), ..job });
+    all.extend(other.filter(|job| texts(job).iter().all(|t| !t.contains("wgmma") && !t.contains("mbarrier"))));
     all
 }
 

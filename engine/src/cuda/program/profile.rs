@@ -84,7 +84,7 @@ impl CudaProgram {
         }
         let tensor_cores = range.clone().filter(runs).any(|s| match &self.steps[s] {
             Ready::Launch { tensor_cores, .. } | Ready::Gemm { tensor_cores, .. } => *tensor_cores,
-            Ready::Copy { .. } => false,
+            Ready::Copy { .. } | Ready::Exchange { .. } | Ready::Await(_) => false,
         });
         Node {
             op: op.name(),
@@ -94,6 +94,7 @@ impl CudaProgram {
             outputs: node.outputs.clone(),
             cost,
             tensor_cores,
+            aside: range.clone().any(|s| matches!(self.steps[s], Ready::Exchange { beside: Some(_), .. })),
         }
     }
 
@@ -117,10 +118,15 @@ impl CudaProgram {
         let last = self.nodes.last().map_or(0, |n| n.1.end);
         let ranges = self.nodes.iter().enumerate().map(|(at, n)| (Some(at), n.1.clone()));
         let mut marks = vec![(None, Timer::record(stream)?)];
+        // An exchange beside other work would count as the time of whatever waits for it.
+        self.serial = true;
         for (at, range) in ranges.chain([(None, last..self.steps.len())]) {
-            self.launch(range, &bases, &chosen)?;
+            let launched = self.launch(range, &bases, &chosen);
+            self.serial = launched.is_ok();
+            launched?;
             marks.push((at, Timer::record(stream)?));
         }
+        self.serial = false;
         self.cuda.synchronize()?;
         let ends = marks[1..].iter().map(|(at, mark)| Ok((*at, mark.since(&marks[0].1)?))).collect::<Result<_, Error>>()?;
         Ok((began, ends))

@@ -1,5 +1,6 @@
 //! Flash attention on a GPU: which kernel runs, and how it is launched.
 
+use super::order::{self, Work};
 use super::wgmma::{self, Left};
 use crate::kernel::{Arch, At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, block_stride};
@@ -270,13 +271,25 @@ fn wide_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let (groups, stages) = if s.d == 64 { (3, 3) } else { (2, 2) };
     let scores = wgmma::product("scores", 128, dtype, Left::Rows, false);
     let values = wgmma::product("add_values", s.d, dtype, Left::Registers, true);
-    let source = [wgmma::TEXT, &scores, &values, UNTIL, REACH, include_str!("pieces.cuh"), include_str!("wgmma_forward.cu")].concat();
-    s.define(Launch::new(&source, "attention_forward"), causal)
+    let source = [wgmma::TEXT, &scores, &values, UNTIL, REACH, order::TEXT, include_str!("pieces.cuh"), include_str!("wgmma_forward.cu")];
+    let blocks = query_pieces(&s, groups).min(io.arch.multiprocessors as usize);
+    let work = Work {
+        causal,
+        streams: s.batch * s.kv,
+        bytes: s.batch * s.kv * s.keys * s.d * 4, // keys and values
+        neighbours: s.heads / s.kv / heads_together(&s, groups),
+        blocks,
+    };
+    let mut launch = Launch::new(&source.concat(), "attention_forward");
+    if s.d == 128 && work.is_from_dram() {
+        launch = launch.define("ORDER", "in_pairs").define("BLOCKS", blocks);
+    }
+    s.define(launch, causal)
         .define_type("T", dtype)
         .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
         .define("WARP_GROUPS", groups)
         .define("STAGES", stages)
-        .grid(query_pieces(&s, groups).min(io.arch.multiprocessors as usize), 1, 1)
+        .grid(blocks, 1, 1)
         .block(128 * (groups + 1))
         // Two stages of queries, more of keys, values and `until`, and padding for alignment.
         .shared(2 * (64 * groups + stages * 128) * s.d * 2 + stages * 128 * 4 + 1024)
@@ -284,10 +297,15 @@ fn wide_forward(io: &Io, causal: bool, scale: f32) -> Code {
         .code()
 }
 
-/// Work items for blocks of `groups` times 64 queries: several heads that read the same keys together, if there are such.
-fn query_pieces(s: &Sizes, groups: usize) -> usize {
+/// How many heads a block of `groups` times 64 queries takes at once: several that read the same keys, if there are such.
+fn heads_together(s: &Sizes, groups: usize) -> usize {
     let several = if groups.is_multiple_of(2) { 2 } else { groups };
-    let heads = if (s.heads / s.kv).is_multiple_of(several) { several } else { 1 };
+    if (s.heads / s.kv).is_multiple_of(several) { several } else { 1 }
+}
+
+/// Work items for blocks of `groups` times 64 queries.
+fn query_pieces(s: &Sizes, groups: usize) -> usize {
+    let heads = heads_together(s, groups);
     s.batch * s.heads / heads * s.time.div_ceil(64 * groups / heads)
 }
 
@@ -332,18 +350,35 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
         wgmma::product("add_transposed", s.d, dtype, Left::Transposed, true),
     ]
     .concat();
-    let source = [wgmma::TEXT, &products, UNTIL, REACH, include_str!("pieces.cuh"), STATS, include_str!("wgmma_backward.cu")].concat();
+    let source =
+        [wgmma::TEXT, &products, UNTIL, REACH, order::TEXT, include_str!("pieces.cuh"), STATS, include_str!("wgmma_backward.cu")].concat();
     let grads = Grads::new(io, &s);
+    // Blocks of both kernels, for `heads` of the heads in all examples of `s`.
+    let blocks = |s: &Sizes, heads: usize| {
+        let here = Sizes { heads, kv: heads * s.kv / s.heads, ..*s };
+        [here.batch * here.kv * s.keys.div_ceil(128), query_pieces(&here, 4)].map(|pieces| pieces.min(io.arch.multiprocessors as usize))
+    };
     let launch = |s: &Sizes, heads: usize, entry| {
-        grads
+        let launch = grads
             .define(s.define(Launch::new(&source, entry), causal))
             .define_type("T", dtype)
             .define_f32("SCALE", scale)
             .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
             .define("HEADS_HERE", heads)
-            .define("QUERY_ROWS", queries)
+            .define("QUERY_ROWS", queries);
+        let [of_keys, of_queries] = blocks(s, heads);
+        let work = Work {
+            causal,
+            streams: s.batch * heads * s.kv / s.heads,
+            bytes: s.batch * heads * s.time * s.d * 4, // queries and dy
+            neighbours: 1,
+            blocks: of_keys,
+        };
+        match work.is_from_dram() {
+            true => launch.define("ORDER", "in_pairs").define("KEY_BLOCKS", of_keys).define("BLOCKS", of_queries),
+            false => launch,
+        }
     };
-    let blocks = |pieces: usize| pieces.min(io.arch.multiprocessors as usize);
     let stats = (8 * s.queries()).next_multiple_of(1024);
     let (y, lse, dy) = (At::X(3).into(), At::X(4).into(), At::X(5).into());
     let rows = s.queries().div_ceil(256 / (s.d / 8));
@@ -367,10 +402,11 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
         let [dk, dv] = [1, 2].map(|i| of_k(grads.at[i], grads.rows[1]));
         let until: &[Place] = if s.masked { &[At::X(6).plus(first * 4 * s.keys)] } else { &[] };
         let (along, tiles) = (At::Work.plus(8 * s.time * (first * s.heads + kv * group)), At::Work.plus(stats));
+        let [of_keys, of_queries] = blocks(&part, heads);
         // Two stages of keys and values; three of queries, dy and two statistics.
         steps.push(
             launch(&part, heads, "attention_dkdv")
-                .grid(blocks(examples * heads_of_keys * s.keys.div_ceil(128)), 1, 1)
+                .grid(of_keys, 1, 1)
                 .block(384)
                 .shared(2 * 2 * 128 * s.d * 2 + 3 * (2 * queries * s.d * 2 + 2 * queries * 4))
                 .args(&[&[q, k, v, dy], until, &[along, tiles, dk, dv]].concat()),
@@ -378,7 +414,7 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
         // Four stages of 64 keys and four tiles of ds.
         steps.push(
             launch(&part, heads, "attention_dq")
-                .grid(blocks(query_pieces(&Sizes { heads, kv: heads_of_keys, ..part }, 4)), 1, 1)
+                .grid(of_queries, 1, 1)
                 .block(640)
                 .shared(4 * (64 * s.d * 2 + 4 * 8192) + 1024)
                 .args(&[&[k], until, &[tiles, dq]].concat()),

@@ -10,6 +10,7 @@
 
 mod flash;
 pub(crate) mod kernels;
+mod order;
 pub(crate) mod wgmma;
 
 pub use flash::{FlashAttention, FlashAttentionGrad};

@@ -4,22 +4,25 @@
 #define HEADS_HERE HEADS
 #endif
 
-// This block's piece in a round, long ones first. Every other round is reversed, so that all blocks have about the same amount of work.
-__device__ __forceinline__ u32 number_in(u32 round) { return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+#ifndef ORDER // how blocks take pieces (see order.cuh), and how many blocks there are: for pieces of queries, and of keys
+#define ORDER longest_first
+#define BLOCKS gridDim.x
+#define KEY_BLOCKS gridDim.x
+#endif
 
 // 64 queries for each of GROUPS warp groups: of several heads that read the same keys, if there are such, else of one.
 template <int GROUPS> struct QueryPiece {
     static const int SEVERAL = GROUPS % 2 == 0 ? 2 : GROUPS, HEADS_AT_ONCE = GROUP % SEVERAL == 0 ? SEVERAL : 1;
     static const int STREAMS = BATCH * HEADS_HERE / HEADS_AT_ONCE;
     static const int QUERIES = 64 * GROUPS / HEADS_AT_ONCE, PIECES = (TIME + QUERIES - 1) / QUERIES;
-    u32 number, b, head;
+    Turn turn;
+    u32 b, head;
     int t0;
-    __device__ __forceinline__ QueryPiece(u32 round) {
-        number = number_in(round);
-        b = number % STREAMS / (HEADS_HERE / HEADS_AT_ONCE), head = number % (HEADS_HERE / HEADS_AT_ONCE) * HEADS_AT_ONCE;
-        t0 = (PIECES - 1 - (int)(number / STREAMS)) * QUERIES;
+    __device__ __forceinline__ QueryPiece(u32 round) : turn(ORDER(STREAMS, PIECES, BLOCKS, blockIdx.x, round)) {
+        b = turn.stream / (HEADS_HERE / HEADS_AT_ONCE), head = turn.stream % (HEADS_HERE / HEADS_AT_ONCE) * HEADS_AT_ONCE;
+        t0 = (int)turn.piece * QUERIES;
     }
-    __device__ __forceinline__ bool live() const { return number < (u32)STREAMS * PIECES; }
+    __device__ __forceinline__ bool live() const { return turn.live; }
     __device__ __forceinline__ u32 head_of(u32 group) const { return head + group % HEADS_AT_ONCE; }
     __device__ __forceinline__ int first_of(u32 group) const { return t0 + 64 * (int)(group / HEADS_AT_ONCE); }
     // Keys from here on are seen by none of the queries.

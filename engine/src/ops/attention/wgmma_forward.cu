@@ -1,6 +1,6 @@
 // WARP_GROUPS warp groups have 64 queries each, of several heads that read the same keys, if there are such, else of one. Keys and values are processed in tiles of
 // 128, which four more warps copy ahead. The matmul with a tile's values overlaps with that for the next tile's scores, and one group's exponentials
-// with the others' matmuls. Blocks are persistent and take one work item (piece) after another, long ones first.
+// with the others' matmuls. Blocks are persistent and take one work item (piece) after another.
 // SCALE_2 = scale log2(e): exp(scale s) = 2^(SCALE_2 s).
 #define THREADS (128 * WARP_GROUPS)
 #define BK 128
@@ -36,12 +36,13 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
 
     if (threadIdx.x >= THREADS) {
         give_registers<WARP_GROUPS == 2 ? 56 : 32>();
-        u32 copier = threadIdx.x - THREADS, n = 0; // tiles so far
+        u32 copier = threadIdx.x - THREADS, n = 0, taken = 0; // tiles and pieces so far
         for (u32 round = 0;; round++) {
             Piece piece(round);
             if (!piece.live()) return;
-            u32 slot = round % 2;
-            if (round >= 2) await(q_empty + slot, round / 2 - 1);
+            if (piece.turn.hole) continue;
+            u32 slot = taken % 2;
+            if (taken >= 2) await(q_empty + slot, taken / 2 - 1);
 #pragma unroll
             for (u32 g = 0; g < WARP_GROUPS; g++) {
                 const T *from = q + (u64)piece.b * TIME * Q_ROW + piece.head_of(g) * D;
@@ -62,6 +63,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
                 load<BK>(values + stage * BK * D, v_from, V_ROW, k0, KEYS, copier);
                 arrive_with_copies(v_full + stage);
             }
+            taken++;
         }
     }
 
@@ -72,7 +74,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
         if (lane == 0) arrive(barrier);
     };
     float s[BK / 2], out[D / 2], top[2], total[2];
-    u32 w[BK / 16][4], n = 0, round = 0; // tiles so far
+    u32 w[BK / 16][4], n = 0, taken = 0, before = 0; // tiles and pieces so far; the round of the piece before
     const auto finish = [&](const Piece &piece) {
         const u32 h = piece.head_of(group);
         const int t = piece.first_of(group) + 16 * warp + lane / 4;
@@ -92,19 +94,20 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             return row < TIME ? y + (((u64)piece.b * TIME + row) * HEADS + h) * D : nullptr;
         });
     };
-    for (;; round++) {
+    for (u32 round = 0;; round++) {
         Piece piece(round);
         if (!piece.live()) break;
-        u32 slot = round % 2;
+        if (piece.turn.hole) continue;
+        u32 slot = taken % 2;
         int t_group = piece.first_of(group), t_warp = t_group + 16 * warp, t = t_warp + lane / 4;
-        await(q_full + slot, round / 2);
+        await(q_full + slot, taken / 2);
         Range r = ranges[slot];
         // These 64 queries see no key from `seen` on, and so perhaps not the last tiles.
         int seen = t_group >= TIME ? 0 : CAUSAL && t_group + 64 + OFFSET < KEYS ? t_group + 64 + OFFSET : KEYS;
         u64 q_at = rows_at(queries + (slot * WARP_GROUPS + group) * 64 * D);
         // The previous piece is written while the first scores of this one are computed; a fence here would wait for that.
         const auto begin = [&] {
-            if (round > 0) finish(Piece(round - 1));
+            if (taken > 0) finish(Piece(before));
 #pragma unroll
             for (int i = 0; i < D / 2; i++) out[i] = 0.0f;
             top[0] = top[1] = -infinity(), total[0] = total[1] = 0.0f;
@@ -212,6 +215,7 @@ attention_forward(const T *q, const T *k, const T *v, UNTIL T *y, float *lse) {
             release(v_empty + (n - 1) % STAGES);
         } else begin();
         release(q_empty + slot);
+        taken++, before = round;
     }
-    finish(Piece(round - 1));
+    finish(Piece(before));
 }

@@ -12,6 +12,7 @@
 //! | reduce_scatter | a term on each | a part of the sum on each | all_gather |
 //! | all_to_all | a part of one dimension | a part of another | all_to_all |
 
+pub mod aside;
 pub mod vocabulary;
 
 use crate::cpu::{Data, DataMut, View, ViewMut};

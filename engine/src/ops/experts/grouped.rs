@@ -10,6 +10,7 @@ use crate::op::{self, Axis, Cost, Grads, Narrow, Op, Port, Share};
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use rayon::prelude::*;
+use std::sync::Arc;
 
 /// How the rows of a tensor are indexed. A token has one row for each of its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +19,42 @@ pub enum By {
     Row,
     /// One row for each token.
     Token,
+}
+
+/// The experts of a rank: part `index` of `of` equal parts of all. Rows stay sorted by all experts; a rank computes those of its own, leaves the others
+/// unwritten, and its sums over the rows of a token are of its own rows only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// Which part.
+    pub index: usize,
+    /// How many parts.
+    pub of: usize,
+}
+
+impl Experts {
+    /// Every expert.
+    pub const ALL: Experts = Experts { index: 0, of: 1 };
+
+    /// How many experts these are, given `dispatch`'s offsets.
+    pub(super) fn count(self, offsets: &Meta) -> usize {
+        (offsets.elements() - 1) / self.of
+    }
+
+    /// Whether there are others.
+    pub(super) fn are_some(self) -> bool {
+        self.of > 1
+    }
+
+    /// The offsets of these experts, of those of all.
+    pub(super) fn offsets(self, all: &[i32]) -> &[i32] {
+        let count = (all.len() - 1) / self.of;
+        &all[self.index * count..][..count + 1]
+    }
+
+    /// The same on a GPU: where they begin in input `at`.
+    pub(super) fn place(self, at: At, offsets: &Meta) -> Place {
+        at.plus(4 * self.index * self.count(offsets))
+    }
 }
 
 /// Inputs: x [rows or tokens, k], w [experts, k, n] or, `transposed`, [experts, n, k], then `dispatch`'s order, position and offsets.
@@ -32,6 +69,8 @@ pub struct GroupedMatmul {
     pub to: By,
     /// Whether w is [experts, n, k].
     pub transposed: bool,
+    /// The experts whose matrices w has.
+    pub experts: Experts,
     /// Set by the pass `grouped-gemm`.
     pub kernel: Kernel,
 }
@@ -45,6 +84,19 @@ pub(super) fn matrices(w: &[usize], transposed: bool) -> [usize; 3] {
 pub(super) fn routed(x: &[Meta], top: usize, experts: usize) -> bool {
     let slots = x[0].elements();
     slots.is_multiple_of(top) && x[1].elements() == slots && x[2].elements() == experts + 1 && x.iter().all(|m| m.dtype == DType::I32)
+}
+
+/// Two ways to divide a grouped GEMM: by tokens, with rows of each rank's own; and by experts, where every rank has all tokens.
+pub(super) fn axes(from: By, to: By, more: &[[Share; 2]], outputs: usize) -> Vec<Axis> {
+    let share = |by: By, token: Share| if by == By::Row { Share::Own } else { token };
+    let mut tokens = vec![share(from, Share::Dim(0)), Share::Whole, Share::Own, Share::Own, Share::Sum];
+    let mut experts = vec![share(from, Share::Whole), Share::Dim(0), Share::Whole, Share::Whole, Share::Whole];
+    more.iter().for_each(|[t, e]| {
+        tokens.push(*t);
+        experts.push(*e);
+    });
+    let out = |token: Share| vec![share(to, token); outputs];
+    vec![Axis::new(tokens, out(Share::Dim(0))), Axis::new(experts, out(Share::Sum))]
 }
 
 impl By {
@@ -63,7 +115,7 @@ impl Op for GroupedMatmul {
         let shaped = x.len() == 5 && x[0].rank() == 2 && x[1].rank() == 3 && x[0].dtype == x[1].dtype && x[0].dtype.is_float();
         assert!(shaped, "{self:?} of {x:?}");
         let ([experts, k, n], rows) = (matrices(&x[1].shape, self.transposed), x[2].elements());
-        let fits = routed(&x[2..], self.top, experts) && x[0].shape == [self.from.count(rows, self.top), k];
+        let fits = routed(&x[2..], self.top, experts * self.experts.of) && x[0].shape == [self.from.count(rows, self.top), k];
         assert!(fits, "{self:?} of {x:?}");
         vec![x[0].with(&[self.to.count(rows, self.top), n])]
     }
@@ -75,7 +127,7 @@ impl Op for GroupedMatmul {
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], work: &mut [f32]) {
         let [_, k, n] = matrices(x[1].shape, self.transposed);
-        let (order, position, offsets) = (x[2].i32(), x[3].i32(), x[4].i32());
+        let (order, position, offsets) = (x[2].i32(), x[3].i32(), self.experts.offsets(x[4].i32()));
         let out = y[0].f32();
         let (gathered, work) = work.split_at_mut(if self.from == By::Token { order.len() * k } else { 0 });
         let rows = match self.from {
@@ -86,12 +138,17 @@ impl Op for GroupedMatmul {
             By::Row => products(rows, x[1].f32(), offsets, k, n, self.transposed, out),
             By::Token => {
                 products(rows, x[1].f32(), offsets, k, n, self.transposed, work);
+                let own = offsets[0]..offsets[offsets.len() - 1];
                 out.par_chunks_mut(n).zip(position.par_chunks(self.top)).with_min_len(16).for_each(|(out, rows)| {
                     simd(
                         #[inline(always)]
                         || {
-                            out.copy_from_slice(&work[rows[0] as usize * n..][..n]);
-                            for &row in &rows[1..] {
+                            let mut rows = rows.iter().filter(|row| crate::mutant!("rows-of-other-ranks-experts", own.contains(row), true));
+                            match rows.next() {
+                                Some(&row) => out.copy_from_slice(&work[row as usize * n..][..n]),
+                                None => out.fill(0.0),
+                            }
+                            for &row in rows {
                                 out.iter_mut().zip(&work[row as usize * n..][..n]).for_each(|(o, v)| *o += v);
                             }
                         },
@@ -108,7 +165,7 @@ impl Op for GroupedMatmul {
     fn cuda(&self, io: &Io) -> Code {
         let [experts, k, n] = matrices(&io.x[1].shape, self.transposed);
         let rows = io.x[2].elements();
-        let (order, position, offsets) = (At::X(2).into(), At::X(3).into(), At::X(4).into());
+        let (order, position, offsets) = (At::X(2).into(), At::X(3).into(), self.experts.place(At::X(4), &io.x[4]));
         let (y, work) = (At::Y(0).into(), At::Work.into());
         let to = if self.to == By::Row { y } else { work };
         let p =
@@ -126,17 +183,21 @@ impl Op for GroupedMatmul {
             .define("D", n)
             .define("TOKENS", rows / self.top)
             .define("TOP", self.top)
+            .define("SOME", self.experts.are_some() as u8)
+            .define("EXPERTS", experts)
             .define("AT", if packs < 1 << 31 { "u32" } else { "u64" })
             .grid(packs.div_ceil(256), 1, 1)
-            .args(&[work, position, y]);
+            .args(&[work, position, offsets, y]);
         steps.push(Step::Launch(sum));
         Code { steps, workspace: rows * n * dtype.size() }
     }
 
-    /// Tokens, with each rank's own rows.
     fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
-        let share = |by: By| if by == By::Row { Share::Own } else { Share::Dim(0) };
-        vec![Axis::new([share(self.from), Share::Whole, Share::Own, Share::Own, Share::Sum], [share(self.to)])]
+        axes(self.from, self.to, &[], 1)
+    }
+
+    fn part(&self, _: &[Meta], axis: usize, of: usize, index: usize) -> Option<Arc<dyn Op>> {
+        (axis == 1).then(|| Arc::new(GroupedMatmul { experts: Experts { index, of }, ..self.clone() }) as _)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -145,14 +206,14 @@ impl Op for GroupedMatmul {
         let back = GroupedMatmul { from, to, transposed: !self.transposed, ..self.clone() };
         let by_x = d.recorder().op1(back, &[d, x[1], x[2], x[3], x[4]]);
         let sides = [(x[0], self.from), (d, self.to)];
-        let by_w = GroupedOuter::record(if self.transposed { [sides[1], sides[0]] } else { sides }, self.top, x[2], x[4]);
+        let by_w = GroupedOuter::record(if self.transposed { [sides[1], sides[0]] } else { sides }, self.top, self.experts, x[2], x[4]);
         vec![Some(by_x), Some(by_w), None, None, None]
     }
 
     fn cost(&self, x: &[Meta]) -> Cost {
         let [_, k, n] = matrices(&x[1].shape, self.transposed);
         let bytes = x.iter().map(|m| m.bytes()).sum::<usize>() + self.infer(x)[0].bytes();
-        Cost::compute(2 * x[2].elements() * k * n, bytes)
+        Cost::compute(2 * x[2].elements() * k * n / self.experts.of, bytes)
     }
 }
 
@@ -170,7 +231,7 @@ pub(super) fn products(x: &[f32], w: &[f32], offsets: &[i32], k: usize, n: usize
     // Chunks of rows: small enough that every thread gets some, whatever the loads, and large enough to be worth packing the matrix.
     let most = (y.len() / n).div_ceil(4 * rayon::current_num_threads()).max(32);
     let mut tasks: Vec<(usize, usize, &mut [f32])> = vec![];
-    let mut rest = y;
+    let mut rest = &mut y[offsets[0] as usize * n..];
     for (expert, o) in offsets.windows(2).enumerate() {
         for first in (o[0] as usize..o[1] as usize).step_by(most) {
             let (own, after) = rest.split_at_mut(most.min(o[1] as usize - first) * n);

@@ -10,7 +10,7 @@ mod route;
 mod swiglu;
 
 pub use dispatch::Dispatch;
-pub use grouped::{By, GroupedMatmul};
+pub use grouped::{By, Experts, GroupedMatmul};
 pub use kernels::{Kernel, kernel_for};
 pub use outer::GroupedOuter;
 pub use route::{Route, RouteGrad};
@@ -78,7 +78,7 @@ impl<'g> Var<'g> {
 impl<'g> Rows<'g> {
     #[track_caller]
     fn matmul(&self, x: Var<'g>, w: Var<'g>, from: By, to: By) -> Var<'g> {
-        let op = GroupedMatmul { top: self.k, from, to, transposed: true, kernel: Kernel::Plain };
+        let op = GroupedMatmul { top: self.k, from, to, transposed: true, experts: Experts::ALL, kernel: Kernel::Plain };
         x.recorder().op1(op, &[x, w, self.order, self.position, self.offsets])
     }
 }
@@ -89,7 +89,7 @@ impl<'g> Routing<'g> {
     #[track_caller]
     pub fn experts(&self, x: Var<'g>, gate_up: Var<'g>, down: Var<'g>) -> Var<'g> {
         let r = &self.rows;
-        let op = GroupedSwiglu { top: r.k, keep: true, kernel: Kernel::Plain };
+        let op = GroupedSwiglu { top: r.k, keep: true, experts: Experts::ALL, kernel: Kernel::Plain };
         let hidden = x.recorder().op(op, &[x, gate_up, r.order, r.position, r.offsets, self.weights])[0];
         hidden.from_experts(down, r)
     }
@@ -141,12 +141,22 @@ fn skewed(numbers: Var) -> Rows {
 }
 
 fn swiglu<'g>(x: Var<'g>, gate_up: Var<'g>, weights: Var<'g>, rows: &Rows<'g>) -> Var<'g> {
-    let op = GroupedSwiglu { top: rows.k, keep: true, kernel: Kernel::Plain };
+    let op = GroupedSwiglu { top: rows.k, keep: true, experts: Experts::ALL, kernel: Kernel::Plain };
     x.recorder().op(op, &[x, gate_up, rows.order, rows.position, rows.offsets, weights.cast(DType::F32)])[0]
 }
 
 fn outer<'g>(rows_of: Var<'g>, tokens: Var<'g>, rows: &Rows<'g>) -> Var<'g> {
-    GroupedOuter::record([(rows_of, By::Row), (tokens, By::Token)], rows.k, rows.order, rows.offsets)
+    GroupedOuter::record([(rows_of, By::Row), (tokens, By::Token)], rows.k, Experts::ALL, rows.order, rows.offsets)
+}
+
+/// What a rank computes that has the second half of the experts: its part of every token's result.
+fn half<'g>(x: Var<'g>, gate_up: Var<'g>, down: Var<'g>, weights: Var<'g>, rows: &Rows<'g>) -> Var<'g> {
+    let (r, experts, kernel) = (x.recorder(), Experts { index: 1, of: 2 }, Kernel::Plain);
+    let weights = weights.cast(DType::F32);
+    let first = GroupedSwiglu { top: rows.k, keep: true, experts, kernel };
+    let hidden = r.op(first, &[x, gate_up, rows.order, rows.position, rows.offsets, weights])[0];
+    let second = GroupedMatmul { top: rows.k, from: By::Row, to: By::Token, transposed: true, experts, kernel };
+    r.op1(second, &[hidden, down, rows.order, rows.position, rows.offsets])
 }
 
 /// Cases that check and time the ops of this module.
@@ -199,6 +209,17 @@ pub const CASES: &[Case] = &[
         "experts",
         &[In(&[6, 4], Fill::Spread), In(&[6, 16], Fill::Normal), In(&[4, 48, 16], Fill::Normal), In(&[4, 16, 24], Fill::Normal)],
         |x| vec![(x[0] * 0.4).route(2).experts(x[1], x[2], x[3])],
+    ),
+    Case::new(
+        "half of the experts",
+        &[
+            In(&[90, 64], Fill::Normal),
+            In(&[3, 80, 64], Fill::Normal),
+            In(&[3, 72, 40], Fill::Normal),
+            In(&[90, 2], Fill::Normal),
+            In(&[90, 2], Fill::Index(6)),
+        ],
+        |x| vec![half(x[0], x[1], x[2], x[3], &rows(x[4], 6))],
     ),
     Case::new(
         "mixture with a router",

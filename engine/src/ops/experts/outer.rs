@@ -1,6 +1,6 @@
 //! Gradients with respect to the experts' matrices: for each expert, left^T right over its rows.
 
-use super::grouped::{By, gather};
+use super::grouped::{By, Experts, gather};
 use super::kernels::{Kernel, TILE_ROWS, Tile};
 use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
@@ -19,14 +19,17 @@ pub struct GroupedOuter {
     pub left: By,
     /// How the rows of the right operand are indexed.
     pub right: By,
+    /// The experts whose sums are wanted.
+    pub experts: Experts,
     /// Set by the pass `grouped-gemm`.
     pub kernel: Kernel,
 }
 
 impl GroupedOuter {
     /// Records left^T right for each expert: the gradient with respect to the experts' matrices.
-    pub fn record<'g>([(left, by_left), (right, by_right)]: [(Var<'g>, By); 2], top: usize, order: Var<'g>, offsets: Var<'g>) -> Var<'g> {
-        let op = GroupedOuter { top, left: by_left, right: by_right, kernel: Kernel::Plain };
+    pub fn record<'g>(sides: [(Var<'g>, By); 2], top: usize, experts: Experts, order: Var<'g>, offsets: Var<'g>) -> Var<'g> {
+        let [(left, by_left), (right, by_right)] = sides;
+        let op = GroupedOuter { top, left: by_left, right: by_right, experts, kernel: Kernel::Plain };
         left.recorder().op1(op, &[left, right, order, offsets])
     }
 }
@@ -45,7 +48,7 @@ impl Op for GroupedOuter {
         let fits = |m: &Meta, by: By| m.rank() == 2 && m.dim(1) == by.count(rows, self.top);
         let typed = x[0].dtype == x[1].dtype && x[0].dtype.is_float() && x[2].dtype == DType::I32 && x[3].dtype == DType::I32;
         assert!(fits(&x[0], self.left) && fits(&x[1], self.right) && typed, "{self:?} of {x:?}");
-        vec![Meta::f32(&[x[3].elements() - 1, x[0].dim(0), x[1].dim(0)])]
+        vec![Meta::f32(&[self.experts.count(&x[3]), x[0].dim(0), x[1].dim(0)])]
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {
@@ -54,7 +57,7 @@ impl Op for GroupedOuter {
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], work: &mut [f32]) {
-        let (m, n, order, offsets) = (x[0].dim(0), x[1].dim(0), x[2].i32(), x[3].i32());
+        let (m, n, order, offsets) = (x[0].dim(0), x[1].dim(0), x[2].i32(), self.experts.offsets(x[3].i32()));
         let (first, second) = work.split_at_mut(if self.left == By::Token { order.len() * m } else { 0 });
         let side =
             |i: usize, by: By, work| if by == By::Token { gather(x[i].f32(), order, self.top, x[i].dim(0), work) } else { x[i].f32() };
@@ -75,8 +78,9 @@ impl Op for GroupedOuter {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        let (m, n, experts) = (io.x[0].dim(0), io.x[1].dim(0), io.x[3].elements() - 1);
-        let (left, right, order, offsets) = (At::X(0).into(), At::X(1).into(), At::X(2).into(), At::X(3).into());
+        let (m, n, experts) = (io.x[0].dim(0), io.x[1].dim(0), self.experts.count(&io.x[3]));
+        let (left, right, order) = (At::X(0).into(), At::X(1).into(), At::X(2).into());
+        let offsets = self.experts.place(At::X(3), &io.x[3]);
         let (y, parts) = (At::Y(0).into(), At::Work.into());
         let define = |launch: Launch| {
             launch
@@ -112,6 +116,6 @@ impl Op for GroupedOuter {
 
     fn cost(&self, x: &[Meta]) -> Cost {
         let bytes = x.iter().map(|m| m.bytes()).sum::<usize>() + self.infer(x)[0].bytes();
-        Cost::compute(2 * x[2].elements() * x[0].dim(0) * x[1].dim(0), bytes)
+        Cost::compute(2 * x[2].elements() * x[0].dim(0) * x[1].dim(0) / self.experts.of, bytes)
     }
 }

@@ -1,12 +1,12 @@
 // With y = w silu(gate) up of each row of h (gate [D], up [D]): dgate = w dy up silu'(gate), dup = w dy silu(gate), and of the row's slot
-// dw = the sum of dy silu(gate) up.
+// dw = the sum of dy silu(gate) up. With SOME, for the rows of EXPERTS experts from offsets[0] on; dw of the others is 0.
 template <bool PACKED>
-__device__ __forceinline__ void back(const T *h, const T *dy, const int *order, const float *weights, T *dh, float *dw) {
+__device__ __forceinline__ void back(const T *h, const T *dy, const int *order, const float *weights, const int *offsets, T *dh, float *dw) {
     u64 i = (u64)blockIdx.x * GROUPS + row_group();
     bool real = i < (u64)N; // threads without a row take part in the shuffles
     float dot = 0.0f;
     int slot = real ? order[i] : 0;
-    if (real) {
+    if (real && (!SOME || ((int)i >= offsets[0] && (int)i < offsets[EXPERTS]))) {
         float w = weights[slot];
         h += i * (2 * D);
         dh += i * (2 * D);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void back(const T *h, const T *dy, const int *order, 
 }
 
 extern "C" __global__ void __launch_bounds__(LANES * GROUPS)
-grouped_swiglu_grad(const T *h, const T *dy, const int *order, const float *weights, T *dh, float *dw) {
-    if (packed(h) && packed(dy)) back<true>(h, dy, order, weights, dh, dw);
-    else back<false>(h, dy, order, weights, dh, dw);
+grouped_swiglu_grad(const T *h, const T *dy, const int *order, const float *weights, const int *offsets, T *dh, float *dw) {
+    if (packed(h) && packed(dy)) back<true>(h, dy, order, weights, offsets, dh, dw);
+    else back<false>(h, dy, order, weights, offsets, dh, dw);
 }

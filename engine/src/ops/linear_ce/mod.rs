@@ -2,7 +2,7 @@
 //! `linear-cross-entropy` replaces it by one that works on a chunk of rows at a time, so that the full logits are never stored, and that computes
 //! the gradients in the same pass. The loss is a scalar, so they need only be scaled in the backward pass.
 
-use super::collective::vocabulary;
+use super::collective::{all_gather, vocabulary};
 use super::cross_entropy::{row_gradient, row_launch, row_loss};
 use super::reduce::packs::{PACKS, pack};
 use crate::cpu::gemm::{Into, Mat, gemm};
@@ -56,11 +56,13 @@ impl Op for LinearCrossEntropy {
 
     /// Each rank has some of the classes.
     fn is_divided(&self, x: &[Meta], have: &[Share], parts: usize) -> bool {
-        have == [Share::Whole, Share::Dim(0), Share::Whole, Share::Whole] && vocabulary::is_numbered(x[1].dim(1), parts)
+        let rows = matches!(have[0], Share::Whole | Share::Dim(0));
+        rows && have[1..] == [Share::Dim(0), Share::Whole, Share::Whole] && vocabulary::is_numbered(x[1].dim(1), parts)
     }
 
-    fn divided<'g>(&self, x: &[Var<'g>], _: &[Share], group: &Group) -> Option<Vec<Var<'g>>> {
-        Some(vec![vocabulary::linear_cross_entropy(x[0], x[1], x[2], x[3], group)])
+    fn divided<'g>(&self, x: &[Var<'g>], have: &[Share], group: &Group) -> Option<Vec<Var<'g>>> {
+        let h = if have[0] == Share::Whole { x[0] } else { all_gather(x[0], 0, group) };
+        Some(vec![vocabulary::linear_cross_entropy(h, x[1], x[2], x[3], group)])
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

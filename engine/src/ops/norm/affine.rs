@@ -6,7 +6,7 @@ use crate::cpu::math::sum;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Step};
 use crate::meta::Meta;
-use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Cost, Grads, Narrow, Op, Port, Share, no_gradient};
 use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -62,6 +62,12 @@ impl Op for AffineLayerNorm {
             .grid(n.div_ceil(rows.groups), 1, 1)
             .all(io)
             .code()
+    }
+
+    /// All dimensions but the one that is normalised. The statistics are for the gradient alone.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let axis = |d: usize| Axis::new([Share::Dim(d), Share::Whole, Share::Whole], [Share::Dim(d), Share::Own, Share::Own]);
+        (0..x[0].rank() - 1).map(axis).collect()
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

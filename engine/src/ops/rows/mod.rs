@@ -11,12 +11,27 @@ use crate::ops::reduce::packs::{PACKS, pack};
 use crate::ranks::Group;
 use crate::record::Var;
 use rayon::prelude::*;
+use std::sync::Arc;
 
 /// y`[i]` = table[index`[i]`]. Inputs: table [rows, d], index i32 [..]. Output [.., d].
 #[derive(Debug)]
 pub struct GatherRows {
     /// Whether the indices are distinct, so that the gradient need not sort them.
     pub once: bool,
+    /// Rows and indices are in so many groups of equal size, one for each sequence of a batch; an index counts from the first row of its group. With more than one, they are
+    /// distinct.
+    pub groups: usize,
+}
+
+/// The row that each index names, counted from the first of all.
+fn absolute(index: &[i32], rows: usize, groups: usize) -> impl Fn(usize) -> i32 {
+    let (each, step) = ((index.len() / groups).max(1), (rows / groups) as i32);
+    move |i| index[i] + (i / each) as i32 * step
+}
+
+/// Whether rows and indices are in groups of equal size.
+fn grouped(rows: usize, index: &Meta, groups: usize) -> bool {
+    groups == 1 || rows.is_multiple_of(groups) && index.shape[0] == groups
 }
 
 impl Op for GatherRows {
@@ -26,14 +41,15 @@ impl Op for GatherRows {
 
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         assert!(x[0].rank() == 2 && x[0].dtype.is_float() && x[1].dtype == DType::I32, "gather_rows of {x:?}");
+        assert!(grouped(x[0].dim(1), &x[1], self.groups) && (self.once || self.groups == 1), "{self:?} of {x:?}");
         vec![x[0].with(&[&x[1].shape[..], &[x[0].dim(0)]].concat())]
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         let d = x[0].dim(0);
-        let (table, index) = (x[0].f32(), x[1].i32());
-        y[0].f32().par_chunks_mut(d).with_min_len(32).zip(index).for_each(|(out, &i)| {
-            out.copy_from_slice(&table[i as usize * d..][..d]);
+        let (table, row) = (x[0].f32(), absolute(x[1].i32(), x[0].dim(1), self.groups));
+        y[0].f32().par_chunks_mut(d).with_min_len(32).enumerate().for_each(|(i, out)| {
+            out.copy_from_slice(&table[row(i) as usize * d..][..d]);
         });
     }
 
@@ -54,22 +70,31 @@ impl Op for GatherRows {
             .define("VEC", vec)
             .define("D", d)
             .define("N", n)
-            .define("ROWS", io.x[0].dim(1))
+            .define("ROWS", io.x[0].dim(1) / self.groups)
+            .define("EACH", n / self.groups)
             .grid((n * (d / vec)).div_ceil(256), 1, 1)
             .all(io)
             .code()
     }
 
-    /// Indices, or columns of the table.
-    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
-        let mut axes: Vec<Axis> = (0..x[1].rank()).map(|d| Axis::new([Share::Whole, Share::Dim(d)], [Share::Dim(d)])).collect();
-        axes.push(Axis::new([Share::Dim(1), Share::Whole], [Share::Dim(x[1].rank())]));
+    /// Columns of the table; indices, or, of groups, those with their rows.
+    fn axes(&self, x: &[Meta], parts: usize) -> Vec<Axis> {
+        let mut axes = vec![Axis::new([Share::Dim(1), Share::Whole], [Share::Dim(x[1].rank())])];
+        match self.groups {
+            1 => axes.extend((0..x[1].rank()).map(|d| Axis::new([Share::Whole, Share::Dim(d)], [Share::Dim(d)]))),
+            n if n.is_multiple_of(parts) => axes.push(Axis::new([Share::Dim(0), Share::Dim(0)], [Share::Dim(0)])),
+            _ => {}
+        }
         axes
+    }
+
+    fn part(&self, _: &[Meta], axis: usize, parts: usize, _: usize) -> Option<Arc<dyn Op>> {
+        (self.groups > 1 && axis == 1).then(|| Arc::new(GatherRows { groups: self.groups / parts, ..*self }) as _)
     }
 
     /// Each rank has some of the table's rows.
     fn is_divided(&self, x: &[Meta], have: &[Share], parts: usize) -> bool {
-        have == [Share::Dim(0), Share::Whole] && vocabulary::is_numbered(x[0].dim(1), parts)
+        self.groups == 1 && have == [Share::Dim(0), Share::Whole] && vocabulary::is_numbered(x[0].dim(1), parts)
     }
 
     fn divided<'g>(&self, x: &[Var<'g>], _: &[Share], group: &Group) -> Option<Vec<Var<'g>>> {
@@ -78,7 +103,7 @@ impl Op for GatherRows {
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let write = if self.once { Write::AddOnce } else { Write::Add };
-        let back = |d: Var<'g>| d.recorder().op1(ScatterRows { write }, &[d.recorder().full_like(x[0]), x[1], d]);
+        let back = |d: Var<'g>| d.recorder().op1(ScatterRows { write, groups: self.groups }, &[d.recorder().full_like(x[0]), x[1], d]);
         vec![dy[0].map(back), None]
     }
 
@@ -106,6 +131,8 @@ const FEW: usize = 256;
 pub struct ScatterRows {
     /// Whether rows are added or replaced.
     pub write: Write,
+    /// As of [`GatherRows`].
+    pub groups: usize,
 }
 
 impl Op for ScatterRows {
@@ -116,6 +143,7 @@ impl Op for ScatterRows {
     fn infer(&self, x: &[Meta]) -> Vec<Meta> {
         let fits = x[0].rank() == 2 && x[1].dtype == DType::I32 && x[2].rows() == x[1].elements() && x[2].dim(0) == x[0].dim(0);
         assert!(fits && x[0].dtype == x[2].dtype, "scatter_rows of {x:?}");
+        assert!(grouped(x[0].dim(1), &x[1], self.groups) && (self.write == Write::AddOnce || self.groups == 1), "{self:?} of {x:?}");
         vec![x[0].clone()]
     }
 
@@ -126,6 +154,9 @@ impl Op for ScatterRows {
     fn cpu(&self, x: &[View], y: &mut [ViewMut], _: &mut [f32]) {
         let d = x[2].dim(0);
         let (index, source) = (x[1].i32(), x[2].f32());
+        let row = absolute(index, y[0].dim(1), self.groups);
+        let rows: Vec<i32> = if self.groups > 1 { (0..index.len()).map(row).collect() } else { vec![] };
+        let index = if self.groups > 1 { &rows } else { index };
         if self.write == Write::AddOnce {
             debug_assert!(distinct(index, y[0].dim(1)), "scatter_add_rows_once: an index occurs twice");
         }
@@ -167,7 +198,8 @@ impl Op for ScatterRows {
                 .args(args)
         };
         if self.write == Write::AddOnce {
-            return launch(include_str!("add_once.cu"), "add_once", n, &[index, source, y]).code();
+            let launch = launch(include_str!("add_once.cu"), "add_once", n, &[index, source, y]);
+            return launch.define("GROUP", rows / self.groups).define("EACH", n / self.groups).code();
         }
         let add = self.write == Write::Add;
         if n <= FEW {
@@ -210,13 +242,28 @@ impl Op for ScatterRows {
         Code { steps, workspace: if add { tail.bytes + 4 * segments * d } else { head.bytes } }
     }
 
+    /// Columns; groups of rows with their indices and sources.
+    fn axes(&self, x: &[Meta], parts: usize) -> Vec<Axis> {
+        let last = Share::Dim(x[2].rank() - 1);
+        let mut axes = vec![Axis::new([Share::Dim(1), Share::Whole, last], [Share::Dim(1)])];
+        axes.extend((self.groups > 1 && self.groups.is_multiple_of(parts)).then(|| Axis::first(&[true; 3], 1)));
+        axes
+    }
+
+    fn part(&self, _: &[Meta], axis: usize, parts: usize, _: usize) -> Option<Arc<dyn Op>> {
+        (axis == 1).then(|| Arc::new(ScatterRows { groups: self.groups / parts, ..*self }) as _)
+    }
+
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
         let Some(d) = dy[0] else { return vec![None; 3] };
-        let source = d.recorder().op1(GatherRows { once: self.write == Write::AddOnce }, &[d, x[1]]);
+        let rows = d.recorder().op1(GatherRows { once: self.write == Write::AddOnce, groups: self.groups }, &[d, x[1]]);
+        let source = rows.reshape(&x[2].shape());
         let base = match self.write {
             Write::Add | Write::AddOnce => d,
             // Correct only for distinct indices; caches, its only users, are never differentiated.
-            Write::Replace => d.recorder().op1(ScatterRows { write: Write::Replace }, &[d, x[1], d.recorder().full_like(source)]),
+            Write::Replace => {
+                d.recorder().op1(ScatterRows { write: Write::Replace, groups: 1 }, &[d, x[1], d.recorder().full_like(source)])
+            }
         };
         vec![Some(base), None, Some(source)]
     }
@@ -230,8 +277,8 @@ impl Op for ScatterRows {
             Kind::Op(op) => op.is::<Full>().is_some_and(|f| f.value == 0.0),
             _ => false,
         });
-        let write = self.write;
-        (empty && write != Write::Replace).then(|| into.recorder().op1(ScatterRows { write }, &[into, x[1], x[2]]))
+        let (write, groups) = (self.write, self.groups);
+        (empty && write != Write::Replace).then(|| into.recorder().op1(ScatterRows { write, groups }, &[into, x[1], x[2]]))
     }
 }
 
@@ -270,31 +317,46 @@ impl<'g> Var<'g> {
     /// Rows of this table [rows, d], as in `torch.embedding`: [.., d]. All indices must be inside the table.
     #[track_caller]
     pub fn gather_rows(self, index: Var<'g>) -> Var<'g> {
-        self.recorder().op1(GatherRows { once: false }, &[self, index])
+        self.recorder().op1(GatherRows { once: false, groups: 1 }, &[self, index])
     }
 
     /// As `gather_rows`, where the caller promises distinct indices, which makes the gradient faster.
     #[track_caller]
     pub fn gather_rows_once(self, index: Var<'g>) -> Var<'g> {
-        self.recorder().op1(GatherRows { once: true }, &[self, index])
+        self.recorder().op1(GatherRows { once: true, groups: 1 }, &[self, index])
+    }
+
+    /// This table has rows for each sequence of a batch, [sequences * rows, d]; of each sequence, those that its indices [sequences, k] name, counted from the sequence's
+    /// first row, none twice: [sequences * k, d].
+    #[track_caller]
+    pub fn gather_rows_by_sequence(self, index: Var<'g>) -> Var<'g> {
+        let (groups, d) = (index.shape()[0], self.dim(0));
+        let rows = self.recorder().op1(GatherRows { once: true, groups }, &[self, index]);
+        rows.reshape(&[index.meta().elements(), d])
+    }
+
+    /// Adds the rows of `source` [sequences * k, d] to those rows of this table that `gather_rows_by_sequence` takes with these indices [sequences, k].
+    #[track_caller]
+    pub fn scatter_add_rows_by_sequence(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
+        self.recorder().op1(ScatterRows { write: Write::AddOnce, groups: index.shape()[0] }, &[self, index, source])
     }
 
     /// Adds row i of `source` to row `index[i]` of this table; indices outside of it are skipped.
     #[track_caller]
     pub fn scatter_add_rows(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
-        self.recorder().op1(ScatterRows { write: Write::Add }, &[self, index, source])
+        self.recorder().op1(ScatterRows { write: Write::Add, groups: 1 }, &[self, index, source])
     }
 
     /// As `scatter_add_rows`, where the caller promises distinct indices; of equal ones, some sources would be lost.
     #[track_caller]
     pub fn scatter_add_rows_once(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
-        self.recorder().op1(ScatterRows { write: Write::AddOnce }, &[self, index, source])
+        self.recorder().op1(ScatterRows { write: Write::AddOnce, groups: 1 }, &[self, index, source])
     }
 
     /// Replaces row `index[i]` by row i of `source`; of equal indices, the last one wins. Its gradient is correct only for distinct indices.
     #[track_caller]
     pub fn replace_rows(self, index: Var<'g>, source: Var<'g>) -> Var<'g> {
-        self.recorder().op1(ScatterRows { write: Write::Replace }, &[self, index, source])
+        self.recorder().op1(ScatterRows { write: Write::Replace, groups: 1 }, &[self, index, source])
     }
 }
 
@@ -313,6 +375,12 @@ pub const CASES: &[Case] = &[
     Case::new("gather, none twice", &[In(&[9, 8], Fill::Normal), In(&[2, 3], Fill::Rows(9))], |x| vec![x[0].gather_rows_once(x[1])]),
     Case::new("add, none twice", &[In(&[700, 5], Fill::Normal), In(&[300], Fill::Rows(700)), In(&[300, 5], Fill::Normal)], |x| {
         vec![x[0].scatter_add_rows_once(x[1], x[2])]
+    }),
+    Case::new("gather by sequence", &[In(&[3, 9], Fill::Distinct), In(&[27, 8], Fill::Normal)], |x| {
+        vec![x[1].gather_rows_by_sequence(x[0].top_k(4)).silu()]
+    }),
+    Case::new("add by sequence", &[In(&[3, 9], Fill::Distinct), In(&[27, 5], Fill::Normal), In(&[12, 5], Fill::Normal)], |x| {
+        vec![x[1].scatter_add_rows_by_sequence(x[0].top_k(4), x[2])]
     }),
     Case::new("mark", &[In(&[40, 1], Fill::Normal), In(&[33], Fill::Rows(40)), In(&[33, 1], Fill::Normal)], |x| {
         vec![x[0].scatter_add_rows_once(x[1], x[2])]

@@ -9,7 +9,7 @@ use crate::cpu::math::sigmoid;
 use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Layout, Meta, block_stride};
-use crate::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
 
@@ -89,6 +89,14 @@ impl Op for ShortConv {
         let placed = x.get(3).is_none_or(|p| !self.reverse && *p == Meta::new(&m.shape[..2], DType::I32));
         assert!(fits && placed && w.dim(0) > 0, "short_conv of {x:?}");
         vec![m.clone()]
+    }
+
+    /// Sequences, or channels.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let placed = |share: Share| (x.len() > 3).then_some(share);
+        let sequences = [Share::Dim(0), Share::Whole, Share::Whole].into_iter().chain(placed(Share::Dim(0)));
+        let channels = [Share::Dim(2), Share::Dim(0), Share::Dim(0)].into_iter().chain(placed(Share::Whole));
+        vec![Axis::new(sequences.collect::<Vec<_>>(), [Share::Dim(0)]), Axis::new(channels.collect::<Vec<_>>(), [Share::Dim(2)])]
     }
 
     fn workspace(&self, x: &[Meta]) -> usize {

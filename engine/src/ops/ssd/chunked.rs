@@ -2,7 +2,7 @@
 //! sequence's length.
 
 use super::cpu::{Head, Inputs, Shared, temporary};
-use super::{Sizes, Ssd, kernels, precision};
+use super::{Sizes, Ssd, fast, kernels, precision};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Arch, Code, Io};
 use crate::meta::{Layout, Meta};
@@ -110,7 +110,7 @@ impl Op for ChunkedScan {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        kernels::forward(io, self)
+        if fast::fits(self, &io.x) { fast::forward(io, self) } else { kernels::forward(io, self) }
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -215,7 +215,7 @@ impl Op for ChunkedScanGrad {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        kernels::backward(io, &self.0)
+        if fast::fits(&self.0, &io.x) { fast::backward(io, &self.0) } else { kernels::backward(io, &self.0) }
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {

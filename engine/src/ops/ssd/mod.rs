@@ -9,6 +9,7 @@
 
 mod chunked;
 mod cpu;
+mod fast;
 mod kernels;
 mod step;
 
@@ -18,7 +19,7 @@ pub use step::{SsdLast, SsdStep, ssd_last, ssd_step};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::{DType, Meta};
-use crate::op::{Case, Cost, Fill, Grads, In, Narrow, Op, Port};
+use crate::op::{Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share};
 use crate::record::Var;
 
 /// Inputs: x, dt, decay, B, C, d. Output: y. Composite: see the module.
@@ -95,6 +96,16 @@ impl Op for Ssd {
 
     fn cuda(&self, _: &Io) -> Code {
         unreachable!("a pass or the unfused form stands in for it")
+    }
+
+    /// Sequences; or heads, with their groups of B and C, or with all of them where there is one group.
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let [first, heads] = [Share::Dim(0), Share::Dim(2)];
+        let groups = if Sizes::of(x).groups == 1 { Share::Whole } else { heads };
+        vec![
+            Axis::new([first, first, first, first, first, Share::Whole], [first]),
+            Axis::new([heads, heads, heads, groups, groups, first], [heads]),
+        ]
     }
 
     fn vjp<'g>(&self, _: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -204,6 +215,9 @@ pub const CASES: &[Case] = &[
     Case::new("two steps", inputs!(3, 2, 2, 8, 1, 8), |x| chunked(x, false, 128)).rounds(6.0, INSIDE),
     // So many sequences that a GPU needs no segments, and that heads of a group are added up in one block.
     Case::new("many sequences", inputs!(270, 20, 2, 4, 1, 3), |x| chunked(x, true, 16)).rounds(6.0, INSIDE),
+    // Heads of 64 and states of 64 or 128, which GPUs with large shared memory take in chunks of 128.
+    Case::new("shared chunks", inputs!(1, 200, 4, 64, 2, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE),
+    Case::new("shared chunks, reverse", inputs!(2, 300, 2, 64, 1, 128), |x| vec![ssd(scan(x), true)]).rounds(6.0, INSIDE),
     Case::new(
         "decode",
         &[

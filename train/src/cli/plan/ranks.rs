@@ -1,13 +1,10 @@
 //! What the ranks of a run exchange in a step, and how long that takes: for machines that one does not have.
 
+use super::timeline::{Event, Sizes, Sort, Wires, events, run};
 use crate::recipe::Task;
-use crate::report::{human_bytes, table};
-use crate::run::node_seconds;
+use crate::report::{human_bytes, human_count, table};
 use anyhow::{Result, bail};
 use clap::Args;
-use engine::graph::{Kind, Node};
-use engine::kernel::{Arch, Io, Step};
-use engine::ops::collective::What;
 use engine::passes::Target;
 use engine::{Compiled, Ranks};
 use serde_json::{Value, json};
@@ -18,149 +15,212 @@ pub struct RankArgs {
     /// Plans one of so many ranks, on as many GPUs
     #[arg(long, value_name = "N", default_value_t = 1)]
     ranks: usize,
-    /// With --ranks: so many of them share the weights of one model
+    /// With --ranks or --scaling: so many of them share the weights of one model
     #[arg(long, value_name = "T", default_value_t = 1)]
     tensor: usize,
-    /// With --ranks: GB/s that a GPU sends to the others; a ring over NVLink 4 (H100, H200) gets about 360, one over 400 Gbit/s InfiniBand about 45
+    /// With --ranks or --scaling: GB/s that a GPU sends to others of its machine; a ring over NVLink 4 (H100, H200) gets about 360
     #[arg(long, value_name = "GB/S", default_value_t = 360.0)]
     bandwidth: f64,
+    /// With --ranks or --scaling: GPUs of a machine
+    #[arg(long, value_name = "G", default_value_t = 8)]
+    node: usize,
+    /// With --ranks or --scaling: GB/s that a GPU sends to other machines; 400 Gbit/s InfiniBand gets about 45
+    #[arg(long, value_name = "GB/S", default_value_t = 45.0)]
+    network: f64,
+    /// With --ranks or --scaling: how long a step of one rank took, as measured; estimates of arithmetic are scaled to it
+    #[arg(long, value_name = "MS")]
+    step_ms: Option<f64>,
+    /// Prints a table of step times against numbers of GPUs, such as 1,8,64,1024; each GPU has `train.batch` examples a step
+    #[arg(long, value_name = "N,N,..", value_delimiter = ',', conflicts_with_all = ["ranks", "json", "html", "nodes", "dump"])]
+    pub scaling: Option<Vec<usize>>,
 }
 
 impl RankArgs {
     pub fn planned(&self) -> Result<Ranks> {
-        let (ranks, tensor) = (self.ranks, self.tensor);
+        let sizes = self.sizes("--ranks", self.ranks)?;
+        let positive = |x: f64| x > 0.0 && x.is_finite();
+        for (name, value) in [("--bandwidth", self.bandwidth), ("--network", self.network)] {
+            if !positive(value) {
+                bail!("{name} {value}: a number of GB/s above 0 is needed");
+            }
+        }
+        if let Some(ms) = self.step_ms.filter(|ms| !positive(*ms)) {
+            bail!("--step-ms {ms}: milliseconds above 0 are needed");
+        }
+        if self.node == 0 {
+            bail!("--node 0: a machine has one GPU at least");
+        }
+        Ok(Ranks::planned(sizes.data, sizes.tensor))
+    }
+
+    /// So many ranks, by what they share.
+    pub fn sizes(&self, flag: &str, ranks: usize) -> Result<Sizes> {
+        let tensor = if self.scaling.is_some() && flag == "--ranks" { 1 } else { self.tensor };
         if ranks == 0 || tensor == 0 || !ranks.is_multiple_of(tensor) {
-            bail!("--ranks {ranks} --tensor {tensor}: the ranks must be a multiple of those that share a model's weights");
+            bail!("{flag} {ranks} --tensor {tensor}: the ranks must be a multiple of those that share a model's weights");
         }
-        if !(self.bandwidth > 0.0 && self.bandwidth.is_finite()) {
-            bail!("--bandwidth {}: a number of GB/s above 0 is needed", self.bandwidth);
-        }
-        Ok(Ranks::planned(ranks / tensor, tensor))
+        Ok(Sizes { data: ranks / tensor, tensor })
+    }
+
+    fn wires(&self) -> Wires {
+        Wires { node: self.node, inside: self.bandwidth, between: self.network }
     }
 }
 
-/// What it takes to begin an exchange, in seconds.
-const BEGIN: f64 = 1e-5;
+/// What a step does, program by program: how often each runs, and its nodes.
+pub struct Exchanged {
+    programs: Vec<(f64, Vec<Event>)>,
+    /// Estimated seconds of a rank that has a model for itself, and the same examples.
+    alone: f64,
+    /// What estimated arithmetic is multiplied by.
+    speed: f64,
+    wires: Wires,
+}
 
-/// One kind of exchange of a program.
+/// Of one sort: how many, bytes of the whole tensors, seconds, and of these the ones in which nothing is computed.
 #[derive(Default)]
-struct Sort {
+struct Total {
     count: usize,
-    /// Bytes of the whole tensors.
     bytes: usize,
     seconds: f64,
+    exposed: f64,
 }
 
-/// What the ranks exchange in a step.
-pub struct Exchanged {
-    /// By program; what it is, among which ranks, and whether in the backward pass.
-    sorts: BTreeMap<(&'static str, String, &'static str, bool), Sort>,
-    /// A step's arithmetic; and of that, what is left to do after the first exchange of gradients.
+/// Seconds of a step.
+struct Step {
     compute: f64,
-    behind: f64,
-    bandwidth: f64,
+    exchange: f64,
+    exposed: f64,
+    /// If as many ranks divided the work of one, and exchanged nothing.
+    linear: f64,
 }
 
-/// The exchange of a node, if it is one.
-fn collective(node: &Node, arch: Arch) -> Option<engine::ops::collective::Collective> {
-    let Kind::Op(op) = &node.kind else { return None };
-    if !["all_reduce", "all_gather", "reduce_scatter", "all_to_all"].contains(&op.name()) {
-        return None;
+impl Step {
+    fn seconds(&self) -> f64 {
+        self.compute + self.exposed
     }
-    let metas = &node.outputs;
-    match op.cuda(&Io::plain(metas, metas, arch)).steps.pop()? {
-        Step::Collective(c) => Some(c),
-        _ => None,
+
+    /// Of what as many GPUs would do that divide everything and exchange nothing, in percent.
+    fn of_linear(&self) -> f64 {
+        100.0 * self.linear / self.seconds().max(1e-12)
     }
 }
 
 impl Exchanged {
     pub fn of(task: &dyn Task, compiled: &[(&'static str, Compiled)], target: Target, a: &RankArgs) -> Exchanged {
-        let mut found = Exchanged { sorts: BTreeMap::new(), compute: 0.0, behind: 0.0, bandwidth: a.bandwidth };
-        let arch = match target {
-            Target::Cuda(arch) => arch,
-            Target::Cpu => Arch { sm: 90, multiprocessors: 132 },
-        };
-        for (name, c) in compiled {
-            let (runs, mut begun) = (task.runs(name) as f64, false);
-            for (i, node) in c.graph.nodes.iter().enumerate() {
-                let Some(own) = collective(node, arch) else {
-                    let seconds = runs * node_seconds(c, i, target);
-                    found.compute += seconds;
-                    found.behind += if begun && node.backward { seconds } else { 0.0 };
-                    continue;
-                };
-                begun |= node.backward && own.group.name == "data";
-                let n = own.group.size as f64;
-                // The larger side is the whole; a ring sends it once, and for sums twice.
-                let bytes: usize = c.graph.inputs(i).iter().zip(&node.outputs).map(|(x, y)| x.bytes().max(y.bytes())).sum();
-                let times = if own.what == What::AllReduce { 2.0 } else { 1.0 };
-                let sort = found.sorts.entry((name, node.name().to_string(), own.group.name, node.backward)).or_default();
-                sort.count += 1;
-                sort.bytes += bytes;
-                sort.seconds += runs * (BEGIN + times * (n - 1.0) / n * bytes as f64 / (a.bandwidth * 1e9));
-            }
-        }
-        found
+        let programs = compiled.iter().map(|(name, c)| (task.runs(name) as f64, events(name, c, target))).collect();
+        Exchanged { programs, alone: 0.0, speed: 1.0, wires: a.wires() }
     }
 
-    /// Seconds that all exchanges take, and of that what nothing hides: sums of gradients go on beside the rest of the backward pass.
-    fn seconds(&self) -> (f64, f64) {
-        let of = |hidden: bool| -> f64 {
-            self.sorts.iter().filter(|((.., group, backward), _)| (*backward && *group == "data") == hidden).map(|(_, s)| s.seconds).sum()
-        };
-        (of(true) + of(false), of(false) + (of(true) - self.behind).max(0.0))
+    /// Estimated seconds of arithmetic.
+    fn compute(&self) -> f64 {
+        self.programs.iter().map(|(runs, events)| runs * events.iter().map(|e| e.seconds).sum::<f64>()).sum()
+    }
+
+    /// Beside a rank that has a model for itself; the arithmetic is scaled as that one's is by its measured time.
+    pub fn beside(mut self, alone: &Exchanged, a: &RankArgs) -> Exchanged {
+        self.alone = alone.compute();
+        self.speed = a.step_ms.map_or(1.0, |ms| ms / 1e3 / self.alone.max(1e-12));
+        self
+    }
+
+    /// A step on so many ranks, and what each sort of exchange has of it.
+    fn step(&self, sizes: Sizes) -> (Step, BTreeMap<Sort, Total>) {
+        let mut step = Step { compute: 0.0, exchange: 0.0, exposed: 0.0, linear: self.alone * self.speed / sizes.tensor as f64 };
+        let mut sorts: BTreeMap<Sort, Total> = BTreeMap::new();
+        for (runs, events) in &self.programs {
+            let taken = run(events, &self.wires, sizes, self.speed);
+            step.compute += runs * taken.compute;
+            step.exchange += runs * taken.exchange;
+            step.exposed += runs * taken.exposed();
+            for e in events.iter().filter_map(|e| e.exchange.as_ref()) {
+                let total = sorts.entry(e.sort.clone()).or_default();
+                total.count += 1;
+                total.bytes += e.bytes;
+                total.seconds += runs * self.wires.seconds(e.what, e.sort.group, e.bytes, sizes);
+            }
+            for (sort, seconds) in taken.waited {
+                sorts.entry(sort).or_default().exposed += runs * seconds;
+            }
+        }
+        (step, sorts)
     }
 
     pub fn show(&self, ranks: &Ranks) -> Result<()> {
         if ranks.size() == 1 {
             return Ok(());
         }
-        let (data, tensor) = (ranks.data.size, ranks.tensor.size);
+        let sizes = Sizes { data: ranks.data.size, tensor: ranks.tensor.size };
+        let (data, tensor) = (sizes.data, sizes.tensor);
         out!(
             "one of {} ranks: {data} with different examples, {tensor} that share the weights; every program, state and byte above is this rank's",
             data * tensor
         );
-        let rows: Vec<Vec<String>> = self
-            .sorts
+        let (step, sorts) = self.step(sizes);
+        let ms = |s: f64| format!("{:.3} ms", 1e3 * s);
+        let rows: Vec<Vec<String>> = sorts
             .iter()
-            .map(|((program, what, group, backward), s)| {
-                let pass = if *backward { "backward" } else { "forward, update" };
-                let among = if *group == "data" { data } else { tensor };
-                let time = format!("{:.3} ms", 1e3 * s.seconds);
+            .map(|(s, t)| {
+                let among = format!("{} ({})", sizes.of(s.group), s.group);
+                let (count, bytes) = (t.count.to_string(), human_bytes(t.bytes as u64));
+                vec![s.program.into(), s.what.clone(), among, s.place.into(), count, bytes, ms(t.seconds), s.runs.into(), ms(t.exposed)]
+            })
+            .collect();
+        out!("{}", table(&["program", "exchange", "ranks", "where", "count", "bytes", "time", "runs", "waited for"], &rows));
+        let h = |s: f64| format!("{:.2} ms", 1e3 * s);
+        out!(
+            "estimated at {} GB/s in a machine and {} GB/s a GPU between machines of {}: arithmetic {}, exchanges {}, of which {} are not hidden behind arithmetic: a step of {}, {:.0}% of linear",
+            self.wires.inside,
+            self.wires.between,
+            self.wires.node,
+            h(step.compute),
+            h(step.exchange),
+            h(step.exposed),
+            h(step.seconds()),
+            step.of_linear()
+        );
+        out!();
+        Ok(())
+    }
+
+    /// A line for each number of ranks. `work`: what a rank that has a model for itself works through in a step, and its unit.
+    pub fn scale(&self, all: &[Sizes], (unit, work): (&str, f64)) -> Result<()> {
+        let rows: Vec<Vec<String>> = all
+            .iter()
+            .map(|&sizes| {
+                let (step, sorts) = self.step(sizes);
+                let by = |group: &str| sorts.iter().filter(|(s, _)| s.group == group).fold(0.0, |sum, (_, t)| sum + t.seconds);
+                let ms = |s: f64| format!("{:.1}", 1e3 * s);
+                let rate = work * sizes.data as f64 / step.seconds();
+                let gpus = sizes.data * sizes.tensor;
                 vec![
-                    program.to_string(),
-                    what.clone(),
-                    format!("{among} ({group})"),
-                    pass.into(),
-                    s.count.to_string(),
-                    human_bytes(s.bytes as u64),
-                    time,
+                    gpus.to_string(),
+                    gpus.div_ceil(self.wires.node).to_string(),
+                    ms(step.compute),
+                    ms(by("data")),
+                    ms(by("tensor")),
+                    ms(step.exposed),
+                    ms(step.seconds()),
+                    human_count(rate),
+                    format!("{:.1}%", step.of_linear()),
                 ]
             })
             .collect();
-        out!("{}", table(&["program", "exchange", "ranks", "where", "count", "bytes", "time"], &rows));
-        let (all, exposed) = self.seconds();
-        let (step, h) = (self.compute + exposed, |s: f64| format!("{:.2} ms", 1e3 * s));
-        out!(
-            "estimated at {} GB/s: arithmetic {}, exchanges {}, of which {} are not hidden behind the backward pass: a step of {}, {:.0}% of linear",
-            self.bandwidth,
-            h(self.compute),
-            h(all),
-            h(exposed),
-            h(step),
-            100.0 * self.compute / step.max(1e-12)
-        );
-        out!();
+        let rate = format!("{unit}/s");
+        out!("{}", table(&["GPUs", "machines", "arithmetic ms", "data ms", "tensor ms", "waits ms", "step ms", &rate, "of linear"], &rows));
         Ok(())
     }
 }
 
 /// A program's description with its exchanges.
-pub fn with(mut described: Value, e: &Exchanged, program: &str) -> Value {
-    let own = e.sorts.iter().filter(|((name, ..), _)| *name == program);
-    let list = own.map(|((_, what, group, backward), s)| {
-        json!({ "exchange": what, "group": group, "backward": backward, "count": s.count, "bytes": s.bytes, "seconds": s.seconds })
+pub fn with(mut described: Value, e: &Exchanged, ranks: &Ranks, program: &str) -> Value {
+    let (_, sorts) = e.step(Sizes { data: ranks.data.size, tensor: ranks.tensor.size });
+    let own = sorts.into_iter().filter(|(s, _)| s.program == program);
+    let list = own.map(|(s, t)| {
+        json!({
+            "exchange": s.what, "group": s.group, "place": s.place, "runs": s.runs, "count": t.count, "bytes": t.bytes,
+            "seconds": t.seconds, "waited": t.exposed
+        })
     });
     described["exchanges"] = list.collect();
     described

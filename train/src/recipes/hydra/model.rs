@@ -2,7 +2,7 @@
 //! is said by reference/hydra.py; names of parameters are the same there.
 
 use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, Section, WEIGHT};
-use crate::nn::{linear, offset, row_starts};
+use crate::nn::{linear, offset};
 use crate::section;
 use engine::ops::attention::attention;
 use engine::ops::concat::concat;
@@ -285,17 +285,16 @@ impl<'g> Hydra<'_, 'g> {
             let logits = h.stop_gradient().linear(both); // [batch * time, 2]
             let (rank, guess) = (logits.slice(1, 0, 1), logits.slice(1, 1, 2));
             if k < count {
-                let starts = row_starts(r, b, t);
                 let ranked = match active {
                     None => rank.reshape(&[b, t]),
-                    Some(a) => rank.gather_rows(offset(a, starts)).reshape(&[b, count]),
+                    Some(a) => rank.gather_rows_by_sequence(a).reshape(&[b, count]),
                 };
                 let chosen = ranked.top_k(k); // positions among the active
                 active = Some(match active {
                     None => chosen,
                     Some(a) => {
                         let table = a.cast(DType::F32).reshape(&[b * count, 1]);
-                        table.gather_rows(offset(chosen, row_starts(r, b, count))).reshape(&[b, k]).cast(DType::I32)
+                        table.gather_rows_by_sequence(chosen).reshape(&[b, k]).cast(DType::I32)
                     }
                 });
                 count = k;
@@ -305,10 +304,9 @@ impl<'g> Hydra<'_, 'g> {
                 h = h + self.mlp(&at, h, i, capacity.len());
                 continue;
             };
-            let rows = offset(a, row_starts(r, b, t)).reshape(&[b * k]); // none twice
-            let chosen = r.zeros(&[b * t, 1]).scatter_add_rows_once(rows, r.full(&[b * k, 1], 1.0));
+            let chosen = r.zeros(&[b * t, 1]).scatter_add_rows_by_sequence(a, r.full(&[b * k, 1], 1.0));
             router_loss = router_loss + guess.bce_with_logits(chosen).mean();
-            h = h.scatter_add_rows_once(rows, self.mlp(&at, h.gather_rows_once(rows), i, capacity.len()));
+            h = h.scatter_add_rows_by_sequence(a, self.mlp(&at, h.gather_rows_by_sequence(a), i, capacity.len()));
         }
         (h.reshape(&[b, t, c.dim]), router_loss)
     }

@@ -4,10 +4,11 @@
 use engine::cpu::{View, ViewMut};
 use engine::kernel::{Code, Io, Launch};
 use engine::meta::{DType, Meta};
-use engine::op::{self, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
+use engine::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share, no_gradient};
 use engine::philox::fill_uniform;
 use engine::record::Var;
 use rayon::prelude::*;
+use std::sync::Arc;
 
 /// A random square of at least `least` of the area, resized to the whole (bilinear), and with `mirror` mirrored every other time.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,6 +24,8 @@ pub struct Augment {
 #[derive(Debug)]
 pub struct Pictures {
     pub augment: Option<Augment>,
+    /// The place in the batch of the first item, where a rank has a part of it: draws are numbered by all items.
+    pub first: usize,
 }
 
 /// Where an item's square begins, how far apart its samples are, and whether it is mirrored. Draws 4 i to 4 i + 3 are its own.
@@ -63,7 +66,7 @@ impl Op for Pictures {
                 out.iter_mut().zip(set).for_each(|(o, &p)| *o = p as f32 / 127.5 - 1.0);
                 return;
             };
-            let (left, top, step, mirrored) = square(a, x[2].i32(), i, side);
+            let (left, top, step, mirrored) = square(a, x[2].i32(), self.first + i, side);
             for (out, plane) in out.chunks_mut(side * side).zip(set.chunks(side * side)) {
                 for (row, out) in out.chunks_mut(side).enumerate() {
                     let (y0, y1, fy) = between(top + (row as f32 + 0.5) * step - 0.5, side);
@@ -89,6 +92,7 @@ impl Op for Pictures {
             .define("CHANNELS", io.x[0].shape[1])
             .define("SIDE", io.x[0].shape[2])
             .define("PICTURES", io.x[0].shape[0])
+            .define("FIRST", format!("{}ull", self.first))
             .define("N", format!("{}ull", io.y[0].elements()))
             .define("AUGMENT", self.augment.is_some() as u8)
             .define("MIRROR", self.augment.is_some_and(|a| a.mirror) as u8)
@@ -96,6 +100,17 @@ impl Op for Pictures {
             .define("SITE", format!("{}u", self.augment.map_or(0, |a| a.site)))
             .define_f32("LEAST", self.augment.map_or(1.0, |a| a.least));
         launch.grid(io.y[0].elements().div_ceil(256), 1, 1).all(io).code()
+    }
+
+    fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
+        let mut of = vec![Share::Whole; x.len()];
+        of[1] = Share::Dim(0);
+        vec![Axis::new(of, [Share::Dim(0)])]
+    }
+
+    fn part(&self, x: &[Meta], _: usize, parts: usize, index: usize) -> Option<Arc<dyn Op>> {
+        let first = self.first + index * (x[1].elements() / parts);
+        Some(Arc::new(Pictures { first, ..*self }))
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], _: &[Option<Var<'g>>]) -> Grads<'g> {
@@ -111,7 +126,7 @@ impl Op for Pictures {
 /// Pictures of a set, by number, as they are.
 #[track_caller]
 pub fn pictures<'g>(set: Var<'g>, index: Var<'g>) -> Var<'g> {
-    set.recorder().op1(Pictures { augment: None }, &[set, index])
+    set.recorder().op1(Pictures { augment: None, first: 0 }, &[set, index])
 }
 
 /// The same, each cut to a random square of at least `least` of its area and, with `mirror`, mirrored every other time. The cuts are the same
@@ -119,7 +134,7 @@ pub fn pictures<'g>(set: Var<'g>, index: Var<'g>) -> Var<'g> {
 #[track_caller]
 pub fn augmented_pictures<'g>(set: Var<'g>, index: Var<'g>, rng: Var<'g>, least: f32, mirror: bool) -> Var<'g> {
     let site = set.recorder().new_site();
-    set.recorder().op1(Pictures { augment: Some(Augment { least, mirror, site }) }, &[set, index, rng])
+    set.recorder().op1(Pictures { augment: Some(Augment { least, mirror, site }), first: 0 }, &[set, index, rng])
 }
 
 pub const CASES: &[Case] = &[

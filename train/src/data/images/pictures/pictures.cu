@@ -13,6 +13,7 @@ extern "C" __global__ void __launch_bounds__(256) pictures(const unsigned char *
     if ((u32)picture >= PICTURES) __trap(); // the caller's mistake
     const unsigned char *from = set + ((u64)picture * CHANNELS + plane % CHANNELS) * (SIDE * SIDE);
 #if AUGMENT
+    item += FIRST;
     float length = SIDE * sqrtf(LEAST + (1.0f - LEAST) * random_uniform(rng, SITE, 4 * item));
     float room = SIDE - length, step = length / SIDE;
     if (MIRROR && random_uniform(rng, SITE, 4 * item + 3) < 0.5f) column = SIDE - 1 - column;

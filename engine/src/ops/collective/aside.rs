@@ -1,0 +1,36 @@
+//! Exchanges that a GPU makes beside other work (see the pass `overlap-gradients`): until when their memory is theirs.
+
+use super::{AllGather, AllReduce, ReduceScatter};
+use crate::graph::{Graph, Kind, Node, Value};
+use std::collections::HashMap;
+
+/// Whether a node exchanges values while a GPU goes on with other work.
+pub fn is_aside(node: &Node) -> bool {
+    let sums = node.op::<AllReduce>().is_some_and(|o| o.group.aside) || node.op::<ReduceScatter>().is_some_and(|o| o.group.aside);
+    sums || node.op::<AllGather>().is_some_and(|o| o.group.aside)
+}
+
+/// For every such node, the first that needs a result, and so waits for the exchange; the graph's end if none does. `roots`: see
+/// [`view_roots`](crate::plan::view_roots).
+pub fn joins(g: &Graph, roots: &[Option<Value>]) -> HashMap<usize, usize> {
+    let mut first: HashMap<usize, usize> = (0..g.nodes.len()).filter(|&i| is_aside(&g.nodes[i])).map(|i| (i, g.nodes.len())).collect();
+    for (i, node) in g.nodes.iter().enumerate().rev().filter(|(_, n)| !n.is_view()) {
+        for v in &node.inputs {
+            first.entry(roots[v.node].unwrap_or(*v).node).and_modify(|at| *at = i);
+        }
+    }
+    first
+}
+
+/// What is exchanged beside other work is read until somebody waits for the exchange: moves its last reader (`last`) there. What is overwritten in place lives on
+/// as the node's output.
+pub fn hold(g: &Graph, roots: &[Option<Value>], last: &mut HashMap<Value, usize>) {
+    for (i, end) in joins(g, roots) {
+        let Kind::Op(op) = &g.nodes[i].kind else { unreachable!("an exchange is an op") };
+        let reused = op.reuse();
+        for (_, &v) in g.nodes[i].inputs.iter().enumerate().filter(|(k, _)| reused.iter().all(|r| r.0 != *k)) {
+            let until = last.entry(roots[v.node].unwrap_or(v)).or_insert(end);
+            *until = end.max(*until);
+        }
+    }
+}
