@@ -128,7 +128,7 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
         bail!("--steps-for-error {}: from 1 to a million", a.steps_for_error.unwrap_or(0));
     }
     if let (Some(path), Some(dir)) = (&a.picture, &a.ledgers) {
-        if !path.extension().is_some_and(|e| e == "svg") {
+        if path.extension().is_none_or(|e| e != "svg") {
             bail!("--picture {}: the picture's name ends in .svg", path.display());
         }
         picture::picture(dir, path)?;

@@ -336,7 +336,7 @@ fn ledgers_of_a_folder_are_one_picture() {
 fn steps_that_differ_are_timed_in_whole_periods() {
     let dir = tempdir().unwrap();
     let file = dir.path().join("mixed.json");
-    let small = "bench polychromic --preset tiny --threads 1 --set pretrain=0 --set batch=1 --set every=3 --set replies=2 --set prompts=1 --set new_tokens=8";
+    let small = "bench polychromic --preset tiny --threads 1 --set pretrain=0 --set batch=1 --set every=3 --set replies=2 --set prompts=4 --set new_tokens=32";
     let run = |args: &str| {
         let file = text(&file);
         kiln(small.split_whitespace().chain(args.split_whitespace()).chain(["--json", &file])).ok();
@@ -350,8 +350,8 @@ fn steps_that_differ_are_timed_in_whole_periods() {
         (&3.into(), &3.into(), 2),
         "4 steps are 2 periods"
     );
-    assert!(number(&mixed["ms"]) > 1.2 * number(&plain["ms"]), "{} beside {}", mixed["ms"], plain["ms"]);
+    assert!(number(&mixed["ms"]) > 1.5 * number(&plain["ms"]), "{} beside {}", mixed["ms"], plain["ms"]);
     let ledger = run("--ledger --rounds 3 --repeat 2 --steps-for-error 1 --only fuse-norm");
     assert_eq!((&ledger["turns"]["steps"], &line(&ledger, "fuse-norm")["steps"]), (&3.into(), &serde_json::json!([3, 3, 3])));
-    assert!(number(&ledger["ms"]) > 1.2 * number(&plain["ms"]), "{} beside {}", ledger["ms"], plain["ms"]);
+    assert!(number(&ledger["ms"]) > 1.5 * number(&plain["ms"]), "{} beside {}", ledger["ms"], plain["ms"]);
 }

@@ -2,7 +2,7 @@
 
 use super::names::{bare, names, numbered, value};
 use anyhow::{Result, bail};
-use engine::graph::{Kind, Node};
+use engine::graph::{Kind, Node, Value};
 use engine::passes::{Mode, Target, When, known, run_watched};
 use engine::{Graph, Switches};
 use similar::{Algorithm, ChangeTag, DiffOp, TextDiff, capture_diff_slices};
@@ -76,16 +76,16 @@ impl Named {
 
 fn alike(g: &Graph) -> [Vec<String>; 3] {
     let bare = bare(g);
-    [lines(g, &bare, true), lines(g, &bare, false), bare]
+    [lines(g, &bare, |v| Some(bare[v.node].clone())), lines(g, &bare, |_| None), bare]
 }
 
 /// Longer parameters of an op are cut.
 const LONG: usize = 120;
 
-/// A line a node: its name, its op, what it reads, shapes and types of its outputs.
-fn lines(g: &Graph, names: &[String], inputs: bool) -> Vec<String> {
+/// A line a node: its name, its op, what it reads in the words of `input`, shapes and types of its outputs.
+fn lines(g: &Graph, names: &[String], input: impl Fn(Value) -> Option<String>) -> Vec<String> {
     let line = |(i, node): (usize, &Node)| {
-        let inputs: Vec<String> = node.inputs.iter().filter(|_| inputs).map(|&v| value(g, names, v)).collect();
+        let inputs: Vec<String> = node.inputs.iter().filter_map(|&v| input(v)).collect();
         let outputs: Vec<String> = node.outputs.iter().map(|m| format!("{m:?}")).collect();
         let what = match &node.kind {
             Kind::State(s) => format!("{:?}", s.role).to_lowercase(),
@@ -101,7 +101,7 @@ fn lines(g: &Graph, names: &[String], inputs: bool) -> Vec<String> {
 
 /// The lines of all nodes. Then what is read after a run, and what states become.
 fn text_of(g: &Graph, names: &[String]) -> String {
-    let mut text = lines(g, names, true).concat();
+    let mut text = lines(g, names, |v| Some(value(g, names, v))).concat();
     for (name, v) in &g.outputs {
         text += &format!("output {name} = {}\n", value(g, names, *v));
     }
