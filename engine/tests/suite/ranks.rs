@@ -253,7 +253,9 @@ fn gathered_weights_are_not_kept() {
     };
     let compiled = |weights: &str| {
         let switches = Switches::default().with("zero", "auto").unwrap().with("bf16", "auto").unwrap();
-        let switches = switches.with("zero-weights", weights).unwrap().on_ranks(Ranks::planned(4, 1));
+        // Each gradient by itself, whatever fits a bucket.
+        let switches = switches.with("zero-weights", weights).unwrap().with("overlap-gradients", "auto,bucket=0").unwrap();
+        let switches = switches.on_ranks(Ranks::planned(4, 1));
         kiln_engine::Compiled::new(graph(), &switches, kiln_engine::passes::Target::Cpu).unwrap()
     };
     let (kept, gathered) = (compiled("off"), compiled("auto,least=1"));
