@@ -15,12 +15,7 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 /// Writes a file of any size; where `path` is a link, what it leads to.
 pub fn write_with<E: From<io::Error>>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<(), E>) -> Result<(), E> {
-    // A pipe would wait for a reader, and renaming would replace a device.
-    match fs::metadata(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        found => input::regular(&found?)?,
-    }
-    let path = &followed(path)?;
+    let path = &replaceable(path)?;
     let beside = beside(path)?;
     let written = File::create_new(&beside).map_err(E::from).and_then(|file| {
         let mut file = BufWriter::new(file);
@@ -34,6 +29,29 @@ pub fn write_with<E: From<io::Error>>(path: &Path, fill: impl FnOnce(&mut BufWri
         return Err(e);
     }
     Ok(sync_folder(folder_of(path))?)
+}
+
+/// What a name leads to, where that is a regular file or nothing: a pipe would wait for a reader, and renaming would replace a device.
+fn replaceable(path: &Path) -> io::Result<PathBuf> {
+    match fs::metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        found => input::regular(&found?)?,
+    }
+    followed(path)
+}
+
+/// Whether `write` can write there, so that whoever computes for long knows before. Returns `place`.
+pub fn writable(path: &Path) -> io::Result<PathBuf> {
+    let beside = beside(&replaceable(path)?)?;
+    drop(File::create_new(&beside)?);
+    fs::remove_file(&beside)?;
+    place(path)
+}
+
+/// One name of all that lead to the same file; nothing need be there.
+pub fn place(path: &Path) -> io::Result<PathBuf> {
+    let path = followed(path)?;
+    Ok(folder_of(&path).canonicalize()?.join(path.file_name().unwrap_or_default()))
 }
 
 /// Where a chain of links ends; nothing need be there.

@@ -81,6 +81,8 @@ pub struct Bar {
     pub note: String,
     /// Drawn pale: within noise, or not applied.
     pub faint: bool,
+    /// What stands in the place of the value.
+    pub shown: Option<String>,
     pub color: usize,
 }
 

@@ -28,7 +28,7 @@ mod step;
 mod web;
 
 use super::budget::BudgetArgs;
-use super::{ConfigArgs, DeviceArgs, Recipes};
+use super::{ConfigArgs, DeviceArgs, Recipes, outputs};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::PathBuf;
@@ -36,7 +36,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 #[derive(Args)]
-#[command(after_help = "Examples:
+#[command(
+    mut_arg("recipe", |a| a.value_name("RECIPE|ops|generate").help("A recipe (the first if none is named), whose step is timed; `ops` for every op, `generate` for replies to prompts")),
+    after_help = "Examples:
   kiln bench {recipe} --preset {preset}
   kiln bench {recipe} --preset {preset} --set batch=4 --repeat 20 --json small.json
   kiln bench {recipe} --preset {preset} --ledger --also fp8,tf32
@@ -46,16 +48,17 @@ use std::time::Instant;
   kiln bench --picture ledgers.svg --ledgers bench/ledger
   kiln bench ops --device cuda
   kiln bench ops --only attention --device cuda
-  kiln bench generate --device cuda")]
+  kiln bench generate --device cuda"
+)]
 pub struct BenchArgs {
-    /// A recipe; or `ops` for the table of operations, `generate` for replies to prompts
     #[command(flatten)]
     config: ConfigArgs,
     #[command(flatten)]
     device: DeviceArgs,
     #[command(flatten)]
     budget: BudgetArgs,
-    /// Steps that are timed, of which the median counts: 10. With --ledger, the steps that are timed together: as many as take a tenth of a second
+    /// Steps that are timed, of which the median counts: as many as take a second, and at least 10. With --ledger, the steps that are timed together:
+    /// as many as take a tenth of a second. Of steps that differ, whole periods are timed together
     #[arg(long)]
     repeat: Option<usize>,
     /// Steps before the clock starts
@@ -111,6 +114,7 @@ pub struct BenchArgs {
 }
 
 impl BenchArgs {
+    /// Of ops and replies.
     fn repeat(&self) -> usize {
         self.repeat.unwrap_or(10)
     }
@@ -124,6 +128,9 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
         bail!("--steps-for-error {}: from 1 to a million", a.steps_for_error.unwrap_or(0));
     }
     if let (Some(path), Some(dir)) = (&a.picture, &a.ledgers) {
+        if !path.extension().is_some_and(|e| e == "svg") {
+            bail!("--picture {}: the picture's name ends in .svg", path.display());
+        }
         picture::picture(dir, path)?;
         out!("picture: {}", path.display());
         return Ok(ExitCode::SUCCESS);
@@ -143,12 +150,20 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.profile && kind != Some("generate") {
         bail!("--profile is for bench generate: kiln profile shows where a recipe's step spends its time");
     }
+    if a.steps_for_error.is_some() && !a.ledger && a.json.is_none() && a.baseline.is_none() {
+        bail!("--steps-for-error is for --ledger, --baseline or --json: nothing else has the loss");
+    }
     if a.only.is_some() && !a.ledger && kind != Some("ops") {
         bail!("--only is for bench ops, or for --ledger");
     }
     match kind {
-        Some("ops") => ops::ops(&a, &a.device.open()?),
-        Some(_) => generate::generate(&a, &a.device.open()?, recipes),
+        Some(kind) => {
+            outputs::checked(&[("--json", a.json.as_deref())], &[])?;
+            match kind {
+                "ops" => ops::ops(&a, &a.device.open()?),
+                _ => generate::generate(&a, &a.device.open()?, recipes),
+            }
+        }
         None => step::step(&a, started, recipes),
     }
 }

@@ -30,6 +30,7 @@ mod export;
 mod generate;
 mod man;
 mod model;
+mod outputs;
 mod passes;
 mod plan;
 mod predict;
@@ -136,7 +137,7 @@ commands! {
     Doctor: doctor::DoctorArgs,
     /// Prepares and inspects data sets, and shows what training sees of them
     Data: data::DataArgs,
-    /// Times the step of a preset, or every op
+    /// Times the step of a preset, every op, or replies to prompts
     Bench: bench::BenchArgs,
     /// Where a step's time goes, by op and layer: a trace, and a digest with the roofline
     Profile: profile::ProfileArgs,

@@ -7,7 +7,7 @@ mod timeline;
 mod web;
 
 use super::budget::{BudgetArgs, Where};
-use super::{ConfigArgs, DeviceArgs, Recipes, write_json};
+use super::{ConfigArgs, DeviceArgs, Recipes, outputs, write_json};
 use crate::config::{Config, shown};
 use crate::recipe::{Recipe, find_in};
 use crate::report::{human_bytes, human_count, table};
@@ -51,7 +51,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "PROGRAM", conflicts_with = "json")]
     nodes: Option<String>,
     /// Prints what a pass changes in a program's graph, a line a node: `-` before it, `+` after it
-    #[arg(long, value_name = "PASS", conflicts_with_all = ["json", "nodes"])]
+    #[arg(long, value_name = "PASS", conflicts_with_all = ["json", "nodes", "html"])]
     dump: Option<String>,
     /// With --dump: the program; the first if none is named
     #[arg(long, requires = "dump")]
@@ -65,6 +65,7 @@ pub struct PlanArgs {
 }
 
 pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
+    outputs::page("--html", a.html.as_deref())?;
     let mut config = a.config.resolve(recipes, None)?;
     a.budget.set(&mut config)?;
     let recipe = find_in(recipes, config.text("recipe"))?;

@@ -97,6 +97,8 @@ pub fn run(a: ProfileArgs, recipes: Recipes) -> Result<ExitCode> {
         subject.config.ranks = launch::connect(world, a.tensor as usize, &device)?;
     }
     let mut task = subject.recipe.task(&subject.config)?;
+    // Of steps that differ, whole periods.
+    let steps = steps.next_multiple_of(task.period() as u64);
     let mut s = subject.load(&*task, &device)?;
     let mut step = subject.steps(&mut *task)?;
     if a.window {

@@ -1,6 +1,6 @@
 //! `kiln report`: the page of some runs as one file.
 
-use super::{Recipes, runs};
+use super::{Recipes, outputs, runs};
 use crate::run::write_whole;
 use crate::watch::{Found, report};
 use anyhow::{Result, bail};
@@ -39,6 +39,7 @@ pub fn run(a: ReportArgs, recipes: Recipes) -> Result<ExitCode> {
         (None, [one]) => one.path.join("report.html"),
         (None, _) => bail!("{} runs: name the file to write with --out FILE.html", all.len()),
     };
+    outputs::page("--out", Some(&out))?;
     let title = match &all[..] {
         [one] => format!("Run {}", one.name),
         _ => format!("{} runs", all.len()),

@@ -230,10 +230,8 @@ fn folder(a: &TrainArgs, start: &Start, new: Option<&Config>) -> Result<PathBuf>
 }
 
 /// The command line, for whoever wants to run it again.
-fn typed() -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=./:,+@%".contains(c);
-    let quoted = |a: String| if !a.is_empty() && a.chars().all(plain) { a } else { format!("'{}'", a.replace('\'', r"'\''")) };
-    let arguments = std::env::args_os().skip(1).map(|a| quoted(a.to_string_lossy().into_owned()));
+pub fn typed() -> String {
+    let arguments = std::env::args_os().skip(1).map(|a| report::quoted(&a.to_string_lossy()));
     std::iter::once(crate::program()).chain(arguments).collect::<Vec<_>>().join(" ")
 }
 

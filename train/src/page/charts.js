@@ -74,7 +74,9 @@ const kiln = (() => {
     s.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }), svg("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, x.label), svg("text", { x: 2, y: 12 }, y.label));
     return { s, X, Y, left, right: width - right, top, bottom: height - bottom };
   };
-  const colour = (i) => `var(--c${i % 8})`, dash = (s, i) => (s.dashed ? "7 4" : i >= 8 ? "2 3" : null);
+  // The first eight are chosen; from then on every one has a hue of its own, the golden angle from the one before.
+  const colour = (i) => (typeof i === "string" ? `var(--${i})` : i < 8 ? `var(--c${i})` : `hsl(${((i * 137.508) % 360).toFixed(0)} 60% var(--more))`);
+  const dash = (s, i) => (s.guide && s.dashed ? "1 3" : s.dashed ? "7 4" : i >= 8 ? "2 3" : null);
   const legend = (entries) => entries.length < 1 ? null : html("ul", { class: "legend" }, entries.map(({ name, color, kind, dashes }) => html("li", {},
     svg("svg", { width: 22, height: 12, "aria-hidden": "true" }, kind === "dots" ? svg("circle", { cx: 11, cy: 6, r: 4, fill: color }) : kind === "fill" ? svg("rect", { x: 4, width: 14, height: 12, fill: color })
       : svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: color, "stroke-width": 2, "stroke-dasharray": dashes })), html("span", {}, name))));
@@ -155,11 +157,11 @@ const kiln = (() => {
       let xs = range(ends, log, 0.02);
       if (log) xs = [xs[0] / 10, xs[1]];
       const X0 = scale(xs, left, width - right, log), zero = X0(log ? xs[0] : 0), X = (v) => (log && v <= 0 ? zero : X0(v)), height = chart.bars.length * row + 6;
-      const s = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${title}: ` + chart.bars.map((b) => `${b.name} ${number(b.value, unit)}`).join(", ") });
+      const s = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${title}: ` + chart.bars.map((b) => `${b.name} ${b.shown ?? number(b.value, unit)}`).join(", ") });
       chart.bars.forEach((b, i) => {
         const y = i * row + 4, [a, z] = [zero, X(ok(b.value) ? b.value : 0)].sort((p, q) => p - q);
         s.append(svg("text", { class: "name", x: left, y: y + 11 }, b.name), svg("line", { class: "axis", x1: zero, x2: zero, y1: y + 14, y2: y + 32 }), svg("rect", { x: a, y: y + 16, width: Math.max(1, z - a), height: 14, fill: colour(b.color ?? 0), "fill-opacity": b.faint ? 0.4 : 0.9 }, svg("title", {}, b.note || b.name)),
-          svg("text", { x: X(Math.max(...[b.value, b.high, 0].filter(ok))) + 6, y: y + 27 }, number(b.value, unit)));
+          svg("text", { x: X(Math.max(...[b.value, b.high, 0].filter(ok))) + 6, y: y + 27 }, b.shown ?? number(b.value, unit)));
         if (ok(b.low) && ok(b.high)) for (const [x1, x2, y1, y2] of [[b.low, b.high, 23, 23], [b.low, b.low, 18, 28], [b.high, b.high, 18, 28]]) s.append(svg("line", { class: "cursor", x1: X(x1), x2: X(x2), y1: y + y1, y2: y + y2, "stroke-width": 1.5 }));
       });
       return [s, chart.x.label ? html("p", { class: "readout" }, chart.x.label) : null];
@@ -198,7 +200,7 @@ const kiln = (() => {
       const by = own.map((s) => new Map(s.points.map((p) => [p[0], p[1]]))), xs = [...new Set(own.flatMap((s) => s.points.map((p) => p[0])))].sort((a, b) => a - b);
       return table([c.x.label, ...own.map((s) => s.name)], xs.slice(-MOST).map((x) => [x, ...by.map((m) => m.get(x))]));
     },
-    bars: (c) => table(["name", c.x.label || "value", "low", "high", "note"], c.bars.map((b) => [b.name, b.value, b.low, b.high, b.note])),
+    bars: (c) => table(["name", c.x.label || "value", "low", "high", "note"], c.bars.map((b) => [b.name, b.shown ?? b.value, b.low, b.high, b.note])),
     area: (c) => table([c.x.label, ...c.series.map((s) => s.name)], c.at.slice(0, MOST).map((x, i) => [x, ...c.series.map((s) => s.values[i])])),
     boxes: (c) => table(["name", "group", `${c.x.label} from`, "to", `${c.y.label} from`, "to"], c.boxes.slice(0, MOST).map((b) => [b.name, b.group, ...b.x, ...b.y])),
   };
@@ -234,5 +236,5 @@ const kiln = (() => {
     name();
     document.querySelectorAll("figure[data-chart]").forEach((f) => draw(f, data(f.dataset.chart)));
   });
-  return { html, svg, number, draw, data, table };
+  return { html, svg, number, draw, data, table, colour };
 })();

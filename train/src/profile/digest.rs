@@ -117,7 +117,13 @@ impl Digest {
         let compute: Vec<&Span> = p.spans.iter().filter(|s| s.track == Track::Compute).collect();
         let busy: u64 = compute.iter().map(|s| s.end - s.start).sum();
         let busy_ms = ms(busy) / steps;
-        let sums = Sums { m, roof: &roof, busy_ms, known: known(m) };
+        let (known, mut roof) = (known(m), roof);
+        if p.clock == Clock::Host {
+            let nodes =
+                known.iter().map(|(&(program, at), &(runs, _, time))| (&p.programs[program].nodes[at], 1e-3 * ms(time) / runs as f64));
+            nodes.for_each(|(node, seconds)| roof.raise(node, seconds));
+        }
+        let sums = Sums { m, roof: &roof, busy_ms, known };
         let nodes = sums.rows(|program, node| match p.programs.len() {
             0 | 1 => self::title(node),
             _ => format!("{program}: {}", self::title(node)),
@@ -206,7 +212,7 @@ fn known(m: &Measured) -> Known {
     known
 }
 
-/// Whether latency bounds a kernel of a GPU, by its seconds and those of the roofline: it has less than a microsecond's work, and is over before the device
+/// Whether latency bounds a kernel, by its seconds and those of the roofline: it has less than a microsecond's work, and is over before the device
 /// is full, or waits more than it works (steps one after the other, a single block).
 fn is_small(seconds: f64, roof: f64) -> bool {
     roof < 1e-6 && (seconds < 5e-6 || seconds > 10.0 * roof)
@@ -222,7 +228,7 @@ struct Sums<'a> {
 impl Sums<'_> {
     /// One row for each name, the longest first.
     fn rows(&self, name: impl Fn(&str, &Node) -> String) -> Vec<Row> {
-        let (steps, gpu) = (self.m.steps as f64, self.m.profile.clock != Clock::Host);
+        let steps = self.m.steps as f64;
         let mut rows: BTreeMap<String, (Row, [f64; 3])> = BTreeMap::new();
         for (&(program, at), &(runs, kernels, time)) in &self.known {
             let p = &self.m.profile.programs[program];
@@ -237,7 +243,7 @@ impl Sums<'_> {
             match self.roof.seconds(node) {
                 Some((seconds, bound)) => {
                     row.roof_ms = row.roof_ms.map(|ms| ms + 1e3 * runs * seconds);
-                    let small = gpu && is_small(1e-3 * time / kernels, runs * seconds / kernels);
+                    let small = is_small(1e-3 * time / kernels, runs * seconds / kernels);
                     bounds[if small { Bound::Latency } else { bound } as usize] += time;
                 }
                 None => row.roof_ms = None,
@@ -375,6 +381,19 @@ mod tests {
         assert!(small.roof_ms.unwrap() > 0.0);
         let gaps: f64 = d.gaps.iter().map(|g| g.ms).sum();
         assert!(near(gaps, d.idle_ms), "{:?}", d.gaps);
+    }
+
+    /// What a CPU can do is measured: a node that was faster was measured, too, and the step takes no less than its roofline.
+    #[test]
+    fn nothing_is_faster_than_a_measured_roof() {
+        let mut m = measured();
+        m.profile.clock = Clock::Host;
+        let slow = Roof { f32: Some(1e6), memory: Some(1e6), from: "a test".into(), ..Roof::default() };
+        let d = Digest::new("a test", "a CPU", &m, slow);
+        let large = &d.nodes[0];
+        assert!((large.times_roof.unwrap() - 1.0).abs() < 1e-9 && d.roof_ms.unwrap() <= d.busy_ms, "{d:#?}");
+        assert!((d.roof.memory.unwrap() / (33_554_432.0 / 1e-3) - 1.0).abs() < 1e-9, "{:?}", d.roof);
+        assert_eq!((d.nodes[1].times_roof, d.nodes[1].bound), (None, Some(Bound::Latency)), "a few microseconds say nothing");
     }
 
     #[test]

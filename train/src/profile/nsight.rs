@@ -1,5 +1,6 @@
 //! A window of steps under Nsight Systems or Nsight Compute, where they are installed.
 
+use crate::report::quoted;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -63,7 +64,7 @@ impl Tool {
                 Tool::Compute => "developer.nvidia.com/nsight-compute, or apt install cuda-nsight-compute-13-0 from NVIDIA's repository",
             },
             self.name(),
-            command.join(" ")
+            command.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ")
         )
     }
 

@@ -152,6 +152,10 @@ pub trait Task {
     fn step_name(&self) -> &'static str {
         "step"
     }
+    /// Steps after which what a step does repeats, where not every step does the same: only whole periods are timed.
+    fn period(&self) -> usize {
+        1
+    }
     /// A step's feeds filled with made-up numbers, for `kiln bench`.
     fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError>;
     /// The loss that no model can go below, if it is known, and its name.

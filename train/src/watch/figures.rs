@@ -2,7 +2,7 @@
 
 use crate::input;
 use serde_json::{Map, Value};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -14,7 +14,10 @@ pub struct Figures {
     file: (u64, u64),
     bytes: u64,
     step: u64,
-    last: Map<String, Value>,
+    /// `per_second` of the last records.
+    speeds: VecDeque<f64>,
+    /// Lines that are no records.
+    unread: usize,
     /// Keys of any record.
     keys: BTreeSet<String>,
     /// What evaluations found, by step.
@@ -28,6 +31,8 @@ pub struct Part {
     pub next: u64,
 }
 
+/// Records that a run's speed is of.
+const RECENT: usize = 9;
 /// At most so much is read at once.
 const MOST: u64 = 4 << 20;
 
@@ -65,9 +70,16 @@ impl Figures {
     }
 
     fn take(&mut self, line: &str) {
-        let Ok(record) = serde_json::from_str::<Map<String, Value>>(line) else { return };
-        let Some(step) = record.get("step").and_then(Value::as_u64) else { return };
+        let record = serde_json::from_str::<Map<String, Value>>(line).ok();
+        let Some((step, record)) = record.and_then(|r| Some((r.get("step")?.as_u64()?, r))) else {
+            self.unread += usize::from(!line.trim().is_empty());
+            return;
+        };
         self.step = step;
+        if let Some(speed) = record.get("per_second").and_then(Value::as_f64) {
+            self.speeds.push_back(speed);
+            self.speeds.drain(..self.speeds.len().saturating_sub(RECENT));
+        }
         let validated = |(key, value): (&String, &Value)| Some((key.strip_prefix("val_")?.to_string(), value.as_f64()?));
         let found: Vec<(String, f64)> = record.iter().filter_map(validated).collect();
         match found.is_empty() {
@@ -76,7 +88,6 @@ impl Figures {
         }
         let new: Vec<String> = record.keys().filter(|k| *k != "step" && !self.keys.contains(*k)).cloned().collect();
         self.keys.extend(new);
-        self.last = record;
     }
 
     pub fn bytes(&self) -> u64 {
@@ -88,9 +99,16 @@ impl Figures {
         self.step
     }
 
-    /// A number of the last record.
-    pub fn last(&self, key: &str) -> Option<f64> {
-        self.last.get(key)?.as_f64()
+    /// The median of what the last records say: one of them may have waited for an evaluation or a disk.
+    pub fn speed(&self) -> Option<f64> {
+        let mut speeds: Vec<f64> = self.speeds.iter().copied().collect();
+        speeds.sort_by(f64::total_cmp);
+        speeds.get(speeds.len() / 2).copied()
+    }
+
+    /// How many lines are no records.
+    pub fn unread(&self) -> usize {
+        self.unread
     }
 
     pub fn keys(&self) -> impl Iterator<Item = &str> {

@@ -25,6 +25,7 @@ use crate::run::{self, NOTE};
 use crate::{config, input};
 use serde::Serialize;
 use serde_json::Value;
+use std::collections::HashSet;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -46,24 +47,34 @@ pub fn find(root: &Path) -> io::Result<Vec<Found>> {
     if is_run(root) {
         return Ok(vec![Found { name: own(), path: root.into() }]);
     }
-    let mut found = vec![];
-    search(root, "", 1, &mut found)?;
+    let (mut found, mut seen) = (vec![], HashSet::new());
+    search(root, "", 1, &mut found, &mut seen)?;
     found.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(found)
 }
 
-fn search(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<Found>) -> io::Result<()> {
-    for entry in std::fs::read_dir(folder)? {
-        let path = entry?.path();
+/// `seen`: folders by device and inode, because links may lead to the same one again.
+fn search(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<Found>, seen: &mut HashSet<(u64, u64)>) -> io::Result<()> {
+    let is = folder.metadata()?;
+    if !seen.insert((is.dev(), is.ino())) {
+        return Ok(());
+    }
+    let mut paths = std::fs::read_dir(folder)?.map(|e| Ok(e?.path())).collect::<io::Result<Vec<PathBuf>>>()?;
+    // Folders before links to them.
+    paths.sort_by_key(|p| (p.is_symlink(), p.clone()));
+    for path in paths {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         if name.starts_with('.') || !path.is_dir() {
             continue;
         }
         let name = format!("{prefix}{name}");
         match is_run(&path) {
-            true => found.push(Found { name, path }),
+            true => {
+                let new = path.metadata().is_ok_and(|m| seen.insert((m.dev(), m.ino())));
+                found.extend(new.then_some(Found { name, path }));
+            }
             // Below the first level, a folder that cannot be read holds no run for us.
-            false if depth < DEEPEST => drop(search(&path, &format!("{name}/"), depth + 1, found)),
+            false if depth < DEEPEST => drop(search(&path, &format!("{name}/"), depth + 1, found, seen)),
             false => {}
         }
     }
@@ -124,7 +135,7 @@ pub struct Summary {
     pub step: u64,
     pub steps: Option<u64>,
     pub best: Option<BestOf>,
-    /// By the last record, of what `work` names.
+    /// The median of the last records, of what `work` names.
     pub per_second: Option<f64>,
     pub work: String,
     /// In seconds since 1970: when it began, or was resumed; when its metrics were written to last.
@@ -172,35 +183,53 @@ fn seconds(time: SystemTime) -> Option<u64> {
 pub fn summary(found: &Found, figures: &mut Figures, recipes: Recipes) -> Summary {
     let metrics = found.path.join("metrics.jsonl");
     let read = figures.read_on(&metrics);
-    let note: Value = input::read(&found.path.join(NOTE)).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or(Value::Null);
+    let (note, unread_note) = noted(&found.path.join(NOTE));
     let table = config::read_file(&found.path.join("config.toml"));
     let text = |key: &str| table.as_ref().ok().and_then(|t| Some(t.get(key)?.as_str()?.to_string())).unwrap_or_default();
     let train = |key: &str| table.as_ref().ok().and_then(|t| t.get("train")?.get(key).cloned());
     let steps = train("steps").and_then(|v| v.as_integer()).and_then(|v| u64::try_from(v).ok());
     let (status, ended) = status(&found.path, &note, figures.step(), steps);
     let unread = read.err().filter(|e| e.kind() != io::ErrorKind::NotFound).map(|e| format!("metrics.jsonl: {e}"));
+    let damaged = match figures.unread() {
+        0 => None,
+        1 => Some("metrics.jsonl: 1 line cannot be read".to_string()),
+        lines => Some(format!("metrics.jsonl: {lines} lines cannot be read")),
+    };
+    let problems: Vec<String> =
+        [table.as_ref().err().map(|e| e.to_string()), unread, damaged, unread_note, ended].into_iter().flatten().collect();
     let recipe = text("recipe");
     let wanted = train("best_metric").and_then(|v| v.as_str().map(String::from)).unwrap_or_default();
-    let noted = |key: &str| note[key].as_str().map(String::from);
+    let text_of = |key: &str| note[key].as_str().map(String::from);
     let file = metrics.metadata().ok();
     Summary {
         name: found.name.clone(),
         path: found.path.clone(),
         status,
-        problem: table.as_ref().err().map(|e| e.to_string()).or(unread).or(ended),
+        problem: (!problems.is_empty()).then(|| problems.join("; ")),
         best: best(figures, declared(recipes, &recipe), &wanted),
         preset: text("preset"),
         recipe,
         step: figures.step(),
         steps,
-        per_second: figures.last("per_second"),
-        work: noted("work").unwrap_or_else(|| "items".into()),
+        per_second: figures.speed(),
+        work: text_of("work").unwrap_or_else(|| "items".into()),
         started: note["started"].as_u64(),
         written: file.as_ref().and_then(|m| seconds(m.modified().ok()?)),
-        device: noted("device"),
+        device: text_of("device"),
         bytes: figures.bytes(),
         file: file.map_or(String::new(), |m| format!("{}-{}", m.dev(), m.ino())),
         floor: Some(note["floor"].clone()).filter(|f| !f.is_null()),
+    }
+}
+
+/// What run.json says, and why it says nothing where it is there.
+fn noted(path: &Path) -> (Value, Option<String>) {
+    match input::read(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => (Value::Null, None),
+        Err(e) => (Value::Null, Some(format!("{NOTE}: {e}"))),
+        Ok(text) => {
+            serde_json::from_slice(&text).map_or_else(|e| (Value::Null, Some(format!("{NOTE} cannot be read: {e}"))), |note| (note, None))
+        }
     }
 }
 

@@ -26,8 +26,8 @@ fn figures_follow_a_file_that_grows_is_repeated_and_is_replaced() {
     fs::write(&path, format!("{}{}{}{{\"step\":3,\"val_loss\":null}}\n\0\0\n{{}}\n", line(1, 5.0), line(2, 3.0), line(2, 4.0))).unwrap();
     assert_eq!(best(&mut figures), (3, Some((2, 4.0))));
     assert_eq!(
-        (figures.bytes(), figures.last("loss"), figures.keys().collect::<Vec<_>>()),
-        (fs::metadata(&path).unwrap().len(), None, vec!["loss", "val_loss"])
+        (figures.bytes(), figures.unread(), figures.keys().collect::<Vec<_>>()),
+        (fs::metadata(&path).unwrap().len(), 2, vec!["loss", "val_loss"])
     );
     fs::write(&path, line(1, 7.0)).unwrap();
     assert_eq!(best(&mut figures), (1, Some((1, 7.0))), "shorter than before: another run's");
@@ -37,6 +37,24 @@ fn figures_follow_a_file_that_grows_is_repeated_and_is_replaced() {
     fs::write(found.path.join("config.toml"), "recipe = ").unwrap();
     fs::write(&path, "").unwrap();
     assert!(summary(&found, &mut Figures::default(), RECIPES).problem.is_some_and(|p| p.contains("config.toml")));
+}
+
+#[test]
+fn what_cannot_be_read_is_said_and_a_speed_is_no_single_records() {
+    let dir = tempfile::tempdir().unwrap();
+    let speeds = [5.0, 100.0, 101.0, 99.0, 1.0];
+    let lines: Vec<String> = speeds.iter().enumerate().map(|(i, s)| format!("{{\"step\":{},\"per_second\":{s}}}\n", i + 1)).collect();
+    let found = run(dir.path(), "a", &lines.concat());
+    let now = || summary(&found, &mut Figures::default(), RECIPES);
+    assert_eq!((now().per_second, now().problem), (Some(99.0), None));
+    // Only the last records count.
+    let many = format!("{}{}", lines.concat(), "{\"step\":9,\"per_second\":7.0}\n".repeat(9));
+    fs::write(found.path.join("metrics.jsonl"), many).unwrap();
+    assert_eq!(now().per_second, Some(7.0));
+    fs::write(found.path.join("metrics.jsonl"), format!("no\n{}[1]\n\n{{\"step\":6,", lines.concat())).unwrap();
+    fs::write(found.path.join(NOTE), "{\"status\":").unwrap();
+    let problem = now().problem.unwrap();
+    assert!(problem.contains("metrics.jsonl: 2 lines cannot be read") && problem.contains("run.json cannot be read"), "{problem}");
 }
 
 #[test]
@@ -65,6 +83,9 @@ fn runs_are_found_where_they_are_sorted_into_folders() {
         run(dir.path(), name, "");
     }
     fs::create_dir(dir.path().join("empty")).unwrap();
+    // Links that lead back, and to a run that is there already.
+    std::os::unix::fs::symlink(dir.path(), dir.path().join("a/back")).unwrap();
+    std::os::unix::fs::symlink(dir.path().join("a/x"), dir.path().join("latest")).unwrap();
     let names: Vec<String> = find(dir.path()).unwrap().into_iter().map(|f| f.name).collect();
     assert_eq!(names, ["a/deep/er", "a/x", "b"]);
     assert_eq!(find(&dir.path().join("b")).unwrap()[0].name, "b", "a run is the only one of itself");

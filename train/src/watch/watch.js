@@ -1,7 +1,7 @@
 "use strict";
 // The page of runs. A served page asks its server for what is new; a report has everything inside. Both show the same.
 (() => {
-  const { html, number, draw, table } = kiln, $ = (id) => document.getElementById(id);
+  const { html, number, draw, table, colour } = kiln, $ = (id) => document.getElementById(id);
   const report = $("report") ? kiln.data("report") : null;
   const runs = new Map(); // by name: { summary, details, series: Map(key -> [[step, value]]), color, shown, bytes, file }
   let now = report ? report.written : 0, paused = false;
@@ -65,6 +65,7 @@
   };
   let drawn = -1;
   const say = (text) => { if ($("state").textContent !== text) $("state").textContent = text; };
+  const kind = (recipe) => recipe || "a recipe that cannot be read";
   const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 
   // ---- the table of runs; cells are changed in place, so that the keyboard stays where it is
@@ -89,7 +90,7 @@
       if (!row) {
         const box = html("input", { type: "checkbox", "aria-label": `Show ${name}` });
         box.addEventListener("change", () => { run.shown = box.checked; all(); });
-        row = html("tr", { "data-run": name }, html("td", {}, box), html("th", { scope: "row" }, html("span", { class: "swatch", style: `background: var(--c${run.color % 8})` }), name), cells(run).map(() => html("td")));
+        row = html("tr", { "data-run": name }, html("td", {}, box), html("th", { scope: "row" }, html("span", { class: "swatch", style: `background: ${colour(run.color)}` }), name), cells(run).map(() => html("td")));
         body.append(row);
       }
       had.delete(name);
@@ -133,7 +134,7 @@
     const had = new Map([...box.querySelectorAll("figure")].map((f) => [f.dataset.id, f])), parts = [];
     let [recipe, group, grid] = [null, null, null];
     for (const chart of list) {
-      if (chart.recipe !== recipe) { parts.push(html("h2", {}, `Curves of ${chart.recipe}`)); group = null; }
+      if (chart.recipe !== recipe) { parts.push(html("h2", {}, `Curves of ${kind(chart.recipe)}`)); group = null; }
       if (chart.group !== group) { grid = html("div", { class: "charts" }); parts.push(html("h3", {}, chart.group), grid); }
       [recipe, group] = [chart.recipe, chart.group];
       grid.append(had.get(chart.id) || html("figure", { "data-id": chart.id }, html("figcaption", {}, chart.title, html("small", {}, chart.about))));
@@ -147,7 +148,7 @@
     for (const figure of box.querySelectorAll("figure")) {
       const c = list.find((one) => one.id === figure.dataset.id), log = $("log").checked;
       const steps = c.series.flatMap((s) => [s.points[0][0], s.points[s.points.length - 1][0]]);
-      if (c.floor) c.series.push({ name: `${c.floor.name} ${number(c.floor.value, "")}`, guide: true, dashed: true, color: 7, points: [[Math.min(...steps), c.floor.value], [Math.max(...steps), c.floor.value]] });
+      if (c.floor) c.series.push({ name: `${c.floor.name} ${number(c.floor.value, "")}`, guide: true, dashed: true, color: "ink", points: [[Math.min(...steps), c.floor.value], [Math.max(...steps), c.floor.value]] });
       draw(figure, { kind: "plot", x: { label: "step", unit: "", log: false }, y: { label: UNITS.includes(c.unit) ? "" : c.unit, unit: UNITS.includes(c.unit) ? c.unit : "", log }, series: c.series });
     }
   };
@@ -161,7 +162,7 @@
     for (const recipe of [...new Set(own.map((r) => r.summary.recipe))].sort()) {
       const same = own.filter((r) => r.summary.recipe === recipe), keys = [...new Set(same.flatMap((r) => Object.keys(r.details.settings)))].sort();
       const differ = keys.filter((k) => new Set(same.map((r) => text(r.details.settings[k]))).size > 1);
-      if (same.length > 1) parts.push(differ.length ? named(`Settings that differ between the runs of ${recipe}`, ["key", ...same.map((r) => r.summary.name)], differ.map((k) => [k, ...same.map((r) => text(r.details.settings[k]))])) : html("p", {}, `The runs of ${recipe} have the same settings.`));
+      if (same.length > 1) parts.push(differ.length ? named(`Settings that differ between the runs of ${kind(recipe)}`, ["key", ...same.map((r) => r.summary.name)], differ.map((k) => [k, ...same.map((r) => text(r.details.settings[k]))])) : html("p", {}, `The runs of ${kind(recipe)} have the same settings.`));
     }
     for (const r of own.filter((one) => one.details.changed)) parts.push(html("details", { open: own.length === 1 }, html("summary", {}, `${r.summary.name}: ${count(r.details.changed.length, "setting")} unlike the preset ${r.summary.preset}`),
       named(`${r.summary.name} against its preset`, ["key", "here", "preset"], r.details.changed.map((c) => [c.key, text(c.value), text(c.preset ?? undefined)]))));

@@ -47,8 +47,10 @@ fn a_ledger_says_what_every_pass_does_and_is_read_back() {
     assert!(m["date"].as_str().unwrap().ends_with('Z') && m["device"] == "cpu, 1 threads" && m["receipts"]["train"].is_array(), "{m}");
     // How it was measured.
     let turns = &m["turns"];
-    assert_eq!((&turns["rounds"], &turns["steps"], &turns["groups"], &turns["copies"]), (&3.into(), &1.into(), &1.into(), &3.into()));
-    assert_eq!(m["times"].as_array().unwrap().len(), 3 * 3 + 1, "three copies of the baseline in three rounds, and the first once more");
+    assert_eq!((&turns["rounds"], &turns["steps"], &turns["groups"], &turns["copies"]), (&3.into(), &1.into(), &1.into(), &4.into()));
+    assert_eq!(m["times"].as_array().unwrap().len(), 4 * 3 + 1, "four copies of the baseline in three rounds, and the first once more");
+    assert_eq!((&m["repeat"], &m["period"]), (&1.into(), &1.into()));
+    assert!(number(&turns["loads"]) > 0.0, "no two loads take the same time");
     assert!(said.contains("3 rounds in") && said.contains("all variants held in memory at once"), "{said}");
     // Every pass has its line.
     let found = |what: &str| m["ledger"].as_array().unwrap().iter().filter(|l| l["found"] == what).count();
@@ -56,6 +58,8 @@ fn a_ledger_says_what_every_pass_does_and_is_read_back() {
     for l in m["ledger"].as_array().unwrap().iter().filter(|l| l["found"] == "measured") {
         let (low, median, high) = (number(&l["gain"]["low"]), number(&l["gain"]["median"]), number(&l["gain"]["high"]));
         assert!(low <= median && median <= high && l["ratios"].as_array().unwrap().len() == 3, "{l}");
+        assert_eq!(l["steps"], serde_json::json!([1, 1, 1]));
+        assert!((1.0 + high).ln() - (1.0 + low).ln() >= 1.99 * number(&turns["loads"]), "how loads differ is in every interval: {l}");
         let by_ms = number(&l["ms_off"]) / number(&l["ms"]) - 1.0;
         assert!((by_ms - median).abs() < 0.02 + 0.1 * median.abs(), "{l}");
         assert!(l["sites"].as_u64() > Some(0) && l["verdict"].is_string() && l["allocated"].is_null(), "{l}");
@@ -82,7 +86,10 @@ fn a_ledger_says_what_every_pass_does_and_is_read_back() {
         let l = line(&m, bar["name"].as_str().unwrap().trim_end_matches(", switched on"));
         assert_eq!([&bar["value"], &bar["low"], &bar["high"]], [&l["gain"]["median"], &l["gain"]["low"], &l["gain"]["high"]]);
         assert_eq!(bar["faint"], l["verdict"] == "within-noise");
-        assert!(html.contains(&format!("data-value=\"{}\"", number(&l["gain"]["median"]))), "{l}");
+        // What is within noise has no number, as in the terminal.
+        let shown = bar["shown"].as_str().is_none();
+        assert_eq!(shown, l["verdict"] != "within-noise");
+        assert_eq!(html.contains(&format!("data-value=\"{}\"", number(&l["gain"]["median"]))), shown, "{l}");
     }
     assert!(!html.contains("src=") && html.contains("default-src 'none'"));
 }
@@ -150,7 +157,10 @@ fn a_regression_fails_by_name_and_number() {
     assert!(said.contains("1.0e-3 apart") && !said.contains("after 1 step "), "{said}");
     // It was slower, but no surer of it than that: an interval from nothing to everything holds any time.
     let unsure = planted(&fast, "unsure.json", |m| (m["interval"]["low"], m["interval"]["high"]) = (1e-9.into(), 1e9.into()));
-    assert!(against(&unsure, "--fail-slower 400%").ok().out.contains("within noise"));
+    against(&unsure, "--fail-slower 400%").fails(&["within noise; cannot tell 400% here, because the intervals reach", "raise --repeat"]);
+    // It was no slower, but had it been, nobody would have seen it.
+    let vague = planted(&slow, "vague.json", |m| (m["interval"]["low"], m["interval"]["high"]) = (1e-9.into(), 1e12.into()));
+    assert!(against(&vague, "--fail-slower 400%").ok().err.contains("warning: cannot tell 400% here"));
 }
 
 #[test]
@@ -165,6 +175,10 @@ fn a_ledger_is_compared_line_by_line() {
         l["numbers"]["first"] = (number(&l["numbers"]["first"]) * 1.01).into();
     });
     against(&moved).fails(&["failed, moved: the step with fuse-norm off: loss after 1 step"]);
+    let nothing = planted(&before, "nothing.json", |m| m["ledger"][0]["found"] = "nothing".into());
+    against(&nothing).fails(&["not comparable: fuse-norm: ", "does nothing here there"]);
+    let other = planted(&before, "metric.json", |m| m["ledger"][0]["numbers"]["metric"] = "accuracy".into());
+    against(&other).fails(&["the step with fuse-norm off reports loss here, accuracy there"]);
 }
 
 #[test]
@@ -190,6 +204,14 @@ fn a_baseline_of_something_else_is_refused() {
         &["1 timed steps, which say nothing"],
     );
     refused(&with("broken.json", &|m| m["ms"] = "fast".into()), "", &["broken.json is not what"]);
+    refused(&with("silent.json", &|m| m["numbers"] = Value::Null), "--fail-above 1e-4", &["silent.json has no loss, which --fail-above"]);
+    refused(&with("metric.json", &|m| m["numbers"]["metric"] = "accuracy".into()), "--fail-above 1", &["loss here, accuracy there"]);
+    refused(
+        &with("inverted.json", &|m| (m["interval"]["low"], m["interval"]["high"]) = (1e9.into(), 0.into())),
+        "",
+        &["inverted.json is damaged: interval has a median of", "between 1000000000 and 0"],
+    );
+    refused(&before, &format!("--json {}", text(&before)), &["--baseline names the same file"]);
     refused(&before, "--steps-for-error 5", &["has the loss after 2 steps"]);
     refused(&before, "--repeat 2", &["cannot be used multiple times"]);
     refused(&before, "--fail-slower 5", &["'5' is not a percentage"]);
@@ -219,6 +241,11 @@ fn limits_of_a_ledger_are_checked_first() {
         ("--rounds 3", &["--ledger"]),
         ("--html x.html", &["--ledger"]),
         ("--against jax", &["pytorch"]),
+        ("--steps-for-error 3", &["--steps-for-error is for --ledger, --baseline or --json"]),
+        ("--ledger --also bf16 --only fuse-norm", &["--also bf16: --only leaves it out"]),
+        ("--ledger --html x.json", &["--html x.json: a page's name ends in .html"]),
+        ("--ledger --json x.html --html ./x.html", &["--json names the same file"]),
+        ("--ledger --json /nonexist/x.json", &["--json /nonexist/x.json", "No such file"]),
     ] {
         bench(args).fails(parts);
     }
@@ -259,16 +286,7 @@ fn pytorch_is_asked_where_it_is_and_said_to_be_missing_where_not() {
     let dir = tempdir().unwrap();
     let file = dir.path().join("peers.json");
     let run = |path: &str, more: &[&str]| {
-        let args = ["bench", "hydra"].iter().chain(SMALL).chain(&[
-            "--repeat",
-            "1",
-            "--warmup",
-            "0",
-            "--steps-for-error",
-            "1",
-            "--against",
-            "pytorch",
-        ]);
+        let args = ["bench", "hydra"].iter().chain(SMALL).chain(&["--repeat", "1", "--warmup", "0", "--against", "pytorch"]);
         let mut c = command(args.chain(more));
         c.env("PATH", path).env_remove("VIRTUAL_ENV").env("XDG_CACHE_HOME", dir.path().join("cache"));
         finish(c)
@@ -279,7 +297,7 @@ fn pytorch_is_asked_where_it_is_and_said_to_be_missing_where_not() {
         "pip install torch",
     ]);
     let with = python(dir.path(), true);
-    let said = run(&with, &["--pass", "fuse-norm=off", "--json", &text(&file)]).ok().out;
+    let said = run(&with, &["--pass", "fuse-norm=off", "--steps-for-error", "1", "--json", &text(&file)]).ok().out;
     assert!(said.contains("small: 2 x 32") && said.contains("3.00x") && said.contains("1.50x"), "{said}");
     assert_eq!(json(&file)["peers"]["small"]["usual"]["per_s"], 100.0);
     run(&with, &["--set", "batch=7"]).fails(&["no peer has this step", "small: kiln bench hydra --preset tiny", "other: kiln bench hydra"]);
@@ -311,4 +329,29 @@ fn ledgers_of_a_folder_are_one_picture() {
     bench(&format!("--repeat 1 --warmup 0 --steps-for-error 1 --json {}", text(&plain))).ok();
     draw().fails(&["third.json has no ledger"]);
     kiln(["bench", "hydra", "--picture", "x.svg", "--ledgers", "."]).fails(&["--picture"]);
+}
+
+/// Every third step of this recipe takes much longer: a median of single steps would never see it.
+#[test]
+fn steps_that_differ_are_timed_in_whole_periods() {
+    let dir = tempdir().unwrap();
+    let file = dir.path().join("mixed.json");
+    let small = "bench polychromic --preset tiny --threads 1 --set pretrain=0 --set batch=1 --set every=3 --set replies=2 --set prompts=1 --set new_tokens=8";
+    let run = |args: &str| {
+        let file = text(&file);
+        kiln(small.split_whitespace().chain(args.split_whitespace()).chain(["--json", &file])).ok();
+        json(Path::new(&file))
+    };
+    let plain = run("--set objective.weight=0 --repeat 4 --warmup 0");
+    assert_eq!((&plain["period"], plain["times"].as_array().unwrap().len()), (&1.into(), 4));
+    let mixed = run("--repeat 4 --warmup 0");
+    assert_eq!(
+        (&mixed["period"], &mixed["repeat"], mixed["times"].as_array().unwrap().len()),
+        (&3.into(), &3.into(), 2),
+        "4 steps are 2 periods"
+    );
+    assert!(number(&mixed["ms"]) > 1.2 * number(&plain["ms"]), "{} beside {}", mixed["ms"], plain["ms"]);
+    let ledger = run("--ledger --rounds 3 --repeat 2 --steps-for-error 1 --only fuse-norm");
+    assert_eq!((&ledger["turns"]["steps"], &line(&ledger, "fuse-norm")["steps"]), (&3.into(), &serde_json::json!([3, 3, 3])));
+    assert!(number(&ledger["ms"]) > 1.2 * number(&plain["ms"]), "{} beside {}", ledger["ms"], plain["ms"]);
 }

@@ -147,4 +147,19 @@ fn a_dump_shows_what_a_pass_changes() {
     dump(&["--dump", "flash"]).fails(&["--dump flash: there is no such pass"]);
     dump(&["--dump", "bf16"]).fails(&["off here (--pass bf16=auto"]);
     dump(&["--whole"]).fails(&["--dump"]);
+    dump(&["--dump", "flash-attention", "--html", "x.html"]).fails(&["--html"]);
+    // A pass that adds copies of nodes leaves the names of all others: what differs is what differs without their numbers.
+    let changes = dump(&["--dump", "recompute"]).ok().out;
+    let bare = |sign: &str| {
+        let lines = changes.lines().filter_map(|l| l.strip_prefix(sign));
+        let without = |l: &str| l.split(' ').map(|w| w.split_once('#').map_or(w, |(name, _)| name)).collect::<Vec<_>>().join(" ");
+        lines.map(without).collect::<Vec<_>>()
+    };
+    let (before, after) = (bare("- "), bare("+ "));
+    let only_numbers = before.iter().filter(|l| after.contains(l)).count();
+    assert!(
+        !after.is_empty() && 3 * only_numbers <= 2 * after.len(),
+        "{only_numbers} of {} lines differ by numbers alone:\n{changes}",
+        after.len()
+    );
 }

@@ -275,14 +275,13 @@ fn wide_forward(io: &Io, causal: bool, scale: f32) -> Code {
     let blocks = query_pieces(&s, groups).min(io.arch.multiprocessors as usize);
     let work = Work {
         causal,
-        d: s.d,
-        key_heads: s.batch * s.kv,
-        key_bytes: s.batch * s.kv * s.keys * s.d * 4,
+        streams: s.batch * s.kv,
+        bytes: s.batch * s.kv * s.keys * s.d * 4, // keys and values
         neighbours: s.heads / s.kv / heads_together(&s, groups),
         blocks,
     };
     let mut launch = Launch::new(&source.concat(), "attention_forward");
-    if work.is_by_head() {
+    if s.d == 128 && work.is_from_dram() {
         launch = launch.define("ORDER", "in_pairs").define("BLOCKS", blocks);
     }
     s.define(launch, causal)
@@ -354,16 +353,32 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
     let source =
         [wgmma::TEXT, &products, UNTIL, REACH, order::TEXT, include_str!("pieces.cuh"), STATS, include_str!("wgmma_backward.cu")].concat();
     let grads = Grads::new(io, &s);
+    // Blocks of both kernels, for `heads` of the heads in all examples of `s`.
+    let blocks = |s: &Sizes, heads: usize| {
+        let here = Sizes { heads, kv: heads * s.kv / s.heads, ..*s };
+        [here.batch * here.kv * s.keys.div_ceil(128), query_pieces(&here, 4)].map(|pieces| pieces.min(io.arch.multiprocessors as usize))
+    };
     let launch = |s: &Sizes, heads: usize, entry| {
-        grads
+        let launch = grads
             .define(s.define(Launch::new(&source, entry), causal))
             .define_type("T", dtype)
             .define_f32("SCALE", scale)
             .define_f32("SCALE_2", scale * std::f32::consts::LOG2_E)
             .define("HEADS_HERE", heads)
-            .define("QUERY_ROWS", queries)
+            .define("QUERY_ROWS", queries);
+        let [of_keys, of_queries] = blocks(s, heads);
+        let work = Work {
+            causal,
+            streams: s.batch * heads * s.kv / s.heads,
+            bytes: s.batch * heads * s.time * s.d * 4, // queries and dy
+            neighbours: 1,
+            blocks: of_keys,
+        };
+        match work.is_from_dram() {
+            true => launch.define("ORDER", "in_pairs").define("KEY_BLOCKS", of_keys).define("BLOCKS", of_queries),
+            false => launch,
+        }
     };
-    let blocks = |pieces: usize| pieces.min(io.arch.multiprocessors as usize);
     let stats = (8 * s.queries()).next_multiple_of(1024);
     let (y, lse, dy) = (At::X(3).into(), At::X(4).into(), At::X(5).into());
     let rows = s.queries().div_ceil(256 / (s.d / 8));
@@ -387,10 +402,11 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
         let [dk, dv] = [1, 2].map(|i| of_k(grads.at[i], grads.rows[1]));
         let until: &[Place] = if s.masked { &[At::X(6).plus(first * 4 * s.keys)] } else { &[] };
         let (along, tiles) = (At::Work.plus(8 * s.time * (first * s.heads + kv * group)), At::Work.plus(stats));
+        let [of_keys, of_queries] = blocks(&part, heads);
         // Two stages of keys and values; three of queries, dy and two statistics.
         steps.push(
             launch(&part, heads, "attention_dkdv")
-                .grid(blocks(examples * heads_of_keys * s.keys.div_ceil(128)), 1, 1)
+                .grid(of_keys, 1, 1)
                 .block(384)
                 .shared(2 * 2 * 128 * s.d * 2 + 3 * (2 * queries * s.d * 2 + 2 * queries * 4))
                 .args(&[&[q, k, v, dy], until, &[along, tiles, dk, dv]].concat()),
@@ -398,7 +414,7 @@ fn wide_backward(io: &Io, causal: bool, scale: f32) -> Code {
         // Four stages of 64 keys and four tiles of ds.
         steps.push(
             launch(&part, heads, "attention_dq")
-                .grid(blocks(query_pieces(&Sizes { heads, kv: heads_of_keys, ..part }, 4)), 1, 1)
+                .grid(of_queries, 1, 1)
                 .block(640)
                 .shared(4 * (64 * s.d * 2 + 4 * 8192) + 1024)
                 .args(&[&[k], until, &[tiles, dq]].concat()),

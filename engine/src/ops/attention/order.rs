@@ -3,33 +3,31 @@
 /// The orders, as CUDA source.
 pub(super) const TEXT: &str = include_str!("order.cuh");
 
-/// Keys and values of all heads that are still in L2 when the next queries want them; H100 and H200 have 50 and 60 MB of it.
+/// So many bytes are still in L2 when they are wanted again; H100 and H200 have 50 and 60 MB of it.
 const L2: usize = 48 << 20;
 
-/// What the rule below looks at.
+/// Work items (pieces) of a kernel, by stream: those of a stream read the same bytes again and again.
 pub(super) struct Work {
     pub causal: bool,
-    /// Size of a head.
-    pub d: usize,
-    /// Heads of keys in all examples, and the bytes of keys and values of all of them.
-    pub key_heads: usize,
-    pub key_bytes: usize,
-    /// Work items that read the same keys and follow each other where the longest are first: groups of heads that share them.
+    /// Streams that read different bytes, and the bytes of all of them.
+    pub streams: usize,
+    pub bytes: usize,
+    /// Pieces of the same length that read the same bytes and follow each other where the longest are first.
     pub neighbours: usize,
     /// Blocks that run at once.
     pub blocks: usize,
 }
 
 impl Work {
-    /// Whether one head after another is faster than the longest work items of all heads first.
+    /// Whether a block's bytes come from DRAM where the longest pieces of all streams are first: unless another block that runs at the same time wants them,
+    /// too, or L2 holds those of all streams. Then one stream after another reads them once.
     ///
-    /// Longest first, a block's keys come from DRAM unless another that runs at the same time wants them, too, or L2 holds those of all heads: 16,384 tokens
-    /// in rows of 1k with 16 heads of 128 move 738 MB where 268 would do, at 3.8 TB/s. TFLOP/s on an H200 with the longest first and in pairs, by length of the
-    /// rows: 353, 423 (1k); 428, 502 (2k); 532, 549 (4k); 570 to 596, 589 (8k); 616, 603 (16k). From 8k on four blocks or more have their keys in common.
-    /// Heads of 64, with 192 queries a block instead of 128, ask for 3.0 TB/s and gain nothing: 309, 283 (1k); 383, 385 (2k).
-    pub fn is_by_head(&self) -> bool {
-        let sharing = (self.blocks / self.key_heads).max(self.neighbours);
-        self.causal && self.d == 128 && self.key_bytes > L2 && sharing < 3
+    /// Forward, 16,384 tokens in rows of 1k with 16 heads of 128: 738 MB instead of 268, at 3.8 TB/s. TFLOP/s on an H200 with the longest first and in pairs, by
+    /// length of the rows: 353, 423 (1k); 428, 502 (2k); 532, 549 (4k); 570 to 596, 589 (8k); 616, 603 (16k). From 8k on four blocks or more have their keys in
+    /// common. Heads of 64, with 192 queries a block instead of 128, ask for 3.0 TB/s and gain nothing: 309, 283 (1k); 383, 385 (2k).
+    pub fn is_from_dram(&self) -> bool {
+        let sharing = (self.blocks / self.streams).max(self.neighbours);
+        self.causal && self.bytes > L2 && sharing < 3
     }
 }
 
@@ -41,26 +39,25 @@ mod tests {
     use crate::meta::{DType, Meta};
     use std::process::Command;
 
-    /// 16,384 tokens in rows of some length, `heads` heads of `d`, `group` of which have the same keys.
+    /// Forward: 16,384 tokens in rows of some length, `heads` heads of `d`, `group` of which have the same keys.
     fn work(length: usize, d: usize, heads: usize, group: usize) -> Work {
-        let key_heads = 16384 / length * heads / group;
+        let streams = 16384 / length * heads / group;
         let neighbours = if group.is_multiple_of(2) { group / 2 } else { group };
-        Work { causal: true, d, key_heads, key_bytes: key_heads * length * 4 * d, neighbours, blocks: 132 }
+        Work { causal: true, streams, bytes: streams * length * 4 * d, neighbours, blocks: 132 }
     }
 
     #[test]
-    fn heads_of_128_in_rows_up_to_4k_are_taken_one_after_another() {
-        let chosen = |d: usize| [1024, 2048, 4096, 8192, 16384].map(|length| work(length, d, 2048 / d, 1).is_by_head());
-        assert_eq!(chosen(128), [true, true, true, false, false]);
-        assert_eq!(chosen(64), [false; 5]);
+    fn rows_up_to_4k_read_their_keys_from_dram() {
+        let found = [1024, 2048, 4096, 8192, 16384].map(|length| work(length, 128, 16, 1).is_from_dram());
+        assert_eq!(found, [true, true, true, false, false]);
         // Qwen3-0.6B: 16 heads, 8 of keys. Qwen2.5-1.5B: 12 and 2, which L2 holds. 24 and 8: three blocks read the same keys anyway.
-        assert!(work(1024, 128, 16, 2).is_by_head());
-        assert!(!work(1024, 128, 12, 6).is_by_head());
-        assert!(!work(1024, 128, 24, 3).is_by_head());
-        assert!(!Work { causal: false, ..work(1024, 128, 16, 1) }.is_by_head());
+        assert!(work(1024, 128, 16, 2).is_from_dram());
+        assert!(!work(1024, 128, 12, 6).is_from_dram());
+        assert!(!work(1024, 128, 24, 3).is_from_dram());
+        assert!(!Work { causal: false, ..work(1024, 128, 16, 1) }.is_from_dram());
     }
 
-    /// The kernel counts with as many blocks as are launched, else pieces would be left.
+    /// The kernels count with as many blocks as are launched, else pieces would be left.
     #[test]
     fn blocks_in_pairs_are_those_that_are_launched() {
         let launch = |time: usize, kv: usize, multiprocessors: u32, dtype| {
@@ -78,6 +75,21 @@ mod tests {
             assert_eq!(launch(1024, kv, multiprocessors, DType::F16), pairs);
         }
         assert_eq!(launch(8192, 16, 132, DType::BF16), (None, None, 132));
+
+        let gradient = |examples: usize, time: usize, heads: usize, d: usize| {
+            let meta = Meta::new(&[examples, time, heads, d], DType::BF16);
+            let x = [0, 1, 2, 3, 4, 5].map(|i| if i == 4 { Meta::f32(&[examples, heads, time]) } else { meta.clone() });
+            let code = kernels::backward(&Io::plain(&x, &x[..3], Arch { sm: 90, multiprocessors: 132 }), true, 0.1);
+            let of = |name: &str, define: &str| {
+                let launch = code.steps.iter().filter_map(|s| s.kernel()).find(|l| l.entry == name).unwrap();
+                (launch.defines.iter().find(|d| d.0 == define).map(|d| d.1.clone()), launch.grid[0])
+            };
+            (of("attention_dkdv", "KEY_BLOCKS"), of("attention_dq", "BLOCKS"))
+        };
+        let all = (Some("132".into()), 132);
+        assert_eq!(gradient(64, 1024, 12, 64), (all.clone(), all.clone()));
+        assert_eq!(gradient(16, 1024, 16, 128), (all.clone(), all));
+        assert_eq!(gradient(1, 16384, 16, 128), ((None, 132), (None, 132)));
     }
 
     /// The kernels' own text, compiled as C++: every piece of every stream is taken once, by live turns that come before all others of a block; and no block

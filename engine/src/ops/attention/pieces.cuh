@@ -4,9 +4,10 @@
 #define HEADS_HERE HEADS
 #endif
 
-#ifndef ORDER // how blocks take pieces (see order.cuh), and how many there are
+#ifndef ORDER // how blocks take pieces (see order.cuh), and how many blocks there are: for pieces of queries, and of keys
 #define ORDER longest_first
 #define BLOCKS gridDim.x
+#define KEY_BLOCKS gridDim.x
 #endif
 
 // 64 queries for each of GROUPS warp groups: of several heads that read the same keys, if there are such, else of one.

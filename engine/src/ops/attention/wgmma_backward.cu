@@ -29,7 +29,7 @@ struct KeyPiece {
     u32 b, kv;
     int k0;
     // With causality the first keys are seen by the most queries.
-    __device__ __forceinline__ KeyPiece(u32 round) : turn(ORDER(KEY_STREAMS, KEY_PIECES, BLOCKS, blockIdx.x, round)) {
+    __device__ __forceinline__ KeyPiece(u32 round) : turn(ORDER(KEY_STREAMS, KEY_PIECES, KEY_BLOCKS, blockIdx.x, round)) {
         b = turn.stream / KV_HERE, kv = turn.stream % KV_HERE, k0 = (KEY_PIECES - 1 - (int)turn.piece) * BK;
     }
     __device__ __forceinline__ bool live() const { return turn.live; }
@@ -54,12 +54,14 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
 
     if (threadIdx.x >= 256) {
         give_registers<40>();
-        u32 copier = threadIdx.x - 256, n = 0; // stages so far
+        u32 copier = threadIdx.x - 256, n = 0, taken = 0; // stages and pieces so far
         for (u32 round = 0;; round++) {
             KeyPiece piece(round);
             if (!piece.live()) return;
-            u32 slot = round % 2;
-            if (round >= 2) await(k_empty + slot, round / 2 - 1);
+            if (piece.turn.hole) continue;
+            u32 slot = taken % 2;
+            if (taken >= 2) await(k_empty + slot, taken / 2 - 1);
+            taken++;
             load<BK>(keys + slot * BK * D, k + (u64)piece.b * KEYS * K_ROW + piece.kv * D, K_ROW, piece.k0, KEYS, copier);
             load<BK>(values + slot * BK * D, v + (u64)piece.b * KEYS * V_ROW + piece.kv * D, V_ROW, piece.k0, KEYS, copier);
             Queries r = {CAUSAL && piece.k0 > OFFSET ? (piece.k0 - OFFSET) / QUERY_ROWS * QUERY_ROWS : 0, TIME, {{TIME, TIME}, {TIME, TIME}}};
@@ -95,10 +97,11 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
         __syncwarp();
         if (lane == 0) arrive(barrier);
     };
-    u32 n = 0; // stages so far
+    u32 n = 0, taken = 0; // stages and pieces so far
     for (u32 round = 0;; round++) {
         KeyPiece piece(round);
         if (!piece.live()) return;
+        if (piece.turn.hole) continue;
         int k_group = piece.k0 + 64 * group;
         // A thread's two keys are seen by queries from low to high.
         int low = k_group + row - OFFSET, high[2];
@@ -107,8 +110,9 @@ attention_dkdv(const T *q, const T *k, const T *v, const T *dy, UNTIL const Pair
             int key = k_group + row + 8 * half;
             high[half] = key >= KEYS ? -1 : MASKED ? until[(u64)piece.b * KEYS + key] : TIME;
         }
-        u32 slot = round % 2;
-        await(k_full + slot, round / 2);
+        u32 slot = taken % 2;
+        await(k_full + slot, taken / 2);
+        taken++;
         const int first = ranges[slot].first, end = ranges[slot].end;
         const Reach own = ranges[slot].own[group];
         u64 k_at = rows_at(keys + slot * BK * D) + group * 512, v_at = rows_at(values + slot * BK * D) + group * 512;
@@ -251,6 +255,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + COPIERS, 1) attentio
         for (u32 round = 0;; round++) {
             QueryPiece<GROUPS> piece(round);
             if (!piece.live()) return;
+            if (piece.turn.hole) continue;
             const int *limits = MASKED ? until + (u64)piece.b * KEYS : until;
             const auto most = [&](int k0) { return MASKED ? reach<64>(limits, k0, lane).most : TIME; };
             int end = piece.end(), k0 = 0;
@@ -280,6 +285,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + COPIERS, 1) attentio
     for (u32 round = 0;; round++) {
         QueryPiece<GROUPS> piece(round);
         if (!piece.live()) return;
+        if (piece.turn.hole) continue;
         float sum[D / 2];
 #pragma unroll
         for (int i = 0; i < D / 2; i++) sum[i] = 0.0f;

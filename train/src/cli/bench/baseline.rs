@@ -34,11 +34,13 @@ pub fn error(text: &str) -> Result<f64, String> {
 #[derive(Debug, Default)]
 pub struct Compared {
     pub said: Vec<String>,
+    /// What a bound cannot see.
+    pub warned: Vec<String>,
     pub failed: Vec<String>,
 }
 
 /// Refuses a file of another step or machine, before anything is measured. Returns what is worth a warning.
-pub fn comparable(now: &Measured, then: &Measured, path: &Path) -> Result<Vec<String>> {
+pub fn comparable(now: &Measured, then: &Measured, bounds: Bounds, path: &Path) -> Result<Vec<String>> {
     let shown = path.display();
     for (what, here, there) in
         [("recipe", &now.recipe, &then.recipe), ("preset", &now.preset, &then.preset), ("device", &now.device, &then.device)]
@@ -61,6 +63,9 @@ pub fn comparable(now: &Measured, then: &Measured, path: &Path) -> Result<Vec<St
     let passes = |keys: &[String]| keys.iter().find(|k| k.starts_with("passes.")).cloned();
     if let Some(pass) = passes(&here).or(passes(&there)) {
         bail!("{shown} is of another config: {pass} on one side only; measure a baseline of this one (--json FILE)");
+    }
+    if bounds.above.is_some() && then.numbers.is_none() {
+        bail!("{shown} has no loss, which --fail-above compares: measure it again with this kiln (--json FILE)");
     }
     let mut warnings = vec![];
     if !here.is_empty() || !there.is_empty() {
@@ -115,12 +120,16 @@ pub fn compared(now: &Measured, then: &Measured, bounds: Bounds) -> Compared {
         c.said.push(format!("planned peak {}, {} there", human_bytes(now.peak_bytes), human_bytes(then.peak_bytes)));
     }
     c.numbers("the step", now.numbers.as_ref(), then.numbers.as_ref(), bounds.above);
-    for line in now.ledger.iter().filter(|l| l.found == Found::Measured) {
-        let Some(before) =
-            then.ledger.iter().find(|l| l.pass == line.pass && l.switched_on == line.switched_on && l.found == Found::Measured)
-        else {
-            continue;
-        };
+    // What only one of two ledgers was asked for (--only, --also) is in no comparison.
+    for (line, before) in now.ledger.iter().filter_map(|l| Some((l, then.ledger.iter().find(|b| b.pass == l.pass)?))) {
+        match [line.found, before.found] {
+            [Found::Measured, Found::Measured] if line.switched_on == before.switched_on => {}
+            [a, b] if a == b || a == Found::Off || b == Found::Off => continue,
+            _ => {
+                c.cannot(format!("{}: {} here, {} there", line.pass, line.gains(), before.gains()), bounds.above);
+                continue;
+            }
+        }
         let which = format!("the step with {} {}", line.pass, if line.switched_on { "on" } else { "off" });
         c.numbers(&which, line.numbers.as_ref(), before.numbers.as_ref(), bounds.above);
         if let (Some(a), Some(b)) = (line.gain, before.gain)
@@ -138,20 +147,45 @@ pub fn compared(now: &Measured, then: &Measured, bounds: Bounds) -> Compared {
 }
 
 impl Compared {
-    /// A step is slower beyond the noise where the intervals of the medians do not overlap.
+    /// What keeps numbers from being compared fails where they have a bound.
+    fn cannot(&mut self, why: String, above: Option<f64>) {
+        match above {
+            Some(_) => self.failed.push(format!("not comparable: {why} (--fail-above)")),
+            None => self.said.push(why),
+        }
+    }
+
+    /// A step is slower beyond the noise where the intervals of the medians do not overlap. Where noise hides whether the bound is kept, it is not kept.
     fn time(&mut self, step: &str, now: &Interval, then: &Interval, bound: Option<f64>) {
         let more = now.median / then.median - 1.0;
         let ms = |i: &Interval| format!("{:.2} ms ({:.2} to {:.2})", i.median, i.low, i.high);
         let noise = if now.low <= then.high && then.low <= now.high { ", within noise" } else { "" };
         let said = format!("a {step} takes {}, {} there: {:+.1}%{noise}", ms(now), ms(then), 100.0 * more);
-        if let Some(bound) = bound.filter(|bound| more > *bound && noise.is_empty()) {
-            self.failed.push(format!("slower: {said}, more than {}% (--fail-slower)", 100.0 * bound));
+        // Of each interval the longer side, as a share of its median.
+        let reach = [now, then].map(|i| (i.high / i.median).max(i.median / i.low) - 1.0).into_iter().fold(0.0, f64::max);
+        if let Some(bound) = bound {
+            let percent = 100.0 * bound;
+            let unsure = format!(
+                "cannot tell {percent}% here, because the intervals reach {:.1}%: raise --repeat, here or of the baseline",
+                100.0 * reach
+            );
+            match (more > bound, noise.is_empty()) {
+                (true, true) => self.failed.push(format!("slower: {said}, more than {percent}% (--fail-slower)")),
+                (true, false) => self.failed.push(format!("slower: {said}; {unsure} (--fail-slower)")),
+                (false, _) if reach > bound => self.warned.push(unsure),
+                (false, _) => {}
+            }
         }
         self.said.push(said);
     }
 
     fn numbers(&mut self, which: &str, now: Option<&Numbers>, then: Option<&Numbers>, bound: Option<f64>) {
-        let Some((now, then)) = now.zip(then) else { return };
+        let (now, then) = match (now, then) {
+            (Some(now), Some(then)) if now.metric == then.metric => (now, then),
+            (Some(now), Some(then)) => return self.cannot(format!("{which} reports {} here, {} there", now.metric, then.metric), bound),
+            (None, None) => return,
+            _ => return self.cannot(format!("{which} has a loss on one side only"), bound),
+        };
         for (steps, a, b) in [(1, now.first, then.first), (now.steps, now.last, then.last)] {
             let by = a.zip(b).and_then(|(a, b)| relative((a - b).abs(), b.abs()));
             // Where both are no numbers, nothing has moved.

@@ -30,9 +30,13 @@ pub struct Measured {
     pub ms: f64,
     pub interval: Option<Interval>,
     pub per_s: f64,
-    /// Milliseconds of a step: of every one, or in a ledger of every block of the baseline.
+    /// Milliseconds of a step, the mean of each period; in a ledger, of every block of the baseline.
     pub times: Vec<f64>,
+    /// Steps that each of these is the mean of.
     pub repeat: usize,
+    /// Steps after which what a step does repeats.
+    #[serde(default = "one")]
+    pub period: usize,
     pub peak_bytes: u64,
     pub setup_s: f64,
     pub memory_budget: Option<u64>,
@@ -72,14 +76,14 @@ pub struct Turns {
     /// How often the baseline was loaded.
     pub copies: usize,
     pub seconds: f64,
-    /// How much longer one copy of the baseline takes than the others do. Smaller gains are within noise.
-    pub same: Interval,
+    /// How far a gain may be off because every variant is loaded once, as a logarithm, by how the copies differ: it is in all intervals. Files from before
+    /// it was measured have none.
+    #[serde(default)]
+    pub loads: f64,
 }
 
-impl Turns {
-    pub fn noise(&self) -> f64 {
-        self.same.reach(0.0)
-    }
+fn one() -> usize {
+    1
 }
 
 /// What became of a pass in a ledger.
@@ -119,9 +123,11 @@ pub struct Line {
     pub allocated_off: Option<u64>,
     pub differ: Option<Differences>,
     pub numbers: Option<Numbers>,
-    /// Milliseconds of the switched step, by round, and how many times the baseline's around it that is.
+    /// Milliseconds of the switched step, by round, how many times the baseline's around it that is, and how many steps were timed.
     pub times: Vec<f64>,
     pub ratios: Vec<f64>,
+    #[serde(default)]
+    pub steps: Vec<usize>,
 }
 
 impl Line {
@@ -144,6 +150,7 @@ impl Line {
             numbers: None,
             times: vec![],
             ratios: vec![],
+            steps: vec![],
         }
     }
 
@@ -195,12 +202,23 @@ impl Measured {
             }
             None => bail!("{shown} is not what `kiln bench RECIPE --json FILE` writes"),
         }
-        serde_json::from_value(value).with_context(|| format!("{shown} is not what `kiln bench RECIPE --json FILE` writes"))
+        let m: Measured =
+            serde_json::from_value(value).with_context(|| format!("{shown} is not what `kiln bench RECIPE --json FILE` writes"))?;
+        let intervals = m.ledger.iter().map(|l| (l.pass.as_str(), l.gain)).chain([("interval", m.interval)]);
+        if let Some((what, Some(i))) = intervals.into_iter().find(|(_, i)| i.is_some_and(|i| !i.is_sound())) {
+            bail!("{shown} is damaged: {what} has a median of {} between {} and {}", i.median, i.low, i.high);
+        }
+        Ok(m)
     }
 
     /// `RECIPE PRESET on cpu, 2 threads`
     pub fn title(&self) -> String {
         format!("{} {} on {}", self.recipe, self.preset, self.device)
+    }
+
+    /// Where steps differ, that they are timed together.
+    pub fn whole_periods(&self) -> String {
+        if self.period == 1 { String::new() } else { format!(" (whole periods of {} steps, which differ)", self.period) }
     }
 
     /// How the ledger's times were taken, in words.
@@ -211,17 +229,16 @@ impl Measured {
             n => format!("variants held in memory in {n} groups, one after the other, because they do not fit at once"),
         };
         let steps = if t.steps == 1 { "1 step".to_string() } else { format!("{} steps", t.steps) };
+        let whole = self.whole_periods();
         let took = human_time(std::time::Duration::from_secs_f64(t.seconds));
         vec![
             format!(
-                "{} rounds in {took}, each: {steps} of {} copies of the baseline and as long of every variant, in changing order; {held}",
+                "{} rounds in {took}, each: {steps}{whole} of {} copies of the baseline and as long of every variant, in changing order; {held}",
                 t.rounds, t.copies
             ),
             format!(
-                "a copy of the baseline differs from the others by {:+.1}% ({}): a gain below {:.1}%, or whose 95% interval has zero in it, is within noise",
-                100.0 * t.same.median,
-                range(&t.same),
-                100.0 * t.noise()
+                "copies of the baseline differ so much that a gain may be off by {:.1}% because a variant is loaded once; 95% intervals include that, and a gain whose interval has zero in it is within noise",
+                100.0 * t.loads.exp_m1()
             ),
         ]
     }

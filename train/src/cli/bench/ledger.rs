@@ -7,7 +7,7 @@ use super::file::{Found, Line, Turns};
 use super::groups::{Needs, groups};
 use super::rounds::{Limits, in_turn};
 use super::side::{Differences, Gradients, Numbers, Side};
-use super::stats::{Interval, LEAST, Verdict};
+use super::stats::{Interval, LEAST, Verdict, loads};
 use crate::cli::progress::Progress;
 use crate::config::Config;
 use crate::memory;
@@ -53,8 +53,9 @@ pub struct Ledger {
 
 /// Without --rounds and --minutes. The interval of nine leaves out the smallest and the largest.
 const ROUNDS: usize = 9;
-/// With so many variants there is a third copy of the baseline: what all are compared with should be less uncertain than each of them.
-const MANY: usize = 8;
+/// How often the baseline is loaded, where memory allows it; twice at least. How its copies differ says how far any load may be off: of two, by 16 times
+/// their standard deviation, of four by 3.6 times, of six by 2.8 times.
+const COPIES: usize = 4;
 /// Seconds that a block takes at least, where its steps are not given. The clock of a GPU changes within seconds: many short turns follow it better than
 /// few long ones.
 const BLOCK: f64 = 0.1;
@@ -68,6 +69,9 @@ pub fn checked(asked: &Asked) -> Result<()> {
         if !names().any(|known| known == name) {
             bail!("{flag} {name}: there is no such pass{}", known(name, names()));
         }
+    }
+    if let Some(name) = asked.also.iter().find(|name| !asked.only.is_empty() && !asked.only.contains(name)) {
+        bail!("--also {name}: --only leaves it out; name it there, too");
     }
     if asked.rounds.is_some_and(|r| !(LEAST..=100_000).contains(&r)) {
         bail!("--rounds {}: from {LEAST}, because fewer say nothing about their own noise, to 100000", asked.rounds.unwrap_or(0));
@@ -148,9 +152,9 @@ struct Work<'a> {
     allocated: Option<u64>,
     own: Needs,
     steps: Option<usize>,
-    /// Of all groups: milliseconds of the baseline's blocks, and how much a copy differs from the others.
+    /// Of all groups: milliseconds of the baseline's blocks, and how far a load may be off.
     times: Vec<f64>,
-    same: Option<Interval>,
+    loads: Option<f64>,
     progress: Progress,
 }
 
@@ -158,10 +162,12 @@ pub fn ledger(asked: &Asked, baseline: Baseline) -> Result<(Ledger, Side)> {
     let (started, mut progress) = (Instant::now(), Progress::new());
     let own = Needs::of(&run::peak(&baseline.side.session));
     let (mut lines, variants) = variants(asked, &baseline.side, &mut progress);
-    let copies = if variants.len() < MANY { 2 } else { 3 };
     let free = memory::available(asked.device).map(|free| (SHARE * (free.saturating_add(own.total())) as f64) as u64);
     let needs: Vec<Needs> = variants.iter().map(|v| v.needs).collect();
-    let (groups, too_large) = groups(Needs { rest: copies as u64 * own.rest, ..own }, &needs, free);
+    let beside = |copies: usize| groups(Needs { rest: copies as u64 * own.rest, ..own }, &needs, free);
+    // No variant is left out for a copy's sake.
+    let copies = (2..=COPIES).rev().find(|&n| beside(n).1.len() == beside(2).1.len()).unwrap_or(2);
+    let (groups, too_large) = beside(copies);
     lines.extend(too_large.into_iter().map(|i| no_room(&variants[i], own, copies, free)));
     let mut work = Work::new(asked, baseline, own, copies, progress)?;
     let mut left: Vec<Option<Variant>> = variants.into_iter().map(Some).collect();
@@ -177,7 +183,7 @@ pub fn ledger(asked: &Asked, baseline: Baseline) -> Result<(Ledger, Side)> {
         timed.extend(work.group(own, until, &of)?);
     }
     let (side, turns, times) = work.end(&timed, groups.len(), started.elapsed())?;
-    lines.extend(finished(timed, &times, turns.noise()));
+    lines.extend(finished(timed, &times, turns.loads));
     lines.sort_by_key(|line| switches().position(|p| p.name() == line.pass));
     Ok((Ledger { lines, turns, times }, side))
 }
@@ -236,8 +242,8 @@ impl<'a> Work<'a> {
     /// Loads the baseline as often as it is to be there.
     fn new(asked: &'a Asked<'a>, baseline: Baseline, own: Needs, copies: usize, progress: Progress) -> Result<Work<'a>> {
         let Baseline { side, numbers, gradients, allocated } = baseline;
-        let (steps, times, same) = (asked.steps, vec![], None);
-        let mut work = Work { asked, copies: vec![side], numbers, gradients, allocated, own, steps, times, same, progress };
+        let (steps, times, loads) = (asked.steps.map(|n| n.next_multiple_of(side.task.period())), vec![], None);
+        let mut work = Work { asked, copies: vec![side], numbers, gradients, allocated, own, steps, times, loads, progress };
         for _ in 1..copies {
             work.progress.say("loading the step once more as it is".into());
             let (mut side, _) = Variant::new(asked, None, false)?.load(asked)?;
@@ -265,13 +271,17 @@ impl<'a> Work<'a> {
         resize_arena(self.asked.device, all.max().unwrap_or(0))?;
         let steps = self.steps()?;
         let rounds = self.asked.rounds.unwrap_or(if self.asked.minutes.is_some() { usize::MAX } else { ROUNDS });
-        let turns = in_turn(&mut self.copies, &mut sides, Limits { steps, rounds, until }, what, &mut self.progress)?;
+        let limits = Limits { steps, period: self.period(), rounds, until };
+        let turns = in_turn(&mut self.copies, &mut sides, limits, what, &mut self.progress)?;
         self.times.extend(turns.copies.iter().flatten().map(|b| b.ms));
         // The group where the copies differ most counts.
-        self.same = turns.same().into_iter().chain(self.same).max_by(|a, b| a.reach(0.0).total_cmp(&b.reach(0.0)));
+        self.loads = Some(loads(&turns.apart()).max(self.loads.unwrap_or(0.0)));
         let mut held = 0..sides.len();
         let one = |line: Line| match if line.found == Found::Measured { held.next() } else { None } {
-            Some(i) => Timed { line, times: turns.others[i].iter().map(|b| b.ms).collect(), ratios: turns.ratios(i) },
+            Some(i) => {
+                let line = Line { steps: turns.others[i].iter().map(|b| b.steps).collect(), ..line };
+                Timed { line, times: turns.others[i].iter().map(|b| b.ms).collect(), ratios: turns.ratios(i) }
+            }
             None => Timed { line, times: vec![], ratios: vec![] },
         };
         Ok(lines.into_iter().map(one).collect())
@@ -289,40 +299,45 @@ impl<'a> Work<'a> {
         Ok(side)
     }
 
-    /// Steps of a block: by the time of the baseline's where it is not said, and then the same for every group.
+    fn period(&self) -> usize {
+        self.copies[0].task.period()
+    }
+
+    /// Steps of a block, whole periods: by the time of the baseline's where it is not said, and then the same for every group.
     fn steps(&mut self) -> Result<usize> {
         if let Some(steps) = self.steps {
             return Ok(steps);
         }
-        let clock = Instant::now();
+        let (clock, period) = (Instant::now(), self.period());
         // Each copy, so that all have run as often.
-        let times = self.copies.iter_mut().map(|copy| Ok(copy.block(3, clock)?.ms)).collect::<Result<Vec<f64>>>()?;
+        let first = 3usize.next_multiple_of(period);
+        let times = self.copies.iter_mut().map(|copy| Ok(copy.block(first, clock)?.ms)).collect::<Result<Vec<f64>>>()?;
         let one = times.into_iter().fold(f64::INFINITY, f64::min) / 1e3;
-        Ok(*self.steps.insert(((BLOCK / one).ceil() as usize).clamp(3, 200)))
+        Ok(*self.steps.insert(((BLOCK / one).ceil() as usize).clamp(3, 200).next_multiple_of(period)))
     }
 
     /// The baseline, how the times were taken, and those of the baseline. Where nothing was compared, its copies are timed alone.
     fn end(mut self, timed: &[Timed], groups: usize, time: Duration) -> Result<(Side, Turns, Vec<f64>)> {
-        if self.same.is_none() {
+        if self.loads.is_none() {
             self.group(vec![], None, "ledger")?;
         }
         self.progress.end();
-        let Some(same) = self.same else { bail!("the baseline was not timed often enough: --rounds") };
+        let Some(loads) = self.loads else { bail!("the baseline was not timed often enough: --rounds") };
         let rounds = timed.iter().filter(|t| !t.ratios.is_empty()).map(|t| t.ratios.len()).min().unwrap_or(0);
-        let turns = Turns { rounds, steps: self.steps.unwrap_or(1), groups, copies: self.copies.len(), seconds: time.as_secs_f64(), same };
+        let turns = Turns { rounds, steps: self.steps.unwrap_or(1), groups, copies: self.copies.len(), seconds: time.as_secs_f64(), loads };
         Ok((self.copies.swap_remove(0), turns, self.times))
     }
 }
 
-/// Lines with their gains, now that the noise is known.
-fn finished(timed: Vec<Timed>, times: &[f64], noise: f64) -> impl Iterator<Item = Line> {
+/// Lines with their gains, now that it is known how far a load may be off.
+fn finished(timed: Vec<Timed>, times: &[f64], loads: f64) -> impl Iterator<Item = Line> {
     let ms = Interval::of(times).map_or(f64::NAN, |i| i.median);
     timed.into_iter().map(move |Timed { mut line, times, ratios }| {
-        let Some(ratio) = Interval::of_positive(&ratios) else { return line };
+        let Some(ratio) = Interval::of_ratios(&ratios, loads) else { return line };
         let (on, off) = if line.switched_on { (ms * ratio.median, ms) } else { (ms, ms * ratio.median) };
         let gain = ratio.map(|ratio| if line.switched_on { 1.0 / ratio - 1.0 } else { ratio - 1.0 });
         (line.ms, line.ms_off) = (Some(on), Some(off));
-        (line.gain, line.verdict) = (Some(gain), Some(Verdict::of(&gain, noise)));
+        (line.gain, line.verdict) = (Some(gain), Some(Verdict::of(&gain)));
         (line.times, line.ratios) = (times, ratios);
         if line.switched_on && line.sites == 0 {
             line.found = Found::Nothing;

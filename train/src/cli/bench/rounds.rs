@@ -13,6 +13,8 @@ use std::time::Instant;
 pub struct Limits {
     /// Steps of the baseline that are timed together; one more runs before them. A slower side has fewer, so that its turns are as long.
     pub steps: usize,
+    /// All of them are multiples of this (`Task::period`): a part of a period would be another mix of steps.
+    pub period: usize,
     /// At most so many rounds.
     pub rounds: usize,
     /// No round begins that would end after this, but for the first three.
@@ -47,10 +49,10 @@ impl Turns {
         ratios(&self.baseline(None), &self.others[side])
     }
 
-    /// How much longer one copy of the baseline takes than the others do, of the copy of which that is least certain to be nothing.
-    pub fn same(&self) -> Option<Interval> {
-        let one = |i: usize| Interval::of_positive(&ratios(&self.baseline(Some(i)), &self.copies[i])).map(|i| i.map(|ratio| ratio - 1.0));
-        (0..self.copies.len()).filter_map(one).max_by(|a, b| a.reach(0.0).total_cmp(&b.reach(0.0)))
+    /// Of each copy of the baseline, the logarithm of how many times as long it takes as the others do.
+    pub fn apart(&self) -> Vec<f64> {
+        let one = |i: usize| Some(Interval::of_positive(&ratios(&self.baseline(Some(i)), &self.copies[i]))?.median.ln());
+        (0..self.copies.len()).filter_map(one).collect()
     }
 }
 
@@ -72,11 +74,13 @@ pub fn turns(copies: usize, others: usize, round: usize) -> Vec<Turn> {
     all
 }
 
-/// Steps of a side that take as long as `steps` of the baseline, at most as many, by the blocks so far.
-fn as_long(steps: usize, baseline: &[Block], side: &[Block]) -> usize {
+/// Steps of a side in whole periods that take as long as `steps` of the baseline, at most as many, by the blocks so far.
+fn as_long(steps: usize, period: usize, baseline: &[Block], side: &[Block]) -> usize {
     let least = |blocks: &[Block]| blocks.iter().map(|b| b.ms).fold(f64::INFINITY, f64::min);
     match (least(baseline), least(side)) {
-        (baseline, side) if baseline.is_finite() && side.is_finite() => ((steps as f64 * baseline / side).round() as usize).clamp(1, steps),
+        (baseline, side) if baseline.is_finite() && side.is_finite() => {
+            ((steps as f64 * baseline / side / period as f64).round() as usize * period).clamp(period, steps)
+        }
         _ => steps,
     }
 }
@@ -91,7 +95,7 @@ pub fn in_turn(copies: &mut [Side], others: &mut [Side], limits: Limits, what: &
             match turn {
                 Turn::Copy(i) => found.copies[i].push(copies[i].block(limits.steps, clock)?),
                 Turn::Other(i) => {
-                    let steps = as_long(limits.steps, &found.copies[0], &found.others[i]);
+                    let steps = as_long(limits.steps, limits.period, &found.copies[0], &found.others[i]);
                     found.others[i].push(others[i].block(steps, clock)?);
                 }
             }
@@ -130,12 +134,14 @@ mod tests {
 
     #[test]
     fn a_slow_side_has_turns_as_long_as_the_baselines() {
-        let blocks = |ms: &[f64]| ms.iter().map(|&ms| Block { at: 0.0, ms }).collect::<Vec<_>>();
-        assert_eq!(as_long(9, &blocks(&[]), &blocks(&[])), 9, "nothing is known yet");
-        assert_eq!(as_long(9, &blocks(&[30.0, 31.0]), &blocks(&[30.5])), 9);
-        assert_eq!(as_long(9, &blocks(&[30.0]), &blocks(&[90.0, 300.0])), 3);
-        assert_eq!(as_long(9, &blocks(&[30.0]), &blocks(&[3000.0])), 1);
-        assert_eq!(as_long(9, &blocks(&[30.0]), &blocks(&[10.0])), 9, "never more");
+        let blocks = |ms: &[f64]| ms.iter().map(|&ms| Block { at: 0.0, ms, steps: 1 }).collect::<Vec<_>>();
+        assert_eq!(as_long(9, 1, &blocks(&[]), &blocks(&[])), 9, "nothing is known yet");
+        assert_eq!(as_long(9, 1, &blocks(&[30.0, 31.0]), &blocks(&[30.5])), 9);
+        assert_eq!(as_long(9, 1, &blocks(&[30.0]), &blocks(&[90.0, 300.0])), 3);
+        assert_eq!(as_long(9, 1, &blocks(&[30.0]), &blocks(&[3000.0])), 1);
+        assert_eq!(as_long(9, 1, &blocks(&[30.0]), &blocks(&[10.0])), 9, "never more");
+        assert_eq!(as_long(20, 5, &blocks(&[30.0]), &blocks(&[90.0])), 5, "whole periods");
+        assert_eq!(as_long(5, 5, &blocks(&[30.0]), &blocks(&[3000.0])), 5);
     }
 
     #[test]

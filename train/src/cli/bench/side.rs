@@ -1,6 +1,6 @@
 //! One side of a comparison: a recipe's step with its programs loaded, what it computes, and how long it takes.
 
-use super::stats::Block;
+use super::stats::{Block, LEAST};
 use crate::optim;
 use crate::recipe::{Session, Task, TrainError};
 use anyhow::Result;
@@ -60,14 +60,20 @@ impl Side {
         Ok(())
     }
 
-    /// Milliseconds of single steps, after some that do not count.
-    pub fn times(&mut self, warm_up: usize, steps: usize) -> Result<Vec<f64>> {
-        let mut times = vec![];
-        for i in 0..warm_up + steps {
+    /// Milliseconds of a step, the mean of each period (`Task::period`), after some steps that do not count. So many steps, or some more until a period
+    /// is whole; where it is not said, as `enough` has it.
+    pub fn times(&mut self, warm_up: usize, steps: Option<usize>) -> Result<Vec<f64>> {
+        let period = self.task.period();
+        (0..warm_up as u64).try_for_each(|i| self.run(i))?;
+        self.session.device.synchronize()?;
+        let (mut times, clock) = (vec![], Instant::now());
+        let mut done = warm_up as u64;
+        while steps.map_or(!enough(times.len(), times.len() * period, clock.elapsed()), |steps| times.len() * period < steps) {
             let start = Instant::now();
-            self.run(i as u64)?;
+            (done..done + period as u64).try_for_each(|i| self.run(i))?;
             self.session.device.synchronize()?;
-            times.extend((i >= warm_up).then(|| start.elapsed().as_secs_f64() * 1e3));
+            times.push(start.elapsed().as_secs_f64() * 1e3 / period as f64);
+            done += period as u64;
         }
         Ok(times)
     }
@@ -144,23 +150,27 @@ impl Side {
         own.map(|(name, t)| Ok((name.to_string(), (t.meta.clone(), t.bytes()?.into_owned())))).collect()
     }
 
-    /// Times some steps together, after one that is not timed. Always the same steps, so that every block has the same work.
+    /// Times some steps together, which are whole periods, after one that is not timed. Always the same steps, so that every block has the same work.
     pub fn block(&mut self, steps: usize, clock: Instant) -> Result<Block> {
-        self.run(0)?;
+        let first = self.task.period() as u64;
+        self.run(first - 1)?;
         self.session.device.synchronize()?;
         let start = clock.elapsed();
-        for i in 1..=steps as u64 {
-            self.run(i)?;
-        }
+        (first..first + steps as u64).try_for_each(|i| self.run(i))?;
         self.session.device.synchronize()?;
         let (start, end) = (start.as_secs_f64(), clock.elapsed().as_secs_f64());
-        Ok(Block { at: (start + end) / 2.0, ms: 1e3 * (end - start) / steps as f64 })
+        Ok(Block { at: (start + end) / 2.0, ms: 1e3 * (end - start) / steps as f64, steps })
     }
 
     /// How often each pass that can be switched off was applied, over all programs.
     pub fn applied(&self, pass: &str) -> usize {
         self.session.programs.values().flat_map(|q| &q.receipts).filter(|r| r.pass == pass).map(|r| r.applied).sum()
     }
+}
+
+/// Whether so many times of so many steps in all say enough: a second of them, because a few milliseconds say nothing about noise, and ten steps.
+fn enough(times: usize, steps: usize, took: Duration) -> bool {
+    times >= LEAST && steps >= 10 && took >= Duration::from_secs(1)
 }
 
 /// How far one side's numbers are from another's, relative to the other's. None: not a finite number on one side.

@@ -8,7 +8,8 @@ use super::side::Side;
 use super::stats::{Interval, LEAST};
 use super::{BenchArgs, web};
 use crate::cli::budget::Where;
-use crate::cli::{Recipes, write_json};
+use crate::cli::train::typed;
+use crate::cli::{Recipes, outputs, write_json};
 use crate::config::Config;
 use crate::memory;
 use crate::recipe::{Recipe, find_in};
@@ -33,6 +34,8 @@ struct Start {
 }
 
 pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCode> {
+    outputs::page("--html", a.html.as_deref())?;
+    outputs::checked(&[("--json", a.json.as_deref()), ("--html", a.html.as_deref())], &[("--baseline", a.baseline.as_deref())])?;
     let device = &a.device.open()?;
     let opened = started.elapsed();
     let mut config = a.config.resolve(recipes, None)?;
@@ -40,16 +43,21 @@ pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCod
     let recipe = find_in(recipes, config.text("recipe"))?;
     let (config, fitted) = a.budget.fit(recipe, config, &Where::here(device), true)?;
     let then = a.baseline.as_deref().map(Measured::read).transpose()?;
+    let bounds = Bounds { slower: a.fail_slower, above: a.fail_above };
     let asked = asked(a, recipe, &config, device, then.as_ref())?;
     ledger::checked(&asked)?;
     let peers = a.against.as_ref().map(|_| Peers::find(&config, recipes)).transpose()?;
     let (mut side, allocated) = load(recipe, &config, device)?;
     let loaded = started.elapsed();
-    let mut m = described(a, &config, fitted.as_ref(), &side);
-    if let Some((then, path)) = then.as_ref().zip(a.baseline.as_deref()) {
-        comparable(&m, then, path)?.iter().for_each(|warning| crate::warn!("{warning}"));
+    let mut m = described(&config, fitted.as_ref(), &side);
+    if let Some(repeat) = a.repeat.filter(|n| then.is_some() && !a.ledger && n.div_ceil(m.period) < LEAST) {
+        let least = LEAST * m.period;
+        bail!("--repeat {repeat}: fewer than {LEAST} times say nothing about their noise, which --baseline needs (--repeat {least})");
     }
-    let wanted = a.ledger || a.json.is_some() || then.is_some() || a.steps_for_error.is_some();
+    if let Some((then, path)) = then.as_ref().zip(a.baseline.as_deref()) {
+        comparable(&m, then, bounds, path)?.iter().for_each(|warning| crate::warn!("{warning}"));
+    }
+    let wanted = a.ledger || a.json.is_some() || then.is_some();
     let known = if wanted { Some(side.numbers(asked.steps_for_error, a.ledger)?) } else { None };
     let start = Start { opened, loaded, first: loaded + side.first()? };
     m.setup_s = start.first.as_secs_f64();
@@ -57,11 +65,11 @@ pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCod
         Some((numbers, gradients)) if a.ledger => {
             m.numbers = Some(numbers.clone());
             let (Ledger { lines, turns, times }, baseline) = ledger(&asked, Baseline { side, numbers, gradients, allocated })?;
-            (m.times, m.ledger, m.turns) = (times, lines, Some(turns));
+            (m.times, m.ledger, m.repeat, m.turns) = (times, lines, turns.steps, Some(turns));
             side = baseline;
         }
         known => {
-            m.times = side.times(a.warmup + side.warm_up() as usize, a.repeat())?;
+            m.times = side.times(a.warmup + side.warm_up() as usize, a.repeat)?;
             m.numbers = known.map(|k| k.0);
         }
     }
@@ -74,7 +82,6 @@ pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCod
         m.peers = Some(found);
     }
     write(a, &m)?;
-    let bounds = Bounds { slower: a.fail_slower, above: a.fail_above };
     then.map_or(Ok(ExitCode::SUCCESS), |then| judged(&compared(&m, &then, bounds)))
 }
 
@@ -94,6 +101,7 @@ fn judged(found: &Compared) -> Result<ExitCode> {
     for line in &found.said {
         out!("{line}");
     }
+    found.warned.iter().for_each(|line| crate::warn!("warning: {line}"));
     found.failed.iter().for_each(|line| crate::warn!("failed, {line}"));
     Ok(if found.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -106,9 +114,6 @@ fn asked<'a>(a: &BenchArgs, recipe: &'a dyn Recipe, config: &'a Config, device: 
         bail!(
             "--steps-for-error {steps_for_error}: the baseline has the loss after {there} steps; leave it out, or measure the baseline so"
         );
-    }
-    if then.is_some() && !a.ledger && a.repeat() < LEAST {
-        bail!("--repeat {}: fewer than {LEAST} times say nothing about their noise, which --baseline needs", a.repeat());
     }
     let (also, rounds, minutes, steps) = (a.also.clone(), a.rounds, a.minutes, a.repeat);
     Ok(Asked { recipe, config, device, only, also, rounds, minutes, steps, steps_for_error })
@@ -124,7 +129,7 @@ fn load(recipe: &dyn Recipe, config: &Config, device: &Device) -> Result<(Side, 
 }
 
 /// What is known before anything is timed.
-fn described(a: &BenchArgs, config: &Config, fitted: Option<&Fitted>, side: &Side) -> Measured {
+fn described(config: &Config, fitted: Option<&Fitted>, side: &Side) -> Measured {
     let (device, (unit, work)) = (&side.session.device, side.task.work());
     let cuda = if let Device::Cuda(cuda, _) = device { Some(cuda.versions()) } else { None };
     Measured {
@@ -135,7 +140,7 @@ fn described(a: &BenchArgs, config: &Config, fitted: Option<&Fitted>, side: &Sid
         device: device.describe(),
         versions: Versions { kiln: env!("CARGO_PKG_VERSION").into(), commit: option_env!("KILN_COMMIT").map(String::from), cuda },
         date: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
-        command: std::env::args().collect::<Vec<_>>().join(" "),
+        command: typed(),
         step: side.task.step_name().into(),
         unit: unit.into(),
         work,
@@ -143,7 +148,8 @@ fn described(a: &BenchArgs, config: &Config, fitted: Option<&Fitted>, side: &Sid
         interval: None,
         per_s: 0.0,
         times: vec![],
-        repeat: a.repeat(),
+        repeat: side.task.period(),
+        period: side.task.period(),
         peak_bytes: run::peak(&side.session).total() as u64,
         setup_s: 0.0,
         memory_budget: fitted.map(|f| f.budget),
@@ -176,7 +182,7 @@ fn show(m: &Measured, fitted: Option<&Fitted>, start: Start, device: &Device) ->
         out!("{}", fitted.line());
     }
     let (first, last) = m.times.iter().fold((f64::INFINITY, 0f64), |(low, high), t| (low.min(*t), high.max(*t)));
-    out!("{:.1} ms a {} (from {first:.1} to {last:.1}), {} {}/s", m.ms, m.step, human_count(m.per_s), m.unit);
+    out!("{:.1} ms a {} (from {first:.1} to {last:.1}){}, {} {}/s", m.ms, m.step, m.whole_periods(), human_count(m.per_s), m.unit);
     let measured = match m.turns {
         // With all that a ledger holds, there is no figure of the step alone.
         Some(_) => String::new(),

@@ -64,7 +64,8 @@ fn gains(page: &mut Page, m: &Measured) {
         let gain = l.gain?;
         let faint = l.verdict == Some(Verdict::WithinNoise);
         let note = format!("{}: {}, {} sites", named(l), l.gains(), l.sites);
-        Some(Bar { name: named(l), value: gain.median, low: Some(gain.low), high: Some(gain.high), note, faint, color: 0 })
+        let shown = faint.then(|| "within noise".into());
+        Some(Bar { name: named(l), value: gain.median, low: Some(gain.low), high: Some(gain.high), note, faint, shown, color: 0 })
     };
     let about = "How much longer a step takes without the pass; the line is the 95% interval, pale bars are within noise.";
     bars(page, "Speed", about, Axis::new("gain of speed").unit("share"), measured(m).filter_map(bar).collect());
@@ -110,7 +111,10 @@ fn every_line(page: &mut Page, m: &Measured) {
     let row = |l: &Line| {
         let gain = l.gain.filter(|_| l.found == Found::Measured);
         let mut cells = vec![named(l), cell(l.differ.as_ref().map(|_| l.sites as f64), l.sites.to_string())];
-        cells.push(cell(gain.map(|g| g.median), gain.map_or(String::new(), |g| format!("{:+.2}%", 100.0 * g.median))));
+        cells.push(match l.verdict {
+            Some(Verdict::WithinNoise) if gain.is_some() => "within noise".into(),
+            _ => cell(gain.map(|g| g.median), gain.map_or(String::new(), |g| format!("{:+.2}%", 100.0 * g.median))),
+        });
         cells.push(gain.map_or("-".into(), |g| range(&g)));
         cells.push(match (l.found, l.verdict) {
             (Found::Measured, Some(Verdict::Faster)) => "faster".into(),

@@ -1,11 +1,12 @@
 //! `kiln plan --dump PASS`: a program's graph before and after a pass, as text.
 
-use super::names::{names, value};
+use super::names::{bare, names, numbered, value};
 use anyhow::{Result, bail};
-use engine::graph::Kind;
+use engine::graph::{Kind, Node};
 use engine::passes::{Mode, Target, When, known, run_watched};
 use engine::{Graph, Switches};
-use similar::{ChangeTag, TextDiff};
+use similar::{Algorithm, ChangeTag, DiffOp, TextDiff, capture_diff_slices};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 /// The graph as a pass found it and as it left it, a line for each node.
 pub struct Dumped {
@@ -24,25 +25,67 @@ pub fn dump(mut g: Graph, switches: &Switches, target: Target, pass: &str) -> Re
     if switches.mode(*found, target) == Mode::Off {
         bail!("--dump {pass}: the pass is off here (--pass {pass}=auto switches it on)");
     }
-    let mut dumped = Dumped { before: String::new(), after: String::new() };
+    let (mut before, mut dumped) = (None, Dumped { before: String::new(), after: String::new() });
     run_watched(&mut g, switches, target, &mut |name, when, g| {
         if name == pass {
-            let text = if when == When::Before { &mut dumped.before } else { &mut dumped.after };
-            *text = text_of(g);
+            let (found, text) = match (when, &before) {
+                (When::Before, _) | (_, None) => (Named::new(g), &mut dumped.before),
+                (_, Some(before)) => (Named::after(g, before), &mut dumped.after),
+            };
+            *text = text_of(g, &found.names);
+            before.get_or_insert(found);
         }
     })?;
     Ok(dumped)
 }
 
+/// The names of a graph's nodes, and what they are matched by, the surest first: their lines without numbers, these without inputs, names without numbers.
+struct Named {
+    alike: [Vec<String>; 3],
+    names: Vec<String>,
+}
+
+impl Named {
+    fn new(g: &Graph) -> Named {
+        Named { alike: alike(g), names: names(g) }
+    }
+
+    /// Of a graph that was made from another one: what is in both keeps its name. Numbers count what shares a name, so that one node more would give
+    /// all that follow another name.
+    fn after(g: &Graph, before: &Named) -> Named {
+        let alike = alike(g);
+        let mut kept: Vec<Option<usize>> = vec![None; g.nodes.len()];
+        for op in capture_diff_slices(Algorithm::Myers, &before.alike[0], &alike[0]) {
+            if let DiffOp::Equal { old_index, new_index, len } = op {
+                (0..len).for_each(|i| kept[new_index + i] = Some(old_index + i));
+            }
+        }
+        // What was moved, what reads something else, what became something else: in their order.
+        for (old, new) in before.alike.iter().zip(&alike) {
+            let used: HashSet<usize> = kept.iter().flatten().copied().collect();
+            let mut left: HashMap<&str, VecDeque<usize>> = HashMap::new();
+            (0..old.len()).filter(|i| !used.contains(i)).for_each(|i| left.entry(&old[i]).or_default().push_back(i));
+            for (to, text) in kept.iter_mut().zip(new).filter(|(to, _)| to.is_none()) {
+                *to = left.get_mut(text.as_str()).and_then(VecDeque::pop_front);
+            }
+        }
+        let own = kept.iter().map(|i| i.map(|i| before.names[i].clone())).collect();
+        Named { names: numbered(&alike[2], own), alike }
+    }
+}
+
+fn alike(g: &Graph) -> [Vec<String>; 3] {
+    let bare = bare(g);
+    [lines(g, &bare, true), lines(g, &bare, false), bare]
+}
+
 /// Longer parameters of an op are cut.
 const LONG: usize = 120;
 
-/// A line a node: its name, its op, what it reads, shapes and types of its outputs. Then what is read after a run, and what states become.
-fn text_of(g: &Graph) -> String {
-    let names = names(g);
-    let mut text = String::new();
-    for (i, node) in g.nodes.iter().enumerate() {
-        let inputs: Vec<String> = node.inputs.iter().map(|&v| value(g, &names, v)).collect();
+/// A line a node: its name, its op, what it reads, shapes and types of its outputs.
+fn lines(g: &Graph, names: &[String], inputs: bool) -> Vec<String> {
+    let line = |(i, node): (usize, &Node)| {
+        let inputs: Vec<String> = node.inputs.iter().filter(|_| inputs).map(|&v| value(g, names, v)).collect();
         let outputs: Vec<String> = node.outputs.iter().map(|m| format!("{m:?}")).collect();
         let what = match &node.kind {
             Kind::State(s) => format!("{:?}", s.role).to_lowercase(),
@@ -51,13 +94,19 @@ fn text_of(g: &Graph) -> String {
             Kind::Grad => "grad".into(),
             Kind::Op(op) => short(&format!("{op:?}")),
         };
-        text += &format!("{} = {what} ({}) -> {}\n", names[i], inputs.join(", "), outputs.join(", "));
-    }
+        format!("{} = {what} ({}) -> {}\n", names[i], inputs.join(", "), outputs.join(", "))
+    };
+    g.nodes.iter().enumerate().map(line).collect()
+}
+
+/// The lines of all nodes. Then what is read after a run, and what states become.
+fn text_of(g: &Graph, names: &[String]) -> String {
+    let mut text = lines(g, names, true).concat();
     for (name, v) in &g.outputs {
-        text += &format!("output {name} = {}\n", value(g, &names, *v));
+        text += &format!("output {name} = {}\n", value(g, names, *v));
     }
     for (state, v) in &g.updates {
-        text += &format!("update {} = {}\n", names[state.node], value(g, &names, *v));
+        text += &format!("update {} = {}\n", names[state.node], value(g, names, *v));
     }
     text
 }
@@ -102,7 +151,7 @@ mod tests {
         assert!(d.before.contains("feed x = feed () -> f32[4, 8]\n") && !changes.contains("feed x = feed"), "{changes}");
         assert!(d.after.contains("output y = "), "{}", d.after);
         // What another scope is called does not depend on this one.
-        let alone = text_of(&graph());
+        let alone = dump(graph(), &switches, target, "flash-attention").unwrap().before;
         assert_eq!(alone.lines().filter(|l| l.starts_with("b/")).count(), alone.lines().filter(|l| l.starts_with("a/")).count());
         let same = dump(graph(), &switches, target, "flash-attention").unwrap();
         assert!(same.before == same.after && same.changes().is_empty());

@@ -2,23 +2,40 @@
 
 use engine::Graph;
 use engine::graph::{Kind, Node, Value};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// For every node: the name of a state or feed; of an op `blocks.3.attn/matmul`, a `'` if it belongs to the backward pass, and a number from the
 /// second of that name on.
 pub fn names(g: &Graph) -> Vec<String> {
-    let mut seen: HashMap<String, usize> = HashMap::new();
-    let mut name = |node: &Node| {
-        let first = match &node.kind {
-            Kind::State(s) => format!("state {}", s.name),
-            Kind::Feed(name) => format!("feed {name}"),
-            _ => in_scope(node),
-        };
-        let count = seen.entry(first.clone()).or_default();
-        *count += 1;
-        if *count == 1 { first } else { format!("{first}#{count}") }
+    numbered(&bare(g), vec![None; g.nodes.len()])
+}
+
+/// The same without numbers: nodes may share a name.
+pub fn bare(g: &Graph) -> Vec<String> {
+    let name = |node: &Node| match &node.kind {
+        Kind::State(s) => format!("state {}", s.name),
+        Kind::Feed(name) => format!("feed {name}"),
+        _ => in_scope(node),
     };
-    g.nodes.iter().map(&mut name).collect()
+    g.nodes.iter().map(name).collect()
+}
+
+/// Names for nodes that have none yet: the first number that is free.
+pub fn numbered(bare: &[String], mut names: Vec<Option<String>>) -> Vec<String> {
+    let mut taken: HashSet<String> = names.iter().flatten().cloned().collect();
+    let mut seen: HashMap<&str, usize> = HashMap::new();
+    for (first, name) in bare.iter().zip(&mut names).filter(|(_, name)| name.is_none()) {
+        let count = seen.entry(first).or_default();
+        let new = loop {
+            *count += 1;
+            let new = if *count == 1 { first.clone() } else { format!("{first}#{count}") };
+            if taken.insert(new.clone()) {
+                break new;
+            }
+        };
+        *name = Some(new);
+    }
+    names.into_iter().flatten().collect()
 }
 
 /// `blocks.3.attn/matmul'`

@@ -253,8 +253,14 @@ impl<'g> Decoder<'_, 'g> {
     fn layer(&self, at: &str, x: Var<'g>, tables: Option<(Var<'g>, Var<'g>)>, mixing: Mixing<'_, 'g>) -> Var<'g> {
         let s = self.shape;
         if let Some(sizes) = s.scan_sizes() {
-            return self.scan_layer(at, x, &sizes, mixing);
+            return self.r.scope("scan", || self.scan_layer(at, x, &sizes, mixing));
         }
+        let x = self.r.scope("attn", || x + self.attn(at, x, tables, mixing));
+        self.r.scope("mlp", || x + self.mlp(at, self.norm(x, &format!("{at}.mlp_norm"))))
+    }
+
+    fn attn(&self, at: &str, x: Var<'g>, tables: Option<(Var<'g>, Var<'g>)>, mixing: Mixing<'_, 'g>) -> Var<'g> {
+        let s = self.shape;
         let (b, t) = (x.shape()[0], x.shape()[1]);
         let [q, k, v] = self.heads(at, self.norm(x, &format!("{at}.attn_norm")));
         let rotated = |y: Var<'g>, name: &str| {
@@ -262,12 +268,10 @@ impl<'g> Decoder<'_, 'g> {
             tables.map_or(y, |tables| y.rope(Pairs::Halves, tables))
         };
         let y = (mixing.attend)(at, rotated(q, "q_norm"), rotated(k, "k_norm"), v).reshape(&[b, t, s.heads * s.head_dim]);
-        let o = match s.family.joint {
+        match s.family.joint {
             true => self.joint(at, "o", y, s.dim),
             false => self.linear(at, y, [Target::O])[0],
-        };
-        let x = x + o;
-        x + self.mlp(at, self.norm(x, &format!("{at}.mlp_norm")))
+        }
     }
 
     /// ids [batch, time] -> the last hidden state, normed: [batch, time, dim].

@@ -418,6 +418,10 @@ impl Task for Polychromic {
         self.inner.work()
     }
 
+    fn period(&self) -> usize {
+        self.policy.as_ref().filter(|p| p.objective.weight > 0.0).map_or(1, |p| p.objective.every as usize)
+    }
+
     fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError> {
         let Some(policy) = self.at(step) else {
             self.wrote = false;
