@@ -186,7 +186,9 @@ fn a_batch_is_never_put_together() {
         let (name, graph) = task.graphs().into_iter().find(|g| g.0 == "train").unwrap();
         let compiled = engine::Compiled::new(graph, &config.switches().unwrap(), engine::passes::Target::Cpu).unwrap();
         let receipt = compiled.receipts.iter().find(|r| r.pass == "data-parallel").unwrap();
-        assert!(receipt.declined.is_empty() && receipt.applied > 10, "{} {name}: {}", of.0, receipt.summary());
+        // hrm numbers the examples that begin anew, over the whole batch: a number each.
+        let whole = receipt.declined.iter().filter(|d| d.1 != "refill").count();
+        assert!(whole == 0 && receipt.applied > 10, "{} {name}: {}", of.0, receipt.summary());
     }
 }
 

@@ -10,14 +10,19 @@ pub fn is_aside(node: &Node) -> bool {
     sums || node.op::<AllGather>().is_some_and(|o| o.group.aside)
 }
 
-/// For every such node, the first that needs a result, and so waits for the exchange; the graph's end if none does. `roots`: see
-/// [`view_roots`](crate::plan::view_roots).
+/// For every such node, the first that needs a result, and so waits for the exchange; the graph's end if none does. A reduce-scatter is waited for when the second one after
+/// it begins, at the latest, so that no more than three whole gradients (or buckets of them) are held. `roots`: see [`view_roots`](crate::plan::view_roots).
 pub fn joins(g: &Graph, roots: &[Option<Value>]) -> HashMap<usize, usize> {
     let mut first: HashMap<usize, usize> = (0..g.nodes.len()).filter(|&i| is_aside(&g.nodes[i])).map(|i| (i, g.nodes.len())).collect();
     for (i, node) in g.nodes.iter().enumerate().rev().filter(|(_, n)| !n.is_view()) {
         for v in &node.inputs {
             first.entry(roots[v.node].unwrap_or(*v).node).and_modify(|at| *at = i);
         }
+    }
+    let scatters = |i: &usize| g.nodes[*i].op::<ReduceScatter>().is_some_and(|o| o.group.aside);
+    let scattered: Vec<usize> = (0..g.nodes.len()).filter(scatters).collect();
+    for three in scattered.windows(3) {
+        first.entry(three[0]).and_modify(|at| *at = three[2].min(*at));
     }
     first
 }
