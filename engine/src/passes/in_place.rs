@@ -102,7 +102,7 @@ impl Pass for InPlace {
                 }
             }
             if pairs.is_empty() {
-                receipt.decline("no input of the output's shape and type is read for the last time here", &g.nodes[i].scope);
+                receipt.decline("no input of the output's shape and type is last read here", &g.nodes[i].scope);
                 continue;
             }
             receipt.applied += 1;

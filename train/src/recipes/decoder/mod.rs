@@ -169,6 +169,7 @@ impl Recipe for DecoderRecipe {
             ("gpt2-124m", include_str!("../../../configs/decoder-gpt2-124m.toml")),
             ("qwen2.5-0.5b", include_str!("../../../configs/decoder-qwen2.5-0.5b.toml")),
             ("qwen2.5-1.5b", include_str!("../../../configs/decoder-qwen2.5-1.5b.toml")),
+            ("qwen2.5-7b", include_str!("../../../configs/decoder-qwen2.5-7b.toml")),
             ("qwen3-0.6b", include_str!("../../../configs/decoder-qwen3-0.6b.toml")),
         ]
     }
