@@ -323,6 +323,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
+        // Of a process that trains this never runs, because the thread that asks for problems holds a clone until the process ends. Tests come here.
         // SAFETY: destroyed once. Programs hold their groups, and so this, until their captured graphs are gone.
         let _ = unsafe { (self.functions.destroy)(self.handle) };
     }

@@ -53,9 +53,21 @@ impl Pass for DataParallel {
         };
         division.check(g)?;
         division.describe(g, "a part of the batch", receipt);
+        if adds_up_gradients(g) {
+            receipt.notes.push("gradients are exchanged for every micro-batch".into());
+        }
         rewrite(g, &division, group);
         Ok(())
     }
+}
+
+/// Whether gradients are added to a state: the program is one micro-batch of several. Each sum over the ranks is made before that, because a state holds no terms of
+/// a sum.
+fn adds_up_gradients(g: &Graph) -> bool {
+    g.updates.iter().any(|(state, new)| {
+        let inputs = &g.nodes[new.node].inputs;
+        inputs.contains(state) && inputs.iter().any(|v| matches!(g.nodes[v.node].kind, Kind::Grad))
+    })
 }
 
 /// The feeds that have a row for every example, the states that follow them, and what comes of that; None if there is nothing to divide.

@@ -65,8 +65,8 @@ impl Pass for TensorParallel {
         }
         let by_tokens = settings.one_of("sequence", &["whole", "divided"])? == "divided";
         let Placed { division, weights, undivided } = placed(g, settings.ranks, by_tokens, receipt)?;
-        for (name, scope) in undivided {
-            receipt.decline(format!("'{name}' cannot be divided without an all-gather of what it computes"), &scope);
+        for (reader, scope) in undivided {
+            receipt.decline(format!("a weight stays whole: {reader} needs all of what it computes"), &scope);
         }
         if weights > 0 {
             division.check(g)?;
@@ -81,7 +81,7 @@ impl Pass for TensorParallel {
 struct Placed {
     division: Division,
     weights: usize,
-    /// Weights that stay whole, and where they are.
+    /// Of weights that stay whole, the op for which a division would have to be put together again, and where they are.
     undivided: Vec<(String, String)>,
 }
 
@@ -152,11 +152,15 @@ fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> R
         }
         let shape = &node.outputs[0].shape;
         let mut found: Option<(Price, HashMap<usize, Share>, Division)> = None;
+        let mut reader = None;
         for axis in axes(&node.outputs[0], parts) {
             let mut tried = Sources { shares: sources.shares.clone(), settled: sources.settled.clone(), by_tokens: false };
             tried.shares.insert(i, axis);
             if let Some(d) = with_partner(g, &mut tried, parts) {
                 let price = price(g, &d, &of_model, parts);
+                // The last dimension is that of the columns, by which a layer is divided.
+                let new = d.gathered.iter().find(|r| of_model[r.1] && !division.gathered.contains(r));
+                reader = new.map(|r| g.nodes[r.1].name()).or(reader);
                 if price < found.as_ref().map_or(now, |f| f.0) {
                     found = Some((price, tried.shares, d));
                 }
@@ -168,7 +172,7 @@ fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> R
                 sources.shares = shares;
             }
             None if sources.shares.contains_key(&i) => {}
-            None if shape.len() > 1 => undivided.push((state.name.clone(), node.scope.to_string())),
+            None if shape.len() > 1 => undivided.push((reader.unwrap_or("the op that reads it").to_string(), node.scope.to_string())),
             None => {}
         }
     }

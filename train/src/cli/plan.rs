@@ -11,7 +11,7 @@ use super::{ConfigArgs, DeviceArgs, Recipes, outputs, write_json};
 use crate::config::{Config, shown};
 use crate::recipe::{Recipe, find_in};
 use crate::report::{human_bytes, human_count, table};
-use crate::run::{compile_for, planned, receipts_table, within, write_whole};
+use crate::run::{compile_for, divides, planned, receipts_table, within, write_whole};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::passes::{Target, known};
@@ -80,6 +80,7 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     };
     let (config, fitted) = a.budget.fit(recipe, config, &on, true)?;
     let task = recipe.task(&config)?;
+    divides(task.train_config().batch, &config.ranks)?;
     if let Some(pass) = &a.dump {
         task.settle(within(on.free, config.memory_budget()?));
         let dumped = dump::dump(chosen(task.graphs(), a.program.as_deref())?, &config.switches()?, on.target, pass)?;
@@ -153,10 +154,12 @@ fn scaling(a: &PlanArgs, recipe: &dyn Recipe, config: &Config, sizes: &[usize]) 
     };
     let sizes = sizes.iter().map(|&n| a.ranks.sizes("--scaling", n)).collect::<Result<Vec<_>>>()?;
     let (one, work) = estimated(a, recipe, config, Ranks::default(), target)?;
-    // What two ranks exchange is what any number does.
+    // What two ranks exchange is taken for what any number does, because the graph of each number is not compiled. Their bytes are the same but for weights that
+    // two ranks can divide (`zero`) and more cannot, which are all-reduced.
     let tensor = sizes.first().map_or(1, |s| s.tensor);
     let many = estimated(a, recipe, config, Ranks::planned(2, tensor), target)?.0.beside(&one, &a.ranks);
-    many.scale(&sizes, work)?;
+    let count = |key: &str| config.value("train", key).and_then(|v| v.as_integer()).unwrap_or(1) as usize;
+    many.scale(&sizes, work, count("batch") * count("accumulate"))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -52,7 +52,7 @@ impl Gpus {
         let draw = || Ok(nccl::ids(&folders, world.size, tensor)?.iter().flat_map(|id| id.0).collect::<Vec<u8>>());
         let (bytes, lines, mpi) = match &world.address {
             Some(address) => {
-                let (bytes, lines) = Place::new(address, world.rank, world.size)?.meet(draw)?;
+                let (bytes, lines) = Place::new(address, world.rank, world.size)?.of_job(world.job).meet(draw)?;
                 (bytes, Some(lines), None)
             }
             None if world.size == 1 => (draw()?, None, None),
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     fn world(local_rank: usize, local_size: Option<usize>) -> World {
-        World { launcher: "torchrun", rank: 5, size: 8, local_rank, local_size, address: None, cores: None, is_slurms: false }
+        World { launcher: "torchrun", rank: 5, size: 8, local_rank, local_size, address: None, job: 0, cores: None, is_slurms: false }
     }
 
     fn machine(gpus: usize) -> Machine {

@@ -3,7 +3,8 @@
 use super::{World, gpu_of, mpi, mpiexec, world};
 use crate::warn;
 use anyhow::{Context, Result, bail};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use signal_hook::consts::{SIGHUP, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::ffi::OsString;
@@ -23,6 +24,8 @@ const LOOK: Duration = Duration::from_millis(30);
 const POLLS: (&str, &str) = ("MPIR_CVAR_POLLS_BEFORE_YIELD", "1");
 /// The process that started a rank, which the rank does not outlive.
 const PARENT: &str = "KILN_STARTED_BY";
+/// How often a rank under `mpiexec` looks whether that process is there.
+const STARTER: Duration = Duration::from_secs(1);
 /// Signals that come together are one.
 const ONE: Duration = Duration::from_secs(1);
 
@@ -43,7 +46,7 @@ pub fn start(mut ranks: usize, on_gpus: bool, caught: Vec<i32>, go_on: GoOn) -> 
         let job = mpiexec.take().map_or_else(|| by_address(ranks, &args), by_mpi)?;
         let ended = job.wait(&mut signals)?;
         let Some((left, again)) = Some(ranks).filter(|_| ended.lost).and_then(go_on) else { return Ok(ended.code) };
-        warn!("going on with {left} ranks instead of {ranks} from the newest whole checkpoint (--elastic)");
+        warn!("going on with {left} ranks instead of {ranks}, from the newest whole checkpoint if one has been saved (--elastic)");
         (ranks, args) = (left, again);
         mpiexec = if on_gpus { None } else { Some(mpiexec_command(ranks, &args)?) };
     }
@@ -88,7 +91,7 @@ fn mpiexec_command(ranks: usize, args: &[OsString]) -> Result<Command> {
     if std::env::var_os(POLLS.0).is_none() {
         command.env(POLLS.0, POLLS.1);
     }
-    own(&mut command).stdout(Stdio::piped()).stderr(Stdio::piped());
+    own(&mut command).env(PARENT, std::process::id().to_string()).stdout(Stdio::piped()).stderr(Stdio::piped());
     Ok(command)
 }
 
@@ -117,10 +120,22 @@ pub fn end_with_parent() -> std::io::Result<()> {
     }
 }
 
+/// The same for a rank under `mpiexec`, whose parent is a process of that: looks now and then whether the one that started `mpiexec` is still there.
+pub fn end_with_starter() -> std::io::Result<()> {
+    let Some(starter) = std::env::var(PARENT).ok().and_then(|id| Pid::from_raw(id.parse().ok()?)) else { return Ok(()) };
+    let watch = move || {
+        while !matches!(test_kill_process(starter), Err(Errno::SRCH)) {
+            std::thread::sleep(STARTER);
+        }
+        let _ = kill_process(rustix::process::getpid(), Signal::KILL);
+    };
+    std::thread::Builder::new().name("starter".into()).spawn(watch).map(drop)
+}
+
 /// One of so many ranks on this machine.
 fn local(rank: usize, ranks: usize) -> World {
     let (launcher, local_size, is_slurms) = ("--ranks", Some(ranks), false);
-    World { launcher, rank, size: ranks, local_rank: rank, local_size, address: None, cores: None, is_slurms }
+    World { launcher, rank, size: ranks, local_rank: rank, local_size, address: None, job: 0, cores: None, is_slurms }
 }
 
 fn by_address(ranks: usize, args: &[OsString]) -> Result<Job> {
@@ -252,16 +267,25 @@ impl Job {
     /// The exit status of the rank that failed first, with a word on one that could not say itself why it ended.
     fn status(&self, child: usize, status: ExitStatus) -> Ended {
         let ends = self.by_mpi.as_ref().map(|ends| ends.lock().unwrap_or_else(PoisonError::into_inner).clone()).unwrap_or_default();
-        let by_rank = ends.iter().position(|&e| e != 0).map(|rank| (rank, ExitStatus::from_raw(ends[rank])));
-        let (rank, status) = by_rank.unwrap_or((child, status));
+        let (rank, status) = first_end(&ends).unwrap_or((Some(child), status));
         if let Some(signal) = status.signal() {
             let name = signal_hook::low_level::signal_name(signal).map_or(String::new(), |n| format!(" ({n})"));
             let why = if signal == Signal::KILL.as_raw() { "; the system does that to a process when memory runs out" } else { "" };
-            warn!("error: rank {rank} was ended by signal {signal}{name}, and with it the other ranks{why}");
+            let who = rank.map_or("a rank".into(), |rank| format!("rank {rank}"));
+            warn!("error: {who} was ended by signal {signal}{name}, and with it the other ranks{why}");
             return Ended { code: ExitCode::from(128 + signal as u8), lost: true };
         }
         Ended { code: ExitCode::from(status.code().filter(|c| (1..256).contains(c)).unwrap_or(1) as u8), lost: false }
     }
+}
+
+/// How the first rank that did not end well ended, of what `mpiexec` says. It ends the others by the same signal that has ended one, and then nobody knows which was
+/// first.
+fn first_end(ends: &[i32]) -> Option<(Option<usize>, ExitStatus)> {
+    let first = ends.iter().position(|&e| e != 0)?;
+    let status = ExitStatus::from_raw(ends[first]);
+    let is_one_of_several = status.signal().is_some() && ends.iter().filter(|e| **e == ends[first]).count() > 1;
+    Some(((!is_one_of_several).then_some(first), status))
 }
 
 /// To a child that has not been waited for.
@@ -288,6 +312,11 @@ mod tests {
         ];
         assert!(said.iter().all(|line| !is_of_a_rank(line, &ends)));
         assert_eq!(*ends.lock().unwrap(), [0, 9, 768]);
+        let first = |ends: &[i32]| first_end(ends).map(|(rank, status)| (rank, status.signal().or(status.code())));
+        assert_eq!(first(&[0, 9, 0]), Some((Some(1), Some(9))));
+        assert_eq!(first(&[9, 9, 9]), Some((None, Some(9))), "mpiexec has killed the others");
+        assert_eq!(first(&[0, 768, 768]), Some((Some(1), Some(3))), "each said itself why it ended");
+        assert_eq!(first(&[0, 0]), None);
         let shown = ["rank 1: error: x", "=====", "", "[mpiexec@vm] HYDU_create_process: execvp error on file kiln", "step 1/2  loss 3"];
         assert!(shown.iter().all(|line| is_of_a_rank(line, &ends)));
     }

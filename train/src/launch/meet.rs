@@ -2,6 +2,7 @@
 //! sent. A connection that breaks before both sides have said goodbye means that a rank is gone.
 
 use crate::recipe::TrainError;
+use rustix::net::sockopt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -15,9 +16,24 @@ const REPLY: Duration = Duration::from_secs(5);
 /// The port that was named may belong to somebody else: torchrun's own agent listens there. So the first rank takes the first free one of so many.
 const PORTS: u16 = 8;
 
-const HELLO: &[u8; 8] = b"kiln-id1";
+const HELLO: &[u8; 8] = b"kiln-id2";
+/// The word above, port, size, rank and job.
+const HELLO_BYTES: usize = 8 + 2 + 4 + 4 + 8;
 const HEARD: u8 = 1;
 const GOODBYE: u8 = 2;
+
+/// A connection on which nothing has come for `IDLE` is asked whether its other end is there, `PROBES` times. Nothing else shows that a machine has lost its power or
+/// its network, because a connection is quiet until the ranks part.
+const IDLE: Duration = Duration::from_secs(10);
+const BETWEEN_PROBES: Duration = Duration::from_secs(5);
+const PROBES: u32 = 3;
+
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, IDLE)?;
+    sockopt::set_tcp_keepintvl(stream, BETWEEN_PROBES)?;
+    Ok(sockopt::set_tcp_keepcnt(stream, PROBES)?)
+}
 
 /// Where ranks meet, and which of them this is.
 #[derive(Clone, Debug)]
@@ -27,6 +43,8 @@ pub struct Place {
     pub port: u16,
     pub rank: usize,
     pub size: usize,
+    /// Tells jobs apart that meet at the same port.
+    pub job: u64,
     pub patience: Duration,
 }
 
@@ -35,7 +53,11 @@ impl Place {
     pub fn new(address: &str, rank: usize, size: usize) -> Result<Place, TrainError> {
         let split = address.rsplit_once(':').and_then(|(host, port)| Some((host.trim_matches(['[', ']']), port.parse().ok()?)));
         let Some((host, port)) = split else { return Err(TrainError::Other(format!("'{address}' is not a host and a port"))) };
-        Ok(Place { host: host.into(), port, rank, size, patience: PATIENCE })
+        Ok(Place { host: host.into(), port, rank, size, job: 0, patience: PATIENCE })
+    }
+
+    pub fn of_job(self, job: u64) -> Place {
+        Place { job, ..self }
     }
 
     fn ports(&self) -> impl Iterator<Item = u16> {
@@ -43,12 +65,13 @@ impl Place {
     }
 
     /// What a rank says first: the job, its size, and which of its ranks it is.
-    fn hello(&self) -> [u8; 18] {
-        let mut said = [0; 18];
+    fn hello(&self) -> [u8; HELLO_BYTES] {
+        let mut said = [0; HELLO_BYTES];
         said[..8].copy_from_slice(HELLO);
         said[8..10].copy_from_slice(&self.port.to_le_bytes());
         said[10..14].copy_from_slice(&(self.size as u32).to_le_bytes());
-        said[14..].copy_from_slice(&(self.rank as u32).to_le_bytes());
+        said[14..18].copy_from_slice(&(self.rank as u32).to_le_bytes());
+        said[18..].copy_from_slice(&self.job.to_le_bytes());
         said
     }
 
@@ -124,8 +147,9 @@ impl Place {
     fn greeted(&self, stream: &mut TcpStream) -> io::Result<usize> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
+        keep_alive(stream)?;
         stream.set_read_timeout(Some(REPLY))?;
-        let mut said = [0; 18];
+        let mut said = [0; HELLO_BYTES];
         stream.read_exact(&mut said)?;
         let rank = u32::from_le_bytes([said[14], said[15], said[16], said[17]]) as usize;
         let own = Place { rank, ..self.clone() };
@@ -161,6 +185,7 @@ impl Place {
         for address in (self.host.as_str(), port).to_socket_addrs()? {
             let tried = TcpStream::connect_timeout(&address, REPLY).and_then(|mut stream| {
                 stream.set_nodelay(true)?;
+                keep_alive(&stream)?;
                 stream.set_read_timeout(Some(REPLY))?;
                 stream.write_all(&self.hello())?;
                 let mut reply = [0; HELLO.len()];
@@ -266,6 +291,39 @@ mod tests {
             assert!(heard.recv_timeout(Duration::from_millis(300)).is_err());
             drop(lost);
             assert_eq!(heard.recv_timeout(Duration::from_secs(10)), Ok(2));
+        });
+    }
+
+    /// A machine that vanishes sends nothing: the system asks.
+    #[test]
+    fn connections_are_kept_alive() {
+        let port = port();
+        let meet = |rank: usize| place(port, rank, 2).meet(|| Ok(vec![7])).unwrap().1;
+        let lines = std::thread::scope(|s| {
+            let other = s.spawn(move || meet(1));
+            [meet(0), other.join().unwrap()]
+        });
+        for (_, stream) in lines.iter().flat_map(|l| &l.0) {
+            let found = (
+                sockopt::socket_keepalive(stream),
+                sockopt::tcp_keepidle(stream),
+                sockopt::tcp_keepintvl(stream),
+                sockopt::tcp_keepcnt(stream),
+            );
+            assert_eq!(found, (Ok(true), Ok(IDLE), Ok(BETWEEN_PROBES), Ok(PROBES)));
+        }
+    }
+
+    /// Two steps of a job of Slurm on one machine, with the same MASTER_PORT: each finds its own.
+    #[test]
+    fn jobs_at_one_port_are_told_apart() {
+        let port = port();
+        let meet = |rank: usize, job: u64| place(port, rank, 2).of_job(job).meet(|| Ok(vec![job as u8])).unwrap();
+        std::thread::scope(|s| {
+            let all = [(0, 1), (1, 2), (1, 1), (0, 2)].map(|(rank, job)| (job, s.spawn(move || meet(rank, job))));
+            for (job, one) in all {
+                assert_eq!(one.join().unwrap().0, [job as u8]);
+            }
         });
     }
 

@@ -44,6 +44,7 @@ pub fn connect(world: &World, tensor: usize, device: &Device) -> Result<Ranks, T
         CONNECTED.get_or_init(|| Connection::Gpus(Box::new(gpus)));
         return Ok(ranks);
     }
+    local::end_with_starter().map_err(|e| TrainError::Other(e.to_string()))?;
     let mpi = Mpi::connect(&folders())?;
     if (mpi.rank, mpi.size) != (world.rank, world.size) {
         return Err(TrainError::Other(strangers(world, &mpi)));

@@ -15,6 +15,8 @@ pub struct World {
     pub local_size: Option<usize>,
     /// Where ranks find each other without MPI: a host and a port of rank 0's machine.
     pub address: Option<String>,
+    /// What tells this job from others that meet at the same address: of Slurm's tasks the numbers of job and step, else 0.
+    pub job: u64,
     /// Cores that the launcher gave to this rank alone.
     pub cores: Option<usize>,
     /// Whether it is a task of Slurm's, which may show every task its own GPU alone.
@@ -111,13 +113,19 @@ impl World {
             return Err(format!("{name} is {local_rank}, and this machine has {most} of the job's {size} ranks: they are numbered from 0"));
         }
         let cores = if step { number(env, "SLURM_CPUS_PER_TASK")?.map(|n| n.max(1) as usize) } else { None };
-        Ok(Some(World { launcher: l.name, rank, size, local_rank, local_size, address: address(env)?, cores, is_slurms: step }))
+        // torchrun and mpirun may have been started by a step for each machine.
+        let job = match step && ["srun", "mpiexec"].contains(&l.name) {
+            true => number(env, "SLURM_JOB_ID")?.unwrap_or(0) << 32 | number(env, "SLURM_STEP_ID")?.unwrap_or(0),
+            false => 0,
+        };
+        let address = address(env, job & 0xffff_ffff)?;
+        Ok(Some(World { launcher: l.name, rank, size, local_rank, local_size, address, job, cores, is_slurms: step }))
     }
 
     /// Threads of a rank on the CPU: its share of this machine's cores.
     pub fn threads(&self) -> usize {
         let all = std::thread::available_parallelism().map_or(1, |n| n.get());
-        self.cores.unwrap_or(all / self.local_size.unwrap_or(self.size).max(1)).max(1)
+        self.cores.unwrap_or(all / self.local_size.unwrap_or(self.size).max(1)).clamp(1, all)
     }
 }
 
@@ -153,8 +161,8 @@ fn needed(env: Env, l: &Launcher, names: &[&'static str]) -> Result<usize, Strin
     first(env, names)?.ok_or_else(missing)
 }
 
-/// MASTER_ADDR and MASTER_PORT; in a job of Slurm, its first machine and a port that follows from the job's number.
-fn address(env: Env) -> Result<Option<String>, String> {
+/// MASTER_ADDR and MASTER_PORT; in a job of Slurm, its first machine and a port that follows from the numbers of the job and its step.
+fn address(env: Env, step: u64) -> Result<Option<String>, String> {
     let nodes = env("SLURM_STEP_NODELIST").or_else(|| env("SLURM_JOB_NODELIST"));
     let Some(host) = env("MASTER_ADDR").or_else(|| nodes.map(|n| first_host(&n))) else { return Ok(None) };
     // torchrun's agent listens there itself, and says so.
@@ -162,8 +170,8 @@ fn address(env: Env) -> Result<Option<String>, String> {
     let port = match (number(env, "MASTER_PORT")?, number(env, "SLURM_JOB_ID")?) {
         (Some(port @ 1..=65535), _) => (port + agent).min(65535),
         (Some(port), _) => return Err(format!("MASTER_PORT is {port}: ports are from 1 to 65535")),
-        // Below the ports that the system hands out itself.
-        (None, Some(job)) => 10_000 + job % 20_000,
+        // Below the ports that the system hands out itself; steps of one job are further apart than the ports that are tried.
+        (None, Some(job)) => 10_000 + (job % 20_000 + step % 20_000 * 97) % 20_000,
         (None, None) => return Err("MASTER_ADDR is set and MASTER_PORT is not: torchrun sets both".into()),
     };
     Ok(Some(format!("{host}:{port}")))
@@ -212,7 +220,8 @@ mod tests {
 
     fn world(launcher: &'static str, [rank, size, local_rank]: [usize; 3], local_size: Option<usize>, address: Option<&str>) -> World {
         let is_slurms = launcher == "srun";
-        World { launcher, rank, size, local_rank, local_size, address: address.map(Into::into), cores: None, is_slurms }
+        let job = if is_slurms { 77 << 32 } else { 0 };
+        World { launcher, rank, size, local_rank, local_size, address: address.map(Into::into), job, cores: None, is_slurms }
     }
 
     const TORCHRUN: &str = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=gpu1 MASTER_PORT=29500";
@@ -233,13 +242,20 @@ mod tests {
         assert_eq!(found(HYDRA), Some(world("mpiexec", [1, 2, 1], Some(2), None)));
         assert_eq!(found(TASK), Some(world("srun", [3, 4, 1], Some(2), Some("n07:10077"))));
         let pmi2 = format!("{TASK} PMI_RANK=3 PMI_SIZE=4 PMI_FD=9");
-        let of_slurm = World { is_slurms: true, ..world("mpiexec", [3, 4, 1], Some(2), Some("n07:10077")) };
+        let of_slurm = World { is_slurms: true, job: 77 << 32, ..world("mpiexec", [3, 4, 1], Some(2), Some("n07:10077")) };
         assert_eq!(found(&pmi2), Some(of_slurm));
         let agent = format!("{TORCHRUN} TORCHELASTIC_USE_AGENT_STORE=True");
         assert_eq!(found(&agent).unwrap().address.unwrap(), "gpu1:29501", "the agent has the other");
         let with_cores = World { cores: Some(6), ..found(TASK).unwrap() };
         assert_eq!(found(&format!("{TASK} SLURM_CPUS_PER_TASK=6")), Some(with_cores.clone()));
-        assert_eq!(with_cores.threads(), 6);
+        let machine = std::thread::available_parallelism().unwrap().get();
+        assert_eq!(with_cores.threads(), machine.min(6));
+        assert_eq!(World { cores: Some(1 << 20), ..with_cores }.threads(), machine, "no more threads than cores");
+        // Two steps of one job, and a step that starts torchrun.
+        let second = found(&TASK.replace("SLURM_STEP_ID=0", "SLURM_STEP_ID=1")).unwrap();
+        assert_eq!((second.address.as_deref(), second.job), (Some("n07:10174"), 77 << 32 | 1));
+        let by_step = found(&format!("{TORCHRUN} {TASK}")).unwrap();
+        assert_eq!((by_step.launcher, by_step.job), ("torchrun", 0));
         // torchrun inside of a job of Slurm, and a script that exports what it needs elsewhere.
         assert_eq!(found(&format!("{TORCHRUN} {BATCH}")).unwrap().launcher, "torchrun");
         assert_eq!(

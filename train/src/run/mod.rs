@@ -37,7 +37,7 @@ pub use show::{draw_confusion, evaluation_line};
 use crate::config::Config;
 use crate::recipe::{Task, TrainError};
 use crate::say;
-use engine::Device;
+use engine::{Device, Ranks};
 use folder::Place;
 use note::Note;
 use start::Ready;
@@ -131,18 +131,24 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     ended
 }
 
+/// Every rank has as many examples of a batch as the others.
+pub fn divides(batch: usize, ranks: &Ranks) -> Result<(), TrainError> {
+    let data = ranks.data.size;
+    match batch.is_multiple_of(data) {
+        true => Ok(()),
+        false => Err(TrainError::Other(format!(
+            "train.batch = {batch} cannot be divided among {data} ranks: make it a multiple of {data}, or start fewer ranks"
+        ))),
+    }
+}
+
 /// Ranks that would train different things are an error, before the first step.
 fn agree(task: &dyn Task, config: &Config, ready: &Ready) -> Result<(), TrainError> {
     let ranks = &config.ranks;
     if ranks.size() == 1 {
         return Ok(());
     }
-    let (batch, data) = (task.train_config().batch, ranks.data.size);
-    if !batch.is_multiple_of(data) {
-        return Err(TrainError::Other(format!(
-            "train.batch = {batch} cannot be divided among {data} ranks: make it a multiple of {data}, or start fewer ranks"
-        )));
-    }
+    divides(task.train_config().batch, ranks)?;
     let own = [format!("{:?}", ready.from), task.identity()?.to_string(), config.to_toml()];
     let what = ["the checkpoint that they go on from", "their data, tokenizer or base model", "their settings"];
     for (own, what) in own.iter().zip(what) {

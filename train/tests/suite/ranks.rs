@@ -192,6 +192,30 @@ fn a_batch_is_never_put_together() {
     }
 }
 
+/// What costs more than one would think is in the receipts.
+#[test]
+fn receipts_say_what_is_exchanged_and_what_stays_whole() {
+    let receipt = |of: Small, settings: &[&str], [data, tensor]: [usize; 2], program: &str, pass: &str| {
+        let mut config = config(of, settings);
+        config.ranks = engine::Ranks::planned(data, tensor);
+        let task = recipe::find(of.0).unwrap().task(&config).unwrap();
+        let (_, graph) = task.graphs().into_iter().find(|g| g.0 == program).unwrap();
+        let compiled = engine::Compiled::new(graph, &config.switches().unwrap(), engine::passes::Target::Cpu).unwrap();
+        compiled.receipts.iter().find(|r| r.pass == pass).unwrap().summary()
+    };
+    const EVERY: &str = "gradients are exchanged for every micro-batch";
+    let micro = receipt(DECODER, &["train.accumulate=2"], [2, 1], "micro", "data-parallel");
+    assert!(micro.contains(EVERY), "{micro}");
+    for (settings, program) in [(&["train.accumulate=2"][..], "update"), (&[], "train")] {
+        let other = receipt(DECODER, settings, [2, 1], program, "data-parallel");
+        assert!(!other.contains(EVERY), "{program}: {other}");
+    }
+    // The three matrices of GPT-2's attention are one weight: a line for all layers.
+    let whole = receipt(GPT2, &[], [1, 2], "train", "tensor-parallel");
+    assert_eq!(whole.matches("a weight stays whole").count(), 1, "{whole}");
+    assert!(!whole.contains("the op that reads it"), "{whole}");
+}
+
 /// The checkpoint of so many ranks is gone on from by others, and by as many bit for bit; who reads it sees whole tensors.
 #[test]
 fn checkpoints_of_ranks_are_anyones() {

@@ -30,6 +30,9 @@ pub struct RankArgs {
     /// With --ranks or --scaling: how long a step of one rank took, as measured; estimates of arithmetic are scaled to it
     #[arg(long, value_name = "MS")]
     step_ms: Option<f64>,
+    /// With --scaling: microseconds that the loader takes for an example; every rank makes those of all ranks, on a thread beside the step
+    #[arg(long, value_name = "US", default_value_t = 0.0, requires = "scaling")]
+    example_us: f64,
     /// Prints a table of step times against numbers of GPUs, such as 1,8,64,1024; each GPU has `train.batch` examples a step
     #[arg(long, value_name = "N,N,..", value_delimiter = ',', conflicts_with_all = ["ranks", "json", "html", "nodes", "dump"])]
     pub scaling: Option<Vec<usize>>,
@@ -46,6 +49,9 @@ impl RankArgs {
         }
         if let Some(ms) = self.step_ms.filter(|ms| !positive(*ms)) {
             bail!("--step-ms {ms}: milliseconds above 0 are needed");
+        }
+        if self.example_us < 0.0 || !self.example_us.is_finite() {
+            bail!("--example-us {}: microseconds from 0 are needed", self.example_us);
         }
         if self.node == 0 {
             bail!("--node 0: a machine has one GPU at least");
@@ -75,6 +81,8 @@ pub struct Exchanged {
     /// What estimated arithmetic is multiplied by.
     speed: f64,
     wires: Wires,
+    /// Seconds in which the loader makes an example.
+    example: f64,
 }
 
 /// Of one sort: how many, bytes of the whole tensors, seconds, and of these the ones in which nothing is computed.
@@ -93,11 +101,13 @@ struct Step {
     exposed: f64,
     /// If as many ranks divided the work of one, and exchanged nothing.
     linear: f64,
+    /// Of the loader, which makes the next batch meanwhile.
+    loader: f64,
 }
 
 impl Step {
     fn seconds(&self) -> f64 {
-        self.compute + self.exposed
+        (self.compute + self.exposed).max(self.loader)
     }
 
     /// Of what as many GPUs would do that divide everything and exchange nothing, in percent.
@@ -109,7 +119,7 @@ impl Step {
 impl Exchanged {
     pub fn of(task: &dyn Task, compiled: &[(&'static str, Compiled)], target: Target, a: &RankArgs) -> Exchanged {
         let programs = compiled.iter().map(|(name, c)| (task.runs(name) as f64, events(name, c, target))).collect();
-        Exchanged { programs, alone: 0.0, speed: 1.0, wires: a.wires() }
+        Exchanged { programs, alone: 0.0, speed: 1.0, wires: a.wires(), example: 1e-6 * a.example_us }
     }
 
     /// Estimated seconds of arithmetic.
@@ -126,7 +136,8 @@ impl Exchanged {
 
     /// A step on so many ranks, and what each sort of exchange has of it.
     fn step(&self, sizes: Sizes) -> (Step, BTreeMap<Sort, Total>) {
-        let mut step = Step { compute: 0.0, exchange: 0.0, exposed: 0.0, linear: self.alone * self.speed / sizes.tensor as f64 };
+        let linear = self.alone * self.speed / sizes.tensor as f64;
+        let mut step = Step { compute: 0.0, exchange: 0.0, exposed: 0.0, linear, loader: 0.0 };
         let mut sorts: BTreeMap<Sort, Total> = BTreeMap::new();
         for (runs, events) in &self.programs {
             let taken = run(events, &self.wires, sizes, self.speed);
@@ -183,12 +194,13 @@ impl Exchanged {
         Ok(())
     }
 
-    /// A line for each number of ranks. `work`: what a rank that has a model for itself works through in a step, and its unit.
-    pub fn scale(&self, all: &[Sizes], (unit, work): (&str, f64)) -> Result<()> {
+    /// A line for each number of ranks. `work`: what a rank that has a model for itself works through in a step, and its unit; `examples`: in how many examples.
+    pub fn scale(&self, all: &[Sizes], (unit, work): (&str, f64), examples: usize) -> Result<()> {
         let rows: Vec<Vec<String>> = all
             .iter()
             .map(|&sizes| {
-                let (step, sorts) = self.step(sizes);
+                let (mut step, sorts) = self.step(sizes);
+                step.loader = self.example * (examples * sizes.data) as f64;
                 let by = |group: &str| sorts.iter().filter(|(s, _)| s.group == group).fold(0.0, |sum, (_, t)| sum + t.seconds);
                 let ms = |s: f64| format!("{:.1}", 1e3 * s);
                 let rate = work * sizes.data as f64 / step.seconds();
@@ -200,6 +212,7 @@ impl Exchanged {
                     ms(by("data")),
                     ms(by("tensor")),
                     ms(step.exposed),
+                    ms(step.loader),
                     ms(step.seconds()),
                     human_count(rate),
                     format!("{:.1}%", step.of_linear()),
@@ -207,7 +220,8 @@ impl Exchanged {
             })
             .collect();
         let rate = format!("{unit}/s");
-        out!("{}", table(&["GPUs", "machines", "arithmetic ms", "data ms", "tensor ms", "waits ms", "step ms", &rate, "of linear"], &rows));
+        let head = ["GPUs", "machines", "arithmetic ms", "data ms", "tensor ms", "waits ms", "loader ms", "step ms", &rate, "of linear"];
+        out!("{}", table(&head, &rows));
         Ok(())
     }
 }
