@@ -53,11 +53,11 @@ fn planning_takes_time_with_depth_and_not_with_its_square() {
 #[test]
 fn a_batch_that_ranks_cannot_divide_is_refused() {
     for ranks in ["3", "99999999"] {
-        let ran = kiln(&["plan", "decoder", "--preset", "tiny", "--set", "train.batch=4", "--ranks", ranks]);
+        let ran = kiln(["plan", "decoder", "--preset", "tiny", "--set", "train.batch=4", "--ranks", ranks]);
         assert_ne!(ran.code, Some(0), "{ran:#?}");
         assert!(ran.err.contains(&format!("train.batch = 4 cannot be divided among {ranks} ranks")), "{ran:#?}");
     }
-    let loads = |us: &str| kiln(&["plan", "decoder", "--preset", "tiny", "--set", "train.batch=4", "--scaling", "1,2", "--example-us", us]);
+    let loads = |us: &str| kiln(["plan", "decoder", "--preset", "tiny", "--set", "train.batch=4", "--scaling", "1,2", "--example-us", us]);
     assert!(loads("inf").err.contains("--example-us inf"));
     // 8 examples of a second each are longer than any step.
     let out = loads("1000000").ok().out;
