@@ -149,6 +149,8 @@ pub enum Narrow {
     Round,
     /// Leave it alone: an input keeps its type, an output is f32.
     Keep,
+    /// It is f32: what was rounded before, such as a frozen weight that is stored rounded, is cast back.
+    F32,
     /// Give it the type of these inputs. If they differ, the pass decides.
     Follow(Vec<usize>),
 }

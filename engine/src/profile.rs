@@ -210,7 +210,7 @@ fn spans(programs: &[Profiled], recorded: Recorded, began: u64) -> impl Iterator
                 (Track::Compute, Some(bytes), if of_program { STORES } else { "feeds into their place" }.into())
             }
         };
-        let is_aside = |what: &What| matches!(what, What::Node(p, n) if programs[*p].nodes[*n].aside);
+        let is_aside = |what: &What| matches!(what, What::Node(p, n) if programs[*p].nodes.get(*n).is_some_and(|n| n.aside));
         let track = if node.as_ref().is_some_and(is_aside) && track == Track::Compute { Track::Exchange } else { track };
         let what = node.or(bytes.map(What::Copy)).unwrap_or(What::Other);
         let [start, end] = [r.start, r.end].map(|t| t.saturating_sub(began));

@@ -242,6 +242,7 @@ fn rewritten<'g>(
                 x[k] = cast(x[k], narrow, casts);
                 rounds = true;
             }
+            Narrow::F32 if x[k].dtype() == narrow => x[k] = x[k].cast(DType::F32),
             Narrow::Follow(of) if x[k].dtype().is_float() => x[k] = x[k].cast(x[of[0]].dtype()),
             _ => {}
         }
@@ -258,7 +259,7 @@ fn rewritten<'g>(
         .iter()
         .zip(&rules)
         .map(|(&now, rule)| match rule {
-            Narrow::Keep if now.is_float() => DType::F32,
+            Narrow::Keep | Narrow::F32 if now.is_float() => DType::F32,
             Narrow::Follow(of) if now == DType::F32 => follows(of, now),
             _ => now,
         })

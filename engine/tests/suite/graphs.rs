@@ -162,6 +162,26 @@ fn bf16_leaves_side_outputs_alone() {
     assert!(narrow.iter().zip(&wide).all(|(a, b)| kiln_engine::check::relative(a, b) < 0.02));
 }
 
+/// A frozen weight is stored rounded; the short convolution, whose taps are f32, still reads it.
+#[test]
+fn a_rounded_frozen_weight_is_cast_back_where_f32_is_needed() {
+    let record = |r: &Recorder| {
+        let taps = r.frozen("taps", &[8, 4], Init::Normal { std: 0.5 });
+        let bias = r.frozen("bias", &[8], Init::Normal { std: 0.5 });
+        let x = r.feed("x", &[2, 5, 8], DType::F32);
+        r.output("y", x.short_conv(taps, bias, false, None));
+    };
+    let x: Vec<f32> = (0..80).map(|i| (i as f32).cos()).collect();
+    let feeds = [("x", Data::F32(&x))];
+    let wide = run(record, DEFAULT, &feeds).unwrap().0;
+    for (pass, dtype, most) in [("bf16", DType::BF16, 0.02), ("fp16", DType::F16, 0.002)] {
+        let (narrow, store) = run(record, (pass, "auto"), &feeds).unwrap();
+        assert_eq!(store.get("taps").unwrap().meta.dtype, dtype);
+        let off = kiln_engine::check::relative(&narrow[0], &wide[0]);
+        assert!(0.0 < off && off < most, "{pass}: {off}");
+    }
+}
+
 /// A bias that is a product itself, seen as a row.
 #[test]
 fn a_product_may_be_a_bias() {

@@ -107,7 +107,11 @@ fn gguf(a: &ExportArgs, recipes: Recipes) -> Result<ExitCode> {
         let whole = staged.dir().join("model");
         export(a, &opened, &whole, if a.merge { Parts::Merged } else { Parts::Whole })?;
         opened.which().into_iter().for_each(|which| crate::warn!("weights {which}"));
-        convert(&Folder::open(&whole)?, &a.out, kind)?
+        // The folder is gone by the time the message is read, so the message names what was exported.
+        convert(&Folder::open(&whole)?, &a.out, kind).map_err(|e| match e {
+            ModelError::Gguf { path, cause } if path == whole => ModelError::Gguf { path: a.checkpoint.clone(), cause },
+            other => other,
+        })?
     };
     notes.iter().for_each(|note| crate::warn!("note: {note}"));
     out!("{kind} of {}: {}", a.checkpoint.display(), a.out.display());

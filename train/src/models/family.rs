@@ -196,6 +196,7 @@ pub static FAMILIES: &[Family] = &[
         positions: Positions::None,
         names: &MAMBA2_NAMES,
         keys: MAMBA2_KEYS,
+        acts: &["silu", "swish"], // two names of the same
         head_dim: Some(64),
         context: 1 << 20, // its state has no positions
         norm_eps: 1e-5,

@@ -181,6 +181,8 @@ impl Shape {
             ("mlp_bias", true, "matmuls with a bias are not known in this family"),
             ("use_bias", true, "matmuls with a bias are not known in this family"),
             ("use_conv_bias", false, "a convolution without a bias is not known in this family"),
+            ("norm_before_gate", true, "a scan's result is gated before its norm here"),
+            ("D_has_hdim", true, "what a scan's D skips is one number a head here"),
             ("use_sliding_window", true, "attention to a window in some layers is not known here"),
             ("scale_attn_by_inverse_layer_idx", true, "scores are scaled alike in all layers here"),
             ("scale_attn_weights", false, "scores are scaled by the root of the head's size here"),
@@ -220,6 +222,13 @@ impl Shape {
                 unlimited(get("time_step_limit"))?;
                 let [state, groups, taps] = [("state_size", 128), ("n_groups", 8), ("conv_kernel", 4)]
                     .map(|(key, silent)| Ok::<_, String>(whole(key)?.unwrap_or(silent)));
+                only_scans(table)?;
+                if let Some(expand) = number(table, "expand")?.filter(|e| e * dim as f64 != heads as f64 * head_dim as f64) {
+                    return Err(format!("'expand' is {expand}, but num_heads x head_dim = {heads} x {head_dim} is not {expand} x {dim}"));
+                }
+                if whole("chunk_size")? == Some(0) {
+                    return Err("'chunk_size' is 0: a chunk has one position at least".into());
+                }
                 Some(ScanShape { state: state?, groups: groups?, taps: taps? })
             }
         };
@@ -316,12 +325,24 @@ impl Shape {
 
 /// Refuses step sizes of a scan that are limited: from 0 on, without end, is how models are trained. Python writes infinity in several ways.
 fn unlimited(limit: Option<&Value>) -> Result<(), String> {
-    let open = |v: &Value| v.is_null() || v.get("__float__").is_some_and(|v| v == "Infinity");
+    let open = |v: &Value| v.is_null() || v == "Infinity" || v.get("__float__").is_some_and(|v| v == "Infinity");
     match limit.map(|v| (v, v.as_array().map_or(&[][..], |v| v))) {
         None => Ok(()),
         Some((_, [low, high])) if low.as_f64() == Some(0.0) && open(high) => Ok(()),
         Some((other, _)) => Err(format!("'time_step_limit' is {other}: only steps from 0 on, without a limit, are known here")),
     }
+}
+
+/// Refuses models that mix state-space layers with attention.
+fn only_scans(table: &Map<String, Value>) -> Result<(), String> {
+    let own = |key: &str, plain: &dyn Fn(&Value) -> bool| match table.get(key).filter(|v| !v.is_null()) {
+        Some(v) if !v.as_array().is_some_and(|layers| layers.iter().all(plain)) => {
+            Err(format!("'{key}' is {v}: layers of attention are not known in this family"))
+        }
+        _ => Ok(()),
+    };
+    own("attn_layer_idx", &|_| false)?;
+    own("layers_block_type", &|kind| kind == "mamba" || kind == "mamba2")
 }
 
 /// The family that config.json names.

@@ -76,9 +76,16 @@ impl<'g> Weights<'g> {
         Scan { x, dt, decay, b, c: part(s.inner + values, s.groups, s.state), d: self.skip }
     }
 
-    /// rms_norm(y silu(z)) times its weight.
+    /// rms_norm(y silu(z)) times its weight; the channels of every group of heads have a mean square of their own.
     fn gated_norm(&self, s: &Sizes, y: Var<'g>, z: Var<'g>) -> Var<'g> {
-        z.swiglu(y.reshape(&z.shape())).rms_norm(self.norm, s.eps)
+        let gated = z.swiglu(y.reshape(&z.shape()));
+        if s.groups == 1 {
+            return gated.rms_norm(self.norm, s.eps);
+        }
+        let (outer, width) = (&z.shape()[..z.shape().len() - 1], s.inner / s.groups);
+        let grouped = gated.reshape(&[outer, &[s.groups, width]].concat());
+        let ones = z.recorder().full(&[width], 1.0);
+        grouped.rms_norm(ones, s.eps).reshape(&z.shape()) * self.norm
     }
 }
 

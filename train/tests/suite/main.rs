@@ -24,6 +24,7 @@ mod launch;
 mod ledger;
 mod lifecycle;
 mod lior;
+mod mamba2;
 mod mazes;
 mod memory;
 mod models;

@@ -124,7 +124,10 @@ impl Op for ShortConv {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded_first(1, at) // positions are no floats
+        match at {
+            Port::In(1 | 2) => Narrow::F32,
+            _ => op::rounded_first(1, at), // positions are no floats
+        }
     }
 
     fn cuda(&self, io: &Io) -> Code {
@@ -231,7 +234,7 @@ impl Op for ShortConvGrad {
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         match at {
-            Port::In(1 | 2) | Port::Out(1 | 2) => Narrow::Keep,
+            Port::In(1 | 2) | Port::Out(1 | 2) => Narrow::F32,
             _ => op::rounded(at),
         }
     }

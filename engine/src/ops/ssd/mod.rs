@@ -218,6 +218,10 @@ pub const CASES: &[Case] = &[
     // Heads of 64 and states of 64 or 128, which GPUs with large shared memory take in chunks of 128.
     Case::new("shared chunks", inputs!(1, 200, 4, 64, 2, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE),
     Case::new("shared chunks, reverse", inputs!(2, 300, 2, 64, 1, 128), |x| vec![ssd(scan(x), true)]).rounds(6.0, INSIDE),
+    // Blocks that take three heads of a group and more, one after another.
+    Case::new("shared chunks, six heads", inputs!(1, 260, 6, 64, 1, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE),
+    // On a GPU of four multiprocessors: three segments, of two chunks but for the last.
+    Case::new("shared chunks, segments", inputs!(1, 520, 3, 64, 1, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE),
     Case::new(
         "decode",
         &[

@@ -144,7 +144,7 @@ impl Fields<'_> {
         let known = FAMILIES.map(|(_, class, ..)| class).join(", ");
         let Some(named) = named else { return Err(format!("names no architecture; known are {known}")) };
         let Some((family, _, kind, arch)) = FAMILIES.into_iter().find(|(_, class, ..)| *class == named) else {
-            return Err(format!("its architecture is {named}; known are {known}"));
+            return Err(format!("its architecture is {named}, of which no GGUF file is written here; known are {known}"));
         };
         match self.get("model_type") {
             Some(other) if other != kind => Err(format!("its architecture {named} is of model_type {kind}, but it says {other}")),

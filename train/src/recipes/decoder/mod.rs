@@ -86,23 +86,25 @@ impl DecoderConfig {
         if self.window > 0 && !family.windowed {
             return Err(bad(format!("window = {}: {} has none", self.window, family.name)));
         }
+        let scans = family.mixer == Mixer::Mamba2;
         let shape = Shape {
             family,
             vocab: self.vocab,
             dim: self.dim,
             layers: self.layers,
             heads: self.heads,
-            kv_heads: self.kv_heads,
+            // As a folder of state-space layers is read: they have neither.
+            kv_heads: if scans { self.heads } else { self.kv_heads },
             head_dim: self.head_dim,
-            hidden: self.hidden,
+            hidden: if scans { self.heads.saturating_mul(self.head_dim) } else { self.hidden },
             tied: self.tied,
             window: Some(self.window).filter(|w| *w > 0),
             rope_theta: self.rope_theta,
             rope_scaling: RopeScaling::None,
             norm_eps: self.norm_eps,
             // A state has no positions that could run out.
-            context: if family.mixer == Mixer::Mamba2 { family.context } else { self.seq },
-            scan: (family.mixer == Mixer::Mamba2).then_some(ScanShape { state: self.state, groups: self.groups, taps: self.conv }),
+            context: if scans { family.context } else { self.seq },
+            scan: scans.then_some(ScanShape { state: self.state, groups: self.groups, taps: self.conv }),
         };
         shape.check().map_err(bad)?;
         Ok(shape)
@@ -139,6 +141,20 @@ fn only_for_adapters(config: &Config, trained: Trained) -> Result<(), ConfigErro
         Some((key, value)) => Err(ConfigError::Invalid(format!(
             "model.{key} = {}: it is for adapters, and every weight is trained (add model.train=lora, or remove model.{key})",
             shown(value)
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses settings of attention and the MLP that someone asked for in a family that has neither.
+fn only_for_attention(config: &Config, c: &DecoderConfig) -> Result<(), ConfigError> {
+    let without = Family::find(&c.family).filter(|f| f.mixer == Mixer::Mamba2 && c.base.is_empty());
+    let asked = ["kv_heads", "hidden", "rope_theta"].iter().find_map(|key| Some((key, config.given("model", key)?)));
+    match without.zip(asked) {
+        Some((family, (key, value))) => Err(ConfigError::Invalid(format!(
+            "model.{key} = {}: {} has none, since state-space layers stand in the place of attention and MLP (remove model.{key})",
+            shown(value),
+            family.name
         ))),
         None => Ok(()),
     }
@@ -188,6 +204,7 @@ impl Recipe for DecoderRecipe {
         let config = &self.sized(config)?;
         let c: DecoderConfig = config.section("model")?;
         only_for_adapters(config, c.train)?;
+        only_for_attention(config, &c)?;
         let model = c.model()?;
         let train: TrainConfig = config.section("train")?;
         train.check()?;
