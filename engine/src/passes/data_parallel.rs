@@ -65,8 +65,9 @@ impl Pass for DataParallel {
 /// a sum.
 fn adds_up_gradients(g: &Graph) -> bool {
     g.updates.iter().any(|(state, new)| {
+        // An optimizer's op reads more than these two.
         let inputs = &g.nodes[new.node].inputs;
-        inputs.contains(state) && inputs.iter().any(|v| matches!(g.nodes[v.node].kind, Kind::Grad))
+        inputs.len() == 2 && inputs.contains(state) && inputs.iter().any(|v| matches!(g.nodes[v.node].kind, Kind::Grad))
     })
 }
 

@@ -66,7 +66,8 @@ impl Pass for TensorParallel {
         let by_tokens = settings.one_of("sequence", &["whole", "divided"])? == "divided";
         let Placed { division, weights, undivided } = placed(g, settings.ranks, by_tokens, receipt)?;
         for (reader, scope) in undivided {
-            receipt.decline(format!("a weight stays whole: {reader} needs all of what it computes"), &scope);
+            let why = reader.map_or("the op that reads it needs all of it".into(), |op| format!("{op} needs all of what it computes"));
+            receipt.decline(format!("a weight stays whole: {why}"), &scope);
         }
         if weights > 0 {
             division.check(g)?;
@@ -81,8 +82,8 @@ impl Pass for TensorParallel {
 struct Placed {
     division: Division,
     weights: usize,
-    /// Of weights that stay whole, the op for which a division would have to be put together again, and where they are.
-    undivided: Vec<(String, String)>,
+    /// Of weights that stay whole, the op, if it is another than reads the weight, for which a division would have to be put together again, and where they are.
+    undivided: Vec<(Option<String>, String)>,
 }
 
 /// What a division is judged by, the first first: values of the model that are put together again, floating-point operations of a rank, its bytes of weights.
@@ -158,9 +159,10 @@ fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> R
             tried.shares.insert(i, axis);
             if let Some(d) = with_partner(g, &mut tried, parts) {
                 let price = price(g, &d, &of_model, parts);
-                // The last dimension is that of the columns, by which a layer is divided.
-                let new = d.gathered.iter().find(|r| of_model[r.1] && !division.gathered.contains(r));
-                reader = new.map(|r| g.nodes[r.1].name()).or(reader);
+                // Along some dimension the weight itself would be gathered, which says nothing about what is in the way of the others.
+                let is_weight = |v: Value| g.state_through(v, |n| n.is_view()).is_some();
+                let new = d.gathered.iter().find(|r| of_model[r.1] && !is_weight(r.0) && !division.gathered.contains(r));
+                reader = reader.or(new.map(|r| g.nodes[r.1].name()));
                 if price < found.as_ref().map_or(now, |f| f.0) {
                     found = Some((price, tried.shares, d));
                 }
@@ -172,7 +174,7 @@ fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> R
                 sources.shares = shares;
             }
             None if sources.shares.contains_key(&i) => {}
-            None if shape.len() > 1 => undivided.push((reader.unwrap_or("the op that reads it").to_string(), node.scope.to_string())),
+            None if shape.len() > 1 => undivided.push((reader.map(str::to_string), node.scope.to_string())),
             None => {}
         }
     }

@@ -210,10 +210,12 @@ fn receipts_say_what_is_exchanged_and_what_stays_whole() {
         let other = receipt(DECODER, settings, [2, 1], program, "data-parallel");
         assert!(!other.contains(EVERY), "{program}: {other}");
     }
-    // The three matrices of GPT-2's attention are one weight: a line for all layers.
+    // The three matrices of GPT-2's attention are one weight, of whose product each is a slice: a line for all layers. Two more are of what comes after, and of positions.
     let whole = receipt(GPT2, &[], [1, 2], "train", "tensor-parallel");
-    assert_eq!(whole.matches("a weight stays whole").count(), 1, "{whole}");
-    assert!(!whole.contains("the op that reads it"), "{whole}");
+    assert_eq!(whole.matches("a weight stays whole").count(), 3, "{whole}");
+    assert!(whole.contains("2: a weight stays whole: slice needs all of what it computes"), "{whole}");
+    let whole = receipt(DECODER, &[], [1, 2], "train", "tensor-parallel");
+    assert!(!whole.contains("stays whole"), "{whole}");
 }
 
 /// The checkpoint of so many ranks is gone on from by others, and by as many bit for bit; who reads it sees whole tensors.
