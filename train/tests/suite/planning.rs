@@ -30,7 +30,7 @@ fn planned(recipe: &str, settings: &[&str]) -> f64 {
 
 #[test]
 fn planning_takes_time_with_depth_and_not_with_its_square() {
-    // Eight times the blocks take hydra 11.5 times the time: 4.1 ms a block, and 46 us for every pair of them. A look through the whole graph at
+    // Eight times the blocks take hydra 11.5 to 14 times the time: 4.1 ms a block, and 46 us for every pair of them. A look through the whole graph at
     // every node made it more than 30. Neighbours only add to a time, so the shortest counts, of as many as it takes.
     for (recipe, depth, others) in
         [("hydra", "model.blocks", &["model.edge_capacity=[1.0]", "model.middle_capacity=[0.5]"][..]), ("polychromic", "model.layers", &[])]
@@ -41,11 +41,11 @@ fn planning_takes_time_with_depth_and_not_with_its_square() {
         for _ in 0..10 {
             shortest = [shortest[0].min(time(6)), shortest[1].min(time(48))];
             ratio = shortest[1] / shortest[0];
-            if ratio <= 14.0 {
+            if ratio <= 18.0 {
                 break;
             }
         }
-        assert!(ratio <= 14.0, "{recipe}: {ratio} times the time for 8 times the depth ({shortest:?} s)");
+        assert!(ratio <= 18.0, "{recipe}: {ratio} times the time for 8 times the depth ({shortest:?} s)");
     }
 }
 
