@@ -333,7 +333,7 @@ fn too_small(g: &Graph, [a, b]: [Value; 2], weight: &Meta, least: usize) -> Opti
     if tokens < LEAST_ROWS {
         return Some(format!("{tokens} rows: fewer than {LEAST_ROWS} are bound by reading the weights"));
     }
-    let small = rows * columns < least * (rows + columns);
+    let small = rows * columns < least.saturating_mul(rows + columns);
     small.then(|| format!("a weight of {rows} x {columns} is too small to pay for rounding the operands (least={least})"))
 }
 

@@ -39,12 +39,15 @@ impl Matrix {
         })
     }
 
-    /// Looks at all groups, and sets what does not stay to 0.
-    fn prune(&self, bytes: &mut [u8]) -> Pruned {
+    /// Looks at all groups, and sets what does not stay to 0. An error is a number that is not finite: a norm with it says nothing.
+    fn prune(&self, bytes: &mut [u8]) -> Result<Pruned, f32> {
         let mut found = Pruned::default();
         let size = self.dtype.size();
         for group in self.groups() {
             let numbers = group.map(|at| number(&bytes[at * size..][..size], self.dtype));
+            if let Some(&broken) = numbers.iter().find(|v| !v.is_finite()) {
+                return Err(broken);
+            }
             let stays = kept(&numbers);
             found.groups += 1;
             found.dense += (numbers.iter().filter(|v| **v != 0.0).count() > 2) as usize;
@@ -56,7 +59,7 @@ impl Matrix {
                 }
             }
         }
-        found
+        Ok(found)
     }
 }
 
@@ -98,7 +101,9 @@ pub fn prune(from: &Path, out: Option<&Path>) -> Result<BTreeMap<String, Pruned>
                 return Err(ModelError::bad(&path, format!("'{tensor}' sums over {along} inputs, which is not a multiple of 4")));
             }
             let (start, end) = info.data_offsets;
-            found.insert(tensor.clone(), matrix.prune(&mut bytes[8 + length + start..8 + length + end]));
+            let pruned = matrix.prune(&mut bytes[8 + length + start..8 + length + end]);
+            let pruned = pruned.map_err(|v| ModelError::bad(&path, format!("'{tensor}' has a weight that is {v}: its model is broken")))?;
+            found.insert(tensor.clone(), pruned);
         }
         if let Some(staged) = &staged {
             let to = staged.dir().join(&name);
