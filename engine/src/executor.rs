@@ -2,14 +2,15 @@
 
 use crate::cuda::{Cuda, Options, fallback};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Node, Role};
+use crate::graph::{Graph, Init, Kind, Node, State};
 use crate::kernel::{Arch, Io, Step};
 use crate::meta::DType;
-use crate::ops::adamw::AdamW;
+use crate::ops::adamw::{AdamW, Momentum};
 use crate::ops::adamw8::{AdamW8, Momentum8};
 use crate::ops::attention::attention;
 use crate::passes::{Fast, Mode, Numerics, Receipt, Switch, Switches, Target};
 use crate::record::Recorder;
+use std::collections::HashSet;
 
 /// A setting of the executor: an entry of [`EXECUTOR`].
 pub struct Setting {
@@ -18,8 +19,8 @@ pub struct Setting {
     default: Mode,
     numerics: fn(DType) -> Numerics,
     example: fn(&Recorder),
-    /// Counts in the receipt where it applies, or declines with a reason.
-    sites: fn(&Graph, Arch, &mut Receipt),
+    /// Counts in the receipt where it applies, or declines with a reason: in the compiled graph, beside the one that was recorded.
+    sites: fn([&Graph; 2], Arch, &mut Receipt),
     /// Turns it on, with the mode that it has.
     set: fn(&mut Options, Mode),
 }
@@ -32,7 +33,7 @@ pub const EXECUTOR: &[Setting] = &[
         default: Mode::Off,
         numerics: |_| Numerics::LowPrecision,
         example: |r| matmuls(r, DType::F32),
-        sites: |g, arch, receipt| receipt.applied = gemms(g, arch, |d| d == DType::F32),
+        sites: |[_, g], arch, receipt| receipt.applied = gemms(g, arch, |d| d == DType::F32),
         set: |o, _| o.tf32 = true,
     },
     Setting {
@@ -42,7 +43,7 @@ pub const EXECUTOR: &[Setting] = &[
         // The same sums in another order, rounded to a narrow type.
         numerics: |dtype| if dtype == DType::F32 { Numerics::Exact } else { Numerics::LowPrecision },
         example: |r| matmuls(r, DType::BF16),
-        sites: |g, arch, receipt| receipt.applied = gemms(g, arch, |d| d != DType::F32),
+        sites: |[_, g], arch, receipt| receipt.applied = gemms(g, arch, |d| d != DType::F32),
         set: |o, _| o.tune = true,
     },
     Setting {
@@ -73,7 +74,7 @@ pub const EXECUTOR: &[Setting] = &[
         // The same sums in another order, rounded to a narrow type.
         numerics: |dtype| if dtype == DType::F32 { Numerics::Reordered } else { Numerics::LowPrecision },
         example: heads,
-        sites: |g, arch, receipt| receipt.applied = natives(g, arch),
+        sites: |[_, g], arch, receipt| receipt.applied = natives(g, arch),
         set: |o, mode| o.native = mode,
     },
     Setting {
@@ -82,22 +83,7 @@ pub const EXECUTOR: &[Setting] = &[
         default: Mode::Off,
         numerics: |_| Numerics::Exact,
         example: moments,
-        sites: |g, _, receipt| {
-            let states = offloaded(g);
-            receipt.applied = states.len();
-            let large = |n: &Node| n.outputs[0].bytes() >= LEAST_OFFLOADED;
-            for node in g.nodes.iter().filter(|n| large(n)) {
-                if let Kind::State(s) = &node.kind
-                    && s.role == Role::Carried
-                    && !states.iter().any(|(name, _)| *name == s.name)
-                {
-                    receipt.decline("other kernels than AdamW's read it (of Muon's momentum: adam8bit makes it smaller)", &s.name);
-                }
-            }
-            if receipt.applied > 0 {
-                receipt.notes.push(format!("{} MiB of states in host memory", states.iter().map(|s| s.1).sum::<usize>() >> 20));
-            }
-        },
+        sites: |graphs, _, receipt| offload(graphs, receipt),
         set: |o, _| o.offload = true,
     },
 ];
@@ -105,23 +91,56 @@ pub const EXECUTOR: &[Setting] = &[
 /// Smaller states stay on the GPU.
 const LEAST_OFFLOADED: usize = 1 << 20;
 
-/// States that only an optimizer's kernels read, with their bytes.
+/// Which of an optimizer's states go to host memory, and why others do not. Muon's momentum is one op only as it was recorded.
+fn offload([recorded, g]: [&Graph; 2], receipt: &mut Receipt) {
+    let go = offloaded(g);
+    receipt.applied = go.len();
+    let known: HashSet<&str> = [recorded, g].into_iter().flat_map(|g| moments_of(g).into_iter().map(|i| state_name(g, i))).collect();
+    let stays = |s: &State| known.contains(s.name.as_str()) && !go.iter().any(|(name, _)| *name == s.name);
+    let (small, others): (Vec<_>, Vec<_>) = g.states().filter(|(s, _)| stays(s)).partition(|(_, meta)| meta.bytes() < LEAST_OFFLOADED);
+    for (s, _) in others {
+        receipt.decline("other kernels than AdamW's read it (of Muon's momentum: adam8bit makes it smaller)", &s.name);
+    }
+    if receipt.applied > 0 {
+        receipt.notes.push(format!("{} MiB of states in host memory", go.iter().map(|s| s.1).sum::<usize>() >> 20));
+    }
+    // Beside large ones they are no loss: norms and biases. Where nothing else is, they are why the setting does nothing.
+    match small.len() {
+        0 => {}
+        n if receipt.applied > 0 => receipt.notes.push(format!("{n} of less than 1 MiB stay on the GPU")),
+        _ => small.iter().for_each(|(s, _)| receipt.decline("less than 1 MiB: stays on the GPU", &s.name)),
+    }
+}
+
+/// Nodes of the states that an optimizer keeps for itself: moments and momentum, with their maxima where they are quantized.
+fn moments_of(g: &Graph) -> Vec<usize> {
+    let own = |n: &Node| match () {
+        _ if n.op::<AdamW>().is_some() => n.inputs[4..].chunks(4).flat_map(|p| p[2..].to_vec()).collect(),
+        _ if n.op::<AdamW8>().is_some() => n.inputs[4..].chunks(6).flat_map(|p| p[2..].to_vec()).collect(),
+        _ if n.op::<Momentum>().is_some() || n.op::<Momentum8>().is_some() => n.inputs[3..].to_vec(),
+        _ => vec![],
+    };
+    let mut found: Vec<usize> = g.nodes.iter().flat_map(own).map(|v| v.node).filter(|&i| !state_name(g, i).is_empty()).collect();
+    found.sort_unstable();
+    found.dedup();
+    found
+}
+
+/// The name of the state that a node is; empty if it is none.
+fn state_name(g: &Graph, node: usize) -> &str {
+    match &g.nodes[node].kind {
+        Kind::State(s) => &s.name,
+        _ => "",
+    }
+}
+
+/// States of an optimizer that only its own kernels read, with their bytes.
 pub fn offloaded(g: &Graph) -> Vec<(&str, usize)> {
     let readers = g.readers();
     let of_optimizer = |n: &Node| n.op::<AdamW>().is_some() || n.op::<AdamW8>().is_some() || n.op::<Momentum8>().is_some();
     let own = |i: usize| readers[i].iter().all(|&r| of_optimizer(&g.nodes[r]));
-    let mut found = vec![];
-    for (i, node) in g.nodes.iter().enumerate() {
-        let bytes = node.outputs[0].bytes();
-        if let Kind::State(s) = &node.kind
-            && s.role == Role::Carried
-            && bytes >= LEAST_OFFLOADED
-            && own(i)
-        {
-            found.push((s.name.as_str(), bytes));
-        }
-    }
-    found
+    let large = |i: &usize| g.nodes[*i].outputs[0].bytes() >= LEAST_OFFLOADED && own(*i);
+    moments_of(g).into_iter().filter(large).map(|i| (state_name(g, i), g.nodes[i].outputs[0].bytes())).collect()
 }
 
 impl Switch for Setting {
@@ -157,14 +176,14 @@ impl Switch for Setting {
 }
 
 impl Options {
-    /// The options that the switches ask for, and a receipt of each setting.
-    pub fn new(g: &Graph, switches: &Switches, target: Target) -> Result<(Options, Vec<Receipt>), Error> {
+    /// The options that the switches ask for, and a receipt of each setting. `graphs`: as it was recorded, and as it is compiled.
+    pub fn new(graphs: [&Graph; 2], switches: &Switches, target: Target) -> Result<(Options, Vec<Receipt>), Error> {
         let (mut options, mut receipts) = (Options::default(), vec![]);
         for setting in EXECUTOR {
             let receipt = switches.apply(setting, target, |_, receipt| {
                 match target {
                     Target::Cpu => receipt.notes.push("the program runs on the CPU".into()),
-                    Target::Cuda(arch) => (setting.sites)(g, arch, receipt),
+                    Target::Cuda(arch) => (setting.sites)(graphs, arch, receipt),
                 }
                 if receipt.applied > 0 {
                     (setting.set)(&mut options, receipt.mode);

@@ -97,7 +97,7 @@ impl Compiled {
     pub fn new(mut graph: Graph, switches: &Switches, machine: Target) -> Result<Compiled, Error> {
         let recorded = graph.clone();
         let mut receipts = passes::run(&mut graph, switches, machine)?;
-        let (options, of_executor) = cuda::Options::new(&graph, switches, machine)?;
+        let (options, of_executor) = cuda::Options::new([&recorded, &graph], switches, machine)?;
         receipts.extend(of_executor);
         let target = match machine {
             Target::Cpu => Target::Cpu,

@@ -143,6 +143,9 @@ impl Pass for Fp8 {
             return Ok(());
         }
         receipt.applied = sites.matmuls.len();
+        if sites.matmuls.keys().all(|&i| g.nodes[i].outputs[0].dtype == DType::F32) {
+            receipt.notes.push("everything else is in f32: --pass bf16=auto goes with it".into());
+        }
         let name = sites.name(g);
         if delayed && runs > 0 && active {
             let rest = ["scaling", "history", "sums", "least"].map(|s| format!(",{s}={}", settings.text(s))).concat();

@@ -40,6 +40,7 @@ mod zero;
 mod zero_weights;
 
 pub use presets::{Fast, Preset};
+pub use sparse::pruned;
 pub use switches::{Mode, Numerics, OnRanks, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
 
 use crate::error::Error;

@@ -1,13 +1,13 @@
 //! 2:4 sparsity while training: linear layers compute with weights of which two of every four are 0; the optimizer keeps the dense ones.
 
-use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
+use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Switches, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::meta::DType;
 use crate::ops::matmul::Matmul;
 use crate::ops::sparse::Sparse24;
 use crate::record::{Recorder, Var};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 pub struct Sparse;
 
@@ -53,25 +53,7 @@ impl Pass for Sparse {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
-        let least = settings.number("least")?;
-        // Weight -> whether sums go along its rows, as they lie in memory.
-        let mut weights: HashMap<Value, bool> = HashMap::new();
-        for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.block != 0 && !n.typed && !n.narrow) {
-            let Some([_, b]) = g.plain_matmul(i) else { continue };
-            let (stored, by_rows) = g.transpose_of(b).map_or((b, false), |of| (of, true));
-            let Kind::State(state) = &g.nodes[stored.node].kind else { continue };
-            if state.role != Role::Param {
-                continue;
-            }
-            let (rows, columns) = (g.meta(stored).dim(1), g.meta(stored).dim(0));
-            if !if by_rows { columns } else { rows }.is_multiple_of(4) {
-                receipt.decline(format!("{rows} x {columns}: sums are no multiple of 4 long"), &node.scope);
-            } else if rows.min(columns) < least {
-                receipt.decline(format!("{rows} x {columns} is smaller than {least} (least)"), &node.scope);
-            } else {
-                weights.insert(stored, by_rows);
-            }
-        }
+        let weights = pruned_weights(g, settings.number("least")?, receipt);
         receipt.applied = weights.len();
         if receipt.applied > 0 {
             receipt.notes.push("GEMMs stay dense: it makes no step faster".into());
@@ -90,6 +72,42 @@ impl Pass for Sparse {
         })?;
         Ok(())
     }
+}
+
+/// Weights that are pruned, and whether sums go along their rows as they lie in memory.
+fn pruned_weights(g: &Graph, least: usize, receipt: &mut Receipt) -> HashMap<Value, bool> {
+    let mut weights = HashMap::new();
+    for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.block != 0 && !n.typed && !n.narrow) {
+        let Some([_, b]) = g.plain_matmul(i) else { continue };
+        let (stored, by_rows) = g.transpose_of(b).map_or((b, false), |of| (of, true));
+        let Kind::State(state) = &g.nodes[stored.node].kind else { continue };
+        if state.role != Role::Param {
+            continue;
+        }
+        let (rows, columns) = (g.meta(stored).dim(1), g.meta(stored).dim(0));
+        if !if by_rows { columns } else { rows }.is_multiple_of(4) {
+            receipt.decline(format!("{rows} x {columns}: sums are no multiple of 4 long"), &node.scope);
+        } else if rows.min(columns) < least {
+            receipt.decline(format!("{rows} x {columns} is smaller than {least} (least)"), &node.scope);
+        } else {
+            weights.insert(stored, by_rows);
+        }
+    }
+    weights
+}
+
+/// Names of the weights that a recorded program computes with pruned, and whether sums go along their rows; none where the pass is off.
+pub fn pruned(g: &Graph, switches: &Switches, target: Target) -> Result<BTreeMap<String, bool>, Error> {
+    let mut found = BTreeMap::new();
+    switches.apply(&Sparse, target, |settings, receipt| {
+        for (v, by_rows) in pruned_weights(g, settings.number("least")?, receipt) {
+            if let Kind::State(s) = &g.nodes[v.node].kind {
+                found.insert(s.name.clone(), by_rows);
+            }
+        }
+        Ok(())
+    })?;
+    Ok(found)
 }
 
 /// The pruned weight; its gradient is the whole weight's. Exact: where a number stays, 0 is added to it, elsewhere itself is taken away.

@@ -85,6 +85,16 @@ fn linear_layers_are_rounded_forward_and_backward_and_small_ones_are_not() {
     );
 }
 
+/// However large the least size is: no product of it wraps around to a small one.
+#[test]
+fn a_least_size_that_no_weight_has_leaves_everything_out() {
+    for least in [1 << 30, 1 << 56, usize::MAX] {
+        let c = Compiled::new(graph(), &with(&format!("auto,least={least}")), Target::Cpu).unwrap();
+        let r = receipt(&c.receipts);
+        assert!(r.applied == 0 && r.declined.len() == 3, "least={least}: {}", r.summary());
+    }
+}
+
 #[test]
 fn programs_without_gradients_and_old_gpus() {
     let r = Recorder::new();

@@ -1,5 +1,6 @@
 //! Presets of switches by their numerics, and fallbacks of the GPU executor.
 
+use kiln_engine::ops::adamw::{AdamW, momentum};
 use kiln_engine::passes::{Mode, Numerics, Preset, Receipt, Switch, Target, all};
 use kiln_engine::program::imagined;
 use kiln_engine::{Compiled, DType, Init, Recorder, Switches};
@@ -112,17 +113,37 @@ fn native_kernels_are_those_of_the_gpu() {
     assert_eq!(of(&plain, "native-kernels").sites(), 0, "f32 GEMMs by cuBLASLt and arithmetic");
 }
 
-/// AdamW's moments go to host memory; a state that other kernels read stays, and the receipt says so.
+/// AdamW's moments go to host memory; Muon's momentum stays, and the receipt says why. What is no optimizer's state is no site: here a sum that is
+/// carried on, and a gradient that is added up over micro-batches.
 #[test]
 fn offload_says_what_it_leaves() {
-    let r = Recorder::new();
-    let big = [512, 1024];
-    let (w, momentum) = (r.param("w", &big, Init::Normal { std: 1.0 }), r.state("momentum", &big, DType::F32, Init::Full(0.0)));
-    let next = momentum * 0.9 + w;
-    r.update(momentum, next);
-    r.update(w, w - next);
-    let c = Compiled::new(r.finish(), &Switches::default().with("offload", "auto").unwrap(), imagined(90)).unwrap();
-    let said = of(&c.receipts, "offload");
-    assert!(said.applied == 0 && said.declined.len() == 1, "{said:?}");
-    assert!(said.summary().contains("momentum") && said.summary().contains("other kernels"), "{}", said.summary());
+    let compiled = |shape: [usize; 2], muon: bool, offload: &str| {
+        let r = Recorder::new();
+        let state = |name: &str| r.state(name, &shape, DType::F32, Init::Full(0.0));
+        let (w, x) = (r.param("w", &shape, Init::Normal { std: 1.0 }), r.feed("x", &shape, DType::F32));
+        let (carry, sum) = (state("carry"), state("gradient"));
+        r.update(carry, carry * 0.5 + x);
+        r.update(sum, sum * 0.0);
+        let one = r.full(&[1], 1.0);
+        if muon {
+            let kept = state("momentum");
+            let [u, next] = momentum(0.9, one, one, sum, kept);
+            [(kept, next), (w, w - u)].into_iter().for_each(|(state, next)| r.update(state, next));
+        } else {
+            let states = [w, state("m"), state("v")];
+            let inputs = [one, one, one, one, w, sum, states[1], states[2]];
+            let after = r.op(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: vec![0.1] }, &inputs);
+            states.into_iter().zip(after).for_each(|(state, next)| r.update(state, next));
+        }
+        let switches = Switches::default().with("offload", offload).unwrap();
+        Compiled::new(r.finish(), &switches, imagined(90)).map(|c| of(&c.receipts, "offload").clone())
+    };
+    let said = compiled([512, 1024], false, "require").unwrap();
+    assert!(said.applied == 2 && said.declined.is_empty() && said.summary().contains("4 MiB of states"), "{said:?}");
+    let said = compiled([512, 1024], true, "auto").unwrap();
+    assert!(said.applied == 0 && said.declined.len() == 1 && said.declined[0].1 == "momentum", "{said:?}");
+    assert!(said.summary().contains("other kernels"), "{}", said.summary());
+    let said = compiled([16, 16], false, "auto").unwrap();
+    let sites: Vec<&str> = said.declined.iter().map(|d| d.1.as_str()).collect();
+    assert!(said.applied == 0 && sites == ["m", "v"] && said.summary().contains("less than 1 MiB"), "{said:?}");
 }
