@@ -1,6 +1,7 @@
 //! What a run is made from: the defaults of its recipe's sections, a preset over them, a file over that, `--set` over that. An unknown key or a
 //! wrong type is known by comparing with the defaults.
 
+mod budget;
 mod section;
 mod train;
 
@@ -87,6 +88,8 @@ section! {
         /// The most memory that the run's plan may take, as `--memory-budget` names it: 8GiB, 8000MB or 8g. What was chosen to stay within it is in
         /// the run's other keys. Empty: as much as there is.
         pub memory_budget: String = String::new(), [free];
+        /// Passes that `--memory-budget` changed, as they were before: `recompute`, or with a value `recompute=auto`. Another budget begins with them.
+        pub before_budget: String = String::new(), [free];
         /// Which passes are on, by what they change in the numbers, as `--optimise` names it; those in `[passes]` are above it.
         pub optimise: String = Preset::default().name().into(), in Preset::ALL.map(Preset::name);
     }

@@ -25,8 +25,9 @@ impl BudgetArgs {
         self.memory_budget.is_some()
     }
 
-    /// Notes the budget in a config.
+    /// Notes the budget in a config. What a former budget chose for a run that goes on is taken back.
     pub fn set(&self, config: &mut Config) -> Result<()> {
+        config.undo_budget(self.is_given());
         if let Some(size) = &self.memory_budget {
             memory::size(size).map_err(|problem| anyhow::anyhow!("--memory-budget: {problem}"))?;
             config.set_value("memory_budget", size.clone().into())?;
@@ -46,7 +47,13 @@ impl BudgetArgs {
             }
         }
         let fitted = fit(recipe, &config, &Limits { target: on.target, free: on.free, allowed: &self.allow, split })?;
-        Ok(fitted.map_or((config, None), |fitted| (fitted.config.clone(), Some(fitted))))
+        Ok(match fitted {
+            None => (config, None),
+            Some(mut fitted) => {
+                fitted.config.note_budget(&config);
+                (fitted.config.clone(), Some(fitted))
+            }
+        })
     }
 }
 

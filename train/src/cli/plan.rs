@@ -11,7 +11,7 @@ use super::{ConfigArgs, DeviceArgs, Recipes, outputs, write_json};
 use crate::config::{Config, shown};
 use crate::recipe::{Recipe, find_in};
 use crate::report::{human_bytes, human_count, table};
-use crate::run::{compile_for, divides, planned, receipts_table, within, write_whole};
+use crate::run::{Fitted, compile_for, divides, planned, receipts_table, within, write_whole};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::passes::{Target, known};
@@ -106,7 +106,7 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     }
     if a.json {
         fitted.iter().for_each(|fitted| crate::warn!("{}", fitted.line()));
-        let all = compiled.iter().map(|c| ranks::with(described(c), &exchanged, &config.ranks, c.0));
+        let all = compiled.iter().map(|c| with_choice(ranks::with(described(c), &exchanged, &config.ranks, c.0), fitted.as_ref()));
         write_json(None, &serde_json::Value::Array(all.collect()))?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -205,6 +205,16 @@ fn described((name, c): &(&str, Compiled)) -> serde_json::Value {
         "workspace": m.workspace, "tables": m.constants, "feeds": m.feeds, "flops": c.plan.cost.flops, "bytes": c.plan.cost.bytes,
         "parts": c.by_part(), "passes": c.receipts.iter().map(pass).collect::<Vec<_>>(),
     })
+}
+
+/// A program's description with what a memory budget chose, in the words of `bench --json`; the same for all programs of a run.
+fn with_choice(mut described: serde_json::Value, fitted: Option<&Fitted>) -> serde_json::Value {
+    if let Some(f) = fitted {
+        described["memory_budget"] = f.budget.into();
+        described["chosen"] = f.changes.clone().into();
+        described["estimated_more_time"] = (f.seconds[1] / f.seconds[0] - 1.0).into();
+    }
+    described
 }
 
 /// Memory and arithmetic of each program.

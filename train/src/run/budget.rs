@@ -282,7 +282,15 @@ impl Search<'_> {
         }
         let economies = self.recipe.economies(&smallest.config);
         help.extend(economies.iter().map(|sets| sets.iter().map(|set| format!("--set {set}")).collect::<Vec<_>>().join(" ")));
-        help.push("a smaller train.batch, model.seq or model".into());
+        // A batch of one cannot be smaller, and not every model has sequences.
+        let batch = smallest.config.section::<TrainConfig>("train")?.batch;
+        let seq = smallest.config.value("model", "seq").is_some();
+        help.push(match (batch > 1, seq) {
+            (true, true) => "a smaller train.batch, model.seq or model".into(),
+            (true, false) => "a smaller train.batch or model".into(),
+            (false, true) => "a smaller model.seq or model".into(),
+            (false, false) => "a smaller model".into(),
+        });
         let settings = if smallest.changes.is_empty() { "as it is".into() } else { format!("with {}", smallest.changes.join(" ")) };
         Ok(TrainError::Budget { budget: self.budget, smallest: smallest.peak, settings, help: help.join(", ") })
     }

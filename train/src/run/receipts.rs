@@ -37,7 +37,11 @@ fn together(own: &[&Receipt]) -> Option<Receipt> {
     for other in &own[1..] {
         all.applied += other.applied;
         all.declined.extend(other.declined.iter().cloned());
-        all.notes.extend(other.notes.iter().filter(|n| !own[0].notes.contains(n)).cloned());
+        for note in &other.notes {
+            if !all.notes.contains(note) {
+                all.notes.push(note.clone());
+            }
+        }
     }
     Some(all)
 }

@@ -87,7 +87,7 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint, target: Ta
     }
     let both = [theirs.switches()?, config.switches()?];
     for (key, was, is) in changed.iter().filter(|(k, ..)| switches(k)) {
-        say!("{key} was {was}, now it is {is}: {}", consequence(key, &both, target));
+        say!("{key} was {was}, now it is {is}: {}", consequence((key, was, is), &both, target));
     }
     same_tokenizer(found, task)?;
     same_base(found, task)?;
@@ -99,7 +99,18 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint, target: Ta
 }
 
 /// What another value of a pass, or another preset, does to the numbers of a run that goes on. `both`: its switches before, and now.
-fn consequence(key: &str, both: &[Switches; 2], target: Target) -> &'static str {
+fn consequence((key, was, is): (&str, &str, &str), both: &[Switches; 2], target: Target) -> String {
+    let scale = |value: &str| value.split(',').find(|part| part.trim().starts_with("scale=")).map(str::to_string);
+    let rest = |value: &str| value.split(',').filter(|part| !part.trim().starts_with("scale=")).map(str::to_string).collect::<Vec<_>>();
+    let on = both.iter().all(|s| s.chosen("fp16").is_some_and(|mode| mode != Mode::Off));
+    if key == "passes.fp16" && on && scale(was) != scale(is) {
+        let kept = "the loss scale goes on from the checkpoint's (scale=.. is that of a run's first step)";
+        return if rest(was) == rest(is) { format!("{kept}, so nothing changes") } else { format!("{kept}; {}", of_numbers(key, both, target)) };
+    }
+    of_numbers(key, both, target).into()
+}
+
+fn of_numbers(key: &str, both: &[Switches; 2], target: Target) -> &'static str {
     let mode = |p: &dyn Switch| both.each_ref().map(|s| s.mode(p, target));
     let changed = |p: &dyn Switch| key.strip_prefix("passes.").map_or_else(|| mode(p)[0] != mode(p)[1], |name| name == p.name());
     let narrow = all().filter(|p| ["bf16", "fp16"].contains(&p.name()) && mode(*p) != [Mode::Off; 2]).map(|p| p.rounds_to());

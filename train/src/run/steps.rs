@@ -164,7 +164,8 @@ impl<'a> Run<'a> {
         self.clock.launched(self.done, timeline, Loader::waited() - waited)?;
         for w in self.s.programs.values_mut().filter_map(|p| p.warmed_up()) {
             timeline.changed();
-            self.bar.suspend(|| say!("step {}: {} is active from here on, after {} micro-batches without it", step + 1, w.pass, w.runs));
+            let runs = if w.runs == 1 { "1 micro-batch".into() } else { format!("{} micro-batches", w.runs) };
+            self.bar.suspend(|| say!("step {}: {} is active from here on, after {runs} without it", step + 1, w.pass));
         }
         if std::mem::take(&mut self.s.fell_back) {
             write_receipts(&self.options.out, &self.s)?;
@@ -410,7 +411,8 @@ impl<'a> Run<'a> {
             say!("best checkpoint {} ({})", out.join("best").display(), self.best.line(self.task.metrics()));
         }
         if let Some((scale, overflowed)) = engine::passes::loss_scale(&self.s.store)? {
-            say!("fp16: the loss scale is {scale}; {overflowed} micro-batches overflowed, and their steps were skipped");
+            let what = if overflowed == 1.0 { "micro-batch overflowed, and its step was" } else { "micro-batches overflowed, and their steps were" };
+            say!("fp16: the loss scale is {scale}; {overflowed} {what} skipped");
         }
         self.clock.up_to(done)?;
         if let Some(line) = self.clock.slow_line() {
