@@ -10,7 +10,7 @@ use std::process::ExitCode;
 #[derive(Args)]
 #[command(
     after_help = "Of every four weights along a sum the two of largest magnitude stay; embedding, head, norms and biases are left alone.
-Training with --pass sparse-2:4=auto first makes a model that loses less by it.
+Training with --pass sparse-2:4=auto makes a model that loses less by it; kiln export writes that one pruned.
 
 Examples:
   kiln export runs/d --out models/d

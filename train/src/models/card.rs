@@ -9,8 +9,8 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::path::Path;
 
-/// The text of a card. `whole` says that the folder holds a whole model, and not adapters alone.
-pub fn card(model: &Adapted, config: &Config, how: &Exporting, whole: bool) -> String {
+/// The text of a card. `whole`: the folder holds a whole model, and not adapters alone; `pruned`: with 2:4 sparsity.
+pub fn card(model: &Adapted, config: &Config, how: &Exporting, (whole, pruned): (bool, bool)) -> String {
     let (found, raw) = (how.found, how.raw);
     let library = if whole { "transformers" } else { "peft" };
     let mut text = format!("---\nlibrary_name: {library}\ntags:\n- kiln\n---\n\n# {}\n\n", how.name);
@@ -33,6 +33,9 @@ pub fn card(model: &Adapted, config: &Config, how: &Exporting, whole: bool) -> S
     if found.has(AVERAGED) {
         let decay = config.value("train", "ema").map_or(String::new(), |d| format!(" (EMA, decay {d})"));
         rows.push(("weights".into(), if raw { "of the last step".into() } else { format!("averaged over steps{decay}") }));
+    }
+    if pruned {
+        rows.push(("2:4 sparsity".into(), "of linear layers, as in training; the losses above are of the pruned model".into()));
     }
     text += "| | |\n|---|---|\n";
     for (what, value) in rows {

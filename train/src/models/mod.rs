@@ -30,7 +30,7 @@ pub(crate) use folder::{CARD, GENERATION};
 pub use folder::{Folder, Weight, write_weights};
 pub use lora::{Lora, Target};
 pub use peft::{Adapter, write_adapter};
-pub use prune::{Pruned, prune};
+pub use prune::{Pruned, prune, prune_numbers};
 pub use shape::{RopeScaling, ScanShape, Shape};
 
 use crate::checkpoint::CheckpointError;

@@ -63,6 +63,12 @@ impl Matrix {
     }
 }
 
+/// Prunes a matrix of f32 numbers; one that is not finite is an error. `by_rows`: sums go along its rows.
+pub fn prune_numbers(bytes: &mut [u8], shape: &[usize], by_rows: bool) -> Result<(), f32> {
+    let matrix = Matrix { dtype: DType::F32, rows: shape[0], columns: shape[1], by_rows };
+    matrix.prune(bytes).map(|_| ())
+}
+
 fn number(bytes: &[u8], dtype: DType) -> f32 {
     match dtype {
         DType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),

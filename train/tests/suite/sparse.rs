@@ -2,30 +2,80 @@
 
 use crate::common::*;
 use std::fs;
+use std::path::Path;
 use tempfile::tempdir;
 
+const SMALL: &str = "train decoder --preset tiny --device cpu --threads 1 --set batch=2 --set eval_batches=1";
+
+fn train(family: &str, out: &str, more: &str) -> Ran {
+    let sizes = "--set model.layers=1 --set model.dim=64 --set model.hidden=128 --set model.heads=2 --set model.kv_heads=2";
+    kiln(format!("{SMALL} --set model.family={family} {sizes} --out {out} {more}").split_whitespace())
+}
+
+fn last_loss(run: &str) -> f64 {
+    records(Path::new(run), "eval").last().unwrap()["val_loss"].as_f64().unwrap()
+}
+
+/// What a run computes with is what is exported: the loss of the folder, computed without the pass, is the run's to the last bits, and that of its dense
+/// weights is another.
 #[test]
-fn a_run_with_sparse_weights_writes_what_its_pruned_folder_writes() {
+fn a_run_with_sparse_weights_exports_what_it_computes_with() {
     let dir = tempdir().unwrap();
     let at = |name: &str| text(&dir.path().join(name));
-    for (family, more) in [("llama", ""), ("gpt2", "--set model.kv_heads=2")] {
-        let (run, folder, sparse) = (at(&format!("{family}-run")), at(&format!("{family}-folder")), at(&format!("{family}-sparse")));
-        let train = format!(
-            "train decoder --preset tiny --device cpu --threads 1 --set model.family={family} --set model.layers=1 --set model.dim=64 --set model.hidden=128 --set model.heads=2 --set model.kv_heads=2 {more} --set batch=2 --set eval_batches=1 --steps 3 --pass sparse-2:4=auto --out {run}"
-        );
-        let said = kiln(train.split_whitespace()).ok().out;
+    for family in ["llama", "gpt2"] {
+        let [run, folder, dense, again] = ["run", "folder", "dense", "again"].map(|name| at(&format!("{family}-{name}")));
+        let said = train(family, &run, "--steps 3 --set learning_rate=0.01 --pass sparse-2:4=auto").ok().out;
         assert!(said.contains("sparse-2:4"), "{said}");
-        kiln(["export", &run, "--out", &folder]).ok();
-        // The run keeps dense weights, and the exported folder has them.
+        let said = kiln(["export", &run, "--out", &folder]).ok();
+        assert!(said.err.contains("2:4 sparsity, as the run computes with them"), "{}", said.err);
+        let card = fs::read_to_string(Path::new(&folder).join("README.md")).unwrap();
+        assert!(card.contains("| 2:4 sparsity |"), "{card}");
+        kiln(["prune", &folder, "--check"]).ok();
+        // One step that moves nothing, so that the loss is that of the weights it begins with.
+        let still = "--steps 1 --set learning_rate=1e-38 --set weight_decay=0";
+        kiln(format!("{SMALL} {still} --set model.base={folder} --out {again}").split_whitespace()).ok();
+        train(family, &dense, &format!("{still} --init-from {run}")).ok();
+        let [own, exported, dense] = [&run, &again, &dense].map(|run| last_loss(run));
+        assert!((own - exported).abs() < 1e-5 * own, "{family}: the run has {own}, what it exports {exported}");
+        assert!((own - dense).abs() > 1e-3 * own, "{family}: without the mask it is {dense}, and {own} with it");
+    }
+}
+
+#[test]
+fn a_dense_folder_is_pruned_once_and_checked() {
+    let dir = tempdir().unwrap();
+    let at = |name: &str| text(&dir.path().join(name));
+    for family in ["llama", "gpt2"] {
+        let [run, folder, sparse] = ["run", "folder", "sparse"].map(|name| at(&format!("{family}-{name}")));
+        train(family, &run, "--steps 1").ok();
+        let said = kiln(["export", &run, "--out", &folder]).ok();
+        assert!(!said.err.contains("2:4"), "{}", said.err);
         kiln(["prune", &folder, "--check"]).fails(&["groups of four have more than two weights", "kiln prune"]);
         let said = kiln(["prune", &folder, "--out", &sparse]).ok().out;
         assert!(said.contains("matrices pruned") && said.contains("% of their squared norm kept"), "{said}");
         kiln(["prune", &sparse, "--check"]).ok();
         kiln(["prune", &folder, "--out", &sparse]).fails(&["is there already"]);
-        let write = |model: &str| {
-            kiln(["generate", model, "--prompt", "the ", "--max-tokens", "12", "--temperature", "0", "--device", "cpu", "--raw"]).ok().out
-        };
-        assert_eq!(write(&run), write(&sparse), "{family}: the run computes with what the pruned folder holds");
+    }
+}
+
+#[test]
+fn a_weight_that_is_not_finite_is_refused_by_name() {
+    let dir = tempdir().unwrap();
+    let at = |name: &str| text(&dir.path().join(name));
+    train("llama", &at("run"), "--steps 1").ok();
+    kiln(["export", &at("run"), "--out", &at("folder")]).ok();
+    let (path, name) = (dir.path().join("folder/model.safetensors"), "model.layers.0.mlp.up_proj.weight");
+    for broken in [f32::NAN, f32::NEG_INFINITY] {
+        damage(&path, |bytes| {
+            let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+            let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+            let begin = 8 + length + header[name]["data_offsets"][0].as_u64().unwrap() as usize;
+            bytes[begin + 20..begin + 24].copy_from_slice(&broken.to_le_bytes());
+        });
+        let value = broken.to_string();
+        kiln(["prune", &at("folder"), "--out", &at("out")]).fails(&[name, &value]);
+        kiln(["prune", &at("folder"), "--check"]).fails(&[name, &value]);
+        assert!(!dir.path().join("out").exists() && half_written(dir.path()).is_empty());
     }
 }
 

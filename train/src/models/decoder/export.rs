@@ -5,13 +5,16 @@ use crate::checkpoint::{Checkpoint, Loaded};
 use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::models::folder::write_json;
-use crate::models::{CARD, GENERATION, Lora, ModelError, Shape, Target, Weight, card, new_folder, write_adapter, write_weights};
+use crate::models::{
+    CARD, GENERATION, Lora, ModelError, Shape, Target, Weight, card, new_folder, prune_numbers, write_adapter, write_weights,
+};
 use crate::recipe::{Exporting, Parts, TrainError};
 use crate::text::TOKENIZER;
 use engine::cpu::converted;
 use engine::passes::Target as Machine;
-use engine::{Compiled, DType, Meta, Recorder, Store};
+use engine::{Compiled, DType, Graph, Meta, Recorder, Store};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Writes a folder from a checkpoint of this model and config.
@@ -29,7 +32,15 @@ pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), T
             found.path.display()
         )));
     }
-    let trained = Trained { file: found.weights(how.raw)?, path: &found.path };
+    let pruned = pruned_weights(model, config)?;
+    if !pruned.is_empty() {
+        let count = pruned.len();
+        crate::warn!(
+            "note: {count} matrices are written with 2:4 sparsity, as the run computes with them; its checkpoint keeps the dense ones"
+        );
+    }
+    let card = card(model, config, how, (whole, !pruned.is_empty()));
+    let trained = Trained { file: found.weights(how.raw)?, path: &found.path, pruned };
     let staged = new_folder(out)?;
     match &model.lora {
         Some(lora) if !whole => {
@@ -52,8 +63,22 @@ pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), T
             }
         }
     }
-    write_text(&staged.dir().join(CARD), card(model, config, how, whole).as_bytes())?;
+    write_text(&staged.dir().join(CARD), card.as_bytes())?;
     Ok(staged.finish().map_err(ModelError::io("rename a folder to", out))?)
+}
+
+/// Names of the weights that the run computes with pruned (the pass sparse-2:4), and whether sums go along their rows. They are exported pruned: so its
+/// losses are those of the exported model.
+fn pruned_weights(model: &Adapted, config: &Config) -> Result<BTreeMap<String, bool>, TrainError> {
+    Ok(engine::passes::pruned(&recorded(model), &config.switches()?, Machine::Cpu)?)
+}
+
+/// The model's forward pass.
+fn recorded(model: &Adapted) -> Graph {
+    let r = Recorder::new();
+    let d = model.decoder(&r, None);
+    r.output("logits", d.logits(d.hidden(r.feed("ids", &[1, 1], DType::I32), None)));
+    r.finish()
 }
 
 fn write_text(path: &Path, bytes: &[u8]) -> Result<(), ModelError> {
@@ -98,13 +123,20 @@ fn all(model: &Adapted, trained: &Trained) -> Result<Vec<Weight>, TrainError> {
 struct Trained<'a> {
     file: Loaded,
     path: &'a Path,
+    /// Those that are pruned, and whether sums go along their rows.
+    pruned: BTreeMap<String, bool>,
 }
 
 impl Trained<'_> {
     fn get(&self, name: &str, shape: &[usize]) -> Result<(Meta, Vec<u8>), TrainError> {
         let found = self.file.get(name).filter(|(dtype, has, _)| dtype == "F32" && has == shape);
         let (_, _, bytes) = found.ok_or_else(|| TrainError::Other(format!("{} has no '{name}' {shape:?}", self.path.display())))?;
-        Ok((Meta::f32(shape), bytes.to_vec()))
+        let mut bytes = bytes.to_vec();
+        if let Some(&by_rows) = self.pruned.get(name) {
+            let broken = |v: f32| TrainError::Other(format!("{}: '{name}' has a weight that is {v}", self.path.display()));
+            prune_numbers(&mut bytes, shape, by_rows).map_err(broken)?;
+        }
+        Ok((Meta::f32(shape), bytes))
     }
 
     /// a and b of a matrix, where it has an adapter.
@@ -141,10 +173,7 @@ fn with_adapter((shape, lora): (&Shape, &Lora), trained: &Trained, target: Targe
 
 /// A base that was drawn at random: the same again, in the type that the run kept it in.
 fn drawn(model: &Adapted, config: &Config) -> Result<Vec<(String, Weight)>, TrainError> {
-    let r = Recorder::new();
-    let d = model.decoder(&r, None);
-    r.output("logits", d.logits(d.hidden(r.feed("ids", &[1, 1], DType::I32), None)));
-    let compiled = Compiled::new(r.finish(), &config.switches()?, Machine::Cpu)?;
+    let compiled = Compiled::new(recorded(model), &config.switches()?, Machine::Cpu)?;
     let mut store = Store::new(config.seed());
     store.ensure(&compiled.graph, None, &[])?;
     let weight = |(ours, theirs, _): (String, String, Vec<usize>)| {
