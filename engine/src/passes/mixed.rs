@@ -29,7 +29,7 @@ impl Switch for Mixed {
     fn about(&self) -> &'static str {
         match self.0 {
             DType::F16 => {
-                "Computes matmuls, attention and activations in fp16: as bf16, with a dynamic loss scale: it doubles after `interval` micro-batches without an overflow, and halves after one, whose step is skipped."
+                "Computes matmuls, attention and activations in fp16: as bf16, with a dynamic loss scale: it doubles after `interval` micro-batches without an overflow, up to 2^24, and halves after one, whose step is skipped."
             }
             _ => {
                 "Computes matmuls, attention and activations in bf16. Parameters and optimizer states stay f32; norms, softmax and loss accumulate in f32."
@@ -59,7 +59,11 @@ impl Switch for Mixed {
         match self.0 {
             DType::F16 => &[
                 Setting { name: "residual", default: "fp16", about: "as of bf16: fp16 or f32" },
-                Setting { name: "scale", default: "65536", about: "the loss scale of the first step" },
+                Setting {
+                    name: "scale",
+                    default: "65536",
+                    about: "the loss scale of the first step of a run; one that is resumed has its own",
+                },
                 Setting {
                     name: "interval",
                     default: "2000",

@@ -51,3 +51,27 @@ pub fn receipts_json(s: &Session) -> serde_json::Value {
     let all = s.programs.iter().map(|(name, p)| (name.clone(), p.receipts.iter().map(one).collect::<Vec<_>>()));
     serde_json::Value::Object(all.map(|(n, r)| (n, json!(r))).collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::passes::Mode;
+
+    /// The first program has no such note, three others have the same.
+    #[test]
+    fn a_note_of_several_programs_is_said_once() {
+        let one = |notes: &[&str]| Receipt {
+            pass: "sparse-2:4",
+            mode: Mode::Auto,
+            applied: notes.len(),
+            declined: vec![],
+            notes: notes.iter().map(|n| n.to_string()).collect(),
+            warm_up: None,
+            added_flops: 0,
+        };
+        let all = [one(&[]), one(&["dense"]), one(&["dense", "other"]), one(&["dense"])];
+        let named: Vec<(&str, &[Receipt])> = all.iter().map(|r| ("program", std::slice::from_ref(r))).collect();
+        let said = receipts_table(&named, false);
+        assert!(said.matches("dense").count() == 1 && said.contains("other"), "{said}");
+    }
+}

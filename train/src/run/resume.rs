@@ -100,12 +100,15 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint, target: Ta
 
 /// What another value of a pass, or another preset, does to the numbers of a run that goes on. `both`: its switches before, and now.
 fn consequence((key, was, is): (&str, &str, &str), both: &[Switches; 2], target: Target) -> String {
-    let scale = |value: &str| value.split(',').find(|part| part.trim().starts_with("scale=")).map(str::to_string);
-    let rest = |value: &str| value.split(',').filter(|part| !part.trim().starts_with("scale=")).map(str::to_string).collect::<Vec<_>>();
+    // The value's settings, without the quotes of TOML: those that are the first scale, and the others.
+    let parts = |value: &str| -> (Vec<String>, Vec<String>) {
+        value.trim_matches('"').split(',').map(|part| part.trim().to_string()).partition(|part| part.starts_with("scale="))
+    };
+    let ((old, rest), (new, other)) = (parts(was), parts(is));
     let on = both.iter().all(|s| s.chosen("fp16").is_some_and(|mode| mode != Mode::Off));
-    if key == "passes.fp16" && on && scale(was) != scale(is) {
+    if key == "passes.fp16" && on && old != new {
         let kept = "the loss scale goes on from the checkpoint's (scale=.. is that of a run's first step)";
-        return if rest(was) == rest(is) { format!("{kept}, so nothing changes") } else { format!("{kept}; {}", of_numbers(key, both, target)) };
+        return if rest == other { format!("{kept}, so nothing changes") } else { format!("{kept}; {}", of_numbers(key, both, target)) };
     }
     of_numbers(key, both, target).into()
 }

@@ -411,7 +411,11 @@ impl<'a> Run<'a> {
             say!("best checkpoint {} ({})", out.join("best").display(), self.best.line(self.task.metrics()));
         }
         if let Some((scale, overflowed)) = engine::passes::loss_scale(&self.s.store)? {
-            let what = if overflowed == 1.0 { "micro-batch overflowed, and its step was" } else { "micro-batches overflowed, and their steps were" };
+            let what = if overflowed == 1.0 {
+                "micro-batch overflowed, and its step was"
+            } else {
+                "micro-batches overflowed, and their steps were"
+            };
             say!("fp16: the loss scale is {scale}; {overflowed} {what} skipped");
         }
         self.clock.up_to(done)?;

@@ -62,6 +62,8 @@ fn from_the_whole_peak_to_the_smallest_the_plan_is_within_the_budget() {
         for part in ["does not fit", "the smallest plan takes", "more, with --set train.batch=", "--allow adam8bit", ", which fits"] {
             assert!(said.contains(part), "{recipe}: {said}");
         }
+        // Its smallest plan has a batch of one.
+        assert!(said.contains("a smaller model.seq or model") && !said.contains("a smaller train.batch"), "{recipe}: {said}");
     }
 }
 
@@ -217,6 +219,54 @@ fn a_run_keeps_what_was_chosen() {
     // More memory: the batch stays what it was.
     let said = kiln(format!("train --out {} --resume --threads 1 --steps 5 --memory-budget 1GiB", text(&two)).split_whitespace()).ok().out;
     assert!(said.contains("memory budget 1.00 GiB: it fits as it is"), "{said}");
+    let settings = fs::read_to_string(two.join("config.toml")).unwrap();
+    assert!(!settings.contains("recompute = "), "what the smaller budget chose is taken back: {settings}");
+}
+
+/// A budget that is lowered begins with the run's own passes, not with what the one before it chose; and what someone has set since then stays.
+#[test]
+fn another_budget_chooses_anew() {
+    let own = config("decoder", &["passes.recompute=auto,what=siblings", "passes.flash-attention=auto"]);
+    let (mut c, _) = own.of_checkpoint(&own.to_json()).unwrap();
+    let before = c.clone();
+    for pass in ["recompute=auto,what=blocks", "offload=auto", "adam8bit=auto"] {
+        c.set_pass_argument(pass).unwrap();
+    }
+    c.note_budget(&before);
+    let resumed = || own.of_checkpoint(&c.to_json()).unwrap().0;
+    let passes = |c: &Config| c.to_json()["passes"].clone();
+    let mut same = resumed();
+    same.undo_budget(false);
+    assert_eq!(same, resumed());
+    let mut anew = resumed();
+    anew.undo_budget(true);
+    // What rounds is part of what the run computes.
+    let expected = serde_json::json!({ "recompute": "auto,what=siblings", "flash-attention": "auto", "adam8bit": "auto" });
+    assert_eq!(passes(&anew), expected);
+    let mut set = resumed();
+    set.set_pass_argument("recompute=off").unwrap();
+    set.undo_budget(false);
+    let mut later = own.of_checkpoint(&set.to_json()).unwrap().0;
+    later.undo_budget(true);
+    assert_eq!(passes(&later)["recompute"], "off");
+    assert!(passes(&later).get("offload").is_none());
+}
+
+/// One line of the command line chose it: its figures are in the JSON, too.
+#[test]
+fn a_plan_in_json_has_what_was_chosen() {
+    let plan = |budget: &[&str]| -> serde_json::Value {
+        let args = "plan decoder --threads 1 --json --set seq=32 --set batch=4 --set layers=3";
+        serde_json::from_str(&kiln(args.split(' ').chain(budget.iter().copied())).ok().out).unwrap()
+    };
+    let (whole, smallest) = ends(&config("decoder", &["seq=32", "batch=4", "layers=3"]), true);
+    let budget = (smallest + (whole - smallest) / 4) >> 10;
+    let found = plan(&["--memory-budget", &format!("{budget}KiB")]);
+    for program in found.as_array().unwrap() {
+        assert_eq!(program["memory_budget"], budget << 10);
+        assert!(program["chosen"].as_array().is_some_and(|c| !c.is_empty()) && program["estimated_more_time"].is_f64(), "{program}");
+    }
+    assert!(plan(&[]).as_array().unwrap().iter().all(|program| program.get("chosen").is_none()));
 }
 
 #[test]

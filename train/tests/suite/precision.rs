@@ -90,3 +90,30 @@ fn a_run_in_fp16_skips_overflows_and_resumes_to_the_bit() {
     let skipped = records(&whole, "train").last().unwrap()["skipped"].as_f64().unwrap();
     assert!((1.0..7.0).contains(&skipped), "{skipped} steps skipped");
 }
+
+/// `scale` is that of the first step: a run that goes on says that it keeps its own.
+#[test]
+fn a_resume_with_another_first_scale_says_that_the_checkpoints_counts() {
+    let dir = tempdir().unwrap();
+    let run = dir.path().join("run");
+    small(&run, "--steps 1 --pass bf16=off --pass fp16=auto").ok();
+    let said = resume(&run, "--steps 2 --pass fp16=auto,scale=1024").ok().out;
+    let line = said.lines().find(|l| l.starts_with("passes.fp16 was")).unwrap_or_default();
+    assert!(line.contains("goes on from the checkpoint's") && line.contains("nothing changes") && !line.contains("differ"), "{said}");
+    assert!(said.contains("fp16: the loss scale is 65536;"), "{said}");
+    let said = resume(&run, "--steps 3 --pass fp16=auto,scale=2048,residual=f32").ok().out;
+    let line = said.lines().find(|l| l.starts_with("passes.fp16 was")).unwrap_or_default();
+    assert!(line.contains("goes on from the checkpoint's") && line.contains("differ beyond the last bits"), "{said}");
+}
+
+/// Without bf16, the receipt says what FP8 runs beside; with one micro-batch of warm-up, the line is about one.
+#[test]
+fn fp8_beside_f32_says_so() {
+    let dir = tempdir().unwrap();
+    let warm = "--steps 2 --pass fp8=auto,least=16,warmup=1";
+    let said = small(&dir.path().join("f32"), &format!("{warm} --pass bf16=off")).ok().out;
+    assert!(said.contains("everything else is in f32: --pass bf16=auto goes with it"), "{said}");
+    assert!(said.contains("is active from here on, after 1 micro-batch without it"), "{said}");
+    let said = small(&dir.path().join("bf16"), warm).ok().out;
+    assert!(!said.contains("everything else is in f32"), "{said}");
+}
