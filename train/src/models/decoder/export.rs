@@ -11,7 +11,7 @@ use crate::models::{
 use crate::recipe::{Exporting, Parts, TrainError};
 use crate::text::TOKENIZER;
 use engine::cpu::converted;
-use engine::passes::Target as Machine;
+use engine::passes::{Mode, Target as Machine};
 use engine::{Compiled, DType, Graph, Meta, Recorder, Store};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -70,7 +70,11 @@ pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), T
 /// Names of the weights that the run computes with pruned (the pass sparse-2:4), and whether sums go along their rows. They are exported pruned: so its
 /// losses are those of the exported model.
 fn pruned_weights(model: &Adapted, config: &Config) -> Result<BTreeMap<String, bool>, TrainError> {
-    Ok(engine::passes::pruned(&recorded(model), &config.switches()?, Machine::Cpu)?)
+    let switches = config.switches()?;
+    match switches.chosen("sparse-2:4") {
+        None | Some(Mode::Off) => Ok(BTreeMap::new()),
+        _ => Ok(engine::passes::pruned(&recorded(model), &switches, Machine::Cpu)?),
+    }
 }
 
 /// The model's forward pass.
