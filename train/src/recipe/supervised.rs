@@ -287,11 +287,11 @@ impl<M: Model> Task for Supervised<M> {
         all
     }
 
-    fn runs(&self, program: &str) -> usize {
+    fn runs(&self, program: &str) -> f64 {
         match program {
-            "micro" => self.config.accumulate,
-            "eval" => 0,
-            _ => 1,
+            "micro" => self.config.accumulate as f64,
+            "eval" => 0.0,
+            _ => 1.0,
         }
     }
 

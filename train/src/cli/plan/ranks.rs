@@ -118,7 +118,7 @@ impl Step {
 
 impl Exchanged {
     pub fn of(task: &dyn Task, compiled: &[(&'static str, Compiled)], target: Target, a: &RankArgs) -> Exchanged {
-        let programs = compiled.iter().map(|(name, c)| (task.runs(name) as f64, events(name, c, target))).collect();
+        let programs = compiled.iter().map(|(name, c)| (task.runs(name), events(name, c, target))).collect();
         Exchanged { programs, alone: 0.0, speed: 1.0, wires: a.wires(), example: 1e-6 * a.example_us }
     }
 
