@@ -25,8 +25,6 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
     // The first 16 positions meet all 16s, the last ones only themselves: warps 0 and 4, 1 and 5, .. which run on the same quarter of a multiprocessor have 9 together.
     int own = warp < TILES / 2 ? warp : TILES + TILES / 2 - 1 - warp, m = 16 * own, first_pair = own * TILES - own * (own - 1) / 2;
     int m2 = warp / 2 * 32, column = warp % 2 * HALF; // dB and dC: 32 positions and half of N
-    // Two adjacent elements of a tile of positions and themselves, without the one on the diagonal, if a thread has one.
-    u32 beside = lane / 4 == lane % 4 * 2 ? 0xffff0000u : lane / 4 == lane % 4 * 2 + 1 ? 0x0000ffffu : 0xffffffffu;
     int part = blockIdx.x % PARTS, group = blockIdx.x / PARTS % GROUPS, chunk = blockIdx.x / PARTS / GROUPS % CHUNKS, t0 = chunk * CHUNK;
     u64 batch = blockIdx.x / PARTS / GROUPS / CHUNKS, y_step = HEADS * P;
     int first = group * SHARED_BY + part * HELD;
@@ -203,6 +201,11 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
                 q[p][2 * half] *= end, q[p][2 * half + 1] *= end;
                 leaves[half] += q[p][2 * half] * low_of(value) + q[p][2 * half + 1] * high_of(value);
             }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float left = row_sum(leaves[half]) * to_after[half] * own_dt[half];
+            if (lane % 4 == 0) left_behind[m + lane / 4 + 8 * half] = left;
+        }
         u32 rows_x[P / 16][4];
 #pragma unroll
         for (int p = 0; p < P / 16; p++) left_rows<P>(rows_x[p], values, m, 16 * p);
@@ -242,7 +245,8 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
 #pragma unroll
                 for (int j = 0; j < 4; j++) s[n][j] *= factor[j] * scale[j / 2];
                 *total = make_float4(old.x + s[n][0], old.y + s[n][1], old.z + s[n][2], old.w + s[n][3]);
-                if (mine) score[3 * n] &= beside;
+                // Without the diagonal: half of a pair, of threads that have it.
+                if (mine && lane / 8 == lane % 4) score[3 * n] &= lane & 4 ? 0x0000ffffu : 0xffff0000u;
                 grown[n][0] = s[n][0] * low_of(score[2 * n]) + s[n][2] * low_of(score[2 * n + 1]);
                 grown[n][1] = s[n][1] * high_of(score[2 * n]) + s[n][3] * high_of(score[2 * n + 1]);
 #pragma unroll
@@ -275,9 +279,8 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
 #pragma unroll
             for (int p = 0; p < P / 32; p++) write_32(to + 32 * p, q + 4 * p, half, t < TIME);
             all = row_sum(all), skips = row_sum(skips);
-            float left = row_sum(leaves[half]) * to_after[half] * own_dt[half];
             float own_column = row_sum(column_sum[half]);
-            if (lane % 4 == 0) by_step[row] = all, columns[row] = own_column, left_behind[row] = left, skipped[row] = skips;
+            if (lane % 4 == 0) by_step[row] = all, columns[row] = own_column, skipped[row] = skips;
         }
     }
 
