@@ -132,9 +132,15 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
                     q[p][j / 4][j % 4] *= end[j % 4 / 2];
                     leaves[j % 4 / 2] += q[p][j / 4][j % 4] * to_float(xs[(m + row_of(j % 4, lane)) * P_PITCH + 16 * p + j / 4 * 8 + column_of(j % 4, lane)]);
                 }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float left = own_dt[half] * row_sum(leaves[half]);
+                if (lane % 4 == 0) left_behind[m + lane / 4 + 8 * half] = left;
+            }
 #pragma unroll 1
             for (int t = m; t < CHUNK; t += 16) {
-                float score[2][4] = {}, both[2][4] = {}, factor[2][4], grown[2][2] = {};
+                float score[2][4] = {}, both[2][4] = {}, grown[2][2] = {};
+                bool diagonal = t == m && lane / 8 == lane % 4, odd = diagonal && (lane & 4), even = diagonal && !(lane & 4);
 #pragma unroll
                 for (int n = 0; n < N_TILES; n++) by_rows(score, left_rows(bs, N_PITCH, m, 16 * n), cs, N_PITCH, t, 16 * n, lane);
 #pragma unroll
@@ -143,17 +149,16 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
                 for (int j = 0; j < 8; j++) {
                     int to = t + j / 4 * 8 + column_of(j % 4, lane);
                     float f = t > m || to >= m + row_of(j % 4, lane) ? two_to(of.sum[to] - here[j % 4 / 2]) : 0.0f;
-                    factor[j / 4][j % 4] = f;
+                    both[j / 4][j % 4] *= f * own_dt[j % 4 / 2];
+                    // E, without its diagonal.
+                    float own = j / 4 == j % 4 / 2 && (j % 2 ? odd : even) ? 0.0f : score[j / 4][j % 4];
+                    column_sum[j % 4 / 2] += own * both[j / 4][j % 4], grown[j / 4][j % 2] += own * both[j / 4][j % 4];
                     score[j / 4][j % 4] *= f;
-                    float e = t > m || to > m + row_of(j % 4, lane) ? score[j / 4][j % 4] * both[j / 4][j % 4] * own_dt[j % 4 / 2] : 0.0f;
-                    column_sum[j % 4 / 2] += e, grown[j / 4][j % 2] += e;
                 }
                 write_columns(rows + warp * CHUNK + t, grown, lane);
                 Left left = left_sums(score, scratch, lane);
 #pragma unroll
                 for (int p = 0; p < P_TILES; p++) by_columns(q[p], left, dys, P_PITCH, t, 16 * p, lane);
-#pragma unroll
-                for (int j = 0; j < 8; j++) both[j / 4][j % 4] *= factor[j / 4][j % 4] * own_dt[j % 4 / 2];
                 left = left_sums(both, scratch, lane);
 #pragma unroll
                 for (int n = 0; n < N_TILES; n++) by_columns(sum[n], left, cs, N_PITCH, t, 16 * n, lane);
@@ -179,12 +184,8 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
                         if (P % 2 != 0 && column < P) from_float(own[0], to[column]);
                         if (P % 2 != 0 && column + 1 < P) from_float(own[1], to[column + 1]);
                     }
-                leaves[half] = row_sum(leaves[half]), all[half] = row_sum(all[half]), skips[half] = row_sum(skips[half]);
-                column_sum[half] = row_sum(column_sum[half]);
-                if (lane % 4 == 0) {
-                    past[row] -= column_sum[half], by_step[row] = all[half];
-                    left_behind[row] = own_dt[half] * leaves[half], skipped[row] = skips[half];
-                }
+                all[half] = row_sum(all[half]), skips[half] = row_sum(skips[half]), column_sum[half] = row_sum(column_sum[half]);
+                if (lane % 4 == 0) past[row] -= column_sum[half], by_step[row] = all[half], skipped[row] = skips[half];
             }
             float keep = of.from_start[CHUNK - 1], product = 0.0f;
 #pragma unroll
