@@ -216,6 +216,7 @@ macro_rules! inputs {
     };
 }
 
+const FAR: &str = "sums of strong decays reach -300 in a chunk, and differences of them lose digits in f32";
 const INSIDE: &str = "decayed scores and states are rounded as operands of tensor cores";
 
 /// Cases that check and time the ops of this module.
@@ -236,10 +237,14 @@ pub const CASES: &[Case] = &[
     // On a GPU of four multiprocessors: three segments, of two chunks but for the last.
     Case::new("shared chunks, segments", inputs!(1, 520, 3, 64, 1, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE),
     // Strong decays, in these kernels and in those for every shape.
-    Case::new("shared chunks, strong decays", inputs!(1, 200, 2, 64, 1, 64), |x| vec![ssd(forgetful(x), false)]).rounds(6.0, INSIDE),
-    Case::new("shared chunks, rates", inputs!(1, 260, 2, 64, 1, 128, [2]), |x| vec![ssd(by_rate(x), true)]).rounds(6.0, INSIDE),
-    Case::new("strong decays", inputs!(2, 90, 2, 24, 1, 16), |x| vec![ssd(forgetful(x), true)]).rounds(6.0, INSIDE),
-    Case::new("rates", inputs!(1, 130, 2, 32, 1, 48, [2]), |x| vec![ssd(by_rate(x), false)]).rounds(6.0, INSIDE),
+    Case::new("shared chunks, strong decays", inputs!(1, 200, 2, 64, 1, 64), |x| vec![ssd(forgetful(x), false)])
+        .rounds(6.0, INSIDE)
+        .inexact(4e-5, FAR),
+    Case::new("shared chunks, rates", inputs!(1, 260, 2, 64, 1, 128, [2]), |x| vec![ssd(by_rate(x), true)])
+        .rounds(6.0, INSIDE)
+        .inexact(4e-5, FAR),
+    Case::new("strong decays", inputs!(2, 90, 2, 24, 1, 16), |x| vec![ssd(forgetful(x), true)]).rounds(6.0, INSIDE).inexact(4e-5, FAR),
+    Case::new("rates", inputs!(1, 130, 2, 32, 1, 48, [2]), |x| vec![ssd(by_rate(x), false)]).rounds(6.0, INSIDE).inexact(4e-5, FAR),
     Case::new(
         "decode",
         &[
