@@ -60,4 +60,4 @@ pub use passes::{PASSES, Switches};
 pub use program::{Compiled, Device, Program, Reading};
 pub use ranks::Ranks;
 pub use record::{Recorder, Var};
-pub use store::Store;
+pub use store::{SCRATCH, Store};

@@ -36,6 +36,7 @@ mod recompute;
 mod sparse;
 mod switches;
 mod tensor_parallel;
+mod terms;
 mod zero;
 mod zero_weights;
 

@@ -45,6 +45,10 @@ struct Placer<'a> {
     /// A Join's node -> its buffer.
     joints: HashMap<usize, usize>,
     updates: HashSet<(Value, Value)>,
+    /// States that have a next value.
+    replaced: HashSet<usize>,
+    /// State -> the last reader of a value that took its memory before its next value comes (see `is_lent`).
+    lent: HashMap<usize, usize>,
     plan: Plan,
 }
 
@@ -57,7 +61,8 @@ impl<'a> Placer<'a> {
         let (memory, cost) = (Memory::default(), Cost::default());
         let plan = Plan { spots: vec![], buffers: vec![], copies: vec![], stores: vec![], scratch: vec![], memory, cost };
         let updates = g.updates.iter().copied().collect();
-        Placer { g, roots, last_read, destined, joined, joints: HashMap::new(), updates, plan }
+        let replaced = g.updates.iter().map(|u| u.0.node).collect();
+        Placer { g, roots, last_read, destined, joined, joints: HashMap::new(), updates, replaced, lent: HashMap::new(), plan }
     }
 
     /// The value that `v` is a view of, or `v` itself.
@@ -115,6 +120,11 @@ impl<'a> Placer<'a> {
         let (buffer, offset) = place.unwrap_or_else(|| self.in_arena(value));
         let read = self.last_read.get(&value).copied().unwrap_or(i);
         let last = crate::mutant!("plan-frees-a-node-early", read, read.saturating_sub(1).max(i));
+        if let Home::Source(state) = self.plan.buffers[buffer].home
+            && self.destined.get(&value) != Some(&state)
+        {
+            self.lent.insert(state, last);
+        }
         let b = &mut self.plan.buffers[buffer];
         b.last = b.last.max(last);
         Spot { buffer, offset, strides: contiguous(&self.g.meta(value).shape) }
@@ -131,7 +141,7 @@ impl<'a> Placer<'a> {
         let whole = whole && is_contiguous(&g.meta(v).shape, &from.strides);
         let free = match plan.buffers[from.buffer].home {
             Home::Arena(_) => true,
-            Home::Source(s) => self.destined.get(&value) == Some(&s),
+            Home::Source(s) => self.destined.get(&value) == Some(&s) || self.is_lent(s, value),
         };
         // A part of a Join's buffer is overwritten only by the value that takes its place there.
         let part = |v: Value| self.joined.contains_key(&v) || g.nodes[v.node].op::<Join>().is_some();
@@ -143,13 +153,19 @@ impl<'a> Placer<'a> {
         (whole && reads[&root] == 1 && free && meant && last).then_some((from.buffer, from.offset))
     }
 
+    /// Whether a value may take the memory of a state whose old value nothing reads any more: the state has a next value, and this one is not read after the run.
+    fn is_lent(&self, state: usize, value: Value) -> bool {
+        let ends = self.last_read.get(&value).is_none_or(|&last| last < self.g.nodes.len());
+        ends && self.replaced.contains(&state)
+    }
+
     /// The buffer of the state that this value updates, if nothing reads the old value any more.
     fn in_state(&self, value: Value) -> Option<(usize, usize)> {
         let s = *self.destined.get(&value)?;
         let old = Value { node: s, out: 0 };
         // A state that was recorded later has no place yet.
         let spot = &self.plan.spots.get(s)?[0];
-        let unread = self.last_read.get(&old).is_none_or(|&r| r < value.node);
+        let unread = self.last_read.get(&old).is_none_or(|&r| r < value.node) && self.lent.get(&s).is_none_or(|&r| r < value.node);
         (self.updates.contains(&(old, value)) && unread).then_some((spot.buffer, 0))
     }
 

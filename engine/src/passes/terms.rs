@@ -1,0 +1,79 @@
+//! States that hold a term of a sum on each rank: gradients that are added up over the micro-batches of a step. The program that reads their sum for something else
+//! than to add to it, such as the optimizer, exchanges it: once a step, not once a micro-batch.
+//!
+//! Such states are never in a checkpoint ([`SCRATCH`]), so that no other number of ranks has to take them over.
+
+use super::partition::{Division, Way};
+use crate::graph::{Graph, Init, Kind, Role, Value};
+use crate::op::Share;
+use crate::ops::pointwise::Bin;
+use crate::store::SCRATCH;
+use std::collections::HashSet;
+
+/// A gradient that is added to what earlier programs of the step have left in a state.
+pub struct Accumulation {
+    /// The state's node.
+    pub state: usize,
+    /// The node that adds the two.
+    pub sum: usize,
+    /// What is added: an output of a Grad node, which nothing else reads.
+    pub gradient: Value,
+}
+
+/// All of a graph. What a state begins with is on every rank, and a term is not: it must begin with zeros.
+pub fn accumulations(g: &Graph) -> Vec<Accumulation> {
+    let reads = g.reads();
+    let begins_empty = |v: Value| matches!(&g.nodes[v.node].kind, Kind::State(s) if s.role == Role::Carried && s.init == Init::Full(0.0) && s.name.starts_with(SCRATCH));
+    let is_gradient = |v: Value| matches!(g.nodes[v.node].kind, Kind::Grad);
+    let mut found = vec![];
+    for sum in 0..g.nodes.len() {
+        let Some([a, b]) = g.binary(sum, Bin::Add) else { continue };
+        let (state, gradient) = if is_gradient(a) { (b, a) } else { (a, b) };
+        if begins_empty(state) && is_gradient(gradient) && g.meta(state) == g.meta(gradient) && reads.once(state) && reads.once(gradient) {
+            found.push(Accumulation { state: state.node, sum, gradient });
+        }
+    }
+    found
+}
+
+/// Of each gradient that node `grad` asks for, whether it is a sum of terms, one of each rank: every op that the loss depends on, and that reads the value, computes a
+/// part of the work.
+pub fn are_sums(g: &Graph, d: &Division, grad: usize) -> Vec<bool> {
+    let inputs = &g.nodes[grad].inputs;
+    let (needed, asked) = (g.needed_by(std::iter::once(inputs[0])), inputs[1..].iter().copied().collect());
+    let reads = Reads { g, d, needed, asked, readers: g.readers() };
+    inputs[1..].iter().map(|&v| reads.are_apart(v)).collect()
+}
+
+/// Who reads what a gradient is asked for.
+struct Reads<'a> {
+    g: &'a Graph,
+    d: &'a Division,
+    /// Nodes that the loss depends on.
+    needed: Vec<bool>,
+    asked: HashSet<Value>,
+    readers: Vec<Vec<usize>>,
+}
+
+impl Reads<'_> {
+    /// Whether a value is read, and by all for a part of the work.
+    fn are_apart(&self, v: Value) -> bool {
+        let mut read = false;
+        for &reader in self.readers[v.node].iter().filter(|r| self.needed[**r]) {
+            let node = &self.g.nodes[reader];
+            for k in (0..node.inputs.len()).filter(|&k| node.inputs[k] == v) {
+                let shown = Value { node: reader, out: 0 };
+                let apart = match &self.d.ways[reader] {
+                    Way::Axis(_, axis) => axis.x[k] == Share::Whole,
+                    Way::Whole => node.is_view() && !self.asked.contains(&shown) && self.are_apart(shown),
+                    _ => false,
+                };
+                if !apart {
+                    return false;
+                }
+                read = true;
+            }
+        }
+        read
+    }
+}
