@@ -58,7 +58,7 @@ impl Pass for DataParallel {
             division.describe(g, "a part of the batch", receipt);
         }
         for scope in exchanged {
-            let why = "its gradient is exchanged for every micro-batch: an op that reads it, or what it computes of it, is not divided";
+            let why = "its gradient is exchanged for every micro-batch: an op that reads it, or what is computed of it, is not divided";
             receipt.decline(why, &scope);
         }
         if terms > 0 {

@@ -5,7 +5,7 @@
 //! divided as the values are.
 
 use super::Receipt;
-use super::terms::{accumulations, are_sums};
+use super::terms::{Sums, accumulations};
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
@@ -31,6 +31,8 @@ pub struct Division {
     pub gathered: Vec<(Value, usize)>,
     /// Whether that is meant to be (see [`Sources::by_tokens`]).
     pub by_tokens: bool,
+    /// What is computed of weights alone, whose gradients are to stay terms: read as the weights are, so that the terms reach them.
+    pub through: HashSet<usize>,
 }
 
 /// How a node is computed.
@@ -218,7 +220,7 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
 
 /// As [`divide`]; where that is not possible, the node that is in the way.
 pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, usize> {
-    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![], by_tokens: sources.by_tokens };
+    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![], by_tokens: sources.by_tokens, through: HashSet::new() };
     // Sums of gradients that stay terms: by the gradient, and by the node that adds it to what a state has.
     let mut added = if sources.shares.values().any(|s| *s == Share::Sum) { accumulations(g) } else { vec![] };
     added.retain(|a| sources.shares.get(&a.state) == Some(&Share::Sum));
@@ -232,13 +234,15 @@ pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division
             Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (Way::Whole, vec![sources.shares.get(&i).copied().unwrap_or(Share::Whole)]),
             // Of a term of a sum the gradient is that of the sum: the same on all ranks.
             Kind::Grad => {
-                let sums = if terms.is_empty() { vec![false; node.outputs.len()] } else { are_sums(g, &d, i) };
+                let sums = (!terms.is_empty()).then(|| Sums::new(g, &d, i));
                 let share = |out: usize| match have[1 + out] {
-                    Share::Whole if sums[out] && terms.contains(&Value { node: i, out }) => Share::Sum,
+                    Share::Whole if sums.as_ref().is_some_and(|s| s.are[out]) && terms.contains(&Value { node: i, out }) => Share::Sum,
                     Share::Sum => Share::Whole,
                     other => other,
                 };
-                (Way::Own, (0..node.outputs.len()).map(share).collect())
+                let shares = (0..node.outputs.len()).map(share).collect();
+                d.through.extend(sums.into_iter().flat_map(|s| s.through));
+                (Way::Own, shares)
             }
             Kind::Op(_) if sums.contains(&i) => (Way::Terms, vec![Share::Sum]),
             Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
@@ -424,6 +428,10 @@ impl<'g> Writer<'_, 'g> {
                 Node { kind: Kind::Op(op), inputs, .. } if op.is_view() && have == Share::Whole && !self.asked.contains(&v) => {
                     let seen = self.get(inputs[0], Share::Whole, true);
                     self.recorder.op_arc(op.clone(), &[seen])[v.out]
+                }
+                Node { kind: Kind::Op(op), inputs, .. } if self.d.through.contains(&v.node) => {
+                    let x: Vec<Var> = inputs.iter().map(|&v| self.get(v, Share::Whole, true)).collect();
+                    self.recorder.op_arc(op.clone(), &x)[v.out]
                 }
                 _ => {
                     let whole = self.get(v, Share::Whole, false);

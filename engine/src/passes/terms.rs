@@ -36,13 +36,28 @@ pub fn accumulations(g: &Graph) -> Vec<Accumulation> {
     found
 }
 
-/// Of each gradient that node `grad` asks for, whether it is a sum of terms, one of each rank: every op that the loss depends on, and that reads the value, computes a
-/// part of the work.
-pub fn are_sums(g: &Graph, d: &Division, grad: usize) -> Vec<bool> {
-    let inputs = &g.nodes[grad].inputs;
-    let (needed, asked) = (g.needed_by(std::iter::once(inputs[0])), inputs[1..].iter().copied().collect());
-    let reads = Reads { g, d, needed, asked, readers: g.readers() };
-    inputs[1..].iter().map(|&v| reads.are_apart(v)).collect()
+/// Gradients of a Grad node that are sums of terms, one of each rank: every op that the loss depends on, and that reads the value, computes a part of the work.
+pub struct Sums {
+    /// Of each gradient, whether it is one.
+    pub are: Vec<bool>,
+    /// Nodes that every rank computes of such values alone (a concatenation of weights), and that are read for parts of the work.
+    pub through: HashSet<usize>,
+}
+
+impl Sums {
+    /// Those of node `grad`.
+    pub fn new(g: &Graph, d: &Division, grad: usize) -> Sums {
+        let inputs = &g.nodes[grad].inputs;
+        let (needed, asked) = (g.needed_by(std::iter::once(inputs[0])), inputs[1..].iter().copied().collect());
+        let reads = Reads { g, d, needed, asked, readers: g.readers() };
+        let (mut are, mut through) = (vec![], HashSet::new());
+        for &v in &inputs[1..] {
+            let mut own = HashSet::new();
+            are.push(reads.are_apart(v, &mut own));
+            through.extend(own.into_iter().filter(|_| are.last() == Some(&true)));
+        }
+        Sums { are, through }
+    }
 }
 
 /// Who reads what a gradient is asked for.
@@ -56,8 +71,8 @@ struct Reads<'a> {
 }
 
 impl Reads<'_> {
-    /// Whether a value is read, and by all for a part of the work.
-    fn are_apart(&self, v: Value) -> bool {
+    /// Whether a value is read, and by all for a part of the work; `through`: ops in between.
+    fn are_apart(&self, v: Value, through: &mut HashSet<usize>) -> bool {
         let mut read = false;
         for &reader in self.readers[v.node].iter().filter(|r| self.needed[**r]) {
             let node = &self.g.nodes[reader];
@@ -65,7 +80,11 @@ impl Reads<'_> {
                 let shown = Value { node: reader, out: 0 };
                 let apart = match &self.d.ways[reader] {
                     Way::Axis(_, axis) => axis.x[k] == Share::Whole,
-                    Way::Whole => node.is_view() && !self.asked.contains(&shown) && self.are_apart(shown),
+                    Way::Whole => {
+                        let whole = node.inputs.iter().all(|v| self.d.shares[v.node][v.out] == Share::Whole);
+                        let alone = whole && node.outputs.len() == 1 && !self.asked.contains(&shown);
+                        alone && (through.contains(&reader) || through.insert(reader) && self.are_apart(shown, through))
+                    }
                     _ => false,
                 };
                 if !apart {

@@ -26,7 +26,7 @@ fn micro() -> Graph {
     let r = Recorder::new();
     let [first, second, both] = params(&r);
     let x = r.feed("x", &[8, 4], DType::F32);
-    let loss = x.matmul(first).silu().matmul(second).silu().matmul(both).square().mean() + both.square().sum() * 0.1;
+    let loss = x.matmul(first).silu().matmul(second.exp() * 0.3).silu().matmul(both).square().mean() + both.square().sum() * 0.1;
     add(&r, loss, [first, second, both]);
     r.finish()
 }

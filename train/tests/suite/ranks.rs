@@ -95,12 +95,17 @@ fn numbers(out: &Path) -> BTreeMap<String, f64> {
 }
 
 fn same(what: &str, ours: &Path, theirs: &Path) {
+    same_within(1.0, what, ours, theirs);
+}
+
+/// `times`: how much further apart numbers may be.
+fn same_within(times: f64, what: &str, ours: &Path, theirs: &Path) {
     let (ours, theirs) = (numbers(ours), numbers(theirs));
     assert!(theirs.len() > 20 && ours.keys().eq(theirs.keys()), "{what}: {ours:?} {theirs:?}");
     for (name, v) in &theirs {
         let apart = (ours[name] - v).abs();
         // Losses are means over many rows; other numbers are not, and rounding grows from step to step.
-        let most = if name.contains("loss") { 1e-5 } else { 2e-4 };
+        let most = times * if name.contains("loss") { 1e-5 } else { 2e-4 };
         assert!(apart <= most * v.abs().max(1.0), "{what}: {name} is {}, and {v} on one rank", ours[name]);
     }
 }
@@ -254,7 +259,9 @@ fn micro_batches_add_up_to_the_same_on_several_ranks() {
         for (k, (ranks, passes)) in ways.iter().enumerate() {
             let out = at(&k.to_string());
             train(*of, &[&steps[..], settings, passes].concat(), *ranks, &out, Start::New, None);
-            same(&format!("{} {settings:?} on {ranks:?} ranks, {passes:?}", of.0), &out, &at("one"));
+            // Where activations are rounded to bf16 or fp16, a last digit may become a rounding.
+            let times = if settings.iter().any(|s| s.contains("f16=")) { 20.0 } else { 1.0 };
+            same_within(times, &format!("{} {settings:?} on {ranks:?} ranks, {passes:?}", of.0), &out, &at("one"));
         }
     }
 }
@@ -273,7 +280,8 @@ fn exchanged(graph: &engine::Graph) -> (BTreeMap<&'static str, usize>, usize) {
         }
     }
     all.retain(|_, bytes| *bytes > 0);
-    let sums = graph.states().filter(|(s, _)| s.name.starts_with("scratch/grad/")).map(|(_, meta)| meta.bytes()).sum();
+    let sums = graph.states().filter(|(s, _)| s.name.starts_with("scratch/grad/")).map(|(_, meta)| meta.bytes());
+    let sums = sums.filter(|bytes| *bytes > 16).sum();
     (all, sums)
 }
 
