@@ -9,6 +9,7 @@ use crate::graph::Graph;
 use crate::meta::DType;
 use crate::passes::{self, Receipt, Switches, Target, WarmUp};
 use crate::plan::{Memory, Plan, Spot};
+use crate::ranks::Part;
 use crate::store::Store;
 use crate::warm_up::Before;
 use std::collections::BTreeMap;
@@ -152,6 +153,8 @@ pub struct Program {
     pub flops: u64,
     /// Bytes that the ops of one run read and write at least.
     pub bytes: u64,
+    /// Its feeds by name, and which part of each this rank has; of a whole one, none.
+    pub feeds: BTreeMap<String, Vec<Part>>,
     loaded: Loaded,
     before: Option<Before<Loaded>>,
     /// What did not work, and that the caller has not been told of.
@@ -206,6 +209,8 @@ impl Program {
             }
             None => None,
         };
+        let part = |name: &str| c.graph.parts.feeds.get(name).cloned().unwrap_or_default();
+        let feeds = c.graph.feeds().map(|(name, _)| (name.to_string(), part(name))).collect();
         let loaded = Loaded::new(c.graph, c.plan, c.options, device)?;
         for cuda in before.iter().map(|b| &b.loaded).chain([&loaded]).filter_map(|l| l.cuda()) {
             let own = cuda.memory();
@@ -214,7 +219,7 @@ impl Program {
             }
         }
         let (flops, bytes, fell_back) = (cost.flops, cost.bytes, vec![]);
-        let mut program = Program { receipts: c.receipts, memory, flops, bytes, loaded, before, fell_back };
+        let mut program = Program { receipts: c.receipts, memory, flops, bytes, feeds, loaded, before, fell_back };
         program.note();
         device.usage(); // a peak may be here
         Ok(program)

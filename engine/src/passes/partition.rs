@@ -234,7 +234,7 @@ pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division
             Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (Way::Whole, vec![sources.shares.get(&i).copied().unwrap_or(Share::Whole)]),
             // Of a term of a sum the gradient is that of the sum: the same on all ranks.
             Kind::Grad => {
-                let sums = (!terms.is_empty()).then(|| Sums::new(g, &d, i));
+                let sums = (!terms.is_empty()).then(|| Sums::new(g, &d, i, parts));
                 let share = |out: usize| match have[1 + out] {
                     Share::Whole if sums.as_ref().is_some_and(|s| s.are[out]) && terms.contains(&Value { node: i, out }) => Share::Sum,
                     Share::Sum => Share::Whole,
@@ -463,12 +463,16 @@ impl<'g> Writer<'_, 'g> {
     fn again(&mut self, v: Value, axis: usize) -> Option<Var<'g>> {
         let node = &self.g.nodes[v.node];
         let Kind::Op(op) = &node.kind else { return None };
-        if self.asked.contains(&v) {
-            return None;
-        }
-        let (x, size) = (self.g.inputs(v.node), self.group.size);
-        let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, size);
-        let (number, axis) = op.axes(&x, size).into_iter().enumerate().find(|(_, a)| fits(a))?;
-        (op.is_view() || op.is::<Full>().is_some()).then(|| self.divided(op, number, &axis, x, &node.inputs)[v.out])
+        let (number, axis) = made_as_part(self.g, v, axis, self.group.size).filter(|_| !self.asked.contains(&v))?;
+        Some(self.divided(op, number, &axis, self.g.inputs(v.node), &node.inputs)[v.out])
     }
+}
+
+/// The axis of the op that makes a value along which a part of the value is made, where that costs no more than to cut it from the whole.
+pub fn made_as_part(g: &Graph, v: Value, axis: usize, parts: usize) -> Option<(usize, Axis)> {
+    let Kind::Op(op) = &g.nodes[v.node].kind else { return None };
+    let x = g.inputs(v.node);
+    let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, parts);
+    let is_free = op.is_view() || op.is::<Full>().is_some();
+    op.axes(&x, parts).into_iter().enumerate().find(|(_, a)| is_free && fits(a))
 }

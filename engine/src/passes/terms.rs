@@ -3,7 +3,7 @@
 //!
 //! Such states are never in a checkpoint ([`SCRATCH`]), so that no other number of ranks has to take them over.
 
-use super::partition::{Division, Way};
+use super::partition::{Division, Way, made_as_part};
 use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::op::Share;
 use crate::ops::pointwise::Bin;
@@ -46,10 +46,10 @@ pub struct Sums {
 
 impl Sums {
     /// Those of node `grad`.
-    pub fn new(g: &Graph, d: &Division, grad: usize) -> Sums {
+    pub fn new(g: &Graph, d: &Division, grad: usize, parts: usize) -> Sums {
         let inputs = &g.nodes[grad].inputs;
         let (needed, asked) = (g.needed_by(std::iter::once(inputs[0])), inputs[1..].iter().copied().collect());
-        let reads = Reads { g, d, needed, asked, readers: g.readers() };
+        let reads = Reads { g, d, parts, needed, asked, readers: g.readers() };
         let (mut are, mut through) = (vec![], HashSet::new());
         for &v in &inputs[1..] {
             let mut own = HashSet::new();
@@ -64,6 +64,8 @@ impl Sums {
 struct Reads<'a> {
     g: &'a Graph,
     d: &'a Division,
+    /// How many ranks there are.
+    parts: usize,
     /// Nodes that the loss depends on.
     needed: Vec<bool>,
     asked: HashSet<Value>,
@@ -79,7 +81,14 @@ impl Reads<'_> {
             for k in (0..node.inputs.len()).filter(|&k| node.inputs[k] == v) {
                 let shown = Value { node: reader, out: 0 };
                 let apart = match &self.d.ways[reader] {
-                    Way::Axis(_, axis) => axis.x[k] == Share::Whole,
+                    Way::Axis(_, axis) => match axis.x[k] {
+                        Share::Whole => true,
+                        // A view of which a part is read, such as a row that every example has, is made for that part of the whole.
+                        Share::Dim(d) if !self.asked.contains(&v) => {
+                            made_as_part(self.g, v, d, self.parts).is_some_and(|(_, a)| a.x.iter().all(|x| *x == Share::Whole))
+                        }
+                        _ => false,
+                    },
                     Way::Whole => {
                         let whole = node.inputs.iter().all(|v| self.d.shares[v.node][v.out] == Share::Whole);
                         let alone = whole && node.outputs.len() == 1 && !self.asked.contains(&shown);
