@@ -96,8 +96,10 @@ fn gradients_are_exchanged_once_a_step() {
         let gathers = passes == GATHERED;
         for (name, c) in compiled.iter().filter(|(name, _)| ["micro", "policy"].contains(*name)) {
             let (all, sums) = exchanged(&c.graph);
-            let only = if gathers { &["all_gather"][..] } else { &[] };
-            assert!(sums > 1000 && all.keys().copied().eq(only.iter().copied()), "{what}, {name}: {all:?} of {sums}");
+            let summed = all.contains_key("all_reduce") || all.contains_key("reduce_scatter");
+            // The policy's replies are compared with those of all ranks.
+            let gathered = all.contains_key("all_gather") && !gathers && *name == "micro";
+            assert!(sums > 1000 && !summed && !gathered, "{what}, {name}: {all:?} of {sums}");
         }
         let (all, sums) = exchanged(&compiled["update"].graph);
         let [reduced, scattered] = ["all_reduce", "reduce_scatter"].map(|name| all.get(name).copied().unwrap_or(0));
