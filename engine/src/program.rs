@@ -9,7 +9,6 @@ use crate::graph::Graph;
 use crate::meta::DType;
 use crate::passes::{self, Receipt, Switches, Target, WarmUp};
 use crate::plan::{Memory, Plan, Spot};
-use crate::ranks::Part;
 use crate::store::Store;
 use crate::warm_up::Before;
 use std::collections::BTreeMap;
@@ -154,7 +153,7 @@ pub struct Program {
     /// Bytes that the ops of one run read and write at least.
     pub bytes: u64,
     /// Its feeds by name, and which part of each this rank has; of a whole one, none.
-    pub feeds: BTreeMap<String, Vec<Part>>,
+    pub feeds: BTreeMap<String, Vec<crate::ranks::Part>>,
     loaded: Loaded,
     before: Option<Before<Loaded>>,
     /// What did not work, and that the caller has not been told of.
@@ -201,7 +200,7 @@ impl Program {
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
         let offloaded: Vec<&str> = if c.options.offload { offloaded(&c.graph).into_iter().map(|s| s.0).collect() } else { vec![] };
         store.ensure(&c.graph, device.gpu(), &offloaded)?;
-        let (mut memory, cost) = (c.memory(), c.plan.cost);
+        let (mut memory, cost, feeds) = (c.memory(), c.plan.cost, c.graph.parts.of_feeds(&c.graph));
         let before = match c.before {
             Some(first) => {
                 let (warm_up, first) = *first;
@@ -209,8 +208,6 @@ impl Program {
             }
             None => None,
         };
-        let part = |name: &str| c.graph.parts.feeds.get(name).cloned().unwrap_or_default();
-        let feeds = c.graph.feeds().map(|(name, _)| (name.to_string(), part(name))).collect();
         let loaded = Loaded::new(c.graph, c.plan, c.options, device)?;
         for cuda in before.iter().map(|b| &b.loaded).chain([&loaded]).filter_map(|l| l.cuda()) {
             let own = cuda.memory();

@@ -10,9 +10,6 @@ use crate::ranks::{Part, cut, whole};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-/// How the names of states begin that mean nothing after a step, such as sums of gradients over its micro-batches. They are in no checkpoint.
-pub const SCRATCH: &str = "scratch/";
-
 /// A state's value.
 pub struct Tensor {
     /// Shape and type.

@@ -7,8 +7,10 @@ use super::partition::{Division, Way, made_as_part};
 use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::op::Share;
 use crate::ops::pointwise::Bin;
-use crate::store::SCRATCH;
 use std::collections::HashSet;
+
+/// How the names of states begin that mean nothing after a step, such as sums of gradients over its micro-batches. They are in no checkpoint.
+pub const SCRATCH: &str = "scratch/";
 
 /// A gradient that is added to what earlier programs of the step have left in a state.
 pub struct Accumulation {

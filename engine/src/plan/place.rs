@@ -1,6 +1,6 @@
 //! Gives every value of a graph a buffer, an offset in it and strides. Offsets of the buffers themselves are assigned later, in `arena`.
 
-use super::{ALIGN, Buffer, Copy, Home, Memory, Plan, Spot, last_reads, view_roots};
+use super::{ALIGN, Buffer, Copy, Home, Memory, Plan, Spot, aside, last_reads, view_roots};
 use crate::graph::{Graph, Kind, Value};
 use crate::meta::{contiguous, is_contiguous};
 use crate::op::{Cost, Op};
@@ -45,24 +45,20 @@ struct Placer<'a> {
     /// A Join's node -> its buffer.
     joints: HashMap<usize, usize>,
     updates: HashSet<(Value, Value)>,
-    /// States that have a next value.
-    replaced: HashSet<usize>,
-    /// State -> the last reader of a value that took its memory before its next value comes (see `is_lent`).
-    lent: HashMap<usize, usize>,
+    /// Values that take a state's memory (see `aside::lent`).
+    lent: HashSet<Value>,
     plan: Plan,
 }
 
 impl<'a> Placer<'a> {
     fn new(g: &'a Graph) -> Placer<'a> {
         let roots = view_roots(g);
-        let last_read = last_reads(g, &roots);
+        let (last_read, lent) = aside::lent(g, &roots, last_reads(g, &roots));
         let destined = destinations(g, &roots, &last_read);
         let joined = joined(g, &last_read, &destined);
-        let (memory, cost) = (Memory::default(), Cost::default());
+        let (memory, cost, updates) = (Memory::default(), Cost::default(), g.updates.iter().copied().collect());
         let plan = Plan { spots: vec![], buffers: vec![], copies: vec![], stores: vec![], scratch: vec![], memory, cost };
-        let updates = g.updates.iter().copied().collect();
-        let replaced = g.updates.iter().map(|u| u.0.node).collect();
-        Placer { g, roots, last_read, destined, joined, joints: HashMap::new(), updates, replaced, lent: HashMap::new(), plan }
+        Placer { g, roots, last_read, destined, joined, joints: HashMap::new(), updates, lent, plan }
     }
 
     /// The value that `v` is a view of, or `v` itself.
@@ -120,11 +116,6 @@ impl<'a> Placer<'a> {
         let (buffer, offset) = place.unwrap_or_else(|| self.in_arena(value));
         let read = self.last_read.get(&value).copied().unwrap_or(i);
         let last = crate::mutant!("plan-frees-a-node-early", read, read.saturating_sub(1).max(i));
-        if let Home::Source(state) = self.plan.buffers[buffer].home
-            && self.destined.get(&value) != Some(&state)
-        {
-            self.lent.insert(state, last);
-        }
         let b = &mut self.plan.buffers[buffer];
         b.last = b.last.max(last);
         Spot { buffer, offset, strides: contiguous(&self.g.meta(value).shape) }
@@ -141,7 +132,7 @@ impl<'a> Placer<'a> {
         let whole = whole && is_contiguous(&g.meta(v).shape, &from.strides);
         let free = match plan.buffers[from.buffer].home {
             Home::Arena(_) => true,
-            Home::Source(s) => self.destined.get(&value) == Some(&s) || self.is_lent(s, value),
+            Home::Source(s) => self.destined.get(&value) == Some(&s),
         };
         // A part of a Join's buffer is overwritten only by the value that takes its place there.
         let part = |v: Value| self.joined.contains_key(&v) || g.nodes[v.node].op::<Join>().is_some();
@@ -150,13 +141,7 @@ impl<'a> Placer<'a> {
             None => crate::mutant!("plan-overwrites-what-is-joined", !part(root), true),
         };
         let last = crate::mutant!("plan-overwrites-what-is-read-later", self.last_read[&root] == i, true);
-        (whole && reads[&root] == 1 && free && meant && last).then_some((from.buffer, from.offset))
-    }
-
-    /// Whether a value may take the memory of a state whose old value nothing reads any more: the state has a next value, and this one is not read after the run.
-    fn is_lent(&self, state: usize, value: Value) -> bool {
-        let ends = self.last_read.get(&value).is_none_or(|&last| last < self.g.nodes.len());
-        ends && self.replaced.contains(&state)
+        (whole && reads[&root] == 1 && (free && meant && last || self.lent.contains(&value))).then_some((from.buffer, from.offset))
     }
 
     /// The buffer of the state that this value updates, if nothing reads the old value any more.
@@ -165,7 +150,7 @@ impl<'a> Placer<'a> {
         let old = Value { node: s, out: 0 };
         // A state that was recorded later has no place yet.
         let spot = &self.plan.spots.get(s)?[0];
-        let unread = self.last_read.get(&old).is_none_or(|&r| r < value.node) && self.lent.get(&s).is_none_or(|&r| r < value.node);
+        let unread = self.last_read.get(&old).is_none_or(|&r| r < value.node);
         (self.updates.contains(&(old, value)) && unread).then_some((spot.buffer, 0))
     }
 
