@@ -5,6 +5,7 @@
 //! divided as the values are.
 
 use super::Receipt;
+use super::terms::{Sums, accumulations};
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
@@ -30,6 +31,8 @@ pub struct Division {
     pub gathered: Vec<(Value, usize)>,
     /// Whether that is meant to be (see [`Sources::by_tokens`]).
     pub by_tokens: bool,
+    /// What is computed of weights alone, whose gradients are to stay terms: read as the weights are, so that the terms reach them.
+    pub through: HashSet<usize>,
 }
 
 /// How a node is computed.
@@ -43,6 +46,8 @@ pub enum Way {
     Apart(Vec<Share>),
     /// In a way of its own (see [`Op::divided`]).
     Own,
+    /// By every rank, each with its terms: a sum of sums.
+    Terms,
 }
 
 impl Way {
@@ -53,6 +58,7 @@ impl Way {
             Way::Axis(_, axis) => axis.x[k],
             Way::Apart(shares) => shares[k],
             Way::Own => have,
+            Way::Terms => Share::Sum,
         }
     }
 }
@@ -214,7 +220,12 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
 
 /// As [`divide`]; where that is not possible, the node that is in the way.
 pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, usize> {
-    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![], by_tokens: sources.by_tokens };
+    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![], by_tokens: sources.by_tokens, through: HashSet::new() };
+    // Sums of gradients that stay terms: by the gradient, and by the node that adds it to what a state has.
+    let mut added = if sources.shares.values().any(|s| *s == Share::Sum) { accumulations(g) } else { vec![] };
+    added.retain(|a| sources.shares.get(&a.state) == Some(&Share::Sum));
+    let terms: HashSet<Value> = added.iter().map(|a| a.gradient).collect();
+    let sums: HashSet<usize> = added.iter().map(|a| a.sum).collect();
     // Weights and views of them.
     let mut weights = vec![false; g.nodes.len()];
     for (i, node) in g.nodes.iter().enumerate() {
@@ -222,7 +233,18 @@ pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division
         let (way, shares) = match &node.kind {
             Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (Way::Whole, vec![sources.shares.get(&i).copied().unwrap_or(Share::Whole)]),
             // Of a term of a sum the gradient is that of the sum: the same on all ranks.
-            Kind::Grad => (Way::Own, have[1..].iter().map(|h| if *h == Share::Sum { Share::Whole } else { *h }).collect()),
+            Kind::Grad => {
+                let sums = (!terms.is_empty()).then(|| Sums::new(g, &d, i, parts));
+                let share = |out: usize| match have[1 + out] {
+                    Share::Whole if sums.as_ref().is_some_and(|s| s.are[out]) && terms.contains(&Value { node: i, out }) => Share::Sum,
+                    Share::Sum => Share::Whole,
+                    other => other,
+                };
+                let shares = (0..node.outputs.len()).map(share).collect();
+                d.through.extend(sums.into_iter().flat_map(|s| s.through));
+                (Way::Own, shares)
+            }
+            Kind::Op(_) if sums.contains(&i) => (Way::Terms, vec![Share::Sum]),
             Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
             Kind::Op(op) => {
                 let fixed = |v: &Value| sources.by_tokens && weights[v.node];
@@ -353,7 +375,11 @@ impl<'g> Writer<'_, 'g> {
             (Kind::State(s), _) if let Share::Dim(axis) = share => vec![self.recorder.retyped(s, meta(axis))],
             (Kind::Grad, _) => {
                 let loss = self.get(node.inputs[0], Share::Whole, false);
-                let by: Vec<Var> = node.inputs[1..].iter().map(|v| self.made[v.node][v.out]).collect();
+                // By what each rank reads for its part of the work, the gradient is the rank's term; by the weight itself, the sum of all.
+                let term = |out: usize| self.d.shares[i][out] == Share::Sum;
+                let by = node.inputs[1..].iter().enumerate();
+                let by: Vec<Var> =
+                    by.map(|(out, &v)| if term(out) { self.get(v, Share::Whole, true) } else { self.made[v.node][v.out] }).collect();
                 self.recorder.grad(loss, &by)
             }
             (Kind::Op(op), Way::Axis(number, axis)) => self.divided(op, *number, axis, self.g.inputs(i), &node.inputs),
@@ -361,6 +387,10 @@ impl<'g> Writer<'_, 'g> {
                 let have: Vec<Share> = node.inputs.iter().map(|v| self.d.shares[v.node][v.out]).collect();
                 let inputs: Vec<Var> = node.inputs.iter().map(|v| self.made[v.node][v.out]).collect();
                 op.divided(&inputs, &have, self.group).expect("`divide` asked whether it has a way of its own")
+            }
+            (Kind::Op(op), Way::Terms) => {
+                let inputs: Vec<Var> = node.inputs.iter().map(|&v| self.get(v, Share::Sum, false)).collect();
+                self.recorder.op_arc(op.clone(), &inputs)
             }
             (Kind::Op(op), Way::Apart(need)) => {
                 let inputs: Vec<Var> = node.inputs.iter().zip(need).map(|(&v, need)| self.get(v, *need, false)).collect();
@@ -399,11 +429,25 @@ impl<'g> Writer<'_, 'g> {
                     let seen = self.get(inputs[0], Share::Whole, true);
                     self.recorder.op_arc(op.clone(), &[seen])[v.out]
                 }
+                Node { kind: Kind::Op(op), inputs, .. } if self.d.through.contains(&v.node) => {
+                    let x: Vec<Var> = inputs.iter().map(|&v| self.get(v, Share::Whole, true)).collect();
+                    self.recorder.op_arc(op.clone(), &x)[v.out]
+                }
                 _ => {
                     let whole = self.get(v, Share::Whole, false);
                     self.recorder.op1(Broadcast { group: self.group.clone() }, &[whole])
                 }
             },
+            // What all ranks have is the term of one of them.
+            (_, Share::Sum) => {
+                let whole = self.get(v, Share::Whole, false);
+                let is_zero = self.g.nodes[v.node].op::<Full>().is_some_and(|f| f.value == 0.0);
+                if is_zero || self.group.rank == 0 {
+                    whole
+                } else {
+                    self.recorder.op1(Full { shape: whole.shape(), value: 0.0, dtype: whole.dtype() }, &[])
+                }
+            }
             (Share::Whole, Share::Dim(axis)) => self.again(v, axis).unwrap_or_else(|| part(made, axis, self.group)),
             (Share::Dim(axis), Share::Whole) => all_gather(made, axis, self.group),
             (Share::Dim(from), Share::Dim(to)) => all_to_all(made, from, to, self.group),
@@ -419,12 +463,16 @@ impl<'g> Writer<'_, 'g> {
     fn again(&mut self, v: Value, axis: usize) -> Option<Var<'g>> {
         let node = &self.g.nodes[v.node];
         let Kind::Op(op) = &node.kind else { return None };
-        if self.asked.contains(&v) {
-            return None;
-        }
-        let (x, size) = (self.g.inputs(v.node), self.group.size);
-        let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, size);
-        let (number, axis) = op.axes(&x, size).into_iter().enumerate().find(|(_, a)| fits(a))?;
-        (op.is_view() || op.is::<Full>().is_some()).then(|| self.divided(op, number, &axis, x, &node.inputs)[v.out])
+        let (number, axis) = made_as_part(self.g, v, axis, self.group.size).filter(|_| !self.asked.contains(&v))?;
+        Some(self.divided(op, number, &axis, self.g.inputs(v.node), &node.inputs)[v.out])
     }
+}
+
+/// The axis of the op that makes a value along which a part of the value is made, where that costs no more than to cut it from the whole.
+pub fn made_as_part(g: &Graph, v: Value, axis: usize, parts: usize) -> Option<(usize, Axis)> {
+    let Kind::Op(op) = &g.nodes[v.node].kind else { return None };
+    let x = g.inputs(v.node);
+    let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, parts);
+    let is_free = op.is_view() || op.is::<Full>().is_some();
+    op.axes(&x, parts).into_iter().enumerate().find(|(_, a)| is_free && fits(a))
 }

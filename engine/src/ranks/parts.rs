@@ -1,5 +1,6 @@
 //! How values are divided among ranks: what an op says about itself, and which part of a state a rank has.
 
+use crate::graph::Graph;
 use crate::meta::Meta;
 use std::collections::BTreeMap;
 
@@ -95,6 +96,13 @@ pub struct Parts {
     pub feeds: BTreeMap<String, Vec<Part>>,
     /// Of a state.
     pub states: BTreeMap<String, Vec<Part>>,
+}
+
+impl Parts {
+    /// All feeds of a graph by name, and which part of each a rank has; of a whole one, none.
+    pub fn of_feeds(&self, g: &Graph) -> BTreeMap<String, Vec<Part>> {
+        g.feeds().map(|(name, _)| (name.to_string(), self.feeds.get(name).cloned().unwrap_or_default())).collect()
+    }
 }
 
 /// The bytes of a rank's part.

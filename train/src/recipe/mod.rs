@@ -142,6 +142,10 @@ pub trait Task {
     fn epoch(&self) -> Option<u64> {
         None
     }
+    /// Whether each of several ranks makes only the examples that it trains on, and not those of all.
+    fn makes_own_rows(&self) -> bool {
+        false
+    }
     /// The unit of work of a step and how many there are: ("tok", 2048).
     fn work(&self) -> (&'static str, f64);
     /// What the part of a step that a program computes is called, in the figures of a run.
