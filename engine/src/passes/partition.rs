@@ -104,7 +104,7 @@ impl Division {
         for (state, value) in &g.updates {
             let Kind::State(s) = &g.nodes[state.node].kind else { continue };
             let share = self.shares[value.node][value.out];
-            if matches!(share, Share::Dim(_)) && s.role == Role::Carried && !sources.settled.contains(&state.node) {
+            if share.cut().is_some() && s.role == Role::Carried && !sources.settled.contains(&state.node) {
                 sources.shares.entry(state.node).or_insert(share);
             }
         }
@@ -151,7 +151,7 @@ fn cost(held: Held, need: Share, meta: &Meta, by_tokens: bool) -> Option<usize> 
     let have = held.share;
     match (have, need) {
         _ if have == need => Some(0),
-        (Share::Whole, Share::Dim(_)) => Some(0),
+        (Share::Whole, Share::Dim(_) | Share::Sections(..)) => Some(0),
         // Integers of such rows are numbers of the rank's own, which mean nothing to other ops.
         (Share::Own, Share::Dim(0)) => meta.dtype.is_float().then_some(0),
         // Bytes are not exchanged: see `Division::check`.
@@ -161,16 +161,42 @@ fn cost(held: Held, need: Share, meta: &Meta, by_tokens: bool) -> Option<usize> 
         (Share::Sum, Share::Whole) if by_tokens => Some(2 * meta.bytes()),
         (Share::Dim(_) | Share::Sum, Share::Whole) | (Share::Sum, Share::Dim(_)) => Some(meta.bytes()),
         (Share::Dim(_), Share::Dim(_)) => Some(meta.bytes() / 2),
+        // Put together first, and cut again where a part of it is needed.
+        (Share::Sections(..), Share::Whole | Share::Dim(_) | Share::Sections(..)) => Some(meta.bytes()),
+        (Share::Dim(_) | Share::Sum, Share::Sections(..)) => Some(meta.bytes()),
         _ => None,
     }
 }
 
 /// Whether an axis cuts all of these into equal parts.
 fn divides(shares: &[Share], metas: &[Meta], parts: usize) -> bool {
-    shares.iter().zip(metas).all(|(share, m)| match share {
-        Share::Dim(d) => m.shape[*d].is_multiple_of(parts) && m.shape[*d] > 0,
-        _ => true,
+    shares.iter().zip(metas).all(|(share, m)| match share.cut() {
+        Some((d, sections)) => m.shape[d].is_multiple_of(parts * sections) && m.shape[d] > 0,
+        None => true,
     })
+}
+
+/// The ways in which an op can be divided, with their numbers, where inputs may be divided in sections. What every part computes alike, whichever it is, can be
+/// computed of the same part of every section: columns of a matmul, arithmetic, heads.
+fn axes(op: &dyn Op, have: &[Share], x: &[Meta], parts: usize) -> Vec<(usize, Axis)> {
+    let mut all: Vec<(usize, Axis)> = op.axes(x, parts).into_iter().enumerate().collect();
+    let mut counts: Vec<usize> = have.iter().filter_map(|h| h.cut()).map(|cut| cut.1).filter(|&n| n > 1).collect();
+    counts.sort();
+    counts.dedup();
+    for n in counts {
+        let finer = op.axes(x, parts * n);
+        let alike = |axis: &Axis| {
+            let number = finer.iter().position(|a| a == axis)?;
+            let [one, other] = [0, 1].map(|index| op.part(x, number, parts * n, index).map(|op| format!("{op:?}")));
+            (one == other).then_some(())
+        };
+        let plain = |s: &Share| matches!(s, Share::Whole | Share::Dim(_) | Share::Sum);
+        let each = |shares: &[Share]| shares.iter().map(|s| s.of_each(n)).collect::<Vec<_>>();
+        let sections = all.iter().filter(|(_, a)| a.x.iter().chain(&a.y).all(plain) && alike(a).is_some());
+        let sections: Vec<_> = sections.map(|(number, a)| (*number, Axis::new(each(&a.x), each(&a.y)))).collect();
+        all.extend(sections);
+    }
+    all
 }
 
 /// The cheapest axis of an op whose inputs are held like this, and what it costs.
@@ -178,7 +204,7 @@ fn best(op: &dyn Op, held: &[Held], x: &[Meta], y: &[Meta], (parts, by_tokens): 
     let mut found: Option<(usize, Axis, usize)> = None;
     let have: Vec<Share> = held.iter().map(|h| h.share).collect();
     let have = &have[..];
-    for (number, axis) in op.axes(x, parts).into_iter().enumerate() {
+    for (number, axis) in axes(op, have, x, parts) {
         // The last dimension is that of features, not of tokens.
         let scatters =
             |have: Share, need: Share, m: &Meta| matches!((have, need), (Share::Sum, Share::Dim(d)) if by_tokens && d + 1 < m.rank());
@@ -236,9 +262,7 @@ pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division
         };
         for (k, v) in node.inputs.iter().enumerate() {
             let need = way.need(k, have[k]);
-            if matches!((have[k], need), (Share::Dim(a), Share::Dim(b)) if a != b)
-                || matches!((have[k], need), (Share::Dim(_), Share::Whole))
-            {
+            if have[k].cut().is_some() && have[k] != need && (need.cut().is_some() || need == Share::Whole) {
                 d.gathered.push((*v, i));
             }
         }
@@ -258,7 +282,7 @@ fn way(op: &dyn Op, held: &[Held], x: &[Meta], y: &[Meta], (parts, by_tokens): (
     if !apart.is_empty() {
         let (mut need, mut out) = (vec![Share::Whole; x.len()], vec![Share::Whole; y.len()]);
         for (inputs, outputs) in apart {
-            let divided = inputs.iter().map(|&k| have[k]).find(|h| matches!(h, Share::Dim(_))).unwrap_or(Share::Whole);
+            let divided = inputs.iter().map(|&k| have[k]).find(|h| h.cut().is_some()).unwrap_or(Share::Whole);
             inputs.iter().for_each(|&k| need[k] = divided);
             outputs.iter().for_each(|&k| out[k] = divided);
         }
@@ -299,8 +323,9 @@ pub fn rewrite(g: &mut Graph, d: &Division, group: &Group) {
     for (i, node) in g.nodes.iter().enumerate() {
         recorder.set_place(node);
         let made = w.node(i, node);
-        if let (true, Share::Dim(axis)) = (node.is_source(), d.shares[i][0]) {
-            let part = Part { shape: node.outputs[0].shape.clone(), axis: Some(axis), index: group.rank, of: group.size, by: group.name };
+        if let (true, Some((axis, sections))) = (node.is_source(), d.shares[i][0].cut()) {
+            let (shape, index, of, by) = (node.outputs[0].shape.clone(), group.rank, group.size, group.name);
+            let part = Part { shape, axis: Some(axis), sections, index, of, by };
             match &node.kind {
                 Kind::Feed(name) => parts.feeds.entry(name.clone()).or_default().push(part),
                 Kind::State(s) => parts.states.entry(s.name.clone()).or_default().push(part),
@@ -339,18 +364,18 @@ struct Writer<'a, 'g> {
 
 impl<'g> Writer<'_, 'g> {
     fn node(&mut self, i: usize, node: &Node) -> Vec<Var<'g>> {
-        let share = self.d.shares[i][0];
+        let cut = self.d.shares[i][0].cut();
         let meta = |axis: usize| {
             let mut shape = node.outputs[0].shape.clone();
             shape[axis] /= self.group.size;
             node.outputs[0].with(&shape)
         };
         match (&node.kind, &self.d.ways[i]) {
-            (Kind::Feed(name), _) if let Share::Dim(axis) = share => {
+            (Kind::Feed(name), _) if let Some((axis, _)) = cut => {
                 let m = meta(axis);
                 vec![self.recorder.feed(name, &m.shape, m.dtype)]
             }
-            (Kind::State(s), _) if let Share::Dim(axis) = share => vec![self.recorder.retyped(s, meta(axis))],
+            (Kind::State(s), _) if let Some((axis, _)) = cut => vec![self.recorder.retyped(s, meta(axis))],
             (Kind::Grad, _) => {
                 let loss = self.get(node.inputs[0], Share::Whole, false);
                 let by: Vec<Var> = node.inputs[1..].iter().map(|v| self.made[v.node][v.out]).collect();
@@ -409,6 +434,10 @@ impl<'g> Writer<'_, 'g> {
             (Share::Dim(from), Share::Dim(to)) => all_to_all(made, from, to, self.group),
             (Share::Sum, Share::Whole) => all_reduce(made, self.group),
             (Share::Sum, Share::Dim(axis)) => reduce_scatter(made, axis, self.group),
+            (Share::Whole, Share::Sections(axis, n)) => by_section(made, axis, n, |v, inner| part(v, inner, self.group)),
+            (Share::Sections(axis, n), Share::Whole) => by_section(made, axis, n, |v, inner| all_gather(v, inner, self.group)),
+            (Share::Sections(..), Share::Dim(axis)) => part(self.get(v, Share::Whole, false), axis, self.group),
+            (_, Share::Sections(axis, n)) => by_section(self.get(v, Share::Whole, false), axis, n, |v, inner| part(v, inner, self.group)),
             _ => unreachable!("`divide` asks for no such form: {have:?} as {need:?}"),
         };
         self.forms.insert((v, need, apart), form);
@@ -423,8 +452,19 @@ impl<'g> Writer<'_, 'g> {
             return None;
         }
         let (x, size) = (self.g.inputs(v.node), self.group.size);
-        let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, size);
+        let sectioned = |a: &Axis| a.x.iter().any(|s| matches!(s, Share::Sections(..)));
+        let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, size) && !sectioned(a);
         let (number, axis) = op.axes(&x, size).into_iter().enumerate().find(|(_, a)| fits(a))?;
         (op.is_view() || op.is::<Full>().is_some()).then(|| self.divided(op, number, &axis, x, &node.inputs)[v.out])
     }
+}
+
+/// Does something to the second of the two dimensions, sections and their elements, that a dimension of so many sections is.
+fn by_section<'g>(v: Var<'g>, axis: usize, sections: usize, f: impl FnOnce(Var<'g>, usize) -> Var<'g>) -> Var<'g> {
+    let mut shape = v.shape();
+    shape.splice(axis..axis + 1, [sections, shape[axis] / sections]);
+    let done = f(v.reshape(&shape), axis + 1);
+    let mut joined = done.shape();
+    joined.splice(axis..axis + 2, [joined[axis] * joined[axis + 1]]);
+    done.reshape(&joined)
 }

@@ -6,9 +6,10 @@ use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::meta::{DType, Meta};
 use crate::op::Share;
+use crate::ops::view::Slice;
 use crate::ranks::Ranks;
 use crate::record::Recorder;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 pub struct TensorParallel;
 
@@ -107,15 +108,32 @@ fn price(g: &Graph, d: &Division, of_model: &[bool], parts: usize) -> Price {
     (gathered, flops, bytes)
 }
 
-/// The dimensions along which a weight can be divided.
-fn axes(weight: &Meta, parts: usize) -> impl Iterator<Item = Share> {
-    let shape = weight.shape.clone();
-    (0..shape.len()).filter(move |&d| shape[d] > 1 && shape[d].is_multiple_of(parts)).map(Share::Dim)
+/// Into how many equal sections slices of the graph cut a dimension of this size.
+type Sections = HashMap<usize, BTreeSet<usize>>;
+
+fn sections(g: &Graph) -> Sections {
+    let mut found = Sections::new();
+    for node in &g.nodes {
+        let Some(slice) = node.op::<Slice>() else { continue };
+        let from = g.meta(node.inputs[0]);
+        found.entry(from.shape[slice.axis]).or_default().extend(slice.sections(from));
+    }
+    found
+}
+
+/// The dimensions along which a weight can be divided, as a whole or in sections.
+fn axes(weight: &Meta, sections: &Sections, parts: usize) -> Vec<Share> {
+    let mut all = vec![];
+    for (d, &n) in weight.shape.iter().enumerate().filter(|(_, n)| **n > 1) {
+        let counts = std::iter::once(1).chain(sections.get(&n).into_iter().flatten().copied());
+        all.extend(counts.filter(|count| n.is_multiple_of(count * parts)).map(|count| Share::Dim(d).of_each(count)));
+    }
+    all
 }
 
 /// The division by these sources. Where a node is in the way, because what it reads goes only with another weight that is divided alike (the second matrices of
 /// experts), that one is divided, too.
-fn with_partner(g: &Graph, sources: &mut Sources, parts: usize) -> Option<Division> {
+fn with_partner(g: &Graph, sources: &mut Sources, sections: &Sections, parts: usize) -> Option<Division> {
     let stuck = match try_divide(g, sources, parts) {
         Ok(division) => return Some(division),
         Err(node) => node,
@@ -123,7 +141,7 @@ fn with_partner(g: &Graph, sources: &mut Sources, parts: usize) -> Option<Divisi
     let weight = |v: &Value| matches!(&g.nodes[v.node].kind, Kind::State(s) if matches!(s.role, Role::Param | Role::Frozen));
     let free: Vec<usize> = g.nodes[stuck].inputs.iter().filter(|v| weight(v)).map(|v| v.node).collect();
     for i in free.into_iter().filter(|i| !sources.settled.contains(i) && !sources.shares.contains_key(i)).collect::<Vec<_>>() {
-        for axis in axes(&g.nodes[i].outputs[0], parts) {
+        for axis in axes(&g.nodes[i].outputs[0], sections, parts) {
             sources.shares.insert(i, axis);
             if let Ok(division) = try_divide(g, sources, parts) {
                 return Some(division);
@@ -142,6 +160,7 @@ fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> R
         true => g.needed_by(losses),
         false => g.needed_by(g.outputs.iter().map(|o| o.1)),
     };
+    let sections = sections(g);
     let mut sources = Sources::new(g, ranks, group);
     let mut division = divide(g, &sources, parts)?;
     let mut now = price(g, &division, &of_model, parts);
@@ -153,16 +172,19 @@ fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> R
         }
         let shape = &node.outputs[0].shape;
         let mut found: Option<(Price, HashMap<usize, Share>, Division)> = None;
-        let mut reader = None;
-        for axis in axes(&node.outputs[0], parts) {
+        // Of the divisions that are not worth it, what is in the way of the best.
+        let mut reader: Option<(Price, String)> = None;
+        for axis in axes(&node.outputs[0], &sections, parts) {
             let mut tried = Sources { shares: sources.shares.clone(), settled: sources.settled.clone(), by_tokens: false };
             tried.shares.insert(i, axis);
-            if let Some(d) = with_partner(g, &mut tried, parts) {
+            if let Some(d) = with_partner(g, &mut tried, &sections, parts) {
                 let price = price(g, &d, &of_model, parts);
                 // Along some dimension the weight itself would be gathered, which says nothing about what is in the way of the others.
                 let is_weight = |v: Value| g.state_through(v, |n| n.is_view()).is_some();
                 let new = d.gathered.iter().find(|r| of_model[r.1] && !is_weight(r.0) && !division.gathered.contains(r));
-                reader = reader.or(new.map(|r| g.nodes[r.1].name()));
+                if let Some(r) = new.filter(|_| reader.as_ref().is_none_or(|r| price <= r.0)) {
+                    reader = Some((price, g.nodes[r.1].name().to_string()));
+                }
                 if price < found.as_ref().map_or(now, |f| f.0) {
                     found = Some((price, tried.shares, d));
                 }
@@ -174,7 +196,7 @@ fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> R
                 sources.shares = shares;
             }
             None if sources.shares.contains_key(&i) => {}
-            None if shape.len() > 1 => undivided.push((reader.map(str::to_string), node.scope.to_string())),
+            None if shape.len() > 1 => undivided.push((reader.map(|r| r.1), node.scope.to_string())),
             None => {}
         }
     }
