@@ -58,11 +58,13 @@ impl Way {
 }
 
 /// What a rank has of feeds and states, by their nodes; the others are whole.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Sources {
     pub shares: HashMap<usize, Share>,
     /// States that another program of the run has settled.
     pub settled: HashSet<usize>,
+    /// Weights that are never put together.
+    pub kept: HashSet<usize>,
     /// Whether sums over the ranks are scattered by tokens where ops can go on with a part of the tokens, and weights are never put together for that.
     pub by_tokens: bool,
 }
@@ -75,7 +77,10 @@ impl Sources {
             let Kind::State(s) = &node.kind else { continue };
             if let Some(share) = ranks.settled.of(group, &s.name, &node.outputs[0]) {
                 sources.settled.insert(i);
-                sources.shares.extend((share != Share::Whole).then_some((i, share)));
+                if share != Share::Whole {
+                    sources.shares.insert(i, share);
+                    sources.kept.insert(i);
+                }
             }
         }
         sources
@@ -241,8 +246,8 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
 /// As [`divide`]; where that is not possible, the node that is in the way.
 pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, usize> {
     let mut d = Division { shares: vec![], ways: vec![], gathered: vec![], by_tokens: sources.by_tokens };
-    // Weights and views of them.
-    let mut weights = vec![false; g.nodes.len()];
+    // Of weights and views of them, the weight.
+    let mut weights: Vec<Option<usize>> = vec![None; g.nodes.len()];
     for (i, node) in g.nodes.iter().enumerate() {
         let have: Vec<Share> = node.inputs.iter().map(|v| d.shares[v.node][v.out]).collect();
         let (way, shares) = match &node.kind {
@@ -251,14 +256,14 @@ pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division
             Kind::Grad => (Way::Own, have[1..].iter().map(|h| if *h == Share::Sum { Share::Whole } else { *h }).collect()),
             Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
             Kind::Op(op) => {
-                let fixed = |v: &Value| sources.by_tokens && weights[v.node];
+                let fixed = |v: &Value| weights[v.node].is_some_and(|w| sources.by_tokens || sources.kept.contains(&w));
                 let held: Vec<Held> = node.inputs.iter().zip(&have).map(|(v, &share)| Held { share, fixed: fixed(v) }).collect();
                 way(&**op, &held, &g.inputs(i), &node.outputs, (parts, sources.by_tokens)).ok_or(i)?
             }
         };
         weights[i] = match &node.kind {
-            Kind::State(s) => matches!(s.role, Role::Param | Role::Frozen),
-            _ => node.is_view() && weights[node.inputs[0].node],
+            Kind::State(s) => matches!(s.role, Role::Param | Role::Frozen).then_some(i),
+            _ => node.inputs.first().filter(|_| node.is_view()).and_then(|v| weights[v.node]),
         };
         for (k, v) in node.inputs.iter().enumerate() {
             let need = way.need(k, have[k]);

@@ -221,7 +221,7 @@ fn attention(of: Small, tensor: usize) -> (u64, String) {
 /// Every rank has some of the heads, also where one weight makes queries, keys and values, and where convolutions mix them.
 #[test]
 fn attention_is_divided_by_heads() {
-    for of in [DECODER, GPT2, EXPERTS] {
+    for of in [DECODER, GPT2, EXPERTS, HYDRA] {
         let (whole, (own, said)) = (attention(of, 1).0, attention(of, 2));
         assert!(whole > 0 && 2 * own == whole, "{}: {own} of {whole}; {said}", of.0);
     }
@@ -280,6 +280,7 @@ fn checkpoints_of_ranks_are_anyones() {
     // One weight makes queries, keys and values: a rank has several pieces of every row or column.
     checkpoints_are_anyones(GPT2, "train.ema=0.5", &[([1, 2], kept), ([2, 2], kept), ([2, 2], gathered)]);
     checkpoints_are_anyones(EXPERTS, "train.ema=0.5", &[([2, 2], kept)]);
+    checkpoints_are_anyones(HYDRA, "train.ema=0.5", &[([2, 2], kept)]);
 }
 
 fn checkpoints_are_anyones(of: Small, ema: &'static str, ways: &[([usize; 2], &'static str)]) {
