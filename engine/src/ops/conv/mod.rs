@@ -89,12 +89,12 @@ impl Op for CausalConv {
         gpu::conv(io, self.groups, false)
     }
 
-    /// Sequences; and groups, or of a single group the outputs, or the channels, over which it sums.
+    /// Sequences; and groups, or of a single group the outputs.
     fn axes(&self, _: &[Meta], parts: usize) -> Vec<Axis> {
         let (own, channels) = (Share::Dim(0), Share::Dim(2));
         let mut axes = vec![Axis::first(&[true, false], 1)];
         match self.groups {
-            1 => axes.extend([Axis::new([Share::Whole, own], [channels]), Axis::new([channels, Share::Dim(1)], [Share::Sum])]),
+            1 => axes.push(Axis::new([Share::Whole, own], [channels])),
             n if n.is_multiple_of(parts) => axes.push(Axis::new([channels, own], [channels])),
             _ => {}
         }
