@@ -5,7 +5,7 @@
 //! node that is created, and for every node that is cloned when the graph is instantiated; so each id is known to belong to a step. Steps that are not
 //! captured are found by the correlation id of the driver's call.
 
-use super::libraries::{self, Folders};
+use super::libraries::{self, Folders, functions};
 use cudarc::driver::sys::CUgraphNode;
 use std::alloc::Layout;
 use std::collections::HashMap;
@@ -19,28 +19,7 @@ type Requested = extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
 type Completed = extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
 type Called = extern "C" fn(*mut c_void, u32, u32, *const u8);
 
-/// The functions that are used, by name.
-macro_rules! functions {
-    ($($name:ident = $symbol:literal: fn($($argument:ty),*);)*) => {
-        struct Functions {
-            $($name: unsafe extern "C" fn($($argument),*) -> Status,)*
-        }
-
-        /// Names that a library must have.
-        pub const SYMBOLS: &[&str] = &[$($symbol),*];
-
-        impl Functions {
-            fn load(library: &libloading::os::unix::Library) -> Result<Functions, String> {
-                // SAFETY: each type is the function's in cupti_activity.h and cupti_callbacks.h, unchanged from CUDA 12 to 13; the library is
-                // never closed.
-                Ok(unsafe {
-                    Functions { $($name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| concat!("it has no function ", $symbol))?,)* }
-                })
-            }
-        }
-    };
-}
-
+// Unchanged from CUDA 12 to 13.
 functions! {
     version = "cuptiGetVersion": fn(*mut u32);
     text = "cuptiGetResultString": fn(Status, *mut *const c_char);
@@ -261,13 +240,7 @@ impl Cupti {
     pub fn start(folders: &Folders) -> Result<Cupti, String> {
         let found = libraries::cupti(folders);
         let path = found.path.clone().ok_or_else(|| found.problem().unwrap_or_default())?;
-        let loaded = FUNCTIONS.get_or_init(|| {
-            // SAFETY: loaded once already by `libraries`; never closed.
-            let library = unsafe { libloading::os::unix::Library::new(&path) }.map_err(|e| e.to_string())?;
-            let functions = Functions::load(&library);
-            std::mem::forget(library);
-            functions
-        });
+        let loaded = FUNCTIONS.get_or_init(|| Functions::open(&path));
         let f = loaded.as_ref().map_err(|e| format!("{}: {e}", path.display()))?;
         let mut version = 0;
         let mut subscriber = std::ptr::null_mut();

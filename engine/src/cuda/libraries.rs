@@ -149,3 +149,32 @@ fn keep(path: &Path, has: &[&str]) -> Result<(), String> {
         }
     }
 }
+
+/// Declares `Functions`, the functions of a library that are used, and `SYMBOLS`, their names. A function without a result returns the caller's `Status`.
+macro_rules! functions {
+    ($($name:ident = $symbol:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
+        struct Functions {
+            $($name: unsafe extern "C" fn($($argument),*) -> $crate::cuda::functions!(@result $($result)?),)*
+        }
+
+        /// Names that the library must have.
+        pub(crate) const SYMBOLS: &[&str] = &[$($symbol),*];
+
+        impl Functions {
+            /// From a library that has been found, and so been loaded once already.
+            fn open(path: &std::path::Path) -> Result<Functions, String> {
+                // SAFETY: no initialiser runs again; each type is the function's in the library's header; the library is never closed.
+                unsafe {
+                    let library = libloading::os::unix::Library::new(path).map_err(|e| e.to_string())?;
+                    let functions =
+                        Functions { $($name: *library.get($symbol.as_bytes()).map_err(|_| concat!("it has no function ", $symbol))?,)* };
+                    std::mem::forget(library);
+                    Ok(functions)
+                }
+            }
+        }
+    };
+    (@result) => { Status };
+    (@result $result:ty) => { $result };
+}
+pub(crate) use functions;

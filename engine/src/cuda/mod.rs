@@ -20,7 +20,7 @@ mod transfer;
 
 pub use fallback::Fallback;
 pub use libraries::{Folders, Found, find};
-pub(crate) use libraries::{Wanted, found};
+pub(crate) use libraries::{Wanted, found, functions};
 use memory::Held;
 pub use memory::{Memory, Usage};
 pub use moment::Moment;

@@ -3,7 +3,7 @@
 //! A communicator is made of an id that the first rank draws and the others must be told ([`ids`]): how is for the caller. Values that ops exchange never leave
 //! the GPUs. The few bytes that ranks agree upon on the host (an [`Exchange`]) go the same way, through a buffer on the GPU.
 
-use super::{Cuda, Folders, Found, Memory, Wanted, found};
+use super::{Cuda, Folders, Found, Memory, Wanted, found, functions};
 use crate::error::Error;
 use crate::meta::DType;
 use crate::ops::collective::What;
@@ -25,33 +25,7 @@ pub const ID_BYTES: usize = 128;
 #[repr(C)]
 pub struct Id(pub [u8; ID_BYTES]);
 
-/// The functions that are used, by name. All are as they were in NCCL 2.13.
-macro_rules! functions {
-    ($($name:ident = $symbol:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        struct Functions {
-            $($name: unsafe extern "C" fn($($argument),*) -> functions!(@result $($result)?),)*
-            /// Held during every call that launches something.
-            turn: Mutex<()>,
-        }
-
-        const SYMBOLS: &[&str] = &[$($symbol),*];
-
-        impl Functions {
-            fn load(library: &libloading::os::unix::Library) -> Result<Functions, String> {
-                // SAFETY: each type is the function's in nccl.h; the library is never closed.
-                Ok(unsafe {
-                    Functions {
-                        $($name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| concat!("it has no function ", $symbol))?,)*
-                        turn: Mutex::new(()),
-                    }
-                })
-            }
-        }
-    };
-    (@result) => { Status };
-    (@result $result:ty) => { $result };
-}
-
+// All are as they were in NCCL 2.13.
 functions! {
     version = "ncclGetVersion": fn(*mut c_int);
     error_string = "ncclGetErrorString": fn(Status) -> *const c_char;
@@ -120,10 +94,7 @@ fn open(folders: &Folders) -> Result<Library, Error> {
         return Err(Error::Ranks(format!("ranks on GPUs need NCCL: {}", found.problem().unwrap_or_default())));
     };
     let load = || {
-        // SAFETY: `find` has loaded it already, so no initialiser runs; it is never closed.
-        let library = unsafe { libloading::os::unix::Library::new(path) }.map_err(|e| e.to_string())?;
-        let functions = Functions::load(&library)?;
-        std::mem::forget(library);
+        let functions = Functions::open(path)?;
         let mut number = 0;
         // SAFETY: a pointer to a live integer.
         unsafe { (functions.version)(&mut number) };
@@ -138,11 +109,13 @@ fn open(folders: &Folders) -> Result<Library, Error> {
     }
 }
 
-impl Functions {
-    fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+/// Held during every call that launches something.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
+impl Functions {
     /// Turns a status into an error with what NCCL says about it.
     fn check(&self, what: &str, status: Status) -> Result<(), Error> {
         if status == 0 {
@@ -272,7 +245,7 @@ struct Communicator {
     size: usize,
 }
 
-// SAFETY: the library alone looks at what the handle points to. Launches are behind `Functions::turn`; asking for errors is allowed beside them.
+// SAFETY: the library alone looks at what the handle points to. Launches are behind `turn`; asking for errors is allowed beside them.
 unsafe impl Send for Communicator {}
 // SAFETY: as above.
 unsafe impl Sync for Communicator {}
@@ -381,7 +354,7 @@ impl Link {
     pub(super) fn launch(&self, what: What, values: &[Sent], aside: bool, stream: CUstream) -> Result<(), Error> {
         let c = &self.communicators[aside as usize % self.communicators.len()];
         let f = c.functions;
-        let _turn = f.turn();
+        let _turn = turn();
         // SAFETY: no arguments.
         f.check("ncclGroupStart", unsafe { (f.group_start)() })?;
         let one = values.iter().filter(|v| v.elements > 0).map(|v| c.one(what, v, stream)).find(|status| *status != 0).unwrap_or(0);

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use super::{Exchange, Group, Ranks};
-use crate::cuda::{Folders, Found, Wanted, found};
+use crate::cuda::{Folders, Found, Wanted, found, functions};
 use crate::error::Error;
 use std::ffi::{c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ type Count = i64;
 #[repr(transparent)]
 struct Handle(*mut c_void);
 
-// SAFETY: the library alone looks at what a handle points to, and every call is behind `Functions::turn`.
+// SAFETY: the library alone looks at what a handle points to, and every call is behind `turn`.
 unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
@@ -35,31 +35,6 @@ const BYTE: Handle = Handle(0x247 as *mut c_void);
 const THREAD_SERIALIZED: c_int = 2048;
 const MAX_ERROR_STRING: usize = 512;
 const MAX_LIBRARY_VERSION_STRING: usize = 8192;
-
-/// The functions that are used, by name.
-macro_rules! functions {
-    ($($name:ident = $symbol:literal: fn($($argument:ty),*);)*) => {
-        struct Functions {
-            $($name: unsafe extern "C" fn($($argument),*) -> Status,)*
-            /// Held during every call.
-            turn: Mutex<()>,
-        }
-
-        const SYMBOLS: &[&str] = &[$($symbol),*];
-
-        impl Functions {
-            fn load(library: &libloading::os::unix::Library) -> Result<Functions, String> {
-                // SAFETY: each type is the function's in the standard's interface; the library is never closed.
-                Ok(unsafe {
-                    Functions {
-                        $($name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| concat!("it has no function ", $symbol))?,)*
-                        turn: Mutex::new(()),
-                    }
-                })
-            }
-        }
-    };
-}
 
 functions! {
     abi_version = "MPI_Abi_get_version": fn(*mut c_int, *mut c_int);
@@ -100,11 +75,7 @@ fn open(folders: &Folders) -> Result<(&'static Functions, PathBuf), Error> {
     let found = find(folders);
     let Some(path) = &found.path else { return Err(Error::Ranks(found.problem().unwrap_or_default())) };
     let load = || {
-        use libloading::os::unix::Library;
-        // SAFETY: `find` has loaded it already, so no initialiser runs; it is never closed.
-        let library = unsafe { Library::new(path) }.map_err(|e| e.to_string())?;
-        let functions = Functions::load(&library)?;
-        std::mem::forget(library);
+        let functions = Functions::open(path)?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: pointers to live integers; this function may be called before the library is initialised.
         unsafe { (functions.abi_version)(&mut major, &mut minor) };
@@ -119,14 +90,16 @@ fn open(folders: &Folders) -> Result<(&'static Functions, PathBuf), Error> {
     }
 }
 
-impl Functions {
-    fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+/// Held during every call.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
+impl Functions {
     /// Calls a function, alone, and turns its status into an error.
     fn call(&self, what: &str, function: impl FnOnce() -> Status) -> Result<(), Error> {
-        let _turn = self.turn();
+        let _turn = turn();
         match function() {
             0 => Ok(()),
             status => Err(Error::Ranks(format!("{what} failed: {}", self.text_of(status)))),
