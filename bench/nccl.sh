@@ -3,12 +3,12 @@
 # table of what passed. It takes about five minutes, and goes on where something fails or hangs.
 #
 # NCCL: a folder with libnccl.so.2 or libnccl.so.2.gz, version 2.30.3 or later, which lets several ranks share a GPU. KILN: the program, target/release/kiln if not
-# set. PYTHON: python3; its own libnccl (PyTorch's) is tried with one rank. ONLY: names of parts (ranks killed cost overlap torch), all if not set.
+# set. PYTHON: python3; its own libnccl (PyTorch's) is tried with one rank. ONLY: names of parts (ranks more killed cost overlap torch), all if not set.
 set -u
 folder=${1:-bench/nccl}
 kiln=$(realpath "${KILN:-target/release/kiln}")
 python=${PYTHON:-python3}
-only=${ONLY:-ranks killed cost overlap torch}
+only=${ONLY:-ranks more killed cost overlap torch}
 nccl=${NCCL:?name a folder with libnccl.so.2 or libnccl.so.2.gz}
 rm -rf "$folder" && mkdir -p "$folder/lib" || exit 1
 folder=$(realpath "$folder")
@@ -100,6 +100,25 @@ if has ranks; then
         over_nccl "$recipe-2" 2 && over_nccl "$recipe-2-overlap-gradients-off" 2 || continue
         if same_bits "$recipe-2" "$recipe-2-overlap-gradients-off" > "$folder/$recipe-overlap-bits.txt" 2>&1; then note "$recipe overlap off/on" ok "bit for bit"; else note "$recipe overlap off/on" FAIL "$(head -n 1 "$folder/$recipe-overlap-bits.txt")"; fi
     done
+fi
+
+# Micro-batches, whose gradients are exchanged once a step; weights that make queries, keys and values at once, divided by heads.
+if has more; then
+    more() {
+        base=$1 recipe=$2 settings=$3
+        shift 3
+        train "$base-1" "$recipe" $settings || return
+        for ranks in "$@"; do
+            name="$base-$(echo "$ranks" | sed 's/--pass //g; s/--//g; s/[ =,]/-/g')"
+            train "$name" "$recipe" $settings --ranks $ranks || continue
+            if ! over_nccl "$name" "${ranks%% *}"; then note "$name" FAIL "it did not train on ${ranks%% *} ranks over NCCL"; continue; fi
+            if said=$("$python" "$folder/losses.py" "$folder/$base-1" "$folder/$name" 2>&1); then note "$name" ok "$said"; else note "$name" FAIL "$(echo "$said" | tail -n 1)"; fi
+        done
+    }
+    more accumulate decoder "--set train.accumulate=4" "2" "2 --pass zero=auto" "2 --pass zero=auto --pass zero-weights=auto" "4 --tensor 2"
+    more accumulate-hydra hydra "--set train.accumulate=2" "2" "2 --pass zero=auto"
+    more gpt2 decoder "--set family=\"gpt2\" --set dim=128 --set head_dim=32 --set heads=4 --set kv_heads=4" "2 --tensor 2" "4 --tensor 2" "2 --tensor 2 --pass tensor-parallel=auto,sequence=divided"
+    more hrm hrm "--set train.eval_batches=1" "2" "2 --tensor 2"
 fi
 
 profile_ms() { "$python" -c "import json,sys; d=json.load(open(sys.argv[1]+'/profile.json')); print('%.3f' % min(d['plain_ms']))" "$1"; }

@@ -56,7 +56,7 @@ pub use extension::{Extension, register};
 pub use graph::{Graph, Init, Role};
 pub use meta::{DType, Meta};
 pub use ops::OPS;
-pub use passes::{PASSES, Switches};
+pub use passes::{PASSES, SCRATCH, Switches};
 pub use program::{Compiled, Device, Program, Reading};
 pub use ranks::Ranks;
 pub use record::{Recorder, Var};

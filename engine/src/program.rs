@@ -152,6 +152,8 @@ pub struct Program {
     pub flops: u64,
     /// Bytes that the ops of one run read and write at least.
     pub bytes: u64,
+    /// Its feeds by name, and which part of each this rank has; of a whole one, none.
+    pub feeds: BTreeMap<String, Vec<crate::ranks::Part>>,
     loaded: Loaded,
     before: Option<Before<Loaded>>,
     /// What did not work, and that the caller has not been told of.
@@ -198,7 +200,7 @@ impl Program {
     pub fn from_compiled(c: Compiled, device: &Device, store: &mut Store) -> Result<Program, Error> {
         let offloaded: Vec<&str> = if c.options.offload { offloaded(&c.graph).into_iter().map(|s| s.0).collect() } else { vec![] };
         store.ensure(&c.graph, device.gpu(), &offloaded)?;
-        let (mut memory, cost) = (c.memory(), c.plan.cost);
+        let (mut memory, cost, feeds) = (c.memory(), c.plan.cost, c.graph.parts.of_feeds(&c.graph));
         let before = match c.before {
             Some(first) => {
                 let (warm_up, first) = *first;
@@ -214,7 +216,7 @@ impl Program {
             }
         }
         let (flops, bytes, fell_back) = (cost.flops, cost.bytes, vec![]);
-        let mut program = Program { receipts: c.receipts, memory, flops, bytes, loaded, before, fell_back };
+        let mut program = Program { receipts: c.receipts, memory, flops, bytes, feeds, loaded, before, fell_back };
         program.note();
         device.usage(); // a peak may be here
         Ok(program)

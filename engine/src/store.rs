@@ -132,7 +132,7 @@ impl Store {
     /// Replaces a state's value by one of the same shape and type. Of a whole, a rank takes its part.
     pub fn set(&mut self, name: &str, meta: &Meta, bytes: &[u8]) -> Result<(), Error> {
         let t = self.tensors.get_mut(name).ok_or_else(|| Error::NoState(name.into()))?;
-        if !t.parts.is_empty() && *meta == t.whole() && bytes.len() == meta.bytes() {
+        if t.meta != *meta && *meta == t.whole() && bytes.len() == meta.bytes() {
             let (own, bytes) = (t.meta.clone(), cut(&t.parts, bytes.to_vec()));
             return self.set(name, &own, &bytes);
         }

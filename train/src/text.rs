@@ -95,6 +95,11 @@ impl Text {
         }
     }
 
+    /// Whether all targets of every window count.
+    pub fn counts_all(&self) -> bool {
+        self.data.ignore_tokens.is_empty()
+    }
+
     pub fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
         let split = if train { Split::Train } else { Split::Val };
         self.tokenizer()?;

@@ -72,7 +72,8 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
         let Kind::Op(op) = &node.kind else { continue };
         let outputs = node.outputs.len();
         let flows: Vec<Vec<Var>> = (0..outputs).map(|out| adjoint.get(&Value { node: i, out }).cloned().unwrap_or_default()).collect();
-        if flows.iter().all(|f| f.is_empty()) {
+        // What a gradient is asked for may be computed itself, of nothing that one is asked for.
+        if flows.iter().all(|f| f.is_empty()) || !node.inputs.iter().any(|v| depends[v.node]) {
             continue;
         }
         if !op.differentiable() {
@@ -102,9 +103,15 @@ fn gradients<'g>(recorder: &'g Recorder, loss: Var<'g>, by: &[Var<'g>]) -> Resul
     }
     by.iter()
         .map(|v| {
-            let name = recorder.with_graph(|g| match &g.nodes[v.value().node].kind {
-                Kind::State(s) => s.name.clone(),
-                _ => format!("{v:?}"),
+            let name = recorder.with_graph(|g| {
+                let mut node = &g.nodes[v.value().node];
+                while node.op::<Broadcast>().is_some() {
+                    node = &g.nodes[node.inputs[0].node];
+                }
+                match &node.kind {
+                    Kind::State(s) => s.name.clone(),
+                    _ => format!("{v:?}"),
+                }
             });
             adjoint.get(&v.value()).and_then(|flows| total(flows)).ok_or(Error::Unreached(name))
         })

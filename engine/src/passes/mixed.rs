@@ -6,7 +6,7 @@ use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
 use crate::op::{Narrow, Op, Port};
 use crate::ops::adamw::global_norm;
-use crate::ops::collective::Broadcast;
+use crate::ops::collective::{Broadcast, all_reduce};
 use crate::record::{Recorder, Var};
 use crate::store::Store;
 use std::collections::{HashMap, HashSet};
@@ -318,7 +318,12 @@ impl Scaled {
         let inverse = r.full(&[1], 1.0) / scale;
         let gradients: Vec<Var> = gradients.into_iter().map(|d| d * inverse.cast(d.dtype())).collect();
         if self.updates.is_empty() {
-            let finite = global_norm(&gradients).is_finite();
+            let mut finite = global_norm(&gradients).is_finite();
+            // Of gradients that stay terms each rank has its own: all ranks scale by what overflows in any of them.
+            let group = |v: &Var| r.with_graph(|g| g.nodes[v.value().node].op::<Broadcast>().map(|b| b.group.clone()));
+            if let Some(group) = by.iter().find_map(group) {
+                finite = all_reduce(-finite + 1.0, &group).less(r.full(&[1], 0.5));
+            }
             let grows = finite * (-(runs + 1.0).less(r.full(&[1], interval)) + 1.0);
             let next = (scale * (grows + 1.0)).min(r.full(&[1], MOST)) * finite + (scale * 0.5).max(r.full(&[1], 1.0)) * (-finite + 1.0);
             let counted = (runs + 1.0) * finite * (-grows + 1.0);

@@ -36,12 +36,14 @@ mod recompute;
 mod sparse;
 mod switches;
 mod tensor_parallel;
+mod terms;
 mod zero;
 mod zero_weights;
 
 pub use presets::{Fast, Preset};
 pub use sparse::pruned;
 pub use switches::{Mode, Numerics, OnRanks, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
+pub use terms::SCRATCH;
 
 use crate::error::Error;
 use crate::executor::EXECUTOR;

@@ -2,7 +2,7 @@
 
 use super::{Numerics, OnRanks, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Node};
+use crate::graph::{Graph, Init, Kind, Node};
 use crate::meta::DType;
 use crate::ops::collective::{AllReduce, ReduceScatter};
 use crate::plan::view_roots;
@@ -135,7 +135,9 @@ fn gradients(g: &Graph, group: &Group) -> Vec<Gradient> {
         let Some((way, by)) = exchange(node) else { continue };
         let v = node.inputs[0];
         let ready = roots[v.node].unwrap_or(v).node;
-        if by.name == group.name && g.nodes[ready].backward {
+        // What the backward pass computes, or has left in a state for each micro-batch.
+        let is_gradient = g.nodes[ready].backward || matches!(g.nodes[ready].kind, Kind::State(_));
+        if by.name == group.name && is_gradient {
             found.push(Gradient { node: i, way, bytes: g.meta(v).bytes(), ready, until: first[i] });
         }
     }

@@ -5,6 +5,7 @@
 //! divided as the values are.
 
 use super::Receipt;
+use super::terms::{Sums, accumulations};
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
@@ -30,6 +31,8 @@ pub struct Division {
     pub gathered: Vec<(Value, usize)>,
     /// Whether that is meant to be (see [`Sources::by_tokens`]).
     pub by_tokens: bool,
+    /// What is computed of weights alone, whose gradients are to stay terms: read as the weights are, so that the terms reach them.
+    pub through: HashSet<usize>,
 }
 
 /// How a node is computed.
@@ -43,6 +46,8 @@ pub enum Way {
     Apart(Vec<Share>),
     /// In a way of its own (see [`Op::divided`]).
     Own,
+    /// By every rank, each with its terms: a sum of sums.
+    Terms,
 }
 
 impl Way {
@@ -53,16 +58,19 @@ impl Way {
             Way::Axis(_, axis) => axis.x[k],
             Way::Apart(shares) => shares[k],
             Way::Own => have,
+            Way::Terms => Share::Sum,
         }
     }
 }
 
 /// What a rank has of feeds and states, by their nodes; the others are whole.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Sources {
     pub shares: HashMap<usize, Share>,
     /// States that another program of the run has settled.
     pub settled: HashSet<usize>,
+    /// Weights that are never put together.
+    pub kept: HashSet<usize>,
     /// Whether sums over the ranks are scattered by tokens where ops can go on with a part of the tokens, and weights are never put together for that.
     pub by_tokens: bool,
 }
@@ -75,7 +83,10 @@ impl Sources {
             let Kind::State(s) = &node.kind else { continue };
             if let Some(share) = ranks.settled.of(group, &s.name, &node.outputs[0]) {
                 sources.settled.insert(i);
-                sources.shares.extend((share != Share::Whole).then_some((i, share)));
+                if share != Share::Whole {
+                    sources.shares.insert(i, share);
+                    sources.kept.insert(i);
+                }
             }
         }
         sources
@@ -104,7 +115,7 @@ impl Division {
         for (state, value) in &g.updates {
             let Kind::State(s) = &g.nodes[state.node].kind else { continue };
             let share = self.shares[value.node][value.out];
-            if matches!(share, Share::Dim(_)) && s.role == Role::Carried && !sources.settled.contains(&state.node) {
+            if share.cut().is_some() && s.role == Role::Carried && !sources.settled.contains(&state.node) {
                 sources.shares.entry(state.node).or_insert(share);
             }
         }
@@ -151,7 +162,7 @@ fn cost(held: Held, need: Share, meta: &Meta, by_tokens: bool) -> Option<usize> 
     let have = held.share;
     match (have, need) {
         _ if have == need => Some(0),
-        (Share::Whole, Share::Dim(_)) => Some(0),
+        (Share::Whole, Share::Dim(_) | Share::Sections(..)) => Some(0),
         // Integers of such rows are numbers of the rank's own, which mean nothing to other ops.
         (Share::Own, Share::Dim(0)) => meta.dtype.is_float().then_some(0),
         // Bytes are not exchanged: see `Division::check`.
@@ -161,16 +172,42 @@ fn cost(held: Held, need: Share, meta: &Meta, by_tokens: bool) -> Option<usize> 
         (Share::Sum, Share::Whole) if by_tokens => Some(2 * meta.bytes()),
         (Share::Dim(_) | Share::Sum, Share::Whole) | (Share::Sum, Share::Dim(_)) => Some(meta.bytes()),
         (Share::Dim(_), Share::Dim(_)) => Some(meta.bytes() / 2),
+        // Put together first, and cut again where a part of it is needed.
+        (Share::Sections(..), Share::Whole | Share::Dim(_) | Share::Sections(..)) => Some(meta.bytes()),
+        (Share::Dim(_) | Share::Sum, Share::Sections(..)) => Some(meta.bytes()),
         _ => None,
     }
 }
 
 /// Whether an axis cuts all of these into equal parts.
 fn divides(shares: &[Share], metas: &[Meta], parts: usize) -> bool {
-    shares.iter().zip(metas).all(|(share, m)| match share {
-        Share::Dim(d) => m.shape[*d].is_multiple_of(parts) && m.shape[*d] > 0,
-        _ => true,
+    shares.iter().zip(metas).all(|(share, m)| match share.cut() {
+        Some((d, sections)) => m.shape[d].is_multiple_of(parts * sections) && m.shape[d] > 0,
+        None => true,
     })
+}
+
+/// The ways in which an op can be divided, with their numbers, where inputs may be divided in sections. What every part computes alike, whichever it is, can be
+/// computed of the same part of every section: columns of a matmul, arithmetic, heads.
+fn axes(op: &dyn Op, have: &[Share], x: &[Meta], parts: usize) -> Vec<(usize, Axis)> {
+    let mut all: Vec<(usize, Axis)> = op.axes(x, parts).into_iter().enumerate().collect();
+    let mut counts: Vec<usize> = have.iter().filter_map(|h| h.cut()).map(|cut| cut.1).filter(|&n| n > 1).collect();
+    counts.sort();
+    counts.dedup();
+    for n in counts {
+        let finer = op.axes(x, parts * n);
+        let alike = |axis: &Axis| {
+            let number = finer.iter().position(|a| a == axis)?;
+            let [one, other] = [0, 1].map(|index| op.part(x, number, parts * n, index).map(|op| format!("{op:?}")));
+            (one == other).then_some(())
+        };
+        let plain = |s: &Share| matches!(s, Share::Whole | Share::Dim(_) | Share::Sum);
+        let each = |shares: &[Share]| shares.iter().map(|s| s.of_each(n)).collect::<Vec<_>>();
+        let sections = all.iter().filter(|(_, a)| a.x.iter().chain(&a.y).all(plain) && alike(a).is_some());
+        let sections: Vec<_> = sections.map(|(number, a)| (*number, Axis::new(each(&a.x), each(&a.y)))).collect();
+        all.extend(sections);
+    }
+    all
 }
 
 /// The cheapest axis of an op whose inputs are held like this, and what it costs.
@@ -178,7 +215,7 @@ fn best(op: &dyn Op, held: &[Held], x: &[Meta], y: &[Meta], (parts, by_tokens): 
     let mut found: Option<(usize, Axis, usize)> = None;
     let have: Vec<Share> = held.iter().map(|h| h.share).collect();
     let have = &have[..];
-    for (number, axis) in op.axes(x, parts).into_iter().enumerate() {
+    for (number, axis) in axes(op, have, x, parts) {
         // The last dimension is that of features, not of tokens.
         let scatters =
             |have: Share, need: Share, m: &Meta| matches!((have, need), (Share::Sum, Share::Dim(d)) if by_tokens && d + 1 < m.rank());
@@ -214,31 +251,45 @@ pub fn divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, Er
 
 /// As [`divide`]; where that is not possible, the node that is in the way.
 pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division, usize> {
-    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![], by_tokens: sources.by_tokens };
-    // Weights and views of them.
-    let mut weights = vec![false; g.nodes.len()];
+    let mut d = Division { shares: vec![], ways: vec![], gathered: vec![], by_tokens: sources.by_tokens, through: HashSet::new() };
+    // Sums of gradients that stay terms: by the gradient, and by the node that adds it to what a state has.
+    let mut added = if sources.shares.values().any(|s| *s == Share::Sum) { accumulations(g) } else { vec![] };
+    added.retain(|a| sources.shares.get(&a.state) == Some(&Share::Sum));
+    let terms: HashSet<Value> = added.iter().map(|a| a.gradient).collect();
+    let sums: HashSet<usize> = added.iter().map(|a| a.sum).collect();
+    // Of weights and views of them, the weight.
+    let mut weights: Vec<Option<usize>> = vec![None; g.nodes.len()];
     for (i, node) in g.nodes.iter().enumerate() {
         let have: Vec<Share> = node.inputs.iter().map(|v| d.shares[v.node][v.out]).collect();
         let (way, shares) = match &node.kind {
             Kind::Feed(_) | Kind::State(_) | Kind::Const(_) => (Way::Whole, vec![sources.shares.get(&i).copied().unwrap_or(Share::Whole)]),
             // Of a term of a sum the gradient is that of the sum: the same on all ranks.
-            Kind::Grad => (Way::Own, have[1..].iter().map(|h| if *h == Share::Sum { Share::Whole } else { *h }).collect()),
+            Kind::Grad => {
+                let sums = (!terms.is_empty()).then(|| Sums::new(g, &d, i, parts));
+                let share = |out: usize| match have[1 + out] {
+                    Share::Whole if sums.as_ref().is_some_and(|s| s.are[out]) && terms.contains(&Value { node: i, out }) => Share::Sum,
+                    Share::Sum => Share::Whole,
+                    other => other,
+                };
+                let shares = (0..node.outputs.len()).map(share).collect();
+                d.through.extend(sums.into_iter().flat_map(|s| s.through));
+                (Way::Own, shares)
+            }
+            Kind::Op(_) if sums.contains(&i) => (Way::Terms, vec![Share::Sum]),
             Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
             Kind::Op(op) => {
-                let fixed = |v: &Value| sources.by_tokens && weights[v.node];
+                let fixed = |v: &Value| weights[v.node].is_some_and(|w| sources.by_tokens || sources.kept.contains(&w));
                 let held: Vec<Held> = node.inputs.iter().zip(&have).map(|(v, &share)| Held { share, fixed: fixed(v) }).collect();
                 way(&**op, &held, &g.inputs(i), &node.outputs, (parts, sources.by_tokens)).ok_or(i)?
             }
         };
         weights[i] = match &node.kind {
-            Kind::State(s) => matches!(s.role, Role::Param | Role::Frozen),
-            _ => node.is_view() && weights[node.inputs[0].node],
+            Kind::State(s) => matches!(s.role, Role::Param | Role::Frozen).then_some(i),
+            _ => node.inputs.first().filter(|_| node.is_view()).and_then(|v| weights[v.node]),
         };
         for (k, v) in node.inputs.iter().enumerate() {
             let need = way.need(k, have[k]);
-            if matches!((have[k], need), (Share::Dim(a), Share::Dim(b)) if a != b)
-                || matches!((have[k], need), (Share::Dim(_), Share::Whole))
-            {
+            if have[k].cut().is_some() && have[k] != need && (need.cut().is_some() || need == Share::Whole) {
                 d.gathered.push((*v, i));
             }
         }
@@ -258,7 +309,7 @@ fn way(op: &dyn Op, held: &[Held], x: &[Meta], y: &[Meta], (parts, by_tokens): (
     if !apart.is_empty() {
         let (mut need, mut out) = (vec![Share::Whole; x.len()], vec![Share::Whole; y.len()]);
         for (inputs, outputs) in apart {
-            let divided = inputs.iter().map(|&k| have[k]).find(|h| matches!(h, Share::Dim(_))).unwrap_or(Share::Whole);
+            let divided = inputs.iter().map(|&k| have[k]).find(|h| h.cut().is_some()).unwrap_or(Share::Whole);
             inputs.iter().for_each(|&k| need[k] = divided);
             outputs.iter().for_each(|&k| out[k] = divided);
         }
@@ -299,8 +350,9 @@ pub fn rewrite(g: &mut Graph, d: &Division, group: &Group) {
     for (i, node) in g.nodes.iter().enumerate() {
         recorder.set_place(node);
         let made = w.node(i, node);
-        if let (true, Share::Dim(axis)) = (node.is_source(), d.shares[i][0]) {
-            let part = Part { shape: node.outputs[0].shape.clone(), axis: Some(axis), index: group.rank, of: group.size, by: group.name };
+        if let (true, Some((axis, sections))) = (node.is_source(), d.shares[i][0].cut()) {
+            let (shape, index, of, by) = (node.outputs[0].shape.clone(), group.rank, group.size, group.name);
+            let part = Part { shape, axis: Some(axis), sections, index, of, by };
             match &node.kind {
                 Kind::Feed(name) => parts.feeds.entry(name.clone()).or_default().push(part),
                 Kind::State(s) => parts.states.entry(s.name.clone()).or_default().push(part),
@@ -339,21 +391,25 @@ struct Writer<'a, 'g> {
 
 impl<'g> Writer<'_, 'g> {
     fn node(&mut self, i: usize, node: &Node) -> Vec<Var<'g>> {
-        let share = self.d.shares[i][0];
+        let cut = self.d.shares[i][0].cut();
         let meta = |axis: usize| {
             let mut shape = node.outputs[0].shape.clone();
             shape[axis] /= self.group.size;
             node.outputs[0].with(&shape)
         };
         match (&node.kind, &self.d.ways[i]) {
-            (Kind::Feed(name), _) if let Share::Dim(axis) = share => {
+            (Kind::Feed(name), _) if let Some((axis, _)) = cut => {
                 let m = meta(axis);
                 vec![self.recorder.feed(name, &m.shape, m.dtype)]
             }
-            (Kind::State(s), _) if let Share::Dim(axis) = share => vec![self.recorder.retyped(s, meta(axis))],
+            (Kind::State(s), _) if let Some((axis, _)) = cut => vec![self.recorder.retyped(s, meta(axis))],
             (Kind::Grad, _) => {
                 let loss = self.get(node.inputs[0], Share::Whole, false);
-                let by: Vec<Var> = node.inputs[1..].iter().map(|v| self.made[v.node][v.out]).collect();
+                // By what each rank reads for its part of the work, the gradient is the rank's term; by the weight itself, the sum of all.
+                let term = |out: usize| self.d.shares[i][out] == Share::Sum;
+                let by = node.inputs[1..].iter().enumerate();
+                let by: Vec<Var> =
+                    by.map(|(out, &v)| if term(out) { self.get(v, Share::Whole, true) } else { self.made[v.node][v.out] }).collect();
                 self.recorder.grad(loss, &by)
             }
             (Kind::Op(op), Way::Axis(number, axis)) => self.divided(op, *number, axis, self.g.inputs(i), &node.inputs),
@@ -361,6 +417,10 @@ impl<'g> Writer<'_, 'g> {
                 let have: Vec<Share> = node.inputs.iter().map(|v| self.d.shares[v.node][v.out]).collect();
                 let inputs: Vec<Var> = node.inputs.iter().map(|v| self.made[v.node][v.out]).collect();
                 op.divided(&inputs, &have, self.group).expect("`divide` asked whether it has a way of its own")
+            }
+            (Kind::Op(op), Way::Terms) => {
+                let inputs: Vec<Var> = node.inputs.iter().map(|&v| self.get(v, Share::Sum, false)).collect();
+                self.recorder.op_arc(op.clone(), &inputs)
             }
             (Kind::Op(op), Way::Apart(need)) => {
                 let inputs: Vec<Var> = node.inputs.iter().zip(need).map(|(&v, need)| self.get(v, *need, false)).collect();
@@ -399,16 +459,34 @@ impl<'g> Writer<'_, 'g> {
                     let seen = self.get(inputs[0], Share::Whole, true);
                     self.recorder.op_arc(op.clone(), &[seen])[v.out]
                 }
+                Node { kind: Kind::Op(op), inputs, .. } if self.d.through.contains(&v.node) => {
+                    let x: Vec<Var> = inputs.iter().map(|&v| self.get(v, Share::Whole, true)).collect();
+                    self.recorder.op_arc(op.clone(), &x)[v.out]
+                }
                 _ => {
                     let whole = self.get(v, Share::Whole, false);
                     self.recorder.op1(Broadcast { group: self.group.clone() }, &[whole])
                 }
             },
+            // What all ranks have is the term of one of them.
+            (_, Share::Sum) => {
+                let whole = self.get(v, Share::Whole, false);
+                let is_zero = self.g.nodes[v.node].op::<Full>().is_some_and(|f| f.value == 0.0);
+                if is_zero || self.group.rank == 0 {
+                    whole
+                } else {
+                    self.recorder.op1(Full { shape: whole.shape(), value: 0.0, dtype: whole.dtype() }, &[])
+                }
+            }
             (Share::Whole, Share::Dim(axis)) => self.again(v, axis).unwrap_or_else(|| part(made, axis, self.group)),
             (Share::Dim(axis), Share::Whole) => all_gather(made, axis, self.group),
             (Share::Dim(from), Share::Dim(to)) => all_to_all(made, from, to, self.group),
             (Share::Sum, Share::Whole) => all_reduce(made, self.group),
             (Share::Sum, Share::Dim(axis)) => reduce_scatter(made, axis, self.group),
+            (Share::Whole, Share::Sections(axis, n)) => by_section(made, axis, n, |v, inner| part(v, inner, self.group)),
+            (Share::Sections(axis, n), Share::Whole) => by_section(made, axis, n, |v, inner| all_gather(v, inner, self.group)),
+            (Share::Sections(..), Share::Dim(axis)) => part(self.get(v, Share::Whole, false), axis, self.group),
+            (_, Share::Sections(axis, n)) => by_section(self.get(v, Share::Whole, false), axis, n, |v, inner| part(v, inner, self.group)),
             _ => unreachable!("`divide` asks for no such form: {have:?} as {need:?}"),
         };
         self.forms.insert((v, need, apart), form);
@@ -419,12 +497,27 @@ impl<'g> Writer<'_, 'g> {
     fn again(&mut self, v: Value, axis: usize) -> Option<Var<'g>> {
         let node = &self.g.nodes[v.node];
         let Kind::Op(op) = &node.kind else { return None };
-        if self.asked.contains(&v) {
-            return None;
-        }
-        let (x, size) = (self.g.inputs(v.node), self.group.size);
-        let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, size);
-        let (number, axis) = op.axes(&x, size).into_iter().enumerate().find(|(_, a)| fits(a))?;
-        (op.is_view() || op.is::<Full>().is_some()).then(|| self.divided(op, number, &axis, x, &node.inputs)[v.out])
+        let (number, axis) = made_as_part(self.g, v, axis, self.group.size).filter(|_| !self.asked.contains(&v))?;
+        Some(self.divided(op, number, &axis, self.g.inputs(v.node), &node.inputs)[v.out])
     }
+}
+
+/// The axis of the op that makes a value along which a part of the value is made, where that costs no more than to cut it from the whole.
+pub fn made_as_part(g: &Graph, v: Value, axis: usize, parts: usize) -> Option<(usize, Axis)> {
+    let Kind::Op(op) = &g.nodes[v.node].kind else { return None };
+    let x = g.inputs(v.node);
+    let sectioned = |a: &Axis| a.x.iter().any(|s| matches!(s, Share::Sections(..)));
+    let fits = |a: &Axis| a.y[v.out] == Share::Dim(axis) && divides(&a.x, &x, parts) && !sectioned(a);
+    let is_free = op.is_view() || op.is::<Full>().is_some();
+    op.axes(&x, parts).into_iter().enumerate().find(|(_, a)| is_free && fits(a))
+}
+
+/// Does something to the second of the two dimensions, sections and their elements, that a dimension of so many sections is.
+fn by_section<'g>(v: Var<'g>, axis: usize, sections: usize, f: impl FnOnce(Var<'g>, usize) -> Var<'g>) -> Var<'g> {
+    let mut shape = v.shape();
+    shape.splice(axis..axis + 1, [sections, shape[axis] / sections]);
+    let done = f(v.reshape(&shape), axis + 1);
+    let mut joined = done.shape();
+    joined.splice(axis..axis + 2, [joined[axis] * joined[axis + 1]]);
+    done.reshape(&joined)
 }

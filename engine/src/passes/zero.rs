@@ -83,7 +83,8 @@ impl Pass for Zero {
         receipt.applied = gradients.len();
         let mut parts = g.parts.clone();
         for (state, meta) in g.states().filter(|(s, _)| moments.values().any(|name| *name == s.name)) {
-            let part = ranks::Part { shape: meta.shape.clone(), axis: None, index: group.rank, of: group.size, by: group.name };
+            let part =
+                ranks::Part { shape: meta.shape.clone(), axis: None, sections: 1, index: group.rank, of: group.size, by: group.name };
             parts.states.entry(state.name.clone()).or_default().push(part);
         }
         g.rewrite(|w, i, node, inputs| {

@@ -87,7 +87,7 @@ impl Pass for ZeroWeights {
         for &i in weights.iter().chain(&states) {
             let Kind::State(s) = &g.nodes[i].kind else { unreachable!("weights and what follows them are states") };
             let shape = g.nodes[i].outputs[0].shape.clone();
-            let own = ranks::Part { shape, axis: None, index: group.rank, of: group.size, by: group.name };
+            let own = ranks::Part { shape, axis: None, sections: 1, index: group.rank, of: group.size, by: group.name };
             parts.states.entry(s.name.clone()).or_default().push(own);
         }
         let bytes: usize = weights.iter().map(|&i| g.nodes[i].outputs[0].bytes()).sum();

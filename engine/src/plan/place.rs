@@ -1,6 +1,6 @@
 //! Gives every value of a graph a buffer, an offset in it and strides. Offsets of the buffers themselves are assigned later, in `arena`.
 
-use super::{ALIGN, Buffer, Copy, Home, Memory, Plan, Spot, last_reads, view_roots};
+use super::{ALIGN, Buffer, Copy, Home, Memory, Plan, Spot, aside, last_reads, view_roots};
 use crate::graph::{Graph, Kind, Value};
 use crate::meta::{contiguous, is_contiguous};
 use crate::op::{Cost, Op};
@@ -45,19 +45,20 @@ struct Placer<'a> {
     /// A Join's node -> its buffer.
     joints: HashMap<usize, usize>,
     updates: HashSet<(Value, Value)>,
+    /// Values that take a state's memory (see `aside::lent`).
+    lent: HashSet<Value>,
     plan: Plan,
 }
 
 impl<'a> Placer<'a> {
     fn new(g: &'a Graph) -> Placer<'a> {
         let roots = view_roots(g);
-        let last_read = last_reads(g, &roots);
+        let (last_read, lent) = aside::lent(g, &roots, last_reads(g, &roots));
         let destined = destinations(g, &roots, &last_read);
         let joined = joined(g, &last_read, &destined);
-        let (memory, cost) = (Memory::default(), Cost::default());
+        let (memory, cost, updates) = (Memory::default(), Cost::default(), g.updates.iter().copied().collect());
         let plan = Plan { spots: vec![], buffers: vec![], copies: vec![], stores: vec![], scratch: vec![], memory, cost };
-        let updates = g.updates.iter().copied().collect();
-        Placer { g, roots, last_read, destined, joined, joints: HashMap::new(), updates, plan }
+        Placer { g, roots, last_read, destined, joined, joints: HashMap::new(), updates, lent, plan }
     }
 
     /// The value that `v` is a view of, or `v` itself.
@@ -140,7 +141,7 @@ impl<'a> Placer<'a> {
             None => crate::mutant!("plan-overwrites-what-is-joined", !part(root), true),
         };
         let last = crate::mutant!("plan-overwrites-what-is-read-later", self.last_read[&root] == i, true);
-        (whole && reads[&root] == 1 && free && meant && last).then_some((from.buffer, from.offset))
+        (whole && reads[&root] == 1 && (free && meant && last || self.lent.contains(&value))).then_some((from.buffer, from.offset))
     }
 
     /// The buffer of the state that this value updates, if nothing reads the old value any more.

@@ -1,5 +1,6 @@
 //! How values are divided among ranks: what an op says about itself, and which part of a state a rank has.
 
+use crate::graph::Graph;
 use crate::meta::Meta;
 use std::collections::BTreeMap;
 
@@ -19,10 +20,32 @@ pub enum Share {
     Whole,
     /// A part of this dimension.
     Dim(usize),
+    /// Of a dimension that consists of so many equal sections, the same part of every section, one after the other. The columns of a weight that makes queries, keys
+    /// and values at once are three sections: a part of each is a set of heads.
+    Sections(usize, usize),
     /// A term: the value is the sum over all ranks.
     Sum,
     /// Rows that are in no other rank, in an order of the rank's own. Nobody can put them together.
     Own,
+}
+
+impl Share {
+    /// The dimension of which it is a part, and how many sections that has; None if it is no part.
+    pub fn cut(self) -> Option<(usize, usize)> {
+        match self {
+            Share::Dim(axis) => Some((axis, 1)),
+            Share::Sections(axis, sections) => Some((axis, sections)),
+            Share::Whole | Share::Sum | Share::Own => None,
+        }
+    }
+
+    /// The same part of every one of these sections, where it is a part of a dimension.
+    pub fn of_each(self, sections: usize) -> Share {
+        match self {
+            Share::Dim(axis) if sections > 1 => Share::Sections(axis, sections),
+            other => other,
+        }
+    }
 }
 
 impl Axis {
@@ -45,6 +68,8 @@ pub struct Part {
     pub shape: Vec<usize>,
     /// The dimension that is cut; None: the elements in a row.
     pub axis: Option<usize>,
+    /// How many equal sections that dimension has, each of which is cut (see [`Share::Sections`]); mostly 1.
+    pub sections: usize,
     /// Which part it is.
     pub index: usize,
     /// How many parts there are.
@@ -64,7 +89,7 @@ impl Part {
 
     /// Pieces of the whole that the part consists of: where each begins, in bytes of `whole`, and the length of all.
     fn pieces(&self, whole: usize) -> (impl Iterator<Item = usize>, usize) {
-        let outer: usize = self.axis.map_or(1, |axis| self.shape[..axis].iter().product());
+        let outer: usize = self.sections * self.axis.map_or(1, |axis| self.shape[..axis].iter().product());
         let (row, piece, index) = (whole / outer, whole / outer / self.of, self.index);
         ((0..outer).map(move |o| o * row + index * piece), piece)
     }
@@ -97,6 +122,13 @@ pub struct Parts {
     pub states: BTreeMap<String, Vec<Part>>,
 }
 
+impl Parts {
+    /// All feeds of a graph by name, and which part of each a rank has; of a whole one, none.
+    pub fn of_feeds(&self, g: &Graph) -> BTreeMap<String, Vec<Part>> {
+        g.feeds().map(|(name, _)| (name.to_string(), self.feeds.get(name).cloned().unwrap_or_default())).collect()
+    }
+}
+
 /// The bytes of a rank's part.
 pub fn cut(parts: &[Part], whole: Vec<u8>) -> Vec<u8> {
     parts.iter().fold(whole, |whole, part| part.cut(&whole))
@@ -116,24 +148,29 @@ mod tests {
     #[test]
     fn parts_make_up_the_whole() {
         let whole: Vec<u8> = (0..48).collect();
-        for axis in [None, Some(0), Some(1), Some(2)] {
-            let parts = [0, 1].map(|index| Part { shape: vec![2, 4, 6], axis, index, of: 2, by: "data" });
+        for (axis, sections) in [(None, 1), (Some(0), 1), (Some(1), 1), (Some(2), 1), (Some(1), 2), (Some(2), 3)] {
+            let parts = [0, 1].map(|index| Part { shape: vec![2, 4, 6], axis, sections, index, of: 2, by: "data" });
             let mut back = vec![0; 48];
             for part in &parts {
                 let own = part.cut(&whole);
                 assert_eq!(own.len(), part.own_shape().iter().product::<usize>());
                 part.put(&own, &mut back);
             }
-            assert_eq!(back, whole, "{axis:?}");
+            assert_eq!(back, whole, "{axis:?} in {sections} sections");
         }
-        let middle = Part { shape: vec![2, 4, 6], axis: Some(1), index: 1, of: 2, by: "data" };
+        let middle = Part { shape: vec![2, 4, 6], axis: Some(1), sections: 1, index: 1, of: 2, by: "data" };
         assert_eq!(middle.cut(&whole)[..3], [12, 13, 14]);
-        assert_eq!(cut(&[middle, Part { shape: vec![2, 2, 6], axis: Some(0), index: 1, of: 2, by: "data" }], whole)[..2], [36, 37]);
+        let sections = Part { shape: vec![2, 24], axis: Some(1), sections: 3, index: 1, of: 2, by: "tensor" };
+        assert_eq!(sections.cut(&whole)[..12], [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]);
+        assert_eq!(
+            cut(&[middle, Part { shape: vec![2, 2, 6], axis: Some(0), sections: 1, index: 1, of: 2, by: "data" }], whole)[..2],
+            [36, 37]
+        );
     }
 
     #[test]
     fn feeds_are_cut_by_rows_and_others_stay() {
-        let part = Part { shape: vec![4, 2], axis: Some(0), index: 1, of: 2, by: "data" };
+        let part = Part { shape: vec![4, 2], axis: Some(0), sections: 1, index: 1, of: 2, by: "data" };
         let parts = Parts { feeds: [("x".to_string(), vec![part])].into(), ..Parts::default() };
         let feeds = [("x", Data::I32(&[0, 1, 2, 3, 4, 5, 6, 7])), ("rate", Data::F32(&[0.5]))];
         let own = Data::checked("x", &Meta::new(&[2, 2], DType::I32), &parts, &feeds).unwrap();

@@ -6,6 +6,7 @@ mod decode;
 mod fp16;
 mod fp8;
 mod graphs;
+mod micro_batches;
 mod ops;
 mod passes;
 mod presets;

@@ -399,6 +399,46 @@ fn added_arithmetic_is_what_recompute_adds() {
     assert!((twice - added).abs_diff(plain) * 100 < plain, "{twice} - {added} is {plain}");
 }
 
+/// Of a step that adds up two losses, `hoist` puts the whole backward pass of one before the forward pass of the other.
+#[test]
+fn recompute_reaches_the_backward_passes_of_two_losses() {
+    fn graph() -> Graph {
+        let r = Recorder::new();
+        let weights: Vec<Var> = (0..6).map(|i| r.param(&format!("w{i}"), &[16, 16], Init::Normal { std: 0.3 })).collect();
+        let loss = |x: &str| {
+            let mut h = r.feed(x, &[512, 16], DType::F32);
+            for (i, w) in weights.iter().enumerate() {
+                h = r.block(&format!("{x}.{i}"), || h + h.silu().matmul(*w).swiglu(h.matmul(*w)).matmul(*w));
+            }
+            h.square().mean()
+        };
+        let loss = loss("a") + loss("b");
+        r.output("loss", loss);
+        r.grad(loss, &weights).into_iter().enumerate().for_each(|(i, g)| r.output(&format!("dw{i}"), g));
+        r.finish()
+    }
+    let compile = |recompute: &str| {
+        // Weight gradients that are one matmul for both losses would keep what they read.
+        let switches = Switches::default().with("recompute", recompute).unwrap().with("merged-wgrad", "off").unwrap();
+        kiln_engine::Compiled::new(graph(), &switches, Target::Cpu).unwrap()
+    };
+    let run = |recompute: &str| {
+        let mut store = Store::new(5);
+        let mut p = Program::from_compiled(compile(recompute), &Device::cpu(Cpu::new(1)), &mut store).unwrap();
+        let x: Vec<f32> = (0..512 * 16).map(|i| (i % 37) as f32 / 37.0 - 0.5).collect();
+        let y: Vec<f32> = x.iter().map(|x| x * 0.5 + 0.1).collect();
+        p.run(&mut store, &[("a", Data::F32(&x)), ("b", Data::F32(&y))]).unwrap();
+        let names = std::iter::once("loss".to_string()).chain((0..6).map(|i| format!("dw{i}")));
+        names.map(|n| p.read(&n, &store).unwrap()).collect::<Vec<_>>()
+    };
+    let [off, bound, blocks] = ["off", "auto,what=memory-bound", "auto,what=blocks"].map(|how| compile(how).plan.memory.activations);
+    assert!(bound * 4 < off * 3 && blocks * 2 < off, "off {off}, memory-bound {bound}, blocks {blocks}");
+    let whole = run("off");
+    assert!(whole[0][0] > 0.0);
+    assert_eq!(run("auto,what=memory-bound"), whole);
+    assert_eq!(run("auto,what=blocks"), whole);
+}
+
 #[test]
 fn an_unreached_parameter_is_an_error_by_name() {
     let r = Recorder::new();

@@ -37,7 +37,9 @@ pub fn write_parts(dir: &Path, step: u64, rank: usize, held: &[Held]) -> Result<
         _ => {}
     }
     let names: Vec<String> = held.iter().map(|h| format!("{}:{}", h.file, h.tensor.name)).collect();
-    let place = |p: &Part| json!({ "shape": p.shape, "axis": p.axis, "index": p.index, "of": p.of });
+    // `axis` is the dimension that is cut, or [dimension, sections] where each of its sections is.
+    let axis = |p: &Part| if p.sections == 1 { json!(p.axis) } else { json!([p.axis, p.sections]) };
+    let place = |p: &Part| json!({ "shape": p.shape, "axis": axis(p), "index": p.index, "of": p.of });
     let places = names.iter().zip(held).map(|(n, h)| (n.clone(), json!(h.parts.iter().map(place).collect::<Vec<_>>())));
     // One note: the order of several is another in every file, and two runs write the same bytes.
     let notes = HashMap::from([(PLACES.to_string(), Value::Object(places.collect()).to_string())]);
@@ -72,10 +74,15 @@ fn places(noted: &Value) -> Option<Vec<Part>> {
     let part = |v: &Value| {
         let shape = v["shape"].as_array()?.iter().map(number).collect::<Option<Vec<_>>>()?;
         let (index, of) = (number(&v["index"])?, number(&v["of"])?);
-        let axis = if v["axis"].is_null() { None } else { Some(number(&v["axis"])?) };
+        let (axis, sections) = match &v["axis"] {
+            Value::Null => (None, 1),
+            Value::Array(both) => (Some(number(both.first()?)?), number(both.get(1)?)?),
+            axis => (Some(number(axis)?), 1),
+        };
         let elements = shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d))?;
         let cut = axis.map_or(Some(elements), |a| shape.get(a).copied())?;
-        (index < of && cut.is_multiple_of(of)).then_some(Part { shape, axis, index, of, by: "" })
+        let fits = index < of && sections > 0 && cut.is_multiple_of(of.checked_mul(sections)?);
+        fits.then_some(Part { shape, axis, sections, index, of, by: "" })
     };
     let parts: Vec<Part> = noted.as_array()?.iter().map(part).collect::<Option<_>>()?;
     let follows = |w: &[Part]| w[0].own_shape().iter().product::<usize>() == w[1].shape.iter().product::<usize>();

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::cell::Cell;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,6 +38,17 @@ pub struct Loader {
 
 impl Loader {
     pub fn new(source: Arc<dyn Source>, order: Option<Order>, batch: usize, start_item: u64, ahead: usize) -> Result<Self, DataError> {
+        Loader::of_rows(source, order, (batch, 0..batch), start_item, ahead)
+    }
+
+    /// Makes only these rows of every batch, where the source says how many targets count in the others. Those are then ids of 0, and targets that do not count.
+    pub fn of_rows(
+        source: Arc<dyn Source>,
+        order: Option<Order>,
+        (batch, own): (usize, Range<usize>),
+        start_item: u64,
+        ahead: usize,
+    ) -> Result<Self, DataError> {
         let wrong = |what, value: u64, need: String| DataError::Setting { what, value: value.to_string(), need };
         if batch == 0 {
             return Err(wrong("batch", 0, "a batch has at least one row".into()));
@@ -45,12 +57,13 @@ impl Loader {
         if let Some(order) = order.filter(|order| !(1..=len).contains(&order.len)) {
             return Err(wrong("the length of the order", order.len, format!("the source has {len} items")));
         }
+        let own = if source.counted().is_some() && !own.is_empty() { own } else { 0..batch };
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
         let (send, batches) = sync_channel(ahead);
         let work = move || {
             let mut first_item = start_item;
-            while let Some(made) = make(&*source, order, first_item, batch, &stopped) {
+            while let Some(made) = make(&*source, order, first_item, (batch, &own), &stopped) {
                 let failed = made.is_err();
                 // Sending fails when the loader was dropped.
                 if send.send(made).is_err() || failed {
@@ -92,9 +105,15 @@ impl Drop for Loader {
 }
 
 /// None when asked to stop.
-fn make(source: &dyn Source, order: Option<Order>, first_item: u64, batch: usize, stop: &AtomicBool) -> Option<Result<Batch, DataError>> {
+fn make(
+    source: &dyn Source,
+    order: Option<Order>,
+    first_item: u64,
+    (batch, own): (usize, &Range<usize>),
+    stop: &AtomicBool,
+) -> Option<Result<Batch, DataError>> {
     let mut made = Batch { first_item, ..Batch::default() };
-    for row in 0..batch {
+    for row in own.clone() {
         if stop.load(Ordering::Relaxed) {
             return None;
         }
@@ -112,6 +131,18 @@ fn make(source: &dyn Source, order: Option<Order>, first_item: u64, batch: usize
         }
     }
     made.counted = made.targets.iter().filter(|&&target| target >= 0).count();
+    if let Some(counted) = source.counted().filter(|_| own.len() < batch) {
+        made.counted = counted * batch;
+        // All items are of one length.
+        let around = |rows: &mut Vec<i32>, other: i32| {
+            let row = rows.len() / own.len();
+            rows.splice(..0, std::iter::repeat_n(other, row * own.start));
+            rows.resize(row * batch, other);
+        };
+        around(&mut made.ids, 0);
+        around(&mut made.targets, -1);
+        around(&mut made.until, 0);
+    }
     Some(Ok(made))
 }
 
@@ -132,6 +163,7 @@ mod tests {
         len: u64,
         bad: Option<u64>,
         made: AtomicU64,
+        counted: Option<usize>,
     }
 
     impl Source for Numbers {
@@ -147,6 +179,9 @@ mod tests {
             }
             let i = i as i32;
             Ok(Item { ids: vec![i; 2], targets: vec![-1, i], ..Item::default() })
+        }
+        fn counted(&self) -> Option<usize> {
+            self.counted
         }
         fn entropy_floor(&self) -> Option<f64> {
             None
@@ -181,6 +216,33 @@ mod tests {
         epoch.truncate(20);
         epoch.sort();
         assert_eq!(epoch, (0..10).flat_map(|i| [i, i]).collect::<Vec<_>>());
+    }
+
+    /// Four ranks make every item once, and each what all of them make together.
+    #[test]
+    fn ranks_make_their_own_rows() {
+        let order = Some(Order { seed: 4, len: 10 });
+        let source = |counted| Arc::new(Numbers { len: 10, counted, ..Numbers::default() });
+        let batches = |source: Arc<Numbers>, own: Range<usize>| {
+            let mut loader = Loader::of_rows(source, order, (8, own), 16, 0).unwrap();
+            (0..5).map(|_| loader.next().unwrap()).collect::<Vec<_>>()
+        };
+        let whole = batches(source(None), 0..8);
+        for rank in 0..4 {
+            let own = 2 * rank..2 * rank + 2;
+            let made = source(Some(1));
+            for (ours, all) in batches(made.clone(), own.clone()).iter().zip(&whole) {
+                assert_eq!((ours.ids.len(), ours.targets.len(), ours.counted, ours.first_item), (16, 16, all.counted, all.first_item));
+                let rows = 2 * own.start..2 * own.end;
+                assert_eq!((&ours.ids[rows.clone()], &ours.targets[rows.clone()]), (&all.ids[rows.clone()], &all.targets[rows.clone()]));
+                let others = (0..16).filter(|i| !rows.contains(i));
+                assert!(others.into_iter().all(|i| ours.ids[i] == 0 && ours.targets[i] == -1));
+            }
+            // The thread may be a batch or two ahead.
+            assert!(made.made.load(Ordering::Relaxed) <= 2 * 7);
+            // Where items differ, how many targets count is in all rows.
+            assert_eq!(batches(source(None), own), whole);
+        }
     }
 
     #[test]

@@ -32,6 +32,10 @@ pub trait Source: Send + Sync {
     fn len(&self) -> u64;
     /// All items have the same length.
     fn item(&self, i: u64) -> Result<Item, DataError>;
+    /// Targets of an item that count, where all items have as many: then a rank need not make the items of others to know how many count in the step.
+    fn counted(&self) -> Option<usize> {
+        None
+    }
     /// Nats per target that no model can get below, where it is known.
     fn entropy_floor(&self) -> Option<f64>;
     /// Whether there are more windows than anybody could read: `len` is then no size of anything, but a number that was chosen.
@@ -102,6 +106,10 @@ impl Source for TokenWindows {
         let start = i * self.seq as u64;
         let tokens = self.set.get(start..start + self.seq as u64 + 1)?;
         Ok(item(tokens.into_iter(), &self.ignore))
+    }
+
+    fn counted(&self) -> Option<usize> {
+        self.ignore.is_empty().then_some(self.seq)
     }
 
     fn entropy_floor(&self) -> Option<f64> {
@@ -176,6 +184,10 @@ impl Source for Generated {
         }
         let bytes = text[..=self.seq].iter().map(|&byte| byte.into());
         Ok(item(bytes, &self.ignore))
+    }
+
+    fn counted(&self) -> Option<usize> {
+        self.ignore.is_empty().then_some(self.seq)
     }
 
     /// The exact expectation of `item_floor`: a window's first bytes, and where it is cut, are accounted for. Not known

@@ -107,9 +107,9 @@ pub trait Task {
     fn train_config(&self) -> &TrainConfig;
     /// The programs of training and evaluation.
     fn graphs(&self) -> Vec<(&'static str, Graph)>;
-    /// How often a step runs a program, for estimates of its time.
-    fn runs(&self, _program: &str) -> usize {
-        1
+    /// How often a step runs a program, on average, for estimates of its time.
+    fn runs(&self, _program: &str) -> f64 {
+        1.0
     }
     /// Told before `graphs` how many bytes may be taken, where that is known: what is kept on the device may depend on it.
     fn settle(&self, _free: Option<u64>) {}
@@ -141,6 +141,10 @@ pub trait Task {
     /// Items of an epoch, for tasks that are counted in epochs.
     fn epoch(&self) -> Option<u64> {
         None
+    }
+    /// Whether each of several ranks makes only the examples that it trains on, and not those of all.
+    fn makes_own_rows(&self) -> bool {
+        false
     }
     /// The unit of work of a step and how many there are: ("tok", 2048).
     fn work(&self) -> (&'static str, f64);

@@ -249,7 +249,7 @@ impl Session {
 
 /// Scratch states (caches, gradients between micro-batches) mean nothing after a step.
 pub fn is_kept(name: &str) -> bool {
-    !name.starts_with("scratch/")
+    !name.starts_with(engine::SCRATCH)
 }
 
 /// A step's report on its way.

@@ -7,7 +7,9 @@ use crate::optim;
 use crate::report::Confusion;
 use engine::ops::concat::concat;
 use engine::philox::rng_feed;
+use engine::ranks::Part;
 use engine::{DType, Data, Graph, Init, Recorder, Var};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -49,6 +51,10 @@ pub trait Model {
         "tok"
     }
     fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError>;
+    /// See `Task::makes_own_rows`: whether its sources say how many targets count in an item (`Source::counted`).
+    fn makes_own_rows(&self) -> bool {
+        false
+    }
     /// See `Task::epoch`.
     fn epoch(&self) -> Option<u64> {
         None
@@ -109,6 +115,8 @@ pub struct Supervised<M: Model> {
     pub model: M,
     config: TrainConfig,
     seed: u64,
+    /// What is trained on, and the first item; its loader begins with the first step, when programs say which rows of a batch this rank reads.
+    source: Option<(Arc<dyn Source>, u64)>,
     loader: Option<Loader>,
     validation: Option<Arc<dyn Source>>,
     names: Vec<&'static str>,
@@ -118,7 +126,7 @@ pub struct Supervised<M: Model> {
 
 impl<M: Model> Supervised<M> {
     pub fn new(model: M, config: TrainConfig, seed: u64) -> Supervised<M> {
-        Supervised { model, config, seed, loader: None, validation: None, names: vec![], bench: vec![] }
+        Supervised { model, config, seed, source: None, loader: None, validation: None, names: vec![], bench: vec![] }
     }
 
     fn validation(&self) -> Result<Arc<dyn Source>, TrainError> {
@@ -235,9 +243,31 @@ impl<M: Model> Supervised<M> {
 
     /// `Task::step`, and another program in it.
     pub fn step_with(&mut self, s: &mut Session, step: u64, rate: f64, also: Option<Also>) -> Result<(), TrainError> {
+        if let Some((source, first)) = self.source.take() {
+            let order = crate::data::Order { seed: self.seed, len: source.len() };
+            let rows = (self.config.batch, self.own_rows(s));
+            self.loader = Some(Loader::of_rows(source, Some(order), rows, first, 2 * self.config.accumulate)?);
+        }
         let loader = self.loader.as_mut().expect("begin comes first");
         let batches = s.span("data", |_| (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>())?;
         self.run_step(s, step, rate, &batches, also)
+    }
+
+    /// The rows of a batch that programs of this rank read: its part where all that read a batch divide it among the same ranks, else all.
+    fn own_rows(&self, s: &Session) -> Range<usize> {
+        let batch = self.config.batch;
+        let mut part: Option<&Part> = None;
+        for (name, own) in s.programs.iter().filter(|(name, _)| *name != "eval").flat_map(|(_, p)| &p.feeds) {
+            match (name.as_str(), &own[..]) {
+                ("weight" | "rng" | "rate", _) => {}
+                ("ids" | "targets" | "until" | "position", [own]) if own.axis == Some(0) && part.is_none_or(|p| p == own) => {
+                    part = Some(own)
+                }
+                // A feed that the model makes of all ids, or a batch that is read as a whole.
+                _ => return 0..batch,
+            }
+        }
+        part.map_or(0..batch, |p| p.index * (batch / p.of)..(p.index + 1) * (batch / p.of))
     }
 
     /// `Task::report` of a step whose program, where that is one, was this.
@@ -287,11 +317,11 @@ impl<M: Model> Task for Supervised<M> {
         all
     }
 
-    fn runs(&self, program: &str) -> usize {
+    fn runs(&self, program: &str) -> f64 {
         match program {
-            "micro" => self.config.accumulate,
-            "eval" => 0,
-            _ => 1,
+            "micro" => self.config.accumulate as f64,
+            "eval" => 0.0,
+            _ => 1.0,
         }
     }
 
@@ -309,10 +339,9 @@ impl<M: Model> Task for Supervised<M> {
 
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {
         let source = self.model.source(true)?;
-        let order = crate::data::Order { seed: self.seed, len: source.len() };
         let items = self.config.batch as u64 * self.config.accumulate as u64;
         let first = engine::mutant!("resume-skips-an-item", done * items, done * items + done.min(1));
-        self.loader = Some(Loader::new(source, Some(order), self.config.batch, first, 2 * self.config.accumulate)?);
+        (self.source, self.loader) = (Some((source, first)), None);
         self.validation = Some(self.model.source(false)?);
         let r = Recorder::new();
         self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
@@ -380,6 +409,10 @@ impl<M: Model> Task for Supervised<M> {
 
     fn epoch(&self) -> Option<u64> {
         self.model.epoch()
+    }
+
+    fn makes_own_rows(&self) -> bool {
+        self.model.makes_own_rows()
     }
 
     fn work(&self) -> (&'static str, f64) {

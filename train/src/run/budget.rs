@@ -73,9 +73,13 @@ pub fn fit(recipe: &dyn Recipe, config: &Config, limits: &Limits) -> Result<Opti
         if found.is_none() {
             found = search.fastest(&sets, None)?;
         }
-        // The last resort: exact, but as slow as the bus.
-        if found.is_none() && limits.target != Target::Cpu && !config.is_given("passes.offload") {
-            found = search.fastest(&sets, Some("offload=auto"))?;
+        // The last resort: exact, but as slow as the bus. It is taken, too, where all else costs more than the bus alone.
+        if limits.target != Target::Cpu && !config.is_given("passes.offload") {
+            let least = search.trial(&whole, &["offload=auto".into()])?.seconds;
+            if found.as_ref().is_none_or(|f| f.seconds > least) {
+                let moved = search.fastest(&sets, Some("offload=auto"))?;
+                found = found.into_iter().chain(moved).min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+            }
         }
     }
     let Some(found) = found else { return Err(search.refusal()?) };
@@ -332,7 +336,7 @@ const CPU: Rates = Rates { bytes: 2e10, flops: [1e11, 1e11, 1e11], begin: 2e-6, 
 
 /// The estimated time of a step: of every op, what its bytes or its arithmetic take.
 fn seconds(task: &dyn Task, programs: &Programs, target: Target) -> f64 {
-    programs.iter().map(|(name, c)| task.runs(name) as f64 * of_program(c, target)).sum()
+    programs.iter().map(|(name, c)| task.runs(name) * of_program(c, target)).sum()
 }
 
 fn of_program(c: &Compiled, target: Target) -> f64 {

@@ -57,11 +57,16 @@ fn a_batch_that_ranks_cannot_divide_is_refused() {
         assert_ne!(ran.code, Some(0), "{ran:#?}");
         assert!(ran.err.contains(&format!("train.batch = 4 cannot be divided among {ranks} ranks")), "{ran:#?}");
     }
-    let loads = |us: &str| kiln(["plan", "decoder", "--preset", "tiny", "--set", "train.batch=4", "--scaling", "1,2", "--example-us", us]);
-    assert!(loads("inf").err.contains("--example-us inf"));
-    // 8 examples of a second each are longer than any step.
-    let out = loads("1000000").ok().out;
-    assert!(out.lines().nth(2).is_some_and(|line| line.matches("8000.0").count() == 2), "{out}");
+    let loads = |us: &str, ignore: &str| {
+        let fixed = ["plan", "decoder", "--preset", "tiny", "--set", "train.batch=4", "--scaling", "1,2", "--example-us", us];
+        kiln(fixed.into_iter().chain(["--set", ignore]))
+    };
+    assert!(loads("inf", "data.ignore_tokens=[]").err.contains("--example-us inf"));
+    // Examples of a second each are longer than any step: a rank makes its own four, or all eight where some targets do not count.
+    for (ignore, ms) in [("data.ignore_tokens=[]", "4000.0"), ("data.ignore_tokens=[3]", "8000.0")] {
+        let out = loads("1000000", ignore).ok().out;
+        assert!(out.lines().nth(2).is_some_and(|line| line.matches(ms).count() == 2), "{out}");
+    }
 }
 
 #[test]

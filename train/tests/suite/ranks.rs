@@ -1,5 +1,7 @@
 //! Several ranks, as threads, train what one rank trains.
 
+mod micro_batches;
+
 use engine::ranks::threads;
 use engine::{Cpu, Device};
 use kiln::checkpoint;
@@ -95,12 +97,17 @@ fn numbers(out: &Path) -> BTreeMap<String, f64> {
 }
 
 fn same(what: &str, ours: &Path, theirs: &Path) {
+    same_within(1.0, what, ours, theirs);
+}
+
+/// `times`: how much further apart numbers may be.
+fn same_within(times: f64, what: &str, ours: &Path, theirs: &Path) {
     let (ours, theirs) = (numbers(ours), numbers(theirs));
     assert!(theirs.len() > 20 && ours.keys().eq(theirs.keys()), "{what}: {ours:?} {theirs:?}");
     for (name, v) in &theirs {
         let apart = (ours[name] - v).abs();
         // Losses are means over many rows; other numbers are not, and rounding grows from step to step.
-        let most = if name.contains("loss") { 1e-5 } else { 2e-4 };
+        let most = times * if name.contains("loss") { 1e-5 } else { 2e-4 };
         assert!(apart <= most * v.abs().max(1.0), "{what}: {name} is {}, and {v} on one rank", ours[name]);
     }
 }
@@ -127,6 +134,8 @@ fn every_recipe_trains_the_same_on_several_ranks() {
 type Divided = (Small, &'static [&'static str], &'static [([usize; 2], &'static [&'static str])]);
 
 const HYDRA: Small = ("hydra", &["seq=24", "train.batch=4"]);
+/// With so many taps that dividing its attention is worth an exchange.
+const TAPS: Small = ("hydra", &["seq=24", "train.batch=4", "conv_width=72"]);
 const EXPERTS: Small = ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=8", "train.batch=4", "train_puzzles=50", "test_puzzles=8"]);
 const WIDE: Small = ("decoder", &["seq=128", "layers=2", "dim=32", "hidden=64", "head_dim=16", "train.batch=4"]);
 const GPT2: Small =
@@ -153,9 +162,16 @@ const TOKENS: &[&str] = &["passes.tensor-parallel=auto,sequence=divided"];
 const FURTHER: &[Divided] = &[
     (EXPERTS, &[], &[([1, 4], &[]), ([2, 2], GATHERED)]),
     (DECODER, &["train.ema=0.9"], &[([2, 1], GATHERED), ([4, 1], GATHERED), ([1, 2], TOKENS), ([2, 2], TOKENS)]),
-    (GPT2, &[], &[([2, 1], GATHERED), ([1, 2], TOKENS)]),
+    (
+        GPT2,
+        &["train.ema=0.9"],
+        &[([2, 1], GATHERED), ([1, 2], &[]), ([1, 4], &[]), ([1, 2], TOKENS), ([2, 2], &["passes.zero=auto"]), ([2, 2], GATHERED)],
+    ),
+    (GPT2, &["train.accumulate=2"], &[([2, 2], &["passes.zero=auto", TOKENS[0]])]),
+    (GPT2, &["train.optimizer=muon"], &[([1, 2], &[]), ([2, 2], GATHERED)]),
     (MAMBA2, &[], &[([2, 1], &[]), ([1, 2], &[])]),
     (HYDRA, &[], &[([2, 1], GATHERED), ([1, 2], TOKENS), ([2, 2], TOKENS)]),
+    (TAPS, &[], &[([1, 2], &[]), ([2, 2], &["passes.zero=auto"]), ([1, 2], TOKENS)]),
     (DECODER, &["train.optimizer=muon"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED), ([1, 2], &[])]),
     (DECODER, &["passes.adam8bit=auto,least=256"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED)]),
     (WIDE, &["passes.fp8=auto,least=8,warmup=3"], &[([2, 1], &[]), ([2, 1], GATHERED), ([1, 2], &[])]),
@@ -173,6 +189,51 @@ fn what_is_divided_further_trains_the_same() {
             train(*of, &[&steps[..], settings, passes].concat(), *ranks, &out, Start::New, None);
             same(&format!("{} {settings:?} on {ranks:?} ranks, {passes:?}", of.0), &out, &at("one"));
         }
+    }
+}
+
+/// In bf16, with parts of weights, optimizer states and tokens at once. Values are rounded to 8 bits, so a sum in another order is another by more than in f32,
+/// and a router may choose another expert.
+#[test]
+fn sections_of_a_weight_train_in_bf16() {
+    let dir = tempfile::tempdir().unwrap();
+    let steps = ["train.steps=20", "train.eval_every=20", "train.save_every=20", "passes.bf16=require"];
+    for of in [GPT2, EXPERTS] {
+        let at = |ranks: [usize; 2]| dir.path().join(format!("{}-{ranks:?}", of.0));
+        train(of, &steps, [1, 1], &at([1, 1]), Start::New, None);
+        for ranks in [[1, 2], [2, 2]] {
+            train(of, &[&steps[..], GATHERED, TOKENS].concat(), ranks, &at(ranks), Start::New, None);
+            let [ours, theirs] = [ranks, [1, 1]].map(|ranks| numbers(&at(ranks)));
+            for step in 1..=20 {
+                let name = format!("loss of step {step}");
+                let (a, b) = (ours[&name], theirs[&name]);
+                assert!((a - b).abs() < 1e-2 * b, "{} on {ranks:?}: {name} is {a}, and {b} on one rank", of.0);
+            }
+        }
+    }
+}
+
+/// The floating-point operations of attention's scores and values, forward and backward, in a step of one rank, and what the pass says.
+fn attention(of: Small, tensor: usize) -> (u64, String) {
+    let mut config = config(of, &[]);
+    config.ranks = engine::Ranks::planned(1, tensor);
+    let task = recipe::find(of.0).unwrap().task(&config).unwrap();
+    let (_, graph) = task.graphs().into_iter().find(|g| g.0 == "train").unwrap();
+    let compiled = engine::Compiled::new(graph, &config.switches().unwrap(), engine::passes::Target::Cpu).unwrap();
+    let g = &compiled.graph;
+    let flops = (0..g.nodes.len()).filter(|&i| g.nodes[i].name().contains("attention")).map(|i| match &g.nodes[i].kind {
+        engine::graph::Kind::Op(op) => op.cost(&g.inputs(i)).flops,
+        _ => 0,
+    });
+    (flops.sum(), compiled.receipts.iter().find(|r| r.pass == "tensor-parallel").unwrap().summary())
+}
+
+/// Every rank has some of the heads, also where one weight makes queries, keys and values, and where convolutions mix them.
+#[test]
+fn attention_is_divided_by_heads() {
+    for of in [DECODER, GPT2, EXPERTS, TAPS] {
+        let (whole, (own, said)) = (attention(of, 1).0, attention(of, 2));
+        assert!(whole > 0 && 2 * own == whole, "{}: {own} of {whole}; {said}", of.0);
     }
 }
 
@@ -203,17 +264,20 @@ fn receipts_say_what_is_exchanged_and_what_stays_whole() {
         let compiled = engine::Compiled::new(graph, &config.switches().unwrap(), engine::passes::Target::Cpu).unwrap();
         compiled.receipts.iter().find(|r| r.pass == pass).unwrap().summary()
     };
-    const EVERY: &str = "gradients are exchanged for every micro-batch";
+    const ONCE: &str = "gradients are added up on each rank, and exchanged once a step";
     let micro = receipt(DECODER, &["train.accumulate=2"], [2, 1], "micro", "data-parallel");
-    assert!(micro.contains(EVERY), "{micro}");
+    assert!(micro.contains(ONCE) && !micro.contains("every micro-batch"), "{micro}");
     for (settings, program) in [(&["train.accumulate=2"][..], "update"), (&[], "train")] {
         let other = receipt(DECODER, settings, [2, 1], program, "data-parallel");
-        assert!(!other.contains(EVERY), "{program}: {other}");
+        assert!(!other.contains(ONCE), "{program}: {other}");
     }
-    // The three matrices of GPT-2's attention are one weight, of whose product each is a slice: a line for all layers. Two more are of what comes after, and of positions.
+    // Of GPT-2 it is the positions alone: a part of their columns would be put together again before the first norm.
     let whole = receipt(GPT2, &[], [1, 2], "train", "tensor-parallel");
-    assert_eq!(whole.matches("a weight stays whole").count(), 3, "{whole}");
-    assert!(whole.contains("2: a weight stays whole: slice needs all of what it computes"), "{whole}");
+    assert_eq!(whole.matches("a weight stays whole").count(), 1, "{whole}");
+    assert!(whole.contains("1: a weight stays whole: reshape needs all of what it computes (the top level)"), "{whole}");
+    // Two heads are no four parts: the weight that makes queries, keys and values stays whole, and the op is named.
+    let whole = receipt(EXPERTS, &[], [1, 4], "train", "tensor-parallel");
+    assert!(whole.contains("a weight stays whole: reshape needs all of what it computes"), "{whole}");
     let whole = receipt(DECODER, &[], [1, 2], "train", "tensor-parallel");
     assert!(!whole.contains("stays whole"), "{whole}");
 }
@@ -221,17 +285,25 @@ fn receipts_say_what_is_exchanged_and_what_stays_whole() {
 /// The checkpoint of so many ranks is gone on from by others, and by as many bit for bit; who reads it sees whole tensors.
 #[test]
 fn checkpoints_of_ranks_are_anyones() {
+    let (kept, gathered) = ("passes.zero-weights=off", "passes.zero-weights=auto,least=1");
+    checkpoints_are_anyones(DECODER, "train.ema=0.5", &[([4, 1], kept), ([4, 1], gathered), ([2, 2], gathered)]);
+    // One weight makes queries, keys and values: a rank has several pieces of every row or column.
+    checkpoints_are_anyones(GPT2, "train.ema=0.5", &[([1, 2], kept), ([2, 2], kept), ([2, 2], gathered)]);
+    checkpoints_are_anyones(EXPERTS, "train.ema=0.5", &[([2, 2], kept)]);
+    checkpoints_are_anyones(TAPS, "train.ema=0.5", &[([2, 2], kept)]);
+}
+
+fn checkpoints_are_anyones(of: Small, ema: &'static str, ways: &[([usize; 2], &'static str)]) {
     let dir = tempfile::tempdir().unwrap();
     let settings = |weights: &'static str| {
-        ["train.steps=6", "train.eval_every=6", "train.save_every=3", "train.horizon=6", "train.ema=0.5", "passes.zero=auto", weights]
+        ["train.steps=6", "train.eval_every=6", "train.save_every=3", "train.horizon=6", ema, "passes.zero=auto", weights]
     };
     let one = dir.path().join("one");
-    let (kept, gathered) = ("passes.zero-weights=off", "passes.zero-weights=auto,least=1");
-    train(DECODER, &settings(kept), [1, 1], &one, Start::New, None);
-    for (ranks, weights) in [([4, 1], kept), ([4, 1], gathered), ([2, 2], gathered)] {
+    train(of, &settings("passes.zero-weights=off"), [1, 1], &one, Start::New, None);
+    for &(ranks, weights) in ways {
         let settings = settings(weights);
         let out = dir.path().join(format!("{ranks:?}-{weights}"));
-        train(DECODER, &settings, ranks, &out, Start::New, None);
+        train(of, &settings, ranks, &out, Start::New, None);
         let step = |run: &Path, n: u64| checkpoint::open(&run.join(format!("checkpoints/step-{n:08}"))).unwrap();
         let files = |name: &str| [&out, &one].map(|run| step(run, 6).file(name).unwrap());
         let all = ["state.safetensors", "model.safetensors", "averaged.safetensors"].map(files);
@@ -242,11 +314,17 @@ fn checkpoints_of_ranks_are_anyones() {
             let floats = |b: &[u8]| b.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect::<Vec<_>>();
             let (a, b) = (floats(bytes), floats(other.2));
             let size = a.iter().fold(1e-6f32, |m, v| m.max(v.abs()));
-            assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 1e-4 * size), "{name}");
+            // A bias of all keys changes no softmax: its gradient is rounding alone, of which AdamW makes steps of full size.
+            let third = a.len() / 3;
+            let of_keys = |i: usize| name.ends_with("qkv.bias") && (third..2 * third).contains(&i);
+            let far = (0..a.len()).filter(|&i| !of_keys(i) && (a[i] - b[i]).abs() >= 1e-4 * size).count();
+            // hydra has routers, and AdamW makes steps of full size of gradients near 0: last digits become larger differences of a few elements.
+            let few = if of.0 == "hydra" { a.len() / 1000 } else { 0 };
+            assert!(far <= few && a.len() == b.len(), "{name}: {far} of {} elements", a.len());
         }
-        for other in [[1, 1], [2, 1], ranks] {
+        for other in [[1, 1], [2, 1], [1, 2], ranks] {
             let again = dir.path().join(format!("{ranks:?}-{weights}-{other:?}"));
-            train(DECODER, &settings, other, &again, Start::From(out.join("checkpoints/step-00000003")), None);
+            train(of, &settings, other, &again, Start::From(out.join("checkpoints/step-00000003")), None);
             match other == ranks {
                 true => {
                     for file in ["model.safetensors", "state.safetensors"] {

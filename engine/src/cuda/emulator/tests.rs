@@ -155,6 +155,14 @@ const MISTAKES: &[Mistake] = &[
         "if (t >= TIME) break;",
         "if (t > TIME) break;",
     ),
+    mistake(
+        "a scan's decays: the rows of the last warp left out",
+        "ssd",
+        "strong decays",
+        DType::BF16,
+        "w <= i / 16; w++) v += rows",
+        "w < i / 16; w++) v += rows",
+    ),
     mistake("16 bytes at any address", "cross_entropy", "some ignored", DType::F32, "(16 - ((u64)x & 15)) & 15", "(u64)0"),
 ];
 

@@ -80,7 +80,7 @@ impl Op for GlobalNorm {
     }
 
     fn is_divided(&self, _: &[Meta], have: &[Share], _: usize) -> bool {
-        have.iter().all(|h| matches!(h, Share::Whole | Share::Dim(_)))
+        have.iter().all(|h| *h == Share::Whole || h.cut().is_some())
     }
 
     /// The squares of parts are added up over the ranks.

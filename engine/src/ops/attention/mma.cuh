@@ -95,6 +95,17 @@ __device__ __forceinline__ float power_of_two(float x) {
     return r;
 }
 
+// Sums of the 16 columns of two adjacent fragments c, of which a thread has added up its own: column 8 n + 2 pair + j in v[n][j].
+__device__ __forceinline__ void write_columns(float *to, const float v[2][2], int lane) {
+    bool upper = lane & 16, odd = lane & 8;
+    float one = upper ? v[1][0] : v[0][0], two = upper ? v[1][1] : v[0][1];
+    one += __shfl_xor_sync(0xffffffffu, upper ? v[0][0] : v[1][0], 16);
+    two += __shfl_xor_sync(0xffffffffu, upper ? v[0][1] : v[1][1], 16);
+    float all = (odd ? two : one) + __shfl_xor_sync(0xffffffffu, odd ? one : two, 8);
+    all += __shfl_xor_sync(0xffffffffu, all, 4);
+    if (!(lane & 4)) to[(upper ? 8 : 0) + lane % 4 * 2 + (odd ? 1 : 0)] = all;
+}
+
 // A lane has two of each 8 of 32 columns; afterwards it has the 8 adjacent columns number lane % 4.
 __device__ __forceinline__ void transpose(u32 (&p)[4]) {
     bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;

@@ -2,7 +2,7 @@
 
 use super::{AllGather, AllReduce, ReduceScatter};
 use crate::graph::{Graph, Kind, Node, Value};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// Whether a node exchanges values while a GPU goes on with other work.
 pub fn is_aside(node: &Node) -> bool {
@@ -38,4 +38,22 @@ pub fn hold(g: &Graph, roots: &[Option<Value>], last: &mut HashMap<Value, usize>
             *until = end.max(*until);
         }
     }
+}
+
+/// Sums over the ranks that are made in the memory of a state: one that has a next value, and whose old value nothing else reads later. Until the sum is read for the last time,
+/// the next value may not be written there: the state's last reader is then the sum's. What is read after the run has memory of its own.
+pub fn lent(g: &Graph, roots: &[Option<Value>], mut last: HashMap<Value, usize>) -> (HashMap<Value, usize>, HashSet<Value>) {
+    let replaced: HashSet<Value> = g.updates.iter().map(|u| u.0).collect();
+    let mut lent = HashSet::new();
+    for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.op::<AllReduce>().is_some()) {
+        for (out, &v) in node.inputs.iter().enumerate() {
+            let (state, sum) = (roots[v.node].unwrap_or(v), Value { node: i, out });
+            let until = last.get(&sum).copied().unwrap_or(i);
+            if replaced.contains(&state) && last.get(&state) == Some(&i) && until < g.nodes.len() {
+                last.insert(state, until);
+                lent.insert(sum);
+            }
+        }
+    }
+    (last, lent)
 }

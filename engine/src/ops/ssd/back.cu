@@ -3,8 +3,10 @@
 //
 // With P_ij = C_i B_j decay(i, j) and S_ij = dy_i x_j, of positions j <= i: q_j = sum of P_ij dy_i + decay(end, j) ahead B_j, dx = dt q + d dy. dC and dB are sums over
 // heads: of products with states, and of S_ij decay(i, j) dt_j, a matrix [CHUNK, CHUNK] that is multiplied by B and C once for all heads.
-// y without d x is linear in C, and in dt x: so the gradient with respect to the sums of decays is C dC - dt x q of the head, and what the chunk leaves behind is
-// linear in its last sum.
+//
+// A decay at t is a factor of whatever passes it: of E_ij = P_ij S_ij dt_j for j < t <= i, of what y_i has from the state before the chunk for t <= i, of what j < t adds
+// to the state after it, and of what is left of the former in the latter. Sums of E over j < t <= i are those of its rows minus its columns from t on. Both are taken
+// from the same f32 numbers, without the diagonal, as most of them cancels; C dC and dt x q are the same sums, but are rounded each in its own way.
 #define TILES (CHUNK / 16)
 #define PAIRS (TILES * (TILES + 1) / 2) // 16 x 16 tiles of positions j <= i
 #define HALF (N / 2)
@@ -16,8 +18,8 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
     T *bs = (T *)shared, *cs = bs + CHUNK * N, *xs = cs + CHUNK * N, *dys = xs + 2 * CHUNK * P, *hs = dys + 2 * CHUNK * P, *gs = hs + P * N;
     float *inside = (float *)(gs + P * N);         // sums over heads of S decay dt, as threads hold them: [PAIRS, 2, 32, 4]
     u32 *scores = (u32 *)(inside + PAIRS * 256);   // B C^T as left operands: [PAIRS, 32, 4]
-    float *kept = (float *)(scores + PAIRS * 128), *rows = kept + 2 * NUMBERS; // rows: of P S dt, added over j by each warp: [TILES, CHUNK]
-    float *along = rows + TILES * CHUNK, *by_step = along + 4 * CHUNK, *by_sum = by_step + CHUNK, *left_behind = by_sum + CHUNK, *skipped = left_behind + CHUNK;
+    float *kept = (float *)(scores + PAIRS * 128), *rows = kept + 2 * NUMBERS; // rows: of E, added over j by each warp: [TILES, CHUNK]
+    float *along = rows + TILES * CHUNK, *by_step = along + 4 * CHUNK, *columns = by_step + CHUNK, *left_behind = columns + CHUNK, *skipped = left_behind + CHUNK;
     float *between = skipped + CHUNK;              // [2][9]: the product of the two states, by warp; what is left of a state after the chunk
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // The first 16 positions meet all 16s, the last ones only themselves: warps 0 and 4, 1 and 5, .. which run on the same quarter of a multiprocessor have 9 together.
@@ -72,31 +74,33 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
         if (held > 0 && warp == TILES / 2) { // the numbers of the last head's positions
             int h = first + held - 1;
             const float *inter = along + (1 - odd) * 2 * CHUNK, *gone = between + (1 - odd) * 9;
-            float v[4], leaves = 0.0f, skips = 0.0f, product = 0.0f;
+            float v[4], left[4], leaves = 0.0f, skips = 0.0f, product = 0.0f;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int i = 4 * lane + j;
-                v[j] = inter[i] + inter[CHUNK + i] - by_sum[i];
+                v[j] = -columns[i];
                 for (int t = 0; t <= lane / 4; t++) v[j] += rows[t * CHUNK + i];
-                leaves += left_behind[i], skips += skipped[i];
+                v[j] += inter[i] + inter[CHUNK + i];
+                left[j] = leaves, leaves += left_behind[i], skips += skipped[i];
             }
             for (int j = 0; j < 8; j++) product += gone[j];
-            // A decay is in the sums of its position and of all later ones, and in what the chunk leaves behind.
+            // Rows, columns and what came from the state: from the position to the last. What is left behind: of the positions before.
             v[2] += v[3], v[1] += v[2], v[0] += v[1];
             float all = v[0];
 #pragma unroll
             for (int by = 1; by < 32; by *= 2) {
-                float other = __shfl_down_sync(0xffffffffu, all, by);
-                if (lane + by < 32) all += other;
+                float after = __shfl_down_sync(0xffffffffu, all, by), before = __shfl_up_sync(0xffffffffu, leaves, by);
+                if (lane + by < 32) all += after;
+                if (lane >= by) leaves += before;
             }
-            float later = __shfl_down_sync(0xffffffffu, all, 1);
-            later = (lane < 31 ? later : 0.0f) + warp_sum(leaves) + gone[8] * product;
+            float after = __shfl_down_sync(0xffffffffu, all, 1), before = __shfl_up_sync(0xffffffffu, leaves, 1);
+            float others = (lane < 31 ? after : 0.0f) + (lane > 0 ? before : 0.0f) + gone[8] * product;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int t = t0 + 4 * lane + j;
                 if (t >= TIME) continue;
                 u64 to = (batch * TIME + place(t)) * HEADS + h;
-                ddt[to] = by_step[4 * lane + j], ddecay[to] = v[j] + later;
+                ddt[to] = by_step[4 * lane + j], ddecay[to] = v[j] + left[j] + others;
             }
             skips = warp_sum(skips);
             if (lane == 0) dd[(batch * CHUNKS + chunk) * HEADS + h] = skips;
@@ -127,7 +131,7 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
                 product(sum_c[0] + 2 * n, a[0], v), product(sum_c[1] + 2 * n, a[1], v);
             }
         }
-        // C dC, of all heads up to this one; what it grew by is this head's.
+        // What y has from the state, times dy: C dC, of all heads up to this one; what it grew by is this head's.
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             int row = m2 + 8 * r + lane / 4;
@@ -188,7 +192,7 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
         if (held + 1 < HELD) fetch_states(held + 1);
         float here[2] = {sums[m + lane / 4], sums[m + lane / 4 + 8]}, own_dt[2] = {dt[m + lane / 4], dt[m + lane / 4 + 8]};
         float after = sums[m + 15], end = power_of_two(sums[CHUNK - 1] - after), to_after[2] = {power_of_two(after - here[0]), power_of_two(after - here[1])};
-        float leaves[2] = {};
+        float leaves[2] = {}, column_sum[2] = {};
 #pragma unroll
         for (int p = 0; p < P / 8; p++)
 #pragma unroll
@@ -197,6 +201,11 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
                 q[p][2 * half] *= end, q[p][2 * half + 1] *= end;
                 leaves[half] += q[p][2 * half] * low_of(value) + q[p][2 * half + 1] * high_of(value);
             }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float left = row_sum(leaves[half]) * to_after[half] * own_dt[half];
+            if (lane % 4 == 0) left_behind[m + lane / 4 + 8 * half] = left;
+        }
         u32 rows_x[P / 16][4];
 #pragma unroll
         for (int p = 0; p < P / 16; p++) left_rows<P>(rows_x[p], values, m, 16 * p);
@@ -236,8 +245,15 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
 #pragma unroll
                 for (int j = 0; j < 4; j++) s[n][j] *= factor[j] * scale[j / 2];
                 *total = make_float4(old.x + s[n][0], old.y + s[n][1], old.z + s[n][2], old.w + s[n][3]);
+                // Without the diagonal: half of a pair, of threads that have it.
+                if (mine && lane / 8 == lane % 4) score[3 * n] &= lane & 4 ? 0x0000ffffu : 0xffff0000u;
                 grown[n][0] = s[n][0] * low_of(score[2 * n]) + s[n][2] * low_of(score[2 * n + 1]);
                 grown[n][1] = s[n][1] * high_of(score[2 * n]) + s[n][3] * high_of(score[2 * n + 1]);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    column_sum[half] += s[n][2 * half] * low_of(score[2 * n + half]);
+                    column_sum[half] += s[n][2 * half + 1] * high_of(score[2 * n + half]);
+                }
             }
 #pragma unroll
             for (int p = 0; p < P / 16; p++) {
@@ -245,14 +261,7 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
                 columns_of<P>(v, incoming, 16 * t, 16 * p);
                 product(q + 2 * p, a, v);
             }
-            // Added over the warp's 16 positions: a thread ends with one of its four columns.
-            bool high = lane & 16, odd_one = lane & 8;
-            float one = high ? grown[1][0] : grown[0][0], two = high ? grown[1][1] : grown[0][1];
-            one += __shfl_xor_sync(0xffffffffu, high ? grown[0][0] : grown[1][0], 16);
-            two += __shfl_xor_sync(0xffffffffu, high ? grown[0][1] : grown[1][1], 16);
-            float mixed = (odd_one ? two : one) + __shfl_xor_sync(0xffffffffu, odd_one ? one : two, 8);
-            mixed += __shfl_xor_sync(0xffffffffu, mixed, 4);
-            if (!(lane & 4)) rows[own * CHUNK + 16 * t + (high ? 8 : 0) + lane % 4 * 2 + (odd_one ? 1 : 0)] = mixed;
+            write_columns(rows + own * CHUNK + 16 * t, grown, lane);
         }
         float skip = d[h];
 #pragma unroll
@@ -270,8 +279,8 @@ ssd_back(const T *x, const T *b, const T *c, const float *d, const float *number
 #pragma unroll
             for (int p = 0; p < P / 32; p++) write_32(to + 32 * p, q + 4 * p, half, t < TIME);
             all = row_sum(all), skips = row_sum(skips);
-            float left = row_sum(leaves[half]) * to_after[half] * own_dt[half];
-            if (lane % 4 == 0) by_step[row] = all, by_sum[row] = own_dt[half] * all, left_behind[row] = left, skipped[row] = skips;
+            float own_column = row_sum(column_sum[half]);
+            if (lane % 4 == 0) by_step[row] = all, columns[row] = own_column, skipped[row] = skips;
         }
     }
 

@@ -73,7 +73,7 @@ impl Op for ChunkedScan {
     /// For every head: y, the state, and what a chunk needs.
     fn workspace(&self, x: &[Meta]) -> usize {
         let s = Sizes::of(x);
-        s.batch * s.heads * (s.time * s.p + s.p * s.n + temporary(self.length(x), s.p))
+        s.batch * s.heads * (s.time * s.p + s.p * s.n + temporary(self.length(x), 1, s.p))
     }
 
     fn cpu(&self, x: &[View], y: &mut [ViewMut], work: &mut [f32]) {
@@ -246,6 +246,6 @@ impl Places {
     }
 
     fn all(&self, length: usize) -> usize {
-        self.shared + temporary(length, self.width)
+        self.shared + temporary(length, 2, self.width)
     }
 }

@@ -144,6 +144,7 @@ impl<'v> Inputs<'v> {
         let Sizes { time, heads, p, n, .. } = self.s;
         let (row, square) = (heads * p, self.length);
         let (scores, temp) = work.temp.split_at_mut(square * square);
+        let (weights, temp) = temp.split_at_mut(square * square);
         let incoming = |t: usize| &dy[(b * time + t) * row + h * p..][..p];
         work.ahead.fill(0.0);
         for k in (0..self.chunks).rev() {
@@ -154,51 +155,63 @@ impl<'v> Inputs<'v> {
             let start = &states[k * p * n..][..p * n];
             let after = |i: usize| exp(total - sums[i]);
             let (x, enters, reads) = (self.values(b, h, t0), self.enters(b, h, t0), self.reads(b, h, t0));
-            let mut by_sum = [0.0f32; MOST_CHUNK]; // gradients with respect to `sums`
-            let mut to_end = exp(total) * dot(work.ahead, start);
+            // A decay is a factor of all that passes it: `past` is what a position has from earlier ones, less what later ones have from it; `left` is what it
+            // adds to the state after the chunk. Large terms cancel in sums of `past`, so both sides come from the same products.
+            let (mut past, mut left) = ([0.0f32; MOST_CHUNK], [0.0f32; MOST_CHUNK]);
+            let through = exp(total) * dot(work.ahead, start);
 
-            // dC, whose product with C is that of dy and y, without d x.
+            // dC. First only its part from the state, whose product with C is that of dy and this part of y.
             let dc = &mut temp[..count * n];
             gemm(dc, n, Into::Replace, count, p, n, dys, Mat::rows(start, n), 1.0, false);
-            dc.chunks_mut(n).zip(&sums).for_each(|(row, s)| row.iter_mut().for_each(|v| *v *= exp(*s)));
-            gemm(scores, square, Into::Replace, count, p, count, dys, x.t(), 1.0, false);
-            self.decayed(scores, count, &sums, |j| dt[j]);
-            gemm(dc, n, Into::Add, count, count, n, Mat::rows(scores, square), enters, 1.0, false);
+            for (i, dc) in dc.chunks_mut(n).enumerate() {
+                dc.iter_mut().for_each(|v| *v *= exp(sums[i]));
+                past[i] = dot(dc, &self.c[reads.offset + i * reads.row..][..n]);
+            }
+            gemm(weights, square, Into::Replace, count, p, count, dys, x.t(), 1.0, false);
+            self.decayed(weights, count, &sums, |j| dt[j]);
+            gemm(dc, n, Into::Add, count, count, n, Mat::rows(weights, square), enters, 1.0, false);
             for (i, dc) in dc.chunks(n).enumerate() {
-                by_sum[i] = dot(dc, &self.c[reads.offset + i * reads.row..][..n]);
                 work.dc[(t0 + i) * n..][..n].iter_mut().zip(dc).for_each(|(sum, v)| *sum += v);
             }
 
             // dB.
             let db = &mut work.db[t0 * n..][..count * n];
-            gemm(db, n, Into::Add, count, count, n, Mat::rows(scores, square).t(), reads, 1.0, false);
-            let left = self.scaled(temp, count, |i| (self.value(b, h, t0 + i), dt[i] * after(i)));
-            gemm(db, n, Into::Add, count, p, n, left, Mat::rows(work.ahead, n), 1.0, false);
+            gemm(db, n, Into::Add, count, count, n, Mat::rows(weights, square).t(), reads, 1.0, false);
+            let values = self.scaled(temp, count, |i| (self.value(b, h, t0 + i), dt[i] * after(i)));
+            gemm(db, n, Into::Add, count, p, n, values, Mat::rows(work.ahead, n), 1.0, false);
 
             // dx without its dt, whose product with x is the gradient with respect to dt as a factor.
             let dx = &mut out.dx[t0 * p..][..count * p];
             gemm(dx, p, Into::Replace, count, n, p, enters, Mat::rows(work.ahead, n).t(), 1.0, false);
             for (i, dx) in dx.chunks_mut(p).enumerate() {
                 dx.iter_mut().for_each(|v| *v *= after(i));
-                to_end += dt[i] * dot(dx, self.value(b, h, t0 + i));
+                left[i] = dt[i] * dot(dx, self.value(b, h, t0 + i));
             }
             gemm(scores, square, Into::Replace, count, n, count, reads, enters.t(), 1.0, false);
+            for i in 0..count {
+                weights[i * square + i] = 0.0; // passes no decay
+                let (scores, weights) = (&scores[i * square..][..count], &weights[i * square..][..count]);
+                past[i] += dot(scores, weights);
+                past.iter_mut().zip(scores).zip(weights).for_each(|((sum, s), w)| *sum -= s * w);
+            }
             self.decayed(scores, count, &sums, |_| 1.0);
             gemm(dx, p, Into::Add, count, count, p, Mat::rows(scores, square).t(), dys, 1.0, false);
             let mut skip = 0.0;
             for (i, dx) in dx.chunks_mut(p).enumerate() {
                 let (x, dy) = (self.value(b, h, t0 + i), incoming(t0 + i));
                 out.ddt[t0 + i] = dot(dx, x);
-                by_sum[i] -= dt[i] * out.ddt[t0 + i];
                 skip += dot(dy, x);
                 dx.iter_mut().zip(dy).for_each(|(v, dy)| *v = *v * dt[i] + self.d[h] * dy);
             }
 
-            // A decay is in the sums of its position and of all later ones, and in what the chunk leaves behind.
-            let mut suffix = crate::mutant!("ssd-gradient-ends-with-the-chunk", to_end, 0.0);
+            let (mut earlier, mut later) = (0.0, through);
+            for i in self.order(count) {
+                out.decay[t0 + i] = earlier;
+                earlier += crate::mutant!("ssd-gradient-ends-with-the-chunk", left[i], 0.0);
+            }
             for i in self.order(count).rev() {
-                suffix += by_sum[i];
-                out.decay[t0 + i] = suffix;
+                later += past[i];
+                out.decay[t0 + i] += later;
             }
             out.dd[k] = skip;
             let left = self.scaled(temp, count, |i| (incoming(t0 + i), exp(sums[i])));
@@ -207,9 +220,9 @@ impl<'v> Inputs<'v> {
     }
 }
 
-/// Elements of temporary memory for a head whose chunks have this length: scores, and rows of this width.
-pub fn temporary(length: usize, width: usize) -> usize {
-    length * (length + width)
+/// Elements of temporary memory for a head whose chunks have this length: matrices of two positions, and rows of this width.
+pub fn temporary(length: usize, matrices: usize, width: usize) -> usize {
+    length * (matrices * length + width)
 }
 
 /// state [p, n] = keep * state + left^T right, where left is [count, p] and right [count, n].

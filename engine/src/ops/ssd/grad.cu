@@ -2,8 +2,7 @@
 // the gradient with respect to the state in registers. Heads of a block add to the same f32 dB and dC, [PARTS, batch, time, GROUPS, N].
 //
 // With P_ij = C_i B_j decay(i, j) and S_ij = dy_i x_j, of positions j <= i: q_j = sum of P_ij dy_i + decay(end, j) ahead B_j, dx = dt q + d dy, where `ahead`
-// [P, N] is the gradient with respect to the state after the chunk. y without d x is linear in C, and in dt x: so the gradient with respect to the sums of
-// decays is C dC - dt x q, and what the chunk leaves behind is linear in its last sum.
+// [P, N] is the gradient with respect to the state after the chunk. The gradient of a decay is made of sums of E_ij = P_ij S_ij dt_j; see back.cu.
 #define HELD (SHARED_BY / PARTS)
 
 // A warp's 16 rows of sums, added to those of earlier heads.
@@ -30,9 +29,10 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
     T *hs = cs + CHUNK * N_PITCH, *gs = hs + 16 * P_TILES * N_PITCH; // the state before the chunk, and the gradient with respect to that after it
     float *numbers = (float *)(gs + 16 * P_TILES * N_PITCH);
     Decays of = {numbers, numbers + CHUNK, numbers + 2 * CHUNK, numbers + 3 * CHUNK};
-    float *by_sum = numbers + DECAYS, *by_step = by_sum + CHUNK, *left_behind = by_step + CHUNK, *skipped = left_behind + CHUNK;
+    float *past = numbers + DECAYS, *by_step = past + CHUNK, *left_behind = by_step + CHUNK, *skipped = left_behind + CHUNK;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = 16 * warp;
-    float *scratch = skipped + CHUNK + warp * (SCRATCH);
+    float *rows = skipped + CHUNK; // of E, added over j by each warp: [WARPS, CHUNK]
+    float *scratch = rows + WARPS * CHUNK + warp * (SCRATCH);
     int segment = blockIdx.x % SEGMENTS, part = blockIdx.x / SEGMENTS % PARTS, group = blockIdx.x / SEGMENTS / PARTS % GROUPS;
     u64 batch = blockIdx.x / SEGMENTS / PARTS / GROUPS;
     const u64 x_step = X_ROW, b_step = B_ROW, c_step = C_ROW, y_step = HEADS * P;
@@ -79,6 +79,15 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
                 for (int n = 0; n < N_TILES; n++)
 #pragma unroll
                     for (int j = 0; j < 8; j++) sum[n][j / 4][j % 4] *= of.from_start[m + row_of(j % 4, lane)];
+                // What y has from the state, times dy.
+                float along[2] = {};
+#pragma unroll
+                for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+                    for (int j = 0; j < 8; j++)
+                        along[j % 4 / 2] += sum[n][j / 4][j % 4] * to_float(cs[(m + row_of(j % 4, lane)) * N_PITCH + 16 * n + j / 4 * 8 + column_of(j % 4, lane)]);
+                along[0] = row_sum(along[0]), along[1] = row_sum(along[1]);
+                if (lane % 4 == 0) past[m + lane / 4] = along[0], past[m + lane / 4 + 8] = along[1];
 #pragma unroll 1
                 for (int t = 0; t <= m; t += 16) {
                     float score[2][4] = {};
@@ -94,14 +103,6 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
 #pragma unroll
                     for (int n = 0; n < N_TILES; n++) by_columns(sum[n], left, bs, N_PITCH, t, 16 * n, lane);
                 }
-                float along[2] = {};
-#pragma unroll
-                for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-                    for (int j = 0; j < 8; j++)
-                        along[j % 4 / 2] += sum[n][j / 4][j % 4] * to_float(cs[(m + row_of(j % 4, lane)) * N_PITCH + 16 * n + j / 4 * 8 + column_of(j % 4, lane)]);
-                along[0] = row_sum(along[0]), along[1] = row_sum(along[1]);
-                if (lane % 4 == 0) by_sum[m + lane / 4] = along[0], by_sum[m + lane / 4 + 8] = along[1];
                 add_rows(dc, sum, held == 0, t0, m, lane);
             }
 
@@ -119,7 +120,7 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
 #pragma unroll
                 for (int n = 0; n < N_TILES; n++) by_columns(sum[n], left, gs, N_PITCH, 16 * p, 16 * n, lane);
             }
-            float end[2] = {of.to_end[m + lane / 4], of.to_end[m + lane / 4 + 8]}, leaves[2] = {}, all[2] = {}, skips[2] = {};
+            float end[2] = {of.to_end[m + lane / 4], of.to_end[m + lane / 4 + 8]}, leaves[2] = {}, all[2] = {}, skips[2] = {}, column_sum[2] = {};
 #pragma unroll
             for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -131,9 +132,15 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
                     q[p][j / 4][j % 4] *= end[j % 4 / 2];
                     leaves[j % 4 / 2] += q[p][j / 4][j % 4] * to_float(xs[(m + row_of(j % 4, lane)) * P_PITCH + 16 * p + j / 4 * 8 + column_of(j % 4, lane)]);
                 }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float left = own_dt[half] * row_sum(leaves[half]);
+                if (lane % 4 == 0) left_behind[m + lane / 4 + 8 * half] = left;
+            }
 #pragma unroll 1
             for (int t = m; t < CHUNK; t += 16) {
-                float score[2][4] = {}, both[2][4] = {}, factor[2][4];
+                float score[2][4] = {}, both[2][4] = {}, grown[2][2] = {};
+                bool diagonal = t == m && lane / 8 == lane % 4, odd = diagonal && (lane & 4), even = diagonal && !(lane & 4);
 #pragma unroll
                 for (int n = 0; n < N_TILES; n++) by_rows(score, left_rows(bs, N_PITCH, m, 16 * n), cs, N_PITCH, t, 16 * n, lane);
 #pragma unroll
@@ -142,14 +149,16 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
                 for (int j = 0; j < 8; j++) {
                     int to = t + j / 4 * 8 + column_of(j % 4, lane);
                     float f = t > m || to >= m + row_of(j % 4, lane) ? two_to(of.sum[to] - here[j % 4 / 2]) : 0.0f;
-                    factor[j / 4][j % 4] = f;
+                    both[j / 4][j % 4] *= f * own_dt[j % 4 / 2];
+                    // E, without its diagonal.
+                    float own = j / 4 == j % 4 / 2 && (j % 2 ? odd : even) ? 0.0f : score[j / 4][j % 4];
+                    column_sum[j % 4 / 2] += own * both[j / 4][j % 4], grown[j / 4][j % 2] += own * both[j / 4][j % 4];
                     score[j / 4][j % 4] *= f;
                 }
+                write_columns(rows + warp * CHUNK + t, grown, lane);
                 Left left = left_sums(score, scratch, lane);
 #pragma unroll
                 for (int p = 0; p < P_TILES; p++) by_columns(q[p], left, dys, P_PITCH, t, 16 * p, lane);
-#pragma unroll
-                for (int j = 0; j < 8; j++) both[j / 4][j % 4] *= factor[j / 4][j % 4] * own_dt[j % 4 / 2];
                 left = left_sums(both, scratch, lane);
 #pragma unroll
                 for (int n = 0; n < N_TILES; n++) by_columns(sum[n], left, cs, N_PITCH, t, 16 * n, lane);
@@ -175,11 +184,8 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
                         if (P % 2 != 0 && column < P) from_float(own[0], to[column]);
                         if (P % 2 != 0 && column + 1 < P) from_float(own[1], to[column + 1]);
                     }
-                leaves[half] = row_sum(leaves[half]), all[half] = row_sum(all[half]), skips[half] = row_sum(skips[half]);
-                if (lane % 4 == 0) {
-                    by_sum[row] -= own_dt[half] * all[half], by_step[row] = all[half];
-                    left_behind[row] = own_dt[half] * leaves[half], skipped[row] = skips[half];
-                }
+                all[half] = row_sum(all[half]), skips[half] = row_sum(skips[half]), column_sum[half] = row_sum(column_sum[half]);
+                if (lane % 4 == 0) past[row] -= column_sum[half], by_step[row] = all[half], skipped[row] = skips[half];
             }
             float keep = of.from_start[CHUNK - 1], product = 0.0f;
 #pragma unroll
@@ -193,13 +199,25 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
             }
             product = block_sum(product); // and a barrier: the numbers of all rows are there
             if (warp == 0) {
-                float leaves = 0.0f, sum_dd = 0.0f;
-                for (int i = lane; i < CHUNK; i += 32) leaves += left_behind[i], sum_dd += skipped[i];
-                // A decay is in the sums of its position and of all later ones, and in what the chunk leaves behind.
-                float later = warp_sum(leaves) + keep * product;
+                float earlier = 0.0f, later = keep * product, sum_dd = 0.0f;
+                // What positions before this one leave behind.
+                for (int i0 = 0; i0 < CHUNK; i0 += 32) {
+                    int i = i0 + lane;
+                    float v = i < CHUNK ? left_behind[i] : 0.0f;
+#pragma unroll
+                    for (int by = 1; by < 32; by *= 2) {
+                        float other = __shfl_up_sync(0xffffffffu, v, by);
+                        if (lane >= by) v += other;
+                    }
+                    float before = __shfl_up_sync(0xffffffffu, v, 1);
+                    if (i < CHUNK) left_behind[i] = earlier + (lane > 0 ? before : 0.0f), sum_dd += skipped[i];
+                    earlier += __shfl_sync(0xffffffffu, v, 31);
+                }
+                // Rows, columns and what came from the state: from this position to the last.
                 for (int i0 = (CHUNK - 1) / 32 * 32; i0 >= 0; i0 -= 32) {
                     int i = i0 + lane;
-                    float v = i < CHUNK ? by_sum[i] : 0.0f;
+                    float v = i < CHUNK ? past[i] : 0.0f;
+                    for (int w = 0; i < CHUNK && w <= i / 16; w++) v += rows[w * CHUNK + i];
 #pragma unroll
                     for (int by = 1; by < 32; by *= 2) {
                         float other = __shfl_down_sync(0xffffffffu, v, by);
@@ -208,7 +226,7 @@ ssd_grad(const T *x, const float *dt, const float *decay, const T *b, const T *c
                     v += later;
                     if (i < CHUNK && t0 + i < TIME) {
                         u64 at = (first_row + (u64)place(t0 + i)) * HEADS + h;
-                        ddt[at] = by_step[i], ddecay[at] = v;
+                        ddt[at] = by_step[i], ddecay[at] = v + left_behind[i];
                     }
                     later = __shfl_sync(0xffffffffu, v, 0);
                 }

@@ -14,9 +14,9 @@ fn bytes(s: &Sizes, chunk: usize, size: usize, [rows, columns, states, numbers]:
     size * tiles + 4 * (numbers * chunk + scratch)
 }
 
-/// Shared memory of the gradient's kernel, the largest.
+/// Shared memory of the gradient's kernel, the largest; each warp, of 16 positions, adds up rows.
 pub fn grad_bytes(s: &Sizes, chunk: usize, size: usize) -> usize {
-    bytes(s, chunk, size, [2, 2, 2, 8])
+    bytes(s, chunk, size, [2, 2, 2, 8 + chunk / 16])
 }
 
 /// What the launches of one op have in common.

@@ -185,6 +185,16 @@ fn scan<'g>(x: &[Var<'g>]) -> Scan<'g> {
     Scan { x: x[0], dt: x[1] * 0.15, decay: x[2] * -0.15, b: x[3], c: x[4], d: x[5] }
 }
 
+/// Decays of -1 to -4: what a position adds is all but gone two positions on, so that the decay's gradient is small beside the terms that cancel in it.
+fn forgetful<'g>(x: &[Var<'g>]) -> Scan<'g> {
+    Scan { decay: x[2] * -2.0, ..scan(x) }
+}
+
+/// The same from one rate for each head, as a model has it: the gradient of a rate is a sum over all positions.
+fn by_rate<'g>(x: &[Var<'g>]) -> Scan<'g> {
+    Scan { dt: x[1], decay: x[1] * x[2] * -2.0, ..scan(x) }
+}
+
 fn chunked<'g>(x: &[Var<'g>], reverse: bool, chunk: usize) -> Vec<Var<'g>> {
     let op = ChunkedScan { reverse, chunk, ..ChunkedScan::default() };
     vec![x[0].recorder().op(op, &scan(x).inputs())[0]]
@@ -192,10 +202,13 @@ fn chunked<'g>(x: &[Var<'g>], reverse: bool, chunk: usize) -> Vec<Var<'g>> {
 
 macro_rules! inputs {
     ($batch:literal, $time:literal, $heads:literal, $p:literal, $groups:literal, $n:literal) => {
+        inputs!($batch, $time, $heads, $p, $groups, $n, [$batch, $time, $heads])
+    };
+    ($batch:literal, $time:literal, $heads:literal, $p:literal, $groups:literal, $n:literal, $decays:expr) => {
         &[
             In(&[$batch, $time, $heads, $p], Fill::Normal),
             In(&[$batch, $time, $heads], Fill::Positive),
-            In(&[$batch, $time, $heads], Fill::Positive),
+            In(&$decays, Fill::Positive),
             In(&[$batch, $time, $groups, $n], Fill::Normal),
             In(&[$batch, $time, $groups, $n], Fill::Normal),
             In(&[$heads], Fill::Normal),
@@ -203,6 +216,7 @@ macro_rules! inputs {
     };
 }
 
+const FAR: &str = "sums of strong decays reach -300 in a chunk, and differences of them lose digits in f32";
 const INSIDE: &str = "decayed scores and states are rounded as operands of tensor cores";
 
 /// Cases that check and time the ops of this module.
@@ -222,6 +236,15 @@ pub const CASES: &[Case] = &[
     Case::new("shared chunks, six heads", inputs!(1, 260, 6, 64, 1, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE),
     // On a GPU of four multiprocessors: three segments, of two chunks but for the last.
     Case::new("shared chunks, segments", inputs!(1, 520, 3, 64, 1, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE),
+    // Strong decays, in these kernels and in those for every shape.
+    Case::new("shared chunks, strong decays", inputs!(1, 200, 2, 64, 1, 64), |x| vec![ssd(forgetful(x), false)])
+        .rounds(6.0, INSIDE)
+        .inexact(4e-5, FAR),
+    Case::new("shared chunks, rates", inputs!(1, 260, 2, 64, 1, 128, [2]), |x| vec![ssd(by_rate(x), true)])
+        .rounds(6.0, INSIDE)
+        .inexact(4e-5, FAR),
+    Case::new("strong decays", inputs!(2, 90, 2, 24, 1, 16), |x| vec![ssd(forgetful(x), true)]).rounds(6.0, INSIDE).inexact(4e-5, FAR),
+    Case::new("rates", inputs!(1, 130, 2, 32, 1, 48, [2]), |x| vec![ssd(by_rate(x), false)]).rounds(6.0, INSIDE).inexact(4e-5, FAR),
     Case::new(
         "decode",
         &[

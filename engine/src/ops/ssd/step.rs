@@ -111,7 +111,7 @@ impl Op for SsdLast {
     /// For every head: y, which nobody reads, and what a chunk needs.
     fn workspace(&self, x: &[Meta]) -> usize {
         let s = Sizes::of(x);
-        s.batch * s.heads * (s.time * s.p + temporary(s.time.min(MOST_CHUNK), s.p))
+        s.batch * s.heads * (s.time * s.p + temporary(s.time.min(MOST_CHUNK), 1, s.p))
     }
 
     fn cpu(&self, x: &[View], last: &mut [ViewMut], work: &mut [f32]) {

@@ -157,6 +157,14 @@ pub struct Slice {
     pub end: usize,
 }
 
+impl Slice {
+    /// Into how many equal sections the dimension is cut, if this is one of them and there are others.
+    pub fn sections(&self, x: &Meta) -> Option<usize> {
+        let (all, own) = (x.shape[self.axis], self.end - self.start);
+        (own < all && all.is_multiple_of(own) && self.start.is_multiple_of(own)).then_some(all / own)
+    }
+}
+
 impl Op for Slice {
     view_op!("slice");
 
@@ -168,8 +176,16 @@ impl Op for Slice {
         vec![x[0].with(&shape)]
     }
 
+    /// The other dimensions; and its own, where it is one of equal sections and a rank has a part of each.
     fn axes(&self, x: &[Meta], _: usize) -> Vec<Axis> {
-        (0..x[0].rank()).filter(|&d| d != self.axis).map(|d| Axis::new([Share::Dim(d)], [Share::Dim(d)])).collect()
+        let others = (0..x[0].rank()).filter(|&d| d != self.axis).map(|d| Axis::new([Share::Dim(d)], [Share::Dim(d)]));
+        let sections = self.sections(&x[0]).map(|n| Axis::new([Share::Sections(self.axis, n)], [Share::Dim(self.axis)]));
+        others.chain(sections).collect()
+    }
+
+    fn part(&self, x: &[Meta], axis: usize, parts: usize, _: usize) -> Option<Arc<dyn Op>> {
+        let own = axis + 1 == x[0].rank();
+        own.then(|| Arc::new(Slice { axis: self.axis, start: self.start / parts, end: self.end / parts }) as Arc<dyn Op>)
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {

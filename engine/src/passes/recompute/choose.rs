@@ -1,7 +1,7 @@
 //! Chooses which forward values are recomputed.
 
 use super::layers::Layers;
-use super::{forward, wanted};
+use super::{Late, wanted};
 use crate::graph::{Graph, Kind, Node, Value};
 use crate::ops::norm::RmsNorm;
 use crate::ops::norm::add::AddRmsNorm;
@@ -77,7 +77,7 @@ struct Choice<'a> {
     /// Forward values that backward nodes read.
     wanted: HashMap<Value, Vec<usize>>,
     readers: Vec<Vec<usize>>,
-    forward: usize,
+    late: Late,
     again: HashSet<Value>,
     /// Values that a recomputation reads.
     needed: HashSet<Value>,
@@ -87,8 +87,8 @@ impl<'a> Choice<'a> {
     fn new(g: &'a Graph) -> Choice<'a> {
         let roots = view_roots(g);
         let results = g.roots().map(|v| roots[v.node].unwrap_or(v)).collect();
-        let (readers, forward) = (g.readers(), forward(g));
-        Choice { g, roots, results, wanted: wanted(g), readers, forward, again: HashSet::new(), needed: HashSet::new() }
+        let (readers, late) = (g.readers(), Late::new(g));
+        Choice { g, roots, results, wanted: wanted(g), readers, late, again: HashSet::new(), needed: HashSet::new() }
     }
 
     /// Whether a value may be recomputed: it is memory-bound, and not kept until the end anyway.
@@ -109,7 +109,7 @@ impl<'a> Choice<'a> {
 
     /// A backward pointwise node that reads all inputs of this pointwise value.
     fn beside(&self, v: Value) -> Option<usize> {
-        super::side::beside(self.g, &self.readers, self.forward, v).next()
+        super::side::beside(self.g, &self.readers, &self.late, v).next()
     }
 
     /// The backward node of the norm that computes this value, which can recompute it.

@@ -7,7 +7,7 @@ mod side;
 use super::pattern::Rewrite;
 use super::{Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Value};
+use crate::graph::{Graph, Init, Kind, Node, Value};
 use crate::meta::DType;
 use crate::plan::view_roots;
 use crate::record::{Recorder, Var};
@@ -100,17 +100,18 @@ impl Pass for Recompute {
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let mut again = chosen(g, settings, receipt)?;
         let given = side::arrange(g, &mut again);
-        let forward = forward(g);
+        let (late, roots) = (Late::new(g), view_roots(g));
         let mut copies = Copies { again: &again, given: &given, made: HashMap::new(), flops: 0, ops: 0 };
         let mut total = 0;
         g.rewrite(|w, i, node, inputs| {
             if let Kind::Op(op) = &node.kind {
                 total += op.cost(&w.old.inputs(i)).flops;
             }
-            if !node.backward || i <= forward || node.is_view() {
+            if !node.backward || node.is_view() {
                 return Ok::<_, Error>(None);
             }
-            let again: Vec<Var> = node.inputs.iter().map(|&v| copies.of(w, v)).collect();
+            let is_late = |v: Value| late.reads(i, roots[v.node].unwrap_or(v));
+            let again: Vec<Var> = node.inputs.iter().map(|&v| if is_late(v) { copies.of(w, v) } else { w.at(v) }).collect();
             w.recorder.set_place(node);
             Ok((again.iter().zip(inputs).any(|(a, b)| a.value() != b.value())).then(|| w.keep(node, &again)))
         })?;
@@ -171,20 +172,48 @@ fn chosen(g: &Graph, settings: &Settings, receipt: &mut Receipt) -> Result<HashS
     })
 }
 
-/// The last node of the forward pass. Gradients that `hoist` moved before it read the original values.
-fn forward(g: &Graph) -> usize {
-    g.nodes.iter().rposition(|n| !n.backward && n.block != 0).unwrap_or(0)
+/// Which backward nodes read a forward value so late that it is worth recomputing. Gradients that `hoist` moved into the forward pass, to where their inputs are, read
+/// the original values. But where a step adds up two losses, a whole backward pass stands before the other loss's forward pass.
+struct Late {
+    /// The last node of the last forward pass.
+    forward: usize,
+    /// Node -> the first node of another block after it.
+    left: Vec<usize>,
 }
 
-/// Forward values that backward nodes read, looking through views, each with those nodes.
+impl Late {
+    fn new(g: &Graph) -> Late {
+        let in_block = |n: &Node| !n.backward && n.block != 0;
+        let forward = g.nodes.iter().rposition(in_block).unwrap_or(0);
+        let mut left = vec![usize::MAX; g.nodes.len()];
+        // The next node that belongs to a block, and the next after it of another block.
+        let mut next = (0, usize::MAX, usize::MAX);
+        for (i, n) in g.nodes.iter().enumerate().rev().filter(|(_, n)| in_block(n)) {
+            if n.block != next.0 {
+                next = (n.block, i, next.1);
+            }
+            next.1 = i;
+            left[i] = next.2;
+        }
+        Late { forward, left }
+    }
+
+    fn reads(&self, reader: usize, v: Value) -> bool {
+        reader > self.forward || self.left[v.node] < reader
+    }
+}
+
+/// Forward values that backward nodes read late, looking through views, each with those nodes.
 fn wanted(g: &Graph) -> HashMap<Value, Vec<usize>> {
-    let (roots, forward) = (view_roots(g), forward(g));
+    let (roots, late) = (view_roots(g), Late::new(g));
     let mut wanted: HashMap<Value, Vec<usize>> = HashMap::new();
-    for (i, node) in g.nodes.iter().enumerate().filter(|(i, n)| n.backward && *i > forward && !n.is_view()) {
+    for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.backward && !n.is_view()) {
         for &v in &node.inputs {
             let v = roots[v.node].unwrap_or(v);
             let made = &g.nodes[v.node];
-            if !made.is_source() && (!made.backward || v.node <= forward) {
+            // A gradient that was hoisted is there when the last forward pass ends, like a forward value.
+            let is_forward = !made.backward || (v.node <= late.forward && i > late.forward);
+            if !made.is_source() && is_forward && late.reads(i, v) {
                 wanted.entry(v).or_default().push(i);
             }
         }

@@ -1,7 +1,7 @@
 //! Forward values that a backward kernel recomputes beside its own results, because it reads their inputs anyway.
 
 use super::choose::is_norm;
-use super::{forward, wanted};
+use super::{Late, wanted};
 use crate::graph::{Graph, Kind, Value};
 use crate::ops::norm::add::AddRmsNormGrad;
 use crate::ops::norm::{RmsNorm, RmsNormGrad};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 const SHARE: usize = 4;
 
 /// Backward pointwise nodes of v's shape that read all inputs of the pointwise op that computes `v`.
-pub fn beside<'a>(g: &'a Graph, readers: &'a [Vec<usize>], forward: usize, v: Value) -> impl Iterator<Item = usize> + 'a {
+pub fn beside<'a>(g: &'a Graph, readers: &'a [Vec<usize>], late: &'a Late, v: Value) -> impl Iterator<Item = usize> + 'a {
     let n = &g.nodes[v.node];
     let arithmetic = n.op::<Pointwise>().is_some() && !n.is_cast();
     // Search only the readers of the input with the fewest readers.
@@ -22,7 +22,7 @@ pub fn beside<'a>(g: &'a Graph, readers: &'a [Vec<usize>], forward: usize, v: Va
     let reads_all = move |&m: &usize| {
         let other = &g.nodes[m];
         other.backward
-            && m > forward
+            && late.reads(m, v)
             && other.op::<Pointwise>().is_some()
             && other.outputs[0].shape == n.outputs[0].shape
             && n.inputs.iter().all(|w| other.inputs.contains(w))
@@ -60,7 +60,7 @@ pub fn arrange(g: &mut Graph, again: &mut HashSet<Value>) -> HashMap<Value, Valu
         let begin = |m: usize| g.nodes[m].inputs.iter().map(|v| v.node).max_by_key(|&n| order.place[n]).unwrap_or(m);
         let by = match norm {
             true => gradient(g, &order.readers, v).min_by_key(|&m| order.place[m]),
-            false => beside(g, &order.readers, order.forward, v).min_by_key(|&m| order.place[m]).map(begin),
+            false => beside(g, &order.readers, &order.late, v).min_by_key(|&m| order.place[m]).map(begin),
         };
         match by.filter(|&m| order.put_behind(g, m, &order.users(again, v), g.meta(v).bytes() / SHARE)) {
             Some(m) if norm => drop(given.insert(v, give(g, m, v))),
@@ -83,7 +83,7 @@ struct Order {
     nodes: Vec<usize>,
     place: Vec<usize>,
     readers: Vec<Vec<usize>>,
-    forward: usize,
+    late: Late,
     roots: Vec<Option<Value>>,
     wanted: HashMap<Value, Vec<usize>>,
     /// Value -> recomputed values that read it.
@@ -105,7 +105,7 @@ impl Order {
             node.inputs.iter().for_each(|v| read_by.entry(root(v)).or_default().push(i));
         }
         let all: Vec<usize> = (0..g.nodes.len()).collect();
-        Order { nodes: all.clone(), place: all, readers: g.readers(), forward: forward(g), wanted: wanted(g), roots, makes, read_by }
+        Order { nodes: all.clone(), place: all, readers: g.readers(), late: Late::new(g), wanted: wanted(g), roots, makes, read_by }
     }
 
     /// Backward nodes that read `v`, or a value that is recomputed from it.

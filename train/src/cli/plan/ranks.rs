@@ -30,7 +30,7 @@ pub struct RankArgs {
     /// With --ranks or --scaling: how long a step of one rank took, as measured; estimates of arithmetic are scaled to it
     #[arg(long, value_name = "MS")]
     step_ms: Option<f64>,
-    /// With --scaling: microseconds that the loader takes for an example; every rank makes those of all ranks, on a thread beside the step
+    /// With --scaling: microseconds that the loader takes for an example, on a thread beside the step; every rank makes its own, or those of all ranks where examples differ in how many targets count
     #[arg(long, value_name = "US", default_value_t = 0.0, requires = "scaling")]
     example_us: f64,
     /// Prints a table of step times against numbers of GPUs, such as 1,8,64,1024; each GPU has `train.batch` examples a step
@@ -81,8 +81,8 @@ pub struct Exchanged {
     /// What estimated arithmetic is multiplied by.
     speed: f64,
     wires: Wires,
-    /// Seconds in which the loader makes an example.
-    example: f64,
+    /// Seconds in which the loader makes an example, and whether a rank makes only its own.
+    example: (f64, bool),
 }
 
 /// Of one sort: how many, bytes of the whole tensors, seconds, and of these the ones in which nothing is computed.
@@ -118,8 +118,8 @@ impl Step {
 
 impl Exchanged {
     pub fn of(task: &dyn Task, compiled: &[(&'static str, Compiled)], target: Target, a: &RankArgs) -> Exchanged {
-        let programs = compiled.iter().map(|(name, c)| (task.runs(name) as f64, events(name, c, target))).collect();
-        Exchanged { programs, alone: 0.0, speed: 1.0, wires: a.wires(), example: 1e-6 * a.example_us }
+        let programs = compiled.iter().map(|(name, c)| (task.runs(name), events(name, c, target))).collect();
+        Exchanged { programs, alone: 0.0, speed: 1.0, wires: a.wires(), example: (1e-6 * a.example_us, task.makes_own_rows()) }
     }
 
     /// Estimated seconds of arithmetic.
@@ -200,7 +200,8 @@ impl Exchanged {
             .iter()
             .map(|&sizes| {
                 let (mut step, sorts) = self.step(sizes);
-                step.loader = self.example * (examples * sizes.data) as f64;
+                let (example, own) = self.example;
+                step.loader = example * (examples * if own { 1 } else { sizes.data }) as f64;
                 let by = |group: &str| sorts.iter().filter(|(s, _)| s.group == group).fold(0.0, |sum, (_, t)| sum + t.seconds);
                 let ms = |s: f64| format!("{:.1}", 1e3 * s);
                 let rate = work * sizes.data as f64 / step.seconds();

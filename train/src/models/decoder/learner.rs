@@ -70,6 +70,10 @@ impl Model for DecoderModel {
         self.lessons.source(if train { Split::Train } else { Split::Val })
     }
 
+    fn makes_own_rows(&self) -> bool {
+        self.lessons.makes_own_rows()
+    }
+
     fn epoch(&self) -> Option<u64> {
         self.lessons.epoch()
     }

@@ -188,6 +188,11 @@ impl Lessons {
         !matches!(self.kind, Kind::Text(_))
     }
 
+    /// See `Task::makes_own_rows`.
+    pub fn makes_own_rows(&self) -> bool {
+        matches!(&self.kind, Kind::Text(text) if text.counts_all())
+    }
+
     pub fn source(&self, split: Split) -> Result<Arc<dyn Source>, TrainError> {
         Ok(match &self.kind {
             Kind::Text(text) => text.source(split == Split::Train)?,

@@ -200,8 +200,8 @@ impl Task for HrmTask {
         vec![("train", self.training()), ("act", act::graph(&self.c, self.train.batch))]
     }
 
-    fn runs(&self, program: &str) -> usize {
-        if program == "act" { 0 } else { 1 }
+    fn runs(&self, program: &str) -> f64 {
+        if program == "act" { 0.0 } else { 1.0 }
     }
 
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {

@@ -147,6 +147,10 @@ impl Model for HydraModel {
         self.text.source(train)
     }
 
+    fn makes_own_rows(&self) -> bool {
+        self.text.counts_all()
+    }
+
     fn vocab(&self) -> usize {
         self.c.vocab
     }

@@ -331,8 +331,17 @@ impl Task for Polychromic {
         all
     }
 
-    fn runs(&self, program: &str) -> usize {
-        self.inner.runs(program)
+    fn runs(&self, program: &str) -> f64 {
+        let Some(policy) = &self.policy else { return self.inner.runs(program) };
+        // Without a weight, replies are written for the evaluation only.
+        let often = if policy.objective.weight > 0.0 { 1.0 / policy.objective.every as f64 } else { 0.0 };
+        match program {
+            READ | "embed" | "policy" => often,
+            WRITE => often * (policy.writer.new_tokens - 1) as f64,
+            // `policy` takes its place.
+            "train" => 1.0 - often,
+            _ => self.inner.runs(program),
+        }
     }
 
     fn phase<'a>(&self, program: &'a str) -> &'a str {
