@@ -35,7 +35,8 @@ pub fn card(model: &Adapted, config: &Config, how: &Exporting, (whole, pruned): 
         rows.push(("weights".into(), if raw { "of the last step".into() } else { format!("averaged over steps{decay}") }));
     }
     if pruned {
-        rows.push(("2:4 sparsity".into(), "of linear layers, as in training; the losses above are of the pruned model".into()));
+        let what = if model.lora.is_some() { "adapters" } else { "linear layers" };
+        rows.push(("2:4 sparsity".into(), format!("of {what}, as in training; the losses above are of the pruned model")));
     }
     text += "| | |\n|---|---|\n";
     for (what, value) in rows {

@@ -27,7 +27,7 @@ fn a_run_with_sparse_weights_exports_what_it_computes_with() {
         let said = train(family, &run, "--steps 3 --set learning_rate=0.01 --pass sparse-2:4=auto").ok().out;
         assert!(said.contains("sparse-2:4"), "{said}");
         let said = kiln(["export", &run, "--out", &folder]).ok();
-        assert!(said.err.contains("2:4 sparsity, as the run computes with them"), "{}", said.err);
+        assert!(said.err.contains("matrices of linear layers are taken with 2:4 sparsity"), "{}", said.err);
         let card = fs::read_to_string(Path::new(&folder).join("README.md")).unwrap();
         assert!(card.contains("| 2:4 sparsity |"), "{card}");
         kiln(["prune", &folder, "--check"]).ok();

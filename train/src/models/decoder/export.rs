@@ -34,9 +34,10 @@ pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), T
     }
     let pruned = pruned_weights(model, config)?;
     if !pruned.is_empty() {
+        let what = if model.lora.is_some() { "adapters" } else { "linear layers" };
         let count = pruned.len();
         crate::warn!(
-            "note: {count} matrices are written with 2:4 sparsity, as the run computes with them; its checkpoint keeps the dense ones"
+            "note: {count} matrices of {what} are taken with 2:4 sparsity, as the run computes with them; its checkpoint keeps them dense"
         );
     }
     let card = card(model, config, how, (whole, !pruned.is_empty()));
