@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The state-space scan of Mamba-2 in PyTorch, bf16: milliseconds forward and backward, and peak memory. One line of JSON for each case and peer.
 
-    python3 peers/ssd.py [--lengths 1024,8192,65536] [--tokens 65536] [--heads 24] [--head 64] [--state 128] [--chunk 256] [--json out.json]
+    python3 peers/ssd.py [--peers compiled,mamba-ssm,attention] [--lengths 1024,8192,65536] [--tokens 65536] [--heads 24] [--head 64] [--state 128] [--chunk 256] [--json out.json]
     python3 peers/ssd.py --mamba-ssm FOLDER     # with the Triton kernels of an unpacked source package of mamba-ssm; nothing of it is built
     python3 peers/ssd.py --device cpu --tiny    # shows only that it runs, and that the peers agree with one step after another
 
@@ -128,6 +128,7 @@ def main():
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--mamba-ssm", metavar="FOLDER")
     p.add_argument("--workers", type=int, default=min(12, os.cpu_count()), help="processes that compile mamba-ssm's kernels")
+    p.add_argument("--peers", default="compiled,mamba-ssm,attention", help="which of them")
     p.add_argument("--share", help=argparse.SUPPRESS)
     p.add_argument("--json")
     a = p.parse_args()
@@ -143,6 +144,8 @@ def main():
         batch = max(1, a.tokens // time)
         width = a.heads * a.head // 2
         for name, run in [*peers(a), ("attention", None)]:
+            if name not in a.peers.split(","):
+                continue
             try:
                 if name == "attention":
                     heads = max(1, width // 64)
