@@ -65,11 +65,13 @@ print(f"{len(a)} losses, {a[min(a)]:.5f} to {a[max(a)]:.5f}, differ by {worst:.1
 sys.exit(worst > 1e-4)
 PY
 
-# train NAME RECIPE ARGS..
+# train NAME RECIPE ARGS..: decoder and hrm in their smallest preset, hydra in `small`.
 train() {
     run=$1 recipe=$2
     shift 2
-    try "$run" 60 "$kiln" train "$recipe" $steps --out "$folder/$run" "$@"
+    preset=tiny
+    [ "$recipe" = hydra ] && preset=small
+    try "$run" 60 "$kiln" train "$recipe" --preset $preset $steps --out "$folder/$run" "$@"
 }
 
 # Whether a run had so many ranks: what trained alone would pass every comparison.

@@ -118,7 +118,9 @@ fn placed(g: &Graph, ranks: &Ranks) -> Result<Option<Placed>, Error> {
         if !changed {
             sources.settle(g, ranks, group);
             let weight = |a: &Accumulation| g.nodes[a.gradient.node].inputs[1 + a.gradient.out].node;
-            let exchanged = added.iter().filter(|a| !is_term(a)).map(|a| g.nodes[weight(a)].scope.to_string()).collect();
+            // Another program may have made a sum of terms of the state: then each rank adds a share of what all have.
+            let is_whole = |a: &&Accumulation| !is_term(a) && sources.shares.get(&a.state) != Some(&Share::Sum);
+            let exchanged = added.iter().filter(is_whole).map(|a| g.nodes[weight(a)].scope.to_string()).collect();
             let terms = added.iter().filter(|a| is_term(a)).count();
             return Ok((!sources.shares.is_empty()).then_some(Placed { division, terms, exchanged }));
         }

@@ -468,15 +468,11 @@ impl<'g> Writer<'_, 'g> {
                     self.recorder.op1(Broadcast { group: self.group.clone() }, &[whole])
                 }
             },
-            // What all ranks have is the term of one of them.
+            // Of what all ranks have, each takes an equal share. All of it on one of them would need other programs: what the others need not compute, they would not exchange.
             (_, Share::Sum) => {
                 let whole = self.get(v, Share::Whole, false);
                 let is_zero = self.g.nodes[v.node].op::<Full>().is_some_and(|f| f.value == 0.0);
-                if is_zero || self.group.rank == 0 {
-                    whole
-                } else {
-                    self.recorder.op1(Full { shape: whole.shape(), value: 0.0, dtype: whole.dtype() }, &[])
-                }
+                if is_zero { whole } else { whole * (1.0 / self.group.size as f32) }
             }
             (Share::Whole, Share::Dim(axis)) => self.again(v, axis).unwrap_or_else(|| part(made, axis, self.group)),
             (Share::Dim(axis), Share::Whole) => all_gather(made, axis, self.group),

@@ -37,6 +37,8 @@ const SUMMED: &[Divided] = &[
     (HYDRA, &["train.accumulate=2"], &[([2, 1], GATHERED), ([2, 2], &[])]),
     (SMALL[2], &["train.accumulate=2"], &[([2, 1], &[])]),
     (SMALL[5], &["train.accumulate=2"], &[([2, 1], &["passes.zero=auto"])]),
+    // Three prompts are not divided: each rank computes the policy's gradient of all, beside its own part of the supervised one.
+    (SMALL[5], &["train.accumulate=2", "objective.prompts=3"], &[([2, 1], GATHERED)]),
 ];
 
 #[test]
