@@ -29,6 +29,11 @@ const STARTER: Duration = Duration::from_secs(1);
 /// Signals that come together are one.
 const ONE: Duration = Duration::from_secs(1);
 
+/// Whether `--ranks` of another process of this program started this one.
+pub fn is_started_by_ranks() -> bool {
+    std::env::var_os(PARENT).is_some()
+}
+
 /// What to go on with after a rank was lost: of so many ranks, how many are left that can divide the work, and their command line.
 pub type GoOn<'a> = &'a dyn Fn(usize) -> Option<(usize, Vec<OsString>)>;
 

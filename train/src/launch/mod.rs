@@ -13,7 +13,7 @@ mod meet;
 mod world;
 
 pub use gpus::{prepare, which as gpu_of};
-pub use local::start;
+pub use local::{is_started_by_ranks, start};
 pub use world::World;
 
 use crate::recipe::TrainError;

@@ -372,9 +372,15 @@ impl<'a> Run<'a> {
         let (out, done) = (&self.options.out, self.done);
         let drawn = draw(self.task, out, &self.name, self.task.floor())?;
         if self.interrupted && (done < self.c.steps || self.evaluated.is_none()) {
-            let program = crate::program();
+            let (program, ranks) = (crate::program(), &self.config.ranks);
+            // Under another launcher the same command of the launcher goes on.
+            let flags = match (ranks.size(), ranks.tensor.size) {
+                _ if !crate::launch::is_started_by_ranks() => String::new(),
+                (n, 1) => format!(" --ranks {n}"),
+                (n, t) => format!(" --ranks {n} --tensor {t}"),
+            };
             match done < self.c.steps {
-                true => say!("stopped after step {done}, saved; go on with: {program} train --out {} --resume", out.display()),
+                true => say!("stopped after step {done}, saved; go on with: {program} train --out {} --resume{flags}", out.display()),
                 false => say!("stopped in the last validation, saved; its figures come from: {program} eval {}", out.display()),
             }
             return Ok(Finished { step: done, interrupted: true });

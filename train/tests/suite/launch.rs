@@ -145,6 +145,7 @@ fn a_signal_saves_once() {
         let ran = end(child);
         assert_eq!(ran.code, Some(code), "{ran:#?}");
         assert_eq!(ran.out.matches("stopped after step").count(), 1, "{ran:#?}");
+        assert!(ran.out.contains("--resume --ranks 2"), "{ran:#?}");
         assert_eq!(names(&out.join("checkpoints")).len(), 1, "{ran:#?}");
         assert!(process_of_rank(&out, 0).is_none() && process_of_rank(&out, 1).is_none());
     }
