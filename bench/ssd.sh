@@ -18,7 +18,7 @@ run() {
 }
 
 # Right first: every case of the ops against the CPU in three types, the pass off and on, PyTorch's numbers.
-run ops-ssd "$kiln" check ops ssd --device "$device"
+run ops-ssd "$kiln" check ops ssd --every --device "$device"
 run ops-short-conv "$kiln" check ops short_conv --device "$device"
 run passes "$kiln" check passes --device "$device"
 for file in hrm-mamba2 decoder-mamba2; do
@@ -30,7 +30,7 @@ done
 # Two runs, bit for bit.
 rm -rf "$folder/a" "$folder/b"
 for name in a b; do
-    run "train-$name" "$kiln" train hrm --device "$device" --steps 200 --pass bf16=auto --set 'mixer="mamba2"' --set mamba_head=16 --set state=32 --out "$folder/$name"
+    run "train-$name" "$kiln" train hrm --preset sudoku --device "$device" --steps 200 --pass bf16=auto --pass cuda-graph=require --set 'mixer="mamba2"' --out "$folder/$name"
 done
 run bitwise cmp "$folder/a/checkpoints/step-00000200/model.safetensors" "$folder/b/checkpoints/step-00000200/model.safetensors"
 

@@ -34,10 +34,14 @@ enum What {
     /// Every case of every op: gradient, repeatability, fused against unfused, narrow types
     #[command(after_help = "Examples:
   kiln check ops
-  kiln check ops attention")]
+  kiln check ops attention
+  kiln check ops ssd --every --device cuda")]
     Ops {
         /// Only ops whose name has this in it
         filter: Option<String>,
+        /// On a GPU, also the large shapes that `kiln bench ops` times: kernels may divide their work otherwise there
+        #[arg(long)]
+        every: bool,
         #[command(flatten)]
         device: DeviceArgs,
     },
@@ -118,9 +122,12 @@ struct GoldenArgs {
 
 pub fn run(a: CheckArgs, recipes: Recipes) -> Result<ExitCode> {
     match a.what {
-        What::Ops { filter, device } => {
-            let device = device.open()?;
-            report(ops_called(filter)?.into_iter().flat_map(|o| op_outcomes(o, &device)))
+        What::Ops { filter, every, device } => {
+            let (ops, device) = (ops_called(filter)?, device.open()?);
+            if every && !matches!(device, Device::Cuda(..)) {
+                bail!("--every compares a GPU with the CPU: it goes with --device cuda");
+            }
+            report(ops.into_iter().flat_map(|o| op_outcomes(o, every, &device)))
         }
         What::Passes(d) => {
             let device = d.open()?;
@@ -154,8 +161,8 @@ fn ops_called(filter: Option<String>) -> Result<Vec<&'static engine::op::Entry>>
     Ok(called)
 }
 
-fn op_outcomes<'a>(op: &'a engine::op::Entry, device: &'a Device) -> impl Iterator<Item = Outcome> + 'a {
-    op.cases.iter().filter(|c| !c.bench).flat_map(|c| check_case(op.name, c, device))
+fn op_outcomes<'a>(op: &'a engine::op::Entry, every: bool, device: &'a Device) -> impl Iterator<Item = Outcome> + 'a {
+    op.cases.iter().filter(move |c| every || !c.bench).flat_map(|c| check_case(op.name, c, device))
 }
 
 fn everything(device: &Device, recipes: Recipes) -> Result<ExitCode> {
@@ -183,7 +190,7 @@ fn everything(device: &Device, recipes: Recipes) -> Result<ExitCode> {
         Ok(())
     };
     for op in ops() {
-        add(format!("op {}", op.name), &mut op_outcomes(op, device))?;
+        add(format!("op {}", op.name), &mut op_outcomes(op, false, device))?;
     }
     add("planted mistakes".into(), &mut check_planted(device).into_iter())?;
     for pass in all() {
