@@ -181,7 +181,7 @@ const FURTHER: &[Divided] = &[
 fn what_is_divided_further_trains_the_same() {
     let dir = tempfile::tempdir().unwrap();
     for (i, (of, settings, ways)) in FURTHER.iter().enumerate() {
-        let steps = ["train.steps=20", "train.eval_every=20", "train.save_every=20"];
+        let steps = ["train.steps=10", "train.eval_every=10", "train.save_every=10"];
         let at = |way: &str| dir.path().join(format!("{i}-{way}"));
         train(*of, &[&steps[..], settings].concat(), [1, 1], &at("one"), Start::New, None);
         for (k, (ranks, passes)) in ways.iter().enumerate() {

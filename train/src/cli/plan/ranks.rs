@@ -85,11 +85,13 @@ pub struct Exchanged {
     example: (f64, bool),
 }
 
-/// Of one sort: how many, bytes of the whole tensors, seconds, and of these the ones in which nothing is computed.
+/// Of one sort: how many a run of the program has, bytes of the whole tensors, how often a step runs it; seconds of a step, and of these the ones in which nothing is
+/// computed.
 #[derive(Default)]
 struct Total {
     count: usize,
     bytes: usize,
+    runs: f64,
     seconds: f64,
     exposed: f64,
 }
@@ -148,11 +150,16 @@ impl Exchanged {
                 let total = sorts.entry(e.sort.clone()).or_default();
                 total.count += 1;
                 total.bytes += e.bytes;
+                total.runs = *runs;
                 total.seconds += runs * self.wires.seconds(e.what, e.sort.group, e.bytes, sizes);
             }
             for (sort, seconds) in taken.waited {
                 sorts.entry(sort).or_default().exposed += runs * seconds;
             }
+        }
+        // One GPU is the one that was measured, whatever its part of a divided step would take.
+        if sizes.data * sizes.tensor == 1 {
+            step.compute = linear;
         }
         (step, sorts)
     }
@@ -168,16 +175,32 @@ impl Exchanged {
             data * tensor
         );
         let (step, sorts) = self.step(sizes);
-        let ms = |s: f64| format!("{:.3} ms", 1e3 * s);
         let rows: Vec<Vec<String>> = sorts
             .iter()
             .map(|(s, t)| {
                 let among = format!("{} ({})", sizes.of(s.group), s.group);
                 let (count, bytes) = (t.count.to_string(), human_bytes(t.bytes as u64));
-                vec![s.program.into(), s.what.clone(), among, s.place.into(), count, bytes, ms(t.seconds), s.runs.into(), ms(t.exposed)]
+                // What only evaluations run is no part of a step.
+                let ms = |s: f64| if t.runs == 0.0 { "-".into() } else { format!("{:.3} ms", 1e3 * s) };
+                let often = human_count(t.runs);
+                vec![
+                    s.program.into(),
+                    s.what.clone(),
+                    among,
+                    s.place.into(),
+                    count,
+                    bytes,
+                    often,
+                    ms(t.seconds),
+                    s.runs.into(),
+                    ms(t.exposed),
+                ]
             })
             .collect();
-        out!("{}", table(&["program", "exchange", "ranks", "where", "count", "bytes", "time", "runs", "waited for"], &rows));
+        out!(
+            "{}",
+            table(&["program", "exchange", "ranks", "where", "count", "bytes", "runs a step", "time a step", "how", "waited for"], &rows)
+        );
         let h = |s: f64| format!("{:.2} ms", 1e3 * s);
         out!(
             "estimated at {} GB/s in a machine and {} GB/s a GPU between machines of {}: arithmetic {}, exchanges {}, of which {} are not hidden behind arithmetic: a step of {}, {:.0}% of linear",
