@@ -69,8 +69,6 @@ pub struct Sources {
     pub shares: HashMap<usize, Share>,
     /// States that another program of the run has settled.
     pub settled: HashSet<usize>,
-    /// Weights that are never put together.
-    pub kept: HashSet<usize>,
     /// Whether sums over the ranks are scattered by tokens where ops can go on with a part of the tokens, and weights are never put together for that.
     pub by_tokens: bool,
 }
@@ -83,10 +81,7 @@ impl Sources {
             let Kind::State(s) = &node.kind else { continue };
             if let Some(share) = ranks.settled.of(group, &s.name, &node.outputs[0]) {
                 sources.settled.insert(i);
-                if share != Share::Whole {
-                    sources.shares.insert(i, share);
-                    sources.kept.insert(i);
-                }
+                sources.shares.extend((share != Share::Whole).then_some((i, share)));
             }
         }
         sources
@@ -196,14 +191,11 @@ fn axes(op: &dyn Op, have: &[Share], x: &[Meta], parts: usize) -> Vec<(usize, Ax
     counts.dedup();
     for n in counts {
         let finer = op.axes(x, parts * n);
-        let alike = |axis: &Axis| {
-            let number = finer.iter().position(|a| a == axis)?;
-            let [one, other] = [0, 1].map(|index| op.part(x, number, parts * n, index).map(|op| format!("{op:?}")));
-            (one == other).then_some(())
-        };
+        let part = |number, index| op.part(x, number, parts * n, index).map(|op| format!("{op:?}"));
+        let alike = |axis: &Axis| finer.iter().position(|a| a == axis).is_some_and(|number| part(number, 0) == part(number, 1));
         let plain = |s: &Share| matches!(s, Share::Whole | Share::Dim(_) | Share::Sum);
         let each = |shares: &[Share]| shares.iter().map(|s| s.of_each(n)).collect::<Vec<_>>();
-        let sections = all.iter().filter(|(_, a)| a.x.iter().chain(&a.y).all(plain) && alike(a).is_some());
+        let sections = all.iter().filter(|(_, a)| a.x.iter().chain(&a.y).all(plain) && alike(a));
         let sections: Vec<_> = sections.map(|(number, a)| (*number, Axis::new(each(&a.x), each(&a.y)))).collect();
         all.extend(sections);
     }
@@ -257,8 +249,8 @@ pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division
     added.retain(|a| sources.shares.get(&a.state) == Some(&Share::Sum));
     let terms: HashSet<Value> = added.iter().map(|a| a.gradient).collect();
     let sums: HashSet<usize> = added.iter().map(|a| a.sum).collect();
-    // Of weights and views of them, the weight.
-    let mut weights: Vec<Option<usize>> = vec![None; g.nodes.len()];
+    // Weights and views of them.
+    let mut weights = vec![false; g.nodes.len()];
     for (i, node) in g.nodes.iter().enumerate() {
         let have: Vec<Share> = node.inputs.iter().map(|v| d.shares[v.node][v.out]).collect();
         let (way, shares) = match &node.kind {
@@ -278,14 +270,14 @@ pub fn try_divide(g: &Graph, sources: &Sources, parts: usize) -> Result<Division
             Kind::Op(_) if sums.contains(&i) => (Way::Terms, vec![Share::Sum]),
             Kind::Op(_) if have.iter().all(|h| *h == Share::Whole) => (Way::Whole, vec![Share::Whole; node.outputs.len()]),
             Kind::Op(op) => {
-                let fixed = |v: &Value| weights[v.node].is_some_and(|w| sources.by_tokens || sources.kept.contains(&w));
+                let fixed = |v: &Value| sources.by_tokens && weights[v.node];
                 let held: Vec<Held> = node.inputs.iter().zip(&have).map(|(v, &share)| Held { share, fixed: fixed(v) }).collect();
                 way(&**op, &held, &g.inputs(i), &node.outputs, (parts, sources.by_tokens)).ok_or(i)?
             }
         };
         weights[i] = match &node.kind {
-            Kind::State(s) => matches!(s.role, Role::Param | Role::Frozen).then_some(i),
-            _ => node.inputs.first().filter(|_| node.is_view()).and_then(|v| weights[v.node]),
+            Kind::State(s) => matches!(s.role, Role::Param | Role::Frozen),
+            _ => node.is_view() && weights[node.inputs[0].node],
         };
         for (k, v) in node.inputs.iter().enumerate() {
             let need = way.need(k, have[k]);

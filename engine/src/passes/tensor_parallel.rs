@@ -3,10 +3,9 @@
 use super::partition::{Division, Sources, Way, divide, rewrite, try_divide};
 use super::{Numerics, OnRanks, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Role, State, Value};
+use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::meta::{DType, Meta};
 use crate::op::Share;
-use crate::ops::matmul::Matmul;
 use crate::ops::view::Slice;
 use crate::ranks::Ranks;
 use crate::record::Recorder;
@@ -154,45 +153,6 @@ fn with_partner(g: &Graph, sources: &mut Sources, sections: &Sections, parts: us
     None
 }
 
-/// So many floating-point operations must be saved for a byte that is summed over the ranks. By `kiln plan` for two H200 with NVLink, attention of `hydra` begins to gain
-/// at about 800 (2304 channels, compression 2), and loses 7% of a step at 150 (`hydra --preset 100m`); half of 800 and more still saves memory.
-const WORTH: u64 = 400;
-
-/// Where a division makes a matmul gather what it reads, because that is fewer bytes than the sum of its result (attention in fewer dimensions than the model has): the
-/// division with the matmul's weight divided, too, and kept so, if that is better.
-fn summed(
-    g: &Graph,
-    sources: &Sources,
-    (read, node): (Value, usize),
-    (now, least): (Price, Price),
-    of_model: &[bool],
-    sections: &Sections,
-    parts: usize,
-) -> Option<(Price, Sources, Division)> {
-    let mut weight = g.nodes[node].inputs.iter().find(|v| **v != read)?.node;
-    while g.nodes[weight].is_view() {
-        weight = g.nodes[weight].inputs[0].node;
-    }
-    let Kind::State(State { role: Role::Param | Role::Frozen, .. }) = &g.nodes[weight].kind else { return None };
-    if sources.shares.contains_key(&weight) || sources.settled.contains(&weight) {
-        return None;
-    }
-    let mut best = None;
-    for axis in axes(&g.nodes[weight].outputs[0], sections, parts) {
-        let mut tried = sources.clone();
-        tried.shares.insert(weight, axis);
-        tried.kept.insert(weight);
-        let Ok(d) = try_divide(g, &tried, parts) else { continue };
-        let price = price(g, &d, of_model, parts);
-        let sum = if d.shares[node][0] == Share::Sum { g.nodes[node].outputs[0].bytes() as u64 } else { 0 };
-        let worth = now.1.saturating_sub(price.1) >= WORTH * sum;
-        if worth && price < best.as_ref().map_or(least, |b: &(Price, Sources, Division)| b.0) {
-            best = Some((price, tried, d));
-        }
-    }
-    best
-}
-
 /// Takes one weight after the other, and divides it along the dimension that is best for the whole graph, if one is better than none.
 fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> Result<Placed, Error> {
     let (group, parts) = (&ranks.tensor, ranks.tensor.size);
@@ -222,18 +182,12 @@ fn placed(g: &Graph, ranks: &Ranks, by_tokens: bool, receipt: &mut Receipt) -> R
                 let price = price(g, &d, &of_model, parts);
                 // Along some dimension the weight itself would be gathered, which says nothing about what is in the way of the others.
                 let is_weight = |v: Value| g.state_through(v, |n| n.is_view()).is_some();
-                let mut new = d.gathered.iter().filter(|r| of_model[r.1] && !is_weight(r.0) && !division.gathered.contains(r));
-                if let Some(r) = new.clone().next().filter(|_| reader.as_ref().is_none_or(|r| price <= r.0)) {
+                let new = d.gathered.iter().find(|r| of_model[r.1] && !is_weight(r.0) && !division.gathered.contains(r));
+                if let Some(r) = new.filter(|_| reader.as_ref().is_none_or(|r| price <= r.0)) {
                     reader = Some((price, g.nodes[r.1].name().to_string()));
                 }
-                let least = found.as_ref().map_or(now, |f| f.0);
-                if price < least {
+                if price < found.as_ref().map_or(now, |f| f.0) {
                     found = Some((price, tried, d));
-                } else if let Some(with_next) = new
-                    .find(|r| g.nodes[r.1].op::<Matmul>().is_some())
-                    .and_then(|r| summed(g, &tried, *r, (now, least), &of_model, &sections, parts))
-                {
-                    found = Some(with_next);
                 }
             }
         }

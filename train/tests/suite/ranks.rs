@@ -134,8 +134,6 @@ fn every_recipe_trains_the_same_on_several_ranks() {
 type Divided = (Small, &'static [&'static str], &'static [([usize; 2], &'static [&'static str])]);
 
 const HYDRA: Small = ("hydra", &["seq=24", "train.batch=4"]);
-/// With so many taps that dividing its attention is worth an exchange.
-const TAPS: Small = ("hydra", &["seq=24", "train.batch=4", "conv_width=72"]);
 const EXPERTS: Small = ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=8", "train.batch=4", "train_puzzles=50", "test_puzzles=8"]);
 const WIDE: Small = ("decoder", &["seq=128", "layers=2", "dim=32", "hidden=64", "head_dim=16", "train.batch=4"]);
 const GPT2: Small =
@@ -171,7 +169,6 @@ const FURTHER: &[Divided] = &[
     (GPT2, &["train.optimizer=muon"], &[([1, 2], &[]), ([2, 2], GATHERED)]),
     (MAMBA2, &[], &[([2, 1], &[]), ([1, 2], &[])]),
     (HYDRA, &[], &[([2, 1], GATHERED), ([1, 2], TOKENS), ([2, 2], TOKENS)]),
-    (TAPS, &[], &[([1, 2], &[]), ([2, 2], &["passes.zero=auto"]), ([1, 2], TOKENS)]),
     (DECODER, &["train.optimizer=muon"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED), ([1, 2], &[])]),
     (DECODER, &["passes.adam8bit=auto,least=256"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED)]),
     (WIDE, &["passes.fp8=auto,least=8,warmup=3"], &[([2, 1], &[]), ([2, 1], GATHERED), ([1, 2], &[])]),
@@ -231,7 +228,7 @@ fn attention(of: Small, tensor: usize) -> (u64, String) {
 /// Every rank has some of the heads, also where one weight makes queries, keys and values, and where convolutions mix them.
 #[test]
 fn attention_is_divided_by_heads() {
-    for of in [DECODER, GPT2, EXPERTS, TAPS] {
+    for of in [DECODER, GPT2, EXPERTS] {
         let (whole, (own, said)) = (attention(of, 1).0, attention(of, 2));
         assert!(whole > 0 && 2 * own == whole, "{}: {own} of {whole}; {said}", of.0);
     }
@@ -290,7 +287,7 @@ fn checkpoints_of_ranks_are_anyones() {
     // One weight makes queries, keys and values: a rank has several pieces of every row or column.
     checkpoints_are_anyones(GPT2, "train.ema=0.5", &[([1, 2], kept), ([2, 2], kept), ([2, 2], gathered)]);
     checkpoints_are_anyones(EXPERTS, "train.ema=0.5", &[([2, 2], kept)]);
-    checkpoints_are_anyones(TAPS, "train.ema=0.5", &[([2, 2], kept)]);
+    checkpoints_are_anyones(HYDRA, "train.ema=0.5", &[([2, 2], kept)]);
 }
 
 fn checkpoints_are_anyones(of: Small, ema: &'static str, ways: &[([usize; 2], &'static str)]) {

@@ -9,10 +9,9 @@ use crate::cpu::gemm::{Into, Mat, gemm};
 use crate::cpu::{View, ViewMut};
 use crate::kernel::{Code, Io};
 use crate::meta::Meta;
-use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share, no_gradient};
+use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, no_gradient};
 use crate::record::Var;
 use rayon::prelude::*;
-use std::sync::Arc;
 
 /// Inputs: x [batch, time, channels], weight [outputs, channels / groups, width]. Output [batch, time, outputs].
 #[derive(Debug)]
@@ -89,20 +88,8 @@ impl Op for CausalConv {
         gpu::conv(io, self.groups, false)
     }
 
-    /// Sequences; and groups, or of a single group the outputs.
-    fn axes(&self, _: &[Meta], parts: usize) -> Vec<Axis> {
-        let (own, channels) = (Share::Dim(0), Share::Dim(2));
-        let mut axes = vec![Axis::first(&[true, false], 1)];
-        match self.groups {
-            1 => axes.push(Axis::new([Share::Whole, own], [channels])),
-            n if n.is_multiple_of(parts) => axes.push(Axis::new([channels, own], [channels])),
-            _ => {}
-        }
-        axes
-    }
-
-    fn part(&self, _: &[Meta], axis: usize, parts: usize, _: usize) -> Option<Arc<dyn Op>> {
-        (self.groups > 1 && axis > 0).then(|| Arc::new(CausalConv { groups: self.groups / parts }) as Arc<dyn Op>)
+    fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
+        vec![Axis::first(&[true, false], 1)]
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], _: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
