@@ -10,6 +10,7 @@ use engine::check::{Outcome, PLANTED, Verdict, check_case, check_pass, check_pla
 use engine::cuda::nvrtc::Compiler;
 use engine::extension::ops;
 use engine::kernel::Arch;
+use engine::op::Case;
 use engine::passes::all;
 use engine::passes::known;
 use engine::{DType, Device, Switches};
@@ -35,13 +36,13 @@ enum What {
     #[command(after_help = "Examples:
   kiln check ops
   kiln check ops attention
-  kiln check ops ssd --every --device cuda")]
+  kiln check ops ssd --case 16k --device cuda    # a shape that is timed")]
     Ops {
         /// Only ops whose name has this in it
         filter: Option<String>,
-        /// On a GPU, also the large shapes that `kiln bench ops` times: kernels may divide their work otherwise there
-        #[arg(long)]
-        every: bool,
+        /// Only cases whose name has this in it; on a GPU, also the large shapes that `kiln bench ops` times: kernels may divide their work otherwise there
+        #[arg(long, value_name = "NAME")]
+        case: Option<String>,
         #[command(flatten)]
         device: DeviceArgs,
     },
@@ -122,12 +123,20 @@ struct GoldenArgs {
 
 pub fn run(a: CheckArgs, recipes: Recipes) -> Result<ExitCode> {
     match a.what {
-        What::Ops { filter, every, device } => {
+        What::Ops { filter, case, device } => {
             let (ops, device) = (ops_called(filter)?, device.open()?);
-            if every && !matches!(device, Device::Cuda(..)) {
-                bail!("--every compares a GPU with the CPU: it goes with --device cuda");
+            let large = case.is_some() && matches!(device, Device::Cuda(..));
+            let wanted = |c: &Case| case.as_ref().is_none_or(|n| c.name.contains(n.as_str())) && (large || !c.bench);
+            if let Some(name) = &case
+                && !ops.iter().flat_map(|o| o.cases).any(wanted)
+            {
+                bail!(
+                    "no case of {} is called '{name}'{}",
+                    ops.iter().map(|o| o.name).collect::<Vec<_>>().join(", "),
+                    if large { "" } else { " among those for the CPU; with --device cuda, large shapes are cases too" }
+                );
             }
-            report(ops.into_iter().flat_map(|o| op_outcomes(o, every, &device)))
+            report(ops.into_iter().flat_map(|o| op_outcomes(o, wanted, &device)))
         }
         What::Passes(d) => {
             let device = d.open()?;
@@ -161,8 +170,12 @@ fn ops_called(filter: Option<String>) -> Result<Vec<&'static engine::op::Entry>>
     Ok(called)
 }
 
-fn op_outcomes<'a>(op: &'a engine::op::Entry, every: bool, device: &'a Device) -> impl Iterator<Item = Outcome> + 'a {
-    op.cases.iter().filter(move |c| every || !c.bench).flat_map(|c| check_case(op.name, c, device))
+fn op_outcomes<'a>(
+    op: &'a engine::op::Entry,
+    wanted: impl Fn(&Case) -> bool + 'a,
+    device: &'a Device,
+) -> impl Iterator<Item = Outcome> + 'a {
+    op.cases.iter().filter(move |c| wanted(c)).flat_map(|c| check_case(op.name, c, device))
 }
 
 fn everything(device: &Device, recipes: Recipes) -> Result<ExitCode> {
@@ -190,7 +203,7 @@ fn everything(device: &Device, recipes: Recipes) -> Result<ExitCode> {
         Ok(())
     };
     for op in ops() {
-        add(format!("op {}", op.name), &mut op_outcomes(op, false, device))?;
+        add(format!("op {}", op.name), &mut op_outcomes(op, |c| !c.bench, device))?;
     }
     add("planted mistakes".into(), &mut check_planted(device).into_iter())?;
     for pass in all() {

@@ -278,6 +278,9 @@ pub const CASES: &[Case] = &[
         },
     )
     .rounds(6.0, INSIDE),
+    // On a GPU of 132 multiprocessors: blocks that take 12 heads of a group and more, without segments and with eleven.
+    Case::new("130m, 6 x 900", inputs!(6, 900, 24, 64, 1, 128), |x| vec![ssd(scan(x), true)]).rounds(6.0, INSIDE).bench(),
+    Case::new("130m, 1 x 16k", inputs!(1, 16384, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
     Case::new("hrm, 81 cells", inputs!(384, 81, 16, 64, 1, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
     Case::new("130m, 64 x 1k", inputs!(64, 1024, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
     Case::new("130m, 8 x 8k", inputs!(8, 8192, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
