@@ -44,7 +44,7 @@ pub trait Op: Any + Debug + Send + Sync {
     /// Kernels and GEMMs that compute the same on a GPU, for every float type that the inputs may have.
     fn cuda(&self, io: &Io) -> Code;
 
-    /// Whether a mixed-precision pass (bf16) may round an input or output. `x`: the inputs as the pass would give them, rounded or kept. Required,
+    /// Whether a mixed-precision pass (bf16, fp16, fp8) may round an input or output. `x`: the inputs as the pass would give them, rounded or kept. Required,
     /// since sums of many terms and tables of positions must not be rounded unnoticed.
     fn precision(&self, at: Port, x: &[Meta]) -> Narrow;
 
@@ -145,14 +145,32 @@ pub enum Port {
 /// What a mixed-precision pass may do with an input or output of an op.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Narrow {
-    /// Round it to the narrow type.
+    /// Round it to 16 bits.
     Round,
+    /// An operand of a GEMM: round it to 16 bits, or to 8.
+    Eight,
+    /// An operand of a GEMM that is not computed in FP8, and why: round it to 16 bits.
+    Sixteen(&'static str),
     /// Leave it alone: an input keeps its type, an output is f32.
     Keep,
+    /// Leave it alone, and do not round the operands of the GEMM that makes it to 8 bits; and why.
+    Sensitive(&'static str),
     /// It is f32: what was rounded before, such as a frozen weight that is stored rounded, is cast back.
     F32,
     /// Give it the type of these inputs. If they differ, the pass decides.
     Follow(Vec<usize>),
+}
+
+impl Narrow {
+    /// Whether it may be rounded to 16 bits.
+    pub fn rounds(&self) -> bool {
+        matches!(self, Narrow::Round | Narrow::Eight | Narrow::Sixteen(_))
+    }
+
+    /// The same of an op that multiplies by weights, but not in FP8, and why.
+    pub fn not_in_fp8(self, why: &'static str) -> Narrow {
+        if self == Narrow::Round { Narrow::Sixteen(why) } else { self }
+    }
 }
 
 /// [`Op::precision`] of most ops: inputs may be rounded, outputs have the first input's type.

@@ -5,15 +5,11 @@ use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
-use crate::op::Op;
+use crate::op::{Narrow, Op, Port};
 use crate::ops::collective::{Broadcast, all_gather};
 use crate::ops::concat::Concat;
-use crate::ops::cross_entropy::CrossEntropy;
-use crate::ops::experts::{GroupedMatmul, GroupedOuter, GroupedSwiglu};
 use crate::ops::matmul::{Matmul, Sums};
-use crate::ops::nf4::Nf4Product;
 use crate::ops::quantize::{Quantize, Scales};
-use crate::ops::sparse::Sparse24;
 use crate::philox::hash_name;
 use crate::ranks::Ranks;
 use crate::record::{Recorder, Var};
@@ -194,7 +190,12 @@ impl Sites {
         let mut inputs: HashSet<(Value, Vec<usize>)> = HashSet::new();
         let readers = g.readers();
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.backward && !n.typed && !n.narrow) {
-            if let Some(reason) = no_kernel(node) {
+            let why = match operand(g, i) {
+                Some(Narrow::Sixteen(reason)) => Some(reason),
+                Some(_) => sensitive(g, &readers, Value { node: i, out: 0 }),
+                None => continue,
+            };
+            if let Some(reason) = why {
                 receipt.decline(reason, &node.scope);
                 continue;
             }
@@ -203,16 +204,12 @@ impl Sites {
                 (false, true) => (a, b),
                 (true, false) => (b, a),
                 _ => {
-                    if [a, b].into_iter().any(|v| is_pruned(g, v, 0) == Some(true)) {
-                        receipt.decline("sparse-2:4 prunes the weight at every step", &node.scope);
+                    if [a, b].into_iter().any(|v| is_made_of_weights(g, v, 0)) {
+                        receipt.decline("its weight is computed at every step, as sparse-2:4 does", &node.scope);
                     }
                     continue;
                 }
             };
-            if feeds_loss(g, &readers, i) {
-                receipt.decline("the loss head is not rounded to FP8", &node.scope);
-                continue;
-            }
             match too_small(g, [a, b], g.meta(w), least) {
                 Some(reason) => receipt.decline(reason, &node.scope),
                 None => {
@@ -267,13 +264,11 @@ impl Sites {
     }
 }
 
-/// Why a GEMM that is no plain matmul is not computed in FP8.
-fn no_kernel(node: &Node) -> Option<&'static str> {
-    let grouped = node.op::<GroupedMatmul>().is_some() || node.op::<GroupedOuter>().is_some() || node.op::<GroupedSwiglu>().is_some();
-    if grouped {
-        return Some("the grouped GEMMs of experts have no FP8 kernel");
-    }
-    node.op::<Nf4Product>().map(|_| "a weight in NF4 is unpacked to 16 bits by the kernel that multiplies by it, which has no FP8 form")
+/// How far the operands of a GEMM may be rounded; None of other ops.
+fn operand(g: &Graph, i: usize) -> Option<Narrow> {
+    let Kind::Op(op) = &g.nodes[i].kind else { return None };
+    let x = g.inputs(i);
+    (0..x.len()).map(|k| op.precision(Port::In(k), &x)).find(|n| matches!(n, Narrow::Eight | Narrow::Sixteen(_)))
 }
 
 /// A trained or frozen weight, or several side by side.
@@ -283,24 +278,31 @@ fn is_weight(g: &Graph, v: Value) -> bool {
     weight(of) || g.nodes[of.node].op::<Concat>().is_some() && g.nodes[of.node].inputs.iter().all(|&v| weight(v))
 }
 
-/// Whether `v` is made of weights alone (None: it is not), and one of them is pruned: `weight + (pruned - weight)`, as sparse-2:4 records it, perhaps cast.
-fn is_pruned(g: &Graph, v: Value, depth: usize) -> Option<bool> {
+/// Whether `v` is computed from weights alone.
+fn is_made_of_weights(g: &Graph, v: Value, depth: usize) -> bool {
     let node = &g.nodes[v.node];
     match &node.kind {
-        Kind::State(s) => (s.role == Role::Param).then_some(false),
+        Kind::State(s) => s.role == Role::Param,
         Kind::Op(op) if depth < 8 && op.is::<Matmul>().is_none() => {
-            let inputs = node.inputs.iter().map(|&v| is_pruned(g, v, depth + 1)).collect::<Option<Vec<_>>>()?;
-            Some(op.is::<Sparse24>().is_some() || inputs.contains(&true))
+            !node.inputs.is_empty() && node.inputs.iter().all(|&v| is_made_of_weights(g, v, depth + 1))
         }
-        _ => None,
+        _ => false,
     }
 }
 
-/// Whether a matmul's outputs are the logits of a cross-entropy.
-fn feeds_loss(g: &Graph, readers: &[Vec<usize>], i: usize) -> bool {
-    readers[i].iter().any(|&r| {
+/// Why an op that reads this value, perhaps cast or through a view, wants no error of FP8 in it.
+fn sensitive(g: &Graph, readers: &[Vec<usize>], v: Value) -> Option<&'static str> {
+    readers[v.node].iter().find_map(|&r| {
         let node = &g.nodes[r];
-        node.op::<CrossEntropy>().is_some() || (node.is_view() || node.is_cast()) && feeds_loss(g, readers, r)
+        let Kind::Op(op) = &node.kind else { return None };
+        if node.is_view() || node.is_cast() {
+            return sensitive(g, readers, Value { node: r, out: 0 });
+        }
+        let (x, at) = (g.inputs(r), node.inputs.iter().position(|&input| input == v)?);
+        match op.precision(Port::In(at), &x) {
+            Narrow::Sensitive(why) => Some(why),
+            _ => None,
+        }
     })
 }
 

@@ -189,7 +189,7 @@ fn caches(g: &Graph, inside: &[bool]) -> HashSet<usize> {
         let x = g.inputs(i);
         let state =
             |v: &Value| matches!(&g.nodes[v.node].kind, Kind::State(s) if s.role == Role::Carried) && g.meta(*v).dtype == DType::F32;
-        let written = op.reuse().into_iter().map(|pair| pair.0).filter(|&k| inside[i] && op.precision(Port::In(k), &x) == Narrow::Round);
+        let written = op.reuse().into_iter().map(|pair| pair.0).filter(|&k| inside[i] && op.precision(Port::In(k), &x).rounds());
         written.map(|k| node.inputs[k]).filter(state).map(|v| v.node).collect()
     };
     g.nodes.iter().enumerate().flat_map(of).collect()
@@ -242,7 +242,7 @@ fn rewritten<'g>(
     let (mut rounds, recorded) = (false, metas(&x));
     for k in 0..x.len() {
         match op.precision(Port::In(k), &recorded) {
-            Narrow::Round => {
+            rule if rule.rounds() => {
                 x[k] = cast(x[k], narrow, casts);
                 rounds = true;
             }
@@ -263,7 +263,7 @@ fn rewritten<'g>(
         .iter()
         .zip(&rules)
         .map(|(&now, rule)| match rule {
-            Narrow::Keep | Narrow::F32 if now.is_float() => DType::F32,
+            Narrow::Keep | Narrow::Sensitive(_) | Narrow::F32 if now.is_float() => DType::F32,
             Narrow::Follow(of) if now == DType::F32 => follows(of, now),
             _ => now,
         })

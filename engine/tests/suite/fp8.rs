@@ -189,23 +189,24 @@ fn current_scaling_needs_no_history() {
 
 /// GEMMs without an FP8 kernel are named once each, whatever their gradients do, and not at all where nothing is trained.
 #[test]
-fn experts_and_nf4_weights_are_declined_with_their_reason() {
+fn routers_experts_and_nf4_weights_are_declined_with_their_reason() {
     let record = |trained: bool| {
         let r = Recorder::new();
         let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
-        let (up, down, adapter) = (param("up", &[4, 64, 32]), param("down", &[4, 32, 32]), param("adapter", &[32, 32]));
+        let (up, down, adapter) = (param("up", &[16, 64, 32]), param("down", &[16, 32, 32]), param("adapter", &[32, 32]));
         let x = r.feed("x", &[ROWS, 32], DType::F32).linear(adapter);
-        let h = r.scope("experts", || mixture(x, Some(param("router", &[4, 32])), up, down, 2).0);
+        let h = r.scope("experts", || mixture(x, Some(param("router", &[16, 32])), up, down, 2).0);
         let loss = r.scope("frozen", || h.nf4_linear(r.nf4("four", 32, 32))).square().mean();
         r.output("loss", loss);
         if trained {
             r.grad(loss, &[up, down, adapter]).into_iter().enumerate().for_each(|(i, d)| r.output(&format!("d{i}"), d));
         }
-        receipt(&Compiled::new(r.finish(), &with("auto,least=16"), Target::Cpu).unwrap().receipts).clone()
+        receipt(&Compiled::new(r.finish(), &with("auto,least=8"), Target::Cpu).unwrap().receipts).clone()
     };
     let own = |r: &Receipt, why: &str| -> Vec<String> { r.declined.iter().filter(|d| d.0.contains(why)).map(|d| d.1.clone()).collect() };
     let trained = record(true);
     assert_eq!(own(&trained, "experts have no FP8 kernel"), ["experts", "experts"], "{}", trained.summary());
+    assert_eq!(own(&trained, "routers are not rounded"), ["experts"], "{}", trained.summary());
     assert_eq!(own(&trained, "NF4"), ["frozen"], "{}", trained.summary());
     assert!(trained.applied > 0, "the adapter beside them is rounded: {}", trained.summary());
     assert_eq!(record(false).sites(), 0);
@@ -250,7 +251,7 @@ fn the_loss_head_and_pruned_weights_are_declined() {
     assert!(r.applied == 2 && r.summary().contains("the loss head is not rounded to FP8"), "{}", r.summary());
     let receipts = compiled(with("auto,least=8").with("sparse-2:4", "auto,least=8").unwrap());
     let r = receipt(&receipts);
-    assert!(r.applied == 0 && r.summary().contains("sparse-2:4 prunes the weight"), "{}", r.summary());
+    assert!(r.applied == 0 && r.summary().contains("its weight is computed at every step, as sparse-2:4 does"), "{}", r.summary());
 }
 
 #[test]

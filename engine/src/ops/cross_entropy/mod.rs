@@ -76,8 +76,8 @@ impl Op for CrossEntropy {
         });
     }
 
-    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
-        Narrow::Keep
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        if at == Port::In(0) { Narrow::Sensitive("the loss head is not rounded to FP8") } else { Narrow::Keep }
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -159,7 +159,7 @@ impl Op for GroupedMatmul {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded(at)
+        op::rounded(at).not_in_fp8(super::NO_FP8)
     }
 
     fn cuda(&self, io: &Io) -> Code {

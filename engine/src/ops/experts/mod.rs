@@ -21,6 +21,9 @@ use crate::op::{Case, Fill, In};
 use crate::ops::matmul::Matmul;
 use crate::record::Var;
 
+/// Why FP8 leaves the GEMMs of experts alone.
+const NO_FP8: &str = "the grouped GEMMs of experts have no FP8 kernel";
+
 /// The routing of tokens to experts.
 #[derive(Clone, Copy, Debug)]
 pub struct Routing<'g> {

@@ -63,8 +63,8 @@ impl Op for Route {
         });
     }
 
-    fn precision(&self, _: Port, _: &[Meta]) -> Narrow {
-        Narrow::Keep
+    fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
+        if at == Port::In(0) { Narrow::Sensitive("routers are not rounded to FP8") } else { Narrow::Keep }
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -75,7 +75,7 @@ impl Op for GroupedSwiglu {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded_first(2, at)
+        op::rounded_first(2, at).not_in_fp8(super::NO_FP8)
     }
 
     fn only(&self, read: &[bool]) -> Option<Lean> {

@@ -41,7 +41,7 @@ impl Op for LinearCrossEntropy {
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         match at {
             Port::Out(_) => Narrow::Keep,
-            _ => op::rounded_first(2, at),
+            _ => op::rounded_first(2, at).not_in_fp8("the loss head is not rounded to FP8"),
         }
     }
 
@@ -180,7 +180,7 @@ impl Op for ChunkedLinearCrossEntropy {
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         match at {
             Port::Out(0) => Narrow::Keep,
-            _ => op::rounded_first(2, at),
+            _ => op::rounded_first(2, at).not_in_fp8("the loss head is not rounded to FP8"),
         }
     }
 

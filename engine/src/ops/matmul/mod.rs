@@ -125,7 +125,11 @@ impl Op for Matmul {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        if self.scaled.is_some() { Narrow::Keep } else { op::rounded(at) }
+        match at {
+            _ if self.scaled.is_some() => Narrow::Keep,
+            Port::In(0 | 1) => Narrow::Eight,
+            _ => op::rounded(at),
+        }
     }
 
     fn cuda(&self, io: &Io) -> Code {

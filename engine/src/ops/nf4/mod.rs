@@ -202,6 +202,7 @@ impl Op for Nf4Product {
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         op::rounded_first(1, at)
+            .not_in_fp8("a weight in NF4 is unpacked to 16 bits by the kernel that multiplies by it, which has no FP8 form")
     }
 
     fn cuda(&self, io: &Io) -> Code {
