@@ -21,11 +21,12 @@ macro_rules! say {
 macro_rules! warn {
     ($($text:tt)*) => {{
         use std::io::Write;
-        let _ = match $crate::report::rank() {
-            0 => writeln!(std::io::stderr(), $($text)*),
-            // In one piece: other ranks write to the same place.
-            rank => std::io::stderr().write_all(format!("rank {rank}: {}\n", format_args!($($text)*)).as_bytes()),
+        // In one piece: other ranks write to the same place.
+        let line = match $crate::report::rank() {
+            0 => format!("{}\n", format_args!($($text)*)),
+            rank => format!("rank {rank}: {}\n", format_args!($($text)*)),
         };
+        let _ = std::io::stderr().write_all(line.as_bytes());
     }};
 }
 

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 /// `kiln check model`
 #[derive(Args)]
 pub struct ModelArgs {
-    /// A folder with config.json and safetensors, as Hugging Face's packages write it: GPT-2, Llama, Qwen2, Qwen3 or Mistral
+    /// A folder with config.json and safetensors, as Hugging Face's packages write it: GPT-2, Llama, Qwen2, Qwen3, Mistral or Mamba-2
     folder: PathBuf,
     /// Adapters in PEFT's layout
     #[arg(long)]

@@ -80,7 +80,7 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     };
     let (config, fitted) = a.budget.fit(recipe, config, &on, true)?;
     let task = recipe.task(&config)?;
-    divides(task.train_config().batch, &config.ranks)?;
+    divides(task.train_config().batch, config.ranks.data.size)?;
     if let Some(pass) = &a.dump {
         task.settle(within(on.free, config.memory_budget()?));
         let dumped = dump::dump(chosen(task.graphs(), a.program.as_deref())?, &config.switches()?, on.target, pass)?;

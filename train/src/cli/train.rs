@@ -6,7 +6,7 @@ use super::{ConfigArgs, DeviceArgs, Recipes};
 use crate::config::{Config, ConfigError, TrainConfig, named_in, read_file};
 use crate::launch::{self, World};
 use crate::recipe::TrainError;
-use crate::run::{END, Options, Start, resumable, settings_that_fit, train};
+use crate::run::{END, Options, Start, divides, resumable, settings_that_fit, train};
 use crate::{checkpoint, memory, recipe, report, say, warn};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -92,7 +92,8 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
     if let (Some(ranks @ 2..), None) = (a.ranks, &world) {
         // What is wrong with the settings is said once, and not by every rank.
         if !a.goes_on() {
-            a.config.resolve(recipes, None)?;
+            let config = a.config.resolve(recipes, None)?;
+            divides(config.section::<TrainConfig>("train")?.batch, ranks as usize / tensor)?;
         }
         return launch::start(ranks as usize, a.device.is_gpu(), signals::caught(), &|ranks| a.with_fewer(ranks, tensor, recipes));
     }

@@ -37,7 +37,7 @@ pub use show::{draw_confusion, evaluation_line};
 use crate::config::Config;
 use crate::recipe::{Task, TrainError};
 use crate::say;
-use engine::{Device, Ranks};
+use engine::Device;
 use folder::Place;
 use note::Note;
 use start::Ready;
@@ -132,8 +132,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
 }
 
 /// Every rank has as many examples of a batch as the others.
-pub fn divides(batch: usize, ranks: &Ranks) -> Result<(), TrainError> {
-    let data = ranks.data.size;
+pub fn divides(batch: usize, data: usize) -> Result<(), TrainError> {
     match batch.is_multiple_of(data) {
         true => Ok(()),
         false => Err(TrainError::Other(format!(
@@ -148,7 +147,7 @@ fn agree(task: &dyn Task, config: &Config, ready: &Ready) -> Result<(), TrainErr
     if ranks.size() == 1 {
         return Ok(());
     }
-    divides(task.train_config().batch, ranks)?;
+    divides(task.train_config().batch, ranks.data.size)?;
     let own = [format!("{:?}", ready.from), task.identity()?.to_string(), config.to_toml()];
     let what = ["the checkpoint that they go on from", "their data, tokenizer or base model", "their settings"];
     for (own, what) in own.iter().zip(what) {

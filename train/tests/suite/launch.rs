@@ -185,6 +185,7 @@ fn what_cannot_be_started_is_refused() {
     run("--ranks 4 --tensor 3", &[]).fails(&["--tensor 3: it must divide the number of ranks, which is 4"]);
     run("--tensor 2", &[]).fails(&["--tensor 2", "--ranks N"]);
     run("--ranks 2 --set no_such_key=1", &[]).fails(&["no_such_key"]);
+    run("--ranks 7", &[]).fails(&["train.batch", "cannot be divided among 7 ranks"]);
     run("--ranks 0", &[]).fails(&["--ranks"]);
     // What a batch script of Slurm has is no reason to wait for others.
     run("--steps 1", &[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "7")]).ok();

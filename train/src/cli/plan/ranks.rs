@@ -62,7 +62,10 @@ impl RankArgs {
     /// So many ranks, by what they share.
     pub fn sizes(&self, flag: &str, ranks: usize) -> Result<Sizes> {
         let tensor = if self.scaling.is_some() && flag == "--ranks" { 1 } else { self.tensor };
-        if ranks == 0 || tensor == 0 || !ranks.is_multiple_of(tensor) {
+        if ranks == 0 {
+            bail!("{flag} 0: there is at least one rank");
+        }
+        if tensor == 0 || !ranks.is_multiple_of(tensor) {
             bail!("{flag} {ranks} --tensor {tensor}: the ranks must be a multiple of those that share a model's weights");
         }
         Ok(Sizes { data: ranks / tensor, tensor })
