@@ -161,24 +161,9 @@ pub enum Narrow {
     Follow(Vec<usize>),
 }
 
-impl Narrow {
-    /// Whether it may be rounded to 16 bits.
-    pub fn rounds(&self) -> bool {
-        matches!(self, Narrow::Round | Narrow::Eight | Narrow::Sixteen(_))
-    }
-
-    /// The same of an op that multiplies by weights, but not in FP8, and why.
-    pub fn not_in_fp8(self, why: &'static str) -> Narrow {
-        if self == Narrow::Round { Narrow::Sixteen(why) } else { self }
-    }
-}
-
 /// [`Op::precision`] of most ops: inputs may be rounded, outputs have the first input's type.
 pub fn rounded(at: Port) -> Narrow {
-    match at {
-        Port::In(_) => Narrow::Round,
-        Port::Out(_) => Narrow::Follow(vec![0]),
-    }
+    if let Port::In(_) = at { Narrow::Round } else { Narrow::Follow(vec![0]) }
 }
 
 /// As [`rounded`], but only for the first `n` inputs; the others (norm weights, tables, counters) are kept.

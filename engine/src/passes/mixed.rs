@@ -182,6 +182,11 @@ impl Pass for Mixed {
     }
 }
 
+/// Whether this may be rounded to 16 bits.
+fn may_round(rule: &Narrow) -> bool {
+    matches!(rule, Narrow::Round | Narrow::Eight | Narrow::Sixteen(_))
+}
+
 /// KV caches: carried f32 states that an op updates in place and that it allows to be rounded.
 fn caches(g: &Graph, inside: &[bool]) -> HashSet<usize> {
     let of = |(i, node): (usize, &Node)| {
@@ -189,7 +194,7 @@ fn caches(g: &Graph, inside: &[bool]) -> HashSet<usize> {
         let x = g.inputs(i);
         let state =
             |v: &Value| matches!(&g.nodes[v.node].kind, Kind::State(s) if s.role == Role::Carried) && g.meta(*v).dtype == DType::F32;
-        let written = op.reuse().into_iter().map(|pair| pair.0).filter(|&k| inside[i] && op.precision(Port::In(k), &x).rounds());
+        let written = op.reuse().into_iter().map(|pair| pair.0).filter(|&k| inside[i] && may_round(&op.precision(Port::In(k), &x)));
         written.map(|k| node.inputs[k]).filter(state).map(|v| v.node).collect()
     };
     g.nodes.iter().enumerate().flat_map(of).collect()
@@ -242,7 +247,7 @@ fn rewritten<'g>(
     let (mut rounds, recorded) = (false, metas(&x));
     for k in 0..x.len() {
         match op.precision(Port::In(k), &recorded) {
-            rule if rule.rounds() => {
+            rule if may_round(&rule) => {
                 x[k] = cast(x[k], narrow, casts);
                 rounds = true;
             }

@@ -7,6 +7,7 @@ use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Launch, Place, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{self, Axis, Cost, Grads, Narrow, Op, Port, Share};
+use crate::ops::matmul::not_in_fp8;
 use crate::ops::reduce::packs::{PACKS, pack};
 use crate::record::Var;
 use rayon::prelude::*;
@@ -159,7 +160,7 @@ impl Op for GroupedMatmul {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded(at).not_in_fp8(super::NO_FP8)
+        not_in_fp8(op::rounded(at), super::NO_FP8)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -7,6 +7,7 @@ use crate::cpu::{View, ViewMut};
 use crate::kernel::{At, Code, Io, Launch, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{self, Cost, Grads, Narrow, Op, Port, no_gradient};
+use crate::ops::matmul::not_in_fp8;
 use crate::record::Var;
 
 /// Inputs: left [rows or tokens, m], right [rows or tokens, n], `dispatch`'s order and offsets. Output f32 [experts, m, n]: the sum of
@@ -74,7 +75,7 @@ impl Op for GroupedOuter {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded(at).not_in_fp8(super::NO_FP8)
+        not_in_fp8(op::rounded(at), super::NO_FP8)
     }
 
     fn cuda(&self, io: &Io) -> Code {

@@ -8,6 +8,7 @@ use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Io, Place};
 use crate::meta::Meta;
 use crate::op::{self, Axis, Cost, Grads, Lean, Narrow, Op, Port, Share, no_gradient};
+use crate::ops::matmul::not_in_fp8;
 use crate::ops::reduce::packs::Rows;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -75,7 +76,7 @@ impl Op for GroupedSwiglu {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded_first(2, at).not_in_fp8(super::NO_FP8)
+        not_in_fp8(op::rounded_first(2, at), super::NO_FP8)
     }
 
     fn only(&self, read: &[bool]) -> Option<Lean> {

@@ -54,6 +54,11 @@ pub enum Add {
     InPlace,
 }
 
+/// `Op::precision` of an op that multiplies by weights in 16 bits, but not in FP8, and why.
+pub fn not_in_fp8(rule: Narrow, why: &'static str) -> Narrow {
+    if rule == Narrow::Round { Narrow::Sixteen(why) } else { rule }
+}
+
 impl Op for Matmul {
     fn name(&self) -> &'static str {
         "matmul"

@@ -10,6 +10,7 @@ use crate::meta::{DType, Meta};
 use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::adamw8::Map;
 use crate::ops::few_rows;
+use crate::ops::matmul::not_in_fp8;
 use crate::record::{Recorder, Var};
 use rayon::prelude::*;
 use std::sync::LazyLock;
@@ -201,8 +202,10 @@ impl Op for Nf4Product {
     }
 
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
-        op::rounded_first(1, at)
-            .not_in_fp8("a weight in NF4 is unpacked to 16 bits by the kernel that multiplies by it, which has no FP8 form")
+        not_in_fp8(
+            op::rounded_first(1, at),
+            "a weight in NF4 is unpacked to 16 bits by the kernel that multiplies by it, which has no FP8 form",
+        )
     }
 
     fn cuda(&self, io: &Io) -> Code {
