@@ -283,7 +283,8 @@ impl Program {
         self.before.as_ref().filter(|b| b.is_running()).map_or(&self.loaded, |b| &b.loaded)
     }
 
-    pub(crate) fn is_warming_up(&self) -> bool {
+    /// Whether the last run was a part of a warm-up.
+    pub fn is_warming_up(&self) -> bool {
         self.before.as_ref().is_some_and(Before::is_running)
     }
 

@@ -93,6 +93,11 @@ const MUTANTS: &[Mutant] = &[
         "towards zero, not to the nearest",
         EngineLib(&["cpu::program::tests::narrow_types_are_rounded_to_the_nearest_and_ties_to_even"]),
     ),
+    (
+        "fp8-weights-of-the-step-before",
+        "weights are not rounded anew after an update",
+        Train(&["precision::weights_are_rounded_once_a_step"]),
+    ),
     // Draws.
     ("draws-ignore-the-seed", "a part of the counter is missing", DRAWS),
     ("draws-ignore-the-step", "a part of the counter is missing", DRAWS),

@@ -1,20 +1,20 @@
 //! FP8 GEMMs: the matmuls of linear layers, forward and backward, with operands rounded to eight bits.
 
-use super::{Fast, Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target, WarmUp};
+mod record;
+
+use super::{Fast, Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Switches, Target, WarmUp};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Node, Role, Value};
+use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::kernel::Arch;
 use crate::meta::{DType, Meta};
-use crate::op::{Narrow, Op, Port};
-use crate::ops::collective::{Broadcast, all_gather};
+use crate::op::{Narrow, Port};
+use crate::ops::collective::Broadcast;
 use crate::ops::concat::Concat;
-use crate::ops::matmul::{Matmul, Sums};
-use crate::ops::quantize::{Quantize, Scales};
+use crate::ops::matmul::Matmul;
 use crate::philox::hash_name;
-use crate::ranks::Ranks;
-use crate::record::{Recorder, Var};
+use crate::record::Recorder;
+use record::{Gemms, KEPT, Weights, in_common, rewrite};
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 
 pub struct Fp8;
 
@@ -73,6 +73,11 @@ impl Switch for Fp8 {
                 about: "the least N K / (N + K) of a weight [N, K] for which FP8 pays for rounding the operands: 512 x 512, or 341 x 1024",
             },
             Setting {
+                name: "weights",
+                default: "step",
+                about: "when weights are rounded, where a step has several micro-batches. step: once, and kept for the others, in one or two bytes a weight; each: in every micro-batch. keep, kept: what step stands for, in the first micro-batch and in the others",
+            },
+            Setting {
                 name: "gemms",
                 default: "fp8",
                 about: "fp8; bf16: nothing is computed in FP8, only ranges are observed, as during the warm-up",
@@ -117,6 +122,11 @@ impl Pass for Fp8 {
         let sums = settings.one_of("sums", &["mixed", "fast", "f32"])?;
         let active = settings.one_of("gemms", &["fp8", "bf16"])? == "fp8";
         let least = settings.number_or_none("least")?;
+        let weights = match settings.one_of("weights", &["step", "each", "keep", "kept"])? {
+            "keep" if active => Weights::Keep,
+            "kept" if active => Weights::Kept,
+            _ => Weights::Round,
+        };
         if !active && !delayed {
             let problem = "gemms=bf16 only observes, which scaling=current has no use for".into();
             return Err(Error::PassSetting { pass: self.name().into(), problem });
@@ -143,7 +153,7 @@ impl Pass for Fp8 {
             receipt.notes.push("everything else is in f32: --pass bf16=auto goes with it".into());
         }
         let name = sites.name(g);
-        if delayed && runs > 0 && active {
+        if delayed && runs > 0 && active && weights != Weights::Kept {
             let rest = ["scaling", "history", "sums", "least"].map(|s| format!(",{s}={}", settings.text(s))).concat();
             receipt.warm_up = Some(WarmUp {
                 pass: self.name(),
@@ -153,9 +163,23 @@ impl Pass for Fp8 {
             });
             receipt.notes.push(format!("after {runs} micro-batch{} without it", if runs == 1 { "" } else { "es" }));
         }
-        rewrite(g, &sites, active, sums, delayed.then_some((history, &*name)))?;
+        let bytes = rewrite(g, &sites, &Gemms { active, sums, delayed: delayed.then_some(history), weights, name: &name })?;
+        if bytes > 0 {
+            receipt.notes.push(format!("weights are rounded once a step and kept, in {:.1} MiB", bytes as f64 / (1 << 20) as f64));
+        }
         in_common(g, settings.ranks)
     }
+}
+
+/// Whether a program keeps weights that it rounds.
+pub fn keeps_weights(g: &Graph) -> bool {
+    g.states().any(|(state, _)| state.name.starts_with(KEPT))
+}
+
+/// Switches of a program that runs several times before its weights change: of the first run, and of the others. None where that makes no difference.
+pub fn repeated(switches: &Switches, target: Target) -> Option<[Switches; 2]> {
+    let with = |value: &str| switches.with_setting(&Fp8, target, "weights", value);
+    Some([with("keep")?, with("kept")?])
 }
 
 /// Why this GPU has no FP8 GEMMs.
@@ -172,6 +196,8 @@ struct Tensor {
     /// Whether it is needed as it is, and transposed.
     rows: bool,
     columns: bool,
+    /// Whether it is a weight, which changes only between steps.
+    weight: bool,
 }
 
 /// Matmuls that are computed in FP8, and their operands.
@@ -215,7 +241,7 @@ impl Sites {
                 None => {
                     weights.insert(stored(g, w).0);
                     inputs.insert(key(g, x));
-                    sites.add(g, i, [a, b], |v| if v == w { stem(g, v) } else { stored(g, v).0 }, |_| DType::E4M3);
+                    sites.add(g, i, [a, b], Some(w), |_| DType::E4M3);
                 }
             }
         }
@@ -233,18 +259,25 @@ impl Sites {
             if too_small(g, [a, b], wide, least).is_some() {
                 continue; // a LoRA matrix: its forward matmul was declined
             }
-            let from = |v: Value| if v != gradient && !of_weight { stem(g, v) } else { stored(g, v).0 };
-            sites.add(g, i, [a, b], from, |v| if v == gradient { DType::E5M2 } else { DType::E4M3 });
+            let other = if gradient == a { b } else { a };
+            sites.add(g, i, [a, b], (!of_weight).then_some(other), |v| if v == gradient { DType::E5M2 } else { DType::E4M3 });
         }
         sites
     }
 
-    fn add(&mut self, g: &Graph, i: usize, operands: [Value; 2], from: impl Fn(Value) -> Value, dtype: impl Fn(Value) -> DType) {
+    fn add(&mut self, g: &Graph, i: usize, operands: [Value; 2], weight: Option<Value>, dtype: impl Fn(Value) -> DType) {
         let mut sides = [(0, false); 2];
         for (k, v) in operands.into_iter().enumerate() {
             let transposed = stored(g, v).1;
             let at = *self.known.entry(key(g, v)).or_insert_with(|| {
-                self.tensors.push(Tensor { from: from(v), dtype: dtype(v), rows: false, columns: false });
+                let from = if weight == Some(v) { stem(g, v) } else { stored(g, v).0 };
+                self.tensors.push(Tensor {
+                    from,
+                    dtype: dtype(v),
+                    rows: false,
+                    columns: false,
+                    weight: weight == Some(v) && is_weight(g, from),
+                });
                 self.tensors.len() - 1
             });
             // The left operand is read by rows, the right one by columns: tensor cores want both along the sum.
@@ -340,91 +373,4 @@ fn too_small(g: &Graph, [a, b]: [Value; 2], weight: &Meta, least: usize) -> Opti
     }
     let small = rows * columns < least.saturating_mul(rows + columns);
     small.then(|| format!("a weight of {rows} x {columns} is too small to pay for rounding the operands (least={least})"))
-}
-
-/// Records the matmuls anew. `delayed`: how many steps a scale looks back on, and the name that scales are kept under.
-fn rewrite(g: &mut Graph, sites: &Sites, active: bool, sums: &str, delayed: Option<(usize, &str)>) -> Result<(), Error> {
-    let count = sites.tensors.len();
-    // For every tensor: as it is, transposed, its scale, the parts of its largest value.
-    let mut made: Vec<Option<[Value; 4]>> = vec![None; count];
-    let mut states: Option<[Value; 4]> = None;
-    g.rewrite(|w, i, node, _| {
-        let Some(sides) = sites.matmuls.get(&i) else { return Ok::<_, Error>(None) };
-        let r = w.recorder;
-        if let (Some((history, name)), None) = (delayed, states) {
-            let state = |what: &str, shape: &[usize], v: f32| r.state(&format!("{STATES}{what}/{name}"), shape, DType::F32, Init::Full(v));
-            let steps = state("steps", &[1], 0.0);
-            states =
-                Some([state("history", &[count, history], 0.0), state("scale", &[count, 4], 1.0), steps, steps + 1.0].map(|v| v.value()));
-        }
-        for &(at, _) in sides {
-            if made[at].is_none() {
-                let t = &sites.tensors[at];
-                let x = w.at(t.from);
-                r.set_place(node);
-                let observe = |scale: Var<'_>| r.op1(Quantize::new(t.dtype, false, false), &[x, r.var(scale.value())]);
-                let scale = match states {
-                    Some([_, scales, ..]) => r.var(scales).slice(0, at, at + 1).slice(1, 0, 1).reshape(&[1]),
-                    None => {
-                        let one = r.full(&[1], 1.0);
-                        let now = [r.zeros(&[1, 1]), r.full(&[1, 4], 1.0), one, observe(one)];
-                        r.op(Scales { types: vec![t.dtype] }, &now)[1].slice(1, 0, 1).reshape(&[1])
-                    }
-                };
-                made[at] = Some(if active {
-                    let y = r.op(Quantize::new(t.dtype, t.rows, t.columns), &[x, scale]);
-                    [y[0], y[t.rows as usize], scale, y[y.len() - 1]].map(|v| v.value())
-                } else {
-                    [scale, scale, scale, observe(scale)].map(|v| v.value())
-                });
-            }
-        }
-        if !active {
-            return Ok(None);
-        }
-        let side = |(at, turned): (usize, bool)| {
-            let [rows, columns, scale, _] = made[at].expect("made above").map(|v| r.var(v));
-            (if turned { columns } else { rows }, scale)
-        };
-        let ((a, sa), (b, sb)) = (side(sides[0]), side(sides[1]));
-        let exact = sums == "f32" || sums == "mixed" && node.backward;
-        let op =
-            Matmul { dtype: Some(node.outputs[0].dtype), scaled: Some(if exact { Sums::F32 } else { Sums::Fast }), ..Matmul::default() };
-        Ok(Some(vec![r.op1(op, &[a, b.t(), sa, sb])]))
-    })?;
-    if let Some([history, scales, steps, next]) = states {
-        let parts: Vec<Value> = made.into_iter().map(|m| m.expect("every tensor is an operand")[3]).collect();
-        let parts = push(g, Concat { axis: 0 }, parts);
-        let after = push(g, Scales { types: sites.tensors.iter().map(|t| t.dtype).collect() }, vec![history, scales, steps, parts]);
-        g.updates.extend([(history, after), (scales, Value { out: 1, ..after }), (steps, next)]);
-    }
-    super::dead_code::sweep(g);
-    Ok(())
-}
-
-/// On several ranks, scales follow from the largest values of all of them: one exchange of a number a tensor in each step. So all ranks round alike, and as one rank would.
-fn in_common(g: &mut Graph, ranks: &Ranks) -> Result<(), Error> {
-    if ranks.size() == 1 {
-        return Ok(());
-    }
-    g.rewrite(|w, _, node, inputs| {
-        let Some(op) = node.op::<Scales>() else { return Ok(None) };
-        let (count, mut x) = (op.types.len(), inputs.to_vec());
-        let mut most = x[3].max_axis(1).reshape(&[1, count]);
-        for group in [&ranks.data, &ranks.tensor].into_iter().filter(|group| group.size > 1) {
-            let all = all_gather(most, 0, group);
-            most = crate::mutant!("fp8-scales-of-one-rank-alone", all.max_axis(0), all.slice(0, 0, 1));
-        }
-        x[3] = w.recorder.zeros(&x[3].shape()) + most.reshape(&[count, 1]);
-        Ok(Some(w.keep(node, &x)))
-    })
-}
-
-/// Adds a node at the end, and returns its first output.
-fn push(g: &mut Graph, op: impl Op, inputs: Vec<Value>) -> Value {
-    let metas: Vec<Meta> = inputs.iter().map(|&v| g.meta(v).clone()).collect();
-    let outputs = op.infer(&metas);
-    let kind = Kind::Op(Arc::new(op));
-    g.nodes.push(Node { kind, inputs, outputs, scope: "fp8".into(), backward: false, block: 0, typed: false, narrow: false });
-    Value { node: g.nodes.len() - 1, out: 0 }
 }

@@ -40,6 +40,7 @@ mod terms;
 mod zero;
 mod zero_weights;
 
+pub use fp8::{keeps_weights, repeated};
 pub use presets::{Fast, Preset};
 pub use sparse::pruned;
 pub use switches::{Mode, Numerics, OnRanks, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};

@@ -308,6 +308,19 @@ impl Switches {
         self
     }
 
+    /// The same with a setting of a switch that is on; None where it is off, or has another value than the default already.
+    pub(super) fn with_setting(&self, switch: &'static dyn Switch, target: Target, name: &str, value: &str) -> Option<Switches> {
+        let mode = self.mode_and_note(switch, target).0;
+        let mut values = self.chosen.get(switch.name()).map_or(BTreeMap::new(), |c| c.1.clone());
+        let default = switch.settings().iter().find(|s| s.name == name)?.default;
+        if mode == Mode::Off || values.insert(name.into(), value.into()).is_some_and(|old| old != default) {
+            return None;
+        }
+        let mut with = self.clone();
+        with.chosen.insert(switch.name().into(), (mode, values));
+        Some(with)
+    }
+
     /// The mode set for a switch.
     pub fn chosen(&self, switch: &str) -> Option<Mode> {
         self.chosen.get(switch).map(|c| c.0)

@@ -2,7 +2,7 @@
 
 use kiln_engine::ops::experts::mixture;
 use kiln_engine::ops::matmul::Matmul;
-use kiln_engine::passes::{Receipt, Target};
+use kiln_engine::passes::{Receipt, Target, keeps_weights, repeated};
 use kiln_engine::program::imagined;
 use kiln_engine::{Compiled, Cpu, DType, Data, Device, Error, Init, Program, Recorder, Store, Switches};
 
@@ -270,5 +270,60 @@ fn sums_are_as_the_setting_says() {
             found
         };
         assert_eq!((of(false), of(true)), (vec![forward.to_string()], vec![backward.to_string()]), "{setting}");
+    }
+}
+
+/// Gradients of a micro-batch, which changes no weight.
+fn micro() -> kiln_engine::Graph {
+    let r = Recorder::new();
+    let w = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.2 });
+    let params = [w("a", &[48, 32]), w("b", &[32, 48])];
+    let x = r.feed("x", &[ROWS, 32], DType::F32);
+    let loss = (x + x.linear(params[0]).silu().linear(params[1])).square().mean();
+    r.output("loss", loss);
+    r.grad(loss, &params).into_iter().zip(["da", "db"]).for_each(|(g, name)| r.output(name, g));
+    r.finish()
+}
+
+/// The first micro-batch of a step rounds the weights and keeps them, the others read what it kept: the same bits as where each of them rounds.
+#[test]
+fn weights_are_rounded_once_for_several_micro_batches() {
+    for scaling in ["current", "delayed,warmup=0"] {
+        let switches = with(&format!("auto,least=16,scaling={scaling}"));
+        let [first, others] = repeated(&switches, Target::Cpu).unwrap();
+        let mut store = Store::new(3);
+        let mut load = |switches: &Switches| Program::load(micro(), switches, &Device::cpu(Cpu::new(2)), &mut store).unwrap();
+        let (mut first, mut others) = (load(&first), load(&others));
+        let mut alone = Store::new(3);
+        let mut each = Program::load(micro(), &switches, &Device::cpu(Cpu::new(2)), &mut alone).unwrap();
+        let run = |p: &mut Program, store: &mut Store, x: u32| -> Vec<Vec<u32>> {
+            p.run(store, &[("x", Data::F32(&numbers(x)))]).unwrap();
+            ["loss", "da", "db"].map(|n| p.read(n, store).unwrap().iter().map(|v| v.to_bits()).collect()).into()
+        };
+        // With delayed scaling, the scales of the first runs come from nothing: later ones are compared.
+        for x in 0..4 {
+            run(&mut first, &mut store, x);
+            run(&mut each, &mut alone, x);
+        }
+        for x in 4..7 {
+            let one = run(if x == 4 { &mut first } else { &mut others }, &mut store, x);
+            assert!(one == run(&mut each, &mut alone, x), "{scaling}: micro-batch {x}");
+        }
+        // It reads what was kept, and not the weights.
+        let before = run(&mut others, &mut store, 9);
+        let meta = store.get("a").unwrap().meta.clone();
+        store.set("a", &meta, &vec![0; meta.bytes()]).unwrap();
+        let after = run(&mut others, &mut store, 9);
+        assert!(before[0] == after[0] && run(&mut first, &mut store, 9)[0] != after[0], "{scaling}");
+    }
+    let quantized = |switches: &Switches| {
+        let c = Compiled::new(micro(), switches, Target::Cpu).unwrap();
+        let weights = |n: &kiln_engine::graph::Node| n.name() == "quantize" && c.graph.state_role(n.inputs[0]).is_some();
+        (c.graph.nodes.iter().filter(|n| weights(n)).count(), keeps_weights(&c.graph))
+    };
+    let [first, others] = repeated(&with("auto,least=16"), Target::Cpu).unwrap();
+    assert_eq!([&with("auto,least=16"), &first, &others].map(quantized), [(2, false), (2, true), (0, true)]);
+    for same in ["off", "auto,weights=each"] {
+        assert!(repeated(&with(same), Target::Cpu).is_none(), "{same}");
     }
 }

@@ -111,6 +111,10 @@ pub trait Task {
     fn runs(&self, _program: &str) -> f64 {
         1.0
     }
+    /// For a program that a step may run several times with the same weights: what its later runs are called, where a pass makes a program of its own of them.
+    fn again(&self, _program: &str) -> Option<&'static str> {
+        None
+    }
     /// Told before `graphs` how many bytes may be taken, where that is known: what is kept on the device may depend on it.
     fn settle(&self, _free: Option<u64>) {}
     /// Fills states that are read but not trained, such as a data set that is kept on the device.

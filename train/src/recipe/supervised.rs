@@ -233,7 +233,10 @@ impl<M: Model> Supervised<M> {
             return self.micro(s, program, (step, 0), (batch, weight), rate, feeds);
         }
         for (m, batch) in batches.iter().enumerate() {
-            self.micro(s, "micro", (step, m), (batch, weight), rate, &[])?;
+            // In the step in which a warm-up ends, all micro-batches are like the first.
+            let later = engine::mutant!("fp8-weights-of-the-step-before", m > 0, m > 0 || step > 0);
+            let again = later && s.programs.contains_key("again") && !s.programs["micro"].is_warming_up();
+            self.micro(s, if again { "again" } else { "micro" }, (step, m), (batch, weight), rate, &[])?;
         }
         if let Some((program, feeds)) = also {
             s.run(program, feeds)?;
@@ -323,6 +326,10 @@ impl<M: Model> Task for Supervised<M> {
             "eval" => 0.0,
             _ => 1.0,
         }
+    }
+
+    fn again(&self, program: &str) -> Option<&'static str> {
+        (program == "micro").then_some("again")
     }
 
     fn settle(&self, free: Option<u64>) {

@@ -1,7 +1,7 @@
 //! `--memory-budget`: settings with which the plan of a run fits, at the least added time. Every candidate is compiled and planned as it would run, so
 //! what is chosen fits by its plan; which of those that fit is fastest is an estimate.
 
-use super::load::{Programs, compile_for, planned};
+use super::load::{Programs, compile_for, planned, runs};
 use super::within;
 use crate::config::{Config, TrainConfig};
 use crate::recipe::{Recipe, Task, TrainError};
@@ -336,7 +336,7 @@ const CPU: Rates = Rates { bytes: 2e10, flops: [1e11, 1e11, 1e11], begin: 2e-6, 
 
 /// The estimated time of a step: of every op, what its bytes or its arithmetic take.
 fn seconds(task: &dyn Task, programs: &Programs, target: Target) -> f64 {
-    programs.iter().map(|(name, c)| task.runs(name) * of_program(c, target)).sum()
+    runs(task, programs).iter().zip(programs).map(|(runs, (_, c))| runs * of_program(c, target)).sum()
 }
 
 fn of_program(c: &Compiled, target: Target) -> f64 {

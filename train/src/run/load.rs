@@ -4,7 +4,7 @@ use crate::config::{Config, TrainConfig};
 use crate::memory;
 use crate::recipe::{Recipe, Session, Task, TrainError};
 use crate::report::human_bytes;
-use engine::passes::Target;
+use engine::passes::{Target, keeps_weights, repeated};
 use engine::plan::Memory;
 use engine::program::own_memory;
 use engine::{Compiled, Device, Ranks, Switches};
@@ -75,7 +75,31 @@ fn compile(task: &dyn Task, switches: &Switches, device: &Device) -> Result<Prog
 /// A task's programs for a target with so much free memory.
 pub fn compile_for(task: &dyn Task, switches: &Switches, target: Target, free: Option<u64>) -> Result<Programs, TrainError> {
     task.settle(free);
-    task.graphs().into_iter().map(|(name, graph)| Ok((name, Compiled::new(graph, switches, target)?))).collect()
+    let mut all = vec![];
+    for (name, graph) in task.graphs() {
+        let (Some(again), Some([first, others])) = (task.again(name), repeated(switches, target)) else {
+            all.push((name, Compiled::new(graph, switches, target)?));
+            continue;
+        };
+        all.push((name, Compiled::new(graph.clone(), &first, target)?));
+        if keeps_weights(&all[all.len() - 1].1.graph) {
+            all.push((again, Compiled::new(graph, &others, target)?));
+        }
+    }
+    Ok(all)
+}
+
+/// How often a step runs each of these programs.
+pub fn runs(task: &dyn Task, programs: &[(&str, Compiled)]) -> Vec<f64> {
+    let has = |name: &str| programs.iter().any(|p| p.0 == name);
+    let of = |name: &str| match task.again(name) {
+        Some(again) if has(again) => 1.0,
+        _ => match programs.iter().find(|p| task.again(p.0) == Some(name)) {
+            Some(first) => task.runs(first.0) - 1.0,
+            None => task.runs(name),
+        },
+    };
+    programs.iter().map(|p| of(p.0)).collect()
 }
 
 /// Bytes of state, and of everything else.

@@ -28,7 +28,9 @@ mod steps;
 pub use best::find as find_best;
 pub use budget::{Fitted, Limits, SAVING, fit, node_seconds};
 pub use folder::{END, is_running, write_bytes, write_whole};
-pub use load::{Peak, Programs, compile_for, load, load_compiled, load_with, load_within_budget, peak, planned, settings_that_fit, within};
+pub use load::{
+    Peak, Programs, compile_for, load, load_compiled, load_with, load_within_budget, peak, planned, runs, settings_that_fit, within,
+};
 pub use note::{FILE as NOTE, SAMPLES, note_sample};
 pub use receipts::{receipts_json, receipts_table};
 pub use resume::{find_checkpoint, init_from, restore, resumable, same_base, same_classes, same_tokenizer};

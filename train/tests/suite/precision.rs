@@ -52,6 +52,27 @@ fn a_warm_up_that_ends_between_micro_batches_is_said() {
     let dir = tempdir().unwrap();
     let said = small(&dir.path().join("run"), &format!("--steps 4 --set accumulate=3 {FP8}")).ok().out;
     assert_eq!(said.matches("fp8 is active from here on, after 4 micro-batches without it").count(), 1, "{said}");
+    let parts = dir.path().join("parts");
+    small(&parts, &format!("--steps 2 --set accumulate=3 {FP8}")).ok();
+    resume(&parts, "--steps 4").ok();
+    same_bytes(&checkpoint(&dir.path().join("run"), 4), &checkpoint(&parts, 4));
+}
+
+/// Of several micro-batches the first rounds the weights for all, anew in every step, and nothing of that is in a checkpoint.
+#[test]
+fn weights_are_rounded_once_a_step() {
+    let dir = tempdir().unwrap();
+    let (once, each) = (dir.path().join("once"), dir.path().join("each"));
+    let fp8 = "--steps 4 --set accumulate=3 --pass fp8=auto,least=16,scaling=current";
+    let said = small(&once, fp8).ok().out;
+    assert!(said.contains("weights are rounded once a step and kept"), "{said}");
+    let said = small(&each, &format!("{fp8},weights=each")).ok().out;
+    assert!(!said.contains("rounded once a step"), "{said}");
+    assert_eq!(losses(&once), losses(&each));
+    same_bytes(&checkpoint(&once, 4), &checkpoint(&each, 4));
+    let plain = dir.path().join("plain");
+    small(&plain, "--steps 4 --set accumulate=3").ok();
+    assert_ne!(losses(&once), losses(&plain));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use super::timeline::{Event, Sizes, Sort, Wires, events, run};
 use crate::recipe::Task;
 use crate::report::{human_bytes, human_count, table};
+use crate::run::runs;
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::passes::Target;
@@ -123,7 +124,7 @@ impl Step {
 
 impl Exchanged {
     pub fn of(task: &dyn Task, compiled: &[(&'static str, Compiled)], target: Target, a: &RankArgs) -> Exchanged {
-        let programs = compiled.iter().map(|(name, c)| (task.runs(name), events(name, c, target))).collect();
+        let programs = runs(task, compiled).into_iter().zip(compiled).map(|(runs, (name, c))| (runs, events(name, c, target))).collect();
         Exchanged { programs, alone: 0.0, speed: 1.0, wires: a.wires(), example: (1e-6 * a.example_us, task.makes_own_rows()) }
     }
 

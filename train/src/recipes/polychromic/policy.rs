@@ -344,6 +344,10 @@ impl Task for Polychromic {
         }
     }
 
+    fn again(&self, program: &str) -> Option<&'static str> {
+        self.inner.again(program)
+    }
+
     fn phase<'a>(&self, program: &'a str) -> &'a str {
         match program {
             READ | WRITE => "generation",
