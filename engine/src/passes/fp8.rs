@@ -216,13 +216,19 @@ impl Sites {
         let mut inputs: HashSet<(Value, Vec<usize>)> = HashSet::new();
         let readers = g.readers();
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.backward && !n.typed && !n.narrow) {
-            let why = match operand(g, i) {
-                Some(Narrow::Sixteen(reason)) => Some(reason),
-                Some(_) => sensitive(g, &readers, Value { node: i, out: 0 }),
+            match operand(g, i) {
+                Some(Narrow::Sixteen(reason)) => {
+                    receipt.decline(reason, &node.scope);
+                    continue;
+                }
+                Some(_) => {}
                 None => continue,
-            };
-            if let Some(reason) = why {
-                receipt.decline(reason, &node.scope);
+            }
+            // These are left alone in every model, which is no reason to fail where the pass is required.
+            if let Some(reason) = sensitive(g, &readers, Value { node: i, out: 0 }) {
+                if !receipt.notes.iter().any(|n| n == reason) {
+                    receipt.notes.push(reason.into());
+                }
                 continue;
             }
             let Some([a, b]) = g.plain_matmul(i) else { continue };

@@ -10,7 +10,6 @@ use crate::cpu::{View, ViewMut, simd};
 use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Place, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port, Share, no_gradient};
-use crate::ops::matmul::not_in_fp8;
 use crate::ranks::Group;
 use crate::record::Var;
 use rayon::prelude::*;
@@ -42,7 +41,7 @@ impl Op for LinearCrossEntropy {
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         match at {
             Port::Out(_) => Narrow::Keep,
-            _ => not_in_fp8(op::rounded_first(2, at), "the loss head is not rounded to FP8"),
+            _ => op::rounded_first(2, at),
         }
     }
 
@@ -181,7 +180,7 @@ impl Op for ChunkedLinearCrossEntropy {
     fn precision(&self, at: Port, _: &[Meta]) -> Narrow {
         match at {
             Port::Out(0) => Narrow::Keep,
-            _ => not_in_fp8(op::rounded_first(2, at), "the loss head is not rounded to FP8"),
+            _ => op::rounded_first(2, at),
         }
     }
 
