@@ -96,7 +96,7 @@ impl Pass for OverlapGradients {
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
         let group = &settings.ranks.data;
         let own = settings.one_of("stream", &["own", "same"])? == "own";
-        let most = settings.number_or_none("bucket")? << 20;
+        let most = settings.number_or_none("bucket")?.saturating_mul(1 << 20);
         if group.is_alone() {
             return Ok(());
         }
@@ -268,6 +268,8 @@ mod tests {
         assert!(products(each[0]..each[1]) >= 1 && products(each[4]..end) >= 1, "{each:?} {end}");
         assert!(each.iter().all(|i| ends[i] == end && g.nodes[end].name() == "global_norm"));
         assert!(aside(&compiled(&[("overlap-gradients", "off")]).graph).is_empty());
+        // As many MiB as have no number of bytes, which would wrap around to 0.
+        assert_eq!(aside(&compiled(&[("overlap-gradients", "auto,bucket=17592186044416")]).graph).len(), 1);
         assert!(aside(&compiled(&[("overlap-gradients", "auto,stream=same")]).graph).is_empty());
     }
 

@@ -61,11 +61,11 @@ impl Pass for TensorParallel {
     }
 
     fn apply(&self, g: &mut Graph, settings: &Settings, receipt: &mut Receipt) -> Result<(), Error> {
+        let by_tokens = settings.one_of("sequence", &["whole", "divided"])? == "divided";
         let group = &settings.ranks.tensor;
         if group.size == 1 {
             return Ok(());
         }
-        let by_tokens = settings.one_of("sequence", &["whole", "divided"])? == "divided";
         let Placed { division, weights, undivided } = placed(g, settings.ranks, by_tokens, receipt)?;
         for (reader, scope) in undivided {
             let why = reader.map_or("the op that reads it needs all of it".into(), |op| format!("{op} needs all of what it computes"));

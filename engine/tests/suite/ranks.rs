@@ -1,8 +1,9 @@
 //! Several ranks, as threads, against one.
 
 use kiln_engine::check::Numbers;
+use kiln_engine::passes::Target;
 use kiln_engine::ranks::threads;
-use kiln_engine::{Cpu, DType, Device, Graph, Init, Program, Ranks, Recorder, Store, Switches, check};
+use kiln_engine::{Compiled, Cpu, DType, Device, Graph, Init, Program, Ranks, Recorder, Store, Switches, check};
 
 /// What a run leaves: outputs of every step, then states.
 type Left = Vec<(String, Vec<f32>)>;
@@ -93,6 +94,24 @@ fn step() -> Graph {
     r.output("norm", norm);
     r.output("x", x);
     r.finish()
+}
+
+/// Not only with the ranks that it is for.
+#[test]
+fn settings_of_a_pass_are_read_with_one_rank_too() {
+    for (pass, value) in [
+        ("tensor-parallel", "auto,sequence=foo"),
+        ("overlap-gradients", "auto,stream=foo"),
+        ("overlap-gradients", "auto,bucket=foo"),
+        ("zero-weights", "auto,least=foo"),
+        ("zero-weights", "auto,ahead=foo"),
+    ] {
+        let r = Recorder::new();
+        r.output("y", r.feed("x", &[2], DType::F32) * 2.0);
+        let switches = Switches::default().with(pass, value).unwrap();
+        let said = Compiled::new(r.finish(), &switches, Target::Cpu).err().map_or(String::new(), |e| e.to_string());
+        assert!(said.contains(pass) && said.contains("=foo is not"), "{pass}={value}: {said:?}");
+    }
 }
 
 #[test]
