@@ -52,6 +52,8 @@ pub struct Pair<'a> {
     /// The state in the store; of one in 8 bits, its bytes.
     pub name: &'a str,
     pub meta: &'a Meta,
+    /// Whether each rank of the run has a part of it.
+    pub is_divided: bool,
 }
 
 impl Pair<'_> {
@@ -79,9 +81,19 @@ impl Pair<'_> {
         let Some((base, own)) = self.own() else { return Ok(false) };
         let Some(kept) = self.kept(base).filter(|kept| *kept != own) else { return Ok(false) };
         if !leave {
+            let (why, way) = match own {
+                // What the pass leaves alone, also where it is on as before.
+                Form::Float(DType::F32) if self.is_divided => (
+                    "this run, whose ranks have a part of it each, keeps it in",
+                    "go on with as many ranks as before (adam8bit leaves alone what --tensor divides, and parts that are no whole blocks)",
+                ),
+                _ => (
+                    "with the passes and ranks of this run it is in",
+                    "set the passes (adam8bit) and the number of ranks (--ranks, --tensor) as they were",
+                ),
+            };
             return Err(TrainError::Other(format!(
-                "{} keeps '{base}' in {kept}, but with the passes of this run it is in {own}: convert it with --convert-states, or set the passes \
-                 (adam8bit) as they were",
+                "{} keeps '{base}' in {kept}, but {why} {own}: convert it with --convert-states, or {way}",
                 self.what
             )));
         }

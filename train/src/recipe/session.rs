@@ -165,13 +165,13 @@ impl Session {
     /// another form than the passes of this run do.
     pub fn load_state(&mut self, file: &Loaded, averages: Option<&Loaded>, what: &str, convert: bool) -> Result<Converted, TrainError> {
         let mut done = Converted::default();
-        let kept: Vec<(String, engine::Meta)> = self
+        let kept: Vec<(String, engine::Meta, bool)> = self
             .store
             .iter()
             .filter(|(n, t)| t.role == Role::Carried && is_kept(n) && !Map::is_absmax(n))
-            .map(|(n, t)| (n.to_string(), t.whole()))
+            .map(|(n, t)| (n.to_string(), t.whole(), !t.parts.is_empty()))
             .collect();
-        for (name, meta) in kept {
+        for (name, meta, is_divided) in kept {
             match (name.strip_prefix(ema::PREFIX), averages) {
                 (Some(param), Some(averages)) => self.take_as(averages, param, &name, &meta, what)?,
                 // Nothing was averaged yet.
@@ -182,7 +182,8 @@ impl Session {
                     let had = file.names().iter().any(|n| engine::passes::keeps(n) && n.split('.').next() == Some(pass));
                     done.anew.extend(had.then(|| pass.to_string()));
                 }
-                (None, _) if (Pair { file, what, name: &name, meta: &meta }).convert(&mut self.store, convert, &mut done)? => {}
+                (None, _)
+                    if (Pair { file, what, name: &name, meta: &meta, is_divided }).convert(&mut self.store, convert, &mut done)? => {}
                 (None, _) => {
                     self.take(file, &name, &meta, what)?;
                     if let Some((map, base)) = Map::of_bytes(&name) {

@@ -44,7 +44,7 @@ fn a_ledger_says_what_every_pass_does_and_is_read_back() {
         (&2.into(), &"hydra".into(), &"tiny".into(), &32.into())
     );
     assert_eq!(m["versions"]["kiln"], env!("CARGO_PKG_VERSION"));
-    assert!(m["date"].as_str().unwrap().ends_with('Z') && m["device"] == "cpu, 1 threads" && m["receipts"]["train"].is_array(), "{m}");
+    assert!(m["date"].as_str().unwrap().ends_with('Z') && m["device"] == "cpu, 1 thread" && m["receipts"]["train"].is_array(), "{m}");
     // How it was measured.
     let turns = &m["turns"];
     assert_eq!((&turns["rounds"], &turns["steps"], &turns["groups"], &turns["copies"]), (&3.into(), &1.into(), &1.into(), &4.into()));
@@ -191,7 +191,7 @@ fn a_baseline_of_something_else_is_refused() {
     refused(
         &with("device.json", &|m| m["device"] = "NVIDIA H200".into()),
         "",
-        &["another device: 'NVIDIA H200' there, 'cpu, 1 threads' here"],
+        &["another device: 'NVIDIA H200' there, 'cpu, 1 thread' here"],
     );
     refused(&with("preset.json", &|m| m["preset"] = "small".into()), "", &["another preset: 'small' there"]);
     refused(&before, "--set batch=1", &["another config", "train.batch = 1 here, 2 there"]);
@@ -320,7 +320,7 @@ fn ledgers_of_a_folder_are_one_picture() {
     });
     draw().ok();
     let drawn = fs::read_to_string(&svg).unwrap();
-    for part in ["first", "second", "flash-attention", "fuse-norm", "guides promise", "1.5-2.5x", "1.3-2x an op", "cpu, 1 threads"] {
+    for part in ["first", "second", "flash-attention", "fuse-norm", "guides promise", "1.5-2.5x", "1.3-2x an op", "cpu, 1 thread"] {
         assert!(drawn.contains(part), "{part}");
     }
     fs::write(folder.join("third.json"), "{}").unwrap();

@@ -42,8 +42,10 @@ pub struct Compared {
 /// Refuses a file of another step or machine, before anything is measured. Returns what is worth a warning.
 pub fn comparable(now: &Measured, then: &Measured, bounds: Bounds, path: &Path) -> Result<Vec<String>> {
     let shown = path.display();
+    // Files of earlier versions have it in the plural.
+    let device = if then.device == "cpu, 1 threads" { "cpu, 1 thread" } else { &then.device };
     for (what, here, there) in
-        [("recipe", &now.recipe, &then.recipe), ("preset", &now.preset, &then.preset), ("device", &now.device, &then.device)]
+        [("recipe", &*now.recipe, &*then.recipe), ("preset", &now.preset, &then.preset), ("device", &now.device, device)]
     {
         if here != there {
             bail!("{shown} is of another {what}: '{there}' there, '{here}' here; measure a baseline of this one (--json FILE)");
