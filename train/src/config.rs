@@ -103,6 +103,8 @@ pub struct Config {
     sections: Arc<[Keys]>,
     /// Keys that were set over a preset or a run's own settings: what someone asked for, and must not be passed over in silence.
     given: BTreeSet<String>,
+    /// The settings before those: a preset's, or a run's own.
+    before: Arc<Table>,
     /// The ranks that train together, of which this is one.
     pub ranks: Ranks,
 }
@@ -122,7 +124,7 @@ impl Config {
         table.insert("preset".into(), preset.into());
         table.insert("passes".into(), Value::Table(Table::new()));
         table.extend(sections.iter().map(|keys| (keys.name.to_string(), Value::Table(keys.defaults()))));
-        Config { table, sections: sections.into(), given: BTreeSet::new(), ranks: Ranks::default() }
+        Config { before: table.clone().into(), table, sections: sections.into(), given: BTreeSet::new(), ranks: Ranks::default() }
     }
 
     /// From a preset's text, which holds what differs from the defaults. It is part of the program: what is wrong in it is an error of whoever wrote it.
@@ -131,7 +133,7 @@ impl Config {
         let wrong = |e: &dyn std::fmt::Display| -> ! { panic!("preset {recipe}-{preset}: {e}") };
         let table: Table = text.parse().unwrap_or_else(|e| wrong(&e));
         config.overlay(table).unwrap_or_else(|e| wrong(&e));
-        config.given.clear();
+        config.begins_here();
         config
     }
 
@@ -143,13 +145,20 @@ impl Config {
         let filled = flat(&config.table).into_iter().filter(|(key, _)| !known.contains(key)).map(|(key, value)| format!("{key} = {value}"));
         let filled = filled.collect();
         config.overlay(table)?;
-        config.given.clear();
+        config.begins_here();
         Ok((config, filled))
     }
 
     /// The settings in a checkpoint, as they are there.
     pub fn from_json(value: &serde_json::Value) -> Result<Config, ConfigError> {
-        Ok(Config { table: json_table(value)?, sections: Arc::default(), given: BTreeSet::new(), ranks: Ranks::default() })
+        let (table, sections) = (json_table(value)?, Arc::default());
+        Ok(Config { before: table.clone().into(), table, sections, given: BTreeSet::new(), ranks: Ranks::default() })
+    }
+
+    /// Nobody has set anything yet.
+    fn begins_here(&mut self) {
+        self.given.clear();
+        self.before = self.table.clone().into();
     }
 
     /// As `of_run`, from a checkpoint of the same recipe.
@@ -199,10 +208,12 @@ impl Config {
         format!("{} {}{base}", self.text("recipe"), self.text("preset"))
     }
 
-    /// A key that someone set, and to another value than its default.
+    /// A key that someone set, and to another value than its default and the preset's: a run's config.toml, which has every key, sets none by that.
     pub fn given(&self, section: &str, key: &str) -> Option<&Value> {
         let default = self.keys().find(|(s, k)| *s == section && k.name == key).map(|(_, k)| &k.default);
-        self.value(section, key).filter(|value| self.given.contains(&format!("{section}.{key}")) && Some(*value) != default)
+        let before = self.before.get(section).and_then(|s| s.get(key));
+        let is_new = |value: &&Value| Some(*value) != default && Some(*value) != before;
+        self.value(section, key).filter(|value| self.given.contains(&format!("{section}.{key}")) && is_new(value))
     }
 
     /// Whether someone set this key (`train.batch`) or pass (`passes.recompute`), over a preset or a run's own settings.

@@ -57,6 +57,42 @@ fn settings_of_attention_are_refused() {
 }
 
 #[test]
+fn settings_of_state_space_layers_are_refused_where_there_are_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let text = out.to_str().unwrap();
+    for set in ["state=16", "groups=2", "conv=3"] {
+        let key = format!("model.{}", set.split('=').next().unwrap());
+        kiln(["train", "decoder", "--out", text, "--set", set]).fails(&[&key, "llama has none", "model.family=mamba2"]);
+    }
+    let hrm = |sets: &[&str], parts: &[&str]| {
+        kiln(["train", "hrm", "--out", text].into_iter().chain(sets.iter().flat_map(|s| ["--set", s]))).fails(parts);
+    };
+    for set in ["state=16", "mamba_head=8", "conv=3"] {
+        let key = format!("model.{}", set.split('=').next().unwrap());
+        hrm(&[set], &[&key, "for the mixer mamba2, and here it is attention"]);
+    }
+    for set in ["heads=2", "rope_theta=5.0"] {
+        let key = format!("model.{}", set.split('=').next().unwrap());
+        hrm(&["mixer=mamba2", set], &[&key, "for the mixer attention, and here it is mamba2"]);
+    }
+    assert!(!out.exists());
+}
+
+/// It has every key, also those of the preset that the run does not read.
+#[test]
+fn the_config_of_a_run_begins_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
+    let sets = ["--set", "train_puzzles=64", "--set", "test_puzzles=8", "--threads", "1", "--steps", "1"];
+    for mixer in ["mixer=attention", "mixer=mamba2"] {
+        let [first, second] = ["first", "second"].map(|name| text(&format!("{mixer}-{name}")));
+        kiln([&["train", "hrm", "--out", &first, "--set", mixer], &sets[..]].concat()).ok();
+        kiln(["train", "--config", &format!("{first}/config.toml"), "--out", &second, "--threads", "1"]).ok();
+    }
+}
+
+#[test]
 fn keys_of_a_folder_that_change_the_numbers_are_refused() {
     let read = |key: &str, value: Value| {
         let mut config = json!({

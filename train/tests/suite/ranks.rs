@@ -140,18 +140,7 @@ const GPT2: Small =
     ("decoder", &["family=gpt2", "seq=24", "layers=2", "dim=32", "hidden=64", "head_dim=8", "heads=4", "kv_heads=4", "train.batch=4"]);
 const MAMBA2: Small = (
     "hrm",
-    &[
-        "mixer=mamba2",
-        "mamba_head=8",
-        "state=8",
-        "dim=16",
-        "heads=2",
-        "layers=1",
-        "hidden=8",
-        "train.batch=4",
-        "train_puzzles=50",
-        "test_puzzles=8",
-    ],
+    &["mixer=mamba2", "mamba_head=8", "state=8", "dim=16", "layers=1", "hidden=8", "train.batch=4", "train_puzzles=50", "test_puzzles=8"],
 );
 const GATHERED: &[&str] = &["passes.zero=auto", "passes.zero-weights=auto,least=1"];
 const TOKENS: &[&str] = &["passes.tensor-parallel=auto,sequence=divided"];

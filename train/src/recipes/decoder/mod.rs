@@ -160,6 +160,20 @@ fn only_for_attention(config: &Config, c: &DecoderConfig) -> Result<(), ConfigEr
     }
 }
 
+/// Refuses settings of state-space layers that someone asked for in a family that has none.
+fn only_for_scans(config: &Config, c: &DecoderConfig) -> Result<(), ConfigError> {
+    let without = Family::find(&c.family).filter(|f| f.mixer != Mixer::Mamba2);
+    let asked = ["state", "groups", "conv"].iter().find_map(|key| Some((key, config.given("model", key)?)));
+    match without.zip(asked) {
+        Some((family, (key, value))) => Err(ConfigError::Invalid(format!(
+            "model.{key} = {}: it is for state-space layers, and {} has none (add model.family=mamba2, or remove model.{key})",
+            shown(value),
+            family.name
+        ))),
+        None => Ok(()),
+    }
+}
+
 pub struct DecoderRecipe;
 
 impl Recipe for DecoderRecipe {
@@ -205,6 +219,7 @@ impl Recipe for DecoderRecipe {
         let c: DecoderConfig = config.section("model")?;
         only_for_adapters(config, c.train)?;
         only_for_attention(config, &c)?;
+        only_for_scans(config, &c)?;
         let model = c.model()?;
         let train: TrainConfig = config.section("train")?;
         train.check()?;

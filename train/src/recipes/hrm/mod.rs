@@ -61,6 +61,7 @@ impl Recipe for HrmRecipe {
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
         let config = &self.sized(config)?;
         let c: HrmConfig = config.section("model")?;
+        c.only_for_its_mixer(config)?;
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         let puzzles = Puzzles::new(config, &c)?;

@@ -1,7 +1,7 @@
 //! A hierarchical reasoning model: two recurrent modules, one slow (high) and one fast (low), whose feed-forward layers are mixtures of
 //! experts; and a halting head. What the numbers are is said by reference/hrm.py; names of parameters are the same there.
 
-use crate::config::{ConfigError, NORM_EPS, ROPE_THETA, Section, WEIGHT};
+use crate::config::{Config, ConfigError, NORM_EPS, ROPE_THETA, Section, WEIGHT, shown};
 use crate::nn::mamba2::{Sizes, Weights, mamba2};
 use crate::section;
 use engine::ops::attention::attention;
@@ -85,6 +85,19 @@ impl HrmConfig {
             ));
         }
         Ok(())
+    }
+
+    /// Refuses settings that someone asked for and that only the other mixer reads.
+    pub fn only_for_its_mixer(&self, config: &Config) -> Result<(), ConfigError> {
+        let (own, other, keys): (_, _, &[&str]) = match self.mixer {
+            Mixer::Attention => ("attention", "mamba2", &["state", "mamba_head", "conv"]),
+            Mixer::Mamba2 => ("mamba2", "attention", &["heads", "rope_theta"]),
+        };
+        let Some((key, value)) = keys.iter().find_map(|key| Some((key, config.given("model", key)?))) else { return Ok(()) };
+        let value = shown(value);
+        Err(ConfigError::Invalid(format!(
+            "model.{key} = {value}: it is for the mixer {other}, and here it is {own} (add model.mixer={other}, or remove model.{key})"
+        )))
     }
 
     pub fn is_dense(&self) -> bool {
