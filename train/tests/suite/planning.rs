@@ -70,6 +70,16 @@ fn a_batch_that_ranks_cannot_divide_is_refused() {
 }
 
 #[test]
+fn what_is_about_several_ranks_is_refused_for_one() {
+    for flag in ["--bandwidth", "--network", "--node", "--step-ms", "--tensor"] {
+        let plan = |more: &[&str]| kiln([&["plan", "decoder", "--preset", "tiny", flag, "1"], more].concat());
+        let refused = plan(&[]);
+        assert!(refused.code == Some(2) && ["--ranks", "--scaling"].iter().all(|f| refused.err.contains(f)), "{flag}: {refused:#?}");
+        plan(&["--ranks", "2"]).ok();
+    }
+}
+
+#[test]
 fn a_tensor_that_no_memory_holds_is_refused_by_name() {
     let most = ["model.dim=1048576", "model.vocab=1048576", "model.hidden=1048576"];
     let refused = |settings: &[&str], flash: &str, parts: &[&str]| {

@@ -5,31 +5,32 @@ use crate::recipe::Task;
 use crate::report::{human_bytes, human_count, table};
 use crate::run::runs;
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{ArgGroup, Args};
 use engine::passes::Target;
 use engine::{Compiled, Ranks};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
 #[derive(Args)]
+#[command(group(ArgGroup::new("several").args(["ranks", "scaling"])))]
 pub struct RankArgs {
     /// Plans one of so many ranks, on as many GPUs
     #[arg(long, value_name = "N", default_value_t = 1)]
     ranks: usize,
     /// With --ranks or --scaling: so many of them share the weights of one model
-    #[arg(long, value_name = "T", default_value_t = 1)]
+    #[arg(long, value_name = "T", default_value_t = 1, requires = "several")]
     tensor: usize,
     /// With --ranks or --scaling: GB/s that a GPU sends to others of its machine; a ring over NVLink 4 (H100, H200) gets about 360
-    #[arg(long, value_name = "GB/S", default_value_t = 360.0)]
+    #[arg(long, value_name = "GB/S", default_value_t = 360.0, requires = "several")]
     bandwidth: f64,
     /// With --ranks or --scaling: GPUs of a machine
-    #[arg(long, value_name = "G", default_value_t = 8)]
+    #[arg(long, value_name = "G", default_value_t = 8, requires = "several")]
     node: usize,
     /// With --ranks or --scaling: GB/s that a GPU sends to other machines; 400 Gbit/s InfiniBand gets about 45
-    #[arg(long, value_name = "GB/S", default_value_t = 45.0)]
+    #[arg(long, value_name = "GB/S", default_value_t = 45.0, requires = "several")]
     network: f64,
     /// With --ranks or --scaling: how long a step of one rank took, as measured; estimates of arithmetic are scaled to it
-    #[arg(long, value_name = "MS")]
+    #[arg(long, value_name = "MS", requires = "several")]
     step_ms: Option<f64>,
     /// With --scaling: microseconds that the loader takes for an example, on a thread beside the step; every rank makes its own, or those of all ranks where examples differ in how many targets count
     #[arg(long, value_name = "US", default_value_t = 0.0, requires = "scaling")]
