@@ -51,7 +51,8 @@ pub fn start(mut ranks: usize, on_gpus: bool, caught: Vec<i32>, go_on: GoOn) -> 
         let job = mpiexec.take().map_or_else(|| by_address(ranks, &args), by_mpi)?;
         let ended = job.wait(&mut signals)?;
         let Some((left, again)) = Some(ranks).filter(|_| ended.lost).and_then(go_on) else { return Ok(ended.code) };
-        warn!("going on with {left} ranks instead of {ranks}, from the newest whole checkpoint if one has been saved (--elastic)");
+        let noun = if left == 1 { "rank" } else { "ranks" };
+        warn!("going on with {left} {noun} instead of {ranks}, from the newest whole checkpoint if one has been saved (--elastic)");
         (ranks, args) = (left, again);
         mpiexec = if on_gpus { None } else { Some(mpiexec_command(ranks, &args)?) };
     }
@@ -225,15 +226,21 @@ fn is_of_a_rank(line: &str, ends: &Mutex<Vec<i32>>) -> bool {
 
 impl Job {
     fn wait(mut self, signals: &mut Signals) -> Result<Ended> {
+        // The first signal, and one that came later.
         let mut passed: Option<(i32, Instant)> = None;
+        let mut again: Option<(i32, Instant)> = None;
         let mut failed: Option<(usize, ExitStatus, Instant)> = None;
         let mut interrupted = None;
         let mut running: Vec<usize> = (0..self.children.len()).collect();
         while !running.is_empty() {
             for number in signals.pending() {
-                if passed.is_none_or(|(_, at)| at.elapsed() > ONE) {
+                if passed.is_some_and(|(_, at)| at.elapsed() > ONE) && again.is_none() {
+                    again = Some((number, Instant::now()));
+                    running.iter().for_each(|&i| self.end_at_once(i, number));
+                }
+                if passed.is_none() {
+                    passed = Some((number, Instant::now()));
                     running.iter().for_each(|&i| send(&self.children[i], self.as_sent(number)));
-                    passed.get_or_insert((number, Instant::now()));
                 }
             }
             for i in running.clone() {
@@ -247,13 +254,18 @@ impl Job {
                     }
                 }
             }
-            if failed.is_some_and(|(_, _, at)| at.elapsed() > GRACE) {
+            if failed.map(|f| f.2).into_iter().chain(again.map(|a| a.1)).any(|at| at.elapsed() > GRACE) {
                 running.iter().for_each(|&i| send(&self.children[i], Signal::KILL.as_raw()));
             }
             std::thread::sleep(LOOK);
         }
         // What is still in the pipes; a process that outlives its rank may hold one open.
         let _ = self.shown.recv_timeout(GRACE);
+        // mpiexec that says nothing of its ranks was not there for their end.
+        let unsaid = passed.filter(|_| self.by_mpi.is_some() && self.ends().is_empty());
+        if let Some((number, _)) = again.filter(|_| failed.is_some() || interrupted.is_some()).or(unsaid) {
+            return Ok(Ended { code: ExitCode::from(128 + number as u8), lost: false });
+        }
         Ok(match failed {
             // A run that was told to stop does not go on.
             Some((i, status, _)) => {
@@ -269,10 +281,34 @@ impl Job {
         if self.by_mpi.is_some() && number == SIGHUP { SIGTERM } else { number }
     }
 
+    /// For a second signal. A rank ends by itself then, unless it was stopped. `mpiexec` would not pass the signal on, but print pages of its own: it and its ranks
+    /// are killed.
+    fn end_at_once(&self, child: usize, number: i32) {
+        let child = &self.children[child];
+        if self.by_mpi.is_none() {
+            return send(child, number);
+        }
+        let all = with_descendants(Pid::from_child(child));
+        for &pid in &all {
+            // It may be over already.
+            let _ = kill_process(pid, Signal::KILL);
+        }
+        // What is dead and not waited for has no program.
+        let is_there = |pid: &Pid| std::fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).is_ok();
+        let killed = Instant::now();
+        while all.iter().any(is_there) && killed.elapsed() < GRACE {
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// How each rank ended, of what `mpiexec` has said.
+    fn ends(&self) -> Vec<i32> {
+        self.by_mpi.as_ref().map(|ends| ends.lock().unwrap_or_else(PoisonError::into_inner).clone()).unwrap_or_default()
+    }
+
     /// The exit status of the rank that failed first, with a word on one that could not say itself why it ended.
     fn status(&self, child: usize, status: ExitStatus) -> Ended {
-        let ends = self.by_mpi.as_ref().map(|ends| ends.lock().unwrap_or_else(PoisonError::into_inner).clone()).unwrap_or_default();
-        let (rank, status) = first_end(&ends).unwrap_or((Some(child), status));
+        let (rank, status) = first_end(&self.ends()).unwrap_or((Some(child), status));
         if let Some(signal) = status.signal() {
             let name = signal_hook::low_level::signal_name(signal).map_or(String::new(), |n| format!(" ({n})"));
             let why = if signal == Signal::KILL.as_raw() { "; the system does that to a process when memory runs out" } else { "" };
@@ -291,6 +327,22 @@ fn first_end(ends: &[i32]) -> Option<(Option<usize>, ExitStatus)> {
     let status = ExitStatus::from_raw(ends[first]);
     let is_one_of_several = status.signal().is_some() && ends.iter().filter(|e| **e == ends[first]).count() > 1;
     Some(((!is_one_of_several).then_some(first), status))
+}
+
+/// A process, its children, theirs, and so on: parents before their children.
+fn with_descendants(first: Pid) -> Vec<Pid> {
+    // "PID (name) state parent ..", where a name may hold anything.
+    let parent_of = |stat: String| Pid::from_raw(stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()?);
+    let numbers = std::fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(|e| e.file_name().to_str()?.parse::<i32>().ok());
+    let pairs: Vec<(Pid, Pid)> =
+        numbers.filter_map(|n| Some((Pid::from_raw(n)?, parent_of(std::fs::read_to_string(format!("/proc/{n}/stat")).ok()?)?))).collect();
+    let mut all = vec![first];
+    let mut next = 0;
+    while let Some(&parent) = all.get(next) {
+        all.extend(pairs.iter().filter(|p| p.1 == parent).map(|p| p.0));
+        next += 1;
+    }
+    all
 }
 
 /// To a child that has not been waited for.

@@ -48,6 +48,16 @@ fn ranks_over_mpi_train_what_one_rank_trains() {
     let ran = on_ranks(mpich, train_args(&at("two"), &format!("{STEPS} --ranks 2"))).ok();
     same_losses(&at("one"), &at("two"), "hydra, 2 ranks");
     assert!(ran.out.starts_with("2 ranks (data 2, tensor 1) over MPICH 5."), "{ran:#?}");
+    // What the first line says is kept with the run, in the words of a checkpoint; a process alone says nothing of it.
+    let read =
+        |run: &str, file: &str| -> serde_json::Value { serde_json::from_str(&fs::read_to_string(at(run).join(file)).unwrap()).unwrap() };
+    for file in ["receipts.json", "run.json"] {
+        let ranks = &read("two", file)["ranks"];
+        assert!(ranks["data"] == 2 && ranks["tensor"] == 1, "{file}: {ranks}");
+        assert!(ranks["over"].as_str().is_some_and(|over| over.starts_with("MPICH 5.")), "{file}: {ranks}");
+        assert!(read("one", file).get("ranks").is_none(), "{file}");
+    }
+    kiln(["report", &text(&at("two"))]).ok();
     for (line, times) in [("run folder", 1), ("step 6/6", 1), ("checkpoint ", 1), ("BAD TERMINATION", 0), ("Exit codes", 0)] {
         assert_eq!(ran.out.lines().filter(|l| l.contains(line)).count(), times, "{line}: {ran:#?}");
     }
@@ -124,7 +134,7 @@ fn where_a_rank_is_lost_the_others_go_on() {
     let lost = process_of_rank(&out, 1).expect("rank 1 runs");
     assert!(Command::new("kill").args(["-9", &lost.to_string()]).status().unwrap().success());
     let ran = end(child).ok();
-    assert!(ran.err.contains("going on with 1 ranks instead of 2") && ran.err.contains("was ended by signal 9"), "{ran:#?}");
+    assert!(ran.err.contains("going on with 1 rank instead of 2") && ran.err.contains("was ended by signal 9"), "{ran:#?}");
     assert!(ran.out.contains("resumed from") && final_losses(&out).last().is_some_and(|l| l.0 == 60), "{ran:#?}");
     let alone = dir.path().join("alone");
     train(&alone, "--steps 60 --set batch=4 --set log_every=1 --set eval_every=60 --set save_every=5").ok();
@@ -149,6 +159,74 @@ fn a_signal_saves_once() {
         assert_eq!(names(&out.join("checkpoints")).len(), 1, "{ran:#?}");
         assert!(process_of_rank(&out, 0).is_none() && process_of_rank(&out, 1).is_none());
     }
+}
+
+/// Also where a rank hangs, so that no step ends. The status is the signal's, as that of one rank, and nothing of mpiexec's inside is shown.
+#[test]
+fn a_second_signal_ends_all_ranks_at_once() {
+    let Some(mpich) = mpich() else { return };
+    for (name, code) in [("INT", 130), ("TERM", 143)] {
+        let dir = tempdir().unwrap();
+        let out = dir.path().join("run");
+        let child = started(mpich, &out);
+        let hangs = process_of_rank(&out, 1).expect("rank 1 runs").to_string();
+        assert!(Command::new("kill").args(["-STOP", &hangs]).status().unwrap().success());
+        signal(&child, name);
+        std::thread::sleep(Duration::from_millis(1500));
+        let again = Instant::now();
+        signal(&child, name);
+        let ran = end(child);
+        assert_eq!(ran.code, Some(code), "{ran:#?}");
+        assert!(again.elapsed() < Duration::from_secs(5), "{:?}", again.elapsed());
+        assert!(["mpiexec", "proxy", "Ctrl-C", "error"].iter().all(|word| !ran.err.contains(word) && !ran.out.contains(word)), "{ran:#?}");
+        assert!(process_of_rank(&out, 0).is_none() && process_of_rank(&out, 1).is_none());
+    }
+}
+
+/// The batch is not divided by passes that are off, which is said once; the numbers are those of one rank.
+#[test]
+fn ranks_that_divide_nothing_are_warned_of() {
+    let Some(mpich) = mpich() else { return };
+    let dir = tempdir().unwrap();
+    for (i, (passes, why)) in
+        [("--optimise exact", "--optimise exact"), ("--pass data-parallel=off", "--pass data-parallel=off")].iter().enumerate()
+    {
+        let warning = format!(
+            "warning: data-parallel is off ({why}), so every rank computes the whole batch; to divide it: --pass data-parallel=auto"
+        );
+        let steps = |more: &str| format!("--steps 2 --set batch=4 --ranks 2 {passes} {more}");
+        let ran = on_ranks(mpich, train_args(&dir.path().join(format!("off{i}")), &steps(""))).ok();
+        assert_eq!(ran.err.matches(&warning).count(), 1, "{ran:#?}");
+        let plan = format!("plan hydra {passes} --ranks 2");
+        assert!(kiln(plan.split(' ')).ok().err.contains(&warning));
+        assert!(!kiln(plan.replace("--ranks 2", "--ranks 1").split(' ')).ok().err.contains("warning"));
+        let auto = steps("--pass data-parallel=auto");
+        let ran = on_ranks(mpich, train_args(&dir.path().join(format!("on{i}")), &auto)).ok();
+        assert!(!ran.err.contains("warning"), "{ran:#?}");
+    }
+}
+
+/// Adam's moments are in 8 bits, but those that --tensor divides: the passes are as they were, and the ranks are not.
+#[test]
+fn states_that_ranks_keep_in_another_form_are_said_to_be_theirs() {
+    let Some(mpich) = mpich() else { return };
+    let dir = tempdir().unwrap();
+    let out = dir.path().join("run");
+    let run = |args: &str| {
+        let args = format!("train {args} --threads 1 --out {}", out.display());
+        on_ranks(mpich, args.split_whitespace().map(str::to_owned).collect())
+    };
+    run("decoder --set dim=64 --set layers=1 --set seq=32 --set batch=4 --set eval_batches=1 --pass adam8bit=auto,least=256 --steps 2")
+        .ok();
+    let refused = run("--resume --steps 4 --ranks 2 --tensor 2");
+    refused.fails(&[
+        "in 8 bits",
+        "whose ranks have a part of it each, keeps it in f32",
+        "--convert-states",
+        "as many ranks as before",
+        "--tensor",
+    ]);
+    run("--resume --steps 4 --ranks 2 --tensor 2 --convert-states").ok();
 }
 
 /// The other ranks would wait for it.
