@@ -11,7 +11,7 @@ use super::{ConfigArgs, DeviceArgs, Recipes, outputs, write_json};
 use crate::config::{Config, shown};
 use crate::recipe::{Recipe, find_in};
 use crate::report::{human_bytes, human_count, table};
-use crate::run::{Fitted, compile_for, divides, planned, receipts_table, within, write_whole};
+use crate::run::{Fitted, compile_for, divides, planned, receipts_table, undivided, within, write_whole};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::passes::{Target, known};
@@ -81,6 +81,7 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     let (config, fitted) = a.budget.fit(recipe, config, &on, true)?;
     let task = recipe.task(&config)?;
     divides(task.train_config().batch, config.ranks.data.size)?;
+    undivided(&config.switches()?, &config.ranks, on.target).iter().for_each(|said| crate::warn!("{said}"));
     if let Some(pass) = &a.dump {
         task.settle(within(on.free, config.memory_budget()?));
         let dumped = dump::dump(chosen(task.graphs(), a.program.as_deref())?, &config.switches()?, on.target, pass)?;
@@ -157,6 +158,7 @@ fn scaling(a: &PlanArgs, recipe: &dyn Recipe, config: &Config, sizes: &[usize]) 
     // What two ranks exchange is taken for what any number does, because the graph of each number is not compiled. Their bytes are the same but for weights that
     // two ranks can divide (`zero`) and more cannot, which are all-reduced.
     let tensor = sizes.first().map_or(1, |s| s.tensor);
+    undivided(&config.switches()?, &Ranks::planned(2, tensor), target).iter().for_each(|said| crate::warn!("{said}"));
     let many = estimated(a, recipe, config, Ranks::planned(2, tensor), target)?.0.beside(&one, &a.ranks);
     let count = |key: &str| config.value("train", key).and_then(|v| v.as_integer()).unwrap_or(1) as usize;
     many.scale(&sizes, work, count("batch") * count("accumulate"))?;

@@ -6,7 +6,7 @@ use super::{ConfigArgs, DeviceArgs, Recipes};
 use crate::config::{Config, ConfigError, TrainConfig, named_in, read_file};
 use crate::launch::{self, World};
 use crate::recipe::TrainError;
-use crate::run::{END, Options, Start, divides, resumable, settings_that_fit, train};
+use crate::run::{END, Options, Start, divides, resumable, settings_that_fit, train, undivided};
 use crate::{checkpoint, memory, recipe, report, say, warn};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -139,6 +139,9 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         signal.end_before_the_first_step();
     }
     let config = recipe.sized(&config)?;
+    if ranks.rank() == 0 {
+        undivided(&config.switches()?, &ranks, device.target()).iter().for_each(|said| warn!("{said}"));
+    }
     let on = Where { free: memory::available_to_all(&device, &ranks)?, target: device.target() };
     // The batch of a run that goes on is what it was.
     let (config, fitted) = a.budget.fit(recipe, config, &on, options.start == Start::New)?;

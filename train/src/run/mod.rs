@@ -32,7 +32,7 @@ pub use load::{
     Peak, Programs, compile_for, load, load_compiled, load_with, load_within_budget, peak, planned, runs, settings_that_fit, within,
 };
 pub use note::{FILE as NOTE, SAMPLES, note_sample};
-pub use receipts::{receipts_json, receipts_table};
+pub use receipts::{ranks_json, receipts_json, receipts_table, undivided};
 pub use resume::{find_checkpoint, init_from, restore, resumable, same_base, same_classes, same_tokenizer};
 pub use show::{draw_confusion, evaluation_line};
 
@@ -121,7 +121,7 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
         return Ok(Finished { step: ready.done(), interrupted: false });
     }
     agree(task, config, &ready)?;
-    let note = Note::of(task, device, options);
+    let note = Note::of(task, config, device, options);
     let run = Run::begin(task, config, options, ready)?;
     note.begin(&options.out)?;
     let place = Place::of(&options.out)?;

@@ -2,7 +2,8 @@
 //! `kiln watch` read it.
 
 use super::folder::{Place, io, write_whole};
-use super::{Finished, Options};
+use super::{Finished, Options, ranks_json};
+use crate::config::Config;
 use crate::recipe::{Task, TrainError};
 use engine::Device;
 use serde_json::{Value, json};
@@ -19,8 +20,8 @@ pub struct Note {
 }
 
 impl Note {
-    pub fn of(task: &dyn Task, device: &Device, options: &Options) -> Note {
-        let known = json!({
+    pub fn of(task: &dyn Task, config: &Config, device: &Device, options: &Options) -> Note {
+        let mut known = json!({
             "status": "running",
             "started": seconds(),
             "command": options.command,
@@ -30,6 +31,9 @@ impl Note {
             "floor": task.floor().map(|(name, value)| json!({ "name": name, "value": value })),
             "version": env!("CARGO_PKG_VERSION"),
         });
+        if let Some(ranks) = ranks_json(&config.ranks) {
+            known["ranks"] = ranks;
+        }
         Note { known }
     }
 

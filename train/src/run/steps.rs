@@ -4,7 +4,7 @@ use super::best::{self, Best};
 use super::folder::{Notes, Place, io, lock, note_saved, save};
 use super::show::{draw, epoch_line, indent, progress};
 use super::start::Ready;
-use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, peak, receipts_json, write_whole};
+use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, peak, ranks_json, receipts_json, write_whole};
 use crate::config::{Config, TrainConfig};
 use crate::data::Loader;
 use crate::epochs::Epochs;
@@ -434,8 +434,13 @@ impl<'a> Run<'a> {
     }
 }
 
+/// What every pass did in each program; of several ranks, also what connects them (`ranks`, which is no program).
 fn write_receipts(out: &Path, s: &Session) -> Result<(), TrainError> {
-    write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&receipts_json(s)).expect("plain values"))
+    let mut all = receipts_json(s);
+    if let Some(ranks) = ranks_json(&s.switches.ranks) {
+        all["ranks"] = ranks;
+    }
+    write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&all).expect("plain values"))
 }
 
 /// Values of a step, for a checkpoint.

@@ -172,6 +172,7 @@
   const pictures = () => shown().flatMap((r) => (r.details?.pictures || []).map((name) => html("figure", {}, html("figcaption", {}, `${r.summary.name}: ${name}`),
     html("img", { alt: `${name} of run ${r.summary.name}`, src: report ? r.details.inside[name] : `/picture?run=${encodeURIComponent(r.summary.name)}&name=${encodeURIComponent(name)}&at=${r.summary.written}` }))));
   const receipts = () => shown().filter((r) => r.details?.receipts).map((r) => html("details", {}, html("summary", {}, r.summary.name), Object.entries(r.details.receipts).map(([program, list]) => {
+    if (!Array.isArray(list)) return html("p", {}, `${list.data * list.tensor} ${program} (data ${list.data}, tensor ${list.tensor})${list.over ? ` over ${list.over}` : ""}`);
     const busy = list.filter((p) => p.applied + p.declined.length > 0);
     return named(`${r.summary.name}, program ${program}: ${busy.length} of ${list.length} passes have something to do`, ["pass", "mode", "sites", "applied", "declined", "notes"], busy.map((p) => [p.pass, p.mode, p.sites, p.applied, p.declined.length, [...new Set([...p.notes, ...p.declined.map((d) => (Array.isArray(d) ? d.join(": ") : typeof d === "string" ? d : JSON.stringify(d)))])].slice(0, 5).join("; ")]));
   })));
