@@ -2,8 +2,9 @@
 
 use super::{Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Switches, Target};
 use crate::error::Error;
-use crate::graph::{Graph, Init, Kind, Role, Value};
+use crate::graph::{Graph, Init, Kind, Role, State, Value};
 use crate::meta::DType;
+use crate::ops::collective::Broadcast;
 use crate::ops::matmul::Matmul;
 use crate::ops::sparse::Sparse24;
 use crate::record::{Recorder, Var};
@@ -80,14 +81,13 @@ fn pruned_weights(g: &Graph, least: usize, receipt: &mut Receipt) -> HashMap<Val
     for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| n.block != 0 && !n.typed && !n.narrow) {
         let Some([_, b]) = g.plain_matmul(i) else { continue };
         let (stored, by_rows) = g.transpose_of(b).map_or((b, false), |of| (of, true));
-        let Kind::State(state) = &g.nodes[stored.node].kind else { continue };
-        if state.role != Role::Param {
-            continue;
-        }
+        let Some(state) = weight(g, stored) else { continue };
         let (rows, columns) = (g.meta(stored).dim(1), g.meta(stored).dim(0));
+        // Of a weight that ranks divide, the whole decides, so that any number of them prunes the same.
+        let whole = g.parts.states.get(&state.name).and_then(|parts| parts.first()).map_or(&g.meta(stored).shape, |part| &part.shape);
         if !if by_rows { columns } else { rows }.is_multiple_of(4) {
             receipt.decline(format!("{rows} x {columns}: sums are no multiple of 4 long"), &node.scope);
-        } else if rows.min(columns) < least {
+        } else if whole.iter().any(|&n| n < least) {
             receipt.decline(format!("{rows} x {columns} is smaller than {least} (least)"), &node.scope);
         } else {
             weights.insert(stored, by_rows);
@@ -96,13 +96,24 @@ fn pruned_weights(g: &Graph, least: usize, receipt: &mut Receipt) -> HashMap<Val
     weights
 }
 
+/// The parameter that this is, perhaps read by each of several ranks for its own part of the work.
+fn weight(g: &Graph, mut v: Value) -> Option<&State> {
+    while g.nodes[v.node].op::<Broadcast>().is_some() {
+        v = g.nodes[v.node].inputs[0];
+    }
+    match &g.nodes[v.node].kind {
+        Kind::State(state) if state.role == Role::Param => Some(state),
+        _ => None,
+    }
+}
+
 /// Names of the weights that a recorded program computes with pruned, and whether sums go along their rows; none where the pass is off.
 pub fn pruned(g: &Graph, switches: &Switches, target: Target) -> Result<BTreeMap<String, bool>, Error> {
     let mut found = BTreeMap::new();
     switches.apply(&Sparse, target, |settings, receipt| {
         for (v, by_rows) in pruned_weights(g, settings.number("least")?, receipt) {
-            if let Kind::State(s) = &g.nodes[v.node].kind {
-                found.insert(s.name.clone(), by_rows);
+            if let Some(state) = weight(g, v) {
+                found.insert(state.name.clone(), by_rows);
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 mod micro_batches;
 
 use engine::ranks::threads;
-use engine::{Cpu, Device};
+use engine::{Cpu, Device, Ranks};
 use kiln::checkpoint;
 use kiln::config::Config;
 use kiln::recipe;
@@ -67,7 +67,8 @@ fn tried(
     threads::each(data, tensor, |ranks| {
         let mut config = config.clone();
         let told = Arc::new(AtomicBool::new(stop == Some(ranks.rank())));
-        config.ranks = ranks;
+        // One rank is a run that knows nothing of ranks.
+        config.ranks = if data * tensor == 1 { Ranks::default() } else { ranks };
         let options = Options { out: out.into(), start: start.clone(), stop: told, ..Options::default() };
         let mut task = recipe::find(of.0).unwrap().task(&config).unwrap();
         run::train(&mut *task, &config, &Device::cpu(Cpu::new(1)), &options).map_err(|e| e.to_string())
@@ -160,6 +161,7 @@ const FURTHER: &[Divided] = &[
     (HYDRA, &[], &[([2, 1], GATHERED), ([1, 2], TOKENS), ([2, 2], TOKENS)]),
     (DECODER, &["train.optimizer=muon"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED), ([1, 2], &[])]),
     (DECODER, &["passes.adam8bit=auto,least=256"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED)]),
+    (WIDE, &["passes.sparse-2:4=auto,least=16"], &[([2, 1], &[]), ([2, 1], GATHERED), ([1, 2], &[])]),
     (WIDE, &["passes.fp8=auto,least=8,warmup=3"], &[([2, 1], &[]), ([2, 1], GATHERED), ([1, 2], &[])]),
 ];
 
