@@ -73,6 +73,11 @@ impl Switch for Fp8 {
                 about: "the least N K / (N + K) of a weight [N, K] for which FP8 pays for rounding the operands: 512 x 512, or 341 x 1024",
             },
             Setting {
+                name: "frozen",
+                default: "bf16",
+                about: "GEMMs of frozen weights, below adapters. bf16: not in FP8, which was no faster there, and adapters learned more slowly; fp8: like those of other weights",
+            },
+            Setting {
                 name: "weights",
                 default: "step",
                 about: "when weights are rounded, where a step has several micro-batches. step: once, and kept for the others, in one or two bytes a weight; each: in every micro-batch. keep, kept: what step stands for, in the first micro-batch and in the others",
@@ -122,6 +127,7 @@ impl Pass for Fp8 {
         let sums = settings.one_of("sums", &["mixed", "fast", "f32"])?;
         let active = settings.one_of("gemms", &["fp8", "bf16"])? == "fp8";
         let least = settings.number_or_none("least")?;
+        let frozen = settings.one_of("frozen", &["bf16", "fp8"])? == "fp8";
         let weights = match settings.one_of("weights", &["step", "each", "keep", "kept"])? {
             "keep" if active => Weights::Keep,
             "kept" if active => Weights::Kept,
@@ -144,7 +150,7 @@ impl Pass for Fp8 {
             let problem = format!("{why}; --pass bf16=auto is the narrowest type here");
             return Err(Error::PassSetting { pass: self.name().into(), problem });
         }
-        let sites = Sites::find(g, least, receipt);
+        let sites = Sites::find(g, least, frozen, receipt);
         if sites.matmuls.is_empty() {
             return Ok(());
         }
@@ -154,7 +160,7 @@ impl Pass for Fp8 {
         }
         let name = sites.name(g);
         if delayed && runs > 0 && active && weights != Weights::Kept {
-            let rest = ["scaling", "history", "sums", "least"].map(|s| format!(",{s}={}", settings.text(s))).concat();
+            let rest = ["scaling", "history", "sums", "least", "frozen"].map(|s| format!(",{s}={}", settings.text(s))).concat();
             receipt.warm_up = Some(WarmUp {
                 pass: self.name(),
                 counter: format!("{STATES}steps/{name}"),
@@ -210,7 +216,7 @@ struct Sites {
 }
 
 impl Sites {
-    fn find(g: &Graph, least: usize, receipt: &mut Receipt) -> Sites {
+    fn find(g: &Graph, least: usize, frozen: bool, receipt: &mut Receipt) -> Sites {
         let mut sites = Sites::default();
         let mut weights: HashSet<Value> = HashSet::new();
         let mut inputs: HashSet<(Value, Vec<usize>)> = HashSet::new();
@@ -242,6 +248,10 @@ impl Sites {
                     continue;
                 }
             };
+            if !frozen && g.state_role(stored(g, w).0) == Some(Role::Frozen) {
+                receipt.decline("the weight is frozen (frozen=fp8 rounds it all the same)", &node.scope);
+                continue;
+            }
             match too_small(g, [a, b], g.meta(w), least) {
                 Some(reason) => receipt.decline(reason, &node.scope),
                 None => {

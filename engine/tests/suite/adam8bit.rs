@@ -133,9 +133,8 @@ fn small_states_and_those_that_others_read_stay_f32_with_a_reason() {
     // Three bytes instead of three times four, and a maximum for 256 of each.
     assert_eq!(3 * (N + 4 * N.div_ceil(256)), 13_014);
     assert_eq!(run.receipt().notes, ["states of 2 tensors take 0.01 MiB instead of 0.05"]);
-    let small = Run::new("auto,least=5000", false);
-    let reason = format!("only {N} elements: kept in f32");
-    assert_eq!(small.receipt().declined, [(reason.clone(), "w".to_string()), (reason, "kept".into())]);
+    let small = Run::new("require,least=5000", false);
+    assert_eq!(small.receipt().notes, ["states of 2 tensors stay in f32: fewer than 5000 elements (least)"]);
     assert!(small.store.get("m").is_some());
     let read = Run::new("auto", true);
     assert_eq!((read.receipt().applied, &*read.receipt().declined[0].1), (1, "w"));

@@ -212,6 +212,23 @@ fn routers_experts_and_nf4_weights_are_declined_with_their_reason() {
     assert_eq!(record(false).sites(), 0);
 }
 
+/// Adapters learn from gradients that passed through frozen weights.
+#[test]
+fn frozen_weights_stay_as_they_are_unless_asked() {
+    let compiled = |fp8: &str| {
+        let r = Recorder::new();
+        let (frozen, a) = (r.frozen("w", &[32, 32], Init::Normal { std: 0.2 }), r.param("a", &[32, 32], Init::Normal { std: 0.2 }));
+        let loss = r.feed("x", &[ROWS, 32], DType::F32).linear(a).linear(frozen).square().mean();
+        r.output("loss", loss);
+        r.output("da", r.grad(loss, &[a])[0]);
+        receipt(&Compiled::new(r.finish(), &with(fp8), Target::Cpu).unwrap().receipts).clone()
+    };
+    let (left, rounded) = (compiled("auto,least=8"), compiled("auto,least=8,frozen=fp8"));
+    // The adapter's output and gradient; with the frozen weight, also its output and the gradient of its input.
+    assert!(left.applied == 2 && left.summary().contains("the weight is frozen"), "{}", left.summary());
+    assert!(rounded.applied == 4 && rounded.declined.is_empty(), "{}", rounded.summary());
+}
+
 /// What is rounded where it is computed is computed once, also where something else reads it.
 #[test]
 fn rounding_takes_in_the_arithmetic_before_it() {

@@ -43,7 +43,7 @@ fn ranks_over_mpi_train_what_one_rank_trains() {
     let Some(mpich) = mpich() else { return };
     let dir = tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
-    const STEPS: &str = "--steps 6 --set batch=4 --set log_every=1 --set eval_every=6";
+    const STEPS: &str = "--steps 20 --set batch=4 --set log_every=1 --set eval_every=20";
     train(&at("one"), STEPS).ok();
     let ran = on_ranks(mpich, train_args(&at("two"), &format!("{STEPS} --ranks 2"))).ok();
     same_losses(&at("one"), &at("two"), "hydra, 2 ranks");
@@ -58,7 +58,7 @@ fn ranks_over_mpi_train_what_one_rank_trains() {
         assert!(read("one", file).get("ranks").is_none(), "{file}");
     }
     kiln(["report", &text(&at("two"))]).ok();
-    for (line, times) in [("run folder", 1), ("step 6/6", 1), ("checkpoint ", 1), ("BAD TERMINATION", 0), ("Exit codes", 0)] {
+    for (line, times) in [("run folder", 1), ("step 20/20", 1), ("checkpoint ", 1), ("BAD TERMINATION", 0), ("Exit codes", 0)] {
         assert_eq!(ran.out.lines().filter(|l| l.contains(line)).count(), times, "{line}: {ran:#?}");
     }
     let decoder = |out: &Path, more: &str| {
@@ -66,9 +66,14 @@ fn ranks_over_mpi_train_what_one_rank_trains() {
         let args = format!("{sets} {STEPS} --out {} {more}", out.display());
         on_ranks(mpich, args.split_whitespace().map(str::to_owned).collect()).ok()
     };
+    on_ranks(mpich, train_args(&at("four"), &format!("{STEPS} --ranks 4 --pass zero=auto"))).ok();
+    same_losses(&at("one"), &at("four"), "hydra, 4 ranks, zero");
     decoder(&at("decoder"), "");
-    decoder(&at("decoder-4"), "--ranks 4 --tensor 2");
-    same_losses(&at("decoder"), &at("decoder-4"), "decoder, 2 x 2 ranks");
+    for (i, how) in ["--ranks 2", "--ranks 4 --tensor 2", "--ranks 4 --tensor 2 --pass zero=auto"].into_iter().enumerate() {
+        let out = at(&format!("decoder-{i}"));
+        decoder(&out, how);
+        same_losses(&at("decoder"), &out, how);
+    }
 }
 
 /// The processes that are ranks of a run in this folder.

@@ -203,6 +203,9 @@ pub const CASES: &[Case] = &[
     Case::new("flash hydra", qkv!(16, 1024, 12, 1024, 3, 16), |x| flash(x, true)).bench(),
     Case::new("flash hrm", qkv!(384, 81, 8, 81, 8, 64), |x| flash(x, false)).bench(),
     Case::new("flash 64", qkv!(8, 1024, 12, 1024, 12, 64), |x| flash(x, true)).bench(),
+    // As many tokens as the scans of `ssd` have, in a model of the same width.
+    Case::new("flash 64, 64 x 1k", qkv!(64, 1024, 12, 1024, 12, 64), |x| flash(x, true)).bench(),
+    Case::new("flash 64, 32 x 2k", qkv!(32, 2048, 12, 2048, 12, 64), |x| flash(x, true)).bench(),
     Case::new("flash 128", qkv!(8, 1024, 16, 1024, 8, 128), |x| flash(x, true)).bench(),
     Case::new("flash 128, packed", masked!(16, 512, 16, 512, 8, 128), |x| packed(x, 128)).bench(),
     Case::new("64 x 1024", qkv!(16, 1024, 32, 1024, 32, 64), |x| flash(x, true)).bench(),

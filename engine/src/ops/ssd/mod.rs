@@ -283,6 +283,7 @@ pub const CASES: &[Case] = &[
     Case::new("130m, 1 x 16k", inputs!(1, 16384, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
     Case::new("hrm, 81 cells", inputs!(384, 81, 16, 64, 1, 64), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
     Case::new("130m, 64 x 1k", inputs!(64, 1024, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
+    Case::new("130m, 32 x 2k", inputs!(32, 2048, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
     Case::new("130m, 8 x 8k", inputs!(8, 8192, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
     Case::new("130m, 1 x 64k", inputs!(1, 65536, 24, 64, 1, 128), |x| vec![ssd(scan(x), false)]).rounds(6.0, INSIDE).bench(),
     Case::new("130m, 8 x 8k, chunks of 64", inputs!(8, 8192, 24, 64, 1, 128), |x| chunked(x, false, 64)).rounds(6.0, INSIDE).bench(),
