@@ -38,8 +38,7 @@ impl Device {
     /// For logs: the GPU's name and compute capability, or the number of threads.
     pub fn describe(&self) -> String {
         match self {
-            Device::Cpu(cpu, _) if cpu.threads() == 1 => "cpu, 1 thread".into(),
-            Device::Cpu(cpu, _) => format!("cpu, {} threads", cpu.threads()),
+            Device::Cpu(cpu, _) => format!("cpu, {} thread{}", cpu.threads(), if cpu.threads() == 1 { "" } else { "s" }),
             Device::Cuda(cuda, _) => format!("{}, compute capability {}.{}", cuda.name(), cuda.arch().sm / 10, cuda.arch().sm % 10),
         }
     }
