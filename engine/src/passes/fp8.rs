@@ -248,7 +248,7 @@ impl Sites {
                     continue;
                 }
             };
-            if !frozen && g.state_role(stored(g, w).0) == Some(Role::Frozen) {
+            if !frozen && is_weight_of(g, w, &[Role::Frozen]) {
                 receipt.decline("the weight is frozen (frozen=fp8 rounds it all the same)", &node.scope);
                 continue;
             }
@@ -322,8 +322,13 @@ fn operand(g: &Graph, i: usize) -> Option<Narrow> {
 
 /// A trained or frozen weight, or several side by side.
 fn is_weight(g: &Graph, v: Value) -> bool {
+    is_weight_of(g, v, &[Role::Param, Role::Frozen])
+}
+
+/// The same of states with one of these roles.
+fn is_weight_of(g: &Graph, v: Value, roles: &[Role]) -> bool {
     let of = stored(g, v).0;
-    let weight = |v: Value| matches!(g.state_role(v), Some(Role::Param | Role::Frozen));
+    let weight = |v: Value| g.state_role(v).is_some_and(|role| roles.contains(&role));
     weight(of) || g.nodes[of.node].op::<Concat>().is_some() && g.nodes[of.node].inputs.iter().all(|&v| weight(v))
 }
 

@@ -223,6 +223,19 @@ fn frozen_weights_stay_as_they_are_unless_asked() {
         r.output("da", r.grad(loss, &[a])[0]);
         receipt(&Compiled::new(r.finish(), &with(fp8), Target::Cpu).unwrap().receipts).clone()
     };
+    // Also where several are one: queries, keys and values.
+    let merged = |fp8: &str| {
+        let r = Recorder::new();
+        let a = r.param("a", &[32, 32], Init::Normal { std: 0.2 });
+        let x = r.feed("x", &[ROWS, 32], DType::F32).linear(a);
+        let one = |name: &str| x.linear(r.frozen(name, &[32, 32], Init::Normal { std: 0.2 }));
+        let loss = r.block("block", || one("q") * one("k") * one("v")).square().mean();
+        r.output("loss", loss);
+        r.output("da", r.grad(loss, &[a])[0]);
+        receipt(&Compiled::new(r.finish(), &with(fp8), Target::Cpu).unwrap().receipts).clone()
+    };
+    let (left, rounded) = (merged("auto,least=8"), merged("auto,least=8,frozen=fp8"));
+    assert!(left.applied == 2 && rounded.applied > left.applied, "{} {}", left.summary(), rounded.summary());
     let (left, rounded) = (compiled("auto,least=8"), compiled("auto,least=8,frozen=fp8"));
     // The adapter's output and gradient; with the frozen weight, also its output and the gradient of its input.
     assert!(left.applied == 2 && left.summary().contains("the weight is frozen"), "{}", left.summary());
