@@ -21,6 +21,10 @@ pub struct Fp8;
 /// How the names of its states begin.
 pub const STATES: &str = "fp8.";
 
+/// Which of several runs with the same weights a program is for, and the first of them.
+const RUN: &str = "run";
+const FIRST: &str = "first";
+
 /// Tokens below which a GEMM is bound by reading its weights.
 const LEAST_ROWS: usize = 256;
 
@@ -80,7 +84,7 @@ impl Switch for Fp8 {
             Setting {
                 name: "weights",
                 default: "step",
-                about: "when weights are rounded, where a step has several micro-batches. step: once, and kept for the others, in one or two bytes a weight; each: in every micro-batch. keep, kept: what step stands for, in the first micro-batch and in the others",
+                about: "when weights are rounded, where a step has several micro-batches. step: once, and kept for the others, in one or two bytes a weight; each: in every micro-batch",
             },
             Setting {
                 name: "gemms",
@@ -128,10 +132,11 @@ impl Pass for Fp8 {
         let active = settings.one_of("gemms", &["fp8", "bf16"])? == "fp8";
         let least = settings.number_or_none("least")?;
         let frozen = settings.one_of("frozen", &["bf16", "fp8"])? == "fp8";
-        let weights = match settings.one_of("weights", &["step", "each", "keep", "kept"])? {
-            "keep" if active => Weights::Keep,
-            "kept" if active => Weights::Kept,
-            _ => Weights::Round,
+        let once = settings.one_of("weights", &["step", "each"])? == "step";
+        let weights = match settings.own(RUN).filter(|_| once && active) {
+            Some(FIRST) => Weights::Keep,
+            Some(_) => Weights::Kept,
+            None => Weights::Round,
         };
         if !active && !delayed {
             let problem = "gemms=bf16 only observes, which scaling=current has no use for".into();
@@ -182,10 +187,9 @@ pub fn keeps_weights(g: &Graph) -> bool {
     g.states().any(|(state, _)| state.name.starts_with(KEPT))
 }
 
-/// Switches of a program that runs several times before its weights change: of the first run, and of the others. None where that makes no difference.
+/// Switches of a program that runs several times before its weights change: of the first run, and of the others. None where the pass is off.
 pub fn repeated(switches: &Switches, target: Target) -> Option<[Switches; 2]> {
-    let with = |value: &str| switches.with_setting(&Fp8, target, "weights", value);
-    Some([with("keep")?, with("kept")?])
+    Some([switches.with_own(&Fp8, target, RUN, FIRST)?, switches.with_own(&Fp8, target, RUN, "later")?])
 }
 
 /// Why this GPU has no FP8 GEMMs.

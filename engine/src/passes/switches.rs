@@ -133,6 +133,11 @@ pub struct Settings<'a> {
 }
 
 impl Settings<'_> {
+    /// What [`Switches::with_own`] gave.
+    pub(super) fn own(&self, name: &str) -> Option<&str> {
+        self.values.get(name).map(String::as_str)
+    }
+
     /// The value of a setting, or its default. Panics if the switch has no such setting.
     pub fn text(&self, name: &str) -> &str {
         let known = self.switch.settings().iter().find(|s| s.name == name).expect("a pass reads its own settings");
@@ -308,17 +313,13 @@ impl Switches {
         self
     }
 
-    /// The same with a setting of a switch that is on; None where it is off, or has another value than the default already.
-    pub(super) fn with_setting(&self, switch: &'static dyn Switch, target: Target, name: &str, value: &str) -> Option<Switches> {
+    /// The same with a value that a pass gives itself for some programs, and that nobody can set; None where the switch is off.
+    pub(super) fn with_own(&self, switch: &dyn Switch, target: Target, name: &str, value: &str) -> Option<Switches> {
         let mode = self.mode_and_note(switch, target).0;
-        let mut values = self.chosen.get(switch.name()).map_or(BTreeMap::new(), |c| c.1.clone());
-        let default = switch.settings().iter().find(|s| s.name == name)?.default;
-        if mode == Mode::Off || values.insert(name.into(), value.into()).is_some_and(|old| old != default) {
-            return None;
-        }
         let mut with = self.clone();
-        with.chosen.insert(switch.name().into(), (mode, values));
-        Some(with)
+        let entry = with.chosen.entry(switch.name().into()).or_insert((mode, BTreeMap::new()));
+        entry.1.insert(name.into(), value.into());
+        (mode != Mode::Off).then_some(with)
     }
 
     /// The mode set for a switch.

@@ -353,7 +353,13 @@ fn weights_are_rounded_once_for_several_micro_batches() {
     };
     let [first, others] = repeated(&with("auto,least=16"), Target::Cpu).unwrap();
     assert_eq!([&with("auto,least=16"), &first, &others].map(quantized), [(2, false), (2, true), (0, true)]);
-    for same in ["off", "auto,weights=each"] {
-        assert!(repeated(&with(same), Target::Cpu).is_none(), "{same}");
+    // Where each rounds for itself, both programs are the same.
+    let each = repeated(&with("auto,least=16,weights=each"), Target::Cpu).unwrap();
+    assert_eq!(each.each_ref().map(quantized), [(2, false), (2, false)]);
+    assert!(repeated(&with("off"), Target::Cpu).is_none());
+    // A program alone must not be told to read what nobody wrote.
+    for typed in ["auto,weights=kept", "auto,run=later"] {
+        let refused = Switches::default().with("fp8", typed).and_then(|s| Compiled::new(micro(), &s, Target::Cpu));
+        assert!(refused.is_err(), "{typed}");
     }
 }
