@@ -37,8 +37,8 @@ const SUMMED: &[Divided] = &[
     (HYDRA, &["train.accumulate=2"], &[([2, 1], GATHERED), ([2, 2], &[])]),
     (SMALL[2], &["train.accumulate=2"], &[([2, 1], &[])]),
     (SMALL[5], &["train.accumulate=2"], &[([2, 1], &["passes.zero=auto"])]),
-    // Three prompts are not divided: each rank computes the policy's gradient of all, beside its own part of the supervised one.
-    (SMALL[5], &["train.accumulate=2", "objective.prompts=3"], &[([2, 1], GATHERED)]),
+    // Nine replies are not divided: each rank computes the policy's gradient of all, beside its own part of the supervised one.
+    (SMALL[5], &["train.accumulate=2", "objective.prompts=3", "objective.replies=3"], &[([2, 1], GATHERED)]),
 ];
 
 #[test]
@@ -110,6 +110,28 @@ fn gradients_are_exchanged_once_a_step() {
         // Weights that have no equal parts are reduced whole.
         assert!(if divided { scattered > 9 * reduced } else { scattered == 0 }, "{what}: {all:?}");
     }
+}
+
+/// Ranks that run different exchanges wait for each other for ever. Nine replies cannot be divided, so each rank has the gradient of all.
+#[test]
+fn every_rank_runs_the_same_exchanges() {
+    let (recipe, small) = SMALL[5];
+    let settings = ["train.accumulate=2", "objective.prompts=3", "objective.replies=3"];
+    let config = config((recipe, small), &[&settings[..], GATHERED].concat());
+    let exchanges = threads::each(2, 1, |ranks| {
+        let mut config = config.clone();
+        config.ranks = ranks;
+        let (task, switches) = (recipe::find(recipe).unwrap().task(&config).unwrap(), config.switches().unwrap());
+        let of = |(name, graph): (&'static str, engine::Graph)| {
+            let graph = engine::Compiled::new(graph, &switches, engine::passes::Target::Cpu).unwrap().graph;
+            let shapes = |n: &engine::graph::Node| format!("{} {:?}", n.name(), n.outputs[0].shape);
+            let named = |n: &&engine::graph::Node| ["all_reduce", "reduce_scatter", "all_gather"].contains(&n.name());
+            (name, graph.nodes.iter().filter(named).map(shapes).collect::<Vec<_>>())
+        };
+        task.graphs().into_iter().map(of).collect::<BTreeMap<_, _>>()
+    });
+    assert!(exchanges[0]["policy"].len() > 10, "{:?}", exchanges[0]["policy"]);
+    assert_eq!(exchanges[0], exchanges[1]);
 }
 
 /// A run of several micro-batches a step goes on from its checkpoint, on as many ranks bit for bit, and on others: nothing of a sum is in it.
