@@ -6,7 +6,7 @@ mod timing;
 
 pub use judge::{Allowed, relative, tolerance};
 pub use planted::{CASES as PLANTED, check_planted};
-pub use timing::{Timing, time_case};
+pub use timing::{Timing, case_fingerprint, time_case, time_unfused};
 
 use crate::cpu::{Cpu, Data};
 use crate::graph::{Graph, Kind};
@@ -232,21 +232,25 @@ fn record_with(case: &Case, (dtype, rounded): (DType, DType), unfused: bool, num
         r.output(&format!("g{i}"), r.grad(loss, &[leaf])[0]);
         out.gradients.push((i, format!("g{i}")));
     }
-    let mut graph = r.finish();
+    out.graph = r.finish();
     if unfused {
-        let done: Result<(), std::convert::Infallible> = graph.rewrite(|_, _, node, inputs| {
-            Ok(match &node.kind {
-                Kind::Op(op) => op.unfused(inputs).map(|mut y| {
-                    y.resize(node.outputs.len(), y[0]);
-                    y
-                }),
-                _ => None,
-            })
-        });
-        done.unwrap_or_else(|never| match never {});
+        unfuse(&mut out.graph);
     }
-    out.graph = graph;
     out
+}
+
+/// Fused and composite ops as the plain ops that define them.
+fn unfuse(graph: &mut Graph) {
+    let done: Result<(), std::convert::Infallible> = graph.rewrite(|_, _, node, inputs| {
+        Ok(match &node.kind {
+            Kind::Op(op) => op.unfused(inputs).map(|mut y| {
+                y.resize(node.outputs.len(), y[0]);
+                y
+            }),
+            _ => None,
+        })
+    });
+    done.unwrap_or_else(|never| match never {});
 }
 
 fn bitwise(a: &[f32], b: &[f32]) -> bool {

@@ -14,10 +14,10 @@ pub enum Error {
     #[error("a gradient is asked for through '{op}' (in {scope}), which has none: second derivatives are not supported")]
     NotDifferentiable { op: String, scope: String },
     /// A switch of a name that neither a pass nor an executor setting has.
-    #[error("no pass is called '{name}'{hint}; `kiln passes` says what they do")]
+    #[error("no pass is called '{name}'{hint} (`kiln passes` lists them all)")]
     NoPass { name: String, hint: String },
     /// A preset of switches that does not exist.
-    #[error("no preset of passes is called '{name}'{hint}; `kiln passes --optimise reordered` shows what one of them switches")]
+    #[error("no preset of passes is called '{name}'{hint}; `kiln passes --optimize reordered` shows what one of them switches")]
     NoPreset { name: String, hint: String },
     /// Registering an extension whose op or pass has the name of another.
     #[error("an op or a pass called '{0}' exists already: give the new one another name")]
@@ -52,6 +52,9 @@ pub enum Error {
     /// Ranks that train together cannot go on.
     #[error("several ranks: {0}")]
     Ranks(String),
+    /// A plan of memory that does not fit together: an op says of its memory what is not so.
+    #[error("the plan of the program's memory is not sound: {0}")]
+    Plan(String),
     /// Reading an output that the program does not have.
     #[error("the program has no output '{0}'")]
     NoOutput(String),

@@ -8,7 +8,7 @@ use crate::meta::DType;
 use crate::ops::adamw::{AdamW, Momentum};
 use crate::ops::adamw8::{AdamW8, Momentum8};
 use crate::ops::attention::attention;
-use crate::passes::{Fast, Mode, Numerics, Receipt, Switch, Switches, Target};
+use crate::passes::{Mode, Numerics, Preset, Receipt, Rounding, Switch, Switches, Target};
 use crate::record::Recorder;
 use std::collections::HashSet;
 
@@ -164,10 +164,11 @@ impl Switch for Setting {
         true
     }
 
-    /// Those that round do it for speed; what is exact and off by default is off for another reason.
-    fn fast(&self, target: Target, dtype: DType) -> Fast {
+    /// Those that round do it for speed; what is exact and off by default is off for another reason. Beside bf16, what is left in f32 is left
+    /// there because it is sensitive: only `fast` rounds that too.
+    fn rounding(&self, preset: Preset, target: Target, dtype: DType) -> Rounding {
         let rounds = (self.numerics)(dtype) == Numerics::LowPrecision;
-        if target != Target::Cpu && rounds { Fast::On } else { Fast::Leave }
+        if target != Target::Cpu && rounds && preset != Preset::Mixed { Rounding::On } else { Rounding::Leave }
     }
 
     fn example(&self, r: &Recorder) {

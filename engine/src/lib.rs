@@ -33,6 +33,7 @@ pub mod cuda;
 pub mod error;
 pub mod executor;
 pub mod extension;
+mod fingerprint;
 pub mod graph;
 pub mod kernel;
 pub mod meta;

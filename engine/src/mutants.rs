@@ -59,6 +59,19 @@ mod planted {
             wrong: "loss_of(target, picked, lse)",
         },
         InKernel { name: "cuda-expert-of-a-tie", right: "whose < who)", wrong: "whose > who)" },
+        InKernel {
+            name: "cuda-sum-of-a-row-too-many",
+            right: "row >= offsets[0] && row < offsets[EXPERTS]",
+            wrong: "row >= offsets[0] && row <= offsets[EXPERTS]",
+        },
+        InKernel { name: "cuda-gradient-of-a-row-too-many", right: "(int)i < offsets[EXPERTS]", wrong: "(int)i <= offsets[EXPERTS]" },
+        InKernel { name: "cuda-fp8-history-ignored", right: "larger(most, i == oldest ? now : history[i])", wrong: "larger(most, now)" },
+        InKernel {
+            name: "cuda-fp8-oldest-counts",
+            right: "larger(most, i == oldest ? now : history[i])",
+            wrong: "larger(most, history[i])",
+        },
+        InKernel { name: "cuda-fp8-scale-of-zeros", right: "if (most == 0.0f) return;", wrong: "" },
         InKernel { name: "cuda-adamw-second-moment-not-corrected", right: "bias[1]};", wrong: "1.0f};" },
     ];
 

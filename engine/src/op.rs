@@ -18,6 +18,11 @@ pub type Grads<'g> = Vec<Option<Var<'g>>>;
 /// An operation: shapes, CPU code, gradient, cost and GPU kernels. Checks, memory plans and benchmarks are derived from it.
 ///
 /// The CPU code gets f32, i32 and u8 only: the executor converts bf16, f16 and FP8 to f32 before the call, and rounds once after it.
+///
+/// An op need not be right for a program to be safe. What it says of memory ([`Op::alias`], [`Op::reuse`], [`Op::is_view`], [`Op::workspace`], the shapes of
+/// [`Op::infer`]) is checked when a program is loaded ([`Plan::verify`](crate::plan::Plan::verify)), and an op that contradicts itself is refused with an
+/// error: every view must lie inside its input's buffer, outputs may overlap only what `reuse` names, and scratch memory is what was planned. The GPU's kernels
+/// are not checked: [`Op::cuda`] vouches for them, as for any code that is given pointers.
 pub trait Op: Any + Debug + Send + Sync {
     /// The name in profiles and error messages.
     fn name(&self) -> &'static str;
@@ -41,7 +46,8 @@ pub trait Op: Any + Debug + Send + Sync {
     /// FLOPs and bytes for inputs of these shapes.
     fn cost(&self, x: &[Meta]) -> Cost;
 
-    /// Kernels and GEMMs that compute the same on a GPU, for every float type that the inputs may have.
+    /// Kernels and GEMMs that compute the same on a GPU, for every float type that the inputs may have. Nothing checks that they stay inside of what they are
+    /// given.
     fn cuda(&self, io: &Io) -> Code;
 
     /// Whether a mixed-precision pass (bf16, fp16, fp8) may round an input or output. `x`: the inputs as the pass would give them, rounded or kept. Required,
@@ -69,13 +75,13 @@ pub trait Op: Any + Debug + Send + Sync {
         vec![]
     }
 
-    /// f32 elements of scratch memory that the CPU code needs.
+    /// f32 elements of scratch memory that the CPU code needs: the same number whenever it is asked.
     fn workspace(&self, _x: &[Meta]) -> usize {
         0
     }
 
     /// For a view, whose output is the input's memory with other strides: `(offset, strides)` in elements, or None if the input's strides do
-    /// not allow it (then the input is copied first).
+    /// not allow it (then the input is copied first). What it says must lie in the input's buffer.
     fn alias(&self, _x: &Meta, _strides: &[usize]) -> Option<(usize, Vec<usize>)> {
         None
     }

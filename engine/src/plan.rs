@@ -2,8 +2,13 @@
 
 mod arena;
 mod place;
+mod verify;
 
+pub use verify::Said;
+
+use crate::error::Error;
 use crate::graph::{Graph, Value};
+use crate::meta::MOST_BYTES;
 use crate::op::Cost;
 use crate::ops::collective::aside;
 use std::collections::{BTreeMap, HashMap};
@@ -77,7 +82,7 @@ pub struct Memory {
 impl Memory {
     /// All of them together.
     pub fn peak(&self) -> usize {
-        self.state + self.constants + self.feeds + self.activations + self.workspace
+        self.state + self.constants + crate::mutant!("peak-without-feeds", self.feeds, 0) + self.activations + self.workspace
     }
 }
 
@@ -117,6 +122,11 @@ impl Plan {
         }
     }
 
+    /// Bytes of a node's scratch memory.
+    pub fn scratch_bytes(&self, node: usize) -> usize {
+        self.scratch.get(node).copied().flatten().map_or(0, |b| self.buffers[b].bytes)
+    }
+
     /// For tests: gives every buffer memory of its own, with a guard zone of `gap` bytes after it. Returns the guard zones.
     pub fn spread(&mut self, gap: usize) -> Vec<std::ops::Range<usize>> {
         let (mut at, mut gaps) = (0, vec![]);
@@ -132,17 +142,20 @@ impl Plan {
         gaps
     }
 
-    /// Plans a graph that all passes have rewritten; `workspace` says what scratch memory its nodes need.
-    pub fn new(g: &Graph, workspace: WorkspaceOf) -> Plan {
+    /// Plans a graph that all passes have rewritten; `workspace` says what scratch memory its nodes need. An error: an op says of a view or of its scratch
+    /// memory what cannot be.
+    pub fn new(g: &Graph, workspace: WorkspaceOf) -> Result<Plan, Error> {
         let mut plan = place::place(g);
+        // Before anybody computes with them.
+        plan.values_fit(g).map_err(Error::Plan)?;
         plan.memory.activations = arena::assign(&mut plan.buffers);
         for (i, elements) in workspace(g, &plan.spots).into_iter().enumerate() {
-            let bytes = 4 * elements;
+            let bytes = elements.checked_mul(4).filter(|b| *b <= MOST_BYTES).ok_or_else(|| verify::too_much(g, i, elements))?;
             plan.scratch.push((bytes > 0).then_some(plan.buffers.len()));
             plan.buffers.extend((bytes > 0).then_some(Buffer { home: Home::Arena(0), bytes, first: i, last: i }));
         }
         plan.memory.workspace = arena::assign(&mut plan.buffers).saturating_sub(plan.memory.activations);
-        plan
+        Ok(plan)
     }
 
     /// The peak memory of each part of the model: values computed by ops that were recorded there, and their scratch memory. A part is a
@@ -153,7 +166,7 @@ impl Plan {
         let workspace = workspace(g, &self.spots);
         for (i, node) in g.nodes.iter().enumerate().filter(|(_, n)| !n.is_source() && !n.is_view()) {
             let list = events.entry(part(&node.scope)).or_default();
-            let scratch = 4 * workspace[i] as isize;
+            let scratch = 4 * workspace[i].min(MOST_BYTES) as isize;
             list.extend([(i, scratch), (i + 1, -scratch)]);
             for spot in &self.spots[i] {
                 let b = &self.buffers[spot.buffer];
@@ -164,21 +177,6 @@ impl Plan {
         }
         let named = |name: String| if name.is_empty() { "(top level)".into() } else { name };
         events.into_iter().map(|(name, changes)| (named(name), peak(changes))).collect()
-    }
-
-    /// An error if two buffers overlap in memory and in time.
-    pub fn verify(&self) -> Result<(), String> {
-        let arena: Vec<(usize, &Buffer)> =
-            self.buffers.iter().filter_map(|b| if let Home::Arena(o) = b.home { Some((o, b)) } else { None }).collect();
-        for (i, (o, a)) in arena.iter().enumerate() {
-            for (p, b) in &arena[..i] {
-                let together = a.first <= b.last && b.first <= a.last;
-                if together && o < &(p + b.bytes) && p < &(o + a.bytes) {
-                    return Err(format!("{a:?} overlaps {b:?}"));
-                }
-            }
-        }
-        Ok(())
     }
 }
 

@@ -39,6 +39,8 @@ pub struct Node {
     pub cost: Cost,
     /// Whether its kernels use tensor cores.
     pub tensor_cores: bool,
+    /// Of the GPU's multiprocessors, the share that its largest launch has blocks for; None where a library decides that.
+    pub multiprocessors: Option<f64>,
     /// Whether it exchanges values with other ranks beside other work.
     pub aside: bool,
 }

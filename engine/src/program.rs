@@ -86,10 +86,10 @@ pub struct Compiled {
     pub plan: Plan,
     /// One for each pass, then one for each executor setting.
     pub receipts: Vec<Receipt>,
-    options: cuda::Options,
-    target: Target,
+    pub(crate) options: cuda::Options,
+    pub(crate) target: Target,
     /// What runs first, if a pass asks for a warm-up.
-    before: Option<Box<(WarmUp, Compiled)>>,
+    pub(crate) before: Option<Box<(WarmUp, Compiled)>>,
 }
 
 impl Compiled {
@@ -103,7 +103,7 @@ impl Compiled {
             Target::Cpu => Target::Cpu,
             Target::Cuda(gpu) => Target::Cuda(options.arch(gpu)),
         };
-        let mut plan = Plan::new(&graph, &|g, spots| workspace(target, g, spots));
+        let mut plan = Plan::new(&graph, &|g, spots| workspace(target, g, spots))?;
         if options.offload {
             plan.memory.host = offloaded(&graph).iter().map(|s| s.1).sum();
             plan.memory.state -= plan.memory.host;

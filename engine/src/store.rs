@@ -179,7 +179,7 @@ fn initial(init: Init, seed: u64, name: &str, meta: &Meta, parts: &[Part]) -> Re
     if init == Init::Full(0.0) {
         return Ok(data);
     }
-    let stream = hash_name(name);
+    let stream = crate::mutant!("states-start-alike", hash_name(name), 0);
     let mut numbers: Vec<f32> = vec![];
     let all = whole(parts, meta).elements();
     numbers.try_reserve_exact(all).map_err(|_| lacks())?;
@@ -196,6 +196,10 @@ fn initial(init: Init, seed: u64, name: &str, meta: &Meta, parts: &[Part]) -> Re
                 // Draw again, from this element's own counter, until it is inside.
                 let mut round = 1;
                 while v.abs() > 2.0 {
+                    if crate::mutant!("truncated-is-cut-off", false, true) {
+                        *v = v.clamp(-2.0, 2.0);
+                        break;
+                    }
                     let mut again = [0.0];
                     fill_normal(seed ^ (round << 32), stream.wrapping_add(i as u64), &mut again);
                     *v = again[0];
@@ -204,11 +208,16 @@ fn initial(init: Init, seed: u64, name: &str, meta: &Meta, parts: &[Part]) -> Re
                 *v *= std;
             }
         }
-        Init::Uniform { bound } => fill_uniform(seed, stream, &mut numbers, |u| bound * (2.0 * u - 1.0)),
-        Init::LogOfUniform { low, high } => fill_uniform(seed, stream, &mut numbers, |u| (low + (high - low) * u).ln()),
+        Init::Uniform { bound } => {
+            fill_uniform(seed, stream, &mut numbers, |u| bound * crate::mutant!("uniform-on-one-side", 2.0 * u - 1.0, u))
+        }
+        Init::LogOfUniform { low, high } => fill_uniform(seed, stream, &mut numbers, |u| {
+            let v = low + (high - low) * u;
+            crate::mutant!("uniform-without-logarithm", v.ln(), v)
+        }),
         Init::StepSize { low, high } => fill_uniform(seed, stream, &mut numbers, |u| {
             let step = low * (high / low).powf(u);
-            step + (-(-step).exp_m1()).ln()
+            crate::mutant!("step-size-without-softplus", step + (-(-step).exp_m1()).ln(), step.ln())
         }),
     }
     for part in parts {
@@ -225,5 +234,78 @@ fn fill_uniform(seed: u64, stream: u64, numbers: &mut [f32], of: impl Fn(f32) ->
     for (block, four) in numbers.chunks_mut(4).enumerate() {
         let words = philox([block as u32, 1, stream as u32, (stream >> 32) as u32], key);
         four.iter_mut().zip(words).for_each(|(v, w)| *v = of(uniform(w)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DRAWS: usize = 100_000;
+
+    fn drawn(init: Init, name: &str, seed: u64) -> Vec<f64> {
+        let buffer = initial(init, seed, name, &Meta::f32(&[DRAWS]), &[]).unwrap();
+        let numbers: &[f32] = bytemuck::cast_slice(buffer.bytes());
+        numbers.iter().map(|v| *v as f64).collect()
+    }
+
+    /// What follows a distribution has its range, its mean and its variance: `of` makes the numbers uniform, or leaves them.
+    #[track_caller]
+    fn follows(init: Init, of: impl Fn(f64) -> f64, [low, high]: [f64; 2], mean: f64, variance: f64) {
+        let v: Vec<f64> = drawn(init, "w", 3).into_iter().map(of).collect();
+        let n = v.len() as f64;
+        let found = v.iter().sum::<f64>() / n;
+        let spread = v.iter().map(|v| (v - found).powi(2)).sum::<f64>() / n;
+        // Nearly all of the range is drawn from, and nothing beyond it.
+        let (least, most) = v.iter().fold((f64::MAX, f64::MIN), |(a, b), &v| (a.min(v), b.max(v)));
+        let edge = 0.01 * (high - low);
+        assert!(
+            v.len() == DRAWS && least >= low - 1e-6 && least <= low + edge && most <= high + 1e-6 && most >= high - edge,
+            "{init:?}: {least} to {most}"
+        );
+        assert!((found - mean).abs() < 5.0 * (variance / n).sqrt(), "{init:?}: mean {found}, not {mean}");
+        assert!((spread / variance - 1.0).abs() < 0.03, "{init:?}: variance {spread}, not {variance}");
+    }
+
+    #[test]
+    fn initial_values_follow_their_distributions() {
+        let same = |v: f64| v;
+        // Of 100,000 normal numbers the largest has 4 to 5 deviations.
+        let normal = drawn(Init::Normal { std: 0.5 }, "w", 3);
+        let most = normal.iter().fold(0.0f64, |m, v| m.max(v.abs()));
+        let variance = normal.iter().map(|v| v * v).sum::<f64>() / DRAWS as f64;
+        assert!((2.0..3.0).contains(&most) && (variance / 0.25 - 1.0).abs() < 0.03, "{most} {variance}");
+        assert!((normal.iter().sum::<f64>() / DRAWS as f64).abs() < 5.0 * 0.5 / (DRAWS as f64).sqrt());
+        // 1 - 4 phi(2) / (2 Phi(2) - 1): what is cut off is drawn again. Cutting it off at the edge would give 0.92.
+        follows(Init::Truncated { std: 0.5 }, same, [-1.0, 1.0], 0.0, 0.773_741 * 0.25);
+        follows(Init::Uniform { bound: 0.3 }, same, [-0.3, 0.3], 0.0, 0.3 * 0.3 / 3.0);
+        follows(Init::LogOfUniform { low: 1.0, high: 16.0 }, f64::exp, [1.0, 16.0], 8.5, 15.0 * 15.0 / 12.0);
+        // softplus, and then the logarithm, which is uniform.
+        let log_step = |v: f64| v.exp().ln_1p().ln();
+        let (low, high) = (0.001f64.ln(), 0.1f64.ln());
+        follows(Init::StepSize { low: 0.001, high: 0.1 }, log_step, [low, high], (low + high) / 2.0, (high - low).powi(2) / 12.0);
+        assert!(drawn(Init::Full(2.5), "w", 3).iter().all(|v| *v == 2.5));
+    }
+
+    #[test]
+    fn states_of_other_names_and_seeds_start_elsewhere() {
+        let inits = [
+            Init::Normal { std: 0.5 },
+            Init::Truncated { std: 0.5 },
+            Init::Uniform { bound: 0.3 },
+            Init::LogOfUniform { low: 1.0, high: 16.0 },
+            Init::StepSize { low: 0.001, high: 0.1 },
+        ];
+        for init in inits {
+            let first = drawn(init, "blocks.0.w", 3);
+            assert_eq!(first, drawn(init, "blocks.0.w", 3));
+            for (name, seed) in [("blocks.1.w", 3), ("blocks.0.w", 4)] {
+                let equal = first.iter().zip(&drawn(init, name, seed)).filter(|(a, b)| a == b).count();
+                assert!(
+                    equal < DRAWS / 100,
+                    "{init:?}: {equal} of {DRAWS} numbers of {name} with seed {seed} are those of blocks.0.w with 3"
+                );
+            }
+        }
     }
 }

@@ -1,5 +1,8 @@
 //! MPICH for tests, from its Python wheel: the library of MPI's standard interface and `mpiexec`. Shared by the tests of both crates.
 
+#[path = "without.rs"]
+pub mod without;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,15 +15,27 @@ pub struct Mpich {
     pub mpiexec: PathBuf,
 }
 
-/// Fetched once into target/. None, with a printed reason, where that cannot be done.
-pub fn mpich() -> Option<&'static Mpich> {
+/// Cargo's target folder, wherever it is set to lie: this program was built into it.
+pub fn target_dir() -> PathBuf {
+    target_of(&std::env::current_exe().expect("a program knows its own path"))
+}
+
+pub fn target_of(program: &Path) -> PathBuf {
+    program.ancestors().find(|a| a.join("CACHEDIR.TAG").exists()).expect("cargo marks its target folder").into()
+}
+
+/// Fetched once into target/; or why that cannot be done.
+pub fn found() -> &'static Result<Mpich, String> {
     static FOUND: OnceLock<Result<Mpich, String>> = OnceLock::new();
-    let found = FOUND.get_or_init(|| {
-        let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");
-        let prefix = std::path::absolute(target.join("mpich")).map_err(|e| e.to_string())?;
+    FOUND.get_or_init(|| {
+        let prefix = target_dir().join("mpich");
         installed(&prefix).map_or_else(|| fetch(&prefix), Ok)
-    });
-    found.as_ref().inspect_err(|why| eprintln!("NOT CHECKED: several ranks over MPI: {why}")).ok()
+    })
+}
+
+/// For a test. Where there is none, it fails, unless it is told to do without.
+pub fn mpich() -> Option<&'static Mpich> {
+    found().as_ref().inspect_err(|why| without::without("mpich", &format!("several ranks over MPI: {why}"))).ok()
 }
 
 /// Debian's pip puts a folder `local` between.

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::graph::{Graph, Kind, Value};
 use crate::meta::{DType, Meta};
 use crate::ops::concat::Join;
-use crate::plan::{Home, Plan, Spot};
+use crate::plan::{Home, Plan, Said, Spot};
 use crate::profile;
 use crate::store::Store;
 use half::{bf16, f16};
@@ -21,6 +21,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct CpuProgram {
     graph: Graph,
     plan: Plan,
+    /// What each node's op said of its memory when the plan was checked, and how many elements of scratch memory it has.
+    said: Vec<(Said, usize)>,
     cpu: Cpu,
     /// Shared by the programs of a device, which run one at a time.
     arena: Arc<Mutex<Buffer>>,
@@ -28,8 +30,15 @@ pub struct CpuProgram {
 }
 
 impl CpuProgram {
-    /// Prepares a planned graph to run on a CPU, and enlarges the arena if it is too small.
+    /// Prepares a planned graph to run on a CPU, and enlarges the arena if it is too small. An error: the plan is not sound.
     pub fn new(graph: Graph, plan: Plan, cpu: &Cpu, arena: &Arc<Mutex<Buffer>>) -> Result<CpuProgram, Error> {
+        let said = crate::mutant!("a-plan-is-not-verified", plan.verify(&graph)?, plan.said(&graph));
+        let own = said.into_iter().enumerate().map(|(i, said)| {
+            let elements = own_workspace(&graph, i);
+            plan.has_scratch(&graph, i, CpuProgram::pieces(&graph, &plan.spots, i, elements).saturating_mul(4))?;
+            Ok((said, elements))
+        });
+        let said = own.collect::<Result<Vec<_>, Error>>()?;
         let constants = graph.nodes.iter().map(|n| match &n.kind {
             Kind::Const(numbers) => {
                 let mut b = Buffer::zeroed(4 * numbers.len());
@@ -46,20 +55,24 @@ impl CpuProgram {
             *memory = Buffer::try_zeroed(plan.arena()).ok_or_else(lacks)?;
         }
         drop(memory);
-        Ok(CpuProgram { graph, plan, cpu: cpu.clone(), arena: arena.clone(), constants })
+        Ok(CpuProgram { graph, plan, said, cpu: cpu.clone(), arena: arena.clone(), constants })
     }
 
     /// f32 elements of scratch memory that a node needs: the op's own, and f32 copies of bf16 and f16 inputs and outputs.
     pub fn workspace(g: &Graph, spots: &[Vec<Spot>], node: usize) -> usize {
-        let Kind::Op(op) = &g.nodes[node].kind else { return 0 };
-        if op.is_view() {
+        CpuProgram::pieces(g, spots, node, own_workspace(g, node))
+    }
+
+    /// The same, of which `own` are the op's own.
+    fn pieces(g: &Graph, spots: &[Vec<Spot>], node: usize, own: usize) -> usize {
+        if g.nodes[node].is_source() || g.nodes[node].is_view() {
             return 0;
         }
-        let inputs = g.inputs(node);
         let wide = |m: &Meta, elements: usize| if is_narrow(m.dtype) { elements.next_multiple_of(16) } else { 0 };
         let read = g.nodes[node].inputs.iter().map(|v| wide(g.meta(*v), extent(&g.meta(*v).shape, &spots[v.node][v.out].strides)));
         let written = g.nodes[node].outputs.iter().map(|m| wide(m, m.elements()));
-        op.workspace(&inputs).next_multiple_of(16) + read.chain(written).sum::<usize>()
+        let own = own.checked_next_multiple_of(16).unwrap_or(usize::MAX);
+        read.chain(written).fold(own, usize::saturating_add)
     }
 
     /// Runs all nodes in order, and updates the states.
@@ -91,17 +104,17 @@ impl CpuProgram {
             };
         }
         let base = Base { arena: arena.bytes_mut().as_mut_ptr(), sources };
-        let (graph, plan) = (&self.graph, &self.plan);
+        let (graph, plan, said) = (&self.graph, &self.plan, &self.said);
         let run = move || {
             let base = base; // capture the whole struct, not its pointers one by one
-            for i in 0..graph.nodes.len() {
-                step(graph, plan, &base, i);
+            for (i, said) in said.iter().enumerate() {
+                step(graph, plan, said, &base, i);
                 after(Some(i));
             }
             for &(state, value) in &plan.stores {
                 let dtype = graph.meta(value).dtype;
                 let to = Value { node: state, out: 0 };
-                // SAFETY: no op runs now; a state's buffer and another value's do not overlap.
+                // SAFETY: no op runs now; a state's buffer and another value's do not overlap (`Plan::verify`).
                 unsafe { base.place(graph, plan, to).bytes_mut(dtype).copy_from_slice(base.place(graph, plan, value).bytes(dtype)) };
             }
             after(None);
@@ -118,7 +131,17 @@ impl CpuProgram {
             Kind::Op(op) if !op.is_view() => {
                 let (inputs, outputs, scope) = (g.inputs(i), node.outputs.clone(), node.scope.to_string());
                 let (cost, backward, tensor_cores, aside) = (op.cost(&inputs), node.backward, false, false);
-                nodes.push(profile::Node { op: op.name(), scope, backward, inputs, outputs, cost, tensor_cores, aside });
+                nodes.push(profile::Node {
+                    op: op.name(),
+                    scope,
+                    backward,
+                    inputs,
+                    outputs,
+                    cost,
+                    tensor_cores,
+                    multiprocessors: None,
+                    aside,
+                });
                 Some(nodes.len() - 1)
             }
             _ => None,
@@ -143,6 +166,14 @@ impl CpuProgram {
             },
         };
         Ok(strided(&bytes[spot.offset * size..], meta, &spot.strides))
+    }
+}
+
+/// f32 elements of scratch memory that a node's op asks for.
+fn own_workspace(g: &Graph, node: usize) -> usize {
+    match &g.nodes[node].kind {
+        Kind::Op(op) if !op.is_view() => op.workspace(&g.inputs(node)),
+        _ => 0,
     }
 }
 
@@ -181,20 +212,21 @@ impl Base {
     fn place(&self, g: &Graph, plan: &Plan, v: Value) -> Place {
         let (spot, meta) = (&plan.spots[v.node][v.out], g.meta(v));
         let start = match plan.buffers[spot.buffer].home {
-            // SAFETY: the plan's offsets lie inside the arena, which is as large as the plan says.
+            // SAFETY: `Plan::verify` has seen that the plan's offsets lie inside the arena, which is as large as the plan says.
             Home::Arena(o) => unsafe { self.arena.add(o) },
             Home::Source(n) => self.sources[n],
         };
         let elements = extent(&meta.shape, &spot.strides);
-        // SAFETY: a view's offset lies inside the buffer that it views.
+        // SAFETY: `Plan::verify` has seen that every value lies inside its buffer.
         Place { start: unsafe { start.add(spot.offset * meta.dtype.size()) }, elements }
     }
 }
 
-fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
+/// Runs a node. What `said` has is not asked again: an op that says something else now would have slices that overlap.
+fn step(g: &Graph, plan: &Plan, (said, own): &(Said, usize), base: &Base, i: usize) {
     let node = &g.nodes[i];
     let Kind::Op(op) = &node.kind else { return };
-    if op.is_view() {
+    if said.is_view {
         return;
     }
     for c in plan.copies.iter().filter(|c| c.node == i) {
@@ -210,10 +242,10 @@ fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
     if node.op::<Join>().is_some() {
         return; // the plan put or copied all inputs into place
     }
-    let reuse = op.reuse();
+    let reuse = &said.reuse;
     // SAFETY: the workspace lies inside the arena, apart from everything that is alive while this op runs.
     let workspace = unsafe { base.arena.add(plan.scratch(i)) };
-    let mut scratch = Scratch { start: workspace, used: 0 };
+    let mut scratch = Scratch { start: workspace, used: 0, bytes: plan.scratch_bytes(i) };
     let inputs: Vec<(Vec<usize>, Data)> = (0..node.inputs.len())
         .map(|k| {
             let v = node.inputs[k];
@@ -245,7 +277,7 @@ fn step(g: &Graph, plan: &Plan, base: &Base, i: usize) {
             ViewMut { shape: &meta.shape, data }
         })
         .collect();
-    let own = scratch.take(op.workspace(&g.inputs(i)));
+    let own = scratch.take(*own);
     op.cpu(&x, &mut y, own);
     drop(y);
     for (place, dtype, wide) in narrow_outputs {
@@ -272,13 +304,15 @@ fn input<'a>(mut place: Place, dtype: DType, reused: bool, scratch: &mut Scratch
 struct Scratch {
     start: *mut u8,
     used: usize,
+    bytes: usize,
 }
 
 impl Scratch {
     fn take<'a>(&mut self, elements: usize) -> &'a mut [f32] {
         let at = self.used;
         self.used += 4 * elements.next_multiple_of(16);
-        // SAFETY: `CpuProgram::workspace` counted the same pieces, so this lies inside the workspace, apart from earlier pieces.
+        assert!(elements == 0 || self.used <= self.bytes, "`CpuProgram::pieces` counted the same");
+        // SAFETY: this lies inside the workspace, apart from earlier pieces.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at).cast(), elements) }
     }
 }

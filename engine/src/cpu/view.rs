@@ -26,9 +26,13 @@ impl<'a> Data<'a> {
             Data::I32(d) => (bytemuck::cast_slice(d), d.len(), DType::I32),
             Data::U8(d) => (d, d.len(), DType::U8),
         };
-        match (count, dtype) == (whole(parts, want).elements(), want.dtype) {
-            true => Ok(parts.iter().fold(bytes, |bytes, part| part.rows(bytes))),
-            false => Err(wrong(format!("{count} elements of {dtype}"))),
+        if (count, dtype) != (whole(parts, want).elements(), want.dtype) {
+            return Err(wrong(format!("{count} elements of {dtype}")));
+        }
+        let own = parts.iter().fold(bytes, |bytes, part| part.rows(bytes));
+        match own.len() == want.bytes() {
+            true => Ok(own),
+            false => Err(wrong(format!("{} bytes of them for this rank", own.len()))),
         }
     }
 }

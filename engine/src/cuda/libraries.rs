@@ -1,14 +1,21 @@
 //! Finds and loads the driver, NVRTC and cuBLASLt, and MPI for `ranks`. They are loaded by absolute path before the bindings ask for them by name, so that the wheels of a
 //! Python environment work as well as an installed toolkit.
 
+use super::trust::trusted;
+use std::ffi::OsStr;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 /// Folders that the program passes in: the engine reads no environment variables.
 #[derive(Clone, Debug, Default)]
 pub struct Folders {
+    /// Those of LD_LIBRARY_PATH, searched first. The system's loader searches them, too.
+    pub loader: Vec<PathBuf>,
     /// Searched in this order, before the system's own folders.
     pub libraries: Vec<PathBuf>,
+    /// Users whose libraries are loaded beside root's and this user's own.
+    pub owners: Vec<u32>,
     /// Where compiled kernels and GEMM choices are cached.
     pub cache: PathBuf,
 }
@@ -31,6 +38,8 @@ impl Found {
     pub fn problem(&self) -> Option<String> {
         match (&self.path, self.broken.first()) {
             (Some(_), _) => None,
+            // Installing it would not help.
+            (None, Some(broken)) if broken.starts_with(LOADER) => Some(format!("{} does not load ({broken})", self.name)),
             (None, Some(broken)) => Some(format!("{} does not load ({broken}): {}", self.name, self.help)),
             (None, None) => Some(format!("{} was not found: {}", self.name, self.help)),
         }
@@ -98,6 +107,16 @@ const CUPTI: Wanted = Wanted {
     help: "it comes with the CUDA toolkit (extras/CUPTI), and with `pip install \"nvidia-cuda-cupti==13.0.*\"`: name its folder in LD_LIBRARY_PATH",
 };
 
+/// The driver's management library: how busy a GPU is and what power it draws.
+const NVML: Wanted =
+    Wanted { name: "libnvidia-ml", files: &["libnvidia-ml.so.1"], has: &["nvmlInit_v2"], help: "it comes with NVIDIA's driver" };
+
+/// Loads NVML, once.
+pub fn nvml(folders: &Folders) -> Found {
+    static FOUND: OnceLock<Found> = OnceLock::new();
+    FOUND.get_or_init(|| found(&NVML, folders)).clone()
+}
+
 /// Loads CUPTI, once.
 pub fn cupti(folders: &Folders) -> Found {
     static FOUND: OnceLock<Found> = OnceLock::new();
@@ -112,21 +131,56 @@ pub fn find(folders: &Folders) -> Vec<Found> {
 
 /// Loads one library.
 pub(crate) fn found(w: &Wanted, folders: &Folders) -> Found {
-    let (path, broken) = load(w, &folders.libraries);
+    let (path, broken) = load(w, folders);
     Found { name: w.name, path, broken, help: w.help }
 }
 
-/// The first file that loads, and what happened to those before it.
-fn load(w: &Wanted, folders: &[PathBuf]) -> (Option<PathBuf>, Vec<String>) {
-    let mut broken = vec![];
-    for path in folders.iter().flat_map(|f| w.files.iter().map(move |name| f.join(name))).filter(|p| p.exists()) {
-        match keep(&path, w.has) {
-            Ok(()) => return (Some(path), broken),
-            Err(why) => broken.push(why),
-        }
+/// The first file that loads, and what happened to those before it. Only files that nobody else could have written are opened.
+///
+/// The system's loader searches LD_LIBRARY_PATH by itself: for what a library needs, and for CUDA's libraries once more, which the bindings ask for by names that
+/// are not those of the files loaded here. So nothing is loaded where others can write to a part of it.
+fn load(w: &Wanted, folders: &Folders) -> (Option<PathBuf>, Vec<String>) {
+    let open_to_others = folders.loader.iter().find_map(|f| others_in(f, w, &folders.owners).err());
+    if let Some(why) = crate::mutant!("a-library-is-loaded-beside-open-folders", open_to_others, None) {
+        return (
+            None,
+            vec![format!("{LOADER}: {why}; the system's loader searches that folder for every library: take it out of {LOADER}")],
+        );
     }
-    // By name, the system searches its own folders; failing there is not reported.
-    (w.files.iter().map(PathBuf::from).find(|path| keep(path, w.has).is_ok()), broken)
+    let mut broken = vec![];
+    let all = folders.loader.iter().chain(&folders.libraries).flat_map(|f| w.files.iter().map(move |name| f.join(name)));
+    let named = all.filter(|p| p.exists()).find(|path| {
+        let loaded = trusted(path, &folders.owners).and_then(|()| keep(path, w.has));
+        loaded.map_err(|why| broken.push(why)).is_ok()
+    });
+    // By name, from the loader's own folders. Failing there is not reported.
+    let found = named.or_else(|| w.files.iter().map(PathBuf::from).find(|path| keep(path, w.has).is_ok()));
+    (found, broken)
+}
+
+/// The variable whose folders the system's loader searches first.
+const LOADER: &str = "LD_LIBRARY_PATH";
+
+/// Whether others could have put a library into a folder of LD_LIBRARY_PATH, or could replace one that is there. An empty part is the working directory.
+fn others_in(folder: &Path, w: &Wanted, owners: &[u32]) -> Result<(), String> {
+    if folder.as_os_str().is_empty() {
+        return Err("an empty part of it is the working directory, whatever that is".into());
+    }
+    if folder.to_string_lossy().contains('$') {
+        return Err(format!("{} is not used: the loader puts other words in the place of those with a $", folder.display()));
+    }
+    if !folder.exists() {
+        return Ok(());
+    }
+    trusted(folder, owners)?;
+    // Of whatever version: the bindings try several names.
+    let is_it = |name: &OsStr| {
+        name.to_string_lossy()
+            .strip_prefix(w.name)
+            .is_some_and(|rest| rest.starts_with(".so") || rest.starts_with(|c: char| c.is_ascii_digit()))
+    };
+    let files = fs::read_dir(folder).into_iter().flatten().flatten().filter(|e| is_it(&e.file_name())).map(|e| e.path());
+    files.filter(|p| p.exists()).try_for_each(|p| trusted(&p, owners))
 }
 
 /// Loads a library for the life of the process.
@@ -178,3 +232,84 @@ macro_rules! functions {
     (@result $result:ty) => { $result };
 }
 pub(crate) use functions;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::geteuid;
+    use std::os::unix::fs::{PermissionsExt, chown, symlink};
+
+    const WANTED: Wanted = Wanted { name: "libkilntest", files: &["libkilntest.so.1"], has: &["cos"], help: "" };
+
+    /// A library of the system's: the file of C's mathematics, which this process has mapped or could.
+    fn a_library() -> Option<PathBuf> {
+        let folders = [
+            "/usr/lib/x86_64-linux-gnu",
+            "/lib/x86_64-linux-gnu",
+            "/usr/lib/aarch64-linux-gnu",
+            "/usr/lib64",
+            "/lib64",
+            "/usr/lib",
+            "/lib",
+        ];
+        folders.iter().map(|f| Path::new(f).join("libm.so.6")).find(|p| p.exists())
+    }
+
+    fn mode(path: &Path, mode: u32) {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    /// A trusted library that is found first does not make the folders beside it trusted: the loader searches them for the next name.
+    #[test]
+    fn nothing_is_loaded_where_others_can_write_to_a_part_of_the_loaders_path() {
+        let Some(library) = a_library() else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let [own, open] = ["own", "open"].map(|name| dir.path().join(name));
+        for folder in [&own, &open] {
+            fs::create_dir(folder).unwrap();
+            mode(folder, 0o755);
+        }
+        let file = own.join("libkilntest.so.1");
+        fs::copy(library, &file).unwrap();
+        mode(&file, 0o755);
+        let load = |loader: &[&Path]| {
+            let folders =
+                Folders { loader: loader.iter().map(|p| p.to_path_buf()).collect(), libraries: vec![own.clone()], ..Folders::default() };
+            let found = found(&WANTED, &folders);
+            (found.path.clone(), found.problem().unwrap_or_default())
+        };
+        let loads = |loader: &[&Path]| assert_eq!(load(loader), (Some(file.clone()), String::new()), "{loader:?}");
+        let refused = |loader: &[&Path], words: &[&str]| {
+            let (path, said) = load(loader);
+            assert_eq!(path, None, "{loader:?}");
+            assert!(words.iter().chain(&["LD_LIBRARY_PATH"]).all(|w| said.contains(w)), "{said}");
+        };
+        let name = open.to_str().unwrap();
+        loads(&[]);
+        loads(&[&own, &open, Path::new("/no/such/folder"), Path::new("no/such/folder")]);
+        // In front of the one that has it, and behind it.
+        mode(&open, 0o777);
+        refused(&[&own, &open], &[name, "everybody may write to it (chmod o-w)", "take it out"]);
+        refused(&[&open, &own], &[name]);
+        mode(&open, 0o755);
+        for (part, words) in [("", "working directory"), ("src", "relative"), (".", "relative"), ("$ORIGIN/lib", "$ORIGIN/lib")] {
+            refused(&[&own, Path::new(part)], &[words]);
+            refused(&[Path::new(part), &own], &[words]);
+        }
+        // A file of another version that anybody could have written, in a folder that is as it should be.
+        let other = open.join("libkilntest.so");
+        fs::write(&other, "").unwrap();
+        mode(&other, 0o666);
+        refused(&[&own, &open], &[other.to_str().unwrap(), "everybody"]);
+        mode(&other, 0o644);
+        loads(&[&own, &open]);
+        fs::remove_file(&other).unwrap();
+        symlink(dir.path().join("nothing"), &other).unwrap();
+        loads(&[&own, &open]);
+        // Only root can give a folder away.
+        if geteuid().is_root() {
+            chown(&open, Some(65534), None).unwrap();
+            refused(&[&own, &open], &[name, "belongs to user 65534", "KILN_TRUSTED_UIDS"]);
+        }
+    }
+}

@@ -17,9 +17,10 @@ mod options;
 mod products;
 mod program;
 mod transfer;
+mod trust;
 
 pub use fallback::Fallback;
-pub use libraries::{Folders, Found, find};
+pub use libraries::{Folders, Found, find, nvml};
 pub(crate) use libraries::{Wanted, found, functions};
 use memory::Held;
 pub use memory::{Memory, Usage};
@@ -28,6 +29,7 @@ pub use options::Options;
 pub(crate) use program::codes;
 pub use program::{CudaProgram, Timed};
 pub use transfer::Incoming;
+pub use trust::trusted;
 
 use crate::error::Error;
 use crate::kernel::Arch;

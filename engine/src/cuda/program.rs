@@ -364,8 +364,10 @@ impl CudaProgram {
             fallback::kernels(&graph, arch, options.native, &coder(&graph, &plan.spots), &|wanted| cuda.kernels(wanted))?;
         if !fell_back.is_empty() {
             // Other kernels may need more scratch memory.
-            plan = Plan::new(&graph, &|_, _| codes.iter().map(|c| c.workspace.div_ceil(4)).collect());
+            plan = Plan::new(&graph, &|_, _| codes.iter().map(|c| c.workspace.div_ceil(4)).collect())?;
         }
+        plan.verify(&graph)?;
+        codes.iter().enumerate().try_for_each(|(i, code)| plan.has_scratch(&graph, i, code.workspace))?;
         grow(cuda, arena, plan.arena())?;
         let feeds = graph.nodes.iter().enumerate().filter(|(_, n)| matches!(n.kind, Kind::Feed(_)));
         let feeds = Feeds::new(cuda, &feeds.map(|(i, n)| (i, n.outputs[0].bytes())).collect::<Vec<_>>())?;
@@ -567,7 +569,8 @@ impl CudaProgram {
                         attrs: &mut overlap,
                         numAttrs: (self.options.overlap && early) as u32,
                     };
-                    // SAFETY: a kernel of ours with pointer arguments into buffers that the plan made large enough.
+                    // SAFETY: a kernel of an op with pointer arguments into buffers that the plan made large enough (`Plan::verify`); what it does there is
+                    // the op's word, as `Op::cuda` says.
                     unsafe { sys::cuLaunchKernelEx(&config, kernel.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
                         .result()
                         .map_err(failed("launching a kernel"))?;
@@ -580,7 +583,7 @@ impl CudaProgram {
                     unsafe { self.cuda.0.products.run(product, [a, b, plus, c, bias], scales, self.cuda.0.workspace.start(), stream)? };
                 }
                 Ready::Copy { from, to, bytes } => {
-                    // SAFETY: both buffers have that many bytes and do not overlap.
+                    // SAFETY: both buffers have that many bytes and do not overlap (`Plan::verify`).
                     unsafe { result::memcpy_dtod_async(at(to), at(from), *bytes, stream) }.map_err(failed("copying"))?;
                 }
                 Ready::Exchange { what, group, values, beside } => {

@@ -2,7 +2,7 @@
 
 mod record;
 
-use super::{Fast, Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Switches, Target, WarmUp};
+use super::{Mode, Numerics, Pass, Preset, Receipt, Rounding, Setting, Settings, Stage, Switch, Switches, Target, WarmUp};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Role, Value};
 use crate::kernel::Arch;
@@ -45,11 +45,12 @@ impl Switch for Fp8 {
         Numerics::LowPrecision
     }
 
-    fn fast(&self, target: Target, dtype: DType) -> Fast {
+    fn rounding(&self, preset: Preset, target: Target, dtype: DType) -> Rounding {
         match target {
-            Target::Cpu => Fast::Off("the CPU computes in f32, so FP8 gains nothing there".into()),
-            Target::Cuda(_) if dtype == DType::F16 => Fast::Off("the run computes in fp16, and FP8 goes with bf16".into()),
-            Target::Cuda(arch) => too_old(arch).map_or(Fast::On, Fast::Off),
+            _ if preset != Preset::Fast => Rounding::Leave,
+            Target::Cpu => Rounding::Off("the CPU computes in f32, so FP8 gains nothing there".into()),
+            Target::Cuda(_) if dtype == DType::F16 => Rounding::Off("the run computes in fp16, and FP8 goes with bf16".into()),
+            Target::Cuda(arch) => too_old(arch).map_or(Rounding::On, Rounding::Off),
         }
     }
 

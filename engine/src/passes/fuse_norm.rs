@@ -122,7 +122,7 @@ fn sum_is_read(g: &Graph, uses: &Uses, p: usize, i: usize, terms: [Value; 2], ap
         } else if readers().any(|n| matches!(g.nodes[n].kind, Kind::Grad)) {
             Err("a gradient with respect to the sum is asked for")
         } else if apart && g.nodes[p].block != g.nodes[i].block {
-            Err("the sum is the input of a block, which recompute keeps (blocks=joined fuses it)")
+            Err("recomputation keeps this sum, the input of a block (fuse-norm=auto,blocks=joined would fuse it)")
         } else if terms.into_iter().any(fuses) {
             Err("a term is a pointwise op, which fuses with the addition instead")
         } else if weightless && terms.into_iter().any(|v| g.nodes[v.node].op::<Matmul>().is_some()) {

@@ -73,7 +73,8 @@ impl Pass for Hoist {
             let made: usize = g.nodes[i].outputs.iter().map(|m| m.bytes()).sum();
             let from = |v: &Value| g.meta(roots[v.node].unwrap_or(*v)).bytes();
             let read: usize = g.nodes[i].inputs.iter().filter(|v| !g.nodes[roots[v.node].unwrap_or(**v).node].is_source()).map(from).sum();
-            early[i] = !waits || (!g.nodes[i].is_view() && made * SHARE <= read);
+            let is_small = crate::mutant!("hoist-keeps-what-is-large", made * SHARE <= read, true);
+            early[i] = !waits || (!g.nodes[i].is_view() && is_small);
         }
         // A hoisted node's inputs must be hoisted too, or belong to the forward pass.
         for i in 0..g.nodes.len() {
@@ -85,5 +86,59 @@ impl Pass for Hoist {
         order.sort_by_key(|&i| if early[i] { (ready[i], 1, i) } else { (i, 0, i) });
         g.reorder(&order);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::passes::Switches;
+    use crate::program::Compiled;
+
+    /// A head of 64 x 64 beside the model, of so many rows: how many nodes are moved, and whether its weight gradient is made before the model's last layer.
+    fn head(rows: usize) -> (usize, bool) {
+        let r = Recorder::new();
+        let [w, head] = ["w", "head"].map(|name| r.param(name, &[64, 64], Init::Normal { std: 0.2 }));
+        let x = r.feed("x", &[rows, 64], DType::F32);
+        let h = x + x.silu().matmul(w);
+        let beside = h.stop_gradient().matmul(head).square().mean();
+        let loss = (h + h.silu().matmul(w)).square().mean() + beside;
+        r.output("loss", loss);
+        for (name, g) in ["dw", "dhead"].iter().zip(r.grad(loss, &[w, head])) {
+            r.output(name, g);
+        }
+        let c = Compiled::new(r.finish(), &Switches::default(), Target::Cpu).unwrap();
+        let (g, receipt) = (&c.graph, c.receipts.iter().find(|r| r.pass == "hoist").unwrap());
+        let node_of = |name: &str| g.outputs.iter().find(|o| o.0 == name).unwrap().1.node;
+        let end = g.nodes.iter().rposition(|n| !n.backward && n.name() == "matmul").unwrap();
+        assert!(node_of("dw") > end, "the model's own gradients come after its last layer");
+        (receipt.applied, node_of("dhead") < end)
+    }
+
+    /// A gradient that waits for the optimizer must not take more than what it replaces.
+    #[test]
+    fn a_gradient_moves_into_the_forward_pass_where_it_is_small() {
+        let (moved, is_early) = head(4);
+        assert!(moved == 0 && !is_early, "4 rows: {moved} nodes moved");
+        let (moved, is_early) = head(512);
+        assert!(moved >= 2 && is_early, "512 rows: {moved} nodes moved");
+    }
+
+    /// The gradient of the head is small enough to move, and the one that it is made of is not: the layers below need that later.
+    #[test]
+    fn a_gradient_does_not_move_before_what_it_is_made_of() {
+        let r = Recorder::new();
+        let [w, head] = ["w", "head"].map(|name| r.param(name, &[64, 64], Init::Normal { std: 0.2 }));
+        let h = r.feed("x", &[512, 64], DType::F32).matmul(w).silu();
+        let beside = h.matmul(head).square().mean();
+        let loss = (h + h.silu().matmul(w).silu()).square().mean() + beside;
+        r.output("loss", loss);
+        for (name, g) in ["dw", "dhead"].iter().zip(r.grad(loss, &[w, head])) {
+            r.output(name, g);
+        }
+        let c = Compiled::new(r.finish(), &Switches::default().with("fuse-pointwise", "off").unwrap(), Target::Cpu).unwrap();
+        for (i, node) in c.graph.nodes.iter().enumerate() {
+            assert!(node.inputs.iter().all(|v| v.node < i), "node {i} ({}) reads {:?}", node.name(), node.inputs);
+        }
     }
 }

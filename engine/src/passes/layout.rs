@@ -105,10 +105,13 @@ fn copies(g: &mut Graph) {
         }
         let outputs = recorder.keep(node, ready.iter().map(|v| v.value()).collect());
         for (out, &new) in outputs.iter().enumerate() {
-            let lies = match &node.kind {
-                Kind::Op(op) if op.is_view() => op.alias(&ready[0].meta(), &strides[&ready[0].value()]).expect("just made to fit").1,
-                _ => contiguous(&node.outputs[out].shape),
+            let shape = &node.outputs[out].shape;
+            let of_view = match &node.kind {
+                Kind::Op(op) if op.is_view() => op.alias(&ready[0].meta(), &strides[&ready[0].value()]),
+                _ => None,
             };
+            // Of a view that cannot be, the plan is refused (`Plan::new`).
+            let lies = of_view.map(|(_, strides)| strides).filter(|s| s.len() == shape.len()).unwrap_or_else(|| contiguous(shape));
             strides.insert(new, lies);
             let old = Value { node: i, out };
             if targets.contains(&old) {

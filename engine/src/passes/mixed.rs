@@ -1,6 +1,6 @@
 //! Mixed precision: activations and matmuls in bf16 or fp16, parameters and optimizer states in f32; for fp16 with a loss scale.
 
-use super::{Fast, Mode, Numerics, Pass, Receipt, Setting, Settings, Stage, Switch, Target};
+use super::{Mode, Numerics, Pass, Preset, Receipt, Rounding, Setting, Settings, Stage, Switch, Target};
 use crate::error::Error;
 use crate::graph::{Graph, Init, Kind, Node, Role, Value};
 use crate::meta::{DType, Meta};
@@ -46,12 +46,14 @@ impl Switch for Mixed {
     }
 
     /// fp16 is never the faster of the two.
-    fn fast(&self, target: Target, dtype: DType) -> Fast {
+    fn rounding(&self, preset: Preset, target: Target, dtype: DType) -> Rounding {
         match (self.0, target, dtype) {
-            (DType::BF16, Target::Cuda(_), DType::F16) => Fast::Off("the run computes in fp16".into()),
-            (DType::BF16, Target::Cuda(_), _) => Fast::On,
-            (DType::BF16, Target::Cpu, _) => Fast::Off("the CPU computes in f32, so bf16 gains nothing there".into()),
-            _ => Fast::Leave,
+            (DType::BF16, Target::Cuda(_), DType::BF16) => Rounding::On,
+            (DType::BF16, Target::Cuda(_), DType::F16) => Rounding::Off("the run computes in fp16".into()),
+            (DType::BF16, Target::Cpu, _) if preset == Preset::Fast => {
+                Rounding::Off("the CPU computes in f32, so bf16 gains nothing there".into())
+            }
+            _ => Rounding::Leave,
         }
     }
 
@@ -326,11 +328,14 @@ impl Scaled {
             let mut finite = global_norm(&gradients).is_finite();
             // Of gradients that stay terms each rank has its own: all ranks scale by what overflows in any of them.
             let group = |v: &Var| r.with_graph(|g| g.nodes[v.value().node].op::<Broadcast>().map(|b| b.group.clone()));
-            if let Some(group) = by.iter().find_map(group) {
+            if let Some(group) = crate::mutant!("overflow-of-one-rank-alone", by.iter().find_map(group), None) {
                 finite = all_reduce(-finite + 1.0, &group).less(r.full(&[1], 0.5));
             }
             let grows = finite * (-(runs + 1.0).less(r.full(&[1], interval)) + 1.0);
-            let next = (scale * (grows + 1.0)).min(r.full(&[1], MOST)) * finite + (scale * 0.5).max(r.full(&[1], 1.0)) * (-finite + 1.0);
+            let (larger, smaller) = (scale * (grows + 1.0), scale * 0.5);
+            let larger = crate::mutant!("fp16-scale-without-an-upper-bound", larger.min(r.full(&[1], MOST)), larger);
+            let smaller = crate::mutant!("fp16-scale-falls-below-1", smaller.max(r.full(&[1], 1.0)), smaller);
+            let next = larger * finite + smaller * (-finite + 1.0);
             let counted = (runs + 1.0) * finite * (-grows + 1.0);
             let updates = [(scale, next), (runs, counted), (skipped, skipped + (-finite + 1.0))];
             self.updates = updates.map(|(state, next)| (state.value(), next.value())).into();

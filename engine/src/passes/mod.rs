@@ -25,6 +25,7 @@ mod linear_attention;
 mod linear_ce;
 mod lora_backward;
 mod lora_forward;
+mod merge_adapters;
 mod merged_qkv;
 mod merged_wgrad;
 mod mixed;
@@ -41,9 +42,12 @@ mod zero;
 mod zero_weights;
 
 pub use fp8::{keeps_weights, repeated};
-pub use presets::{Fast, Preset};
+pub use merge_adapters::{MERGED, follows, phase};
+pub use presets::{Preset, Rounding};
 pub use sparse::pruned;
-pub use switches::{Mode, Numerics, OnRanks, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, known};
+pub use switches::{
+    Mode, Numerics, OnRanks, Receipt, Setting, Settings, Switch, Switches, Target, WarmUp, did_you_mean, known, meant, nearest,
+};
 pub use terms::SCRATCH;
 
 use crate::error::Error;
@@ -101,6 +105,7 @@ pub const PASSES: &[&dyn Pass] = &[
     &decompose::Decompose,
     &mixed::Mixed(DType::BF16),
     &mixed::Mixed(DType::F16),
+    &merge_adapters::MergeAdapters,
     &fuse_decode::FuseDecode,
     &merged_qkv::MergedQkv,
     &autodiff::Autodiff,

@@ -282,7 +282,7 @@ mod tests {
             let (roots, each) = (view_roots(g), aside(g));
             assert_eq!(each.iter().filter(|&&i| g.nodes[i].name() == "reduce_scatter").count(), if zero == "off" { 0 } else { each.len() });
             assert!(each.len() >= 5);
-            plan.verify().unwrap();
+            plan.verify(g).unwrap();
             let last = last_reads(g, &roots);
             for (i, end) in joins(g, &roots) {
                 let outputs = (0..g.nodes[i].outputs.len()).map(|out| Value { node: i, out });

@@ -1,6 +1,6 @@
 //! Switches for passes and executor settings: their names, modes and settings, and the receipt of what each did.
 
-use super::{FORMERLY, Fast, Preset};
+use super::{FORMERLY, Preset, Rounding};
 use crate::error::Error;
 use crate::kernel::Arch;
 use crate::meta::DType;
@@ -86,9 +86,9 @@ pub trait Switch: Sync {
         Mode::Auto
     }
 
-    /// Where it is off by default: what the preset `fast` does with it, on this target and beside computing in this type.
-    fn fast(&self, _: Target, _: DType) -> Fast {
-        Fast::Leave
+    /// Where it is off by default: what a preset that may round does with it, on this target and beside computing in this type.
+    fn rounding(&self, _: Preset, _: Target, _: DType) -> Rounding {
+        Rounding::Leave
     }
 
     /// The type that it rounds to, if its numerics are LowPrecision. Decides the tolerance of its test.
@@ -245,6 +245,8 @@ pub struct Switches {
     /// The ranks that run the program together.
     pub ranks: Ranks,
     chosen: BTreeMap<String, (Mode, BTreeMap<String, String>)>,
+    /// By switch: why it has the value that it has, for its receipt.
+    reasons: BTreeMap<String, String>,
 }
 
 impl Switches {
@@ -261,9 +263,8 @@ impl Switches {
             Some((_, None)) if ["off", "auto", "require"].iter().any(|mode| value.split(',').next() == Some(mode)) => return Ok(()),
             _ => pass,
         };
-        let found = super::all()
-            .find(|p| p.name() == pass)
-            .ok_or_else(|| Error::NoPass { name: pass.into(), hint: known(pass, super::all().map(|p| p.name())) })?;
+        let found =
+            super::all().find(|p| p.name() == pass).ok_or_else(|| Error::NoPass { name: pass.into(), hint: did_you_mean(meant(pass)) })?;
         let wrong = |problem: String| Error::PassSetting { pass: pass.into(), problem };
         let mut parts = value.split(',').map(str::trim);
         let mode = match parts.next() {
@@ -322,6 +323,11 @@ impl Switches {
         (mode != Mode::Off).then_some(with)
     }
 
+    /// Why a switch has its value, where that was not typed: a note of its receipt.
+    pub fn explain(&mut self, switch: &str, why: &str) {
+        self.reasons.insert(switch.into(), why.into());
+    }
+
     /// The mode set for a switch.
     pub fn chosen(&self, switch: &str) -> Option<Mode> {
         self.chosen.get(switch).map(|c| c.0)
@@ -335,7 +341,7 @@ impl Switches {
         f: impl FnOnce(&Settings, &mut Receipt) -> Result<(), Error>,
     ) -> Result<Receipt, Error> {
         let (mode, note) = self.mode_and_note(switch, target);
-        let notes = note.into_iter().collect();
+        let notes = note.into_iter().chain(self.reasons.get(switch.name()).cloned()).collect();
         let mut receipt = Receipt { pass: switch.name(), mode, applied: 0, declined: vec![], notes, warm_up: None, added_flops: 0 };
         if mode != Mode::Off {
             let none = BTreeMap::new();
@@ -349,13 +355,62 @@ impl Switches {
     }
 }
 
-/// The end of an error message about an unknown name: `; did you mean 'x'? (known: x, y, z)`, the most similar name first.
+/// What other programs call what a pass does.
+const ELSEWHERE: &[(&str, &str)] = &[
+    ("amp", "bf16"),
+    ("autocast", "bf16"),
+    ("mixed-precision", "bf16"),
+    ("half", "fp16"),
+    ("gradient-checkpointing", "recompute"),
+    ("activation-checkpointing", "recompute"),
+    ("checkpointing", "recompute"),
+    ("remat", "recompute"),
+    ("sdpa", "flash-attention"),
+    ("cut-cross-entropy", "linear-cross-entropy"),
+    ("fused-cross-entropy", "linear-cross-entropy"),
+    ("liger", "linear-cross-entropy"),
+    ("compile", "fuse-pointwise"),
+    ("inductor", "fuse-pointwise"),
+    ("fsdp", "zero-weights"),
+    ("zero3", "zero-weights"),
+    ("deepspeed", "zero"),
+    ("zero1", "zero"),
+    ("ddp", "data-parallel"),
+    ("8bit-adam", "adam8bit"),
+    ("bitsandbytes", "adam8bit"),
+    ("paged-adam", "offload"),
+    ("cpu-offload", "offload"),
+];
+
+/// The pass that was probably meant.
+pub fn meant(name: &str) -> Option<&'static str> {
+    let plain = name.to_lowercase().replace('_', "-");
+    let elsewhere = ELSEWHERE.iter().find(|e| e.0 == plain).map(|e| e.1);
+    elsewhere.or_else(|| nearest(name, super::all().map(|p| p.name())))
+}
+
+/// The name that was probably meant: the same but for case and dashes, a typing error or two, the beginning of a name, or a part of one.
+pub fn nearest<'a>(name: &str, all: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let plain = |text: &str| text.to_lowercase().replace(['-', '_'], "");
+    let (all, typed) = (all.into_iter().map(|k| (k, plain(k))).collect::<Vec<_>>(), plain(name));
+    let slips = |k: &str| strsim::damerau_levenshtein(k, &typed);
+    let close = all.iter().filter(|(_, k)| slips(k) <= (typed.len() / 3).max(1)).min_by_key(|(_, k)| slips(k));
+    // A word of one or two letters is a part of nearly everything.
+    let long = |text: &str| text.len() > 2;
+    let begins = || all.iter().find(|(_, k)| long(&typed) && k.starts_with(&typed));
+    let inside = || all.iter().find(|(_, k)| long(&typed) && k.contains(&typed));
+    let around = || all.iter().filter(|(_, k)| long(k) && typed.contains(k.as_str())).max_by_key(|(_, k)| k.len());
+    close.or_else(begins).or_else(inside).or_else(around).map(|found| found.0)
+}
+
+/// `; did you mean 'x'?`, or nothing.
+pub fn did_you_mean(found: Option<&str>) -> String {
+    found.map_or(String::new(), |k| format!("; did you mean '{k}'?"))
+}
+
+/// The end of an error message about an unknown name of a short list: `; did you mean 'x'? (known: x, y, z)`.
 pub fn known<'a>(name: &str, all: impl IntoIterator<Item = &'a str>) -> String {
-    let mut all: Vec<&str> = all.into_iter().collect();
-    all.sort_by_key(|k| strsim::levenshtein(k, name));
-    let near = all
-        .first()
-        .filter(|k| strsim::levenshtein(k, name) <= 2.max(name.len() / 2))
-        .map_or(String::new(), |k| format!("; did you mean '{k}'?"));
-    format!("{near} (known: {})", if all.is_empty() { "none".into() } else { all.join(", ") })
+    let all: Vec<&str> = all.into_iter().collect();
+    let list = if all.is_empty() { "none".into() } else { all.join(", ") };
+    format!("{} (known: {list})", did_you_mean(nearest(name, all.iter().copied())))
 }

@@ -70,8 +70,9 @@ impl<'a> Placer<'a> {
     fn view(&self, i: usize, op: &dyn Op) -> Spot {
         let v = self.g.nodes[i].inputs[0];
         let input = &self.plan.spots[v.node][v.out];
-        let (offset, strides) = op.alias(self.g.meta(v), &input.strides).expect("the pass `layout` copied what cannot be viewed");
-        Spot { buffer: input.buffer, offset: input.offset + offset, strides }
+        // The pass `layout` has copied what cannot be viewed. Of an op that says now that it cannot, or what cannot be, the plan is refused (`values_fit`).
+        let (offset, strides) = op.alias(self.g.meta(v), &input.strides).unwrap_or((usize::MAX, vec![]));
+        Spot { buffer: input.buffer, offset: input.offset.saturating_add(offset), strides }
     }
 
     /// A feed, state or constant has memory of its own, outside of the arena.
@@ -228,7 +229,8 @@ fn joined(g: &Graph, last_read: &HashMap<Value, usize>, destined: &HashMap<Value
             at += meta.elements();
             let Some(mut v) = plain(g, input) else { continue };
             let free = |v: Value, places: &HashMap<Value, (usize, usize)>| !places.contains_key(&v) && !destined.contains_key(&v);
-            if !(place.1 * meta.dtype.size()).is_multiple_of(ALIGN)
+            let is_aligned = (place.1 * meta.dtype.size()).is_multiple_of(ALIGN);
+            if !crate::mutant!("plan-joins-what-is-not-aligned", is_aligned, true)
                 || !free(v, &places)
                 || node.inputs.iter().filter(|w| **w == input).count() > 1
             {

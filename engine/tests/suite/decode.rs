@@ -6,7 +6,7 @@ use kiln_engine::ops::rope::Pairs;
 use kiln_engine::{Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches, Var, check};
 
 /// One token of each of three sequences through a decoder's layers; with an adapter on q, if `lora`.
-fn decoder<'g>(r: &'g Recorder, layers: usize, lora: bool) {
+pub fn decoder<'g>(r: &'g Recorder, layers: usize, lora: bool) {
     let frozen = |name: &str, shape: &[usize]| r.frozen(name, shape, Init::Normal { std: 0.2 });
     let norm = |x: Var<'g>, name: &str| x.rms_norm(frozen(name, &[x.dim(0)]), 1e-6);
     let (past, ids) = (r.state("past", &[1], DType::I32, Init::Full(2.0)), r.feed("ids", &[3, 1], DType::I32));
@@ -73,4 +73,25 @@ fn a_token_is_few_launches() {
         r.output("g", r.grad(loss, &[w])[0]);
     };
     assert_eq!(for_gpu("fuse-decode", &half, trained).1.sites(), 0);
+}
+
+/// What an earlier program left in a state is a weight, unless this program changes it: its kernels ask for weights before what comes before them has ended.
+#[test]
+fn a_state_is_a_weight_only_where_it_stays_as_it_is() {
+    let half = Switches::default().with("bf16", "auto").unwrap();
+    let declined = |changes: bool| {
+        let (_, receipt) = for_gpu("fuse-decode", &half, |r| {
+            decoder(r, 1, false);
+            let kept = r.state("kept", &[24, 16], DType::BF16, Init::Full(1.0));
+            let x = r.frozen("more", &[50, 16], Init::Normal { std: 0.2 }).gather_rows(r.feed("ids", &[3, 1], DType::I32));
+            r.output("y", x.reshape(&[3, 16]).cast(DType::BF16).linear(kept).cast(DType::F32));
+            if changes {
+                r.update(kept, (kept * 2.0).cast(DType::BF16));
+            }
+        });
+        (receipt.applied, receipt.declined.iter().map(|d| d.0.clone()).collect::<Vec<_>>())
+    };
+    let (all, none) = declined(false);
+    assert!(all == 10 && none.is_empty(), "{all}, {none:?}");
+    assert_eq!(declined(true), (all - 1, vec!["the second operand is not a weight of the model".to_string()]));
 }

@@ -78,6 +78,17 @@ fn the_scale_halves_after_an_overflow_and_doubles_after_a_while() {
     assert_eq!(seen, expected);
 }
 
+/// The scale neither falls below 1, where it would only lose what is small, nor grows until gradients of any size overflow.
+#[test]
+fn the_scale_stays_within_bounds() {
+    let mut low = Run::new("fp16", "auto,scale=2,interval=3");
+    let seen: Vec<f32> = (0..4).map(|_| (low.step(f32::MAX), low.state("scale")).1).collect();
+    assert_eq!((seen, low.state("skipped")), (vec![1.0; 4], 4.0));
+    let mut high = Run::new("fp16", "auto,scale=8388608,interval=1");
+    let seen: Vec<f32> = (0..4).map(|_| (high.step(1e-9), high.state("scale")).1).collect();
+    assert_eq!((seen, high.state("skipped")), (vec![16777216.0; 4], 0.0));
+}
+
 #[test]
 fn one_narrow_type_at_a_time() {
     let r = Recorder::new();

@@ -137,6 +137,32 @@ fn after_a_warm_up_scales_follow_the_largest_values() {
     }
 }
 
+/// Of zeros no scale follows: the smallest number there is would make zeros of what comes next.
+#[test]
+fn a_step_of_zeros_leaves_the_scales_alone() {
+    let (mut off, mut on) = (Run::new("off"), Run::new("auto,least=16,warmup=1,history=4"));
+    let zeros = vec![0.0; numbers(0).len()];
+    for x in [&zeros, &zeros, &numbers(1), &numbers(2)] {
+        let (plain, rounded) = (off.step(x), on.step(x));
+        assert!((plain - rounded).abs() <= 0.02 * plain, "{plain} and {rounded}");
+        assert_eq!(plain == 0.0, x.iter().all(|v| *v == 0.0));
+        assert!(on.state("fp8.scale").chunks(4).all(|s| s[0] > 1e-12), "{:?}", on.state("fp8.scale"));
+    }
+}
+
+/// The largest value of the last few steps counts, and not that of this step alone.
+#[test]
+fn scales_remember_a_large_step_and_then_forget_it() {
+    let mut run = Run::new("auto,least=16,warmup=1,history=3");
+    let largest = |run: &Run| run.state("fp8.scale").chunks(4).map(|s| s[0]).fold(0.0, f32::max);
+    let mut seen = vec![];
+    for (i, times) in [1.0, 64.0, 1.0, 1.0, 1.0, 1.0].into_iter().enumerate() {
+        run.step(&numbers(i as u32).iter().map(|v| v * times).collect::<Vec<_>>());
+        seen.push(largest(&run));
+    }
+    assert!(seen[1] >= 16.0 * seen[0] && seen[2] == seen[1] && seen[3] == seen[1] && seen[4] < seen[1], "{seen:?}");
+}
+
 /// An infinite input makes the step's loss no number, so that an optimizer skips it; the scales stay as they are, and the next step is as if nothing had been.
 #[test]
 fn what_overflows_is_noticed_and_leaves_no_trace_in_the_scales() {

@@ -70,7 +70,7 @@ fn a_shared_weight_has_one_product_for_its_gradient() {
     let compiled =
         |value: &str| Compiled::new(graph.clone(), &Switches::default().with("merged-wgrad", value).unwrap(), Target::Cpu).unwrap();
     let (on, off) = (compiled("require"), compiled("off"));
-    on.plan.verify().unwrap();
+    on.plan.verify(&on.graph).unwrap();
     let joins: Vec<usize> = (0..on.graph.nodes.len()).filter(|&i| on.graph.nodes[i].name() == "join").collect();
     assert_eq!(joins.len(), 2);
     assert!(on.plan.copies.iter().all(|c| !joins.contains(&c.node)), "{:?}", on.plan.copies);
@@ -129,6 +129,44 @@ fn what_is_joined_is_not_overwritten_by_who_reads_a_part_of_it() {
     let expected: Vec<f32> = numbers.iter().map(|x| x / (1.0 + (-x).exp())).chain(numbers.iter().map(|x| x.abs())).map(f32::exp).collect();
     assert!(y[1].iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5));
     assert!((y[0][3 * 64] - 100.0 - expected[3 * 64].ln()).abs() < 1e-4);
+}
+
+/// Kernels read several numbers at a time: a part that would begin anywhere is computed elsewhere and copied.
+#[test]
+fn parts_that_are_computed_where_they_are_joined_are_aligned() {
+    const LENGTHS: [usize; 5] = [3, 61, 5, 70, 128];
+    let starts: Vec<usize> = (0..5).map(|i| LENGTHS[..i].iter().sum()).collect();
+    let r = Recorder::new();
+    let x = r.feed("x", &[128], DType::F32);
+    let parts: Vec<Var> = LENGTHS.iter().enumerate().map(|(i, n)| (x * (1.0 + i as f32)).slice(0, 0, *n).silu()).collect();
+    r.output("both", r.op1(Join, &parts).exp());
+    let c = Compiled::new(r.finish(), &Switches::default().with("fuse-pointwise", "off").unwrap(), Target::Cpu).unwrap();
+    c.plan.verify(&c.graph).unwrap();
+    let join = c.graph.nodes.iter().position(|n| n.name() == "join").unwrap();
+    let buffer = c.plan.spots[join][0].buffer;
+    let inside: Vec<usize> =
+        c.graph.nodes[join].inputs.iter().map(|v| &c.plan.spots[v.node][v.out]).filter(|s| s.buffer == buffer).map(|s| s.offset).collect();
+    assert!(inside.iter().all(|at| at * 4 % 256 == 0), "{inside:?}");
+    // Those at 0 and 64 of what begins at 0, 3, 64, 69 and 139; the others are copied.
+    assert_eq!(inside, [starts[0], starts[2]]);
+    let copied: Vec<usize> = c.plan.copies.iter().filter(|copy| copy.node == join).map(|copy| copy.at).collect();
+    assert_eq!(copied, [starts[1], starts[3], starts[4]]);
+}
+
+/// What a program takes at most is all that it holds at once.
+#[test]
+fn the_peak_of_memory_is_the_sum_of_its_parts() {
+    let r = Recorder::new();
+    let w = r.param("w", &[64, 48], Init::Normal { std: 0.3 });
+    let x = r.feed("x", &[100, 64], DType::F32);
+    let table = r.constant(&[1, 64], (0..64).map(|i| i as f32).collect());
+    let loss = (x * table).matmul(w).softmax().square().mean();
+    r.output("loss", loss);
+    r.output("dw", r.grad(loss, &[w])[0]);
+    let m = Compiled::new(r.finish(), &Switches::default(), Target::Cpu).unwrap().memory();
+    assert_eq!([m.state, m.constants, m.feeds], [4 * 64 * 48, 4 * 64, 4 * 100 * 64]);
+    assert!(m.activations >= 4 * 100 * 48);
+    assert_eq!(m.peak(), m.state + m.constants + m.feeds + m.activations + m.workspace);
 }
 
 /// Equal values are one, except where a gradient by one of them is asked for.
@@ -211,6 +249,28 @@ fn a_bias_that_is_made_behind_its_product_is_added_there() {
     let feeds = [("x", Data::F32(&x))];
     let (on, off) = (run(record, ("gemm-epilogue", "auto"), &feeds).unwrap().0, run(record, ("gemm-epilogue", "off"), &feeds).unwrap().0);
     assert!(kiln_engine::check::relative(&on[0], &off[0]) < 1e-6);
+}
+
+/// On the CPU an epilogue has the roundings of the arithmetic that it stands for, also where numbers are large, or none.
+#[test]
+fn an_epilogue_on_the_cpu_is_the_arithmetic_bit_for_bit() {
+    let mut x: Vec<f32> = (0..300 * 24).map(|i| (i as f32 - 3600.0) * 3e-3).collect();
+    x[5] = f32::NAN;
+    let eye: Vec<f32> = (0..24 * 24).map(|i| if i % 25 == 0 { 1.0 } else { 0.0 }).collect();
+    let feeds = [("x", Data::F32(&x)), ("eye", Data::F32(&eye))];
+    // One at a time: a sum with two readers would be folded, and no activation.
+    for what in ["gelu", "relu"] {
+        let record = |r: &Recorder| {
+            let bias = r.param("bias", &[24], Init::Normal { std: 1.0 });
+            let sum = r.feed("x", &[300, 24], DType::F32).matmul(r.feed("eye", &[24, 24], DType::F32)) + bias;
+            r.output("y", if what == "gelu" { sum.gelu() } else { sum.relu() });
+        };
+        let [on, off] = ["require", "off"].map(|mode| run(record, ("gemm-epilogue", mode), &feeds).unwrap().0);
+        let (on, off) = (&on[0], &off[0]);
+        let differ = on.iter().zip(off).filter(|(a, b)| a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan())).count();
+        assert_eq!(differ, 0, "{what}: {differ} of {} numbers differ", on.len());
+        assert!(on[5].is_nan(), "{what} of no number is none");
+    }
 }
 
 #[test]
@@ -491,4 +551,26 @@ fn mistakes_of_a_model_name_its_line_and_its_parameters() {
     let (file, text) = panic_of(|| layer("layers.1"));
     assert!(file.ends_with("graphs.rs"), "{file}");
     assert!(text.contains("'norm' of block 'layers.1' is that of block 'layers.0'") && text.contains("\"layers.1.norm\""), "{text}");
+}
+
+/// A row that is computed behind a matmul cannot be a bias that the matmul adds.
+#[test]
+fn a_bias_is_there_before_its_matmul() {
+    let record = |r: &Recorder| {
+        let y = r.feed("x", &[40, 16], DType::F32).linear(r.param("w", &[24, 16], Init::Normal { std: 0.3 }));
+        let row = r.feed("z", &[40, 24], DType::F32).mean_axis(0).reshape(&[24]);
+        r.output("y", y + row);
+    };
+    let run = |mode: &str| {
+        let (r, mut store) = (Recorder::new(), Store::new(1));
+        record(&r);
+        let switches = Switches::default().with("gemm-epilogue", mode).unwrap();
+        let mut p = Program::load(r.finish(), &switches, &Device::cpu(Cpu::new(1)), &mut store).unwrap();
+        let wave = |n: usize, by: f32| (0..n).map(|i| (i as f32 * by).sin()).collect::<Vec<f32>>();
+        p.run(&mut store, &[("x", Data::F32(&wave(640, 0.37))), ("z", Data::F32(&wave(960, 0.11)))]).unwrap();
+        p.read("y", &store).unwrap()
+    };
+    assert_eq!(run("auto"), run("off"));
+    let (_, receipt) = crate::passes::for_gpu("gemm-epilogue", &Switches::default(), record);
+    assert!(receipt.applied == 0 && receipt.declined[0].0 == "the bias is computed after the matmul", "{receipt:?}");
 }

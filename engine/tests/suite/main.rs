@@ -6,6 +6,8 @@ mod decode;
 mod fp16;
 mod fp8;
 mod graphs;
+mod hostile;
+mod merged;
 mod micro_batches;
 mod ops;
 mod passes;

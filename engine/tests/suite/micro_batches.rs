@@ -95,6 +95,95 @@ fn terms_add_up_to_the_same_in_any_order_of_programs() {
     }
 }
 
+fn load(graph: Graph, switches: &Switches, store: &mut Store) -> Program {
+    Program::load(graph, switches, &Device::cpu(Cpu::new(1)), store).unwrap()
+}
+
+/// Two weights and the sums of their gradients. All of these stay terms: a gradient that is exchanged would show every rank the others' overflow.
+fn terms(r: &Recorder) -> [(Var<'_>, Var<'_>); 2] {
+    [0, 1].map(|i| {
+        let (name, shape) = WEIGHTS[i];
+        let sum = r.state(&format!("scratch/{name}"), &shape, DType::F32, Init::Full(0.0));
+        (r.param(name, &shape, Init::Normal { std: 0.5 }), sum)
+    })
+}
+
+/// The loss scale, the runs since it changed and the skipped ones of each rank, after a batch whose second half is this large.
+fn loss_scales(ranks: usize, second_half: f32) -> Vec<[f32; 3]> {
+    let micro = || {
+        let r = Recorder::new();
+        let both = terms(&r);
+        let loss = r.feed("x", &[8, 4], DType::F32).matmul(both[0].0).silu().matmul(both[1].0).square().mean();
+        for ((_, sum), gradient) in both.into_iter().zip(r.grad(loss, &both.map(|b| b.0))) {
+            r.update(sum, sum + gradient);
+        }
+        r.output("loss", loss);
+        r.finish()
+    };
+    let update = || {
+        let r = Recorder::new();
+        terms(&r).into_iter().for_each(|(w, sum)| r.update(w, w - sum * 0.1));
+        r.finish()
+    };
+    threads::each(ranks, 1, |ranks| {
+        let switches = Switches::default().on_ranks(ranks).with("fp16", "auto,scale=65536").unwrap();
+        let mut store = Store::new(7);
+        let mut programs = [load(micro(), &switches, &mut store), load(update(), &switches, &mut store)];
+        let x: Vec<f32> = (0..32).map(|i| if i < 16 { 0.1 } else { second_half }).collect();
+        programs[0].run(&mut store, &[("x", Data::F32(&x))]).unwrap();
+        programs[1].run(&mut store, &[]).unwrap();
+        ["scale", "runs", "skipped"].map(|name| store.get(&format!("fp16.{name}")).unwrap().f32().unwrap()[0])
+    })
+}
+
+#[test]
+fn an_overflow_in_the_rows_of_one_rank_is_one_of_all() {
+    for (second_half, expected) in [(0.1, [65536.0, 1.0, 0.0]), (1e4, [32768.0, 0.0, 1.0])] {
+        for ranks in [1, 2] {
+            assert_eq!(loss_scales(ranks, second_half), vec![expected; ranks], "{ranks} ranks, rows of {second_half}");
+        }
+    }
+}
+
+/// What is read after the run is not in memory that the run has emptied.
+#[test]
+fn a_sum_that_is_put_out_is_not_emptied() {
+    let emptied = || {
+        let r = Recorder::new();
+        for (i, (w, sum)) in params(&r).into_iter().zip(sums(&r)).enumerate() {
+            r.output(&format!("sum {i}"), sum);
+            r.update(w, w - sum * 0.1);
+            r.update(sum, r.zeros(&sum.shape()));
+        }
+        r.finish()
+    };
+    let put_out = |ranks| {
+        threads::each(ranks, 1, |ranks| {
+            let switches = Switches::default().on_ranks(ranks);
+            let mut store = Store::new(7);
+            let mut programs = [load(micro(), &switches, &mut store), load(emptied(), &switches, &mut store)];
+            for k in 0..2 {
+                let x: Vec<f32> = (0..32).map(|i| ((i * 7 + k * 3) % 11) as f32 / 5.0 - 1.0).collect();
+                programs[0].run(&mut store, &[("x", Data::F32(&x))]).unwrap();
+            }
+            programs[1].run(&mut store, &[]).unwrap();
+            let left = sums_of(&store);
+            assert!(left.iter().all(|v| *v == 0.0), "the sums begin anew");
+            (0..3).flat_map(|i| programs[1].read(&format!("sum {i}"), &store).unwrap()).collect::<Vec<f32>>()
+        })
+    };
+    let alone = put_out(1).remove(0);
+    assert!(alone.len() == 104 && alone.iter().all(|v| v.abs() > 1e-7), "{alone:?}");
+    for ours in put_out(2) {
+        let worst = ours.iter().zip(&alone).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+        assert!(ours.len() == 104 && worst < 1e-5, "{worst}: {ours:?}");
+    }
+}
+
+fn sums_of(store: &Store) -> Vec<f32> {
+    WEIGHTS.iter().flat_map(|(name, _)| store.get(&format!("scratch/{name}")).unwrap().f32().unwrap()).collect()
+}
+
 /// What is exchanged by a program, by shape.
 fn exchanged(graph: Graph, switches: &Switches) -> (Vec<Vec<usize>>, Compiled) {
     let c = Compiled::new(graph, switches, Target::Cpu).unwrap();
@@ -117,7 +206,7 @@ fn what_has_terms_is_exchanged_once() {
     let (mut once, c) = exchanged(update(), &switches);
     once.sort();
     assert_eq!(once, [[4, 8], [8, 6]]);
-    c.plan.verify().unwrap();
+    c.plan.verify(&c.graph).unwrap();
     // Where the program that reads the sums comes first, they are whole.
     let switches = Switches::default().on_ranks(Ranks::planned(2, 1));
     assert!(exchanged(update(), &switches).0.is_empty());

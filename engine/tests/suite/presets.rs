@@ -28,7 +28,7 @@ fn of<'a>(receipts: &'a [Receipt], name: &str) -> &'a Receipt {
 }
 
 #[test]
-fn none_switches_off_what_can_be_off_and_reordered_is_the_default() {
+fn none_switches_off_what_can_be_off_and_code_begins_with_the_switches_own_defaults() {
     for target in [Target::Cpu, imagined(90)] {
         for s in all() {
             let none = Switches::of(Preset::None).mode(s, target);
@@ -36,7 +36,29 @@ fn none_switches_off_what_can_be_off_and_reordered_is_the_default() {
             assert_eq!(Switches::default().mode(s, target), s.default_mode(), "{}", s.name());
         }
     }
-    assert_eq!(Switches::default().preset, Preset::Reordered);
+    assert_eq!(Switches::default().preset, Preset::Plain);
+}
+
+/// [bf16, fp16, tf32, fp8] of a GPU and of the CPU.
+#[test]
+fn each_preset_has_its_precision() {
+    let precision = |s: &Switches| [imagined(90), Target::Cpu].map(|t| ["bf16", "fp16", "tf32", "fp8"].map(|p| mode(s, p, t) != Mode::Off));
+    let f32 = [false; 4];
+    let of = |preset: Preset| precision(&Switches::of(preset));
+    for preset in [Preset::None, Preset::Exact, Preset::Plain] {
+        assert_eq!(of(preset), [f32; 2], "{preset:?}");
+    }
+    assert_eq!(of(Preset::Reordered), [[false, false, true, false], f32]);
+    assert_eq!(of(Preset::Mixed), [[true, false, false, false], f32]);
+    assert_eq!(of(Preset::Fast), [[true, false, true, true], f32]);
+    // A word on precision is above the default: fp16, TF32, or no bf16.
+    let mixed = |pass: &str, value: &str| precision(&Switches::of(Preset::Mixed).with(pass, value).unwrap())[0];
+    assert_eq!(mixed("fp16", "auto"), [false, true, false, false]);
+    assert_eq!(mixed("tf32", "auto"), [false, false, true, false]);
+    assert_eq!(mixed("bf16", "off"), f32);
+    assert_eq!(mixed("tf32", "off"), [true, false, false, false]);
+    assert!(Preset::Mixed.allows(Numerics::LowPrecision) && !Preset::Reordered.allows(Numerics::LowPrecision));
+    assert!(Preset::Reordered.allows(Numerics::Reordered) && !Preset::Exact.allows(Numerics::Reordered));
 }
 
 #[test]
@@ -85,7 +107,7 @@ fn fast_rounds_where_the_gpu_can_and_says_where_it_cannot() {
     let old = receipts(&fast, imagined(80));
     assert!(of(&old, "bf16").applied > 0 && of(&old, "fp8").mode == Mode::Off, "{old:?}");
     let why = of(&old, "fp8").summary();
-    assert!(why.contains("optimise=fast") && why.contains("8.9") && why.contains("8.0"), "{why}");
+    assert!(why.contains("optimize=fast") && why.contains("8.9") && why.contains("8.0"), "{why}");
     let cpu = receipts(&fast, Target::Cpu);
     assert!(["bf16", "fp8"].iter().all(|s| of(&cpu, s).mode == Mode::Off && of(&cpu, s).summary().contains("gains nothing")), "{cpu:?}");
 }

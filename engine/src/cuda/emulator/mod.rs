@@ -6,7 +6,7 @@ mod compile;
 mod program;
 mod run;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod text;
 
 pub use run::{check, missing};

@@ -6,9 +6,13 @@ use crate::meta::DType;
 use crate::ops::OPS;
 use std::path::PathBuf;
 
-/// Where there is no compiler nothing is checked; `cargo xtask test` says so, too.
-fn can_emulate() -> bool {
-    missing().inspect(|why| eprintln!("NOT CHECKED: {why}")).is_none()
+#[allow(clippy::duplicate_mod)] // tests/mpich.rs has it, too
+#[path = "../../../tests/without.rs"]
+mod without;
+
+/// False where the machine has no compiler and tests may do without.
+pub(crate) fn can_emulate() -> bool {
+    missing().inspect(|why| without::without("g++", why)).is_none()
 }
 
 /// target/emulator.

@@ -86,6 +86,12 @@ impl CudaProgram {
             Ready::Launch { tensor_cores, .. } | Ready::Gemm { tensor_cores, .. } => *tensor_cores,
             Ready::Copy { .. } | Ready::Exchange { .. } | Ready::Await(_) => false,
         });
+        let blocks = range.clone().filter(runs).map(|s| match &self.steps[s] {
+            Ready::Launch { grid, .. } => Some(grid.iter().map(|&n| u64::from(n)).product()),
+            Ready::Copy { .. } | Ready::Await(_) => Some(0),
+            Ready::Gemm { .. } | Ready::Exchange { .. } => None,
+        });
+        let blocks: Option<u64> = blocks.collect::<Option<Vec<u64>>>().and_then(|all| all.into_iter().max().filter(|most| *most > 0));
         Node {
             op: op.name(),
             scope: node.scope.to_string(),
@@ -94,6 +100,7 @@ impl CudaProgram {
             outputs: node.outputs.clone(),
             cost,
             tensor_cores,
+            multiprocessors: blocks.map(|n| (n as f64 / f64::from(self.cuda.arch().multiprocessors)).min(1.0)),
             aside: range.clone().any(|s| matches!(self.steps[s], Ready::Exchange { beside: Some(_), .. })),
         }
     }

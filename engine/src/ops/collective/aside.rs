@@ -49,7 +49,8 @@ pub fn lent(g: &Graph, roots: &[Option<Value>], mut last: HashMap<Value, usize>)
         for (out, &v) in node.inputs.iter().enumerate() {
             let (state, sum) = (roots[v.node].unwrap_or(v), Value { node: i, out });
             let until = last.get(&sum).copied().unwrap_or(i);
-            if replaced.contains(&state) && last.get(&state) == Some(&i) && until < g.nodes.len() {
+            let is_read_in_time = crate::mutant!("a-sum-that-is-put-out-is-emptied", until < g.nodes.len(), true);
+            if replaced.contains(&state) && last.get(&state) == Some(&i) && is_read_in_time {
                 last.insert(state, until);
                 lent.insert(sum);
             }

@@ -1,18 +1,18 @@
-// A stable counting sort of slots by expert. Each block counts the slots of every expert in its CHUNK; from the counts of all blocks it then knows where its
-// own slots begin.
+// A stable counting sort of slots by expert. Each block counts the slots of every expert in its CHUNK; from the counts of all blocks it then knows
+// where its own slots begin. With NONE, the last of the KINDS stands for no expert: offsets end where it begins.
 #define THREADS 256
 
 // This slot's expert, its peers among the lanes of the warp, and -1 past the end of the chunk.
 __device__ __forceinline__ int expert_of(const int *chosen, u32 slot, u32 end, u32 &peers) {
     int e = slot < end ? chosen[slot] : -1;
-    if (slot < end && (u32)e >= EXPERTS) __trap(); // the caller's mistake
+    if (slot < end && (u32)e >= KINDS) __trap(); // the caller's mistake
     peers = __match_any_sync(0xffffffffu, e);
     return e;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) dispatch_count(const int *chosen, int *counts) {
-    __shared__ int own[EXPERTS];
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) own[e] = 0;
+    __shared__ int own[KINDS];
+    for (int e = threadIdx.x; e < KINDS; e += THREADS) own[e] = 0;
     __syncthreads();
     u32 first = blockIdx.x * (u32)CHUNK, end = first + CHUNK < SLOTS ? first + CHUNK : SLOTS;
     for (u32 at = first; at < end; at += THREADS) {
@@ -21,30 +21,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) dispatch_count(const int *
         if (e >= 0 && threadIdx.x % 32 == __ffs(peers) - 1) atomicAdd(&own[e], __popc(peers)); // integers: any order
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[blockIdx.x * EXPERTS + e] = own[e];
+    for (int e = threadIdx.x; e < KINDS; e += THREADS) counts[blockIdx.x * KINDS + e] = own[e];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) dispatch_place(const int *chosen, const int *counts, int *order, int *position, int *offsets) {
-    __shared__ int total[EXPERTS], next[EXPERTS], here[THREADS / 32][EXPERTS]; // here: of each warp
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
+    __shared__ int total[KINDS], next[KINDS], here[THREADS / 32][KINDS]; // here: of each warp
+    for (int e = threadIdx.x; e < KINDS; e += THREADS) {
         total[e] = next[e] = 0;
         for (int w = 0; w < THREADS / 32; w++) here[w][e] = 0;
     }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < BLOCKS * EXPERTS; i += THREADS) {
+    for (u32 i = threadIdx.x; i < BLOCKS * KINDS; i += THREADS) {
         int count = counts[i];
-        atomicAdd(&total[i % EXPERTS], count);
-        if (i / EXPERTS < blockIdx.x) atomicAdd(&next[i % EXPERTS], count);
+        atomicAdd(&total[i % KINDS], count);
+        if (i / KINDS < blockIdx.x) atomicAdd(&next[i % KINDS], count);
     }
     __syncthreads();
     // The first row of each expert: the number of slots of all experts before it.
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
+    for (int e = threadIdx.x; e < KINDS; e += THREADS) {
         int begin = 0;
         for (int i = 0; i < e; i++) begin += total[i];
         next[e] += begin;
         if (blockIdx.x == 0) {
             offsets[e] = begin;
-            if (e == EXPERTS - 1) offsets[EXPERTS] = SLOTS;
+            if (!NONE && e == KINDS - 1) offsets[KINDS] = SLOTS;
         }
     }
     u32 first = blockIdx.x * (u32)CHUNK, end = first + CHUNK < SLOTS ? first + CHUNK : SLOTS;
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dispatch_place(const int *
             position[slot] = place;
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < EXPERTS; i += THREADS)
+        for (int i = threadIdx.x; i < KINDS; i += THREADS)
             for (int w = 0; w < THREADS / 32; w++) {
                 next[i] += here[w][i];
                 here[w][i] = 0;

@@ -6,12 +6,22 @@ use crate::meta::{DType, Meta};
 use crate::op::{self, Axis, Cost, Grads, Narrow, Op, Port, Share, no_gradient};
 use crate::record::Var;
 
-/// A stable sort of the slots by expert. Input: the expert of each slot, i32 [tokens, k]. Outputs: order, the slot at each row, i32 `[slots]`;
-/// position, the row of each slot, i32 `[slots]`; offsets, the first row of each expert and last the number of rows, i32 [experts + 1].
+/// A stable sort of the slots by expert. Input: the expert of each slot, i32 [tokens, k], or with `none` the number of experts for a slot that has none: such
+/// slots come last. Outputs: order, the slot at each row, i32 `[slots]`;
+/// position, the row of each slot, i32 `[slots]`; offsets, the first row of each expert and last the number of rows that have one, i32 [experts + 1].
 #[derive(Debug)]
 pub struct Dispatch {
     /// The number of experts.
     pub experts: usize,
+    /// Whether slots may have no expert.
+    pub none: bool,
+}
+
+impl Dispatch {
+    /// What a slot may have: an expert, or none.
+    fn kinds(&self) -> usize {
+        self.experts + usize::from(self.none)
+    }
 }
 
 impl Op for Dispatch {
@@ -29,12 +39,13 @@ impl Op for Dispatch {
         let chosen = x[0].i32();
         let [order, position, offsets] = y else { unreachable!("infer gives three outputs") };
         let (order, position, offsets) = (order.i32(), position.i32(), offsets.i32());
-        offsets.fill(0);
-        chosen.iter().for_each(|&e| offsets[e as usize + 1] += 1);
-        for e in 0..self.experts {
-            offsets[e + 1] += offsets[e];
+        let kinds = self.kinds();
+        let mut next = vec![0; kinds + 1];
+        chosen.iter().for_each(|&e| next[e as usize + 1] += 1);
+        for e in 0..kinds {
+            next[e + 1] += next[e];
         }
-        let mut next = offsets.to_vec();
+        offsets.copy_from_slice(&next[..self.experts + 1]);
         for (slot, &e) in chosen.iter().enumerate() {
             let at = &mut next[e as usize];
             order[*at as usize] = slot as i32;
@@ -56,7 +67,8 @@ impl Op for Dispatch {
         let launch = |entry| {
             Launch::new(include_str!("dispatch.cu"), entry)
                 .define("SLOTS", slots)
-                .define("EXPERTS", self.experts)
+                .define("KINDS", self.kinds())
+                .define("NONE", self.none as u8)
                 .define("CHUNK", chunk)
                 .define("BLOCKS", blocks)
                 .grid(blocks, 1, 1)
@@ -65,7 +77,7 @@ impl Op for Dispatch {
         let (chosen, counts) = (At::X(0).into(), At::Work.into());
         let count = launch("dispatch_count").args(&[chosen, counts]);
         let place = launch("dispatch_place").args(&[chosen, counts, At::Y(0).into(), At::Y(1).into(), At::Y(2).into()]);
-        Code { steps: vec![Step::Launch(count), Step::Launch(place)], workspace: 4 * blocks * self.experts }
+        Code { steps: vec![Step::Launch(count), Step::Launch(place)], workspace: 4 * blocks * self.kinds() }
     }
 
     /// Tokens. A rank's rows are in an order of its own, and the places where experts begin add up.

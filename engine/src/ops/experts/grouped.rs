@@ -184,7 +184,6 @@ impl Op for GroupedMatmul {
             .define("D", n)
             .define("TOKENS", rows / self.top)
             .define("TOP", self.top)
-            .define("SOME", self.experts.are_some() as u8)
             .define("EXPERTS", experts)
             .define("AT", if packs < 1 << 31 { "u32" } else { "u64" })
             .grid(packs.div_ceil(256), 1, 1)

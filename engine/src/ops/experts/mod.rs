@@ -1,15 +1,19 @@
-//! Mixture of experts without capacity limits: routing is decided on the device, and shapes are static. A token has `k` slots, one for each of
+//! Mixture of experts, with and without capacity limits: routing is decided on the device, and shapes are static. A token has `k` slots, one for each of
 //! its experts, numbered token * k + j. Sorted by expert, the slots are rows, and one grouped GEMM multiplies all rows by the matrices of their
-//! experts, whatever the experts' loads.
+//! experts, whatever the experts' loads. Slots that found no place in an expert, and those of padding, are rows behind all others, which nothing computes.
 
+mod capacity;
 mod dispatch;
+mod gelu;
 mod grouped;
 mod kernels;
 mod outer;
 mod route;
 mod swiglu;
 
+pub use capacity::{Capacity, Part};
 pub use dispatch::Dispatch;
+pub use gelu::{ExpertGelu, ExpertGeluGrad};
 pub use grouped::{By, Experts, GroupedMatmul};
 pub use kernels::{Kernel, kernel_for};
 pub use outer::GroupedOuter;
@@ -54,14 +58,25 @@ impl<'g> Var<'g> {
     /// Routes each token to the k experts with the largest of these logits [tokens, experts].
     #[track_caller]
     pub fn route(self, k: usize) -> Routing<'g> {
-        let y = self.recorder().op(Route { k }, &[self]);
+        let y = self.recorder().op(Route { k, normalized: true }, &[self]);
         Routing { probabilities: y[0], weights: y[1], chosen: y[2], rows: y[2].dispatch(self.dim(0)) }
     }
 
     /// Sorts slots by expert, given the experts of each token, i32 [tokens, k].
     #[track_caller]
     pub fn dispatch(self, experts: usize) -> Rows<'g> {
-        let y = self.recorder().op(Dispatch { experts }, &[self]);
+        self.dispatched(Dispatch { experts, none: false })
+    }
+
+    /// The same where `experts` stands for no expert.
+    #[track_caller]
+    pub fn dispatch_some(self, experts: usize) -> Rows<'g> {
+        self.dispatched(Dispatch { experts, none: true })
+    }
+
+    #[track_caller]
+    fn dispatched(self, op: Dispatch) -> Rows<'g> {
+        let y = self.recorder().op(op, &[self]);
         Rows { k: self.dim(0), order: y[0], position: y[1], offsets: y[2] }
     }
 
@@ -130,6 +145,53 @@ pub fn mixture<'g>(x: Var<'g>, router: Option<Var<'g>>, gate_up: Var<'g>, down: 
     (routing.experts(flat, gate_up, down).reshape(&meta.shape), Some(routing))
 }
 
+/// What a mixture with capacity did with its tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct Placed<'g> {
+    /// The router's softmax, f32 [tokens, experts].
+    pub probabilities: Var<'g>,
+    /// How many slots asked for each expert, f32 `[experts]`: k for each token that is not padding.
+    pub loads: Var<'g>,
+    /// How many of them found a place, f32 `[1]`.
+    pub kept: Var<'g>,
+}
+
+impl<'g> Placed<'g> {
+    /// The balance loss: the sum over experts of their share of the tokens times their mean probability, of tokens that are not padding (`real`, f32
+    /// `[tokens]`, 1 or 0), scaled so that even loads give k. Slots that found no place count. Its gradient goes through the probabilities.
+    pub fn balance(&self, real: Var<'g>) -> Var<'g> {
+        let (tokens, experts) = (self.probabilities.dim(1), self.probabilities.dim(0));
+        let count = real.sum();
+        let probability = (self.probabilities * real.reshape(&[tokens, 1])).sum_axis(0).reshape(&[experts]);
+        (probability * self.loads).sum() * experts as f32 / (count * count)
+    }
+}
+
+/// A mixture-of-experts layer with capacity: x [tokens, d] through the `k` experts that `router` [experts, d] chooses for each token, weighted by their
+/// probabilities, which are not renormalized. An expert is an MLP with GELU: up [experts, hidden, d], down [experts, d, hidden]. It takes the `places`
+/// slots with the largest probabilities; the others add nothing to their tokens. Tokens for which `real`, f32 `[tokens]`, is 0 are padding and go to none.
+#[track_caller]
+pub fn mixture_with_capacity<'g>(
+    x: Var<'g>,
+    real: Var<'g>,
+    [router, up, down]: [Var<'g>; 3],
+    (k, places): (usize, usize),
+) -> (Var<'g>, Placed<'g>) {
+    let (r, tokens, experts) = (x.recorder(), x.dim(1), router.dim(1));
+    // Logits are f32 whatever the inputs' type, since routing depends on small differences.
+    let logits = r.op1(Matmul { dtype: Some(DType::F32), ..Matmul::default() }, &[x, router.t()]);
+    let y = r.op(Route { k, normalized: false }, &[logits]);
+    let (probabilities, weights) = (y[0], y[1]);
+    let none = r.full(&[1, 1], experts as f32);
+    let asked = real.reshape(&[tokens, 1]).choose(y[2].cast(DType::F32), none).cast(DType::I32);
+    let y = r.scope("places", || r.op(Capacity { experts, places, part: Part::ALL }, &[asked, asked, weights]));
+    let rows = y[0].dispatch_some(experts);
+    let h = x.to_experts(up, &rows);
+    let hidden = r.op1(ExpertGelu { top: k, experts: Experts::ALL }, &[h, rows.order, rows.offsets, weights]);
+    let kept = rows.offsets.slice(0, experts, experts + 1).cast(DType::F32);
+    (hidden.from_experts(down, &rows), Placed { probabilities, loads: y[1], kept })
+}
+
 /// Rows of tokens whose experts are given; a benchmark does not count how they were found.
 fn rows<'g>(chosen: Var<'g>, experts: usize) -> Rows<'g> {
     chosen.recorder().scope("routing", || chosen.dispatch(experts))
@@ -152,9 +214,10 @@ fn outer<'g>(rows_of: Var<'g>, tokens: Var<'g>, rows: &Rows<'g>) -> Var<'g> {
     GroupedOuter::record([(rows_of, By::Row), (tokens, By::Token)], rows.k, Experts::ALL, rows.order, rows.offsets)
 }
 
-/// What a rank computes that has the second half of the experts: its part of every token's result.
-fn half<'g>(x: Var<'g>, gate_up: Var<'g>, down: Var<'g>, weights: Var<'g>, rows: &Rows<'g>) -> Var<'g> {
-    let (r, experts, kernel) = (x.recorder(), Experts { index: 1, of: 2 }, Kernel::Plain);
+/// What a rank computes that has some of the experts: its part of every token's result.
+fn part<'g>(experts: Experts, x: [Var<'g>; 4], rows: &Rows<'g>) -> Var<'g> {
+    let ([x, gate_up, down, weights], kernel) = (x, Kernel::Plain);
+    let r = x.recorder();
     let weights = weights.cast(DType::F32);
     let first = GroupedSwiglu { top: rows.k, keep: true, experts, kernel };
     let hidden = r.op(first, &[x, gate_up, rows.order, rows.position, rows.offsets, weights])[0];
@@ -162,7 +225,37 @@ fn half<'g>(x: Var<'g>, gate_up: Var<'g>, down: Var<'g>, weights: Var<'g>, rows:
     r.op1(second, &[hidden, down, rows.order, rows.position, rows.offsets])
 }
 
-/// Cases that check and time the ops of this module.
+/// What a part of 6 experts is given, so many of them.
+macro_rules! some {
+    ($experts:literal) => {
+        &[
+            In(&[90, 64], Fill::Normal),
+            In(&[$experts, 80, 64], Fill::Normal),
+            In(&[$experts, 72, 40], Fill::Normal),
+            In(&[90, 2], Fill::Normal),
+            In(&[90, 2], Fill::Index(6)),
+        ]
+    };
+}
+
+/// A mixture with capacity of which every number is an output.
+fn placed<'g>(x: &[Var<'g>], k: usize, places: usize) -> Vec<Var<'g>> {
+    let real = x[1].cast(DType::F32);
+    let (y, placed) = mixture_with_capacity(x[0], real, [x[2], x[3], x[4]], (k, places));
+    vec![y, placed.balance(real), placed.loads, placed.kept]
+}
+
+/// What a rank computes of an MLP with GELU that has some of `count` experts, where some slots have none.
+fn gelu<'g>(experts: Experts, count: usize, x: &[Var<'g>]) -> Vec<Var<'g>> {
+    let ([x, up, down, weights], rows) = ([x[0], x[1], x[2], x[3]], x[4].dispatch_some(count));
+    let product = |from, to| GroupedMatmul { top: rows.k, from, to, transposed: true, experts, kernel: Kernel::Plain };
+    let r = x.recorder();
+    let h = r.op1(product(By::Token, By::Row), &[x, up, rows.order, rows.position, rows.offsets]);
+    let hidden = r.op1(ExpertGelu { top: rows.k, experts }, &[h, rows.order, rows.offsets, weights.cast(DType::F32)]);
+    vec![r.op1(product(By::Row, By::Token), &[hidden, down, rows.order, rows.position, rows.offsets])]
+}
+
+/// Cases that check and time the ops of this module. A rank's part of the experts may be followed by rows that it does not have, and be preceded by some.
 pub const CASES: &[Case] = &[
     Case::new("route", &[In(&[7, 5], Fill::Spread)], |x| {
         let r = (x[0] * 0.1).route(2);
@@ -213,17 +306,15 @@ pub const CASES: &[Case] = &[
         &[In(&[6, 4], Fill::Spread), In(&[6, 16], Fill::Normal), In(&[4, 48, 16], Fill::Normal), In(&[4, 16, 24], Fill::Normal)],
         |x| vec![(x[0] * 0.4).route(2).experts(x[1], x[2], x[3])],
     ),
-    Case::new(
-        "half of the experts",
-        &[
-            In(&[90, 64], Fill::Normal),
-            In(&[3, 80, 64], Fill::Normal),
-            In(&[3, 72, 40], Fill::Normal),
-            In(&[90, 2], Fill::Normal),
-            In(&[90, 2], Fill::Index(6)),
-        ],
-        |x| vec![half(x[0], x[1], x[2], x[3], &rows(x[4], 6))],
-    ),
+    Case::new("the first half of the experts", some!(3), |x| {
+        vec![part(Experts { index: 0, of: 2 }, [x[0], x[1], x[2], x[3]], &rows(x[4], 6))]
+    }),
+    Case::new("the second third of the experts", some!(2), |x| {
+        vec![part(Experts { index: 1, of: 3 }, [x[0], x[1], x[2], x[3]], &rows(x[4], 6))]
+    }),
+    Case::new("the second half of the experts", some!(3), |x| {
+        vec![part(Experts { index: 1, of: 2 }, [x[0], x[1], x[2], x[3]], &rows(x[4], 6))]
+    }),
     Case::new(
         "mixture with a router",
         &[In(&[2, 2, 13], Fill::Normal), In(&[5, 13], Fill::Normal), In(&[5, 14, 13], Fill::Normal), In(&[5, 13, 7], Fill::Normal)],
@@ -235,6 +326,72 @@ pub const CASES: &[Case] = &[
     Case::new("one expert", &[In(&[2, 3, 13], Fill::Normal), In(&[1, 14, 13], Fill::Normal), In(&[1, 13, 7], Fill::Normal)], |x| {
         vec![mixture(x[0], None, x[1], x[2], 1).0]
     }),
+    // Whole numbers, so that many weights are equal: a GPU decides as the CPU does. Expert 5 stands for none.
+    Case::new("capacity", &[In(&[700, 3], Fill::Index(6)), In(&[700, 3], Fill::Index(9))], |x| {
+        let y = x[0].recorder().op(Capacity { experts: 5, places: 300, part: Part::ALL }, &[x[0], x[0], x[1].cast(DType::F32)]);
+        vec![y[0].cast(DType::F32), y[1]]
+    }),
+    Case::new("capacity, the second part of the tokens", &[In(&[700, 2], Fill::Index(4)), In(&[700, 2], Fill::Index(9))], |x| {
+        let op = Capacity { experts: 4, places: 100, part: Part { index: 1, of: 2 } };
+        let y = x[0].recorder().op(op, &[x[0].slice(0, 350, 700), x[0], x[1].cast(DType::F32)]);
+        vec![y[0].cast(DType::F32), y[1]]
+    }),
+    Case::new("capacity, places for some", &[In(&[2000, 1], Fill::Index(3)), In(&[2000, 1], Fill::Target(200))], |x| {
+        let y = x[0].recorder().op(Capacity { experts: 3, places: 660, part: Part::ALL }, &[x[0], x[0], x[1].cast(DType::F32)]);
+        vec![y[0].cast(DType::F32), y[1]]
+    }),
+    Case::new("dispatch, some to none", &[In(&[700, 3], Fill::Index(6))], |x| {
+        let r = x[0].dispatch_some(5);
+        vec![r.order.cast(DType::F32), r.position.cast(DType::F32), r.offsets.cast(DType::F32)]
+    }),
+    Case::new("route without a sum of 1", &[In(&[7, 5], Fill::Spread)], |x| {
+        let y = x[0].recorder().op(Route { k: 2, normalized: false }, &[x[0] * 0.1]);
+        vec![y[1], y[0]]
+    }),
+    Case::new(
+        "gelu of experts",
+        &[
+            In(&[90, 16], Fill::Normal),
+            In(&[5, 72, 16], Fill::Normal),
+            In(&[5, 24, 72], Fill::Normal),
+            In(&[90, 2], Fill::Normal),
+            In(&[90, 2], Fill::Index(6)),
+        ],
+        |x| gelu(Experts::ALL, 5, x),
+    ),
+    Case::new(
+        "gelu of the first half of the experts",
+        &[
+            In(&[90, 16], Fill::Normal),
+            In(&[3, 72, 16], Fill::Normal),
+            In(&[3, 24, 72], Fill::Normal),
+            In(&[90, 2], Fill::Normal),
+            In(&[90, 2], Fill::Index(7)),
+        ],
+        |x| gelu(Experts { index: 0, of: 2 }, 6, x),
+    ),
+    Case::new(
+        "gelu of the second half of the experts, long rows",
+        &[
+            In(&[20, 8], Fill::Normal),
+            In(&[2, 1040, 8], Fill::Normal),
+            In(&[2, 8, 1040], Fill::Normal),
+            In(&[20, 2], Fill::Normal),
+            In(&[20, 2], Fill::Index(5)),
+        ],
+        |x| gelu(Experts { index: 1, of: 2 }, 4, x),
+    ),
+    Case::new(
+        "mixture with capacity",
+        &[
+            In(&[7, 13], Fill::Normal),
+            In(&[7], Fill::Mask),
+            In(&[3, 13], Fill::Normal),
+            In(&[3, 14, 13], Fill::Normal),
+            In(&[3, 13, 14], Fill::Normal),
+        ],
+        |x| placed(x, 2, 2),
+    ),
     Case::new(
         "hrm's gate and up",
         &[

@@ -1,4 +1,4 @@
-// Softmax of each row of x [ROWS, EXPERTS]; the K largest, the earlier of equal ones first, and their probabilities over their sum. LANES
+// Softmax of each row of x [ROWS, EXPERTS]; the K largest, the earlier of equal ones first, and their probabilities, with NORMALIZED over their sum. LANES
 // threads own a row: expert i * LANES + lane is number i of a thread.
 extern "C" __global__ void route(const T *x, float *p, float *weights, int *chosen) {
     int lane = row_lane();
@@ -56,6 +56,6 @@ extern "C" __global__ void route(const T *x, float *p, float *weights, int *chos
             weights[row * K + j] = best_p;
         }
     }
-    if (real && lane == 0)
+    if (NORMALIZED && real && lane == 0)
         for (int j = 0; j < K; j++) weights[row * K + j] *= 1.0f / sum;
 }

@@ -12,12 +12,14 @@ use rayon::prelude::*;
 /// Rows of one task.
 const ROWS: usize = 64;
 
-/// Input: logits [tokens, experts]. Outputs: their softmax, f32 [tokens, experts]; the k largest probabilities, largest first, divided by their
-/// sum, f32 [tokens, k]; and their experts, i32 [tokens, k]. Of equal logits, the first counts as the larger.
+/// Input: logits [tokens, experts]. Outputs: their softmax, f32 [tokens, experts]; the k largest probabilities, largest first, f32 [tokens, k]; and
+/// their experts, i32 [tokens, k]. Of equal logits, the first counts as the larger.
 #[derive(Debug)]
 pub struct Route {
     /// Experts for each token.
     pub k: usize,
+    /// Whether the k probabilities are divided by their sum.
+    pub normalized: bool,
 }
 
 impl Op for Route {
@@ -55,7 +57,7 @@ impl Op for Route {
                             chosen[j] = left.reduce(larger).expect("there are k experts at least");
                             weights[j] = p[chosen[j] as usize];
                         }
-                        let scale = 1.0 / sum(weights, |v| v);
+                        let scale = if self.normalized { 1.0 / sum(weights, |v| v) } else { 1.0 };
                         weights.iter_mut().for_each(|w| *w *= scale);
                     }
                 },
@@ -68,7 +70,11 @@ impl Op for Route {
     }
 
     fn cuda(&self, io: &Io) -> Code {
-        launch(include_str!("route.cu"), "route", io.x[0].dim(1), io.x[0].dim(0), self.k).define_type("T", io.x[0].dtype).all(io).code()
+        launch(include_str!("route.cu"), "route", io.x[0].dim(1), io.x[0].dim(0), self.k)
+            .define_type("T", io.x[0].dtype)
+            .define("NORMALIZED", self.normalized as u8)
+            .all(io)
+            .code()
     }
 
     fn axes(&self, _: &[Meta], _: usize) -> Vec<Axis> {
@@ -76,7 +82,7 @@ impl Op for Route {
     }
 
     fn vjp<'g>(&self, x: &[Var<'g>], y: &[Var<'g>], dy: &[Option<Var<'g>>]) -> Grads<'g> {
-        let op = RouteGrad { by_probabilities: dy[0].is_some(), by_weights: dy[1].is_some() };
+        let op = RouteGrad { by_probabilities: dy[0].is_some(), by_weights: dy[1].is_some(), normalized: self.normalized };
         let inputs: Vec<Var> = y.iter().copied().chain(dy[..2].iter().flatten().map(|d| d.cast(DType::F32))).collect();
         vec![(inputs.len() > 3).then(|| x[0].recorder().op1(op, &inputs).cast(x[0].dtype()))]
     }
@@ -96,6 +102,8 @@ pub struct RouteGrad {
     pub by_probabilities: bool,
     /// Whether there is a gradient with respect to the weights.
     pub by_weights: bool,
+    /// As of `Route`.
+    pub normalized: bool,
 }
 
 impl Op for RouteGrad {
@@ -120,10 +128,12 @@ impl Op for RouteGrad {
                 None => out.fill(0.0),
             }
             if let Some(d) = by_weights {
-                // w_j = p_j / s: d p_j = (d w_j - sum of w d w) / s.
+                // w_j = p_j / s: d p_j = (d w_j - sum of w d w) / s. Not normalized: w_j = p_j.
                 let (d, weights, chosen) = (&d[row * k..][..k], &weights[row * k..][..k], &chosen[row * k..][..k]);
-                let mean: f32 = d.iter().zip(weights).map(|(d, w)| d * w).sum();
-                let total: f32 = chosen.iter().map(|&e| p[e as usize]).sum();
+                let (mean, total) = match self.normalized {
+                    true => (d.iter().zip(weights).map(|(d, w)| d * w).sum(), chosen.iter().map(|&e| p[e as usize]).sum()),
+                    false => (0.0f32, 1.0f32),
+                };
                 d.iter().zip(chosen).for_each(|(d, &e)| out[e as usize] += (d - mean) / total);
             }
             let along: f32 = out.iter().zip(p).map(|(d, p)| d * p).sum();
@@ -139,6 +149,7 @@ impl Op for RouteGrad {
         launch(include_str!("route_grad.cu"), "route_grad", io.x[0].dim(1), io.x[0].dim(0), io.x[1].dim(0))
             .define("BY_P", self.by_probabilities as u8)
             .define("BY_W", self.by_weights as u8)
+            .define("NORMALIZED", self.normalized as u8)
             .all(io)
             .code()
     }
@@ -184,7 +195,7 @@ mod tests {
             ViewMut { shape: &[1, k], data: DataMut::F32(&mut weights) },
             ViewMut { shape: &[1, k], data: DataMut::I32(&mut chosen) },
         ];
-        Route { k }.cpu(&[view], &mut y, &mut []);
+        Route { k, normalized: true }.cpu(&[view], &mut y, &mut []);
         chosen
     }
 

@@ -1,5 +1,5 @@
 // With g the gradient of the probabilities p, dx = p (g - sum of p g). That of the weights w_j = p_j / s adds (dw_j - sum of w dw) / s to
-// the g of the chosen.
+// the g of the chosen; that of w_j = p_j, not NORMALIZED, adds dw_j.
 #if BY_P && BY_W
 #define GRADIENTS const float *dp, const float *dw
 #elif BY_P
@@ -31,7 +31,7 @@ extern "C" __global__ void route_grad(const float *p, const float *weights, cons
         }
         for (int j = 0; j < K; j++) {
             int expert = chosen[row * K + j];
-            float d = (dw[row * K + j] - mean) / total;
+            float d = NORMALIZED ? (dw[row * K + j] - mean) / total : dw[row * K + j];
             #pragma unroll
             for (int i = 0; i < EACH; i++)
                 if (i * LANES + lane == expert) g[i] += d;

@@ -9,7 +9,6 @@ use crate::kernel::{At, Code, Gemm, Io, Launch, Matrix, Step};
 use crate::meta::{DType, Meta};
 use crate::op::{self, Axis, Case, Cost, Fill, Grads, In, Narrow, Op, Port};
 use crate::ops::adamw8::Map;
-use crate::ops::few_rows;
 use crate::ops::matmul::not_in_fp8;
 use crate::record::{Recorder, Var};
 use rayon::prelude::*;
@@ -17,6 +16,8 @@ use std::sync::LazyLock;
 
 /// Weights that share a scale, and scales that share a scale of theirs.
 const BLOCK: usize = 64;
+/// The most rows that are multiplied by weights in their four bits.
+const FEW: usize = 32;
 const SCALES: usize = 256;
 
 /// The number that each 4-bit code stands for.
@@ -83,7 +84,9 @@ impl Nf4 {
         };
         let bytes = moved.iter().enumerate().map(byte).collect();
         let code = |i: usize| match weights.get(i) {
-            Some(&w) if scales[i / BLOCK] > 0.0 => nearest(&LEVELS, w / scales[i / BLOCK]) as u8,
+            Some(&w) if crate::mutant!("nf4-zeros-become-small", scales[i / BLOCK] > 0.0, true) => {
+                nearest(&LEVELS, w / scales[i / BLOCK]) as u8
+            }
             _ => 7,
         };
         let codes = (0..weights.len().div_ceil(2)).into_par_iter().map(|i| code(2 * i) << 4 | code(2 * i + 1)).collect();
@@ -131,7 +134,7 @@ impl Nf4Product {
         let (rows, dtype) = (io.x[0].dim(1), io.x[0].dtype);
         let tensor_cores = matches!(dtype, DType::BF16 | DType::F16) && io.arch.sm >= 80;
         let aligned = self.k.is_multiple_of(BLOCK) && io.offsets[0].is_multiple_of(8) && io.offsets[1].is_multiple_of(16);
-        if !(self.transposed && rows <= few_rows::MOST && tensor_cores && aligned) {
+        if !(self.transposed && rows <= FEW && tensor_cores && aligned) {
             return None;
         }
         let warps = self.k.div_ceil(128).min(8);
@@ -332,6 +335,14 @@ mod tests {
     fn zeros_stay_zeros() {
         let q = Nf4::new(&[0.0; 200]);
         assert_eq!(wide(&q, 200), [0.0; 200]);
+        // A block of them among others: its scale is a rounded one, which may be a small number.
+        let mut w = vec![0.0; 5 * BLOCK];
+        fill_normal(1, 2, &mut w);
+        w[2 * BLOCK..3 * BLOCK].fill(0.0);
+        let back = wide(&Nf4::new(&w), w.len());
+        assert_eq!(back[2 * BLOCK..3 * BLOCK], [0.0; BLOCK]);
+        let others = back[..2 * BLOCK].iter().chain(&back[3 * BLOCK..]);
+        assert!(others.filter(|v| **v != 0.0).count() > 3 * BLOCK);
     }
 
     /// Numbers that bitsandbytes 0.50.2 makes of the same weights.

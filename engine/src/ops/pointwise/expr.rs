@@ -28,6 +28,8 @@ pub enum Un {
     Sigmoid,
     /// Hyperbolic tangent.
     Tanh,
+    /// The error function.
+    Erf,
     /// Sine, in radians.
     Sin,
     /// Cosine, in radians.
@@ -392,6 +394,13 @@ fn slopes(e: &mut Expr, ins: &Ins, y: Reg, g: Reg) -> Vec<(Reg, Reg)> {
                 Un::Tanh => {
                     let s = e.square(y);
                     e.one_minus(s)
+                }
+                Un::Erf => {
+                    // 2 / sqrt(pi) e^-a^2
+                    let square = e.square(a);
+                    let minus = e.un(Un::Neg, square);
+                    let bell = e.un(Un::Exp, minus);
+                    e.scale(bell, std::f32::consts::FRAC_2_SQRT_PI)
                 }
                 Un::Sin => e.un(Un::Cos, a),
                 Un::Cos => {

@@ -395,6 +395,18 @@ impl<'g> Var<'g> {
         })
     }
 
+    /// GELU as it is defined, with the error function: x / 2 (1 + erf(x / sqrt(2))).
+    pub fn gelu_erf(self) -> Var<'g> {
+        pointwise(&[self], |e, x| {
+            let inner = e.scale(x[0], std::f32::consts::FRAC_1_SQRT_2);
+            let t = e.un(Un::Erf, inner);
+            let one = e.c(1.0);
+            let t = e.add(t, one);
+            let half = e.scale(x[0], 0.5);
+            e.mul(half, t)
+        })
+    }
+
     /// The larger of two values, element by element.
     #[track_caller]
     pub fn max(self, other: Var<'g>) -> Var<'g> {
@@ -484,6 +496,7 @@ pub const CASES: &[Case] = &[
     Case::new("swiglu", &[In(&[6, 431], Fill::Normal), In(&[6, 431], Fill::Normal)], |x| vec![x[0].swiglu(x[1])]),
     Case::new("swiglu mlp", &[In(&[16384, 3072], Fill::Normal), In(&[16384, 3072], Fill::Normal)], |x| vec![x[0].swiglu(x[1])]).bench(),
     Case::new("gelu", &[In(&[3, 33], Fill::Normal)], |x| vec![x[0].gelu()]),
+    Case::new("gelu by erf", &[In(&[3, 33], Fill::Normal)], |x| vec![x[0].gelu_erf()]),
     Case::new("relu", &[In(&[5, 7], Fill::AwayFromZero)], |x| vec![x[0].relu()]),
     Case::new("roots", &[In(&[21], Fill::Positive)], |x| vec![x[0].sqrt(), x[0].rsqrt(), x[0].ln()]),
     Case::new("exp tanh sigmoid silu", &[In(&[3, 5], Fill::Normal)], |x| vec![x[0].exp(), x[0].tanh(), x[0].sigmoid(), x[0].silu()]),

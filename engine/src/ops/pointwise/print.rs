@@ -167,6 +167,7 @@ fn unary(u: Un, a: usize) -> String {
         Un::Inverse => format!("inverse(v{a})"),
         Un::Sigmoid => format!("1.0f / (1.0f + expf(-v{a}))"),
         Un::Tanh => format!("tanhf(v{a})"),
+        Un::Erf => format!("erff(v{a})"),
         Un::Sin => format!("sinf(v{a})"),
         Un::Cos => format!("cosf(v{a})"),
         Un::Floor => format!("floorf(v{a})"),

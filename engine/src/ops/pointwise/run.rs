@@ -1,7 +1,7 @@
 //! Evaluates expressions on the CPU: each instruction over one cache-sized chunk before the next instruction.
 
 use super::expr::{Bin, Expr, Ins, Un};
-use crate::cpu::math::{exp, sigmoid, tanh};
+use crate::cpu::math::{erf, exp, sigmoid, tanh};
 use crate::cpu::{Data, DataMut, View, ViewMut, simd};
 use crate::meta::{broadcast_strides, contiguous};
 use crate::philox::fill_halves;
@@ -26,6 +26,7 @@ pub fn unary(op: Un, a: f32) -> f32 {
         Un::Inverse => 1.0 / a,
         Un::Sigmoid => sigmoid(a),
         Un::Tanh => tanh(a),
+        Un::Erf => erf(a),
         Un::Sin => a.sin(),
         Un::Cos => a.cos(),
         Un::Floor => a.floor(),
@@ -269,7 +270,7 @@ fn instruction(ins: &Ins, slots: &[usize], regs: &[Vec<f32>], r: &mut [f32]) {
     match *ins {
         Ins::Const(c) => r.fill(c),
         Ins::Un(op, a) => {
-            each_unary!(op, &regs[slots[a]][..n], Neg Abs Exp Ln Ln1p Sqrt Rsqrt Inverse Sigmoid Tanh Sin Cos Floor Step)
+            each_unary!(op, &regs[slots[a]][..n], Neg Abs Exp Ln Ln1p Sqrt Rsqrt Inverse Sigmoid Tanh Erf Sin Cos Floor Step)
         }
         Ins::Bin(op, a, b) => {
             each_binary!(op, &regs[slots[a]][..n], &regs[slots[b]][..n], Add Sub Mul Div Max Min Lt Eq Atan2)

@@ -237,6 +237,14 @@ pub const CASES: &[Case] = &[
     Case::new("scales, the new value the largest", &[In(&[2, 300], Fill::Frozen), In(&[2, PARTS], Fill::Frozen)], |x| {
         next_scales(x[0], x[1] * 1e4, 299.0)
     }),
+    Case::new("scales, an old value the largest", &[In(&[2, 5], Fill::Frozen), In(&[2, PARTS], Fill::Frozen)], |x| {
+        next_scales(x[0] * 100.0, x[1], 7.0)
+    }),
+    Case::new("scales, the largest value the oldest", &[In(&[2, 5], Fill::Frozen), In(&[2, PARTS], Fill::Frozen)], |x| {
+        let last_is_large = x[0].recorder().constant(&[1, 5], vec![0.0, 0.0, 0.0, 0.0, 1e3]);
+        next_scales(x[0] + last_is_large, x[1], 9.0)
+    }),
+    Case::new("scales of zeros", &[In(&[2, 5], Fill::Frozen), In(&[2, PARTS], Fill::Frozen)], |x| next_scales(x[0] * 0.0, x[1] * 0.0, 3.0)),
     Case::new("scales of what is not finite", &[In(&[2, 5], Fill::Frozen), In(&[2, PARTS], Fill::Frozen)], |x| {
         next_scales(x[0], x[1] * 3e38 * 3e38, 3.0)
     }),

@@ -235,7 +235,8 @@ impl Op for Sample {
             if !self.log_prob {
                 return (token as i32, 0.0);
             }
-            let all: u64 = Nucleus { temperature: 1.0, top_p: 1.0 }.weights(logits).iter().map(|&w| mass(w)).sum();
+            let temperature = crate::mutant!("log-prob-at-the-drawing-temperature", 1.0, self.nucleus.temperature);
+            let all: u64 = Nucleus { temperature, top_p: 1.0 }.weights(logits).iter().map(|&w| mass(w)).sum();
             (token as i32, logits[token] - largest(logits) - (all as f32 / ONE).ln())
         };
         let drawn: Vec<(i32, f32)> = (0..rows).into_par_iter().map(draw).collect();
@@ -496,6 +497,25 @@ mod tests {
         for (count, p) in counts.iter().zip(p) {
             let deviation = (n * p * (1.0 - p)).sqrt();
             assert!((count - n * p).abs() <= 4.5 * deviation, "{count} draws, {} expected", n * p);
+        }
+    }
+
+    /// The log probability is the model's own, whatever it was drawn with.
+    #[test]
+    fn log_probabilities_are_of_all_tokens_at_temperature_1() {
+        const VOCAB: usize = 300;
+        let logits = normals(8 * VOCAB, 2.0);
+        for (temperature, top_p) in [(0.7, 0.9), (1.6, 0.5), (1.0, 1.0), (0.0, 1.0)] {
+            let (mut tokens, mut found) = ([0; 8], [0.0; 8]);
+            let rng = View { shape: &[4], strides: &[1], data: Data::I32(&[5, 6, 7, 0]) };
+            let outs = [DataMut::I32(&mut tokens), DataMut::F32(&mut found)].map(|data| ViewMut { shape: &[8], data });
+            let op = Sample { nucleus: Nucleus { temperature, top_p }, log_prob: true, site: 1 };
+            op.cpu(&[view(&logits, &[8, VOCAB]), rng], &mut { outs }, &mut []);
+            for ((row, &token), found) in logits.chunks(VOCAB).zip(&tokens).zip(found) {
+                let log_sum = row.iter().map(|&x| (x as f64).exp()).sum::<f64>().ln();
+                let expected = row[token as usize] as f64 - log_sum;
+                assert!(expected < -0.01 && (found as f64 - expected).abs() < 1e-4, "at {temperature}: {found} for {expected}");
+            }
         }
     }
 

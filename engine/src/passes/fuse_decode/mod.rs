@@ -19,7 +19,7 @@ impl Switch for FuseDecode {
     }
 
     fn about(&self) -> &'static str {
-        "In programs without gradients: GEMMs of up to 32 rows use kernels that read each weight once, with the RMS norm before and the residual or SwiGLU after them fused, and matmuls with the same input merged. Attention over a KV cache applies QK-norm and RoPE itself."
+        "In programs without gradients: GEMMs of up to 64 rows use kernels that read each weight once, with the RMS norm before and the residual or SwiGLU after them fused, and matmuls with the same input merged. Attention over a KV cache applies QK-norm and RoPE itself."
     }
 
     fn numerics(&self, _: Target, dtype: DType) -> Numerics {

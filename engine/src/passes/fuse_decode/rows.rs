@@ -3,6 +3,7 @@
 use crate::error::Error;
 use crate::graph::{Graph, Kind, Role, Value};
 use crate::meta::DType;
+use crate::ops::cache::DecodeAttention;
 use crate::ops::few_rows::{FewRows, MOST};
 use crate::ops::norm::RmsNorm;
 use crate::ops::norm::add::AddRmsNorm;
@@ -81,8 +82,9 @@ struct Launch {
 impl<'a> Sites<'a> {
     fn new(g: &'a Graph) -> Sites<'a> {
         let (mut products, mut refused) = (BTreeMap::new(), vec![]);
+        let token = Token::new(g);
         for i in 0..g.nodes.len() {
-            match product(g, i) {
+            match product(g, i, &token) {
                 Some(Ok(p)) => drop(products.insert(i, p)),
                 Some(Err(reason)) => refused.push((i, reason)),
                 None => {}
@@ -157,17 +159,50 @@ impl Launch {
     }
 }
 
+/// What is asked of a program once, for all of its matmuls.
+struct Token {
+    /// How many rows are decoded; 0 where none are.
+    rows: usize,
+    /// States with a next value, and those values.
+    updated: HashSet<usize>,
+    next: HashSet<Value>,
+}
+
+impl Token {
+    fn new(g: &Graph) -> Token {
+        let decoded = |i: usize| g.nodes[i].op::<DecodeAttention>().map(|_| g.meta(g.nodes[i].inputs[0]));
+        let rows = (0..g.nodes.len()).filter_map(decoded).find(|q| q.shape[1] == 1).map_or(0, |q| q.shape[0]);
+        Token { rows, updated: g.updates.iter().map(|u| u.0.node).collect(), next: g.updates.iter().map(|u| u.1).collect() }
+    }
+
+    /// Whether `v` is a weight of the model; or one that was made of several, here or by an earlier program, which left it in a state.
+    fn is_weight(&self, g: &Graph, v: Value) -> bool {
+        match g.state_role(v) {
+            Some(Role::Param | Role::Frozen) => true,
+            Some(Role::Carried) => g.transpose_of(v).is_some_and(|w| {
+                let kept = matches!(g.nodes[w.node].kind, Kind::State(_)) && !self.updated.contains(&w.node);
+                crate::mutant!("fuse-decode-of-a-state-that-changes", kept, true)
+            }),
+            None => g.transpose_of(v).is_some_and(|w| self.next.contains(&w)),
+        }
+    }
+}
+
 /// Node `i` as a matmul of few rows; or why it stays with cuBLASLt.
-fn product(g: &Graph, i: usize) -> Option<Result<Product, String>> {
+fn product(g: &Graph, i: usize, token: &Token) -> Option<Result<Product, String>> {
     let [left, right] = g.plain_matmul(i)?;
     let y = &g.nodes[i].outputs[0];
-    if y.dim(1) > MOST || g.meta(left).rank() != 2 || g.meta(right).rank() != 2 {
+    let rows = y.dim(1);
+    // Of other programs without gradients, such as evaluation, nobody expects it.
+    if rows > MOST && rows != token.rows || g.meta(left).rank() != 2 || g.meta(right).rank() != 2 {
         return None;
     }
     let k = g.meta(left).dim(0);
-    Some(if !matches!(y.dtype, DType::BF16 | DType::F16) {
+    Some(if rows > MOST {
+        Err(format!("{rows} rows: the kernel takes up to {MOST}"))
+    } else if !matches!(y.dtype, DType::BF16 | DType::F16) {
         Err(format!("the kernel takes bf16 and f16, not {}", y.dtype))
-    } else if !matches!(g.state_role(right), Some(Role::Param | Role::Frozen)) {
+    } else if !token.is_weight(g, right) {
         Err("the second operand is not a weight of the model".into())
     } else if !k.is_multiple_of(8) {
         Err(format!("rows of {k} elements are not a multiple of 16 bytes"))

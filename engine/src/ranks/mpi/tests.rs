@@ -110,7 +110,7 @@ fn a_rank_that_is_killed_or_gives_up_ends_the_others() {
         let started = Instant::now();
         let ran = on_ranks(mpich, 3, name);
         assert_eq!(ran.status.code(), Some(status), "{name}: {ran:?}");
-        assert!(started.elapsed() < Duration::from_secs(10), "{name}: {:?}", started.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(60), "{name}: {:?}", started.elapsed());
     }
 }
 
