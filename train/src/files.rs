@@ -2,9 +2,14 @@
 //! `.NAME.tmp-PID`, fsynced, renamed, and the folder fsynced. What a killed process leaves under such a name is removed by the next that writes there:
 //! a folder at once, because its lock went with the process, anything else when nobody has written to it for an hour.
 
+#[cfg(test)]
+pub mod noted;
+
 use crate::input;
+use crate::inside::Inside;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -13,22 +18,34 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_with(path, |file| file.write_all(bytes))
 }
 
+/// Writes a small file of a folder that others may have filled: a link of this name is followed as long as it stays in the folder. What is put in its place
+/// while this writes is replaced, and never followed.
+pub fn write_inside(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
+    let (within, name) = Inside::open(folder, Path::new(""))?.to_write(name)?;
+    let at = within.as_ref().map_or(folder.to_path_buf(), |open| PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd())));
+    put(&at.join(name), |file| file.write_all(bytes))
+}
+
 /// Writes a file of any size; where `path` is a link, what it leads to.
 pub fn write_with<E: From<io::Error>>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<(), E>) -> Result<(), E> {
-    let path = &replaceable(path)?;
+    put(&replaceable(path)?, fill)
+}
+
+/// Writes a file that takes the place of whatever has its name.
+fn put<E: From<io::Error>>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<(), E>) -> Result<(), E> {
     let beside = beside(path)?;
     let written = File::create_new(&beside).map_err(E::from).and_then(|file| {
         let mut file = BufWriter::new(file);
         fill(&mut file)?;
         file.flush()?;
-        Ok(file.get_ref().sync_all()?)
+        Ok(engine::mutant!("a-file-is-not-synced", sync(file.get_ref(), &beside), Ok(()))?)
     });
-    if let Err(e) = written.and_then(|()| Ok(fs::rename(&beside, path)?)) {
+    if let Err(e) = written.and_then(|()| Ok(rename(&beside, path)?)) {
         // Best effort: the error that matters is the first.
         let _ = fs::remove_file(&beside);
         return Err(e);
     }
-    Ok(sync_folder(folder_of(path))?)
+    Ok(engine::mutant!("the-name-of-a-file-is-not-synced", sync_folder(folder_of(path)), Ok(()))?)
 }
 
 /// What a name leads to, where that is a regular file or nothing: a pipe would wait for a reader, and renaming would replace a device.
@@ -73,20 +90,36 @@ fn followed(path: &Path) -> io::Result<PathBuf> {
 pub fn link(target: &Path, path: &Path) -> io::Result<()> {
     let beside = beside(path)?;
     std::os::unix::fs::symlink(target, &beside)?;
-    fs::rename(&beside, path)?;
-    sync_folder(folder_of(path))
+    rename(&beside, path)?;
+    engine::mutant!("a-link-is-not-synced", sync_folder(folder_of(path)), Ok(()))
 }
 
 /// A file that is not there yet, in a folder that nobody reads yet; it is on the disk when this returns.
 pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::create_new(path)?;
     file.write_all(bytes)?;
+    engine::mutant!("a-new-file-is-not-synced", sync(&file, path), Ok(()))
+}
+
+/// Waits until what was written to a file is on the disk.
+pub fn sync(file: &File, path: &Path) -> io::Result<()> {
+    #[cfg(test)]
+    noted::synced(path);
+    #[cfg(not(test))]
+    let _ = path;
     file.sync_all()
+}
+
+/// Gives a file or a folder another name.
+pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    #[cfg(test)]
+    noted::renamed(from, to);
+    fs::rename(from, to)
 }
 
 /// Makes the names in a folder durable; a file's own fsync does not.
 pub fn sync_folder(dir: &Path) -> io::Result<()> {
-    match File::open(dir)?.sync_all() {
+    match sync(&File::open(dir)?, dir) {
         // Some file systems cannot, and do not need it.
         Err(e) if matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Ok(()),
         other => other,
@@ -98,7 +131,7 @@ pub fn create_folder(dir: &Path) -> io::Result<()> {
     let new: Vec<&Path> = dir.ancestors().filter(|a| !a.as_os_str().is_empty()).take_while(|a| !a.exists()).collect();
     fs::create_dir_all(dir)?;
     // Best effort: a folder may be written to and not be read.
-    new.into_iter().for_each(|made| drop(sync_folder(folder_of(made))));
+    new.into_iter().for_each(|made| engine::mutant!("a-new-folder-is-not-synced", drop(sync_folder(folder_of(made))), ()));
     Ok(())
 }
 
@@ -120,6 +153,10 @@ fn beside(path: &Path) -> io::Result<PathBuf> {
 
 /// A file, a folder, or nothing.
 pub fn remove(path: &Path) -> io::Result<()> {
+    #[cfg(test)]
+    if path.symlink_metadata().is_ok() {
+        noted::removed(path);
+    }
     let removed = match path.symlink_metadata() {
         Ok(m) if m.is_dir() => fs::remove_dir_all(path),
         Ok(_) => fs::remove_file(path),
@@ -194,38 +231,43 @@ impl Staged {
 
     /// The folder gets its name; one that is there already, and not empty, is an error.
     pub fn finish(self) -> io::Result<()> {
-        self.move_in(|dir, path| fs::rename(dir, path))
+        self.move_in(rename)
     }
 
     /// The folder takes the place of one that may be there.
     pub fn replace(self) -> io::Result<()> {
+        let dir = self.dir.clone();
         self.move_in(|dir, path| {
             if !path.exists() {
-                return fs::rename(dir, path);
+                return rename(dir, path);
             }
             use rustix::fs::{CWD, RenameFlags, renameat_with};
             // At no moment is there none; what was there is then in `dir`. Not every file system can exchange names.
+            #[cfg(test)]
+            noted::renamed(dir, path);
             if renameat_with(CWD, dir, CWD, path, RenameFlags::EXCHANGE).is_err() {
                 let old = dir.with_extension(format!("old-{}", std::process::id()));
                 fs::rename(path, &old)?;
                 fs::rename(dir, path).inspect_err(|_| drop(fs::rename(&old, path)))?;
                 fs::rename(&old, dir)?;
             }
-            // Left under its temporary name where it cannot be removed.
-            let _ = remove(dir);
             Ok(())
-        })
+        })?;
+        // What was replaced, now that its successor is safe. Left under its temporary name where it cannot be removed.
+        let _ = remove(&dir);
+        Ok(())
     }
 
     fn move_in(mut self, rename: impl FnOnce(&Path, &Path) -> io::Result<()>) -> io::Result<()> {
         fs::remove_file(self.dir.join(LOCK))?;
         for entry in fs::read_dir(&self.dir)? {
-            File::open(entry?.path())?.sync_all()?;
+            let path = entry?.path();
+            engine::mutant!("files-of-a-folder-are-not-synced", sync(&File::open(&path)?, &path), Ok(()))?;
         }
-        sync_folder(&self.dir)?;
+        engine::mutant!("names-in-a-folder-are-not-synced", sync_folder(&self.dir), Ok(()))?;
         rename(&self.dir, &self.path)?;
         self.done = true;
-        sync_folder(folder_of(&self.path))
+        engine::mutant!("the-name-of-a-folder-is-not-synced", sync_folder(folder_of(&self.path)), Ok(()))
     }
 }
 
@@ -285,6 +327,72 @@ mod tests {
         }
     }
 
+    /// A file of a run's folder: a link that stays inside is followed, one that leads out is an error or replaced, and what it leads to stays as it is.
+    #[test]
+    fn nothing_is_written_where_a_link_leads_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let run = at("run");
+        fs::create_dir_all(run.join("kept")).unwrap();
+        fs::create_dir(at("away")).unwrap();
+        fs::write(at("mine"), "precious").unwrap();
+        let link = |to: &Path, name: &str| std::os::unix::fs::symlink(to, run.join(name)).unwrap();
+        let write = |name: &str| write_inside(&run, name, b"new").map_err(|e| e.to_string());
+        write("plain").unwrap();
+        link(Path::new("kept/file"), "inside");
+        link(&run.join("kept/other"), "absolute");
+        for (name, leads) in
+            [("plain", "plain"), ("inside", "kept/file"), ("absolute", "kept/other"), ("plain", "plain"), ("inside", "kept/file")]
+        {
+            write(name).unwrap();
+            assert_eq!(fs::read_to_string(run.join(leads)).unwrap(), "new", "{name}");
+        }
+        assert!(run.join("inside").is_symlink() && run.join("absolute").is_symlink());
+        link(&at("away"), "folder");
+        for (i, to) in
+            [at("mine"), "../mine".into(), at("nothing"), "folder/new".into(), "inside/../../mine".into(), "kept/../../mine".into()]
+                .iter()
+                .enumerate()
+        {
+            let name = format!("out-{i}");
+            link(to, &name);
+            let said = write(&name).unwrap_err();
+            assert!(said.contains("leads out") || said.contains("Not a directory"), "{}: {said}", to.display());
+        }
+        assert_eq!(fs::read_to_string(at("mine")).unwrap(), "precious");
+        assert!(!at("nothing").exists() && names(&at("away")).is_empty());
+        // No temporary file is left, neither here nor there.
+        assert_eq!(names(dir.path()), ["away", "mine", "run"]);
+        assert_eq!(names(&run.join("kept")), ["file", "other"]);
+        for name in ["kept", "."] {
+            assert!(write(name).is_err(), "{name}");
+        }
+        input::tests::pipe(&run.join("pipe"));
+        assert!(write("pipe").unwrap_err().contains("it is a pipe, not a file"));
+    }
+
+    /// A link that comes between the look and the write is replaced.
+    #[test]
+    fn a_link_that_comes_while_a_file_is_written_leads_nothing_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let (run, mine) = (dir.path().join("run"), dir.path().join("mine"));
+        fs::create_dir(&run).unwrap();
+        fs::write(&mine, "precious").unwrap();
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    let _ = std::os::unix::fs::symlink(&mine, run.join("link"));
+                    let _ = fs::rename(run.join("link"), run.join("file"));
+                }
+            });
+            let written = (0..300).filter(|_| write_inside(&run, "file", b"new").is_ok()).count();
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(written > 0, "nothing was written");
+        });
+        assert_eq!(fs::read_to_string(&mine).unwrap(), "precious");
+    }
+
     #[test]
     fn what_a_killed_process_left_is_taken_away() {
         let dir = tempfile::tempdir().unwrap();
@@ -340,5 +448,38 @@ mod tests {
         assert_eq!((text().as_str(), names(dir.path())), ("one", vec!["m".to_string()]));
         staged(b"three").replace().unwrap();
         assert_eq!((text().as_str(), names(dir.path())), ("three", vec!["m".to_string()]));
+    }
+
+    /// What `lasts` makes of the calls, by the names that appeared.
+    fn appeared(dir: &Path, f: impl FnOnce()) -> Vec<String> {
+        let named = noted::lasts(&noted::during(f).1);
+        named.iter().map(|path| path.strip_prefix(dir).unwrap().display().to_string()).collect()
+    }
+
+    #[test]
+    fn what_appears_is_on_the_disk_before_anything_else_goes() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for _ in 0..2 {
+            assert_eq!(appeared(dir.path(), || write(&at("file"), b"text").unwrap()), ["file"]);
+            assert_eq!(appeared(dir.path(), || link(Path::new("file"), &at("link")).unwrap()), ["link"]);
+            let staged = || {
+                let staged = Staged::new(&at("folder")).unwrap();
+                ["a", "b"].iter().for_each(|name| fs::write(staged.dir().join(name), name).unwrap());
+                staged.replace().unwrap();
+            };
+            assert_eq!(appeared(dir.path(), staged), ["folder"]);
+            assert_eq!(names(dir.path()), ["file", "folder", "link"]);
+        }
+        let staged = || {
+            let staged = Staged::new(&at("another")).unwrap();
+            fs::write(staged.dir().join("a"), "").unwrap();
+            staged.finish().unwrap();
+        };
+        assert_eq!(appeared(dir.path(), staged), ["another"]);
+        let (_, calls) = noted::during(|| write_new(&at("new"), b"text").unwrap());
+        assert_eq!(calls, [noted::Call::Synced(at("new"))]);
+        let (_, calls) = noted::during(|| create_folder(&at("deep/er")).unwrap());
+        assert_eq!(calls, [noted::Call::Synced(at("deep")), noted::Call::Synced(dir.path().into())]);
     }
 }

@@ -1,5 +1,7 @@
 //! A data set: a folder of shards `train-00000.tokens`, ..., `val-00000.tokens`, and dataset.json, which lists them.
 
+use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -66,7 +68,8 @@ impl Dataset {
     /// A number that changes with the tokens: the hash of all shards' headers, which hold the payloads' own.
     pub fn checksum(&self, dir: &Path) -> Result<u64, DataError> {
         let mut hash = xxhash_rust::xxh3::Xxh3::new();
-        for name in Split::ALL.iter().flat_map(|split| &self.split(*split).shards) {
+        let splits = engine::mutant!("data-known-by-its-training-split", &Split::ALL[..], &[Split::Train][..]);
+        for name in splits.iter().flat_map(|split| &self.split(*split).shards) {
             let (path, mut header) = (inside(dir, name)?, [0; 64]);
             let mut file = input::open(&path).map_err(DataError::io("read", &path))?;
             std::io::Read::read_exact(&mut file, &mut header).map_err(DataError::io("read", &path))?;
@@ -87,6 +90,12 @@ impl Dataset {
         let text = input::read_to_string(&path).map_err(DataError::io("read", &path))?;
         let malformed = |reason: String| DataError::Dataset { path: path.clone(), reason };
         let dataset: Dataset = serde_json::from_str(&text).map_err(|e| malformed(e.to_string()))?;
+        let special = [("eos", &dataset.eos), ("bos", &dataset.bos), ("pad", &dataset.pad)];
+        for (name, id) in special.into_iter().filter_map(|(name, noted)| Some((name, noted.as_ref()?.id?))) {
+            if id as usize >= dataset.vocab {
+                return Err(malformed(format!("its {name} is token {id} of a vocabulary of {}", dataset.vocab)));
+            }
+        }
         for split in Split::ALL {
             for (i, name) in dataset.split(split).shards.iter().enumerate() {
                 if *name != split.shard_name(i) {
@@ -99,17 +108,42 @@ impl Dataset {
                 inside(dir, name)?;
             }
         }
+        let listed: HashSet<&OsStr> = Split::ALL.iter().flat_map(|split| &dataset.split(*split).shards).map(|name| name.as_ref()).collect();
         for entry in std::fs::read_dir(dir).map_err(DataError::io("list", dir))? {
             let path = entry.map_err(DataError::io("list", dir))?.path();
-            let listed = |split: &Split| {
-                let shards = &dataset.split(*split).shards;
-                shards.iter().any(|name| path.file_name() == Some(name.as_ref()))
-            };
-            if path.extension().is_some_and(|e| e == "tokens") && !Split::ALL.iter().any(listed) {
+            if path.extension().is_some_and(|e| e == "tokens") && !path.file_name().is_some_and(|name| listed.contains(name)) {
                 return Err(DataError::ExtraShard { path });
             }
         }
         Ok(dataset)
+    }
+
+    /// Why a folder holds more than a data set that was prepared here; none where dataset.json lists every file. Shards may be missing or damaged.
+    pub(super) fn other_than_listed(dir: &Path) -> Result<Option<String>, DataError> {
+        let path = dir.join(Self::FILE);
+        let text = input::read_to_string(&path).map_err(DataError::io("read", &path))?;
+        let dataset: Dataset = match serde_json::from_str(&text) {
+            Ok(dataset) => dataset,
+            Err(e) => return Ok(Some(format!("{} is none of kiln's: {e}", path.display()))),
+        };
+        let shards = Split::ALL.into_iter().flat_map(|split| (0..dataset.split(split).shards.len()).map(move |i| split.shard_name(i)));
+        let mut own: Vec<String> = shards.collect();
+        own.push(Self::FILE.into());
+        // One of bytes has no file for it.
+        own.extend((dataset.tokenizer != "byte").then(|| "tokenizer.json".into()));
+        for entry in std::fs::read_dir(dir).map_err(DataError::io("list", dir))? {
+            let entry = entry.map_err(DataError::io("list", dir))?;
+            let is_file = entry.file_type().map_err(DataError::io("read", &entry.path()))?.is_file();
+            if !is_file || !own.iter().any(|name| entry.file_name() == name.as_str()) {
+                return Ok(Some(format!("{} is not a file of one", entry.path().display())));
+            }
+            let path = entry.path();
+            let is_own = path.extension().is_none_or(|e| e != "tokens") || Shard::may_be_one(&path)?;
+            if !engine::mutant!("what-is-called-as-shards-is-removed", is_own, true) {
+                return Ok(Some(format!("{} is called as a shard is, and is none", path.display())));
+            }
+        }
+        Ok(None)
     }
 
     pub fn split(&self, split: Split) -> &SplitInfo {
@@ -128,7 +162,7 @@ impl Dataset {
         let mut tokenizer = Tokenizer::from_spec(&spec)?;
         let found = tokenizer.fingerprint();
         same(Path::new(&spec), "the tokenizer's fingerprint", found, self.fingerprint)?;
-        self.eos.iter().for_each(|eos| tokenizer.set_end(eos));
+        engine::mutant!("end-of-documents-forgotten", self.eos.as_ref(), None).into_iter().for_each(|eos| tokenizer.set_end(eos));
         tokenizer.set_begin(&self.bos.clone().unwrap_or_else(|| Noted { id: None, from: Self::FILE.into() }));
         Ok(tokenizer)
     }
@@ -163,11 +197,16 @@ pub struct ShardSet {
 }
 
 /// Files that a split keeps open: half of what a process may have where nobody raised that.
-const MOST_OPEN: usize = 256;
+pub(super) const MOST_OPEN: usize = 256;
 
 impl ShardSet {
     /// Reads every token once, for the checksums.
     pub fn open(dir: &Path, split: Split) -> Result<Self, DataError> {
+        ShardSet::open_some(dir, split, MOST_OPEN)
+    }
+
+    /// The same where other sets are open, too: keeps so many files open.
+    pub(super) fn open_some(dir: &Path, split: Split, most: usize) -> Result<Self, DataError> {
         let dataset = Dataset::open(dir)?;
         let info = dataset.split(split);
         let mut shards = Vec::new();
@@ -177,7 +216,7 @@ impl ShardSet {
             same(&path, "the tokenizer's fingerprint", shard.fingerprint(), dataset.fingerprint)?;
             same(&path, "the vocabulary", shard.vocab() as u64, dataset.vocab as u64)?;
             shard.verify()?;
-            if shards.len() >= MOST_OPEN {
+            if shards.len() >= most {
                 shard.close();
             }
             shards.push(shard);
@@ -257,6 +296,24 @@ pub(super) mod tests {
         assert_eq!(ShardSet::open(dir.path(), Split::Val).unwrap().tokens(), 0);
     }
 
+    /// What a checkpoint knows its data by.
+    #[test]
+    fn a_checksum_is_of_what_is_learned_and_of_what_validates() {
+        let checksum = |train: &[u32], val: &[u32]| {
+            let dir = tempfile::tempdir().unwrap();
+            write_set(dir.path(), 5, 5);
+            let mut dataset = Dataset::open(dir.path()).unwrap();
+            for (split, ids) in Split::ALL.into_iter().zip([train, val]) {
+                write_shard(&dir.path().join(split.shard_name(0)), 1000, ids);
+            }
+            dataset.val = SplitInfo { documents: 1, tokens: val.len() as u64, shards: vec![Split::Val.shard_name(0)] };
+            dataset.checksum(dir.path()).unwrap()
+        };
+        let usual = checksum(&[1, 2, 3], &[4, 5]);
+        assert_eq!(usual, checksum(&[1, 2, 3], &[4, 5]));
+        assert!(usual != checksum(&[1, 2, 4], &[4, 5]) && usual != checksum(&[1, 2, 3], &[4, 6]));
+    }
+
     #[test]
     fn more_shards_than_a_process_may_have_files_are_read() {
         let dir = tempfile::tempdir().unwrap();
@@ -264,6 +321,24 @@ pub(super) mod tests {
         let set = ShardSet::open(dir.path(), Split::Train).unwrap();
         assert_eq!(set.shards.iter().filter(|shard| shard.is_open()).count(), MOST_OPEN);
         assert_eq!(set.get(0..set.tokens()).unwrap(), (0..2 * MOST_OPEN as u32 + 1).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn special_tokens_are_tokens_of_the_vocabulary() {
+        let dir = tempfile::tempdir().unwrap();
+        write_set(dir.path(), 9, 9);
+        let path = dir.path().join(Dataset::FILE);
+        let text = std::fs::read_to_string(&path).unwrap();
+        for name in ["eos", "bos", "pad"] {
+            let with = |id: u32| text.replacen('{', &format!("{{\"{name}\": {{\"id\": {id}, \"from\": \"x\"}}, "), 1);
+            std::fs::write(&path, with(999)).unwrap();
+            Dataset::open(dir.path()).unwrap();
+            for id in [1000, 1 << 31] {
+                std::fs::write(&path, with(id)).unwrap();
+                let error = Dataset::open(dir.path()).unwrap_err().to_string();
+                assert!(error.contains(&format!("its {name} is token {id} of a vocabulary of 1000")), "{error}");
+            }
+        }
     }
 
     /// A data set may come from anywhere.

@@ -8,6 +8,10 @@ pub enum DataError {
     Io { doing: &'static str, path: PathBuf, error: std::io::Error },
     #[error("tokenizer {path}: {reason} (use \"byte\", or the path of a Hugging Face tokenizer.json)")]
     Tokenizer { path: PathBuf, reason: String },
+    #[error("tokenizer {path}: {reason} (make a tokenizer.json of it: {command})")]
+    Unconverted { path: PathBuf, reason: String, command: String },
+    #[error("{path} has no tokenizer.json, vocab.json and merges.txt, or tokenizer.model: {need}")]
+    NoTokenizer { path: PathBuf, need: String },
     #[error("{path}: {reason} (correct the file, or name the tokens that end and begin documents with --eos and --bos)")]
     Special { path: PathBuf, reason: String },
     #[error("{path} is no token shard: it begins with {found:?} (make shards with `kiln data prepare`)")]
@@ -30,6 +34,8 @@ pub enum DataError {
     Replaced { path: PathBuf },
     #[error("{path} is a file, and no folder that `kiln data prepare` made: {command}, then --data {out}")]
     NotPrepared { path: PathBuf, command: String, out: String },
+    #[error("{path} was prepared with {what} than {first}: they are not read together (prepare one of them again)")]
+    Together { path: PathBuf, what: &'static str, first: PathBuf },
     #[error("{path} leads out of the data set's folder, to {to} (copy the file there, or prepare the data again)")]
     Outside { path: PathBuf, to: PathBuf },
     #[error("{path}: malformed: {reason} (prepare the data again)")]

@@ -103,7 +103,7 @@ mod tests {
         let seen = inspect(&options.out).unwrap();
         let first = seen.first_text.unwrap();
         assert!(first.starts_with("héllo") && first.ends_with("<|endoftext|>"), "{first}");
-        assert_eq!(seen.end.unwrap(), "documents end in token 300 \"<|endoftext|>\" (its name is well known)");
+        assert_eq!(seen.end.unwrap(), "end of document: <|endoftext|> (300), by its name");
         assert!(seen.shards.iter().all(|shard| shard.checksum_ok) && seen.shards.len() == 2);
 
         let shard = options.out.join("train-00000.tokens");

@@ -1,6 +1,6 @@
 //! Files of JSON, one object a line.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufReader, ErrorKind};
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -36,7 +36,7 @@ pub fn each_line(path: &Path, visit: &mut dyn FnMut(&Line) -> Result<(), DataErr
     let (mut buffer, mut offset) = (Vec::new(), 0);
     for number in 1.. {
         buffer.clear();
-        let bytes = reader.read_until(b'\n', &mut buffer).map_err(DataError::io("read", path))? as u64;
+        let bytes = input::read_line(&mut reader, &mut buffer).map_err(|e| unread(path, number, e))? as u64;
         if bytes == 0 {
             break;
         }
@@ -49,6 +49,14 @@ pub fn each_line(path: &Path, visit: &mut dyn FnMut(&Line) -> Result<(), DataErr
         }
     }
     Ok(())
+}
+
+/// A line that is too long is named; anything else is the file's.
+fn unread(path: &Path, line: u64, error: std::io::Error) -> DataError {
+    match error.kind() {
+        ErrorKind::FileTooLarge => DataError::Line { path: path.to_owned(), line, problem: error.to_string() },
+        _ => DataError::io("read", path)(error),
+    }
 }
 
 /// A field that is a string.

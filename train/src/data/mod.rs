@@ -1,18 +1,23 @@
-//! Text files -> token shards -> windows -> batches; prompts with replies; pictures; puzzles. Item i of every source is a pure function of the seed and i.
+//! Text files -> token shards -> windows -> batches; prompts with replies; sources with targets; pictures; puzzles. Item i of every source is a pure function of the seed and i.
 
 pub mod chats;
 mod dataset;
 mod error;
 mod escape;
+mod glob;
 mod grammar;
 pub mod images;
 mod inspect;
 mod jsonl;
 mod loader;
+mod mixture;
+mod paths;
 mod pieces;
 mod prepare;
+mod prepared;
 pub mod puzzles;
 pub mod replies;
+pub mod seq2seq;
 mod shards;
 mod source;
 pub(crate) mod special;
@@ -24,10 +29,14 @@ pub use escape::unescape;
 pub use grammar::Grammar;
 pub use inspect::{Inspection, ShardInfo, inspect};
 pub use loader::{Batch, Loader};
+pub use mixture::{Mixture, Shares, joined};
+pub use paths::{Chosen, Part, Paths, listed, percent};
 pub use prepare::{Input, PrepareOptions, Summary, prepare};
+pub use prepared::Prepared;
 pub use shards::{Shard, ShardWriter};
 pub use source::{Generated, Item, Order, Source, TokenWindows, order, positions};
 pub use special::{Noted, Special, Token};
+pub(crate) use tokenizer::Words;
 pub use tokenizer::{Stream, Tokenizer};
 
 /// 64 random bits as a pure function of a seed and counters: splitmix64's finaliser, chained over the words.

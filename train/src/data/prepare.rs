@@ -28,7 +28,7 @@ pub struct PrepareOptions {
     /// "byte", or the path of a tokenizer.json or of its folder; it is copied into the data set.
     pub tokenizer: String,
     pub out: PathBuf,
-    /// Share of the documents; of a single text file, its last part.
+    /// Share of the documents; of few text files, the last part of each.
     pub val_share: f64,
     pub shard_tokens: u64,
     /// Replace an existing data set.
@@ -122,7 +122,10 @@ pub fn prepare(options: &PrepareOptions) -> Result<Summary, DataError> {
     };
     folder.finish(&dataset)?;
     let hint = if eos.id.is_none() && options.eos.is_none() && !generated { ": name one with --eos" } else { "" };
-    let others = tokenizer.special().map(|_| [tokenizer.describe_begin(&bos), tokenizer.describe_pad(dataset.pad.as_ref())]);
+    let others = tokenizer.special().map(|special| {
+        let around = [tokenizer.describe_begin(&bos), tokenizer.describe_pad(dataset.pad.as_ref())];
+        special.end_lines().into_iter().chain(around)
+    });
     let named = [(&options.eos, &eos), (&options.bos, &bos)].into_iter().filter(|(asked, _)| asked.is_some());
     let ordinary = named.filter_map(|(_, token)| tokenizer.warn_of_ordinary(token));
     let first = std::iter::once(format!("{}{hint}", tokenizer.describe_end(&eos)));
@@ -150,36 +153,51 @@ fn check(options: &PrepareOptions, tokenizer: &Tokenizer) -> Result<(), DataErro
 /// The folder to make, written beside.
 struct Folder {
     out: PathBuf,
+    force: bool,
     staged: Staged,
+}
+
+/// Whether a data set may take this folder's place.
+fn may_be_replaced(out: &Path, force: bool) -> Result<(), DataError> {
+    let refuse = |reason: &str| Err(DataError::OutDir { path: out.to_owned(), reason: reason.into() });
+    if !out.exists() {
+        return Ok(());
+    }
+    if !out.is_dir() {
+        return refuse("it is a file (name a new folder)");
+    }
+    if std::fs::read_dir(out).map_err(DataError::io("list", out))?.next().is_none() {
+        return Ok(());
+    }
+    if !out.join(Dataset::FILE).is_file() {
+        return refuse("it holds other files and no dataset.json (name a new folder)");
+    }
+    if !force {
+        return refuse("it holds a data set already (name a new folder, or replace it with --force)");
+    }
+    // Even by force nothing is removed but what its dataset.json lists.
+    match Dataset::other_than_listed(out)? {
+        Some(other) => refuse(&format!("--force replaces a data set alone, and {other} (move it away, or name a new folder)")),
+        None => Ok(()),
+    }
 }
 
 impl Folder {
     fn create(out: &Path, force: bool) -> Result<Self, DataError> {
-        let refuse = |reason: &str| DataError::OutDir { path: out.to_owned(), reason: reason.into() };
         if out.file_name().is_none() {
-            return Err(refuse("it has no name of its own (name a new folder)"));
+            return Err(DataError::OutDir { path: out.to_owned(), reason: "it has no name of its own (name a new folder)".into() });
         }
-        if out.exists() {
-            if !out.is_dir() {
-                return Err(refuse("it is a file (name a new folder)"));
-            }
-            let empty = std::fs::read_dir(out).map_err(DataError::io("list", out))?.next().is_none();
-            // Even by force nothing but a data set is ever replaced.
-            if !empty && !out.join(Dataset::FILE).is_file() {
-                return Err(refuse("it holds other files and no dataset.json (name a new folder)"));
-            }
-            if !empty && !force {
-                return Err(refuse("it holds a data set already (name a new folder, or replace it with --force)"));
-            }
-        }
+        may_be_replaced(out, force)?;
         let staged = Staged::new(out).map_err(DataError::io("create", out))?;
-        Ok(Folder { out: out.to_owned(), staged })
+        Ok(Folder { out: out.to_owned(), force, staged })
     }
 
     fn finish(self, dataset: &Dataset) -> Result<(), DataError> {
         let path = self.staged.dir().join(Dataset::FILE);
         let text = serde_json::to_string_pretty(dataset).map_err(|e| DataError::Dataset { path: path.clone(), reason: e.to_string() })?;
         files::write_new(&path, text.as_bytes()).map_err(DataError::io("write", &path))?;
+        // Somebody may have put something there meanwhile.
+        engine::mutant!("what-came-while-data-was-prepared-is-removed", may_be_replaced(&self.out, self.force)?, ());
         self.staged.replace().map_err(DataError::io("rename a folder to", &self.out))
     }
 }
@@ -360,11 +378,90 @@ pub(super) mod tests {
         std::fs::write(&input, b"\xff").unwrap();
         failure(&options);
         assert!(text(&options.out, Split::Train).starts_with("four"), "the old one stays");
+        std::fs::write(&input, "seven eight nine").unwrap();
+        // A damaged one is replaced, too.
+        std::fs::remove_file(options.out.join("train-00000.tokens")).unwrap();
+        prepare(&options).unwrap();
 
         std::fs::remove_file(options.out.join(Dataset::FILE)).unwrap();
         assert!(failure(&options).contains("other files"));
         options.out = input;
         assert!(failure(&options).contains("it is a file"));
+    }
+
+    #[test]
+    fn force_removes_nothing_that_is_no_data_sets() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut options = files(dir.path(), &[("a.txt", b"one two three")]);
+        (options.val_share, options.force) = (0.2, true);
+        prepare(&options).unwrap();
+        let kept = |what: &str, path: &Path, options: &PrepareOptions| {
+            let said = failure(options);
+            assert!(said.contains("--force") && said.contains(what) && path.exists(), "{said}");
+        };
+        let other = |name: &str| options.out.join(name);
+        for name in ["chapter-1.txt", ".hidden", "train-00001.tokens", "sub"] {
+            match name {
+                "sub" => std::fs::create_dir(other(name)).unwrap(),
+                _ => std::fs::write(other(name), "mine").unwrap(),
+            }
+            kept(name, &other(name), &options);
+            crate::files::remove(&other(name)).unwrap();
+        }
+        // A file that is called so is none; one that was cut, by a power cut say, is replaced.
+        let shard = std::fs::read(other("train-00000.tokens")).unwrap();
+        std::fs::write(other("train-00000.tokens"), "mine").unwrap();
+        kept("train-00000.tokens is called as a shard is", &other("train-00000.tokens"), &options);
+        for cut in [0, 5, 20] {
+            std::fs::write(other("train-00000.tokens"), &shard[..cut]).unwrap();
+            prepare(&options).unwrap();
+        }
+        // A folder in place of a shard is none.
+        std::fs::remove_file(other("train-00000.tokens")).unwrap();
+        std::fs::create_dir(other("train-00000.tokens")).unwrap();
+        kept("train-00000.tokens", &other("train-00000.tokens"), &options);
+        // Other programs have files of this name.
+        let thesis = dir.path().join("thesis");
+        std::fs::create_dir(&thesis).unwrap();
+        std::fs::write(thesis.join("chapter-1.txt"), "mine").unwrap();
+        options.out = thesis.clone();
+        for text in ["{}", "{\"name\": \"Liver\", \"numTraining\": 131}", "no JSON"] {
+            std::fs::write(thesis.join(Dataset::FILE), text).unwrap();
+            kept("dataset.json is none of kiln's", &thesis.join("chapter-1.txt"), &options);
+        }
+        std::fs::remove_file(thesis.join("chapter-1.txt")).unwrap();
+        kept("dataset.json is none of kiln's", &thesis.join(Dataset::FILE), &options);
+    }
+
+    /// Preparing takes its time, and others may write there meanwhile.
+    #[test]
+    fn what_comes_while_data_is_prepared_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut options = files(dir.path(), &[("a.txt", b"one two three")]);
+        options.val_share = 0.2;
+        let dataset = prepare(&options).unwrap().dataset;
+        let said = |out: &Path, force: bool, name: &str| {
+            let folder = Folder::create(out, force).unwrap();
+            std::fs::create_dir_all(out).unwrap();
+            std::fs::write(out.join(name), "mine").unwrap();
+            let said = folder.finish(&dataset).unwrap_err().to_string();
+            assert_eq!(std::fs::read_to_string(out.join(name)).unwrap(), "mine", "{said}");
+            std::fs::remove_file(out.join(name)).unwrap();
+            said
+        };
+        assert!(said(&options.out, true, "notes.txt").contains("notes.txt is not a file of one"));
+        // A data set of bytes has no tokenizer's file.
+        assert!(said(&options.out, true, "tokenizer.json").contains("tokenizer.json is not a file of one"));
+        // A folder that was not there, or was empty.
+        assert!(said(&dir.path().join("new"), false, "notes.txt").contains("no dataset.json"));
+        assert!(said(&dir.path().join("new"), true, "notes.txt").contains("no dataset.json"));
+        let mut again = prepare(&PrepareOptions { force: true, ..options.clone() }).unwrap().dataset;
+        assert_eq!(again, dataset);
+        // Of another tokenizer it is one of the files.
+        again.tokenizer = "tokenizer.json".into();
+        std::fs::write(options.out.join(Dataset::FILE), serde_json::to_string(&again).unwrap()).unwrap();
+        std::fs::write(options.out.join("tokenizer.json"), "{}").unwrap();
+        prepare(&PrepareOptions { force: true, ..options }).unwrap();
     }
 
     #[test]

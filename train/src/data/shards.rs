@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::DataError;
-use crate::input;
+use crate::{files, input};
 
 const MAGIC: &[u8; 8] = b"KILNTOK\0";
 const VERSION: u32 = 1;
@@ -101,8 +101,8 @@ impl ShardWriter {
         file.rewind()
             .and_then(|()| file.write_all(&header))
             .and_then(|()| file.flush())
-            .and_then(|()| file.get_ref().sync_all())
-            .and_then(|()| std::fs::rename(&self.temporary, &self.path))
+            .and_then(|()| engine::mutant!("shards-are-not-synced", files::sync(file.get_ref(), &self.temporary), Ok(())))
+            .and_then(|()| files::rename(&self.temporary, &self.path))
             .map_err(|error| {
                 let _ = std::fs::remove_file(&self.temporary);
                 DataError::io("write", &self.path)(error)
@@ -138,6 +138,14 @@ pub struct Shard {
 const PART: usize = 1 << 20;
 
 impl Shard {
+    /// Whether a file may have been a shard before it was damaged: it begins as one, as far as it goes.
+    pub fn may_be_one(path: &Path) -> Result<bool, DataError> {
+        let mut begins = vec![];
+        let file = input::open(path).map_err(DataError::io("open", path))?;
+        std::io::Read::read_to_end(&mut std::io::Read::take(file, MAGIC.len() as u64), &mut begins).map_err(DataError::io("read", path))?;
+        Ok(MAGIC.starts_with(&begins))
+    }
+
     /// Checks the header and the length of the file; `verify` checks the tokens.
     pub fn open(path: &Path) -> Result<Self, DataError> {
         let file = input::open(path).map_err(DataError::io("open", path))?;
@@ -308,6 +316,15 @@ pub(super) mod tests {
         let mut bytes = std::fs::read(path).unwrap();
         change(&mut bytes);
         std::fs::write(path, bytes).unwrap();
+    }
+
+    #[test]
+    fn a_shard_is_on_the_disk_before_it_has_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let [path, temporary] = ["a.tokens", "a.tokens.tmp"].map(|name| dir.path().join(name));
+        let (_, calls) = files::noted::during(|| write_shard(&path, 100, &[1, 2, 3]));
+        use files::noted::Call::{Renamed, Synced};
+        assert_eq!(calls, [Synced(temporary.clone()), Renamed(temporary.clone(), path, vec![temporary])]);
     }
 
     #[test]

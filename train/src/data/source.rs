@@ -42,6 +42,10 @@ pub trait Source: Send + Sync {
     fn is_endless(&self) -> bool {
         false
     }
+    /// The order in which training reads it, another one in every epoch. None: as it is.
+    fn order(&self, seed: u64) -> Option<Order> {
+        Some(Order { seed, len: self.len() })
+    }
 }
 
 /// Window `seq + 1` tokens long -> ids and targets.
@@ -109,7 +113,7 @@ impl Source for TokenWindows {
     }
 
     fn counted(&self) -> Option<usize> {
-        self.ignore.is_empty().then_some(self.seq)
+        engine::mutant!("ignored-tokens-are-counted", self.ignore.is_empty(), true).then_some(self.seq)
     }
 
     fn entropy_floor(&self) -> Option<f64> {
@@ -279,6 +283,15 @@ mod tests {
     fn windows(dir: &Path, n: u32, seq: usize, ignore: Vec<u32>) -> Result<TokenWindows, DataError> {
         super::super::dataset::tests::write_set(dir, n, 7);
         TokenWindows::new(ShardSet::open(dir, Split::Train).unwrap(), seq, ignore)
+    }
+
+    /// A rank that makes its own rows alone takes the others' to count as much: where some targets do not count, nobody knows that.
+    #[test]
+    fn items_of_which_tokens_are_ignored_do_not_say_how_many_count() {
+        let dir = tempfile::tempdir().unwrap();
+        let generated = |ignore: Vec<u32>| Generated::new(1, Split::Train, 10, 5, ignore).unwrap().counted();
+        let counted = |ignore: Vec<u32>| (windows(dir.path(), 31, 10, ignore.clone()).unwrap().counted(), generated(ignore));
+        assert_eq!((counted(vec![]), counted(vec![12])), ((Some(10), Some(10)), (None, None)));
     }
 
     #[test]

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 use tokenizers::Tokenizer;
 
-use super::DataError;
+use super::{DataError, Words};
+use crate::guarded::guarded;
 use crate::input;
 
 /// The token that ends a document, or the one that begins it, and who says so: what a data set and a checkpoint note.
@@ -50,6 +51,9 @@ pub struct Special {
     pub passed_over: Vec<(&'static str, String)>,
 }
 
+/// Tokens for one role, in one file.
+const MOST: usize = 1024;
+
 /// Which files of a model's folder may name them, in the order in which they are asked.
 const FILES: [&str; 3] = ["generation_config.json", "tokenizer_config.json", "config.json"];
 
@@ -78,17 +82,13 @@ impl Special {
         let tables = [read(FILES[0])?, read(FILES[1])?, read(FILES[2])?];
         let mut passed_over = vec![];
         let mut all = |role: &'static str| {
-            named(&added, tables.each_ref().map(Option::as_ref), role, &mut passed_over)
+            by_files(&added, tables.each_ref().map(Option::as_ref), role, &mut passed_over)
                 .map_err(|(file, reason)| DataError::Special { path: folder.unwrap_or(Path::new("")).join(file), reason })
         };
         let (ends, bos, pad) = (all("eos")?, all("bos")?.into_iter().next(), all("pad")?.into_iter().next());
         let turn = |token: &&Token| TURNS.contains(&token.text.as_str());
         let named = ends.iter().find(|token| !turn(token)).cloned();
         let document = named.or_else(|| known(tokenizer)).or_else(|| ends.first().cloned());
-        if document.as_ref().is_some_and(|token| !turn(&token)) {
-            let why = |t: &Token| ("eos", format!("{} names {} as the end, which ends a turn", t.from, t.text));
-            passed_over.extend(ends.iter().filter(turn).map(why));
-        }
         let begin = begin(tokenizer, bos.as_ref());
         Ok(Special { document, ends, bos, begin, pad, passed_over })
     }
@@ -105,29 +105,40 @@ impl Special {
         Noted { id, from: std::iter::once(from).chain(why).collect::<Vec<_>>().join("; ") }
     }
 
+    /// For people: a line for each token but the end of a document that ends what a model writes.
+    pub fn end_lines(&self) -> Vec<String> {
+        let what = |t: &Token| if TURNS.contains(&t.text.as_str()) { "end of turn" } else { "end of what is written" };
+        let others = self.ends.iter().filter(|end| self.document.as_ref().is_none_or(|document| document.id != end.id));
+        others.map(|t| format!("{}: {}, {}", what(t), named(&t.text, t.id), t.from)).collect()
+    }
+
     /// For people: a line for each but the one that ends documents.
     pub fn other_lines(&self) -> Vec<String> {
-        let one = |what: &str, token: &Option<Token>| match token {
-            Some(t) => format!("{what}: {} {:?} ({})", t.id, t.text, t.from),
-            None => format!("{what}: none"),
+        let one = |what: &str, token: &Option<Token>, none: &str| match token {
+            Some(t) => format!("{what}: {}, {}", named(&t.text, t.id), t.from),
+            None => format!("{what}: {none}"),
         };
-        let mut lines: Vec<String> = self.ends.iter().map(|t| one("end of what is written", &Some(t.clone()))).collect();
-        lines.push(one("before every document", &self.begin));
+        let mut lines = self.end_lines();
+        lines.push(one("before a document", &self.begin, "nothing"));
         if let Some(bos) = self.bos.as_ref().filter(|bos| self.begin.as_ref().is_none_or(|begin| begin.id != bos.id)) {
-            lines.push(format!(
-                "beginning of a sequence by {}: {} {:?}, which the tokenizer does not put before texts",
-                bos.from, bos.id, bos.text
-            ));
+            lines.push(one("beginning of a sequence", &Some(bos.clone()), "") + "; the tokenizer does not put it before texts");
         }
-        lines.push(one("padding", &self.pad));
+        lines.push(one("padding", &self.pad, "none"));
         lines.extend(self.passed_over.iter().map(|(_, why)| format!("not taken: {why}")));
         lines
     }
 }
 
+/// For people: a token as it is written, and its id.
+pub fn named(text: &str, id: u32) -> String {
+    let plain = !text.is_empty() && !text.contains(|c: char| c.is_control() || c.is_whitespace());
+    if plain { format!("{text} ({id})") } else { format!("{text:?} ({id})") }
+}
+
 /// The added token that the tokenizer itself puts before a text.
 fn begin(tokenizer: &Tokenizer, bos: Option<&Token>) -> Option<Token> {
-    let first = |text: &str, whole: bool| tokenizer.encode(text, whole).ok().and_then(|e| e.get_ids().first().copied());
+    let first =
+        |text: &str, whole: bool| guarded(|| tokenizer.encode(text, whole).ok()).flatten().and_then(|e| e.get_ids().first().copied());
     let id = first("", true).filter(|id| first("a", true) == Some(*id) && first("a", false) != Some(*id))?;
     let text = tokenizer.get_added_tokens_decoder().get(&id)?.content.clone();
     let named = bos.filter(|bos| bos.id == id).map(|bos| bos.from.clone());
@@ -135,24 +146,24 @@ fn begin(tokenizer: &Tokenizer, bos: Option<&Token>) -> Option<Token> {
 }
 
 /// Adds the tokens that tokenizer_config.json lists and tokenizer.json does not, as transformers does; how many there were.
-pub fn complete(tokenizer: &mut Tokenizer, folder: &Path) -> Result<usize, DataError> {
+pub(super) fn complete(tokenizer: &mut Words, folder: &Path) -> Result<usize, DataError> {
     let path = folder.join("tokenizer_config.json");
     let bad = |reason: String| DataError::Special { path: path.clone(), reason };
     let table = read_object(&path)?.unwrap_or_default();
-    let mut missing = vec![];
+    let (mut missing, there) = (vec![], tokenizer.get_added_tokens_decoder());
     for (key, value) in table.get("added_tokens_decoder").and_then(Json::as_object).into_iter().flatten() {
         let entry = |value: &Json| -> Option<(u32, tokenizers::AddedToken)> {
             Some((key.parse().ok()?, serde_json::from_value(value.clone()).ok()?))
         };
         let (id, token) = entry(value).ok_or_else(|| bad(format!("its added_tokens_decoder has {key:?}: {value}, which is no token")))?;
-        if !tokenizer.get_added_tokens_decoder().contains_key(&id) {
+        if !there.contains_key(&id) {
             missing.push((id, token));
         }
     }
     missing.sort_by_key(|(id, _)| *id);
+    let tokens: Vec<tokenizers::AddedToken> = missing.iter().map(|(_, token)| token.clone()).collect();
+    tokenizer.add(&tokens).map_err(|e| bad(format!("its added_tokens_decoder has tokens that cannot be added: {e}")))?;
     for (id, token) in &missing {
-        if token.special { tokenizer.add_special_tokens([token.clone()]) } else { tokenizer.add_tokens([token.clone()]) }
-            .map_err(|e| bad(format!("its token {:?} cannot be added: {e}", token.content)))?;
         if tokenizer.token_to_id(&token.content) != Some(*id) {
             let got = tokenizer.token_to_id(&token.content);
             return Err(bad(format!(
@@ -167,12 +178,12 @@ pub fn complete(tokenizer: &mut Tokenizer, folder: &Path) -> Result<usize, DataE
 fn known(tokenizer: &Tokenizer) -> Option<Token> {
     let added = tokenizer.get_added_tokens_decoder();
     let found = KNOWN.iter().find_map(|name| added.iter().find(|(_, token)| token.special && token.content == *name));
-    found.map(|(id, token)| Token { id: *id, text: token.content.clone(), from: "its name is well known".into() })
+    found.map(|(id, token)| Token { id: *id, text: token.content.clone(), from: "by its name".into() })
 }
 
 /// What the files name for a role ("eos", "bos" or "pad"), each token once, in the order of the files; an error is a file and what is wrong in it. Only
 /// `added` tokens count. This is the rule wherever a model is read or written.
-pub fn named(
+pub fn by_files(
     added: &BTreeMap<u32, String>,
     tables: [Option<&Map<String, Json>>; 3],
     role: &'static str,
@@ -186,6 +197,9 @@ pub fn named(
                 Some(value) => std::slice::from_ref(value),
                 None => &[],
             };
+            if values.len() > MOST {
+                return Err((file, format!("its {key} names {} tokens; {MOST} is the most that is read", values.len())));
+            }
             // Some files write -1 for none.
             for value in values.iter().filter(|value| !value.is_null() && **value != -1) {
                 let content = value.get("content").unwrap_or(value);
@@ -206,7 +220,7 @@ pub fn named(
 }
 
 /// A file of JSON that may be missing.
-pub(super) fn read_object(path: &Path) -> Result<Option<Map<String, Json>>, DataError> {
+pub(crate) fn read_object(path: &Path) -> Result<Option<Map<String, Json>>, DataError> {
     if !path.exists() {
         return Ok(None);
     }
@@ -242,7 +256,7 @@ mod tests {
         let generation = "generation_config.json";
         let of_tokenizer = "tokenizer_config.json";
         for (what, special, beside, id, from) in [
-            ("no file", &qwen[..], vec![], Some(257), "its name is well known"),
+            ("no file", &qwen[..], vec![], Some(257), "by its name"),
             (
                 "a list: the first that ends documents",
                 &qwen,
@@ -256,7 +270,7 @@ mod tests {
                 &qwen,
                 vec![(of_tokenizer, json!({"eos_token": "<|im_end|>"})), ("config.json", json!({"eos_token_id": 259}))],
                 Some(257),
-                "its name is well known; tokenizer_config.json names <|im_end|> as the end, which ends a turn",
+                "by its name",
             ),
             (
                 "a turn's end where there is no other",
@@ -293,7 +307,7 @@ mod tests {
                 "no file names one, and no added special token has a well-known name; tokenizer_config.json has eos_token = \"</s>\", which is no added token; config.json has eos_token_id = 3, which is no added token",
             ),
             ("nothing fits", &["<META>"], vec![], None, "no file names one, and no added special token has a well-known name"),
-            ("well known", &["<META>", "<EOT>"], vec![], Some(258), "its name is well known"),
+            ("well known", &["<META>", "<EOT>"], vec![], Some(258), "by its name"),
         ] {
             assert_eq!(chosen(special, &beside).unwrap(), (id, from.to_string()), "{what}");
         }
@@ -318,8 +332,8 @@ mod tests {
         }
     }
 
-    fn hugging_face(special: &[&str]) -> tokenizers::Tokenizer {
-        tokenizers::Tokenizer::from_bytes(byte_level(letters(&[]), special).to_string()).unwrap()
+    fn hugging_face(special: &[&str]) -> Words {
+        Words::read(byte_level(letters(&[]), special).to_string().as_bytes()).unwrap()
     }
 
     /// Llama-3's way: the post-processor puts a token before every text.
@@ -374,8 +388,11 @@ mod tests {
         let lines = found.other_lines().join("\n");
         for part in [
             "config.json has eos_token_id = 3, which is no added token",
-            "names <|eot_id|> as the end, which ends a turn",
-            "padding: 260 \"<pad>\"",
+            "end of turn: <|eom_id|> (258), generation_config.json",
+            "end of turn: <|eot_id|> (259), generation_config.json",
+            "before a document: nothing",
+            "beginning of a sequence: <|begin_of_text|> (256), generation_config.json; the tokenizer does not put it before texts",
+            "padding: <pad> (260), tokenizer_config.json",
         ] {
             assert!(lines.contains(part), "{lines}");
         }
@@ -383,7 +400,7 @@ mod tests {
         std::fs::remove_file(dir.path().join("generation_config.json")).unwrap();
         write("tokenizer_config.json", json!({"eos_token": "<|im_end|>", "bos_token": null}));
         let found = find(&["<|endoftext|>", "<|im_start|>", "<|im_end|>"]);
-        assert_eq!(found.document.map(|t| (t.id, t.from)), Some((256, "its name is well known".into())));
+        assert_eq!(found.document.map(|t| (t.id, t.from)), Some((256, "by its name".into())));
         assert_eq!(found.ends.iter().map(|t| t.id).collect::<Vec<_>>(), [258]);
         assert_eq!((found.bos, found.pad), (None, None));
         // Without another, the turn's end ends documents, too.

@@ -1,13 +1,19 @@
 //! Text to token ids and back.
 
+mod bytes;
+mod files;
+mod outline;
+mod sentencepiece;
+mod words;
+
 use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::special::complete;
+use super::special::{complete, named};
 use super::{DataError, Noted, Special, Token};
 use crate::files::folder_of;
-use crate::input;
+pub(crate) use words::Words;
 
 /// The fingerprint of the byte tokenizer: "byte" in ASCII.
 const BYTE_FINGERPRINT: u64 = 0x6279_7465;
@@ -20,7 +26,7 @@ pub enum Tokenizer {
 
 /// A Hugging Face tokenizer.json.
 pub struct Json {
-    pub(super) inner: Box<tokenizers::Tokenizer>,
+    pub(super) inner: Box<Words>,
     path: PathBuf,
     text: Vec<u8>,
     vocab: usize,
@@ -35,21 +41,20 @@ impl Json {
     /// say which tokens are special.
     fn new(path: &Path, mut text: Vec<u8>, folder: Option<&Path>, ask: bool) -> Result<Self, DataError> {
         let fail = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| fail(format!("not a readable tokenizer.json: {e}")))?;
+        let mut inner = Words::read(&text).map_err(fail)?;
         // Tokens that tokenizer_config.json alone lists are part of it, wherever it is copied to.
         let mut whole = inner.clone();
         match folder.map_or(Ok(0), |folder| complete(&mut whole, folder)) {
             Ok(0) => {}
             Ok(_) => {
                 text = whole.to_string(true).map_err(|e| fail(e.to_string()))?.into_bytes();
+                // It is one with its parts as any other.
+                outline::check(&text).map_err(fail)?;
                 inner = whole;
             }
             Err(e) if ask => return Err(e),
             Err(_) => {}
         }
-        // A limit on the length, kept in some files, would cut documents in silence.
-        inner.with_truncation(None).map_err(|e| fail(e.to_string()))?;
-        inner.with_padding(None);
         // Ids may have gaps, so the count of words is not the size of the embedding.
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err(fail("its vocabulary is empty".into()));
@@ -57,6 +62,11 @@ impl Json {
         let special = Special::find(&inner, folder.filter(|_| ask))?;
         let (end, begin) = (special.noted_end(), noted(special.begin.as_ref()));
         Ok(Json { inner: Box::new(inner), path: path.to_owned(), text, vocab: last as usize + 1, special: Box::new(special), end, begin })
+    }
+
+    /// As the byte tokenizer, where it is that one written out.
+    fn known(self) -> Tokenizer {
+        if bytes::is(&self.text) { Tokenizer::Byte } else { Tokenizer::Json(self) }
     }
 }
 
@@ -69,7 +79,7 @@ fn noted(begin: Option<&Token>) -> Noted {
 }
 
 impl Tokenizer {
-    /// "byte", the path of a tokenizer.json, or the folder that holds one.
+    /// "byte", the path of a tokenizer.json, or a folder that holds one, or vocab.json and merges.txt, or SentencePiece's tokenizer.model.
     pub fn from_spec(spec: &str) -> Result<Self, DataError> {
         Tokenizer::opened(spec, true)
     }
@@ -82,11 +92,23 @@ impl Tokenizer {
     fn opened(spec: &str, ask: bool) -> Result<Self, DataError> {
         let path = match spec {
             "byte" => return Ok(Tokenizer::Byte),
-            path if Path::new(path).is_dir() => Path::new(path).join("tokenizer.json"),
-            path => path.into(),
+            path if Path::new(path).is_dir() => {
+                let (path, text) = files::read(Path::new(path))?;
+                return Ok(Json::new(&path, text, Some(folder_of(&path)), ask)?.known());
+            }
+            path => PathBuf::from(path),
         };
-        let fail = |e: std::io::Error| DataError::Tokenizer { path: path.clone(), reason: e.to_string() };
-        Ok(Tokenizer::Json(Json::new(&path, input::read(&path).map_err(fail)?, Some(folder_of(&path)), ask)?))
+        Ok(Json::new(&path, files::bytes(&path)?, Some(folder_of(&path)), ask)?.known())
+    }
+
+    /// The byte tokenizer as the text of a tokenizer.json, which is read as the byte tokenizer again.
+    pub fn byte_json() -> Vec<u8> {
+        format!("{:#}\n", bytes::json()).into_bytes()
+    }
+
+    /// The tokenizer of a model's folder. None: no file there is of one, and the model's tokens may be bytes.
+    pub fn of_folder(folder: &Path) -> Result<Option<Self>, DataError> {
+        files::trace(folder).map(|_| Tokenizer::from_spec(&folder.display().to_string())).transpose()
     }
 
     /// A token that someone named: by its name, its id, or "none".
@@ -104,7 +126,7 @@ impl Tokenizer {
 
     /// From the text of a tokenizer.json; `path` is what it is called.
     pub fn from_json(path: &Path, json: &[u8]) -> Result<Self, DataError> {
-        Ok(Tokenizer::Json(Json::new(path, json.to_vec(), None, false)?))
+        Ok(Json::new(path, json.to_vec(), None, false)?.known())
     }
 
     /// The text of the tokenizer.json, where it is one.
@@ -174,8 +196,8 @@ impl Tokenizer {
     /// For people: which token ends a document, and who says so.
     pub fn describe_end(&self, end: &Noted) -> String {
         match end.id {
-            Some(id) => format!("documents end in token {id} {:?} ({})", self.decode(&[id]), end.from),
-            None => format!("no token ends documents ({})", end.from),
+            Some(id) => format!("end of document: {}, {}", named(&self.decode(&[id]), id), end.from),
+            None => format!("end of document: none ({})", end.from),
         }
     }
 
@@ -195,16 +217,16 @@ impl Tokenizer {
     /// For people: which token begins a document, and who says so.
     pub fn describe_begin(&self, begin: &Noted) -> String {
         match begin.id {
-            Some(id) => format!("documents begin with token {id} {:?} ({})", self.decode(&[id]), begin.from),
-            None => format!("no token begins documents ({})", begin.from),
+            Some(id) => format!("before a document: {}, {}", named(&self.decode(&[id]), id), begin.from),
+            None => format!("before a document: nothing ({})", begin.from),
         }
     }
 
     /// For people: which token the model pads with, and who says so.
     pub fn describe_pad(&self, pad: Option<&Noted>) -> String {
         match pad.and_then(|pad| Some((pad.id?, &pad.from))) {
-            Some((id, from)) => format!("padding is token {id} {:?} ({from})", self.decode(&[id])),
-            None => "no token is for padding (no file names an added one)".into(),
+            Some((id, from)) => format!("padding: {}, {from}", named(&self.decode(&[id]), id)),
+            None => "padding: none".into(),
         }
     }
 
@@ -236,13 +258,10 @@ impl Tokenizer {
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         match self {
             Tokenizer::Byte => Ok(text.bytes().map(u32::from).collect()),
-            Tokenizer::Json(json) => match json.inner.encode_fast(text, false) {
-                Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-                Err(error) => Err(DataError::Tokenizer {
-                    path: json.path.clone(),
-                    reason: format!("cannot encode {} bytes of text: {error}", text.len()),
-                }),
-            },
+            Tokenizer::Json(json) => {
+                let fail = |reason: String| DataError::Tokenizer { path: json.path.clone(), reason };
+                Ok(json.inner.encode_fast(text, false).map_err(fail)?.get_ids().to_vec())
+            }
         }
     }
 
@@ -256,8 +275,7 @@ impl Tokenizer {
         match self {
             Tokenizer::Byte => Ok(text.bytes().enumerate().map(|(i, byte)| (byte.into(), (i, i + 1))).collect()),
             Tokenizer::Json(json) => {
-                let fail =
-                    |e: tokenizers::Error| DataError::Tokenizer { path: json.path.clone(), reason: format!("cannot encode text: {e}") };
+                let fail = |reason: String| DataError::Tokenizer { path: json.path.clone(), reason };
                 let encoding = json.inner.encode(text, false).map_err(fail)?;
                 Ok(encoding.get_ids().iter().copied().zip(encoding.get_offsets().iter().copied()).collect())
             }
@@ -271,7 +289,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(0xff)).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            Tokenizer::Json(json) => json.inner.decode(ids, false).unwrap_or_else(|_| "\u{fffd}".into()),
+            Tokenizer::Json(json) => json.inner.decode(ids).unwrap_or_else(|| "\u{fffd}".into()),
         }
     }
 

@@ -4,6 +4,7 @@ use super::Lora;
 use super::decoder::Adapted;
 use crate::checkpoint::AVERAGED;
 use crate::config::Config;
+use crate::data::listed;
 use crate::recipe::Exporting;
 use serde_json::Value;
 use std::fmt::Write;
@@ -26,7 +27,10 @@ pub fn card(model: &Adapted, config: &Config, how: &Exporting, (whole, pruned): 
         None => rows.push(("recipe, preset".into(), format!("{}, {}", config.text("recipe"), config.text("preset")))),
     }
     rows.push(("trained weights".into(), model.lora.as_ref().map_or("all".into(), |lora| adapters(lora, whole))));
-    rows.push(("data".into(), config.data_path().map_or("generated".into(), |path| last(Path::new(path)))));
+    rows.push((
+        "data".into(),
+        config.data_path().map_or("generated".into(), |paths| listed(&paths.iter().map(|p| last(Path::new(p))).collect::<Vec<_>>())),
+    ));
     rows.push(("steps".into(), found.step.to_string()));
     rows.extend(figures("training", &found.meta["figures"]["training"]));
     rows.extend(figures("validation", &found.meta["figures"]["validation"]));

@@ -1,26 +1,31 @@
 //! A model's folder: config.json, the weights in one or several safetensors files, perhaps a tokenizer. A weight is read when
 //! it is asked for.
 
-use super::{Bias, Mixer, ModelError, Norm, Positions, Shape, Target, read_table};
+use super::decoder::cached_is_whole;
+use super::{Bias, Mixer, ModelError, Norm, Positions, Shape, Target, read_table, table_of};
 use crate::checkpoint::{self, Tensor, TensorFile};
 use crate::config::Config;
+use crate::data::chats::TEMPLATE;
+use crate::data::{DataError, Tokenizer};
+use crate::inside::Inside;
 use crate::recipe::TrainError;
+use crate::report::human_bytes;
 use engine::cpu::converted;
 use engine::ops::nf4::{Nf4, PARTS};
 use engine::{DType, Meta, Store};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use xxhash_rust::xxh3::Xxh3;
 
 const CONFIG: &str = "config.json";
-const TOKENIZER: &str = "tokenizer.json";
 pub(crate) const GENERATION: &str = "generation_config.json";
 pub(crate) const CARD: &str = "README.md";
 const ONE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
 
 /// A model's folder, found whole.
@@ -116,8 +121,9 @@ impl Folder {
     /// Looks at everything but the numbers: every weight is there, in its shape and a type that is known, and nothing else is.
     pub fn open(path: &Path) -> Result<Folder, ModelError> {
         if !path.is_dir() {
-            return Err(ModelError::bad(path, "there is no such folder"));
+            return Err(ModelError::bad(path, format!("there is no such folder{}", crate::input::fetched(path))));
         }
+        cached_is_whole(path)?;
         let shape = Shape::read(&path.join(CONFIG))?;
         let (files, holds) = if path.join(INDEX).exists() { sharded(path)? } else { single(path)? };
         let mut folder = Folder { path: path.to_path_buf(), shape, files, holds, fingerprint: OnceLock::new() };
@@ -244,42 +250,161 @@ impl Folder {
         Ok(*self.fingerprint.get_or_init(|| hash.digest()))
     }
 
-    /// Where its tokenizer is, if it has one.
-    pub fn tokenizer(&self) -> Option<PathBuf> {
-        Some(self.path.join(TOKENIZER)).filter(|p| p.exists())
+    /// Its tokenizer. None: no file is of one, and it has as many tokens as there are bytes, as kiln's own models of bytes.
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>, DataError> {
+        match Tokenizer::of_folder(&self.path)? {
+            None if self.shape.vocab != Tokenizer::Byte.vocab() => {
+                let need = format!("put the model's own there: its {} tokens cannot be bytes", self.shape.vocab);
+                Err(DataError::NoTokenizer { path: self.path.clone(), need })
+            }
+            own => Ok(own),
+        }
     }
 
     /// How its authors put conversations, as text of Jinja, if it says so.
     pub fn chat_template(&self) -> Result<Option<String>, ModelError> {
-        let own = self.path.join("chat_template.jinja");
-        if own.exists() {
-            return Ok(Some(crate::input::read_to_string(&own).map_err(ModelError::io("read", &own))?));
-        }
-        let config = self.path.join("tokenizer_config.json");
-        if !config.exists() {
-            return Ok(None);
-        }
-        Ok(match read_table(&config)?.remove("chat_template") {
-            Some(Value::String(text)) => Some(text),
-            // Several, by name.
-            Some(Value::Array(all)) => all.iter().find(|t| t["name"] == "default").and_then(|t| t["template"].as_str()).map(String::from),
-            _ => None,
-        })
+        let there = |name: &str| Some(self.path.join(name)).filter(|p| p.exists());
+        let read = |p: PathBuf| crate::input::read_to_string(&p).map_err(ModelError::io("read", &p));
+        chat_template(|name| there(name).map(read).transpose(), |name| there(name).map(|p| read_table(&p)).transpose())
+    }
+
+    /// The names of the files with its weights.
+    pub fn file_names(&self) -> impl Iterator<Item = &str> {
+        self.files.iter().filter_map(|file| file.path().file_name()?.to_str())
     }
 
     /// Copies what is no weight: config, tokenizer, chat template. Its model card is not that of another model.
     pub fn copy_rest(&self, to: &Path) -> Result<(), ModelError> {
-        let weights = ["safetensors", "bin", "pt", "pth", "gguf", "h5", "msgpack", "onnx"];
-        for entry in fs::read_dir(&self.path).map_err(ModelError::io("list", &self.path))? {
-            let path = entry.map_err(ModelError::io("list", &self.path))?.path();
-            let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
-            let weight = path.extension().and_then(|e| e.to_str()).is_some_and(|e| weights.contains(&e)) || name.ends_with(".index.json");
-            if path.is_file() && !weight && !name.starts_with('.') && name != CARD {
-                fs::copy(&path, to.join(name)).map_err(ModelError::io("copy", &path))?;
-            }
-        }
-        Ok(())
+        let from = Contents::open(&self.path)?;
+        REST.iter().try_for_each(|name| from.copy(name, to))
     }
+}
+
+type Table = serde_json::Map<String, Value>;
+type Perhaps<T> = Result<Option<T>, ModelError>;
+
+/// From the files of a model's folder, as text and as tables.
+fn chat_template(text: impl Fn(&str) -> Perhaps<String>, table: impl Fn(&str) -> Perhaps<Table>) -> Perhaps<String> {
+    if let Some(own) = text(TEMPLATE)? {
+        return Ok(Some(own));
+    }
+    Ok(match table("tokenizer_config.json")?.and_then(|mut config| config.remove("chat_template")) {
+        Some(Value::String(text)) => Some(text),
+        // Several, by name.
+        Some(Value::Array(all)) => all.iter().find(|t| t["name"] == "default").and_then(|t| t["template"].as_str()).map(String::from),
+        _ => None,
+    })
+}
+
+/// What a model's folder may have beside its weights. Other files in it are no part of a model, whatever they are.
+pub const REST: &[&str] = &[
+    CONFIG,
+    GENERATION,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    TEMPLATE,
+    "chat_template.json",
+    "preprocessor_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "NOTICE.txt",
+    "USE_POLICY.md",
+];
+
+/// The files of a model's folder, to be written elsewhere: folders come from archives and hubs, and a link in one could lead to a key of whoever copies it.
+pub struct Contents {
+    path: PathBuf,
+    inside: Inside,
+    /// In a hub's cache: this folder, and that of the model.
+    hub: Option<(PathBuf, PathBuf)>,
+}
+
+impl Contents {
+    /// Links are followed inside of the folder. In a hub's cache, whose folders hold links alone, to the blobs of the same model, too.
+    pub fn open(path: &Path) -> Result<Contents, ModelError> {
+        let whole = path.canonicalize().map_err(ModelError::io("open", path))?;
+        let inside = Inside::open(&whole, Path::new("")).map_err(ModelError::io("open", &whole))?;
+        Ok(Contents { path: path.into(), inside, hub: hub_of(&whole) })
+    }
+
+    /// None where there is no such file.
+    pub fn file(&self, name: &str) -> Result<Option<fs::File>, ModelError> {
+        let blob = || {
+            let (snapshot, model) = self.hub.as_ref()?;
+            let blob = blob(&fs::read_link(snapshot.join(name)).ok()?)?;
+            Some(Inside::open(model, Path::new("")).and_then(|model| model.file(&blob)))
+        };
+        match blob().unwrap_or_else(|| {
+            engine::mutant!("a-models-links-are-followed-out", self.inside.file(name), fs::File::open(self.path.join(name)))
+        }) {
+            Ok(file) => Ok(Some(file)),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(ModelError::io("copy", &self.path.join(name))(e)),
+        }
+    }
+
+    /// The text of a file beside the weights; None where there is no such file.
+    pub fn text(&self, name: &str) -> Result<Option<String>, ModelError> {
+        let Some(file) = self.file(name)? else { return Ok(None) };
+        let mut text = String::new();
+        let read = file.take(MOST_BESIDE + 1).read_to_string(&mut text);
+        let long = || std::io::Error::new(std::io::ErrorKind::FileTooLarge, format!("it has more than {}", human_bytes(MOST_BESIDE)));
+        read.and_then(|n| if n as u64 > MOST_BESIDE { Err(long()) } else { Ok(Some(text)) })
+            .map_err(ModelError::io("read", &self.path.join(name)))
+    }
+
+    /// A JSON file beside the weights, as a table.
+    pub fn table(&self, name: &str) -> Perhaps<Table> {
+        self.text(name)?.map(|text| table_of(&self.path.join(name), &text)).transpose()
+    }
+
+    /// See `Folder::chat_template`.
+    pub fn chat_template(&self) -> Perhaps<String> {
+        chat_template(|name| self.text(name), |name| self.table(name))
+    }
+
+    /// Refuses files that are no files of the folder, whatever is then read of them.
+    pub fn check(&self) -> Result<(), ModelError> {
+        REST.iter().try_for_each(|name| self.file(name).map(drop))
+    }
+
+    pub fn copy(&self, name: &str, to: &Path) -> Result<(), ModelError> {
+        let Some(from) = self.file(name)? else { return Ok(()) };
+        let to = to.join(name);
+        let copied = fs::File::create_new(&to).and_then(|mut file| std::io::copy(&mut from.take(MOST_BESIDE + 1), &mut file));
+        match copied.map_err(ModelError::io("write", &to))? {
+            n if n > MOST_BESIDE => {
+                Err(ModelError::bad(&self.path.join(name), format!("has more than {}: no model has such a file", human_bytes(MOST_BESIDE))))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A file beside the weights has so much at most.
+const MOST_BESIDE: u64 = 256 << 20;
+
+/// Of a folder in a hub's cache, `models--OWNER--NAME/snapshots/HASH`: the folder, and that of the model.
+fn hub_of(whole: &Path) -> Option<(PathBuf, PathBuf)> {
+    let model = whole.parent().filter(|p| p.ends_with("snapshots"))?.parent()?;
+    let is_named = model.file_name().is_some_and(|name| name.to_string_lossy().starts_with("models--"));
+    engine::mutant!("any-folder-of-snapshots-is-a-hubs", is_named, true).then(|| (whole.into(), model.into()))
+}
+
+/// What a hub's link leads to, from the model's folder: such a link is always `../../blobs/NAME`.
+fn blob(link: &Path) -> Option<String> {
+    let name = link.to_str()?.strip_prefix("../../blobs/")?;
+    (!name.contains('/') && !name.starts_with('.')).then(|| format!("blobs/{name}"))
 }
 
 type Files = (Vec<TensorFile>, BTreeMap<String, usize>);
@@ -296,24 +421,31 @@ fn single(path: &Path) -> Result<Files, ModelError> {
     Ok((vec![loaded], holds))
 }
 
+/// The most files that a model's weights may be in: the largest models have a few hundred.
+const MOST_FILES: usize = 1024;
+
 fn sharded(path: &Path) -> Result<Files, ModelError> {
     let index = path.join(INDEX);
     let table = read_table(&index)?;
     let Some(map) = table.get("weight_map").and_then(Value::as_object) else {
         return Err(ModelError::bad(&index, "has no table 'weight_map'"));
     };
-    let mut names: Vec<&str> = vec![];
-    let mut holds = BTreeMap::new();
+    // Each file is opened, and kept open.
+    let refused = |count: usize| ModelError::bad(&index, format!("names more than {count} files"));
+    let (mut names, mut numbers, mut holds) = (Vec::<&str>::new(), HashMap::new(), BTreeMap::new());
     for (weight, file) in map {
         // A name must not lead out of the folder.
         let plain = |n: &&str| !n.is_empty() && !n.starts_with('.') && !n.contains(['/', '\\', '\0']);
         let Some(file) = file.as_str().filter(plain) else {
             return Err(ModelError::bad(&index, format!("'{weight}' is in {file}, which is not a plain file name")));
         };
-        let at = names.iter().position(|n| *n == file).unwrap_or_else(|| {
+        let at = *numbers.entry(file).or_insert_with(|| {
             names.push(file);
             names.len() - 1
         });
+        if names.len() > MOST_FILES {
+            return Err(refused(MOST_FILES));
+        }
         holds.insert(weight.clone(), at);
     }
     let files = names.iter().map(|n| TensorFile::open(&path.join(n))).collect::<Result<Vec<_>, _>>()?;
@@ -374,6 +506,6 @@ impl Shape {
     }
 }
 
-pub(in crate::models) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     crate::files::write_new(path, format!("{value:#}\n").as_bytes()).map_err(ModelError::io("write", path))
 }

@@ -26,10 +26,10 @@ mod shape;
 pub use card::card;
 pub use encoder::{Act, Encoder, EncoderFeeds, EncoderShape, Texts};
 pub use family::{Bias, FAMILIES, Family, Mixer, Mlp, Norm, Positions};
-pub(crate) use folder::{CARD, GENERATION};
-pub use folder::{Folder, Weight, write_weights};
+pub(crate) use folder::{CARD, GENERATION, write_json};
+pub use folder::{Contents, Folder, REST, Weight, write_weights};
 pub use lora::{Lora, Target};
-pub use peft::{Adapter, write_adapter};
+pub use peft::{Adapter, CACHED, base_name, write_adapter};
 pub use prune::{Pruned, prune, prune_numbers};
 pub use shape::{RopeScaling, ScanShape, Shape};
 
@@ -43,6 +43,8 @@ pub enum ModelError {
     Io { action: &'static str, path: PathBuf, cause: std::io::Error },
     #[error("{}: {problem}", .path.display())]
     Bad { path: PathBuf, problem: String },
+    #[error("{0}")]
+    Cached(String),
     #[error(transparent)]
     File(#[from] CheckpointError),
     #[error("{}: {cause}", .path.display())]
@@ -74,8 +76,12 @@ pub fn new_folder(path: &Path) -> Result<Staged, ModelError> {
 
 /// A JSON file whose value is a table.
 fn read_table(path: &Path) -> Result<serde_json::Map<String, serde_json::Value>, ModelError> {
-    let text = crate::input::read_to_string(path).map_err(ModelError::io("read", path))?;
+    table_of(path, &crate::input::read_to_string(path).map_err(ModelError::io("read", path))?)
+}
+
+/// A table of JSON, from the text of a file.
+fn table_of(path: &Path, text: &str) -> Result<serde_json::Map<String, serde_json::Value>, ModelError> {
     // Python writes infinity as a word that JSON has not.
-    let parsed = serde_json::from_str(&text).or_else(|e| serde_json::from_str(&text.replace(" Infinity", " null")).map_err(|_| e));
+    let parsed = serde_json::from_str(text).or_else(|e| serde_json::from_str(&text.replace(" Infinity", " null")).map_err(|_| e));
     parsed.map_err(|e| ModelError::bad(path, format!("not a table of JSON: {e}")))
 }

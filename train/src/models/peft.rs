@@ -1,6 +1,7 @@
 //! Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors. Plain LoRA is what is known here; everything else that PEFT
 //! can do is refused by the name of the setting that asks for it.
 
+use super::decoder::{cached_base, is_cached};
 use super::folder::{note, write_json};
 use super::{Lora, ModelError, Shape, Target, Weight, read_table};
 use crate::checkpoint::{self, Tensor, TensorFile};
@@ -10,6 +11,17 @@ use std::path::{Path, PathBuf};
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
+/// What an adapter calls a base that lies in kiln's cache, before its hash: where the cache is says who the user is.
+pub const CACHED: &str = "kiln-base-";
+
+/// What an adapter calls the folder of its base.
+pub fn base_name(path: &Path) -> String {
+    let name = path.canonicalize().ok().filter(|_| engine::mutant!("an-adapter-names-the-cache", is_cached(path), false));
+    match name.as_deref().and_then(Path::file_name) {
+        Some(hash) => format!("{CACHED}{}", hash.display()),
+        None => path.display().to_string(),
+    }
+}
 
 /// An adapter's folder, found whole.
 pub struct Adapter {
@@ -35,6 +47,9 @@ impl Adapter {
     /// An adapter for a model of this shape, which lies in `base` where that is known. Says so where the adapter names another model.
     pub fn open(path: &Path, shape: &Shape, base: Option<&Path>) -> Result<Adapter, ModelError> {
         let config = path.join(CONFIG);
+        if !path.exists() {
+            return Err(ModelError::bad(path, format!("there is no such folder{}", crate::input::fetched(path))));
+        }
         let lora = parse(&read_table(&config)?).map_err(|problem| ModelError::bad(&config, problem))?;
         let (named, found) = Adapter::base_of(path)?;
         let of = base.map_or("the model".into(), |base| format!("the model in {}", base.display()));
@@ -64,12 +79,20 @@ impl Adapter {
         Ok(Adapter { path: path.to_path_buf(), lora, file: weights, names })
     }
 
-    /// The folder of the model that an adapter was trained on, as it names it: from here, or from its own folder. None where there is no such folder.
+    /// The folder of the model that an adapter was trained on, as it names it: from here, from its own folder, or in kiln's cache. None where there is no
+    /// such folder.
     pub fn base_of(path: &Path) -> Result<(String, Option<PathBuf>), ModelError> {
         let table = read_table(&path.join(CONFIG))?;
         let named = table.get("base_model_name_or_path").and_then(Value::as_str).unwrap_or_default();
-        let found = [PathBuf::from(named), path.join(named)].into_iter().find(|folder| !named.is_empty() && folder.is_dir());
+        let cached = named.strip_prefix(CACHED).and_then(|hash| u64::from_str_radix(hash, 16).ok()).map(cached_base);
+        let folders = [PathBuf::from(named), path.join(named)].into_iter().chain(cached);
+        let found = folders.into_iter().find(|folder| !named.is_empty() && folder.is_dir());
         Ok((named.into(), found))
+    }
+
+    /// Reads every weight, which must be finite.
+    pub fn check(&self) -> Result<(), ModelError> {
+        Ok(self.names.iter().try_for_each(|(_, theirs)| self.file.read(theirs).map(drop))?)
     }
 
     /// Fills the states of these names.
@@ -168,7 +191,11 @@ pub fn write_adapter(dir: &Path, lora: &Lora, shape: &Shape, base: &str, tensors
         peft_names(lora, shape).into_iter().zip(tensors).map(|(name, (meta, bytes))| Weight { name, meta, bytes }).collect();
     let all: Vec<Tensor> = weights.iter().map(Weight::tensor).collect();
     checkpoint::write_safetensors(&dir.join(WEIGHTS), &all, Some(note()))?;
-    let alpha = if lora.alpha.fract() == 0.0 { json!(lora.alpha as i64) } else { json!(lora.alpha) };
+    let alpha = if engine::mutant!("alpha-is-cut-to-a-whole-number", lora.alpha.fract() == 0.0, true) {
+        json!(lora.alpha as i64)
+    } else {
+        json!(lora.alpha)
+    };
     let config = json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -184,4 +211,31 @@ pub fn write_adapter(dir: &Path, lora: &Lora, shape: &Shape, base: &str, tensors
         "inference_mode": true,
     });
     write_json(&dir.join(CONFIG), &config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What an adapter is multiplied by need not be a whole number.
+    #[test]
+    fn an_adapters_settings_are_read_as_they_were_written() {
+        let config = json!({
+            "model_type": "llama", "vocab_size": 5, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "intermediate_size": 3,
+        });
+        let shape = Shape::parse(config.as_object().unwrap()).unwrap();
+        for (alpha, dropout) in [(2.5, 0.125), (16.0, 0.0)] {
+            let dir = tempfile::tempdir().unwrap();
+            let lora = Lora { rank: 2, alpha, dropout, targets: vec![Target::Q, Target::Down] };
+            let tensors = lora.tensors(&shape).into_iter().enumerate().map(|(i, (_, shape))| {
+                let numbers = vec![i as f32 + 0.5; shape.iter().product()];
+                (Meta::f32(&shape), bytemuck::cast_slice::<f32, u8>(&numbers).to_vec())
+            });
+            write_adapter(dir.path(), &lora, &shape, "owner/base", tensors.collect()).unwrap();
+            let found = Adapter::open(dir.path(), &shape, None).unwrap();
+            assert_eq!(found.lora, lora);
+            assert_eq!(Adapter::base_of(dir.path()).unwrap(), ("owner/base".into(), None));
+        }
+    }
 }

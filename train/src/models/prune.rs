@@ -1,12 +1,13 @@
 //! 2:4 sparsity of a model's folder: two of every four weights along a sum are 0.
 
-use super::{Folder, ModelError, new_folder};
+use super::folder::INDEX;
+use super::{CARD, Contents, Folder, ModelError, REST, new_folder};
 use engine::DType;
 use engine::ops::sparse::kept;
 use half::{bf16, f16};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
-use std::fs;
+use std::io::Read;
 use std::path::Path;
 
 /// A matrix of a layer, and what pruning does to it.
@@ -80,23 +81,21 @@ fn number(bytes: &[u8], dtype: DType) -> f32 {
 /// Prunes the matrices of all layers of the folder `from`; with `out` a new folder gets them, with everything else as it was. By name.
 pub fn prune(from: &Path, out: Option<&Path>) -> Result<BTreeMap<String, Pruned>, ModelError> {
     let folder = Folder::open(from)?;
-    let by_rows = !folder.shape.family.joint;
+    let by_rows = engine::mutant!("gpt2-is-pruned-along-outputs", !folder.shape.family.joint, true);
     let layers = folder.shape.weights().into_iter().filter(|(ours, _, shape)| ours.starts_with("layers.") && shape.len() == 2);
     let names: BTreeMap<String, String> = layers.map(|(_, theirs, _)| (folder.called(&theirs).to_string(), theirs)).collect();
     let staged = out.map(new_folder).transpose()?;
     let mut found = BTreeMap::new();
-    let entries = fs::read_dir(from).map_err(ModelError::io("read", from))?;
-    for entry in entries {
-        let path = entry.map_err(ModelError::io("read", from))?.path();
-        let name = path.file_name().expect("an entry of a folder").to_owned();
-        let weights = path.extension().is_some_and(|e| e == "safetensors");
-        if !weights || !path.is_file() {
-            if let (Some(staged), true) = (&staged, path.is_file()) {
-                fs::copy(&path, staged.dir().join(&name)).map_err(ModelError::io("copy", &path))?;
-            }
-            continue;
-        }
-        let mut bytes = fs::read(&path).map_err(ModelError::io("read", &path))?;
+    let contents = Contents::open(from)?;
+    if let Some(staged) = &staged {
+        [CARD, INDEX].iter().chain(REST).try_for_each(|name| contents.copy(name, staged.dir()))?;
+    }
+    for name in folder.file_names() {
+        let path = from.join(name);
+        let mut bytes = vec![];
+        // It was there a moment ago.
+        let mut file = contents.file(name)?.ok_or_else(|| ModelError::bad(&path, "is gone"))?;
+        file.read_to_end(&mut bytes).map_err(ModelError::io("read", &path))?;
         let (length, header) = SafeTensors::read_metadata(&bytes).map_err(|e| ModelError::bad(&path, e.to_string()))?;
         for (tensor, theirs) in &names {
             let Some(info) = header.info(tensor) else { continue };
@@ -112,7 +111,7 @@ pub fn prune(from: &Path, out: Option<&Path>) -> Result<BTreeMap<String, Pruned>
             found.insert(tensor.clone(), pruned);
         }
         if let Some(staged) = &staged {
-            let to = staged.dir().join(&name);
+            let to = staged.dir().join(name);
             crate::files::write(&to, &bytes).map_err(ModelError::io("write", &to))?;
         }
     }

@@ -67,7 +67,7 @@ impl Shape {
     pub fn check(&self) -> Result<(), String> {
         // Far above any real model, and low enough that no product of a few of them overflows.
         let sizes = [
-            ("vocab", self.vocab, 1 << 24),
+            ("vocab", self.vocab, 1 << 22),
             ("dim", self.dim, 1 << 20),
             ("layers", self.layers, 1024),
             ("heads", self.heads, 1 << 12),
@@ -298,7 +298,7 @@ impl Shape {
             map.extend(own.map(|(key, value)| (key.to_string(), value.into())));
         }
         if self.family.windowed {
-            map.insert("sliding_window".into(), self.window.into());
+            map.insert("sliding_window".into(), engine::mutant!("window-is-not-written", self.window, None).into());
         }
         for (key, own) in self.family.keys {
             if let Some(value) = map.remove(*key) {
@@ -345,6 +345,9 @@ fn only_scans(table: &Map<String, Value>) -> Result<(), String> {
     own("layers_block_type", &|kind| kind == "mamba" || kind == "mamba2")
 }
 
+/// Where it is said how another family is added.
+const ADDING: &str = "CONTRIBUTING.md, 'Your first family of decoders', says how to add one";
+
 /// The family that config.json names.
 fn family(table: &Map<String, Value>) -> Result<&'static Family, String> {
     let get = |key: &str| table.get(key).filter(|v| !v.is_null());
@@ -353,8 +356,10 @@ fn family(table: &Map<String, Value>) -> Result<&'static Family, String> {
     let known: Vec<&str> = FAMILIES.iter().map(|f| f.architecture).collect();
     let by_name = |name: &str| FAMILIES.iter().find(|f| f.architecture == name);
     let family = match (named, kind) {
-        (Some(name), _) => by_name(name).ok_or_else(|| format!("its architecture is {name}; {} are known here", known.join(", ")))?,
-        (None, Some(kind)) => Family::find(kind).ok_or_else(|| format!("its model_type is {kind}; {} are known here", Family::names()))?,
+        (Some(name), _) => by_name(name)
+            .ok_or_else(|| format!("its architecture is {name}, which is not supported yet; {} are ({ADDING})", known.join(", ")))?,
+        (None, Some(kind)) => Family::find(kind)
+            .ok_or_else(|| format!("its model_type is {kind}, which is not supported yet; {} are ({ADDING})", Family::names()))?,
         (None, None) => return Err("names no architecture".into()),
     };
     match get("model_type").filter(|t| *t != family.name) {
@@ -426,7 +431,7 @@ fn rope(table: &Map<String, Value>, context: usize) -> Result<(f64, RopeScaling)
             let original = if inner.contains_key("original_max_position_embeddings") {
                 above_0("original_max_position_embeddings")?
             } else {
-                context as f64
+                engine::mutant!("llama3-scaling-of-another-context", context as f64, 2048.0)
             };
             RopeScaling::Llama3 { factor: above_0("factor")?, low, high, original }
         }
@@ -436,4 +441,45 @@ fn rope(table: &Map<String, Value>, context: usize) -> Result<(f64, RopeScaling)
         }
     };
     Ok((theta, scaling))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shapes of the families that have keys of their own.
+    fn shapes_of_other_families() -> Vec<Shape> {
+        let shape = |config: Value| Shape::parse(config.as_object().unwrap()).unwrap();
+        let sizes = |model_type: &str, more: Value| {
+            let mut all = json!({
+                "model_type": model_type, "vocab_size": 13, "hidden_size": 6, "num_hidden_layers": 2, "num_attention_heads": 3,
+                "num_key_value_heads": 1, "intermediate_size": 10, "max_position_embeddings": 99, "rms_norm_eps": 2e-5,
+            });
+            all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            shape(all)
+        };
+        vec![
+            sizes("mistral", json!({ "sliding_window": 7, "rope_theta": 1234.5 })),
+            sizes("mistral", json!({ "sliding_window": null, "tie_word_embeddings": true })),
+            sizes("qwen2", json!({ "tie_word_embeddings": true })),
+            shape(json!({
+                "model_type": "gpt2", "vocab_size": 13, "n_embd": 6, "n_layer": 2, "n_head": 3, "n_positions": 99, "n_inner": 10,
+                "layer_norm_epsilon": 2e-4
+            })),
+            shape(json!({
+                "model_type": "mamba2", "vocab_size": 13, "hidden_size": 6, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 3, "n_groups": 2,
+                "state_size": 5, "conv_kernel": 3, "layer_norm_epsilon": 2e-4, "expand": 2
+            })),
+        ]
+    }
+
+    #[test]
+    fn a_shape_of_every_family_is_read_as_it_was_written() {
+        let all = shapes_of_other_families();
+        assert_eq!(all.iter().map(|s| s.window).collect::<Vec<_>>(), [Some(7), None, None, None, None]);
+        for shape in all {
+            let written = shape.to_json();
+            assert_eq!(Shape::parse(written.as_object().unwrap()).unwrap(), shape, "{written}");
+        }
+    }
 }

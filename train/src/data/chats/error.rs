@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 #[derive(Debug, thiserror::Error)]
 pub enum ChatError {
-    #[error("cannot {doing} {path}: {error} (check the path and its permissions)")]
+    #[error("cannot {doing} {path}: {error}{} (check the path and its permissions)", crate::input::fetched_data(path))]
     Io { doing: &'static str, path: PathBuf, error: std::io::Error },
     /// A file that is broken, or no file of conversations at all.
     #[error("{path}: {reason}")]

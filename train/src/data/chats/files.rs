@@ -1,9 +1,12 @@
 //! Files of rows, read one row at a time: JSON lines, a JSON array, gzip of either, parquet, and folders of those.
 
+use std::cell::Cell;
+use std::collections::HashSet;
 use std::fmt;
-use std::io::{BufRead, BufReader, ErrorKind, Read};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use flate2::bufread::MultiGzDecoder;
 use minijinja::Value;
@@ -11,6 +14,7 @@ use serde::de::{Deserializer, Error as _, SeqAccess, Visitor};
 
 use super::{ChatError, Conversation, Layout, parquet};
 use crate::input;
+use crate::report::human_bytes;
 
 /// A row and where it stands.
 pub struct Row<'a> {
@@ -36,8 +40,29 @@ const SUFFIXES: [&str; 7] = [".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson
 /// What programs put beside the rows.
 const BESIDE: [&str; 4] = ["dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"];
 
-/// The files behind a path, by name.
-pub fn list(path: &Path) -> Result<Vec<PathBuf>, ChatError> {
+/// Whether this is called as a file of rows is, or a folder that holds one.
+pub fn holds_rows(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    if path.is_dir() { list(&[path]).is_ok() } else { path.is_file() && SUFFIXES.iter().any(|suffix| name.ends_with(suffix)) }
+}
+
+/// More files than anybody has of one set.
+const MOST: usize = 1 << 16;
+
+/// The files behind some paths, in their order, those of a folder by name. One that is named twice is read once.
+pub fn list(paths: &[impl AsRef<Path>]) -> Result<Vec<PathBuf>, ChatError> {
+    let (mut all, mut seen) = (vec![], HashSet::new());
+    for path in paths.iter().map(AsRef::as_ref) {
+        let files = files_of(path)?;
+        all.extend(files.into_iter().filter(|file| seen.insert(file.canonicalize().unwrap_or_else(|_| file.clone()))));
+        if all.len() > MOST {
+            return Err(ChatError::file(path, format!("with it there are {} files, and at most {MOST} are read (join some)", all.len())));
+        }
+    }
+    Ok(all)
+}
+
+fn files_of(path: &Path) -> Result<Vec<PathBuf>, ChatError> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
     }
@@ -60,17 +85,14 @@ pub fn list(path: &Path) -> Result<Vec<PathBuf>, ChatError> {
     Ok(files)
 }
 
-/// Every conversation of a file or a folder, in order. Without a layout the first row says which one; it is given back.
+/// Every conversation of files and folders, in order. Without a layout the first row says which one; it is given back.
 pub fn each_conversation(
-    path: &Path,
+    paths: &[impl AsRef<Path>],
     layout: Option<Layout>,
     visit: &mut dyn FnMut(&Row, Conversation) -> Result<(), ChatError>,
 ) -> Result<Layout, ChatError> {
-    let files = list(path)?;
-    let layout = match layout {
-        Some(layout) => layout,
-        None => found(path, &files)?,
-    };
+    let files = list(paths)?;
+    let layout = layout.map_or_else(|| layout_of(&files), Ok)?;
     for file in &files {
         each_row(file, Some(&(&layout).into()), &mut |row| {
             let conversation = layout.conversation(&row.value).map_err(|problem| row.error(format!("{problem} (expected {layout})")))?;
@@ -81,17 +103,24 @@ pub fn each_conversation(
     Ok(layout)
 }
 
-fn found(path: &Path, files: &[PathBuf]) -> Result<Layout, ChatError> {
-    let mut layout = None;
+/// The layout of some files, as their first row has it.
+pub fn layout_of(files: &[PathBuf]) -> Result<Layout, ChatError> {
+    first_row(files, &mut |row| Layout::find(&row.value).map_err(|problem| row.error(problem)))
+}
+
+/// What is asked of the first row of some files.
+pub fn first_row<T>(files: &[PathBuf], ask: &mut dyn FnMut(&Row) -> Result<T, ChatError>) -> Result<T, ChatError> {
+    let mut found = None;
     for file in files {
         each_row(file, None, &mut |row| {
-            layout = Some(Layout::find(&row.value).map_err(|problem| row.error(problem))?);
+            found = Some(ask(&row)?);
             Ok(ControlFlow::Break(()))
         })?;
-        if let Some(layout) = layout {
-            return Ok(layout);
+        if let Some(found) = found {
+            return Ok(found);
         }
     }
+    let path = files.first().map_or(Path::new(""), PathBuf::as_path);
     Err(ChatError::file(path, "holds no rows"))
 }
 
@@ -181,7 +210,7 @@ fn is_json(path: &Path, reader: impl BufRead) -> Result<(), ChatError> {
 
 /// JSON lines, or an array.
 fn each_json(path: &Path, mut reader: impl BufRead, visit: &mut Visit) -> Result<(), ChatError> {
-    let mut number = 1;
+    let (mut number, mut blank) = (1, 0);
     // A mark of UTF-8 and white space may stand before the first row.
     loop {
         let buffer = reader.fill_buf().map_err(|e| unreadable(path, e))?;
@@ -193,23 +222,42 @@ fn each_json(path: &Path, mut reader: impl BufRead, visit: &mut Visit) -> Result
             _ => return each_line(path, number, reader, visit),
         };
         number += u64::from(buffer[0] == b'\n');
+        blank += skip as u64;
+        if is_endless(blank) {
+            return Err(ChatError::file(path, format!("it begins with more than {} of white space", human_bytes(input::ROW))));
+        }
         reader.consume(skip);
     }
 }
 
+/// Whether there is so much white space that no row will come: a compressed file of a few MB may hold GBs of it.
+fn is_endless(blank: u64) -> bool {
+    engine::mutant!("white-space-without-end", blank > input::ROW, false)
+}
+
 fn each_line(path: &Path, first: u64, mut reader: impl BufRead, visit: &mut Visit) -> Result<(), ChatError> {
-    let mut buffer = vec![];
+    let (mut buffer, mut blank) = (vec![], 0);
     for number in first.. {
         buffer.clear();
-        if reader.read_until(b'\n', &mut buffer).map_err(|e| unreadable(path, e))? == 0 {
+        let mut row = Row { path, unit: "line", number, value: Value::UNDEFINED };
+        let read = input::read_line(&mut reader, &mut buffer).map_err(|e| match e.kind() {
+            ErrorKind::FileTooLarge => row.error(e.to_string()),
+            _ => unreadable(path, e),
+        });
+        let read = read? as u64;
+        if read == 0 {
             break;
         }
-        let mut row = Row { path, unit: "line", number, value: Value::UNDEFINED };
         let text = std::str::from_utf8(&buffer)
             .map_err(|e| row.error(format!("invalid UTF-8 at its byte {} (convert the file to UTF-8)", e.valid_up_to())))?;
         if text.trim().is_empty() {
+            blank += read;
+            if is_endless(blank) {
+                return Err(row.error(format!("it ends more than {} of empty lines", human_bytes(input::ROW))));
+            }
             continue;
         }
+        blank = 0;
         row.value = serde_json::from_str(text.trim_end()).map_err(|e| {
             let message = e.to_string();
             let reason = message.split(" at line ").next().unwrap_or_default();
@@ -225,14 +273,20 @@ fn each_line(path: &Path, first: u64, mut reader: impl BufRead, visit: &mut Visi
 
 /// The elements of a JSON array, without ever holding more than one.
 fn each_element(path: &Path, reader: impl BufRead, visit: &mut Visit) -> Result<(), ChatError> {
-    let mut elements = Elements { path, visit, number: 0, failed: None, ended: false };
-    let mut json = serde_json::Deserializer::from_reader(reader);
+    let left = Rc::new(Cell::new(input::ROW));
+    let mut elements = Elements { path, visit, number: 0, failed: None, ended: false, left: left.clone() };
+    let mut json = serde_json::Deserializer::from_reader(input::Rows { reader, left });
     let parsed = json.deserialize_seq(&mut elements).and_then(|()| json.end());
     match (elements.failed, parsed) {
         (Some(error), _) => Err(error),
         (None, Err(_)) if elements.ended => Ok(()),
         (None, Ok(())) => Ok(()),
-        (None, Err(e)) if e.is_io() => Err(unreadable(path, e.into())),
+        (None, Err(e)) if e.is_io() => match io::Error::from(e) {
+            long if long.kind() == ErrorKind::FileTooLarge => {
+                Err(ChatError::Row { path: path.to_owned(), unit: "row", number: elements.number + 1, problem: long.to_string() })
+            }
+            other => Err(unreadable(path, other)),
+        },
         (None, Err(e)) => {
             let problem = format!("not JSON: {e} (the array may be cut short: download it again, or correct it)");
             Err(ChatError::Row { path: path.to_owned(), unit: "row", number: elements.number + 1, problem })
@@ -246,6 +300,7 @@ struct Elements<'a, 'v> {
     number: u64,
     failed: Option<ChatError>,
     ended: bool,
+    left: Rc<Cell<u64>>,
 }
 
 impl<'de> Visitor<'de> for &mut Elements<'_, '_> {
@@ -258,6 +313,7 @@ impl<'de> Visitor<'de> for &mut Elements<'_, '_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
         while let Some(value) = elements.next_element::<Value>()? {
             self.number += 1;
+            self.left.set(input::ROW);
             match (self.visit)(Row { path: self.path, unit: "row", number: self.number, value }) {
                 Ok(ControlFlow::Continue(())) => {}
                 Ok(ControlFlow::Break(())) => self.ended = true,

@@ -50,6 +50,9 @@ const ROLES: [(&str, &str); 11] = [
 /// Roles that are called what they are.
 const KNOWN: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
 
+/// The most turns of a conversation: each is rendered behind all that come before it.
+const MOST_TURNS: usize = 4096;
+
 impl Layout {
     pub fn turns(list: &str, role: &str, content: &str) -> Layout {
         Layout::Turns { list: list.into(), role: role.into(), content: content.into() }
@@ -154,7 +157,12 @@ impl Layout {
                 messages.extend([Message::new("user", &text(row, prompt)?), Message::new("assistant", &reply_of(row, reply)?)]);
             }
         }
-        Ok(Conversation { messages, tools })
+        match messages.len() {
+            turns if turns > engine::mutant!("conversations-of-any-length", MOST_TURNS, usize::MAX) => {
+                Err(format!("it has {turns} turns, and at most {MOST_TURNS} are read (split it)"))
+            }
+            _ => Ok(Conversation { messages, tools }),
+        }
     }
 }
 

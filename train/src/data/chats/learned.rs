@@ -7,8 +7,8 @@ use minijinja::Value;
 
 use crate::choices;
 
-use super::template::{common_prefix, common_suffix};
-use super::{ChatError, ChatTemplate, Conversation, Message};
+use super::jinja::{About, common_prefix, common_suffix};
+use super::{ChatError, Conversation, Message};
 
 /// Which turns are learned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,8 +56,8 @@ struct Turn {
     follows_prompt: bool,
 }
 
-impl ChatTemplate {
-    /// One example, or one for each turn that is learned where the template needs that (`Way::Split`). None where there is nothing to learn.
+impl About<'_> {
+    /// See `ChatTemplate::examples`.
     pub fn examples(&self, conversation: &Conversation, learn: Learn) -> Result<Vec<Rendered>, ChatError> {
         let messages = &conversation.messages;
         if learn == Learn::All {
@@ -70,7 +70,7 @@ impl ChatTemplate {
             turns.drain(..turns.len().saturating_sub(1));
         }
         let Some(&first) = turns.first() else { return Ok(vec![]) };
-        if self.marked
+        if self.jinja.marked
             && let Some((text, mut learned)) = self.marks(conversation, messages)?
         {
             if learn == Learn::Last {
@@ -101,9 +101,9 @@ impl ChatTemplate {
         // Many templates cannot begin with an assistant's turn.
         let prompt = if i > 0 { self.part(conversation, &messages[..i], true).ok() } else { None };
         let follows = prompt.as_deref().filter(|prompt| text.starts_with(prompt)).map(str::len);
-        let known = self.end.as_ref().filter(|end| text.len() >= end.all.len() + follows.unwrap_or(0) && text.ends_with(&end.all));
+        let known = self.jinja.end.as_ref().filter(|end| text.len() >= end.all.len() + follows.unwrap_or(0) && text.ends_with(&end.all));
         let end = known.map(|end| text.len() - end.all.len() + end.learned);
-        if let (Some(begin), Some(end), true) = (follows, end, !self.hides_header) {
+        if let (Some(begin), Some(end), true) = (follows, end, !self.jinja.hides_header) {
             return Ok(Turn { text, range: begin..end, follows_prompt: true });
         }
         let [before, after] = self.around(conversation, i, &text)?;
@@ -118,7 +118,7 @@ impl ChatTemplate {
             let end = spliced.len() - (text.len() - end);
             return Ok(Turn { text: spliced, range: begin..end.max(begin), follows_prompt: true });
         }
-        let begin = follows.filter(|_| !self.hides_header).unwrap_or(before);
+        let begin = follows.filter(|_| !self.jinja.hides_header).unwrap_or(before);
         Ok(Turn { range: begin..end.max(begin), follows_prompt: follows == Some(begin), text })
     }
 
@@ -139,7 +139,7 @@ impl ChatTemplate {
                  or learn all turns)",
                 i + 1
             );
-            return Err(ChatError::Template { from: self.from.clone(), reason });
+            return Err(ChatError::Template { from: self.jinja.from.clone(), reason });
         }
         Ok([before, after.min(text.len() - before)])
     }

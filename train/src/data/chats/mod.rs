@@ -5,26 +5,32 @@
 //! | `files.rs` | JSONL, JSON arrays, gzip of both, parquet, folders of those: rows, one at a time |
 //! | `parquet.rs` | rows of a parquet file |
 //! | `layout.rs` | a row becomes a conversation |
-//! | `template.rs` | a model's chat template |
+//! | `template.rs` | a model's chat template, and where it is found |
+//! | `apart/` | a process that renders it: neither time, memory nor a stack that it uses up are this one's |
+//! | `jinja.rs` | what it writes |
 //! | `python.rs` | what templates expect of Python |
 //! | `learned.rs` | a conversation as text, and which parts of it are learned |
 //! | `encode.rs` | the text as tokens with a mask |
 
+mod apart;
 mod encode;
 mod error;
 mod files;
+mod jinja;
 mod layout;
 mod learned;
 mod parquet;
 mod python;
 mod template;
 
+pub(crate) use apart::serve as serve_templates;
 pub use encode::{Encoded, encode};
 pub use error::ChatError;
-pub use files::{Columns, Content, Row, each_conversation, each_row, list};
+pub use files::{Columns, Content, Row, each_conversation, each_row, first_row, holds_rows, layout_of, list};
 pub use layout::Layout;
 pub use learned::{Learn, Rendered, Way};
-pub use template::ChatTemplate;
+pub(crate) use parquet::{Head, each_picture, serve as serve_rows};
+pub use template::{ChatTemplate, TEMPLATE};
 
 use minijinja::Value;
 
@@ -53,7 +59,7 @@ impl Message {
 
     /// What it says, where that is text alone.
     pub fn text(&self) -> Result<String, String> {
-        let whole = template::joined(self);
+        let whole = jinja::joined(self);
         whole
             .content
             .as_str()

@@ -13,7 +13,7 @@ fn read(dir: &Path, name: &str, bytes: impl AsRef<[u8]>, layout: Option<Layout>)
     let path = dir.join(name);
     std::fs::write(&path, bytes).unwrap();
     let mut all = vec![];
-    let found = each_conversation(&path, layout, &mut |_, c| {
+    let found = each_conversation(&[&path], layout, &mut |_, c| {
         all.push(c.messages.iter().map(|m| (m.role.clone(), m.content.to_string())).collect());
         Ok(())
     });
@@ -172,10 +172,55 @@ fn broken_files_are_named() {
     }
 }
 
+/// A few KB of gzip may hold a row of GBs, and a file as many rows as it likes that are within the limit.
+#[test]
+fn a_row_of_any_file_has_a_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let row = |bytes: usize| format!("{{\"prompt\": \"p\", \"reply\": \"{}\"}}", "x".repeat(bytes));
+    let (short, long) = (row(9 << 20), row(17 << 20));
+    for (rows, place) in [([&short, &short, &short], None), ([&short, &short, &long], Some(3)), ([&long, &short, &short], Some(1))] {
+        let (lines, array) = (rows.map(|r| format!("{r}\n")).concat(), format!("[{}, {}, {}]", rows[0], rows[1], rows[2]));
+        for (name, unit, bytes) in [
+            ("a.jsonl", "line", lines.clone().into_bytes()),
+            ("a.jsonl.gz", "line", gzip(&lines)),
+            ("a.json", "row", array.clone().into_bytes()),
+            ("a.json.gz", "row", gzip(&array)),
+        ] {
+            let found = read(dir.path(), name, bytes, None);
+            match place {
+                None => assert_eq!(found.unwrap().1.len(), 3),
+                Some(n) => assert_eq!(found.unwrap_err(), format!("{name}, {unit} {n}: it has more than 16.0 MiB (split it into several)")),
+            }
+        }
+    }
+}
+
+/// White space in the place of rows ends, too, and so does a row of turns that are each rendered behind all before.
+#[test]
+fn white_space_and_turns_have_a_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let row = "{\"messages\": [{\"role\": \"user\", \"content\": \"u\"}]}\n";
+    for (blank, line) in [(" ", 2), ("\n", (16 << 20) + 2)] {
+        let most = blank.repeat(16 << 20);
+        assert_eq!(read(dir.path(), "a.jsonl.gz", gzip(&format!("{most}{row}")), None).unwrap().1.len(), 1, "{blank:?}");
+        let more = format!("{most}{blank}{row}");
+        let said = read(dir.path(), "a.jsonl.gz", gzip(&more), None).unwrap_err();
+        assert_eq!(said, "a.jsonl.gz: it begins with more than 16.0 MiB of white space", "{blank:?}");
+        let said = read(dir.path(), "a.jsonl.gz", gzip(&format!("{row}{more}")), None).unwrap_err();
+        let why =
+            if blank == " " { "it has more than 16.0 MiB (split it into several)" } else { "it ends more than 16.0 MiB of empty lines" };
+        assert_eq!(said, format!("a.jsonl.gz, line {line}: {why}"), "{blank:?}");
+    }
+    let turns = |n: usize| format!("{{\"messages\": [{}]}}\n", vec!["{\"role\": \"user\", \"content\": \"u\"}"; n].join(","));
+    assert_eq!(read(dir.path(), "a.jsonl", turns(4096), None).unwrap().1[0].len(), 4096);
+    let said = read(dir.path(), "a.jsonl", turns(4097), None).unwrap_err();
+    assert!(said.starts_with("a.jsonl, line 1: it has 4097 turns, and at most 4096 are read (split it)"), "{said}");
+}
+
 #[test]
 fn a_folder_is_all_its_files_by_name() {
     let dir = tempfile::tempdir().unwrap();
-    assert!(list(dir.path()).unwrap_err().to_string().contains("holds no .jsonl"));
+    assert!(list(&[dir.path()]).unwrap_err().to_string().contains("holds no .jsonl"));
     for (name, text) in [
         ("b.jsonl", "{\"prompt\": \"2\", \"reply\": \"r\"}"),
         ("a.json", "[{\"prompt\": \"1\", \"reply\": \"r\"}]"),
@@ -185,14 +230,14 @@ fn a_folder_is_all_its_files_by_name() {
         std::fs::write(dir.path().join(name), text).unwrap();
     }
     let mut seen = vec![];
-    each_conversation(dir.path(), None, &mut |row, c| {
+    each_conversation(&[dir.path()], None, &mut |row, c| {
         seen.push((row.unit, row.number, c.messages[0].content.to_string()));
         Ok(())
     })
     .unwrap();
     assert_eq!(seen, [("row", 1, "1".to_string()), ("line", 1, "2".to_string())]);
     // A caller's own error, and an end that it wants.
-    let stop = each_conversation(dir.path(), None, &mut |row, _| Err(row.error("enough"))).unwrap_err().to_string();
+    let stop = each_conversation(&[dir.path()], None, &mut |row, _| Err(row.error("enough"))).unwrap_err().to_string();
     assert!(stop.ends_with("a.json, row 1: enough"), "{stop}");
     let mut rows = 0;
     std::fs::write(dir.path().join("a.json"), "[{}, {}, broken").unwrap();
@@ -238,7 +283,7 @@ fn parquet_files_of_every_compression_are_read() {
     for compression in [Compression::UNCOMPRESSED, Compression::SNAPPY, Compression::LZ4, Compression::LZ4_RAW, zstd, gzip] {
         write_parquet(&path, &schema("messages"), compression);
         let mut seen = vec![];
-        let error = each_conversation(&path, None, &mut |row, c| {
+        let error = each_conversation(&[&path], None, &mut |row, c| {
             seen.push((row.number, c));
             Ok(())
         })
@@ -255,14 +300,14 @@ fn parquet_files_of_every_compression_are_read() {
             let mut other = bytes.clone();
             other[at + 1] = 2 * codec;
             std::fs::write(&path, other).unwrap();
-            each_conversation(&path, None, &mut |_, _| Ok(())).map_or_else(|e| e.to_string(), |_| String::new())
+            each_conversation(&[&path], None, &mut |_, _| Ok(())).map_or_else(|e| e.to_string(), |_| String::new())
         });
         let errors: Vec<String> = errors.collect();
         let said = format!("compressed with {name}, which is not read (write it with snappy, gzip, zstd or lz4)");
         assert!(errors.iter().any(|e| e.contains("a.parquet") && e.contains(&said)), "{said}: {errors:?}");
     }
     std::fs::write(&path, bytes).unwrap();
-    let error = each_conversation(&path, Layout::named("sharegpt"), &mut |_, _| Ok(())).unwrap_err().to_string();
+    let error = each_conversation(&[&path], Layout::named("sharegpt"), &mut |_, _| Ok(())).unwrap_err().to_string();
     assert!(error.contains("no column \"conversations\", only [\"messages\"]"), "{error}");
     // Cut and damaged anywhere: an error or rows, and no panic that reaches the caller.
     let bytes = std::fs::read(&path).unwrap();
@@ -270,8 +315,8 @@ fn parquet_files_of_every_compression_are_read() {
         let mut damaged = bytes.clone();
         damaged[at] = damaged[at].wrapping_add(77);
         std::fs::write(&path, &damaged).unwrap();
-        let _ = each_conversation(&path, None, &mut |_, _| Ok(()));
+        let _ = each_conversation(&[&path], None, &mut |_, _| Ok(()));
         std::fs::write(&path, &bytes[..at]).unwrap();
-        assert!(each_conversation(&path, None, &mut |_, _| Ok(())).is_err());
+        assert!(each_conversation(&[&path], None, &mut |_, _| Ok(())).is_err());
     }
 }

@@ -167,7 +167,7 @@ fn a_template_that_rewrites_earlier_turns_makes_an_example_of_each() {
     );
     assert_eq!(learned(THINKS, &turns, Learn::Last), [(Way::Prefix, vec!["<think>\n\n</think>\n\nTwo.<|im_end|>".to_string()])]);
     let told = "{{ 'off' if enable_thinking is defined and not enable_thinking else 'on' }}";
-    assert_eq!(template(told).with("enable_thinking", false.into()).render(&chat(&turns), false).unwrap(), "off");
+    assert_eq!([false, true].map(|think| template(told).prompt(&chat(&turns), think).unwrap()), ["off", "on"]);
     // One turn is one example.
     assert_eq!(learned(THINKS, &turns[..2], Learn::Assistant).len(), 1);
 }
@@ -283,4 +283,11 @@ fn tokens_are_learned_by_their_place_in_the_text() {
         let all = std::iter::once(0..rendered.text.len()).collect();
         assert!(encode(&tokenizer, &Rendered { learned: all, ..rendered.clone() }).unwrap().learned.iter().all(|learned| *learned));
     }
+}
+
+/// However it is given: a file is not even read.
+#[test]
+fn a_template_has_a_longest_source() {
+    let said = ChatTemplate::of_text(&"x".repeat(200_000), "own", None, &[], None).err().unwrap().to_string();
+    assert!(said.contains("its source has 195 KiB, and 128 KiB is the most"), "{said}");
 }

@@ -1,47 +1,50 @@
-//! Pictures sorted into folders: FOLDER/train/CLASS/*.png and FOLDER/val/CLASS/*.png, or FOLDER/CLASS/*.png, which is split.
+//! Pictures sorted into folders: FOLDER/train/CLASS/*.png and FOLDER/val/CLASS/*.png, perhaps FOLDER/test/CLASS/*.png; or FOLDER/CLASS/*.png.
 
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::{CHANNELS, ImageSet, Split, picture};
+use super::{CHANNELS, ImageSet, MOST_SIDE, Read, Split, TEST, checked_size, picture};
 use crate::data::DataError;
-
-/// Pixels a side of the largest pictures.
-const MOST_SIDE: usize = 512;
 
 pub fn is_begun(folder: &Path) -> bool {
     list(folder).is_ok_and(|paths| paths.iter().any(|path| path.is_dir()))
 }
 
-pub fn open(folder: &Path, size: usize) -> Result<(ImageSet, ImageSet), DataError> {
-    if !(1..=MOST_SIDE).contains(&size) {
-        return Err(DataError::Setting {
-            what: "size",
-            value: size.to_string(),
-            need: format!("pictures have 1 to {MOST_SIDE} pixels a side"),
-        });
-    }
+pub fn open(folder: &Path, size: usize) -> Result<Read, DataError> {
+    checked_size(size)?;
     let [train, val] = Split::ALL.map(|split| folder.join(split.name()));
-    match (train.is_dir(), val.is_dir()) {
-        (false, false) => read(folder, size)?.split(folder),
-        (true, false) => read(&train, size)?.split(&train),
-        (false, true) => {
-            Err(problem(&train, "missing, but there is a val folder (add the training pictures as train/CLASS/, or rename val)"))
-        }
-        (true, true) => {
-            let (train_set, val_set) = (read(&train, size)?, read(&val, size)?);
-            for (here, classes, there, others) in
-                [(&train, &train_set.classes, &val, &val_set), (&val, &val_set.classes, &train, &train_set)]
-            {
-                if let Some(class) = classes.iter().find(|class| !others.classes.contains(class)) {
-                    let reason = format!("missing, but {} is there (both splits need the same classes)", here.join(class).display());
-                    return Err(problem(&there.join(class), reason));
-                }
+    let test = folder.join(TEST);
+    if !train.is_dir() {
+        return match [&val, &test].into_iter().find(|path| path.is_dir()) {
+            None => Ok(Read { train: read(folder, size)?, val: None, test: None }),
+            Some(other) => {
+                let name = other.file_name().unwrap_or_default().to_string_lossy();
+                Err(problem(
+                    &train,
+                    format!("missing, but there is a {name} folder (add the training pictures as train/CLASS/, or rename {name})"),
+                ))
             }
-            Ok((train_set, val_set))
-        }
+        };
     }
+    let train_set = read(&train, size)?;
+    let beside = |path: &Path| -> Result<Option<ImageSet>, DataError> {
+        if !path.is_dir() {
+            return Ok(None);
+        }
+        let set = read(path, size)?;
+        for (here, classes, there, others) in
+            [(&*train, &train_set.classes, path, &set.classes), (path, &set.classes, &*train, &train_set.classes)]
+        {
+            if let Some(class) = classes.iter().find(|class| !others.contains(class)) {
+                let reason = format!("missing, but {} is there (all splits need the same classes)", here.join(class).display());
+                return Err(problem(&there.join(class), reason));
+            }
+        }
+        Ok(Some(set))
+    };
+    let (val, test) = (beside(&val)?, beside(&test)?);
+    Ok(Read { train: train_set, val, test })
 }
 
 fn problem(path: &Path, reason: impl Into<String>) -> DataError {

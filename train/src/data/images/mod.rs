@@ -1,8 +1,10 @@
-//! Labelled square pictures for classifiers: one file a format, each of which opens a folder as (training, validation).
+//! Labelled square pictures for classifiers: one file a format, each of which reads the splits that a folder has.
 
 mod cifar;
 mod folder;
 mod generated;
+mod parquet;
+mod pickle;
 mod picture;
 pub mod pictures;
 mod sheet;
@@ -69,20 +71,26 @@ impl ImageSet {
             hash.update(&(class.len() as u64).to_le_bytes());
             hash.update(class.as_bytes());
         }
-        for label in &self.labels {
+        for label in engine::mutant!("pictures-known-without-labels", &self.labels[..], &[][..]) {
             hash.update(&label.to_le_bytes());
         }
         hash.update(&self.pixels);
         hash.digest()
     }
 
-    /// For a set without a validation split: about a tenth, chosen by the items' numbers alone.
-    fn split(self, folder: &Path) -> Result<(ImageSet, ImageSet), DataError> {
+    /// For a set without a validation split: about this share, chosen by the items' numbers alone.
+    fn split(self, folder: &Path, share: f64) -> Result<(ImageSet, ImageSet), DataError> {
         const SEED: u64 = 0x7661_6c69; // Another seed would be another split: never changed.
-        let (val, train): (Vec<usize>, Vec<usize>) = (0..self.len()).partition(|&i| hash(&[SEED, i as u64]).is_multiple_of(10));
+        // From 0 to 1, and below 0.1 where the last digit is 0.
+        let place = |i: usize| {
+            let drawn = hash(&[SEED, i as u64]);
+            ((drawn % 10) as f64 + (drawn / 10) as f64 / (u64::MAX / 10 + 1) as f64) / 10.0
+        };
+        let (val, train): (Vec<usize>, Vec<usize>) = (0..self.len()).partition(|&i| place(i) < share);
         if val.is_empty() || train.is_empty() {
             let reason = format!(
-                "a tenth of {} pictures is no validation set (add pictures, or sort them into train/CLASS/ and val/CLASS/)",
+                "a share of {share} of {} pictures is no validation set (add pictures, sort them into train/CLASS/ and val/CLASS/, or set \
+                 data.val_share)",
                 self.len()
             );
             return Err(DataError::Images { path: folder.into(), reason });
@@ -97,7 +105,47 @@ impl ImageSet {
     }
 }
 
-type Sets = (ImageSet, ImageSet);
+/// The share of the training pictures that is kept for validation, where nothing else is asked for.
+pub const VAL_SHARE: f64 = 0.1;
+
+/// What a folder holds.
+pub struct Read {
+    train: ImageSet,
+    val: Option<ImageSet>,
+    test: Option<ImageSet>,
+}
+
+/// What is learned from, what validates it on the way, and what nothing is chosen by.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sets {
+    pub train: ImageSet,
+    pub val: ImageSet,
+    pub test: Option<ImageSet>,
+}
+
+impl Sets {
+    /// (its name, the set) of each.
+    pub fn named(&self) -> Vec<(&'static str, &ImageSet)> {
+        let own = [(Split::Train.name(), &self.train), (Split::Val.name(), &self.val)];
+        own.into_iter().chain(self.test.iter().map(|set| (TEST, set))).collect()
+    }
+}
+
+/// What the third split is called.
+pub const TEST: &str = "test";
+
+/// Pixels a side of the largest pictures.
+const MOST_SIDE: usize = 512;
+
+/// Whether pictures can be read in this size.
+fn checked_size(size: usize) -> Result<(), DataError> {
+    match (1..=MOST_SIDE).contains(&size) {
+        true => Ok(()),
+        false => {
+            Err(DataError::Setting { what: "size", value: size.to_string(), need: format!("pictures have 1 to {MOST_SIDE} pixels a side") })
+        }
+    }
+}
 
 /// How a set is recognised and read: one file, and one line of `FORMATS`.
 #[derive(Debug, Clone, Copy)]
@@ -105,8 +153,8 @@ pub struct Format {
     pub name: &'static str,
     /// From the names in a folder. A part of a set is enough: `open` then says what is missing.
     is_begun: fn(&Path) -> bool,
-    /// The training and the validation split; only a folder of pictures can be resized.
-    open: fn(&Path, usize) -> Result<Sets, DataError>,
+    /// The splits that it has; only pictures in files of their own or in parquet can be resized.
+    open: fn(&Path, usize) -> Result<Read, DataError>,
     /// How many classes it has, found without reading pixels.
     classes: fn(&Path) -> Result<usize, DataError>,
     /// The side of its pictures, where all are squares of one size; found without reading pixels.
@@ -127,7 +175,15 @@ macro_rules! cifar {
 
 pub const FORMATS: &[Format] = &[
     cifar!("cifar-10", CIFAR_10),
+    Format {
+        name: "cifar-10-python",
+        is_begun: cifar::is_pickled,
+        open: cifar::open_pickled,
+        classes: |_| Ok(cifar::CIFAR_10.class_count()),
+        side: |_| Ok(Some(SIZE)),
+    },
     cifar!("cifar-100", CIFAR_100),
+    Format { name: "parquet", is_begun: parquet::is_begun, open: parquet::open, classes: parquet::classes, side: parquet::side },
     Format { name: "folder", is_begun: folder::is_begun, open: folder::open, classes: folder::classes, side: folder::side },
 ];
 
@@ -149,10 +205,18 @@ impl FromStr for Format {
     }
 }
 
-/// The training and the validation split of a folder, whose format is detected where none is named. `size` is what a folder
-/// of pictures is resized to; CIFAR is 32 pixels wide.
-pub fn open(folder: &Path, format: Option<Format>, size: usize) -> Result<Sets, DataError> {
-    (format.map_or_else(|| detected(folder), Ok)?.open)(folder, size)
+/// The splits of a folder, whose format is detected where none is named. `size` is what pictures are resized to; CIFAR is 32 pixels wide. Where there is no
+/// validation split, it is this share of the training pictures; a share of 0: the test split.
+pub fn open(folder: &Path, format: Option<Format>, size: usize, val_share: f64) -> Result<Sets, DataError> {
+    let Read { train, val, test } = (format.map_or_else(|| detected(folder), Ok)?.open)(folder, size)?;
+    match (val, test) {
+        (Some(val), test) => Ok(Sets { train, val, test }),
+        (None, Some(test)) if val_share == 0.0 => Ok(Sets { train, val: test, test: None }),
+        (None, test) => {
+            let (train, val) = train.split(folder, val_share)?;
+            Ok(Sets { train, val, test })
+        }
+    }
 }
 
 /// How many classes the set in a folder has; its pictures are not read.
@@ -167,15 +231,14 @@ pub fn side(folder: &Path) -> Result<Option<usize>, DataError> {
 
 fn detected(folder: &Path) -> Result<Format, DataError> {
     if folder.is_file() {
-        let reason =
-            "is a file: pictures are read from a folder that has one for each class (photos/cat/..), or from CIFAR's folder of .bin files";
+        let reason = "is a file: pictures are read from a folder that has one for each class (photos/cat/..), from one of parquet files, or from CIFAR's";
         return Err(DataError::Images { path: folder.into(), reason: reason.into() });
     }
     std::fs::read_dir(folder).map_err(DataError::io("list", folder))?;
     Format::detect(folder).ok_or_else(|| DataError::Images {
         path: folder.into(),
-        reason: "holds no pictures: neither the .bin files of CIFAR-10 or CIFAR-100 nor a folder for each class (name the folder that holds them \
-                 itself)"
+        reason: "holds no pictures: neither CIFAR-10 or CIFAR-100 nor parquet files with pictures nor a folder for each class (name the folder that holds \
+                 them itself)"
             .into(),
     })
 }
@@ -188,6 +251,8 @@ pub struct ImageInspection {
     pub classes: Vec<ClassInfo>,
     pub train: ImageSplitInfo,
     pub val: ImageSplitInfo,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub test: Option<ImageSplitInfo>,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -195,6 +260,8 @@ pub struct ClassInfo {
     pub name: String,
     pub train: usize,
     pub val: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub test: Option<usize>,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -203,15 +270,23 @@ pub struct ImageSplitInfo {
     pub fingerprint: u64,
 }
 
-pub fn inspect(folder: &Path, format: Format) -> Result<ImageInspection, DataError> {
-    let (train, val) = open(folder, Some(format), SIZE)?;
-    let counts = train.counts().into_iter().zip(val.counts());
+/// The same with pictures that are read at this size.
+pub fn inspect(folder: &Path, format: Format, size: usize) -> Result<ImageInspection, DataError> {
+    let Sets { train, val, test } = open(folder, Some(format), size, VAL_SHARE)?;
+    let (learned, validated, tested) = (train.counts(), val.counts(), test.as_ref().map(ImageSet::counts));
     let info = |set: &ImageSet| ImageSplitInfo { pictures: set.len(), fingerprint: set.fingerprint() };
+    let class = |(i, name): (usize, &String)| ClassInfo {
+        name: name.clone(),
+        train: learned[i],
+        val: validated[i],
+        test: tested.as_ref().map(|counts| counts[i]),
+    };
     Ok(ImageInspection {
         format: format.name,
         size: train.size,
         train: info(&train),
         val: info(&val),
-        classes: train.classes.into_iter().zip(counts).map(|(name, (train, val))| ClassInfo { name, train, val }).collect(),
+        test: test.as_ref().map(info),
+        classes: train.classes.iter().enumerate().map(class).collect(),
     })
 }

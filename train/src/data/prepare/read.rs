@@ -13,6 +13,9 @@ use super::super::{DataError, Grammar, Split, hash, jsonl};
 use super::sink::Sink;
 use crate::input;
 
+/// From so many text files on, each is learned from or validated with as a whole; of fewer, the last part of each validates.
+const FILES: usize = 10;
+
 /// Bytes that are read at once.
 const PART: u64 = 1 << 20;
 
@@ -43,7 +46,7 @@ pub fn read_files(paths: &[PathBuf], field: &str, sink: &mut Sink) -> Result<(),
         let file = input::open(path).map_err(DataError::io("read", path))?;
         let length = file.metadata().map_err(DataError::io("read", path))?.len();
         let text = Text { path, file: &file, bar: &bar };
-        if paths.len() == 1 {
+        if paths.len() < FILES {
             let cut = tail(&file, length, sink.val_share()).map_err(DataError::io("read", path))?;
             text.read(0..cut, Some(Split::Train), sink)?;
             text.read(cut..length, Some(Split::Val), sink)?;

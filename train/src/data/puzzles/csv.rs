@@ -11,6 +11,10 @@ use super::sudoku::tokens;
 use super::{DataError, Pair, PuzzleSet, Size, Task, solve};
 use crate::input;
 
+/// Bytes of a line with a puzzle of 4 x 4 cells and its solution, and more than any line with the largest has.
+const SHORTEST: usize = 33;
+const LONGEST: usize = 1 << 16;
+
 /// Names that columns may have.
 const PUZZLES: [&str; 6] = ["puzzle", "puzzles", "quiz", "quizzes", "question", "questions"];
 const SOLUTIONS: [&str; 4] = ["solution", "solutions", "answer", "answers"];
@@ -46,7 +50,13 @@ fn lines<'a>(path: &Path, bytes: &'a [u8]) -> Result<(Numbered<'a>, Columns, Siz
     // Spreadsheets put a mark of UTF-8 before the first line.
     let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
     let lines = text.strip_suffix(b"\n").unwrap_or(text).split(|&byte| byte == b'\n');
-    let mut lines: Numbered = (1..).zip(lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line))).collect();
+    let numbered = (1..).zip(lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line)));
+    // The first line behind a header that no puzzle fits into ends the file: it is refused where it is read, and a file of empty lines stays small.
+    let mut ended = false;
+    let mut lines: Numbered = numbered.take_while(|(n, line)| !std::mem::replace(&mut ended, *n > 2 && line.len() < SHORTEST)).collect();
+    if let Some((number, line)) = lines.iter().find(|(_, line)| line.len() > LONGEST) {
+        return Err(error(path, *number, format!("it has {} bytes, and no puzzle has more than {LONGEST}", line.len())));
+    }
     let (columns, header) = Columns::find(lines[0].1, lines.get(1).map(|line| line.1)).map_err(|problem| error(path, 1, problem))?;
     if header {
         lines.remove(0);

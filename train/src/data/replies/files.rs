@@ -9,9 +9,11 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::super::chats::{self, Conversation, Layout, Message};
 use super::super::prepare::is_val;
-use super::super::{DataError, Order, Split, Tokenizer};
+use super::super::{DataError, Order, Split, Tokenizer, listed};
 use super::rows::{Fit, fit};
 use super::{Example, Learned, Rows, TooLong, Wording};
+use crate::memory;
+use crate::report::human_bytes;
 
 /// How files are read.
 #[derive(Debug, Clone)]
@@ -32,6 +34,10 @@ pub const FIELDS: [&str; 2] = ["prompt", "reply"];
 
 /// Conversations that are encoded at once, by all cores.
 const BATCH: usize = 1024;
+/// The same in bytes of their texts, for long ones.
+const BATCH_BYTES: usize = 64 << 20;
+/// No more rows are kept where so little memory is left.
+const LEAST_FREE: u64 = 64 << 20;
 
 /// How many conversations there are, how many examples were cut and skipped, and more that people are told.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -54,6 +60,7 @@ pub struct Files {
     prompts: Vec<Asking>,
     /// Which examples, and which prompts, are to learn from and which to validate with.
     splits: [[Vec<usize>; 2]; 2],
+    val_share: f64,
     fingerprint: u64,
 }
 
@@ -74,27 +81,25 @@ struct Told {
 }
 
 impl Files {
-    /// A file, or every file of a folder; those called val.jsonl, val-*.parquet and the like are then to validate with. All replies to a prompt
-    /// are on the same side.
-    pub fn read(path: &Path, how: &Read, wording: &dyn Wording, tokenizer: &Tokenizer) -> Result<Files, DataError> {
-        let files = Files::gather(path, how, wording, tokenizer)?;
+    /// Files, and every file of folders, as one set; where several are read, those called val.jsonl, val-*.parquet and the like are to validate with. All
+    /// replies to a prompt are on the same side.
+    pub fn read(paths: &[PathBuf], how: &Read, wording: &dyn Wording, tokenizer: &Tokenizer) -> Result<Files, DataError> {
+        let files = Files::gather(paths, how, wording, tokenizer)?;
         match files.lacks() {
-            Some(reason) => Err(DataError::Examples { path: path.to_owned(), reason }),
+            Some(reason) => Err(DataError::Examples { path: called(paths), reason }),
             None => Ok(files),
         }
     }
 
-    /// The same, though there may be nothing to learn from or to validate with.
-    pub fn gather(path: &Path, how: &Read, wording: &dyn Wording, tokenizer: &Tokenizer) -> Result<Files, DataError> {
-        if !(0.0..1.0).contains(&how.val_share) {
-            let need = "a share is at least 0 and below 1".into();
-            return Err(DataError::Setting { what: "data.val_share", value: how.val_share.to_string(), need });
-        }
-        let mut all = Gathered::new(how, wording, tokenizer, chats::list(path)?);
-        let layout = chats::each_conversation(path, layout(how.prompt, how.reply), &mut |row, conversation| all.add(row, conversation))?;
+    /// The same, though there may be nothing to learn from.
+    pub fn gather(paths: &[PathBuf], how: &Read, wording: &dyn Wording, tokenizer: &Tokenizer) -> Result<Files, DataError> {
+        check_share(how.val_share)?;
+        let mut all = Gathered::new(how, wording, tokenizer, chats::list(paths)?);
+        let files = all.paths.clone();
+        let layout = chats::each_conversation(&files, layout(how.prompt, how.reply), &mut |row, conversation| all.add(row, conversation))?;
         all.encode()?;
         if all.counts.chats == 0 {
-            return Err(DataError::Examples { path: path.to_owned(), reason: "holds no examples".into() });
+            return Err(DataError::Examples { path: called(paths), reason: "holds no examples".into() });
         }
         Ok(all.finish(layout))
     }
@@ -104,18 +109,23 @@ impl Files {
         let Counts { chats, skipped, nothing, .. } = self.counts;
         let skipped = if skipped > 0 { format!(", {skipped} of them skipped as too long") } else { String::new() };
         let nothing = if nothing > 0 { format!(", {nothing} without a turn to learn") } else { String::new() };
-        match self.splits.each_ref().map(|own| own[0].is_empty()) {
-            [true, _] => Some(format!("of {chats} lines{skipped}{nothing}, none is left to learn from")),
-            [_, true] => Some(format!(
-                "of {chats} lines{skipped}{nothing}, none is left to validate with (use data.val_share = 0.5 or so, more prompts, or a folder with a file val.jsonl)"
-            )),
-            _ => None,
-        }
+        self.splits[0][0].is_empty().then(|| format!("of {chats} lines{skipped}{nothing}, none is left to learn from"))
+    }
+
+    /// Why there is nothing to validate with, where that is so, and what would change it.
+    pub fn without_validation(&self) -> Option<String> {
+        self.splits[1][0].is_empty().then(|| match self.val_share {
+            0.0 => "data.val_share = 0".into(),
+            share => format!(
+                "data.val_share = {share} of {} prompts is none (--set data.val_share=0.5 takes half of them; or use more prompts, or a folder with a file val.jsonl)",
+                self.prompts.len()
+            ),
+        })
     }
 
     /// Refuses what `read` cannot read, without a tokenizer.
-    pub fn check(path: &Path, prompt: &str, reply: &str) -> Result<(), DataError> {
-        Ok(chats::each_conversation(path, layout(prompt, reply), &mut |_, _| Ok(())).map(drop)?)
+    pub fn check(paths: &[PathBuf], prompt: &str, reply: &str) -> Result<(), DataError> {
+        Ok(chats::each_conversation(paths, layout(prompt, reply), &mut |_, _| Ok(())).map(drop)?)
     }
 
     /// Examples of a split.
@@ -128,9 +138,24 @@ impl Files {
         &self.examples
     }
 
+    /// The same, to keep.
+    pub fn shared(&self) -> &Arc<Vec<Example>> {
+        &self.examples
+    }
+
+    /// Which of them are in a split.
+    pub fn chosen(&self, split: Split) -> &[usize] {
+        &self.splits[split as usize][0]
+    }
+
+    /// What the rows of some files are: as the names of the fields say, or their first row.
+    pub fn layout(files: &[PathBuf], prompt: &str, reply: &str) -> Result<Layout, DataError> {
+        Ok(layout(prompt, reply).map_or_else(|| chats::layout_of(files), Ok)?)
+    }
+
     /// A split in rows of `seq`, which is at least what the files were read with. Rows to validate with do not depend on the seed.
     pub fn rows(&self, split: Split, seq: usize, pack: bool, seed: u64, ignore: Vec<u32>) -> Result<Rows, DataError> {
-        let seed = if split == Split::Train { seed } else { 0 };
+        let seed = if engine::mutant!("validation-rows-by-the-seed", split == Split::Train, true) { seed } else { 0 };
         Rows::new(self.examples.clone(), &self.splits[split as usize][0], seq, pack, seed, ignore)
     }
 
@@ -169,6 +194,18 @@ impl Files {
     }
 }
 
+/// Some paths in a message.
+fn called(paths: &[PathBuf]) -> PathBuf {
+    listed(&paths.iter().map(|path| path.display()).collect::<Vec<_>>()).into()
+}
+
+/// Refuses what is no share of prompts.
+pub(in crate::data) fn check_share(share: f64) -> Result<(), DataError> {
+    let wrong =
+        || DataError::Setting { what: "data.val_share", value: share.to_string(), need: "a share is at least 0 and below 1".into() };
+    if (0.0..1.0).contains(&share) { Ok(()) } else { Err(wrong()) }
+}
+
 /// The layout that the names of the fields ask for; None: what a first row says.
 fn layout(prompt: &str, reply: &str) -> Option<Layout> {
     ([prompt, reply] != FIELDS).then(|| Layout::pair(prompt, reply))
@@ -180,10 +217,14 @@ struct Gathered<'a> {
     wording: &'a dyn Wording,
     tokenizer: &'a Tokenizer,
     paths: Vec<PathBuf>,
+    /// The file that the last conversation was of.
+    at: usize,
     counts: Counts,
     prompts: Prompts,
     /// Conversations that wait to be encoded.
     queue: Vec<Told>,
+    /// Bytes of text in the queue.
+    bytes: usize,
     examples: Vec<Example>,
     /// Of each example, its file and its prompt.
     from: Vec<(usize, usize)>,
@@ -194,21 +235,44 @@ struct Gathered<'a> {
 impl<'a> Gathered<'a> {
     fn new(how: &'a Read<'a>, wording: &'a dyn Wording, tokenizer: &'a Tokenizer, paths: Vec<PathBuf>) -> Self {
         let (counts, prompts) = (Counts::default(), Prompts::default());
-        Gathered { how, wording, tokenizer, paths, counts, prompts, queue: vec![], examples: vec![], from: vec![], has: [false; 2] }
+        Gathered {
+            how,
+            wording,
+            tokenizer,
+            paths,
+            at: 0,
+            counts,
+            prompts,
+            queue: vec![],
+            bytes: 0,
+            examples: vec![],
+            from: vec![],
+            has: [false; 2],
+        }
     }
 
     fn add(&mut self, row: &chats::Row, conversation: Conversation) -> Result<(), chats::ChatError> {
-        let file = self.paths.iter().position(|path| path == row.path).unwrap_or_default();
+        // Files are read one after another.
+        if self.paths.get(self.at).is_none_or(|path| path != row.path) {
+            self.at = self.paths.iter().position(|path| path == row.path).unwrap_or_default();
+        }
+        let file = self.at;
         self.has[usize::from(validates(row.path))] = true;
         self.counts.chats += 1;
         let prompt = self.prompts.number(&conversation);
+        self.bytes += conversation.messages.iter().map(|m| m.content.as_str().map_or(0, str::len)).sum::<usize>();
         self.queue.push(Told { file, unit: row.unit, number: row.number, prompt, conversation });
-        if self.queue.len() < BATCH { Ok(()) } else { self.encode() }
+        if self.queue.len() < BATCH && self.bytes < BATCH_BYTES { Ok(()) } else { self.encode() }
     }
 
     /// Encodes what waits, by all cores, and keeps the order.
     fn encode(&mut self) -> Result<(), chats::ChatError> {
         let queue = std::mem::take(&mut self.queue);
+        self.bytes = 0;
+        if let (Some(last), Some(free)) = (queue.last(), memory::host().filter(|free| *free < LEAST_FREE)) {
+            let problem = format!("memory has no room for more rows: {} are free (use fewer)", human_bytes(free));
+            return Err(chats::ChatError::Row { path: self.paths[last.file].clone(), unit: last.unit, number: last.number, problem });
+        }
         let encoded: Vec<_> = queue.par_iter().map(|told| self.fitted(told)).collect();
         for (told, fits) in queue.iter().zip(encoded) {
             let (fits, split) = fits.map_err(|problem| {
@@ -262,22 +326,28 @@ impl<'a> Gathered<'a> {
             }
         }
         let fingerprint = fingerprint(&self.examples, &splits);
-        let Gathered { counts, prompts, examples, .. } = self;
-        Files { counts, layout, examples: Arc::new(examples), prompts: prompts.all, splits, fingerprint }
+        let Gathered { how, counts, prompts, examples, .. } = self;
+        Files { counts, layout, examples: Arc::new(examples), prompts: prompts.all, splits, val_share: how.val_share, fingerprint }
     }
 }
 
 /// Whether a file is to validate with, by its name.
-fn validates(path: &Path) -> bool {
+pub(in crate::data) fn validates(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let stem = name.split('.').next().unwrap_or_default();
-    ["val", "validation"].iter().any(|own| stem.strip_prefix(own).is_some_and(|rest| rest.is_empty() || rest.starts_with('-')))
+    ["val", engine::mutant!("files-called-validation-are-learned", "validation", "val")]
+        .iter()
+        .any(|own| stem.strip_prefix(own).is_some_and(|rest| rest.is_empty() || rest.starts_with('-')))
 }
 
 fn fingerprint(examples: &[Example], splits: &[[Vec<usize>; 2]; 2]) -> u64 {
     let mut hash = Xxh3::new();
     for e in examples {
-        hash.update(&[e.tokens.len() as u64, e.head() as u64].map(u64::to_le_bytes).concat());
+        hash.update(
+            &[e.tokens.len() as u64, engine::mutant!("data-known-without-what-is-learned", e.head() as u64, 0)]
+                .map(u64::to_le_bytes)
+                .concat(),
+        );
         e.tokens.iter().for_each(|t| hash.update(&t.to_le_bytes()));
         // A prompt and its reply are told by their lengths.
         if e.learned.len() != 1 || e.learned[0].end != e.tokens.len() {

@@ -17,10 +17,11 @@ mod template;
 mod wording;
 
 pub use files::{Counts, FIELDS, Files, Read};
+pub(super) use files::{check_share, validates};
 pub use questions::Questions;
 pub use quiz::{Question, Quiz};
 pub use rows::{Example, Rows, TooLong, row};
-pub use template::Template;
+pub use template::{Template, named_turns, usual_turns};
 pub use wording::{Learned, Wording, Words};
 
 /// A prompt as a model is given it.

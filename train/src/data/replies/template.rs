@@ -6,9 +6,12 @@ const PROMPT: &str = "{prompt}";
 const REPLY: &str = "{reply}";
 const EOS: &str = "{eos}";
 
+/// The format of the generated questions.
+pub const QUESTIONS: &str = "kiln";
+
 /// Formats that are known by the special tokens of a tokenizer: the first whose tokens are all there.
 const FORMATS: &[(&str, &[&str], &str)] = &[
-    ("kiln", &["<|prompt|>", "<|reply|>", "<|end|>"], "<|prompt|>{prompt}<|reply|>{reply}<|end|>"),
+    (QUESTIONS, &["<|prompt|>", "<|reply|>", "<|end|>"], "<|prompt|>{prompt}<|reply|>{reply}<|end|>"),
     (
         "Llama-3",
         &["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
@@ -19,6 +22,49 @@ const FORMATS: &[(&str, &[&str], &str)] = &[
 
 /// Models that may think before they reply are told that they need not, as their own templates tell them.
 const QWEN3: &str = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n{reply}<|im_end|>";
+
+/// Chat templates by name, for models that have none of their own.
+const CHATML: &str = "chatml";
+const TURNS: &str = "turns";
+
+const CHATML_JINJA: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+const TURNS_JINJA: &str = "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}{% if message.role == 'assistant' %}{eos}{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}";
+
+/// The chat template that a model without one learns by: ChatML where its tokenizer has those tokens, or lines that begin with the role, where a token can
+/// end a reply.
+pub fn usual_turns(tokenizer: &Tokenizer) -> Option<&'static str> {
+    match (has(tokenizer, &["<|im_start|>", "<|im_end|>"]), tokenizer.eos()) {
+        (true, _) => Some(CHATML),
+        (false, Some(_)) => Some(TURNS),
+        (false, None) => None,
+    }
+}
+
+/// The Jinja text of a chat template that has a name; None: this is no such name.
+pub fn named_turns(name: &str, tokenizer: &Tokenizer) -> Result<Option<String>, DataError> {
+    let lacks = |token: &str| DataError::Setting {
+        what: "data.template",
+        value: name.into(),
+        need: format!("the tokenizer {} has no token {token}", tokenizer.name()),
+    };
+    match name {
+        CHATML => match ["<|im_start|>", "<|im_end|>"].into_iter().find(|token| !has(tokenizer, &[token])) {
+            Some(token) => Err(lacks(token)),
+            None => Ok(Some(CHATML_JINJA.into())),
+        },
+        TURNS => {
+            let end = tokenizer.decode(&[tokenizer.eos().ok_or_else(|| lacks("that ends a document"))?]);
+            // A string of Jinja has the escapes of JSON's.
+            Ok(Some(TURNS_JINJA.replace(EOS, &format!("{{{{ {} }}}}", serde_json::Value::from(end)))))
+        }
+        _ => Ok(None),
+    }
+}
+
+fn has(tokenizer: &Tokenizer, names: &[&str]) -> bool {
+    names.iter().all(|name| tokenizer.token(name).is_some())
+}
 
 /// Text with a place for the prompt, then one for the reply.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,9 +86,8 @@ impl Template {
 
     /// The one that fits a tokenizer, and the chat template of its model's folder where there is one.
     pub fn fitting(tokenizer: &Tokenizer, chat_template: Option<&str>) -> Result<Template, DataError> {
-        let has = |names: &[&str]| names.iter().all(|name| tokenizer.token(name).is_some());
-        let thinks = chat_template.is_some_and(|t| t.contains("enable_thinking")) && has(&["<think>", "</think>"]);
-        match FORMATS.iter().find(|format| has(format.1)) {
+        let thinks = chat_template.is_some_and(|t| t.contains("enable_thinking")) && has(tokenizer, &["<think>", "</think>"]);
+        match FORMATS.iter().find(|format| has(tokenizer, format.1)) {
             Some(("ChatML", ..)) if thinks => Template::named("Qwen3", QWEN3, tokenizer),
             Some((name, _, text)) => Template::named(name, text, tokenizer),
             None if tokenizer.eos().is_some() => Template::named("none", "{prompt}\n{reply}{eos}", tokenizer),
@@ -66,6 +111,19 @@ impl Template {
         };
         let fill = |part: &str| part.replace(EOS, &eos);
         Ok(Template { name: name.into(), before: fill(before), between: fill(between), after: fill(after) })
+    }
+
+    /// The same as a chat template in Jinja, for a model's folder. None: the tokenizer itself tells whoever reads it.
+    pub fn jinja(&self) -> Option<String> {
+        // A string of Jinja has the escapes of JSON's.
+        let [before, between, after] = [&self.before, &self.between, &self.after].map(|part| match part.is_empty() {
+            true => String::new(),
+            false => format!("{{{{ {} }}}}", serde_json::Value::from(part.as_str())),
+        });
+        let text = format!(
+            "{{% for message in messages %}}{{% if message.role == 'user' %}}{before}{{{{ message.content }}}}{between}{{% elif message.role == 'assistant' %}}{{{{ message.content }}}}{after}{{% else %}}{{{{ raise_exception('there are places for prompts and replies alone') }}}}{{% endif %}}{{% endfor %}}"
+        );
+        (self.name != QUESTIONS).then_some(text)
     }
 
     /// Everything before the reply: what a model is given to answer.

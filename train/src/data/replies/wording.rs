@@ -2,6 +2,7 @@
 
 use super::super::chats::{ChatTemplate, Conversation, Learn, Message, Way, encode};
 use super::super::{DataError, Tokenizer};
+use super::template::QUESTIONS;
 use super::{Example, Template};
 
 /// How conversations are put to a model.
@@ -34,6 +35,11 @@ impl Words {
             Words::Own { template, .. } => &template.from,
             Words::Pair { template, .. } => &template.name,
         }
+    }
+
+    /// Whether it is the format of the generated questions, whose tokenizer has it.
+    pub fn is_of_questions(&self) -> bool {
+        matches!(self, Words::Pair { template, .. } if template.name == QUESTIONS)
     }
 
     /// The token that a reply ends with, where it does.

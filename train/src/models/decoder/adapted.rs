@@ -72,7 +72,11 @@ impl Adapted {
         let names = |l: &Lora| format!("[{}]", l.targets.iter().map(|t| format!("\"{}\"", t.name())).collect::<Vec<_>>().join(", "));
         let pairs = [
             ("rank", theirs.rank.to_string(), ours.rank.to_string()),
-            ("alpha", theirs.alpha.to_string(), ours.alpha.to_string()),
+            (
+                "alpha",
+                engine::mutant!("adapters-of-another-alpha", theirs.alpha.to_string(), ours.alpha.to_string()),
+                ours.alpha.to_string(),
+            ),
             ("targets", names(theirs), names(ours)),
         ];
         if let Some((key, theirs, ours)) = pairs.iter().find(|(_, theirs, ours)| theirs != ours) {

@@ -1,12 +1,17 @@
 //! A run's adapters for other programs: in PEFT's layout, or merged into their base as a model's folder.
 
 use super::Adapted;
+use super::RepliesConfig;
+use super::lessons::{own_tokenizer, quiz_template};
 use crate::checkpoint::{Checkpoint, Loaded};
 use crate::config::Config;
 use crate::data::Tokenizer;
+use crate::data::chats::TEMPLATE;
+use crate::data::replies::Quiz;
 use crate::models::folder::write_json;
 use crate::models::{
-    CARD, GENERATION, Lora, ModelError, Shape, Target, Weight, card, new_folder, prune_numbers, write_adapter, write_weights,
+    CACHED, CARD, GENERATION, Lora, ModelError, Shape, Target, Weight, base_name, card, new_folder, prune_numbers, write_adapter,
+    write_weights,
 };
 use crate::recipe::{Exporting, Parts, TrainError};
 use crate::text::TOKENIZER;
@@ -46,7 +51,10 @@ pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), T
     match &model.lora {
         Some(lora) if !whole => {
             let tensors = lora.tensors(&model.shape).into_iter().map(|(name, shape)| trained.get(&name, &shape));
-            let base = model.folder.as_ref().map_or(String::new(), |f| f.path.display().to_string());
+            let base = model.folder.as_ref().map_or(String::new(), |f| base_name(&f.path));
+            if base.starts_with(CACHED) {
+                crate::warn!("note: the base of these adapters is in kiln's cache alone, as {base}: --merge writes both as one model");
+            }
             write_adapter(staged.dir(), lora, &model.shape, &base, tensors.collect::<Result<_, _>>()?)?;
         }
         lora => {
@@ -56,7 +64,13 @@ pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), T
             };
             write_weights(staged.dir(), &weights, how.shard)?;
             match &model.folder {
-                Some(folder) => folder.copy_rest(staged.dir())?,
+                Some(folder) => {
+                    folder.copy_rest(staged.dir())?;
+                    // Whose tokens are bytes without any file that says so.
+                    if folder.tokenizer()?.is_none() {
+                        write_tokenizer(&model.shape, &Tokenizer::byte_json(), staged.dir())?;
+                    }
+                }
                 None => write_rest(model, found, staged.dir())?,
             }
             if !staged.dir().join(GENERATION).exists() {
@@ -64,6 +78,7 @@ pub fn export(model: &Adapted, config: &Config, how: &Exporting) -> Result<(), T
             }
         }
     }
+    write_template(model, config, how.found, staged.dir())?;
     write_text(&staged.dir().join(CARD), card.as_bytes())?;
     Ok(staged.finish().map_err(ModelError::io("rename a folder to", out))?)
 }
@@ -86,6 +101,35 @@ fn recorded(model: &Adapted) -> Graph {
     r.finish()
 }
 
+/// The chat template that prompts were learned by, where it is not the base's own: without it that, or none, would put prompts to the model.
+fn write_template(model: &Adapted, config: &Config, found: &Checkpoint, dir: &Path) -> Result<(), TrainError> {
+    let data: RepliesConfig = config.section("data")?;
+    let (folder, is_text) = (model.folder.as_deref(), found.meta["identity"]["plain"] == true);
+    let has_own = || Ok::<_, ModelError>(folder.map_or(Ok(None), |folder| folder.chat_template())?.is_some());
+    if is_text || data.template.is_empty() && (!data.path.is_empty() || has_own()?) {
+        return Ok(());
+    }
+    let path = dir.join(TEMPLATE);
+    // The run may be somebody else's, and a link in it lead to what is not to be handed on.
+    if Path::new(&data.template).is_symlink() {
+        crate::warn!("note: the chat template is not exported, because {} is a link", data.template);
+        return Ok(());
+    }
+    let tokenizer = own_tokenizer(folder)?;
+    let text = match data.jinja(&tokenizer)? {
+        Some((text, _)) => Some(text),
+        None => quiz_template(&data.template, &tokenizer, folder)?.jinja(),
+    };
+    if let Some(text) = text {
+        // That of the base was copied.
+        if path.exists() {
+            std::fs::remove_file(&path).map_err(ModelError::io("replace", &path))?;
+        }
+        write_text(&path, text.as_bytes())?;
+    }
+    Ok(())
+}
+
 fn write_text(path: &Path, bytes: &[u8]) -> Result<(), ModelError> {
     crate::files::write_new(path, bytes).map_err(ModelError::io("write", path))
 }
@@ -93,17 +137,25 @@ fn write_text(path: &Path, bytes: &[u8]) -> Result<(), ModelError> {
 /// What a model that was drawn at random has beside its weights: its config, and the tokenizer of its data where that is a file.
 fn write_rest(model: &Adapted, found: &Checkpoint, dir: &Path) -> Result<(), TrainError> {
     model.shape.write(dir)?;
-    if found.has(TOKENIZER) {
-        let json = found.bytes(TOKENIZER)?;
-        let tokenizer = Tokenizer::from_json(&found.path.join(TOKENIZER), &json)?;
-        write_text(&dir.join(TOKENIZER), &json)?;
-        let end = tokenizer.eos().map(|id| tokenizer.decode(&[id]));
-        write_json(
-            &dir.join("tokenizer_config.json"),
-            &json!({ "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": model.shape.context }),
-        )?;
-    }
-    Ok(())
+    // Generated questions have a tokenizer of their own, which no checkpoint needs to keep.
+    let quiz = Quiz::get().tokenizer()?;
+    let is = |tokenizer: &Tokenizer| found.meta["identity"]["tokenizer"].as_str() == Some(&*format!("{:016x}", tokenizer.fingerprint()));
+    let json = match found.has(TOKENIZER) {
+        true => Some(found.bytes(TOKENIZER)?),
+        false if is(&Tokenizer::Byte) => Some(Tokenizer::byte_json()),
+        false => quiz.json().filter(|_| is(&quiz)).map(<[u8]>::to_vec),
+    };
+    json.map_or(Ok(()), |json| write_tokenizer(&model.shape, &json, dir))
+}
+
+/// A tokenizer.json, and what transformers wants to be told beside it.
+fn write_tokenizer(shape: &Shape, json: &[u8], dir: &Path) -> Result<(), TrainError> {
+    let path = dir.join(TOKENIZER);
+    let tokenizer = Tokenizer::from_json(&path, json)?;
+    write_text(&path, json)?;
+    let end = tokenizer.eos().map(|id| tokenizer.decode(&[id]));
+    let table = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": shape.context, "clean_up_tokenization_spaces": false });
+    Ok(write_json(&dir.join("tokenizer_config.json"), &table)?)
 }
 
 /// For a folder without one: where it ends what it writes. Without this file transformers takes the numbers of the family's first model.
@@ -117,7 +169,8 @@ fn generation(dir: &Path) -> Result<serde_json::Value, TrainError> {
 fn all(model: &Adapted, trained: &Trained) -> Result<Vec<Weight>, TrainError> {
     let weight = |(ours, theirs, shape): (String, String, Vec<usize>)| {
         let (_, bytes) = trained.get(&ours, &shape)?;
-        let dtype = model.folder.as_ref().map_or(Ok(DType::F32), |f| f.dtype(&theirs))?;
+        let own = model.folder.as_ref().map_or(Ok(DType::F32), |f| f.dtype(&theirs))?;
+        let dtype = engine::mutant!("fine-tuned-weights-in-f32", own, DType::F32);
         let bytes = if dtype == DType::F32 { bytes } else { converted(&bytes, DType::F32, dtype).bytes().to_vec() };
         Ok(Weight { name: theirs, meta: Meta::new(&shape, dtype), bytes })
     };

@@ -6,9 +6,12 @@
 //! | `adapted.rs` | a base and the adapters on it |
 //! | `learner.rs` | the model as a task trains it |
 //! | `lessons.rs` | what it learns: conversations, prompts and replies, or plain text |
+//! | `replies_config.rs` | the settings of that |
 //! | `pretrain.rs` | a base of one's own, where no folder is named |
+//! | `tuning.rs` | the settings that a base is fine-tuned with, where nothing else is said |
 //! | `writer.rs` | replies to many prompts at once, on the device |
 //! | `chat.rs` | replies to one prompt or in a conversation, as they are written |
+//! | `many.rs` | replies to many prompts, several at a time |
 //! | `export.rs` | adapters for PEFT, merged models for transformers |
 //!
 //! What the numbers are is said by reference/polychromic.py; names of parameters are the same there.
@@ -18,15 +21,21 @@ mod chat;
 mod export;
 mod learner;
 mod lessons;
+mod many;
 mod pretrain;
+mod replies_config;
+mod tuning;
 mod writer;
 
 pub use adapted::Adapted;
 pub use chat::{Chat, Said, Talk};
 pub use export::export;
 pub use learner::DecoderModel;
-pub use lessons::{Lessons, RepliesConfig};
-pub use pretrain::Pretraining;
+pub use lessons::Lessons;
+pub use pretrain::{Pretraining, cached_base, cached_is_whole, is_cached};
+pub use replies_config::RepliesConfig;
+pub(crate) use replies_config::is_plain;
+pub use tuning::{longest_row, row, tuning};
 pub use writer::{READ, WRITE, WRITES, Writer, Writing, Written, made_up};
 
 use crate::models::{Folder, Lora, Mlp, ModelError, Norm, Positions, Shape, Target};
@@ -296,7 +305,10 @@ impl<'g> Decoder<'_, 'g> {
         Some(r.typed(|| {
             let last = r.constant(&[1, keys], (0..keys).map(|j| (j + window - 1) as f32).collect());
             match until {
-                Some(until) => until.cast(DType::F32).min(last).cast(DType::I32),
+                Some(until) => {
+                    let until = until.cast(DType::F32);
+                    engine::mutant!("packed-rows-without-the-window", until.min(last), until).cast(DType::I32)
+                }
                 None => last.expand(&[rows, keys]).cast(DType::I32),
             }
         }))

@@ -5,13 +5,15 @@ use crate::config::TrainConfig;
 use crate::data::replies::{Questions, Quiz, Template, TooLong};
 use crate::data::{Source, Split};
 use crate::files;
-use crate::models::{ModelError, Shape, Weight, new_folder, write_weights};
+use crate::models::{ModelError, Shape, Weight, new_folder, write_json, write_weights};
 use crate::optim::schedule::rate;
 use crate::recipe::{Feeds, Model, Session, Supervised, Task, TrainError};
+use crate::report::human_bytes;
 use crate::report::human_time;
 use crate::say;
 use engine::{DType, Device, Recorder, Switches, Var};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -102,25 +104,36 @@ impl Pretraining {
     pub fn path(&self) -> PathBuf {
         let texts: Vec<String> = (0..64).map(|i| Quiz::get().draw(SEED, i)).map(|q| format!("{} {:?}", q.prompt, q.replies())).collect();
         let settings = serde_json::to_value(settings(self.steps)).expect("plain values");
-        let made_from = format!("1 {:?} {} {settings} {texts:?} {}", self.shape, self.seq, Quiz::get().tokenizer_json());
-        crate::gpu::cache().join("bases").join(format!("{:016x}", xxh3_64(made_from.as_bytes())))
+        let made_from = format!("2 {:?} {} {settings} {texts:?} {}", self.shape, self.seq, Quiz::get().tokenizer_json());
+        cached_base(xxh3_64(made_from.as_bytes()))
+    }
+
+    /// Where the base is, if it has been trained: whole, or an error that says how to have it made again.
+    pub fn found(&self) -> Result<Option<PathBuf>, TrainError> {
+        let path = self.path();
+        if !path.exists() {
+            return Ok(None);
+        }
+        is_whole(&path).map_err(TrainError::Other)?;
+        Ok(Some(path))
     }
 
     /// Trains the base, unless it is in the cache. What is stopped leaves nothing there.
     pub fn make(&self, device: &Device, stop: &AtomicBool) -> Result<(), TrainError> {
-        let path = self.path();
-        if path.exists() {
+        if let Some(path) = self.found()? {
             say!("base {} (trained here before)", path.display());
             return Ok(());
         }
+        let path = self.path();
         let (started, train) = (Instant::now(), settings(self.steps));
         say!("no model.base: training one on generated questions first, {} steps (once: it is kept in {})", train.steps, path.display());
         let staged = new_folder(&path)?;
         let mut task = Supervised::new(Pretrained::new(self.shape.clone(), self.seq)?, train.clone(), SEED);
         let mut s = crate::run::load_with(&task, &Switches::default(), SEED, device).map_err(|e| match e {
             TrainError::Memory { needs, free, .. } => TrainError::Other(format!(
-                "training a base first (model.base is empty, model.pretrain = {}) needs {needs} of memory, and {free} are free: lower model.seq or the model's sizes, or name a model's folder with model.base",
-                train.steps
+                "training a base first (model.base is empty, model.pretrain = {}) needs {needs} of memory, and {} are free: lower model.seq or the model's sizes, or name a model's folder with model.base",
+                train.steps,
+                human_bytes(free)
             )),
             e => e,
         })?;
@@ -137,12 +150,15 @@ impl Pretraining {
                 let report = task.report(&s)?.finish()?;
                 let loss = report.values[0].1;
                 if !loss.is_finite() {
-                    return Err(TrainError::NotFinite(report.skipped_in_row, step + 1));
+                    return Err(TrainError::Other(format!("training a base first failed: its loss is {loss} at step {}", step + 1)));
                 }
                 say!("base: step {}/{}  loss {loss:.4}", step + 1, train.steps);
             }
         }
         let loss = task.evaluate(&mut s)?.values[0].1;
+        if !loss.is_finite() {
+            return Err(TrainError::Other(format!("training a base first failed: its validation loss is {loss}")));
+        }
         write(staged.dir(), &task.model, &s)?;
         match staged.finish() {
             // Another process was quicker.
@@ -152,6 +168,52 @@ impl Pretraining {
         say!("base trained in {}, validation loss {loss:.4}", human_time(started.elapsed()));
         Ok(())
     }
+}
+
+/// The checksums of a base's files, by name, in a file beside them.
+const SUMS: &str = "checksums.json";
+
+/// A base in the cache.
+pub fn cached_base(hash: u64) -> PathBuf {
+    crate::gpu::cache().join("bases").join(format!("{hash:016x}"))
+}
+
+/// Whether a folder lies in the cache of bases, by whatever name.
+pub fn is_cached(path: &Path) -> bool {
+    let bases = crate::gpu::known_cache().and_then(|cache| cache.join("bases").canonicalize().ok());
+    bases.zip(path.canonicalize().ok()).is_some_and(|(bases, path)| path.parent() == Some(&bases))
+}
+
+/// Refuses a damaged base of the cache, whoever names it: an adapter, a setting, the command line. Other folders are nobody's copies.
+pub fn cached_is_whole(path: &Path) -> Result<(), ModelError> {
+    let is_known = engine::mutant!("a-base-that-is-named-is-not-checked", is_cached(path), false);
+    if is_known { is_whole(path).map_err(ModelError::Cached) } else { Ok(()) }
+}
+
+fn is_whole(path: &Path) -> Result<(), String> {
+    // Where it really is: removing a link to it would change nothing.
+    let path = &path.canonicalize().unwrap_or_else(|_| path.into());
+    let damaged = |name: &str| {
+        let (file, path) = (path.join(name), path.display());
+        format!(
+            "{} of the base that was trained here is damaged: delete its folder, and it is trained again (rm -r {path})",
+            file.display()
+        )
+    };
+    let sums = files_of(path, &path.join(SUMS)).ok_or_else(|| damaged(SUMS))?;
+    sums.into_iter().find(|(name, sum)| checksum(&path.join(name)) != Some(*sum)).map_or(Ok(()), |(name, _)| Err(damaged(&name)))
+}
+
+fn checksum(path: &Path) -> Option<u64> {
+    Some(xxh3_64(&crate::input::read(path).ok()?))
+}
+
+/// What a base has, and should have; none where that cannot be read.
+fn files_of(dir: &Path, sums: &Path) -> Option<BTreeMap<String, u64>> {
+    let found: BTreeMap<String, u64> = serde_json::from_slice(&crate::input::read(sums).ok()?).ok()?;
+    let is_there = |name: &str| found.contains_key(name) || !dir.join(name).exists();
+    (found.contains_key("config.json") && ["model.safetensors", "tokenizer.json", "tokenizer_config.json"].into_iter().all(is_there))
+        .then_some(found)
 }
 
 /// A model's folder, as transformers reads it.
@@ -177,5 +239,14 @@ fn write(dir: &Path, model: &Pretrained, s: &Session) -> Result<(), TrainError> 
         let path = dir.join(name);
         files::write_new(&path, text.as_bytes()).map_err(ModelError::io("write", &path))?;
     }
+    let mut sums = BTreeMap::new();
+    for entry in std::fs::read_dir(dir).map_err(ModelError::io("list", dir))? {
+        let name = entry.map_err(ModelError::io("list", dir))?.file_name().to_string_lossy().into_owned();
+        if !name.starts_with('.') {
+            let path = dir.join(&name);
+            sums.insert(name, xxh3_64(&crate::input::read(&path).map_err(ModelError::io("read", &path))?));
+        }
+    }
+    write_json(&dir.join(SUMS), &json!(sums))?;
     Ok(())
 }

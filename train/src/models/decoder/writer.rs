@@ -98,7 +98,8 @@ impl Writer {
         let feed = |name: &str| r.feed(&format!("prompt_{name}"), &[self.prompts, self.time], DType::I32);
         let places = Places { position: feed("position"), until: feed("until") };
         let start = r.typed(|| r.zeros(&[1]).cast(DType::I32));
-        let until = d.windowed(Some(places.until), self.prompts, self.time).expect("prompts have it");
+        let until = d.windowed(Some(places.until), self.prompts, self.time);
+        let until = engine::mutant!("prompts-without-the-window", until, Some(places.until)).expect("prompts have it");
         let attend = |at: &str, q: Var<'g>, k: Var<'g>, v: Var<'g>| {
             let caches = self.caches(d, at);
             let (keys, values) = cache_write(caches, start, k, v);
@@ -137,7 +138,7 @@ impl Writer {
         let (tokens, before) = (self.state(r, "tokens", &[rows, self.new_tokens]), self.state(r, "before", &[rows, 1]));
         let wide = |x: Var<'g>| x.cast(DType::F32);
         let position = r.typed(|| (wide(past) - wide(before)).cast(DType::I32));
-        let seen = d.windowed(Some(until), rows, self.capacity());
+        let seen = engine::mutant!("replies-without-the-window", d.windowed(Some(until), rows, self.capacity()), Some(until));
         let attend = |at: &str, q: Var<'g>, k: Var<'g>, v: Var<'g>| {
             let caches = self.caches(d, at);
             let (y, (keys, values)) = decode_attention(q, k, v, caches, past, seen, d.scale());
@@ -266,13 +267,16 @@ impl Writing {
         Writing { writer, model, adapters, seed }
     }
 
-    pub fn load(&self, s: &mut Session) -> Result<(), TrainError> {
-        for (name, graph) in self.writer.graphs(|r| {
+    pub fn graphs(&self) -> Vec<(&'static str, Graph)> {
+        let graphs = self.writer.graphs(|r| {
             let d = self.model.decoder(r, None);
             Decoder { lora: d.lora.filter(|_| self.adapters), ..d }
-        }) {
-            s.load(name, graph)?;
-        }
+        });
+        graphs.into_iter().collect()
+    }
+
+    pub fn load(&self, s: &mut Session) -> Result<(), TrainError> {
+        s.load_phase(self.graphs())?;
         self.model.load(s)
     }
 

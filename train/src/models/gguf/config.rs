@@ -83,12 +83,12 @@ impl Config {
             put("attention.layer_norm_epsilon", Meta::F32(self.norm_eps as f32));
             return;
         }
-        put("attention.head_count_kv", whole(self.kv_heads));
+        put("attention.head_count_kv", whole(engine::mutant!("gguf-key-heads-are-heads", self.kv_heads, self.heads)));
         put("attention.key_length", whole(self.head_dim));
         put("attention.value_length", whole(self.head_dim));
         put("attention.layer_norm_rms_epsilon", Meta::F32(self.norm_eps as f32));
         put("rope.dimension_count", whole(self.head_dim));
-        put("rope.freq_base", Meta::F32(self.rope_theta as f32));
+        put(engine::mutant!("gguf-without-rope-base", "rope.freq_base", "rope.base"), Meta::F32(self.rope_theta as f32));
         if let RopeScaling::Linear { factor } = self.rope_scaling {
             put("rope.scaling.type", Meta::text("linear"));
             put("rope.scaling.factor", Meta::F32(factor as f32));

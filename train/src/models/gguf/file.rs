@@ -89,6 +89,12 @@ impl Header {
         self.pairs.iter().find(|(k, _)| k == key).map(|(_, v)| v)
     }
 
+    /// Keys that begin with this, and their values, in their order.
+    #[cfg(test)]
+    pub fn below(&self, prefix: &str) -> Vec<(&str, &Meta)> {
+        self.pairs.iter().filter_map(|(k, v)| Some((k.strip_prefix(prefix)?, v))).collect()
+    }
+
     /// Behind the tensors that were added before it.
     pub fn add_tensor(&mut self, name: &str, shape: &[usize], kind: Type) {
         let offset = self.data_size();

@@ -1,28 +1,26 @@
 //! A model's folder as a GGUF file.
 
 use super::{GgufError, Model, Plan, Table, Tokenizer, Type};
-use crate::data;
-use crate::models::{Folder, ModelError, read_table};
+use crate::models::{Contents, Folder, ModelError};
 use engine::DType;
 use engine::cpu::converted;
 use std::path::Path;
 
 /// What kiln's byte tokenizer ends a document with.
-const BYTE_END: u32 = 0;
+pub(super) const BYTE_END: u32 = 0;
 
 /// Writes `out`, and returns what the format or llama.cpp cannot express. Weights are read one at a time.
 pub fn convert(folder: &Folder, out: &Path, kind: Type) -> Result<Vec<String>, ModelError> {
-    let table = |name: &str| -> Result<Option<Table>, ModelError> {
-        let path = folder.path.join(name);
-        path.exists().then(|| read_table(&path)).transpose()
-    };
-    let config = read_table(&folder.path.join("config.json"))?;
-    let (json, tokens, generation) = (table("tokenizer.json")?, table("tokenizer_config.json")?, table("generation_config.json")?);
-    let template = folder.chat_template()?;
-    let end = match folder.tokenizer() {
-        Some(path) => data::Tokenizer::from_spec(&path.display().to_string())?.eos(),
-        None => Some(BYTE_END),
-    };
+    // What is written into the file is read without following a link out of the folder: it could lead to a key of whoever exports.
+    let own = Contents::open(&folder.path)?;
+    own.check()?;
+    let config = own.table("config.json")?.ok_or_else(|| ModelError::bad(&folder.path, "has no config.json any more"))?;
+    let (tokens, generation) = (own.table("tokenizer_config.json")?, own.table("generation_config.json")?);
+    let template = own.chat_template()?;
+    let own = folder.tokenizer()?;
+    let end = own.as_ref().map_or(Some(BYTE_END), |own| own.eos());
+    let bad = |e: serde_json::Error| ModelError::bad(&folder.path, format!("its tokenizer.json is no table: {e}"));
+    let json: Option<Table> = own.as_ref().and_then(|own| own.json()).map(|text| serde_json::from_slice(text).map_err(bad)).transpose()?;
     let weights: Vec<(String, Vec<usize>)> = folder.shape.weights().into_iter().map(|(_, theirs, shape)| (theirs, shape)).collect();
     let model = Model {
         name: out.file_stem().and_then(|n| n.to_str()).unwrap_or("model"),

@@ -78,7 +78,7 @@ pub fn plan(config: &Config, weights: &[(String, Vec<usize>)], kind: Type) -> Re
     if let Some(extra) = given.keys().find(|name| !known.contains(*name) && !silent(name)) {
         return Err(GgufError::weight(extra, format!("is not known in llama.cpp's architecture '{}'", config.arch)));
     }
-    if let Some(factors) = config.rope_factors() {
+    if let Some(factors) = engine::mutant!("gguf-without-rope-factors", config.rope_factors(), None) {
         let (ours, shape) = ("rope_freqs.weight".into(), vec![factors.len()]);
         tensors.push(Tensor { ours, shape, kind: Type::F32, fell_back: false, source: Source::Computed(factors) });
     }

@@ -1,4 +1,4 @@
-//! What can be checked without llama.cpp; `peers/check_gguf.py` has the rest.
+//! What can be checked without llama.cpp; `peers/gguf_check.py` has the rest.
 
 use super::file::Meta;
 use super::*;
@@ -175,6 +175,87 @@ fn a_file_begins_as_the_format_says() {
     assert_eq!(&file[at..at + 24], dims);
 }
 
+/// Every key that llama.cpp reads of each architecture; no two sizes are the same.
+#[test]
+fn the_header_says_all_that_the_architecture_is() {
+    let described = |config: Value| {
+        let (mut header, mut notes) = (Header::default(), vec![]);
+        let config = Config::parse(&table(config)).unwrap();
+        config.describe(&mut header, &mut notes);
+        assert!(notes.is_empty(), "{notes:?}");
+        header.below(&format!("{}.", config.arch)).into_iter().map(|(k, v)| (k.to_string(), v.clone())).collect::<Vec<_>>()
+    };
+    let whole = |key: &str, n: u32| (key.to_string(), Meta::U32(n));
+    let number = |key: &str, x: f32| (key.to_string(), Meta::F32(x));
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 17, "rms_norm_eps": 2e-5,
+        "max_position_embeddings": 96, "rope_theta": 1234.5,
+    });
+    let llama = vec![
+        whole("block_count", 3),
+        whole("context_length", 96),
+        whole("embedding_length", 12),
+        whole("feed_forward_length", 17),
+        whole("attention.head_count", 4),
+        whole("vocab_size", 11),
+        whole("attention.head_count_kv", 2),
+        whole("attention.key_length", 10),
+        whole("attention.value_length", 10),
+        number("attention.layer_norm_rms_epsilon", 2e-5),
+        whole("rope.dimension_count", 10),
+        number("rope.freq_base", 1234.5),
+    ];
+    assert_eq!(described(config.clone()), llama);
+    let linear = [("rope.scaling.type".to_string(), Meta::text("linear")), number("rope.scaling.factor", 2.5)];
+    let scaled = set(config, "/rope_scaling", json!({ "rope_type": "linear", "factor": 2.5 }));
+    assert_eq!(described(scaled), [&llama[..], &linear].concat());
+    let config = json!({
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 11, "n_embd": 12, "n_layer": 3, "n_head": 4,
+        "n_positions": 96, "layer_norm_epsilon": 2e-5,
+    });
+    let gpt2 = [
+        whole("block_count", 3),
+        whole("context_length", 96),
+        whole("embedding_length", 12),
+        whole("feed_forward_length", 48),
+        whole("attention.head_count", 4),
+        whole("vocab_size", 11),
+        number("attention.layer_norm_epsilon", 2e-5),
+    ];
+    assert_eq!(described(config.clone()), gpt2);
+    assert_eq!(described(set(config, "/n_inner", json!(19)))[3], whole("feed_forward_length", 19));
+}
+
+/// ggml's numbers: enum ggml_type and enum llama_ftype.
+#[test]
+fn types_have_ggmls_numbers() {
+    assert_eq!(Type::ALL.map(Type::name), ["f32", "f16", "bf16", "q8_0", "q4_0"]);
+    assert_eq!(Type::ALL.map(Type::number), [0, 1, 30, 8, 2]);
+    assert_eq!(Type::ALL.map(Type::file_type), [0, 1, 32, 7, 2]);
+    let plan = case(llama(), byte_level()).plan(&llama_weights(), Type::Bf16).unwrap();
+    assert_eq!(plan.header.get("general.file_type"), Some(&Meta::U32(32)));
+    // A matrix is what was asked for, a norm is not; both say so behind their dimensions.
+    let file = written(&plan);
+    let type_of = |name: &str, dims: usize| {
+        let at = file.windows(name.len()).position(|w| w == name.as_bytes()).unwrap() + name.len() + 4 + 8 * dims;
+        u32::from_le_bytes(file[at..at + 4].try_into().unwrap())
+    };
+    assert_eq!((type_of("blk.0.ffn_gate.weight", 2), type_of("blk.0.attn_norm.weight", 1)), (30, 0));
+}
+
+/// 1 + 1 / 256 is half way between two numbers of bf16, and so is 1 + 3 / 256: to even, down and up.
+#[test]
+fn bf16_is_rounded_to_the_nearest() {
+    let bytes = |x: f32| {
+        let mut out = vec![];
+        Type::Bf16.encode(&[x], &mut out).unwrap();
+        out
+    };
+    assert_eq!((bytes(1.0 + 1.0 / 256.0), bytes(1.0 + 3.0 / 256.0)), (vec![0x80, 0x3f], vec![0x82, 0x3f]));
+    assert_eq!((bytes(1.004), bytes(-1.004), bytes(1.003)), (vec![0x81, 0x3f], vec![0x81, 0xbf], vec![0x80, 0x3f]));
+}
+
 /// Worked out by hand: heads of 4 rows; a pair is a head's rows 0 and 2, then 1 and 3.
 #[test]
 fn rows_that_rope_rotates_together_lie_together_in_llama() {
@@ -277,6 +358,14 @@ fn llama3_divides_low_frequencies() {
     let kept = (64.0 * 0.1 / std::f64::consts::TAU - 1.0) / 3.0;
     let expected = [1.0, 1.0 / ((1.0 - kept) / 8.0 + kept), 8.0, 8.0];
     assert!(factors.iter().zip(expected).all(|(a, b)| (*a as f64 - b).abs() < 1e-5), "{factors:?} {expected:?}");
+    // They are a tensor of the file, which has the chat template beside it.
+    let config = set(llama(), "/rope_scaling", scaling.clone());
+    let plan = case(config.clone(), byte_level()).plan(&llama_weights(), Type::F32).unwrap();
+    let own = Config::parse(&table(config)).unwrap().rope_factors().unwrap();
+    assert_eq!(numbers(&plan, &written(&plan), "rope_freqs.weight"), own);
+    assert_eq!(plan.header.get("tokenizer.chat_template"), Some(&Meta::text("{{ messages }}")));
+    let plain = case(llama(), byte_level()).plan(&llama_weights(), Type::F32).unwrap();
+    assert!(plain.tensors.iter().all(|t| t.ours != "rope_freqs.weight"));
     let mut qwen = set(set(llama(), "/rope_scaling", scaling), "/model_type", json!("qwen2"));
     qwen["architectures"] = json!(["Qwen2ForCausalLM"]);
     assert!(Config::parse(&table(qwen)).unwrap_err().to_string().contains("'qwen2' cannot do"));

@@ -1,6 +1,7 @@
 //! The tokenizer's keys: its vocabulary, which ids begin, end and fill a sequence, and what is added to a text.
 
 use super::file::{Header, Meta};
+use super::folder::BYTE_END;
 use super::vocabulary::Vocabulary;
 use super::{GgufError, Model, Table};
 use crate::data::special;
@@ -74,7 +75,7 @@ pub fn describe(model: &Model, rows: usize, header: &mut Header, notes: &mut Vec
     put("add_bos_token", Meta::Bool(first.is_some()));
     put("add_eos_token", Meta::Bool(last.is_some()));
     if let Some(template) = model.chat_template {
-        header.put("tokenizer.chat_template", Meta::text(template));
+        header.put(engine::mutant!("gguf-without-chat-template", "tokenizer.chat_template", "tokenizer.template"), Meta::text(template));
     }
     Ok(())
 }
@@ -106,12 +107,13 @@ impl<'a> Named<'a> {
     fn new(model: &'a Model<'a>, vocabulary: &'a Vocabulary, notes: &mut Vec<String>) -> Result<Named<'a>, GgufError> {
         let added = match model.tokenizer {
             Tokenizer::Json(json) => added_tokens(json),
-            Tokenizer::Bytes => BTreeMap::new(),
+            Tokenizer::Bytes => BTreeMap::from([(BYTE_END, "\0".into())]),
         };
         let tables = [model.generation_config, model.tokenizer_config, Some(model.config)];
         let mut passed_over = vec![];
         let mut all = |role: &'static str| -> Result<Vec<u32>, GgufError> {
-            let tokens = special::named(&added, tables, role, &mut passed_over).map_err(|(file, problem)| GgufError::bad(file, problem))?;
+            let tokens =
+                special::by_files(&added, tables, role, &mut passed_over).map_err(|(file, problem)| GgufError::bad(file, problem))?;
             Ok(tokens.into_iter().map(|token| token.id).collect())
         };
         let (bos, mut ends, pad) = (all("bos")?.first().copied(), all("eos")?, all("pad")?.first().copied());

@@ -37,7 +37,7 @@ impl Type {
         match self {
             Type::F32 => 0,
             Type::F16 => 1,
-            Type::Bf16 => 30,
+            Type::Bf16 => engine::mutant!("gguf-bf16-by-another-number", 30, 31),
             Type::Q8_0 => 8,
             Type::Q4_0 => 2,
         }
@@ -49,7 +49,7 @@ impl Type {
             Type::F32 => 0,
             Type::F16 => 1,
             Type::Bf16 => 32,
-            Type::Q8_0 => 7,
+            Type::Q8_0 => engine::mutant!("gguf-q8-says-it-is-q4", 7, 2),
             Type::Q4_0 => 2,
         }
     }
@@ -81,7 +81,11 @@ impl Type {
                     out.extend(finite_f16(*x, *x)?);
                 }
             }
-            Type::Bf16 => row.iter().for_each(|x| out.extend(bf16::from_f32(*x).to_le_bytes())),
+            Type::Bf16 => row.iter().for_each(|x| {
+                out.extend(
+                    engine::mutant!("gguf-bf16-cut-off", bf16::from_f32(*x), bf16::from_bits((x.to_bits() >> 16) as u16)).to_le_bytes(),
+                );
+            }),
             Type::Q8_0 => row.chunks_exact(BLOCK).try_for_each(|block| q8_0(block, out))?,
             Type::Q4_0 => row.chunks_exact(BLOCK).try_for_each(|block| q4_0(block, out))?,
         }
