@@ -40,6 +40,8 @@ pub enum CheckpointError {
     Broken { path: PathBuf, reason: String },
     #[error("{}: format {found}, but this version reads format {FORMAT}", .path.display())]
     Format { path: PathBuf, found: Value },
+    #[error("{}: '{name}' holds {value} (number {at}), and a model whose weights are not finite computes nothing but NaN: take another copy of it, or an earlier checkpoint", .path.display())]
+    NotFinite { path: PathBuf, name: String, at: usize, value: f64 },
     #[error("tensor {name:?}: {reason}")]
     Tensor { name: String, reason: String },
     #[error("{name:?} cannot be the name of a checkpoint's file: {reason}")]
@@ -117,7 +119,8 @@ pub fn save_with_parts(
     let tmp = tmp_path(dir, step);
 
     match fs::create_dir(dir) {
-        Ok(()) => sync_folder(files::folder_of(dir)).map_err(io_error("sync", files::folder_of(dir)))?,
+        Ok(()) => engine::mutant!("the-name-of-checkpoints-is-not-synced", sync_folder(files::folder_of(dir)), Ok(()))
+            .map_err(io_error("sync", files::folder_of(dir)))?,
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
         Err(e) => return Err(io_error("create", dir)(e)),
     }
@@ -127,7 +130,7 @@ pub fn save_with_parts(
         let _ = fs::remove_dir_all(&tmp);
         return Err(e);
     }
-    sync_folder(dir).map_err(io_error("sync", dir))?;
+    engine::mutant!("the-name-of-a-checkpoint-is-not-synced", sync_folder(dir), Ok(())).map_err(io_error("sync", dir))?;
     if !parts.is_empty() {
         left.extend(ranks::forget_parts(dir));
     }
@@ -224,7 +227,12 @@ impl Checkpoint {
 
     /// The model's weights: averaged over steps where it has those, or, if they are to be `raw`, of its last step.
     pub fn weights(&self, raw: bool) -> Result<Loaded, CheckpointError> {
-        self.file(if self.has(AVERAGED) && !raw { AVERAGED } else { MODEL })
+        self.finite(if self.has(AVERAGED) && !raw { AVERAGED } else { MODEL })
+    }
+
+    /// One of the files, whose weights must be finite.
+    pub fn finite(&self, name: &str) -> Result<Loaded, CheckpointError> {
+        self.file(name)?.finite(&self.path.join(name))
     }
 
     /// The same as it lies there.
@@ -235,7 +243,7 @@ impl Checkpoint {
             let reason = format!("not part of the checkpoint, which has {}", have.join(", "));
             return Err(CheckpointError::Broken { path, reason });
         };
-        let mut bytes = Vec::with_capacity(sum.bytes as usize);
+        let mut bytes = crate::input::room(sum.bytes).map_err(io_error("read", &path))?;
         let read = (&*file).rewind().and_then(|()| (&*file).read_to_end(&mut bytes));
         read.map_err(io_error("read", &path))?;
         // Once more, because it may have changed since it was opened.

@@ -1,20 +1,24 @@
-//! What a run is made from: the defaults of its recipe's sections, a preset over them, a file over that, `--set` over that. An unknown key or a
-//! wrong type is known by comparing with the defaults.
+//! What a run is made from: the defaults of its recipe's sections, a preset over them, what a base brings (`recipe::begin`) over that, a file over that,
+//! `--set` over that. An unknown key or a wrong type is known by comparing with the defaults.
 
+mod aliases;
 mod budget;
 mod section;
 mod train;
 
+pub use aliases::flag as flag_meant;
 pub use section::{Key, Keys, Range, Section, Setting, shown};
 pub use toml::Value;
 pub use train::{Optimizer, TrainConfig};
 
+use crate::data::Paths;
 use crate::section;
-use engine::passes::{Preset, known};
-use engine::{Ranks, Switches};
-use std::collections::BTreeSet;
+use engine::passes::{Mode, Preset, Switch, Target, all, did_you_mean, known};
+use engine::program::imagined;
+use engine::{DType, Ranks, Switches};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use toml::Table;
 
@@ -41,6 +45,13 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
+    /// A key that a recipe does not have, of which `all` are the keys with their sections.
+    pub fn no_key(recipe: &str, section: &str, key: &str, all: &[String], full: bool) -> ConfigError {
+        let meant = did_you_mean(aliases::meant(section, key, all, full).as_deref());
+        let name = if section.is_empty() { key.into() } else { format!("{section}.{key}") };
+        ConfigError::Unknown { what: "key", name, near: format!("{meant} (`{} config {recipe}` lists them all)", crate::program()) }
+    }
+
     /// Of what stands in this file.
     pub fn in_file(self, path: &Path) -> ConfigError {
         ConfigError::Parse { path: path.into(), cause: self.to_string() }
@@ -67,15 +78,19 @@ pub const WEIGHT: RangeInclusive<f64> = 0.0..=1e6;
 section! {
     /// Where tokens come from.
     pub struct DataConfig {
-        /// A folder that `kiln data prepare` made. Empty: generated text.
-        pub path: String = String::new(), [path];
+        /// Folders that `kiln data prepare` made, or patterns of them: with weights (`PATH:0.9`) a mixture, else one set. Empty: generated text.
+        pub path: Paths = Paths::default(), [path many];
         /// Tokens that are not trained on when they are the target.
         pub ignore_tokens: Vec<u32> = vec![];
     }
 }
 
-/// The key of the preset of passes.
-pub const OPTIMISE: &str = "optimise";
+/// The key of the preset of passes, and its spelling in runs of earlier versions.
+pub const OPTIMIZE: &str = "optimize";
+const FORMER_OPTIMIZE: &str = "optimise";
+
+/// Passes that decide in which types a run computes. A run notes what they are on the device that it begins on.
+const PRECISION: [&str; 4] = ["bf16", "fp16", "tf32", "fp8"];
 
 section! {
     /// Keys outside of every section.
@@ -90,8 +105,8 @@ section! {
         pub memory_budget: String = String::new(), [free];
         /// Passes that `--memory-budget` changed, as they were before: `recompute`, or with a value `recompute=auto`. Another budget begins with them.
         pub before_budget: String = String::new(), [free];
-        /// Which passes are on, by what they change in the numbers, as `--optimise` names it; those in `[passes]` are above it.
-        pub optimise: String = Preset::default().name().into(), in Preset::ALL.map(Preset::name);
+        /// Which passes are on, by what they change in the numbers, as `--optimize` names it; those in `[passes]` are above it.
+        pub optimize: String = Preset::Mixed.name().into(), in Preset::ALL.map(Preset::name);
     }
 }
 
@@ -105,6 +120,12 @@ pub struct Config {
     given: BTreeSet<String>,
     /// The settings before those: a preset's, or a run's own.
     before: Arc<Table>,
+    /// Whether these are a run's own settings, in which everything is decided already, and not those of a recipe's preset.
+    of_run: bool,
+    /// Paths as they were typed, by their keys, for people: `absolute_paths` changed them.
+    typed: BTreeMap<String, String>,
+    /// Why passes have the values that they have, where kiln chose them on this device: notes of their receipts.
+    reasons: BTreeMap<&'static str, String>,
     /// The ranks that train together, of which this is one.
     pub ranks: Ranks,
 }
@@ -124,7 +145,12 @@ impl Config {
         table.insert("preset".into(), preset.into());
         table.insert("passes".into(), Value::Table(Table::new()));
         table.extend(sections.iter().map(|keys| (keys.name.to_string(), Value::Table(keys.defaults()))));
-        Config { before: table.clone().into(), table, sections: sections.into(), given: BTreeSet::new(), ranks: Ranks::default() }
+        Config::of_table(table, sections.into(), false)
+    }
+
+    fn of_table(table: Table, sections: Arc<[Keys]>, of_run: bool) -> Config {
+        let (before, given, typed, reasons) = (table.clone().into(), BTreeSet::new(), BTreeMap::new(), BTreeMap::new());
+        Config { before, table, sections, given, of_run, typed, reasons, ranks: Ranks::default() }
     }
 
     /// From a preset's text, which holds what differs from the defaults. It is part of the program: what is wrong in it is an error of whoever wrote it.
@@ -138,7 +164,8 @@ impl Config {
     }
 
     /// The settings of a run, as it wrote them; and the keys that it did not know yet, which have their defaults.
-    pub fn of_run(sections: Vec<Keys>, table: Table) -> Result<(Config, Vec<String>), ConfigError> {
+    pub fn of_run(sections: Vec<Keys>, mut table: Table) -> Result<(Config, Vec<String>), ConfigError> {
+        as_now(&mut table);
         let text = |key: &str| table.get(key).and_then(Value::as_str).unwrap_or_default();
         let mut config = Config::new(text("recipe"), text("preset"), sections);
         let known: Vec<String> = flat(&table).into_iter().map(|(key, _)| key).collect();
@@ -146,13 +173,15 @@ impl Config {
         let filled = filled.collect();
         config.overlay(table)?;
         config.begins_here();
+        config.of_run = true;
         Ok((config, filled))
     }
 
     /// The settings in a checkpoint, as they are there.
     pub fn from_json(value: &serde_json::Value) -> Result<Config, ConfigError> {
-        let (table, sections) = (json_table(value)?, Arc::default());
-        Ok(Config { before: table.clone().into(), table, sections, given: BTreeSet::new(), ranks: Ranks::default() })
+        let mut table = json_table(value)?;
+        as_now(&mut table);
+        Ok(Config::of_table(table, Arc::default(), true))
     }
 
     /// Nobody has set anything yet.
@@ -204,7 +233,8 @@ impl Config {
 
     /// For people: recipe and preset, and the model that is fine-tuned.
     pub fn title(&self) -> String {
-        let base = self.base().map_or(String::new(), |base| format!(" from {base}"));
+        let shown = |base: &str| self.typed.get("model.base").map_or(base, |typed| typed).to_string();
+        let base = self.base().map_or(String::new(), |base| format!(" from {}", shown(base)));
         format!("{} {}{base}", self.text("recipe"), self.text("preset"))
     }
 
@@ -219,6 +249,26 @@ impl Config {
     /// Whether someone set this key (`train.batch`) or pass (`passes.recompute`), over a preset or a run's own settings.
     pub fn is_given(&self, name: &str) -> bool {
         self.given.contains(name)
+    }
+
+    /// Sets a key that nobody has set, over the preset's value; false where someone has. Nobody has set it after that, either.
+    pub fn set_default(&mut self, name: &str, value: Value) -> Result<bool, ConfigError> {
+        if self.is_given(name) {
+            return Ok(false);
+        }
+        self.set_value(name, value)?;
+        self.given.remove(name);
+        Ok(true)
+    }
+
+    /// Whether these are a run's own settings, and not those of one that begins.
+    pub fn is_of_run(&self) -> bool {
+        self.of_run
+    }
+
+    /// Whether there is such a key.
+    pub fn has(&self, section: &str, key: &str) -> bool {
+        self.keys().any(|(s, k)| s == section && k.name == key)
     }
 
     /// The bytes that the run's plan may take, where that is limited.
@@ -249,6 +299,7 @@ impl Config {
         for (key, value) in table {
             match key.as_str() {
                 "recipe" | "preset" => {} // read before, to choose this preset
+                FORMER_OPTIMIZE => self.lay(&[], OPTIMIZE.into(), value)?,
                 "passes" => {
                     let Value::Table(passes) = value else {
                         return Err(ConfigError::Type { key, want: "a table".into(), got: kind(&value).into() });
@@ -268,11 +319,14 @@ impl Config {
 
     fn lay(&mut self, path: &[String], key: String, value: Value) -> Result<(), ConfigError> {
         let full = [path, std::slice::from_ref(&key)].concat();
+        let many = self.sections.iter().any(|s| path == [s.name] && s.get(&key).is_some_and(|key| key.many));
         let table = path.iter().fold(&mut self.table, |t, k| t.get_mut(k).and_then(Value::as_table_mut).expect("checked on the way"));
         let name = full.join(".");
-        let names: Vec<String> = table.keys().cloned().collect();
         let Some(slot) = table.get_mut(&key) else {
-            return Err(ConfigError::Unknown { what: "key", name, near: known(&key, names.iter().map(|s| s.as_str())) });
+            return Err(match value.is_table() && path.is_empty() {
+                true => self.no_section(&key),
+                false => self.unknown(&path.join("."), &key, true),
+            });
         };
         if let Value::Table(inner) = &value
             && slot.is_table()
@@ -282,11 +336,38 @@ impl Config {
             }
             return Ok(());
         }
-        *slot = fitting(&name, slot, value)?;
-        if name == OPTIMISE {
-            Preset::named(slot.as_str().unwrap_or_default())?;
+        *slot = match many {
+            true => paths(&name, value)?,
+            false => fitting(&name, slot, value)?,
+        };
+        self.given.insert(name.clone());
+        if name == OPTIMIZE {
+            let preset = Preset::named(slot.as_str().unwrap_or_default())?;
+            self.keep_allowed(preset);
         }
-        self.given.insert(name);
+        Ok(())
+    }
+
+    /// Removes passes of a recipe's preset that change more in the numbers than this preset of passes allows, and what a run that goes on noted about
+    /// its precision. What was asked for by name stays.
+    fn keep_allowed(&mut self, preset: Preset) {
+        let numerics = |p: &dyn Switch| [Target::Cpu, imagined(90)].map(|target| p.numerics(target, DType::F32));
+        let allowed = |name: &str| all().find(|p| p.name() == name).is_none_or(|p| numerics(p).into_iter().all(|n| preset.allows(n)));
+        let (given, of_run) = (&self.given, self.of_run);
+        let passes = self.table.get_mut("passes").and_then(Value::as_table_mut).expect("every config has it");
+        passes.retain(|name, value| {
+            let off = value.as_str().is_some_and(|v| v.starts_with("off"));
+            given.contains(&format!("passes.{name}")) || !PRECISION.contains(&name) && (off || of_run || allowed(name))
+        });
+    }
+
+    /// Notes what this run computes in on this device, so that it goes on with that on any other.
+    pub fn settle_precision(&mut self, target: Target) -> Result<(), ConfigError> {
+        let switches = self.switches()?;
+        let passes = self.table.get_mut("passes").and_then(Value::as_table_mut).expect("every config has it");
+        for p in all().filter(|p| PRECISION.contains(&p.name()) && switches.chosen(p.name()).is_none()) {
+            passes.insert(p.name().into(), switches.mode(p, target).name().into());
+        }
         Ok(())
     }
 
@@ -308,8 +389,7 @@ impl Config {
                 return self.set_pass(rest, &text);
             }
             if !self.table.get(section).is_some_and(Value::is_table) {
-                let near = known(section, self.section_names().chain(["passes"]));
-                return Err(ConfigError::Unknown { what: "section", name: section.into(), near });
+                return Err(self.no_section(section));
             }
             return self.lay(&[section.to_string()], rest.to_string(), value);
         }
@@ -320,12 +400,19 @@ impl Config {
         let sections: Vec<&str> = self.section_names().filter(has).collect();
         match sections[..] {
             [one] => self.lay(&[one.to_string()], key.into(), value),
-            [] => {
-                let all = self.section_names().filter_map(|s| self.table.get(s)?.as_table()).flat_map(|t| t.keys()).map(|s| s.as_str());
-                Err(ConfigError::Unknown { what: "key", name: key.into(), near: known(key, all) })
-            }
+            [] => Err(self.unknown("", key, false)),
             _ => Err(ConfigError::Ambiguous { key: key.into(), sections: sections.join(", ") }),
         }
+    }
+
+    fn no_section(&self, name: &str) -> ConfigError {
+        ConfigError::Unknown { what: "section", name: name.into(), near: known(name, self.section_names().chain(["passes"])) }
+    }
+
+    /// `full`: a suggestion has its section, as a file needs it.
+    fn unknown(&self, section: &str, key: &str, full: bool) -> ConfigError {
+        let all: Vec<String> = flat(&self.table).into_iter().map(|(name, _)| name).collect();
+        ConfigError::no_key(self.text("recipe"), section, key, &all, full)
     }
 
     /// `NAME=off|auto|require[,setting=value]`
@@ -352,19 +439,26 @@ impl Config {
     }
 
     pub fn set_preset(&mut self, preset: Preset) {
-        self.table.insert(OPTIMISE.into(), preset.name().into());
+        self.table.insert(OPTIMIZE.into(), preset.name().into());
+        self.keep_allowed(preset);
     }
 
     pub fn switches(&self) -> Result<Switches, ConfigError> {
         let mut s = Switches::default().on_ranks(self.ranks.clone());
         // Checkpoints of earlier versions do not have it.
-        if let Some(preset) = self.value("", OPTIMISE) {
+        if let Some(preset) = self.value("", OPTIMIZE) {
             s.preset = Preset::named(preset.as_str().unwrap_or_default())?;
         }
         for (name, v) in self.table.get("passes").and_then(Value::as_table).into_iter().flatten() {
             s.set(name, v.as_str().unwrap_or_default())?;
         }
+        self.reasons.iter().for_each(|(name, why)| s.explain(name, why));
         Ok(s)
+    }
+
+    /// Why a pass has its value on this device.
+    pub fn explain(&mut self, pass: &'static str, why: String) {
+        self.reasons.insert(pass, why);
     }
 
     /// Every section but `passes`.
@@ -396,22 +490,28 @@ impl Config {
         self.table.insert("seed".into(), Value::Integer(seed as i64));
     }
 
-    /// A run finds its data, and the model that it begins with, from any folder.
+    /// A run finds its data, and the model that it begins with, from any folder. Their names are without `..`: other programs are told them, too.
     pub fn absolute_paths(&mut self) -> Result<(), ConfigError> {
         let paths: Vec<(String, &str)> = self.keys().filter(|(_, k)| k.path).map(|(section, k)| (section.to_string(), k.name)).collect();
         for (section, key) in paths {
-            let path = self.value(&section, key).and_then(Value::as_str).unwrap_or_default();
-            if !path.is_empty() {
-                let full = std::path::absolute(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
-                self.set_value(&format!("{section}.{key}"), full.display().to_string().into())?;
+            let typed = Paths::from_value(self.value(&section, key).unwrap_or(&Value::Boolean(false))).unwrap_or_default();
+            if !typed.is_empty() {
+                let full = typed.map(full_path)?;
+                let name = format!("{section}.{key}");
+                let is_given = self.is_given(&name);
+                self.set_value(&name, full.to_value())?;
+                if !is_given {
+                    self.given.remove(&name);
+                }
+                self.typed.insert(name, typed.to_string());
             }
         }
         Ok(())
     }
 
     /// Where the data is, if it is not generated.
-    pub fn data_path(&self) -> Option<&str> {
-        self.table.get("data")?.get("path")?.as_str().filter(|path| !path.is_empty())
+    pub fn data_path(&self) -> Option<Paths> {
+        Paths::from_value(self.table.get("data")?.get("path")?).filter(|paths| !paths.is_empty())
     }
 
     pub fn set_init_from(&mut self, path: &Path) {
@@ -445,6 +545,17 @@ impl Config {
     }
 }
 
+/// A path from the root, without `..`.
+fn full_path(path: &str) -> Result<String, ConfigError> {
+    let full = std::path::absolute(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
+    let parts: Vec<Component> = full.components().collect();
+    let Some(last) = parts.iter().rposition(|part| *part == Component::ParentDir) else { return Ok(full.display().to_string()) };
+    // Links behind it keep their names. What is not there is refused by whoever reads it.
+    let above = parts[..=last].iter().collect::<PathBuf>().canonicalize();
+    let full = above.map_or(full.clone(), |above| parts[last + 1..].iter().fold(above, |path, part| path.join(part)));
+    Ok(full.display().to_string())
+}
+
 /// A TOML file, and the recipe and preset that it names.
 pub fn read_file(path: &Path) -> Result<Table, ConfigError> {
     let text = crate::input::read_to_string(path).map_err(|cause| ConfigError::Read { path: path.into(), cause })?;
@@ -461,6 +572,21 @@ pub fn named_in(table: &Table, path: &Path) -> Result<[Option<String>; 2], Confi
         }
     };
     Ok([text("recipe")?, text("preset")?])
+}
+
+/// A run's settings from before GPUs computed in bf16 by default: such a run goes on in f32 unless it says otherwise.
+fn as_now(table: &mut Table) {
+    if table.contains_key(OPTIMIZE) {
+        return;
+    }
+    let preset = table.remove(FORMER_OPTIMIZE).unwrap_or_else(|| Preset::Reordered.name().into());
+    let fast = preset.as_str() == Some(Preset::Fast.name());
+    table.insert(OPTIMIZE.into(), preset);
+    if let (false, Some(passes)) = (fast, table.entry("passes").or_insert_with(|| Table::new().into()).as_table_mut()) {
+        for name in PRECISION {
+            passes.entry(name).or_insert_with(|| Mode::Off.name().into());
+        }
+    }
 }
 
 fn json_table(value: &serde_json::Value) -> Result<Table, ConfigError> {
@@ -493,6 +619,16 @@ fn kind(v: &Value) -> &'static str {
         Value::Array(_) => "a list",
         Value::Table(_) => "a table",
     }
+}
+
+/// A path or several, one of which is a text.
+fn paths(name: &str, value: Value) -> Result<Value, ConfigError> {
+    let wrong = || ConfigError::Type {
+        key: name.into(),
+        want: "a path or a list of paths".into(),
+        got: format!("{} ({})", kind(&value), shown(&value)),
+    };
+    Ok(Paths::from_value(&value).ok_or_else(wrong)?.to_value())
 }
 
 /// `value` in the type that the preset has there; whole numbers may stand for any number.

@@ -38,7 +38,10 @@ impl Epochs {
     /// What a run that is resumed after `start` steps has written down.
     pub fn recall(&mut self, records: &[Map<String, Value>], start: u64) {
         for record in records {
-            if let Some(step) = record["step"].as_u64().filter(|step| (1..=start).contains(step)) {
+            if let Some(step) = record["step"]
+                .as_u64()
+                .filter(|step| (1..=engine::mutant!("epochs-recall-what-comes-later", start, u64::MAX)).contains(step))
+            {
                 self.add(step, record.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))));
             }
         }
@@ -92,6 +95,13 @@ mod tests {
         }
         assert_eq!(whole.mean("loss"), Some(13.0), "steps 12 and 14 of the second epoch");
         assert_eq!(whole.mean("loss"), stopped.mean("loss"));
+        // What was recorded behind the checkpoint that a run goes on from is computed anew, and may be other.
+        let record = |step: u64| serde_json::json!({ "step": step, "loss": step }).as_object().unwrap().clone();
+        let mut back = Epochs::new(20, 2, 1);
+        back.recall(&(1..=6).map(record).collect::<Vec<_>>(), 4);
+        assert_eq!(back.mean("loss"), Some(2.5), "steps 1 to 4");
+        [5, 6].iter().for_each(|step| back.add(*step, one(100.0)));
+        assert_eq!(back.mean("loss"), Some(35.0));
         stopped.add(15, one(f64::NAN));
         assert_eq!((stopped.mean("loss"), stopped.mean("accuracy")), (Some(13.0), None));
     }

@@ -4,9 +4,10 @@ use crate::files;
 use crate::warn;
 use engine::cuda::Folders;
 use engine::{Cpu, Cuda, Device};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -14,30 +15,65 @@ use std::sync::OnceLock;
 /// Where CUDA's libraries may be, and where kernels are cached.
 pub fn folders() -> Folders {
     let exe = std::env::current_exe().ok();
-    Folders { libraries: libraries(|name| std::env::var_os(name), exe.as_deref()), cache: cache() }
+    libraries(|name| std::env::var_os(name), exe.as_deref(), cache())
 }
 
 /// LD_LIBRARY_PATH, the wheels of the Python environment that kiln itself is installed in, a toolkit, the wheels of other environments.
-fn libraries(env: impl Fn(&str) -> Option<OsString>, exe: Option<&Path>) -> Vec<PathBuf> {
-    let path = |name: &str| env(name).map(PathBuf::from);
-    let split = |name: &str| env(name).map(|v| std::env::split_paths(&v).collect::<Vec<_>>()).unwrap_or_default();
-    // PREFIX/bin/kiln
-    let own = exe.and_then(|exe| exe.parent()?.parent());
-    let toolkits = [path("CUDA_HOME"), path("CUDA_PATH"), Some("/usr/local/cuda".into())];
-    let pythons = split("PATH").into_iter().filter(|p| p.join("python3").exists()).filter_map(|p| p.parent().map(Path::to_path_buf));
-    let mut all = split("LD_LIBRARY_PATH");
-    all.extend(own.into_iter().flat_map(wheels));
-    all.extend(toolkits.into_iter().flatten().flat_map(|toolkit| ["lib64", "extras/CUPTI/lib64"].map(|folder| toolkit.join(folder))));
-    all.extend(path("VIRTUAL_ENV").into_iter().chain(pythons).flat_map(|prefix| wheels(&prefix)));
+fn libraries(env: impl Fn(&str) -> Option<OsString>, exe: Option<&Path>, cache: PathBuf) -> Folders {
+    let toolkits = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(|name| absolute(env(name)?)).chain(["/usr/local/cuda".into()]);
+    let mut all: Vec<PathBuf> = own_prefix(exe).iter().flat_map(|own| wheels(own)).collect();
+    all.extend(toolkits.flat_map(|toolkit| ["lib64", "extras/CUPTI/lib64"].map(|folder| toolkit.join(folder))));
+    all.extend(env("VIRTUAL_ENV").and_then(absolute).into_iter().chain(pythons(&env)).flat_map(|prefix| wheels(&prefix)));
     all.retain(|p| p.is_dir());
-    all
+    Folders { loader: loader(&env), libraries: all, owners: owners(&env), cache }
+}
+
+/// What a variable names, if that is the same in every working directory. One that is set but empty names nothing.
+pub fn absolute(value: OsString) -> Option<PathBuf> {
+    Some(PathBuf::from(value)).filter(|p| engine::mutant!("relative-prefixes-name-environments", p.is_absolute(), true))
+}
+
+/// PREFIX of PREFIX/bin/kiln: the environment that kiln is installed in. Unpacked or built anywhere else, it is in none.
+pub fn own_prefix(exe: Option<&Path>) -> Option<PathBuf> {
+    let folder = exe?.parent().filter(|p| p.is_absolute() && p.ends_with("bin"))?;
+    Some(folder.parent()?.to_path_buf())
+}
+
+/// Environments whose Python is on PATH.
+pub fn pythons(env: &impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let folders = env("PATH").map(|v| std::env::split_paths(&v).collect::<Vec<_>>()).unwrap_or_default();
+    let with_python = folders.into_iter().filter(|p| p.is_absolute() && p.join("python3").exists());
+    with_python.filter_map(|p| p.parent().map(Path::to_path_buf)).collect()
+}
+
+/// LD_LIBRARY_PATH as the system's loader reads it: split at `:` and at `;`, relative and empty parts too. The loader searches them, so the engine must know.
+pub fn loader(env: &impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let value = env("LD_LIBRARY_PATH").filter(|v| !v.is_empty());
+    let parts = |v: OsString| v.as_bytes().split(|b| b":;".contains(b)).map(|part| PathBuf::from(OsStr::from_bytes(part))).collect();
+    value.map(parts).unwrap_or_default()
+}
+
+/// KILN_TRUSTED_UIDS: users, by number, whose libraries are loaded beside root's and the user's own. Anything else in it means nobody.
+pub fn owners(env: &impl Fn(&str) -> Option<OsString>) -> Vec<u32> {
+    let value = env("KILN_TRUSTED_UIDS").unwrap_or_default();
+    let numbers = value.to_string_lossy().split(',').map(|n| n.trim().parse()).collect::<Result<_, _>>();
+    numbers.unwrap_or_else(|_| {
+        if !value.is_empty() {
+            warn!("KILN_TRUSTED_UIDS={} is not taken: it is a list of user numbers, such as 5000,5001", value.to_string_lossy());
+        }
+        vec![]
+    })
 }
 
 /// Lets a profiler that is attached to the process see NVTX ranges; absent without complaint, unless they were `asked` for.
 pub fn attach_profiler(asked: bool) {
     let named = std::env::var_os("NVTX_INJECTION64_PATH").filter(|v| !v.is_empty());
     let attached = match &named {
-        Some(library) => engine::cuda::nvtx::attach(Path::new(library)),
+        Some(library) => {
+            let library = Path::new(library);
+            let trusted = engine::cuda::trusted(library, &owners(&|name| std::env::var_os(name)));
+            trusted.and_then(|()| engine::cuda::nvtx::attach(library))
+        }
         None => Err("no profiler is attached (nsys and ncu set NVTX_INJECTION64_PATH)".into()),
     };
     if let Some(why) = attached.err().filter(|_| asked) {
@@ -57,9 +93,7 @@ static CACHE: OnceLock<Cache> = OnceLock::new();
 /// this user's, or a fresh one that goes with the process.
 pub fn cache() -> PathBuf {
     let chosen = CACHE.get_or_init(|| {
-        let env = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
-        let home = env("XDG_CACHE_HOME").or_else(|| env("HOME").map(|h| h.join(".cache"))).map(|h| h.join("kiln"));
-        let problem = match home {
+        let problem = match home_cache() {
             Some(folder) => match trusted(&folder) {
                 Ok(()) => {
                     files::sweep(&folder, None, files::LEFT);
@@ -74,6 +108,16 @@ pub fn cache() -> PathBuf {
         Cache { folder, is_own: true }
     });
     chosen.folder.clone()
+}
+
+/// The same where that is known without making one.
+pub fn known_cache() -> Option<PathBuf> {
+    CACHE.get().map(|cache| cache.folder.clone()).or_else(home_cache)
+}
+
+fn home_cache() -> Option<PathBuf> {
+    let env = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    env("XDG_CACHE_HOME").or_else(|| env("HOME").map(|h| h.join(".cache"))).map(|h| h.join("kiln"))
 }
 
 /// Removes the cache of a process that has one of its own; called when it ends.
@@ -137,7 +181,8 @@ pub fn open(name: &str, threads: Option<usize>) -> Result<Device, String> {
         "cpu" => Ok(cpu()),
         "auto" => Ok(gpu(0).unwrap_or_else(|why| {
             // Without a driver there is no GPU to speak of; with one, something is missing.
-            if !why.contains("libcuda was not found") {
+            let driver = ["/dev/nvidiactl", "/dev/dxg"].iter().any(|device| Path::new(device).exists());
+            if driver || !(why.contains("libcuda was not found") || why.contains("libcuda does not load (LD_LIBRARY_PATH: ")) {
                 crate::warn!("on the CPU, because the GPU cannot be used: {why}");
             }
             cpu()
@@ -193,12 +238,38 @@ mod tests {
             "LD_LIBRARY_PATH" => Some(named.clone().into_os_string()),
             "CUDA_HOME" => Some(dir.path().join("cuda").into_os_string()),
             "PATH" => Some(bin.clone().into_os_string()),
+            "KILN_TRUSTED_UIDS" => Some("7, 5000".into()),
             _ => None,
         };
         let system = Path::new("/usr/local/cuda/lib64");
-        let found = |exe: Option<&Path>| libraries(env, exe).into_iter().filter(|p| p != system).collect::<Vec<_>>();
-        assert_eq!(found(Some(&dir.path().join("venv/bin/kiln"))), [named.clone(), own, toolkit.clone(), debian.clone()]);
-        assert_eq!(found(Some(Path::new("kiln"))), [named, toolkit, debian], "nothing of it is guessed");
+        let found = |exe: Option<&Path>| {
+            let all = libraries(env, exe, PathBuf::new());
+            (all.loader.into_iter().chain(all.libraries).filter(|p| p != system).collect::<Vec<_>>(), all.owners)
+        };
+        let all = vec![named.clone(), own, toolkit.clone(), debian.clone()];
+        assert_eq!(found(Some(&dir.path().join("venv/bin/kiln"))), (all, vec![7, 5000]));
+        assert_eq!(found(Some(Path::new("kiln"))).0, [named.clone(), toolkit.clone(), debian.clone()], "nothing of it is guessed");
+        assert_eq!(
+            found(Some(&dir.path().join("venv/kiln-0.1.0/kiln"))).0,
+            [named, toolkit, debian],
+            "an unpacked archive is no environment"
+        );
+    }
+
+    #[test]
+    fn variables_that_are_set_but_empty_or_relative_name_no_folder() {
+        // Folders of the working directory, which somebody else may have filled.
+        for value in ["", ".", "src", "..:.", ":"] {
+            let env = |name: &str| ["CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PATH"].contains(&name).then(|| value.into());
+            let all = libraries(env, None, PathBuf::new());
+            assert!(all.libraries.iter().all(|p| p.starts_with("/usr/local/cuda")) && all.loader.is_empty(), "{value:?}: {all:?}");
+        }
+        let loader = |value: &str| loader(&|_| Some(value.into()));
+        assert_eq!(loader(""), Vec::<PathBuf>::new());
+        // By glibc's rule an empty part is the working directory.
+        assert_eq!(loader("/a:"), [PathBuf::from("/a"), PathBuf::new()]);
+        assert_eq!(loader("/a;/b:c;"), ["/a", "/b", "c", ""].map(PathBuf::from));
+        assert_eq!(owners(&|_| Some("root".into())), Vec::<u32>::new());
     }
 
     #[test]

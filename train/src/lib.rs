@@ -1,14 +1,18 @@
 //! kiln's recipes, data and training loop. The engine records and runs; this decides what.
 
+mod apart;
 pub mod checkpoint;
 mod cli;
 pub mod config;
 pub mod data;
 pub mod epochs;
 pub mod files;
+mod finite;
 pub mod golden;
 pub mod gpu;
+mod guarded;
 pub mod input;
+pub mod inside;
 pub mod launch;
 pub mod memory;
 pub mod metrics;
@@ -23,6 +27,7 @@ pub mod recipes;
 pub mod report;
 pub mod run;
 pub mod sample;
+pub mod source_target;
 pub mod text;
 pub mod timing;
 pub mod variety;

@@ -37,8 +37,13 @@ pub fn available_to_all(device: &Device, ranks: &Ranks) -> Result<Option<u64>, e
         return Ok(own);
     }
     let told = ranks.gather(&own.unwrap_or(u64::MAX).to_le_bytes())?;
-    let least = told.iter().filter_map(|bytes| Some(u64::from_le_bytes(bytes.as_slice().try_into().ok()?))).min();
-    Ok(least.filter(|free| *free < u64::MAX))
+    Ok(least(&told))
+}
+
+/// Of what ranks told each other; the largest number stands for what is not known.
+fn least(told: &[Vec<u8>]) -> Option<u64> {
+    let all = told.iter().filter_map(|bytes| Some(u64::from_le_bytes(bytes.as_slice().try_into().ok()?)));
+    engine::mutant!("the-most-memory-of-a-rank", all.min(), all.max()).filter(|free| *free < u64::MAX)
 }
 
 /// None where it is not known.
@@ -46,6 +51,11 @@ pub fn available(device: &Device) -> Option<u64> {
     if let Device::Cuda(cuda, _) = device {
         return Some(cuda.memory().1 as u64);
     }
+    host()
+}
+
+/// The same of the machine's memory, for this process.
+pub fn host() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| of_machine(&text));
     let groups = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| of_groups(&text, Path::new("/sys/fs/cgroup")));
     let limit = getrlimit(Resource::As).current.zip(fs::read_to_string("/proc/self/statm").ok());
@@ -222,6 +232,13 @@ mod tests {
         assert_eq!(device.json()["measured_bytes"], 4u64 << 30);
         let cpu = Measured::of(&Device::cpu(engine::Cpu::new(1)));
         assert!(cpu.line().ends_with(" resident") && cpu.metrics().is_empty() && cpu.json()["measured_bytes"].is_null(), "{}", cpu.line());
+    }
+
+    #[test]
+    fn the_least_that_a_rank_has_counts() {
+        let told = |all: &[u64]| least(&all.iter().map(|free| free.to_le_bytes().to_vec()).collect::<Vec<_>>());
+        assert_eq!((told(&[30, 10, 20]), told(&[u64::MAX, 10]), told(&[10, u64::MAX])), (Some(10), Some(10), Some(10)));
+        assert_eq!((told(&[u64::MAX, u64::MAX]), told(&[])), (None, None));
     }
 
     #[test]

@@ -4,10 +4,12 @@
 //! are needed, so they are encoded here by hand.
 
 use crate::files;
+use rustix::fs::OFlags;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -41,7 +43,7 @@ impl Metrics {
         let mut events = create_events(dir)?;
         events.write(&version_event(now()))?;
         // Their names; `flush` sees to what they hold.
-        files::sync_folder(dir).map_err(io_error("sync", dir))?;
+        engine::mutant!("names-of-records-are-not-synced", files::sync_folder(dir), Ok(())).map_err(io_error("sync", dir))?;
         Ok(Self { lines, events })
     }
 
@@ -54,7 +56,8 @@ impl Metrics {
 
     /// Waits until what was recorded is on the disk: a record survives a kill without it, a power cut only with it.
     pub fn flush(&mut self) -> Result<(), MetricsError> {
-        [&self.lines, &self.events].into_iter().try_for_each(|o| o.file.sync_data().map_err(io_error("sync", &o.path)))
+        let synced = |o: &Output| engine::mutant!("records-are-not-synced", files::sync(&o.file, &o.path), Ok(()));
+        [&self.lines, &self.events].into_iter().try_for_each(|o| synced(o).map_err(io_error("sync", &o.path)))
     }
 }
 
@@ -115,6 +118,7 @@ fn now() -> Duration {
 fn open_lines(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     // To read and write, a pipe opens at once and is then read for ever.
+    options.custom_flags(OFlags::NOFOLLOW.bits() as i32);
     let mut file = options.read(true).append(true).create(true).open(path)?;
     crate::input::regular(&file.metadata()?)?;
     let len = file.metadata()?.len();
@@ -156,14 +160,18 @@ fn json_line(step: u64, values: &[(&str, f64)]) -> Result<String, MetricsError> 
 
 // ---- TensorBoard
 
+/// What this machine is called.
+pub fn host_name() -> String {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match name.trim() {
+        "" => "localhost".into(),
+        name => name.into(),
+    }
+}
+
 /// `events.out.tfevents.TIME.HOST.PID.N`; N tells apart those that one process opens within a second.
 fn create_events(dir: &Path) -> Result<Output, MetricsError> {
-    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host = match host.trim() {
-        "" => "localhost",
-        host => host,
-    };
-    let (time, pid) = (now().as_secs(), std::process::id());
+    let (time, pid, host) = (now().as_secs(), std::process::id(), host_name());
     let mut n = 0;
     loop {
         let path = dir.join(format!("events.out.tfevents.{time:010}.{host}.{pid}.{n}"));
@@ -189,7 +197,10 @@ fn scalar_event(time: Duration, step: u64, values: &[(&str, f64)]) -> Vec<u8> {
     let mut summary = Vec::new();
     for (name, value) in values {
         let mut scalar = Vec::new();
-        let tag = name.strip_prefix("val_").map_or_else(|| format!("train/{name}"), |name| format!("val/{name}"));
+        let tag = name.strip_prefix("val_").map_or_else(
+            || format!("train/{name}"),
+            |name| format!("{}/{name}", engine::mutant!("validation-is-drawn-as-training", "val", "train")),
+        );
         put_bytes(&mut scalar, 1, tag.as_bytes());
         put_float(&mut scalar, 2, *value as f32);
         put_bytes(&mut summary, 1, &scalar);
@@ -284,6 +295,19 @@ mod tests {
     }
 
     #[test]
+    fn records_are_on_the_disk_when_they_are_said_to_be() {
+        use crate::files::noted::{Call::Synced, during};
+        let dir = tempfile::tempdir().unwrap();
+        let (mut metrics, calls) = during(|| Metrics::open(dir.path()).unwrap());
+        assert!(calls.contains(&Synced(dir.path().into())), "their names: {calls:?}");
+        metrics.record(1, &[("loss", 2.5)]).unwrap();
+        let (_, calls) = during(|| metrics.flush().unwrap());
+        let mut files: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| Synced(e.unwrap().path())).collect();
+        files.sort_by_key(|f| !format!("{f:?}").contains("metrics.jsonl"));
+        assert!(files.len() == 2 && calls == files, "{calls:?}");
+    }
+
+    #[test]
     fn resumed_runs_repeat_steps() {
         let dir = tempfile::tempdir().unwrap();
         for (first, loss) in [(1, 5.0), (3, 4.0)] {
@@ -345,6 +369,17 @@ mod tests {
             "3200000000000000241956ec09000000000000f83f10ac022a240a110a0a747261696e2f6c6f7373\
              15000020400a0f0a08747261696e2f6c7215000000007eb0c3ef"
         );
+    }
+
+    #[test]
+    fn validation_has_a_place_of_its_own_in_tensorboard() {
+        let event = scalar_event(Duration::ZERO, 1, &[("loss", 1.0), ("val_loss", 2.0)]);
+        // Field 1, its length, the tag; field 2, a float.
+        let tagged = |tag: &str, value: f32| [&[0x0a, tag.len() as u8], tag.as_bytes(), &[0x15], &value.to_le_bytes()].concat();
+        for (tag, value) in [("train/loss", 1.0), ("val/loss", 2.0)] {
+            let tagged = tagged(tag, value);
+            assert!(event.windows(tagged.len()).any(|part| part == tagged), "{tag}: {event:02x?}");
+        }
     }
 
     /// RFC 3720, B.4.

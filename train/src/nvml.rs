@@ -18,6 +18,14 @@ struct Sums {
     watts: f64,
 }
 
+impl Sums {
+    /// As metrics; none where nothing was read.
+    fn means(&self) -> Vec<(String, f64)> {
+        let mean = |name: &str, sum: f64| (name.to_string(), sum / engine::mutant!("watts-of-all-readings", self.readings, 1.0));
+        if self.readings == 0.0 { vec![] } else { vec![mean("gpu_utilisation", self.utilisation), mean("gpu_watts", self.watts)] }
+    }
+}
+
 /// A thread that asks twice a second.
 pub struct Watch {
     sums: Arc<Mutex<Sums>>,
@@ -30,7 +38,8 @@ impl Watch {
     /// None on a CPU, and where NVML cannot be used: nothing depends on it.
     pub fn start(device: &Device) -> Option<Watch> {
         let bus = device.gpu()?.pci_bus_id()?;
-        let nvml = Nvml::init().ok()?;
+        let library = engine::cuda::nvml(&crate::gpu::folders()).path?;
+        let nvml = Nvml::builder().lib_path(library.as_os_str()).init().ok()?;
         nvml.device_by_pci_bus_id(bus.as_str()).ok()?.utilization_rates().ok()?;
         let (sums, (stop, stopped)) = (Arc::<Mutex<Sums>>::default(), channel());
         let shared = sums.clone();
@@ -51,8 +60,7 @@ impl Watch {
     /// Means since the last call, as metrics; none where nothing was read since.
     pub fn metrics(&self) -> Vec<(String, f64)> {
         let s = std::mem::take(&mut *self.sums.lock().unwrap_or_else(PoisonError::into_inner));
-        let mean = |name: &str, sum: f64| (name.to_string(), sum / s.readings);
-        if s.readings == 0.0 { vec![] } else { vec![mean("gpu_utilisation", s.utilisation), mean("gpu_watts", s.watts)] }
+        s.means()
     }
 }
 
@@ -62,5 +70,17 @@ impl Drop for Watch {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readings_become_means() {
+        let sums = Sums { readings: 4.0, utilisation: 200.0, watts: 1400.0 };
+        assert_eq!(sums.means(), [("gpu_utilisation".to_string(), 50.0), ("gpu_watts".to_string(), 350.0)]);
+        assert!(Sums::default().means().is_empty(), "no reading is no number");
     }
 }

@@ -23,7 +23,7 @@ pub enum Chart {
     Bars { x: Axis, bars: Vec<Bar> },
     /// Series stacked upon each other, all with a value for each of `at`.
     Area { x: Axis, y: Axis, at: Vec<f64>, series: Vec<Layer> },
-    /// Rectangles coloured by group: what lies in memory where, and from when to when.
+    /// Rectangles colored by group: what lies in memory where, and from when to when.
     Boxes { x: Axis, y: Axis, boxes: Vec<Boxed> },
 }
 
@@ -33,6 +33,9 @@ pub struct Axis {
     /// `bytes`, `share` (shown in percent), `seconds`, or empty for a plain number.
     pub unit: &'static str,
     pub log: bool,
+    /// From where to where it goes; by the numbers if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub range: Option<(f64, f64)>,
 }
 
 impl Axis {
@@ -42,6 +45,10 @@ impl Axis {
 
     pub fn unit(self, unit: &'static str) -> Axis {
         Axis { unit, ..self }
+    }
+
+    pub fn range(self, low: f64, high: f64) -> Axis {
+        Axis { range: Some((low, high)), ..self }
     }
 
     pub fn log(self) -> Axis {
@@ -59,7 +66,7 @@ pub struct Series {
     pub dashed: bool,
     /// A line to compare with, such as a roof: the arrow keys do not stop at its points.
     pub guide: bool,
-    /// Which of the eight colours; the series' place if not given.
+    /// Which color; the series' place if not given. Twelve, then the same with other dashes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub color: Option<usize>,
 }
@@ -117,29 +124,28 @@ impl Page {
     }
 
     pub fn heading(&mut self, text: &str) -> &mut Page {
-        self.raw(&format!("<h2>{}</h2>\n", escape(text)))
+        self.html_of(&format!("<h2>{}</h2>\n", escape(text)))
     }
 
     pub fn text(&mut self, text: &str) -> &mut Page {
-        self.raw(&format!("<p>{}</p>\n", escape(text)))
+        self.html_of(&format!("<p>{}</p>\n", escape(text)))
     }
 
     /// Text as a terminal shows it.
     pub fn plain(&mut self, text: &str) -> &mut Page {
-        self.raw(&format!("<pre>{}</pre>\n", escape(text)))
+        self.html_of(&format!("<pre>{}</pre>\n", escape(text)))
     }
 
-    /// Cells are plain text, or made by `number`.
-    pub fn table(&mut self, caption: &str, headers: &[&str], rows: &[Vec<String>]) -> &mut Page {
+    pub fn table<C: Clone + Into<Cell>>(&mut self, caption: &str, headers: &[&str], rows: &[Vec<C>]) -> &mut Page {
         let head: String = headers.iter().map(|h| format!("<th scope=\"col\">{}</th>", escape(h))).collect();
-        let cell = |text: &String| match text.starts_with(NUMBER) {
-            true => text.clone(),
-            false => format!("<td>{}</td>", escape(text)),
+        let cell = |cell: &C| match cell.clone().into() {
+            Cell::Text(text) => format!("<td>{}</td>", escape(&text)),
+            Cell::Number(value, shown) => format!("<td class=\"number\" data-value=\"{value}\">{}</td>", escape(&shown)),
         };
         let rows: String = rows.iter().map(|row| format!("<tr>{}</tr>\n", row.iter().map(cell).collect::<String>())).collect();
         let caption = escape(caption);
         // A wide table scrolls by itself, with the keyboard too.
-        self.raw(&format!(
+        self.html_of(&format!(
             "<div class=\"scroll\" tabindex=\"0\" role=\"group\" aria-label=\"{caption}\"><table><caption>{caption}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n"
         ))
     }
@@ -149,7 +155,7 @@ impl Page {
         self.charts += 1;
         let id = format!("chart-{}", self.charts);
         let value = serde_json::to_value(chart).expect("a chart is plain data");
-        self.raw(&format!(
+        self.html_of(&format!(
             "<figure data-chart=\"{id}\"><figcaption>{}<small>{}</small></figcaption></figure>\n",
             escape(title),
             escape(about)
@@ -159,11 +165,16 @@ impl Page {
 
     /// JSON for scripts: `kiln.data(id)` reads it.
     pub fn data(&mut self, id: &str, value: &Value) -> &mut Page {
-        self.raw(&format!("<script type=\"application/json\" id=\"{}\">{}</script>\n", escape(id), json(value)))
+        self.html_of(&format!("<script type=\"application/json\" id=\"{}\">{}</script>\n", escape(id), json(value)))
     }
 
-    /// HTML as it is: whoever calls has escaped what is not theirs.
-    pub fn raw(&mut self, html: &str) -> &mut Page {
+    /// HTML as it is. It is a program's own: text that was read is never `'static`.
+    pub fn raw(&mut self, html: &'static str) -> &mut Page {
+        self.html_of(html)
+    }
+
+    /// HTML in which what was read has been escaped.
+    fn html_of(&mut self, html: &str) -> &mut Page {
         self.body += html;
         self
     }
@@ -194,22 +205,40 @@ impl Page {
             "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}\">\n\
              <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<link rel=\"icon\" href=\"data:,\">\n<title>{title}</title>\n\
              <style>\n{css}{style}</style>\n<script>\n{charts}</script>\n</head>\n<body>\n<a class=\"skip\" href=\"#main\">To the content</a>\n\
-             <header><h1>{title}</h1><button type=\"button\" id=\"theme\">Dark colours</button></header>\n\
+             <header><h1>{title}</h1><button type=\"button\" id=\"theme\">Dark colors</button></header>\n\
              <main id=\"main\">\n{body}</main>\n{own}</body>\n</html>\n"
         )
     }
 }
 
-const NUMBER: &str = "<td class=\"number\" data-value=\"";
-
-/// A cell of `Page::table` that is a number: it is shown as `shown`, aligned to the right, and keeps its value for scripts.
-pub fn number(value: f64, shown: &str) -> String {
-    format!("{NUMBER}{value}\">{}</td>", escape(shown))
+/// A cell of `Page::table`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Cell {
+    Text(String),
+    /// Its value, which it keeps for scripts, and how it is shown: aligned to the right.
+    Number(f64, String),
 }
 
-/// Text for HTML, also between quotes.
+impl From<String> for Cell {
+    fn from(text: String) -> Cell {
+        Cell::Text(text)
+    }
+}
+
+impl From<&str> for Cell {
+    fn from(text: &str) -> Cell {
+        Cell::Text(text.into())
+    }
+}
+
+/// A cell that is a number.
+pub fn number(value: f64, shown: &str) -> Cell {
+    Cell::Number(value, shown.into())
+}
+
+/// Text for HTML, also between quotes. What a terminal would obey is shown here, too: it could turn a line around.
 pub fn escape(text: &str) -> String {
-    text.chars().fold(String::with_capacity(text.len()), |mut out, c| {
+    crate::report::shown(text).chars().fold(String::with_capacity(text.len()), |mut out, c| {
         match c {
             '&' => out += "&amp;",
             '<' => out += "&lt;",
@@ -233,15 +262,21 @@ mod tests {
 
     #[test]
     fn what_others_wrote_stays_text() {
+        // As a cell of numbers begins.
+        const TAKEN: &str = "<td class=\"number\" data-value=\"1\"><img src=x onerror=alert(1)>";
         let mut page = Page::new("a <b> & \"c\"");
         page.heading("<i>").text("<u>").plain("</pre>").table("<s>", &["<th>"], &[vec!["<td>".into(), number(0.1, "<n>")]]);
+        page.table("", &[], &[vec![TAKEN]]).text("turned \u{202e}around\u{1b}");
         let hostile = "</script><script>alert(1)</script><!--\u{2028}";
         let bars = vec![Bar { name: hostile.into(), ..Bar::default() }];
         page.chart("<t>", "<a>", &Chart::Bars { x: Axis::new("<x>"), bars });
         let html = page.html();
-        for own in ["<i>", "<u>", "</pre></pre>", "<s>", "<n>", "<t>", "<a>", "<x>", "alert(1)</script>", "<!--"] {
+        for own in
+            ["<i>", "<u>", "</pre></pre>", "<s>", "<n>", "<t>", "<a>", "<x>", "alert(1)</script>", "<!--", "<img", "\u{202e}", "\u{1b}"]
+        {
             assert!(!html.contains(own), "{own}");
         }
+        assert!(html.contains("<td>&lt;td class=&quot;number&quot;") && html.contains("turned \\u{202e}around\\u{1b}"));
         assert!(html.contains("a &lt;b&gt; &amp; &quot;c&quot;") && html.contains("data-value=\"0.1\">&lt;n&gt;<"));
         let inside = html.split("id=\"chart-1\">").nth(1).unwrap().split("</script>").next().unwrap();
         let read: Value = serde_json::from_str(inside).unwrap();
@@ -258,6 +293,39 @@ mod tests {
         }
         assert!(html.contains("default-src 'none'") && !html.contains("connect-src"));
         assert!(Page::new("t").served().contains("connect-src 'self'"));
+    }
+
+    /// Every color stands out from the page, and no two are alike, in both schemes.
+    #[test]
+    fn colors_are_told_apart() {
+        let css = include_str!("page/page.css");
+        let schemes: Vec<&str> = css.split(":root").skip(1).take(2).map(|part| part.split('}').next().unwrap()).collect();
+        for scheme in schemes {
+            let named = |name: &str| {
+                let value = scheme.split(&format!("--{name}: #")).nth(1).unwrap_or_else(|| panic!("{name}"));
+                u32::from_str_radix(&value[..6], 16).unwrap().to_be_bytes()
+            };
+            // Linear light of red, green and blue.
+            let light = |c: [u8; 4]| {
+                [c[1], c[2], c[3]].map(|v| v as f64 / 255.0).map(|v| if v <= 0.04045 { v / 12.92 } else { ((v + 0.055) / 1.055).powf(2.4) })
+            };
+            let luminance = |c| light(c).iter().zip([0.2126, 0.7152, 0.0722]).map(|(v, w)| v * w).sum::<f64>() + 0.05;
+            // Oklab, in which distances are as people see them.
+            let lab = |c| {
+                let by = |v: [f64; 3], m: [[f64; 3]; 3]| m.map(|row| row.iter().zip(v).map(|(a, b)| a * b).sum::<f64>());
+                let cones = by(light(c), [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]);
+                by(cones.map(f64::cbrt), [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]])
+            };
+            let colors: Vec<[u8; 4]> = (0..12).map(|i| named(&format!("c{i}"))).collect();
+            for (i, a) in colors.iter().enumerate() {
+                let (bright, dim) = (luminance(*a).max(luminance(named("back"))), luminance(*a).min(luminance(named("back"))));
+                assert!(bright / dim > 3.0, "c{i}: {:.1}", bright / dim);
+                for (j, b) in colors.iter().enumerate().take(i) {
+                    let apart = lab(*a).iter().zip(lab(*b)).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
+                    assert!(apart > 0.08, "c{i} and c{j}: {apart:.3}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -2,8 +2,10 @@
 
 mod confusion;
 pub mod lettering;
+mod shown;
 
 pub use confusion::Confusion;
+pub use shown::{shown, shown_in_brief, shown_in_json, shown_in_line};
 
 /// Prints a line, of several ranks on the first alone; a reader that has gone away (a closed pipe, a full disk) is no reason to stop training.
 #[macro_export]
@@ -11,7 +13,7 @@ macro_rules! say {
     ($($text:tt)*) => {{
         use std::io::Write;
         if $crate::report::rank() == 0 {
-            let _ = writeln!(std::io::stdout(), $($text)*);
+            let _ = std::io::stdout().write_all($crate::report::shown(&format!("{}\n", format_args!($($text)*))).as_bytes());
         }
     }};
 }
@@ -26,7 +28,7 @@ macro_rules! warn {
             0 => format!("{}\n", format_args!($($text)*)),
             rank => format!("rank {rank}: {}\n", format_args!($($text)*)),
         };
-        let _ = std::io::stderr().write_all(line.as_bytes());
+        let _ = std::io::stderr().write_all($crate::report::shown_in_brief(&line).as_bytes());
     }};
 }
 
@@ -102,7 +104,7 @@ pub const INK: RGBColor = RGBColor(60, 60, 60);
 /// A series is thinned to the extremes of this many stretches; the chart is about as many pixels wide.
 const STRETCHES: usize = 1000;
 
-/// Draws an SVG, one panel below the other. Points that are not finite are left out, those far outside the rest of their series are drawn
+/// Draws an SVG into a run's folder, one panel below the other. Points that are not finite are left out, those far outside the rest of their series are drawn
 /// at the edge; a panel says how many of each.
 pub fn curves(path: &Path, title: &str, panels: &[Panel]) -> Result<(), ReportError> {
     let empty = |what: String| ReportError::Empty { path: path.to_path_buf(), what };
@@ -122,6 +124,7 @@ pub fn curves(path: &Path, title: &str, panels: &[Panel]) -> Result<(), ReportEr
         }
         kept.push(finite);
     }
+    let title = &shown_in_line(title);
     let draw = || -> Result<String, Box<dyn std::error::Error>> {
         let mut svg = String::new();
         let area = SVGBackend::with_string(&mut svg, (SIZE.0, SIZE.1 * panels.len() as u32)).into_drawing_area();
@@ -134,7 +137,9 @@ pub fn curves(path: &Path, title: &str, panels: &[Panel]) -> Result<(), ReportEr
         Ok(svg)
     };
     let svg = draw().map_err(|e| ReportError::Draw { path: path.to_path_buf(), reason: e.to_string() })?;
-    crate::files::write(path, svg.as_bytes()).map_err(|cause| ReportError::Io { path: path.to_path_buf(), cause })
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    crate::files::write_inside(crate::files::folder_of(path), &name, svg.as_bytes())
+        .map_err(|cause| ReportError::Io { path: path.to_path_buf(), cause })
 }
 
 /// Finite as an f32, which every loss is; beyond it the arithmetic of the axes would overflow.
@@ -366,10 +371,10 @@ pub fn human_time(time: Duration) -> String {
     format!("{}d {:02}h", hours / 24, hours % 24)
 }
 
-/// Columns two spaces apart; a column of numbers is aligned to the right.
+/// Columns two spaces apart; a column of numbers is aligned to the right. A cell stays in its line, whatever is in it.
 pub fn table(headers: &[&str], rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).chain([headers.len()]).max().unwrap_or(0);
-    let cell = |row: &[String], c: usize| row.get(c).cloned().unwrap_or_default();
+    let cell = |row: &[String], c: usize| row.get(c).map_or(String::new(), |text| shown_in_line(text).into_owned());
     let header: Vec<String> = headers.iter().map(|h| h.to_string()).collect();
     let layout: Vec<(usize, bool)> = (0..columns)
         .map(|c| {
@@ -507,6 +512,7 @@ cuda-graph  require      3         -
 größe       off                512 B  none
 ";
         assert_eq!(table(&["pass", "mode", "sites", "memory", "declined"], &rows), text);
+        assert_eq!(table(&["a", "b"], &[row(&["x\ny\u{1b}", "z"])]), "a           b\nx\\ny\\u{1b}  z\n");
         assert_eq!(table(&[], &[]), "\n");
     }
 }

@@ -1,6 +1,6 @@
 //! Chooses the next token, and continues text with it.
 
-use crate::recipe::{Generator, Session, TrainError};
+use crate::recipe::{Generator, Replier, Session, TrainError};
 use engine::philox::{philox, uniform};
 
 #[derive(Clone, Debug)]
@@ -133,7 +133,8 @@ pub fn continue_tokens(
     let (mut added, mut until) = (vec![], Until::new(&sampling.stop_text));
     for i in 0..sampling.max_tokens {
         // A model may have more outputs than its tokenizer has tokens.
-        let token = choose(&logits[..tokenizer.vocab().min(logits.len())], sampling, i as u64);
+        let token =
+            choose(&logits[..tokenizer.vocab().min(logits.len())], sampling, engine::mutant!("every-token-draws-the-same", i as u64, 0));
         if sampling.stop.contains(&token) {
             break;
         }
@@ -153,6 +154,59 @@ pub fn continue_tokens(
     }
     show(&until.finish());
     Ok(added)
+}
+
+/// A reply to each of these prompts, at most as many as `begin` was told, handed out piece by piece with its row. Reply number `first` + row of a run draws by a
+/// seed of its own.
+pub fn reply(
+    replier: &mut dyn Replier,
+    s: &mut Session,
+    prompts: &[Vec<u32>],
+    (first, sampling): (u64, &Sampling),
+    show: &mut dyn FnMut(usize, &str),
+) -> Result<Vec<String>, TrainError> {
+    let tokenizer = replier.tokenizer()?;
+    let stop: Vec<u32> = sampling.stop.iter().copied().chain(replier.stop()?).collect();
+    let own = |row: usize| Sampling { seed: sampling.seed.wrapping_add(first + row as u64), ..sampling.clone() };
+    let own: Vec<Sampling> = (0..prompts.len()).map(own).collect();
+    let mut texts: Vec<_> = prompts.iter().map(|_| (tokenizer.stream(), Until::new(&sampling.stop_text), String::new())).collect();
+    let (mut last, mut ended) = (vec![0; prompts.len()], vec![false; prompts.len()]);
+    let mut piece = |row: usize, text: &str, whole: &mut String| {
+        whole.push_str(text);
+        show(row, text);
+    };
+    replier.read(s, prompts)?;
+    for i in 0..sampling.max_tokens as u64 {
+        let logits = replier.next(s, &last)?;
+        let vocab = logits.len() / prompts.len();
+        for (row, (stream, until, whole)) in texts.iter_mut().enumerate() {
+            if ended[row] {
+                continue;
+            }
+            // A model may have more outputs than its tokenizer has tokens.
+            let token = choose(&logits[row * vocab..][..tokenizer.vocab().min(vocab)], &own[row], i);
+            last[row] = token;
+            if stop.contains(&token) {
+                ended[row] = true;
+                continue;
+            }
+            if let Some(text) = stream.push(token) {
+                piece(row, &until.push(&text), whole);
+            }
+            ended[row] = until.ended();
+        }
+        if ended.iter().all(|e| *e) {
+            break;
+        }
+    }
+    let finished = texts.into_iter().enumerate().map(|(row, (stream, mut until, mut whole))| {
+        if let Some(text) = stream.finish() {
+            piece(row, &until.push(&text), &mut whole);
+        }
+        piece(row, &until.finish(), &mut whole);
+        whole
+    });
+    Ok(finished.collect())
 }
 
 #[cfg(test)]
@@ -177,6 +231,34 @@ mod tests {
             assert_eq!(rest, if pieces == ["\n\nQ"] { "\n\nQ" } else { "" }, "{pieces:?}");
         }
         assert_eq!(Until::new(&[]).push("all of it"), "all of it");
+    }
+
+    /// Every token is as likely as any other, whatever came before.
+    struct Uniform;
+
+    impl Generator for Uniform {
+        fn tokenizer(&self) -> Result<std::sync::Arc<crate::data::Tokenizer>, TrainError> {
+            Ok(std::sync::Arc::new(crate::data::Tokenizer::from_spec("byte").unwrap()))
+        }
+        fn begin(&mut self, _: &mut Session, _: usize) -> Result<(), TrainError> {
+            Ok(())
+        }
+        fn feed(&mut self, _: &mut Session, _: &[u32]) -> Result<Vec<f32>, TrainError> {
+            Ok(vec![0.0; 256])
+        }
+    }
+
+    #[test]
+    fn every_token_of_a_text_has_a_draw_of_its_own() {
+        let mut s = Session::new(&engine::Device::cpu(engine::Cpu::new(1)), &engine::Switches::default(), 0);
+        let mut text = |seed: u64| {
+            let sampling = Sampling { temperature: 1.0, top_p: 1.0, seed, max_tokens: 40, stop: vec![], stop_text: vec![] };
+            continue_text(&mut Uniform, &mut s, "a", &sampling, &mut |_| {}).unwrap()
+        };
+        let (first, second) = (text(1), text(2));
+        let different: std::collections::HashSet<u32> = first.iter().copied().collect();
+        assert!(first.len() == 40 && different.len() > 20, "{first:?}");
+        assert!(first == text(1) && first != second);
     }
 
     #[test]

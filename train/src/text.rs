@@ -1,11 +1,10 @@
-//! Windows of tokens as recipes read them: a prepared data set, or generated text.
+//! Windows of tokens as recipes read them: prepared data sets, or generated text.
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, DataConfig};
-use crate::data::{Dataset, Generated, Noted, ShardSet, Source, Split, TokenWindows, Tokenizer};
+use crate::data::{Generated, Noted, Prepared, Source, Split, TokenWindows, Tokenizer};
 use crate::recipe::TrainError;
 use std::cell::OnceCell;
-use std::path::Path;
 use std::sync::Arc;
 
 #[derive(Clone)]
@@ -20,10 +19,15 @@ pub struct Text {
     identity: OnceCell<serde_json::Value>,
 }
 
+/// The folders that hold the text; none where it is generated.
+fn prepared(data: &DataConfig) -> Result<Option<Prepared>, TrainError> {
+    Ok((!data.path.is_empty()).then(|| Prepared::open(&data.path)).transpose()?)
+}
+
 fn tokenizer_of(data: &DataConfig) -> Result<Tokenizer, TrainError> {
-    Ok(match data.path.as_str() {
-        "" => Tokenizer::Byte,
-        path => Dataset::open(Path::new(path))?.load_tokenizer(Path::new(path))?,
+    Ok(match prepared(data)? {
+        None => Tokenizer::Byte,
+        Some(prepared) => prepared.tokenizer()?,
     })
 }
 
@@ -76,7 +80,7 @@ impl Text {
             true => {
                 let mut own = Tokenizer::from_json(&found.path.join(TOKENIZER), &found.bytes(TOKENIZER)?)?;
                 if let Ok(end) = serde_json::from_value(identity["end"].clone()) {
-                    own.set_end(&end);
+                    engine::mutant!("end-of-a-checkpoints-documents-forgotten", own.set_end(&end), ());
                 }
                 let nothing = || Noted { id: None, from: "the checkpoint".into() };
                 own.set_begin(&serde_json::from_value(identity["begin"].clone()).unwrap_or_else(|_| nothing()));
@@ -104,16 +108,32 @@ impl Text {
         let split = if train { Split::Train } else { Split::Val };
         self.tokenizer()?;
         let ignore = self.data.ignore_tokens.clone();
-        let source: Arc<dyn Source> = match self.data.path.as_str() {
-            "" => {
+        let source: Arc<dyn Source> = match prepared(&self.data)? {
+            None => {
                 let windows = if train { Generated::ENDLESS } else { VALIDATION };
                 Arc::new(Generated::new(self.seed, split, self.seq, windows, ignore)?)
             }
-            path => Arc::new(TokenWindows::new(ShardSet::open(Path::new(path), split)?, self.seq, ignore)?),
+            Some(prepared) => prepared.source(split, self.seed, &|set| Ok(Arc::new(TokenWindows::new(set, self.seq, ignore.clone())?)))?,
         };
         // What is noted is what is read here, whatever becomes of the folder.
         self.identity()?;
         Ok(source)
+    }
+
+    /// See `Task::without_validation`.
+    pub fn without_validation(&self) -> Result<Option<String>, TrainError> {
+        Ok(prepared(&self.data)?.and_then(|prepared| prepared.without_validation()))
+    }
+
+    /// Windows of an epoch, where there are epochs.
+    pub fn epoch(&self) -> Option<u64> {
+        prepared(&self.data).ok()?.filter(|prepared| !prepared.is_mixture())?;
+        self.source(true).ok().map(|windows| windows.len())
+    }
+
+    /// For people: what was found.
+    pub fn describe(&self) -> Result<String, TrainError> {
+        Ok(prepared(&self.data)?.map_or("generated text".into(), |prepared| prepared.describe() + ": plain text"))
     }
 
     /// What a checkpoint notes of its tokenizer and data.
@@ -122,10 +142,7 @@ impl Text {
             return Ok(identity.clone());
         }
         let tokenizer = self.tokenizer()?;
-        let data = match self.data.path.as_str() {
-            "" => None,
-            path => Some(format!("{:016x}", Dataset::open(Path::new(path))?.checksum(Path::new(path))?)),
-        };
+        let data = prepared(&self.data)?.map(|prepared| Ok::<_, TrainError>(format!("{:016x}", prepared.checksum()?))).transpose()?;
         let fingerprint = format!("{:016x}", tokenizer.fingerprint());
         let mut noted = serde_json::json!({ "tokenizer": fingerprint, "data": data, "end": tokenizer.end() });
         if tokenizer.begin().id.is_some() {
@@ -144,7 +161,38 @@ impl Text {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::{Input, PrepareOptions, prepare};
+    use crate::data::{Dataset, Input, PrepareOptions, prepare};
+    use std::path::Path;
+
+    /// A model that is used where its data is not ends and begins what it writes as its data did.
+    #[test]
+    fn a_checkpoint_knows_how_its_documents_begin_and_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let vocab = serde_json::json!({ "[unk]": 0, "a": 1, "<end>": 2, "<begin>": 3, "<|endoftext|>": 4 });
+        let added = [(2, "<end>"), (3, "<begin>"), (4, "<|endoftext|>")].map(|(id, name)| {
+            serde_json::json!({ "id": id, "content": name, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true })
+        });
+        let json = serde_json::json!({ "version": "1.0", "added_tokens": added, "pre_tokenizer": { "type": "WhitespaceSplit" },
+            "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "[unk]" } });
+        std::fs::write(at("tokenizer.json"), json.to_string()).unwrap();
+        std::fs::write(at("a.jsonl"), "{\"text\": \"a a\"}\n".repeat(20)).unwrap();
+        for (eos, bos, end, begin) in [("<end>", "<begin>", Some(2), Some(3)), ("none", "none", None, None)] {
+            let (data, run) = (at(&format!("data-{eos}")), at(&format!("run-{eos}")));
+            let input = Input::Files { paths: vec![at("a.jsonl")], field: "text".into() };
+            let spec = at("tokenizer.json").display().to_string();
+            let options = PrepareOptions { eos: Some(eos.into()), bos: Some(bos.into()), ..PrepareOptions::new(input, &spec, &data) };
+            prepare(&options).unwrap();
+            let text = |path: &Path| Text::new(DataConfig { path: path.to_str().unwrap().into(), ignore_tokens: vec![] }, 5, 8, 0);
+            let own = text(&data);
+            let meta = serde_json::json!({ "identity": own.identity().unwrap() });
+            let saved = crate::checkpoint::save(&run, 1, &[], &own.kept().unwrap(), &meta, 0.into()).unwrap();
+            std::fs::remove_dir_all(&data).unwrap();
+            let found = crate::checkpoint::open(&saved.path).unwrap();
+            let tokenizer = text(&data).take_tokenizer(&found).unwrap();
+            assert_eq!((tokenizer.eos(), tokenizer.end().id, tokenizer.begin().id), (end, end, begin), "{eos}");
+        }
+    }
 
     /// What cannot be read is neither other data nor none: a checkpoint that noted so could never be resumed.
     #[test]

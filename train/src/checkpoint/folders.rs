@@ -74,9 +74,9 @@ pub(super) fn tidy(dir: &Path) -> Result<Vec<CheckpointError>, CheckpointError> 
 pub(super) fn move_in(tmp: &Path, path: &Path, old: &Path) -> Result<(), CheckpointError> {
     let replaces = path.exists();
     if replaces {
-        fs::rename(path, old).map_err(io_error("set aside", path))?;
+        files::rename(path, old).map_err(io_error("set aside", path))?;
     }
-    fs::rename(tmp, path).map_err(|cause| {
+    files::rename(tmp, path).map_err(|cause| {
         if replaces {
             // If this fails too, `newest` still finds the old one where it is.
             let _ = fs::rename(old, path);
@@ -94,7 +94,7 @@ pub(super) fn prune(dir: &Path, saved: u64, keep: Keep) -> Result<Vec<Checkpoint
     for Folder { path, step, .. } in older.into_iter().skip(keep.newest - 1) {
         // Renamed first, so that a kill half-way leaves nothing that looks like a checkpoint.
         let tmp = tmp_path(dir, step);
-        match fs::rename(&path, &tmp) {
+        match files::rename(&path, &tmp) {
             Ok(()) => left.extend(remove(&tmp).err()),
             Err(e) => left.push(io_error("remove", &path)(e)),
         }

@@ -61,7 +61,7 @@ pub(super) fn write_folder(
     }
     for Written { name, path, sum } in parts {
         add(name, &|to| {
-            fs::rename(path, to).map_err(io_error("move", path))?;
+            files::rename(path, to).map_err(io_error("move", path))?;
             Ok(Sum { bytes: sum.bytes, xxh3: sum.xxh3.clone() })
         })?;
     }
@@ -70,7 +70,7 @@ pub(super) fn write_folder(
     let unsealed = text.strip_suffix("\n}").unwrap_or(&text);
     let path = folder.join(MANIFEST);
     files::write_new(&path, seal(unsealed).as_bytes()).map_err(io_error("write", &path))?;
-    sync_folder(folder).map_err(io_error("sync", folder))
+    engine::mutant!("names-in-a-checkpoint-are-not-synced", sync_folder(folder), Ok(())).map_err(io_error("sync", folder))
 }
 
 /// A name read from a manifest must not lead out of the folder either.
@@ -114,7 +114,7 @@ pub(super) fn write_synced(path: &Path, fill: impl FnOnce(&mut BufWriter<Hashed>
     let mut writer = BufWriter::new(Hashed { file, hash: Xxh3::new(), bytes: 0 });
     let done = fill(&mut writer).and_then(|()| writer.flush());
     let hashed = writer.get_ref();
-    let done = done.and_then(|()| hashed.file.sync_all());
+    let done = done.and_then(|()| engine::mutant!("tensors-are-not-synced", files::sync(&hashed.file, path), Ok(())));
     done.map_err(io_error("write", path))?;
     Ok(Sum::new(hashed.bytes, hashed.hash.digest()))
 }
@@ -149,7 +149,7 @@ pub(super) fn is_sealed(text: &str) -> bool {
 /// Everything except the content of the files.
 pub(super) fn read_manifest(folder: &Path) -> Result<Checkpoint, CheckpointError> {
     let path = folder.join(MANIFEST);
-    let text = input::read(&path).map_err(missing_or(&path))?;
+    let text = input::read_up_to(&path, input::TEXT).map_err(missing_or(&path))?;
     let text = String::from_utf8(text).map_err(|e| broken(&path, format!("no text: {e}")))?;
     let mut manifest: Map<String, Value> = serde_json::from_str(&text).map_err(|e| broken(&path, format!("not whole JSON: {e}")))?;
     let format = manifest.remove("format").unwrap_or_default();

@@ -5,6 +5,7 @@ use super::tensors::layout;
 use super::*;
 use engine::ranks::Part;
 use serde_json::json;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 
 /// A part of a tensor of one of a checkpoint's files.
@@ -90,10 +91,17 @@ fn places(noted: &Value) -> Option<Vec<Part>> {
     (whole && parts.windows(2).all(follows)).then_some(parts)
 }
 
+fn cuts(parts: &[Part]) -> Vec<(Option<usize>, usize, usize)> {
+    parts.iter().map(|p| (p.axis, p.sections, p.of)).collect()
+}
+
 /// A tensor that is put together of parts.
+#[derive(Default)]
 struct Whole {
     dtype: String,
     shape: Vec<usize>,
+    /// How it was cut: of each cut the dimension, its sections and the number of parts.
+    cuts: Vec<(Option<usize>, usize, usize)>,
     bytes: Vec<u8>,
     /// Which parts are there: their indices, from the outside in.
     there: BTreeSet<Vec<usize>>,
@@ -108,7 +116,7 @@ impl Whole {
             [] => piece.copy_from_slice(own),
             _ => {
                 piece = outer.cut(&self.bytes);
-                let mut within = Whole { dtype: String::new(), shape: vec![], bytes: piece, there: BTreeSet::new() };
+                let mut within = Whole { bytes: piece, ..Whole::default() };
                 within.put(inner, own);
                 piece = within.bytes;
             }
@@ -126,6 +134,7 @@ impl Checkpoint {
     /// A file with the tensors of which ranks have parts put together.
     pub(super) fn joined(&self, name: &str, base: Loaded) -> Result<Loaded, CheckpointError> {
         let (mut wholes, mut needed) = (BTreeMap::<String, Whole>::new(), BTreeMap::<String, usize>::new());
+        let files = self.rank_files().count();
         for file in self.rank_files() {
             let path = self.path.join(file);
             let bad = |what: &str| broken(&path, format!("'{what}' does not say which part of a tensor it is"));
@@ -134,21 +143,38 @@ impl Checkpoint {
             for full in own.names() {
                 let Some(tensor) = full.strip_prefix(name).and_then(|rest| rest.strip_prefix(':')) else { continue };
                 let parts = notes.get(&full).and_then(places).filter(|p| !p.is_empty()).ok_or_else(|| bad(&full))?;
-                let (dtype, _, bytes) = own.get(&full).ok_or_else(|| bad(&full))?;
-                let shape = parts[0].shape.clone();
-                let size = bytes.len() * parts.iter().map(|p| p.of).product::<usize>();
-                let whole = wholes.entry(tensor.into()).or_insert_with(|| Whole {
-                    dtype,
-                    shape: shape.clone(),
-                    bytes: vec![0; size],
-                    there: BTreeSet::new(),
-                });
-                let fits = whole.shape == shape && whole.bytes.len() == size && size > 0;
-                if !fits || !whole.there.insert(parts.iter().map(|p| p.index).collect()) {
+                let (dtype, part, bytes) = own.get(&full).ok_or_else(|| bad(&full))?;
+                // What a file says is compared with what it holds before room is made: files come from others, too.
+                let of = parts.iter().try_fold(1usize, |n, p| n.checked_mul(p.of)).filter(|of| *of <= files).ok_or_else(|| bad(&full))?;
+                let (shape, elements) = (parts[0].shape.clone(), |shape: &[usize]| shape.iter().product::<usize>());
+                let last = parts.last().map_or(0, |p| elements(&p.own_shape()));
+                // Numbers of less than a byte cannot be cut anywhere.
+                let is_whole = engine::mutant!("parts-of-bytes", bytes.len().is_multiple_of(last.max(1)), true);
+                if bytes.is_empty() || elements(&part) != last || elements(&shape) != last * of || !is_whole {
+                    return Err(bad(&full));
+                }
+                let whole = match wholes.entry(tensor.into()) {
+                    Entry::Occupied(there) => there.into_mut(),
+                    Entry::Vacant(new) => {
+                        let mut whole = input::room((bytes.len() * of) as u64).map_err(io_error("read", &path))?;
+                        whole.resize(bytes.len() * of, 0);
+                        new.insert(Whole {
+                            dtype: dtype.clone(),
+                            shape: shape.clone(),
+                            cuts: cuts(&parts),
+                            bytes: whole,
+                            there: BTreeSet::new(),
+                        })
+                    }
+                };
+                if (&whole.dtype, &whole.shape, &whole.cuts) != (&dtype, &shape, &cuts(&parts)) {
+                    return Err(broken(&path, format!("'{full}' is of another type, shape or cut than the other parts of '{tensor}'")));
+                }
+                if whole.bytes.len() != bytes.len() * of || !whole.there.insert(parts.iter().map(|p| p.index).collect()) {
                     return Err(bad(&full));
                 }
                 whole.put(&parts, bytes);
-                needed.insert(tensor.to_string(), parts.iter().map(|p| p.of).product::<usize>());
+                needed.insert(tensor.to_string(), of);
             }
         }
         if wholes.is_empty() {

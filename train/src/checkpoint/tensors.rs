@@ -2,6 +2,7 @@
 
 use super::manifest::write_synced;
 use super::*;
+use crate::finite::first_broken;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use std::collections::{HashMap, HashSet};
@@ -60,6 +61,16 @@ impl Loaded {
         Some((info.dtype.to_string(), info.shape.clone(), bytes))
     }
 
+    /// The same, if all of it are finite numbers; `path` is what an error names.
+    pub fn finite(self, path: &Path) -> Result<Loaded, CheckpointError> {
+        for name in engine::mutant!("checkpoints-of-nan-are-read", self.names(), vec![]) {
+            if let Some((dtype, _, bytes)) = self.get(&name) {
+                finite(path, &name, &dtype, bytes)?;
+            }
+        }
+        Ok(self)
+    }
+
     pub(crate) fn parse(path: &Path, bytes: Vec<u8>) -> Result<Self, CheckpointError> {
         // read_metadata also checks that the offsets are contiguous and end where the file does.
         let (header_len, header) = SafeTensors::read_metadata(&bytes).map_err(|e| {
@@ -101,6 +112,10 @@ impl TensorFile {
     }
 
     /// The tensors' names, in the order of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     pub fn names(&self) -> Vec<String> {
         self.header.offset_keys()
     }
@@ -111,12 +126,22 @@ impl TensorFile {
         Some((info.dtype.to_string(), info.shape.clone()))
     }
 
-    /// A tensor's bytes.
+    /// The bytes of a weight, whose numbers must be finite.
     pub fn read(&self, name: &str) -> Result<Vec<u8>, CheckpointError> {
-        let (start, end) = self.header.info(name).ok_or_else(|| broken(&self.path, format!("has no '{name}'")))?.data_offsets;
-        let mut bytes = vec![0; end - start];
+        let info = self.header.info(name).ok_or_else(|| broken(&self.path, format!("has no '{name}'")))?;
+        let (start, end) = info.data_offsets;
+        let mut bytes = input::room((end - start) as u64).map_err(io_error("read", &self.path))?;
+        bytes.resize(end - start, 0);
         self.file.read_exact_at(&mut bytes, self.data_start + start as u64).map_err(io_error("read", &self.path))?;
+        finite(&self.path, name, &info.dtype.to_string(), engine::mutant!("weights-of-nan-are-read", &bytes[..], &[][..]))?;
         Ok(bytes)
+    }
+}
+
+fn finite(path: &Path, name: &str, dtype: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+    match first_broken(bytes, dtype) {
+        None => Ok(()),
+        Some((at, value)) => Err(CheckpointError::NotFinite { path: path.into(), name: name.into(), at, value }),
     }
 }
 

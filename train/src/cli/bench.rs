@@ -7,13 +7,17 @@
 //! | `rounds.rs`, `groups.rs`, `side.rs` | turns; what is held in memory together; one side of a comparison |
 //! | `stats.rs` | medians, intervals, and what is within noise |
 //! | `file.rs` | what `--json` writes |
+//! | `defaults.rs` | `kiln check defaults`: what every pass that is on costs |
 //! | `baseline.rs` | `--baseline`: against a former file |
 //! | `peers.rs` | `--against pytorch` |
+//! | `serve.rs`, `fingerprint.rs` | `--serve`: timed whenever it is asked for; `--fingerprint`: what is timed, as a number |
 //! | `web.rs`, `picture.rs` | `--html`; `--picture`: several ledgers at once |
 //! | `ops.rs`, `generate.rs`, `nodes.rs` | every op; replies; a step node by node |
 
 mod baseline;
+mod defaults;
 mod file;
+mod fingerprint;
 mod generate;
 mod groups;
 mod ledger;
@@ -22,10 +26,13 @@ mod ops;
 mod peers;
 mod picture;
 mod rounds;
+mod serve;
 mod side;
 mod stats;
 mod step;
 mod web;
+
+pub use defaults::{DefaultsArgs, defaults};
 
 use super::budget::BudgetArgs;
 use super::{ConfigArgs, DeviceArgs, Recipes, outputs};
@@ -48,11 +55,16 @@ use std::time::Instant;
   kiln bench --picture ledgers.svg --ledgers bench/ledger
   kiln bench ops --device cuda
   kiln bench ops --only attention --device cuda
-  kiln bench generate --device cuda"
+  kiln bench ops --only norm --unfused --device cuda
+  kiln bench generate --device cuda
+  kiln bench {recipe} --preset {preset} --fingerprint"
 )]
 pub struct BenchArgs {
     #[command(flatten)]
     config: ConfigArgs,
+    /// With `generate`: the recipe that replies; the first that can if none is named
+    #[arg(value_name = "WRITES", index = 2)]
+    of: Option<String>,
     #[command(flatten)]
     device: DeviceArgs,
     #[command(flatten)]
@@ -74,10 +86,13 @@ pub struct BenchArgs {
     /// With --ledger: times these passes too, switched on; those that are off here are not in the ledger otherwise
     #[arg(long, value_name = "PASS,..", value_delimiter = ',', requires = "ledger")]
     also: Vec<String>,
-    /// With --ledger: only these passes. With `ops`: only those whose name has this in it
+    /// With --ledger: only these passes. With `ops`: only those whose name, as op/case/forward, has this in it
     #[arg(long, value_name = "NAME,..")]
     only: Option<String>,
-    /// With --ledger: how often every variant has its turn, at least 3; 9 if neither this nor --minutes is given
+    /// With `ops`: fused ops beside the plain ops that define them, each a kernel of its own, in turn
+    #[arg(long, conflicts_with_all = ["serve", "fingerprint", "ledger", "profile"])]
+    unfused: bool,
+    /// With --ledger: how often every variant has its turn, at least 3; 12 if neither this nor --minutes is given
     #[arg(long, requires = "ledger")]
     rounds: Option<usize>,
     /// With --ledger: as many rounds as fit into this time, at least 3
@@ -99,6 +114,16 @@ pub struct BenchArgs {
     /// Times the same step in PyTorch, in turn with this one: peers/compare.py of a checkout, with a Python that has torch
     #[arg(long, value_name = "PEER", value_parser = ["pytorch"])]
     against: Option<String>,
+    /// With --against: the checkout of kiln whose peers/compare.py is run; without it, the one that this program was built from
+    #[arg(long, value_name = "FOLDER", requires = "against")]
+    peers: Option<PathBuf>,
+    /// Stays loaded, and answers every line `time SECONDS` on stdin with a line of JSON: the median over so long
+    #[arg(long, conflicts_with_all = ["ledger", "json", "profile", "baseline", "against", "repeat", "steps_for_error"])]
+    serve: bool,
+    /// Measures nothing: prints what the timed programs run on a GPU of compute capability 9.0, as one number. It stays the same as long as passes, kernels
+    /// and shapes do
+    #[arg(long, conflicts_with_all = ["serve", "ledger", "json", "profile", "baseline", "against", "repeat", "steps_for_error"])]
+    fingerprint: bool,
     /// Writes the figures to a file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -156,15 +181,28 @@ pub fn run(a: BenchArgs, recipes: Recipes) -> Result<ExitCode> {
     if a.only.is_some() && !a.ledger && kind != Some("ops") {
         bail!("--only is for bench ops, or for --ledger");
     }
-    match kind {
-        Some(kind) => {
-            outputs::checked(&[("--json", a.json.as_deref())], &[])?;
-            match kind {
-                "ops" => ops::ops(&a, &a.device.open()?),
-                _ => generate::generate(&a, &a.device.open()?, recipes),
-            }
-        }
-        None => step::step(&a, started, recipes),
+    if a.unfused && kind != Some("ops") {
+        bail!("--unfused is for bench ops: a step without a pass is in its --ledger");
+    }
+    if let Some(name) = a.of.as_deref().filter(|_| kind != Some("generate")) {
+        bail!("'{name}': a second name is for bench generate, whose recipe it is");
+    }
+    if a.fingerprint {
+        let it = match kind {
+            Some("ops") => ops::fingerprint(&a),
+            Some(_) => generate::fingerprint(&a, recipes),
+            None => step::fingerprint(&a, recipes),
+        };
+        out!("{:016x}", it?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    outputs::checked(&[("--json", a.json.as_deref())], &[])?;
+    match (kind, a.serve) {
+        (Some("ops"), false) => ops::ops(&a),
+        (Some("ops"), true) => ops::serve(&a),
+        (Some(_), false) => generate::generate(&a, recipes),
+        (Some(_), true) => generate::serve(&a, recipes),
+        (None, _) => step::step(&a, started, recipes),
     }
 }
 

@@ -2,8 +2,8 @@
 
 use crate::config::Config;
 use crate::memory;
-use crate::recipe::Recipe;
-use crate::run::{Fitted, Limits, SAVING, fit};
+use crate::recipe::{Recipe, Task};
+use crate::run::{self, Fitted, Limits, SAVING, fit};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::Device;
@@ -49,12 +49,18 @@ impl BudgetArgs {
         let fitted = fit(recipe, &config, &Limits { target: on.target, free: on.free, allowed: &self.allow, split })?;
         Ok(match fitted {
             None => (config, None),
-            Some(mut fitted) => {
-                fitted.config.note_budget(&config);
-                (fitted.config.clone(), Some(fitted))
-            }
+            Some(fitted) => (fitted.config.clone(), Some(fitted)),
         })
     }
+}
+
+/// The config of a task with what has to be recomputed for it to fit into the device's memory; and what that was, where it is more than usual.
+pub fn fit_device(task: &dyn Task, config: Config, on: &Where) -> Result<(Config, Option<Fitted>)> {
+    let limits = Limits { target: on.target, free: on.free, allowed: &[], split: false };
+    Ok(match run::fit_device(task, &config, &limits)? {
+        None => (config, None),
+        Some(fitted) => (fitted.config.clone(), Some(fitted).filter(|f| !f.changes.is_empty())),
+    })
 }
 
 /// Where a run will be.

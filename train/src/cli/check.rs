@@ -1,4 +1,4 @@
-//! `kiln check`: ops, passes, kernels and golden files against what they should be.
+//! `kiln check`: ops, passes, kernels and golden files against what they should be, and whether passes that are on cost time.
 
 use super::{DeviceArgs, Recipes, SwitchArgs, offered};
 use crate::golden::{Compared, Golden, Rule, compare, rule};
@@ -14,6 +14,7 @@ use engine::op::Case;
 use engine::passes::all;
 use engine::passes::known;
 use engine::{DType, Device, Switches};
+use rayon::prelude::*;
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -23,6 +24,7 @@ use std::process::ExitCode;
 #[command(after_help = "Examples:
   kiln check ops
   kiln check passes
+  kiln check defaults
   kiln check golden reference/golden/{golden}.safetensors
   kiln check all --device cuda")]
 pub struct CheckArgs {
@@ -50,6 +52,11 @@ enum What {
     #[command(after_help = "Examples:
   kiln check passes")]
     Passes(DeviceArgs),
+    /// Times every recipe's step with and without each pass that is on by default; fails where one costs more than 10% on a CPU, 2% on a GPU
+    #[command(after_help = "Examples:
+  kiln check defaults
+  kiln check defaults {recipe} --preset {preset} --device cuda")]
+    Defaults(super::bench::DefaultsArgs),
     /// Whether the checks of ops find kernels that are wrong on purpose
     #[command(hide = true)]
     Planted(DeviceArgs),
@@ -142,6 +149,7 @@ pub fn run(a: CheckArgs, recipes: Recipes) -> Result<ExitCode> {
             let device = d.open()?;
             report(all().map(|p| check_pass(p, &device)))
         }
+        What::Defaults(a) => super::bench::defaults(a, recipes),
         What::Planted(d) => report(check_planted(&d.open()?).into_iter()),
         What::All(d) => everything(&d.open()?, recipes),
         What::Emulate { filter, every } => {
@@ -276,14 +284,14 @@ fn kernels(ops: &[&engine::op::Entry], sm: &[u32], every_shape: bool) -> Result<
     for &sm in &sms {
         let arch = Arch { sm, multiprocessors: 132 };
         let compiler = Compiler::without_gpu(arch, &folders)?;
-        let mut texts: Vec<(String, String)> = vec![];
         let cases = ops.iter().flat_map(|op| op.cases.iter().map(|c| (op.name, c))).chain(PLANTED.iter().map(|c| ("planted", c)));
-        for (op, case) in cases {
-            for dtype in [DType::F32, DType::BF16, DType::F16] {
-                let own = kernel_texts(case, dtype, arch).map_err(|e| anyhow::anyhow!("{op}: {}: {e}", case.name))?;
-                texts.extend(own.into_iter().map(|t| (t, format!("{op}: {} ({dtype})", case.name))));
-            }
-        }
+        let cases: Vec<_> = cases.flat_map(|(op, case)| [DType::F32, DType::BF16, DType::F16].map(|dtype| (op, case, dtype))).collect();
+        let texts_of = |&(op, case, dtype): &(&str, &Case, DType)| {
+            let own = kernel_texts(case, dtype, arch).map_err(|e| anyhow::anyhow!("{op}: {}: {e}", case.name))?;
+            Ok(own.into_iter().map(|t| (t, format!("{op}: {} ({dtype})", case.name))).collect::<Vec<_>>())
+        };
+        let texts = cases.par_iter().map(texts_of).collect::<Result<Vec<_>>>()?;
+        let mut texts: Vec<(String, String)> = texts.into_iter().flatten().collect();
         // Of those that differ only in numbers the shortest, which has the smallest.
         texts.sort_by(|a, b| (a.0.len(), a).cmp(&(b.0.len(), b)));
         let mut seen = HashSet::new();

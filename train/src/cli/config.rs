@@ -4,7 +4,6 @@ use crate::config::{Config, ConfigError, Key, Keys, Section, TopConfig, TrainCon
 use crate::recipe::{self, Recipe};
 use anyhow::Result;
 use clap::Args;
-use engine::passes::known;
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -45,18 +44,19 @@ fn full_name(section: &str, key: &str) -> String {
 }
 
 /// Those that `wanted` names: a section, or keys with or without their section.
-fn chosen(all: Vec<Keys>, wanted: &str) -> Result<Vec<Keys>, ConfigError> {
+fn chosen(recipe: &str, all: Vec<Keys>, wanted: &str) -> Result<Vec<Keys>, ConfigError> {
     if let Some(section) = all.iter().find(|s| s.name == wanted) {
         return Ok(vec![section.clone()]);
     }
-    // Compared with what is written alike: with the section, or without it.
-    let alike = |section, key| if wanted.contains('.') { full_name(section, key) } else { key.to_string() };
-    let names: Vec<String> = all.iter().flat_map(|s| s.keys.iter().map(|k| alike(s.name, k.name))).collect();
+    let names: Vec<String> = all.iter().flat_map(|s| s.keys.iter().map(|k| full_name(s.name, k.name))).collect();
     let is = |section: &str, key: &Key| wanted == key.name || wanted == full_name(section, key.name);
     let only = |s: Keys| Keys { keys: s.keys.into_iter().filter(|k| is(s.name, k)).collect(), ..s };
     let found: Vec<Keys> = all.into_iter().map(only).filter(|s| !s.keys.is_empty()).collect();
     match found.is_empty() {
-        true => Err(ConfigError::Unknown { what: "key", name: wanted.into(), near: known(wanted, names.iter().map(|n| n.as_str())) }),
+        true => {
+            let (section, key) = wanted.split_once('.').unwrap_or(("", wanted));
+            Err(ConfigError::no_key(recipe, section, key, &names, false))
+        }
         false => Ok(found),
     }
 }
@@ -95,9 +95,9 @@ pub fn run(a: ConfigKeysArgs, recipes: Recipes) -> Result<ExitCode> {
     };
     if !a.sets.is_empty() {
         a.sets.iter().try_for_each(|set| values.set(set))?;
-        values = recipe.sized(&values)?;
+        values = recipe::begin(recipe, &values)?.0;
     }
-    let sections = a.key.as_ref().map_or_else(|| Ok(sections(recipe)), |key| chosen(sections(recipe), key))?;
+    let sections = a.key.as_ref().map_or_else(|| Ok(sections(recipe)), |key| chosen(recipe.name(), sections(recipe), key))?;
     if a.json {
         let all = sections.iter().flat_map(|s| s.keys.iter().map(|k| json(s.name, k, &values)));
         write_json(None, &all.collect())?;

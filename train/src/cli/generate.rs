@@ -1,15 +1,17 @@
 //! `kiln generate`: text from a checkpoint or a model folder.
 
-use super::{DeviceArgs, Opened, Recipes, SwitchArgs, Which};
+use super::{DeviceArgs, Opened, Recipes, SwitchArgs, Which, prompts};
 use crate::data::Tokenizer;
 use crate::data::chats::Message;
 use crate::models::Adapter;
 use crate::models::decoder::{Chat, Said};
-use crate::recipe::{Generator, Session, TextModel};
-use crate::sample::{Sampling, continue_text};
+use crate::recipe::{Generator, Replier, Session, TextModel};
+use crate::report::shown;
+use crate::sample::{Sampling, continue_text, reply};
 use anyhow::{Result, bail};
 use clap::Args;
 use engine::{Device, Switches};
+use std::borrow::Cow;
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -21,7 +23,8 @@ use std::process::ExitCode;
   kiln generate models/Qwen3-0.6B --prompt 'Why is the sky blue?' --adapter runs/adapters
   kiln generate models/Qwen3-0.6B --chat --system 'Be brief.'
   kiln generate adapters/p --prompt 'Why is the sky blue?'    # on the base that it names, or on --base FOLDER
-  kiln generate runs/a --prompt 'the ' --temperature 0 --stop '\\n' --max-tokens 2000")]
+  kiln generate runs/a --prompt 'the ' --temperature 0 --stop '\\n' --max-tokens 2000
+  kiln generate runs/c --prompts questions.txt --json")]
 pub struct GenerateArgs {
     /// A checkpoint's folder, or a run's (its newest checkpoint); a model's folder in the Hugging Face layout; or an adapter's in PEFT's
     checkpoint: PathBuf,
@@ -29,10 +32,20 @@ pub struct GenerateArgs {
     which: Which,
     /// Text to continue; models that were taught to reply are given it as a prompt. Escapes such as \n are undone; a backslash is \\
     #[arg(long, default_value = "the ", value_parser = super::unescaped)]
-    prompt: String,
+    pub prompt: String,
+    /// Prompts of a file, several at once: one a line, or lines of JSON with {"prompt": ..} or {"messages": [..]}; - is stdin. What is written comes
+    /// out as lines of JSON, in the order of the prompts
+    #[arg(long, value_name = "FILE", requires = "json", conflicts_with_all = ["prompt", "chat"])]
+    pub prompts: Option<PathBuf>,
+    /// With --prompts: how many replies are written at once
+    #[arg(long, value_name = "N", default_value_t = 16, requires = "prompts", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub at_once: u16,
+    /// Prints lines of JSON: each prompt with its "text", or with --replies its "texts"
+    #[arg(long, conflicts_with = "chat")]
+    pub json: bool,
     /// The prompt as it is, without the model's chat template around it
     #[arg(long)]
-    raw: bool,
+    pub raw: bool,
     /// Reads a conversation from the terminal, a line for each turn, through the model's chat template; /quit or Ctrl-D ends it
     #[arg(long, conflicts_with_all = ["raw", "replies", "prompt"])]
     chat: bool,
@@ -41,10 +54,10 @@ pub struct GenerateArgs {
     system: Option<String>,
     /// Lets a model think before it replies, if its chat template knows enable_thinking; if not given it is told not to
     #[arg(long, conflicts_with = "raw")]
-    think: bool,
-    /// Replies to the prompt, all at once
+    pub think: bool,
+    /// Replies to the prompt, all at once; with --prompts to each
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4096))]
-    replies: u16,
+    pub replies: u16,
     /// An adapter in PEFT's layout, for a model's folder
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
@@ -54,10 +67,10 @@ pub struct GenerateArgs {
     #[command(flatten)]
     switches: SwitchArgs,
     /// 0 always takes the most likely token
-    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true, value_parser = temperature)]
     temperature: f32,
     /// Nucleus sampling: draws from the smallest set of tokens with this total probability
-    #[arg(long, default_value_t = 0.95)]
+    #[arg(long, default_value_t = 0.95, allow_negative_numbers = true, value_parser = top_p)]
     top_p: f32,
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -77,13 +90,20 @@ pub struct GenerateArgs {
 /// Caches are as long as the text may become.
 const MOST_TOKENS: usize = 1 << 20;
 
+/// In what was typed, since in 32 bits it may be another number, or none.
+fn temperature(typed: &str) -> Result<f32, String> {
+    let most = f64::from(f32::MAX);
+    let number = typed.parse::<f64>().ok().filter(|v| (0.0..=most).contains(v));
+    number.map(|v| v as f32).ok_or_else(|| format!("{typed} is not a number from 0 up to 3.4e38"))
+}
+
+fn top_p(typed: &str) -> Result<f32, String> {
+    let number = typed.parse::<f64>().ok().filter(|v| *v > 0.0 && *v <= 1.0);
+    // The smallest that 32 bits have: of the likeliest token alone.
+    number.map(|v| (v as f32).max(f32::MIN_POSITIVE)).ok_or_else(|| format!("{typed} is not above 0 and at most 1"))
+}
+
 pub fn run(a: GenerateArgs, recipes: Recipes) -> Result<ExitCode> {
-    if !(a.temperature.is_finite() && a.temperature >= 0.0) {
-        bail!("--temperature {} is not a number from 0 up", a.temperature);
-    }
-    if !(a.top_p > 0.0 && a.top_p <= 1.0) {
-        bail!("--top-p {} is not above 0 and at most 1", a.top_p);
-    }
     if a.max_tokens > MOST_TOKENS {
         bail!("--max-tokens {}: at most {MOST_TOKENS}", a.max_tokens);
     }
@@ -116,7 +136,41 @@ pub fn run(a: GenerateArgs, recipes: Recipes) -> Result<ExitCode> {
             bail!("--raw, --replies, --chat, --system and --think are for models that reply to prompts, which {} does not", recipe.name())
         }
         TextModel::Continues(mut generator) => go_on(&a, &mut *generator, &mut s, fill),
+        TextModel::Answers(_) if a.raw || a.chat || a.think => {
+            bail!("--raw, --chat and --think are for decoders that read conversations, which {} does not", recipe.name())
+        }
+        TextModel::Answers(mut replier) => answer(&a, &mut *replier, &mut s, fill),
     }
+}
+
+/// Replies to the prompt, all at once; `fill` gives the model its weights.
+fn answer(a: &GenerateArgs, replier: &mut dyn Replier, s: &mut Session, fill: impl FnOnce(&mut Session) -> Result<()>) -> Result<ExitCode> {
+    if a.max_tokens == 0 {
+        bail!("--max-tokens 0: a reply has at least one");
+    }
+    let sampling = a.sampling(&*replier.tokenizer()?)?;
+    if a.json {
+        return prompts::answer(a, replier, s, &sampling, fill);
+    }
+    let turns: Vec<Message> = a.first_turn().into_iter().chain([Message::new("user", &a.prompt)]).collect();
+    let prompts = vec![replier.prompt(&turns)?; a.replies as usize];
+    replier.begin(s, prompts.len(), sampling.max_tokens)?;
+    fill(s)?;
+    let (mut show, one) = (Shown::new(), prompts.len() == 1);
+    let mut piece = |_: usize, text: &str| {
+        if one {
+            show.piece(text)
+        }
+    };
+    let texts = reply(replier, s, &prompts, (0, &sampling), &mut piece)?;
+    if one {
+        out!();
+        return show.finish();
+    }
+    for text in &texts {
+        out!("{}", show.on_screen(text));
+    }
+    show.finish()
 }
 
 /// Continues the prompt; `fill` gives the model its weights.
@@ -131,9 +185,11 @@ fn go_on(
     // The programs name the parameters; then the checkpoint fills them.
     generator.begin(s, 1)?;
     fill(s)?;
-    out_part!("{}", a.prompt);
-    std::io::stdout().flush()?;
-    let mut show = Shown::default();
+    if a.json {
+        return prompts::go_on(a, generator, s, &sampling);
+    }
+    let mut show = Shown::new();
+    show.piece(&a.prompt);
     continue_text(generator, s, &a.prompt, &sampling, &mut |piece| show.piece(piece))?;
     out!();
     show.finish()
@@ -162,21 +218,30 @@ fn adapters_base(a: &GenerateArgs) -> Result<PathBuf> {
     match Adapter::base_of(&a.checkpoint)? {
         (_, Some(folder)) => Ok(folder),
         (named, None) => bail!(
-            "{path} holds an adapter on {named:?}, which is no folder here: name its model with --base, or kiln generate MODEL --adapter {path}"
+            "{path} holds an adapter on {named:?}, which is no folder here: name its model with --base, or kiln generate MODEL --adapter {path}{}",
+            crate::input::fetched(Path::new(&named))
         ),
     }
 }
 
-/// Text on its way to stdout.
-#[derive(Default)]
+/// Text on its way to stdout: to a file or a program as the model wrote it, to a terminal without what would steer it.
 struct Shown {
+    terminal: bool,
     broken: Option<std::io::Error>,
 }
 
 impl Shown {
+    fn new() -> Shown {
+        Shown { terminal: std::io::stdout().is_terminal(), broken: None }
+    }
+
+    fn on_screen<'a>(&self, piece: &'a str) -> Cow<'a, str> {
+        if self.terminal { shown(piece) } else { piece.into() }
+    }
+
     fn piece(&mut self, piece: &str) {
         let mut out = std::io::stdout();
-        if let Err(e) = out.write_all(piece.as_bytes()).and_then(|()| out.flush()) {
+        if let Err(e) = out.write_all(self.on_screen(piece).as_bytes()).and_then(|()| out.flush()) {
             self.broken = Some(e);
         }
     }
@@ -217,16 +282,20 @@ fn talk(a: &GenerateArgs, chat: &Chat, s: &mut Session, fill: impl FnOnce(&mut S
     if a.system.is_some() && !chat.has_turns() {
         bail!("--system: {} has no chat template that would have a place for it", a.checkpoint.display());
     }
+    if a.json {
+        return prompts::reply(a, chat, s, &sampling, fill);
+    }
     let messages: Vec<Message> = a.first_turn().into_iter().chain([Message::new("user", &a.prompt)]).collect();
     let said = if a.raw { Said::Raw(&a.prompt) } else { Said::Turns { messages: &messages, think: a.think } };
     let talk = chat.begin(s, said, a.replies as usize, &sampling)?;
     fill(s)?;
-    let mut show = Shown::default();
-    if a.raw && a.replies == 1 {
+    let mut show = Shown::new();
+    let continues = a.raw || chat.continues();
+    if continues && a.replies == 1 {
         show.piece(&a.prompt);
     }
     // After a template a reply begins without a space.
-    let mut begun = a.raw;
+    let mut begun = continues;
     let replies = talk.write(s, &mut |piece| {
         let piece = if begun { piece } else { piece.trim_start() };
         begun |= !piece.is_empty();
@@ -236,13 +305,17 @@ fn talk(a: &GenerateArgs, chat: &Chat, s: &mut Session, fill: impl FnOnce(&mut S
     })?;
     match a.replies {
         1 => out!(),
-        _ => replies.iter().enumerate().for_each(|(i, reply)| show.piece(&format!("{}. {}\n", i + 1, reply.trim()))),
+        _ => replies.iter().enumerate().for_each(|(i, reply)| {
+            // What continues a prompt begins as the model began it.
+            let reply = if continues { reply.trim_end() } else { reply.trim() };
+            show.piece(&format!("{}. {reply}\n", i + 1));
+        }),
     }
     show.finish()
 }
 
 impl GenerateArgs {
-    fn first_turn(&self) -> Option<Message> {
+    pub fn first_turn(&self) -> Option<Message> {
         self.system.as_ref().map(|text| Message::new("system", text))
     }
 }
@@ -259,7 +332,7 @@ fn converse(
         bail!("--chat: {} has no chat template to put several turns by (without --chat, --prompt is replied to)", a.checkpoint.display());
     }
     let (mut fill, mut last) = (Some(fill), None);
-    let (mut show, mut messages) = (Shown::default(), Vec::from_iter(a.first_turn()));
+    let (mut show, mut messages) = (Shown::new(), Vec::from_iter(a.first_turn()));
     let asks = std::io::stdin().is_terminal();
     let mut lines = std::io::stdin().lock().lines();
     loop {
@@ -272,7 +345,10 @@ fn converse(
         }
         messages.push(Message::new("user", &line));
         let said = Said::Turns { messages: &messages, think: a.think };
-        let sampling = Sampling { seed: sampling.seed.wrapping_add(messages.len() as u64), ..sampling.clone() };
+        let sampling = Sampling {
+            seed: sampling.seed.wrapping_add(engine::mutant!("every-turn-draws-the-same", messages.len() as u64, 0)),
+            ..sampling.clone()
+        };
         let talk = match &last {
             Some(last) => chat.go_on(s, said, &sampling, last)?,
             None => chat.begin(s, said, 1, &sampling)?,
@@ -295,4 +371,17 @@ fn converse(
         show.piece("\n");
     }
     show.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_model_writes_steers_no_terminal_and_is_a_files_as_it_is() {
+        let to = |terminal| Shown { terminal, broken: None };
+        let text = "a\u{1b}]0;x\u{7}\u{9b}2J\r\n\tb";
+        assert_eq!(to(true).on_screen(text), "a\\u{1b}]0;x\\u{7}\\u{9b}2J\\u{d}\n\tb");
+        assert_eq!(to(false).on_screen(text), text);
+    }
 }

@@ -2,18 +2,23 @@
 
 /// Prints a line, or gives the error to the caller: a closed pipe ends the command quietly, a full disk does not.
 macro_rules! out {
-    ($($text:tt)*) => {{
-        use std::io::Write;
-        writeln!(std::io::stdout(), $($text)*)?
-    }};
+    () => { out_part!("\n") };
+    ($($text:tt)*) => { out_part!("{}\n", format_args!($($text)*)) };
 }
 
 /// As `out!`, without the end of the line.
 macro_rules! out_part {
     ($($text:tt)*) => {{
         use std::io::Write;
-        write!(std::io::stdout(), $($text)*)?
+        std::io::stdout().write_all($crate::report::shown(&format!($($text)*)).as_bytes())?
     }};
+}
+
+/// Prints a line of JSON. It reads as what it was made of, to the last control character.
+macro_rules! out_json {
+    ($json:expr) => {
+        out!("{}", $crate::report::shown_in_json(&$json))
+    };
 }
 
 mod bench;
@@ -36,6 +41,7 @@ mod plan;
 mod predict;
 mod profile;
 mod progress;
+mod prompts;
 mod prune;
 mod recipes;
 mod report;
@@ -46,7 +52,8 @@ mod train;
 mod watch;
 
 use crate::checkpoint::{AVERAGED, Checkpoint, Loaded};
-use crate::config::{Config, named_in, read_file};
+use crate::config::{Config, Setting, Value, flag_meant, named_in, read_file};
+use crate::data::Paths;
 use crate::launch::World;
 use crate::recipe::{self, Recipe};
 use crate::run::{find_best, find_checkpoint};
@@ -154,6 +161,10 @@ commands! {
 /// kiln::main(RECIPES);
 /// ```
 pub fn main(recipes: Recipes) -> ExitCode {
+    crate::guarded::hide_panics();
+    if let Some(code) = crate::apart::serve() {
+        return code;
+    }
     let _guard = crate::launch::EndsOthers;
     let ended = run(recipes);
     crate::gpu::remove_own_cache();
@@ -177,8 +188,45 @@ pub fn main(recipes: Recipes) -> ExitCode {
 
 fn run(recipes: Recipes) -> Result<ExitCode> {
     recipes.iter().filter_map(|r| r.extension()).try_for_each(engine::register)?;
-    let matches = command(recipes).get_matches();
-    Kiln::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()).command.run(recipes)
+    let matches = command(recipes).try_get_matches().unwrap_or_else(|e| refuse(e, recipes));
+    Kiln::from_arg_matches(&matches).unwrap_or_else(|e| refuse(e, recipes)).command.run(recipes)
+}
+
+/// Ends with what clap has to say, in its colors. It quotes the command line, whose words may be names of files (`kiln runs *`): where a terminal would obey
+/// one, they are read again as they are shown.
+fn refuse(e: clap::Error, recipes: Recipes) -> ! {
+    let e = with_settings(e, recipes);
+    let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    let shown: Vec<_> = words.iter().map(|word| crate::report::shown(word)).collect();
+    if words.iter().eq(&shown) {
+        e.exit();
+    }
+    match command(recipes).try_get_matches_from(shown.iter().map(|word| &**word)) {
+        Err(e) => with_settings(e, recipes).exit(),
+        // Only as it was it is wrong.
+        Ok(_) => {
+            crate::warn!("{}", e.render());
+            std::process::exit(e.exit_code())
+        }
+    }
+}
+
+/// Other trainers have a flag for every setting: whoever types one is told the key. What is written like it means something else.
+fn with_settings(mut e: clap::Error, recipes: Recipes) -> clap::Error {
+    use clap::error::{ContextKind, ContextValue, ErrorKind};
+    let typed = match e.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(typed)) if e.kind() == ErrorKind::UnknownArgument => typed.clone(),
+        _ => return e,
+    };
+    let sets = |c: &clap::Command| c.get_arguments().any(|a| a.get_long() == Some("set"));
+    let named = std::env::args().nth(1).unwrap_or_default();
+    let keys: Vec<String> =
+        recipes.iter().flat_map(|r| r.sections()).flat_map(|s| s.keys.iter().map(|k| k.name.to_string()).collect::<Vec<_>>()).collect();
+    if let Some(meant) = flag_meant(&typed, &keys).filter(|_| command(recipes).find_subcommand(&named).is_some_and(sets)) {
+        e.remove(ContextKind::SuggestedArg);
+        e.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![format!("here it is '{meant}'").into()]));
+    }
+    e
 }
 
 /// The command line, with the names of these recipes in its examples. Help leaves out what no recipe offers.
@@ -202,6 +250,7 @@ fn command(recipes: Recipes) -> clap::Command {
         ("{preset}", recipes.first().and_then(|r| Some(r.presets().last()?.0))),
         ("{classifies}", first(|r| r.classifies().is_some())),
         ("{solves}", first(|r| r.solves().is_some())),
+        ("{tunes}", first(|r| r.sections().iter().any(|s| s.name == "model" && s.get("base").is_some()))),
         ("{golden}", recipes.iter().find_map(|r| Some(r.reference()?.file_name(r.name())))),
     ];
     let needs = [
@@ -340,8 +389,8 @@ impl DeviceArgs {
         if let Some(n) = self.threads.filter(|n| !(1..=1024).contains(n)) {
             bail!("--threads {n}: from 1 to 1024");
         }
-        if world.is_some() {
-            crate::launch::prepare();
+        if let Some(world) = world {
+            crate::launch::prepare(world);
         }
         crate::gpu::attach_profiler(self.nvtx);
         let threads = self.threads.or(world.map(World::threads));
@@ -374,12 +423,26 @@ pub struct ConfigArgs {
     /// Sets one key; the section may be left out where it is clear (repeatable)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// A folder made by `kiln data prepare`, or of pictures; a CSV file of Sudokus; conversations (JSON lines, gzip of them, parquet)
-    #[arg(long)]
-    data: Option<PathBuf>,
+    /// A folder made by `kiln data prepare`, or of pictures; a CSV file of Sudokus; conversations (JSON lines, gzip of them, parquet). Of text there
+    /// may be several: files, folders and patterns ('more/*.jsonl', **) are one set, and with weights (wiki:0.9 math:0.1, all or none) items are mixed
+    /// in these shares. A weight is the number behind the last colon, unless there is a file of the whole name
+    #[arg(long, value_name = "PATH[:WEIGHT]", num_args = 1..)]
+    data: Vec<String>,
     /// Steps to train in all; the learning-rate schedule of a new run is as long, unless train.horizon is set
     #[arg(long, value_parser = clap::value_parser!(u64).range(..=1 << 53))]
     steps: Option<u64>,
+    /// How often to go through the data; steps follow from it
+    #[arg(long, value_name = "N", conflicts_with = "steps")]
+    epochs: Option<f64>,
+    /// Fine-tunes the model in this folder (Hugging Face's layout), with defaults of its own for what is not set: learning rate, rows, epochs
+    #[arg(long, value_name = "FOLDER")]
+    base: Option<PathBuf>,
+    /// Trains low-rank adapters (LoRA) on frozen weights, and not all weights
+    #[arg(long)]
+    lora: bool,
+    /// Keeps the frozen weights below adapters in so many bits: 16 or 4 (NF4)
+    #[arg(long, value_name = "16|4", value_parser = clap::value_parser!(u32))]
+    bits: Option<u32>,
     /// Decides initial values, the order of the data and every random draw
     #[arg(long)]
     seed: Option<u64>,
@@ -400,16 +463,16 @@ pub struct SwitchArgs {
 /// A preset of passes.
 #[derive(Args, Clone, Default)]
 pub struct PresetArgs {
-    /// Which passes are on, by what they change in the numbers: none; exact: those that are bit for bit the same; reordered (the default): also sums
-    /// in another order; fast: also narrower types. --pass and [passes] are above it
-    #[arg(long, alias = "optimize", value_name = "none|exact|reordered|fast", value_parser = Preset::named)]
-    optimise: Option<Preset>,
+    /// Which passes are on, by what they change in the numbers. none; exact: those that are bit for bit the same; reordered: also sums in another
+    /// order, in f32, on a GPU with TF32; mixed (the default of runs): on a GPU bf16; fast: also FP8. --pass is above it
+    #[arg(long, alias = "optimise", value_name = "none|exact|reordered|mixed|fast", value_parser = Preset::named)]
+    optimize: Option<Preset>,
 }
 
 impl SwitchArgs {
     /// These switches with what was typed laid over them.
     pub fn over(&self, mut switches: Switches) -> Result<Switches> {
-        switches.preset = self.preset.optimise.unwrap_or(switches.preset);
+        switches.preset = self.preset.optimize.unwrap_or(switches.preset);
         for p in &self.passes {
             let (name, value) = p.split_once('=').with_context(|| format!("--pass wants NAME=off|auto|require, not '{p}'"))?;
             switches.set(name, value)?;
@@ -422,7 +485,7 @@ impl SwitchArgs {
 impl PresetArgs {
     /// Sets it in a run's config, where it was typed.
     pub fn set(&self, config: &mut Config) {
-        self.optimise.into_iter().for_each(|preset| config.set_preset(preset));
+        self.optimize.into_iter().for_each(|preset| config.set_preset(preset));
     }
 }
 
@@ -432,6 +495,34 @@ impl ConfigArgs {
         self.recipe.is_some() || self.config.is_some()
     }
 
+    /// Flags that stand for keys which not every recipe has.
+    fn set_flags(&self, config: &mut Config) -> Result<()> {
+        let base = self.base.as_ref().map(|path| path.display().to_string().into());
+        // Where there is nothing but adapters to train, --lora is how it is.
+        let lora = (self.lora && (config.has("model", "train") || !config.has("model", "rank"))).then(|| "lora".into());
+        let flags: [(&str, &str, &str, Option<Value>); 4] = [
+            ("--base", "model", "base", base),
+            ("--lora", "model", "train", lora),
+            ("--bits", "model", "bits", self.bits.map(|n| i64::from(n).into())),
+            ("--epochs", "train", "epochs", self.epochs.map(Value::from)),
+        ];
+        for (flag, section, key, value) in flags {
+            let Some(value) = value else { continue };
+            if !config.has(section, key) {
+                bail!("{flag}: {} has no {section}.{key} (`kiln config {}` lists its keys)", config.text("recipe"), config.text("recipe"));
+            }
+            config.set_value(&format!("{section}.{key}"), value)?;
+        }
+        // Of steps and epochs the one that was typed counts, whatever a file or the run itself says.
+        let set =
+            |key: &str| self.sets.iter().filter_map(|s| s.split_once('=')).any(|(k, _)| [key, &key["train.".len()..]].contains(&k.trim()));
+        match (self.steps.is_some() || set("train.steps"), self.epochs.is_some() || set("train.epochs")) {
+            (true, true) => bail!("train.steps and train.epochs: name one of the two, the other follows from it"),
+            (true, false) if config.has("train", "epochs") => Ok(config.set_value("train.epochs", 0.0.into())?),
+            _ => Ok(()),
+        }
+    }
+
     /// The preset with everything laid over it; `base`, where given, stands in for the preset.
     pub fn resolve(&self, recipes: Recipes, base: Option<Config>) -> Result<Config> {
         let mut named = (self.recipe.clone(), self.preset.clone());
@@ -439,6 +530,13 @@ impl ConfigArgs {
             // The file may name recipe and preset; the command line wins.
             let [recipe, preset] = named_in(&read_file(path)?, path)?;
             named = (named.0.or(recipe), named.1.or(preset));
+        }
+        if let (None, Some(last)) =
+            (&named.0, self.data.last().filter(|last| recipe::find_in(recipes, last).is_ok() && !Path::new(last).exists()))
+        {
+            bail!(
+                "--data takes every word behind it, so {last} is taken for a file: name the recipe first, as in kiln train {last} --data PATH"
+            );
         }
         let mut config = match base {
             Some(base) => {
@@ -460,12 +558,11 @@ impl ConfigArgs {
         for s in &self.sets {
             config.set(s)?;
         }
-        if let Some(path) = &self.data {
-            config.set_value("data.path", path.display().to_string().into())?;
-        }
+        set_data(&mut config, &self.data)?;
         if let Some(steps) = self.steps {
             config.set_value("train.steps", (steps as i64).into())?;
         }
+        self.set_flags(&mut config)?;
         if let Some(seed) = self.seed {
             config.set_seed(seed);
         }
@@ -478,13 +575,25 @@ impl ConfigArgs {
     }
 }
 
+/// What `--data` names, where it names something.
+pub fn set_data(config: &mut Config, data: &[String]) -> Result<()> {
+    if data.is_empty() {
+        return Ok(());
+    }
+    let many = config.keys().any(|(section, key)| section == "data" && key.name == "path" && key.many);
+    if data.len() > 1 && config.has("data", "path") && !many {
+        bail!("--data {}: {} reads one file or folder", data.join(" "), config.text("recipe"));
+    }
+    Ok(config.set_value("data.path", Paths::from(data.to_vec()).to_value())?)
+}
+
 /// Prints JSON, or writes it to a file where one is named.
 pub fn write_json(path: Option<&PathBuf>, value: &serde_json::Value) -> Result<()> {
     let text = serde_json::to_string_pretty(value)?;
     match path {
         Some(path) if path != Path::new("/dev/stdout") => Ok(crate::run::write_whole(path, &text)?),
         _ => {
-            out!("{text}");
+            out_json!(text);
             Ok(())
         }
     }

@@ -45,15 +45,19 @@ pub fn run(a: ModelArgs) -> Result<ExitCode> {
     let folder = Folder::open(&a.folder)?;
     let adapter = a.adapter.as_ref().map(|path| Adapter::open(path, &folder.shape, Some(&folder.path))).transpose()?;
     describe(&folder, adapter.as_ref())?;
-    let tokenizer = folder.tokenizer().map(|p| Tokenizer::from_spec(&p.display().to_string())).transpose()?;
+    // Numbers can be answered without one.
+    let tokenizer = if a.prompt.is_empty() { Tokenizer::of_folder(&folder.path)? } else { folder.tokenizer()? };
     if let Some(t) = &tokenizer {
-        out!("{}: {}", t.name(), t.describe_end(&t.end()));
+        out!("tokenizer: {}, {} tokens", t.name(), t.vocab());
+        out!("{}", t.describe_end(&t.end()));
         for line in t.special().map_or(vec![], |special| special.other_lines()) {
             out!("{line}");
         }
     }
     let prompts = prompts(&a, &folder.shape, tokenizer.as_ref())?;
     if prompts.is_empty() {
+        folder.weights().try_for_each(|weight| weight.map(drop))?;
+        adapter.as_ref().map_or(Ok(()), Adapter::check)?;
         if a.write.is_some() {
             bail!("--write wants something to answer: --ids or --prompt");
         }
@@ -79,6 +83,9 @@ pub fn run(a: ModelArgs) -> Result<ExitCode> {
     adapter.as_ref().map_or(Ok(()), |a| a.load(&mut s.store))?;
     s.run("logits", &[("ids", Data::I32(&ids)), ("position", Data::I32(&places.position)), ("until", Data::I32(&places.until))])?;
     let logits = s.read("logits", "logits")?;
+    if let Some(broken) = logits.iter().find(|v| !v.is_finite()) {
+        bail!("{}: its weights are finite, but a logit is {broken}: its numbers overflow", folder.path.display());
+    }
 
     let vocab = folder.shape.vocab;
     let own = |row: usize| &logits[((row + 1) * time - prompts[row].len()) * vocab..(row + 1) * time * vocab];
@@ -108,19 +115,24 @@ fn describe(folder: &Folder, adapter: Option<&Adapter>) -> Result<()> {
     let all = s.weights();
     let weights: usize = all.iter().map(|w| w.2.iter().product::<usize>()).sum();
     let dtype = folder.dtype(&all.first().context("a model has weights")?.1)?;
+    let layers = match &s.scan {
+        Some(scan) => format!("{} heads of {}, state {}", s.heads, s.head_dim, scan.state),
+        None => {
+            let shared = if s.kv_heads == s.heads { String::new() } else { format!(" ({} for keys and values)", s.kv_heads) };
+            format!("{} heads of {}{shared}, MLP {}", s.heads, s.head_dim, s.hidden)
+        }
+    };
+    // A state has no positions that could run out.
+    let context = if s.scan.is_some() { String::new() } else { format!(", {} positions", s.context) };
     out!(
-        "{}: {}, {} layers of {}, {} heads of {} ({} of keys), {} wide, {} tokens, {} parameters in {dtype}, head {}",
+        "{}: {}, width {}, {} layers, {layers}, vocabulary {}{context}, {} parameters in {dtype}, head {}",
         folder.path.display(),
         s.family.name,
-        s.layers,
         s.dim,
-        s.heads,
-        s.head_dim,
-        s.kv_heads,
-        s.hidden,
+        s.layers,
         s.vocab,
         human_count(weights as f64),
-        if s.tied { "tied" } else { "of its own" },
+        if s.tied { "tied to the embedding" } else { "not tied" },
     );
     if let Some(a) = adapter {
         let names: Vec<&str> = a.lora.targets.iter().map(|t| t.name()).collect();

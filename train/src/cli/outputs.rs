@@ -2,6 +2,7 @@
 
 use crate::{files, input};
 use anyhow::{Context, Result, bail};
+use std::io::Read;
 use std::path::Path;
 
 /// Flags with the files that they name.
@@ -31,8 +32,12 @@ pub fn page(flag: &str, path: Option<&Path>) -> Result<()> {
         bail!("{flag} {}: a page's name ends in .html", path.display());
     }
     checked(&[(flag, Some(path))], &[])?;
-    let is_page = |bytes: Vec<u8>| bytes.get(..14).is_some_and(|start| start.eq_ignore_ascii_case(b"<!doctype html"));
-    if path.exists() && !input::read(path).is_ok_and(is_page) {
+    const BEGINS: &[u8] = b"<!doctype html";
+    let is_page = |mut file: std::fs::File| {
+        let mut start = [0; BEGINS.len()];
+        file.read_exact(&mut start).is_ok() && start.eq_ignore_ascii_case(BEGINS)
+    };
+    if path.exists() && !input::open(path).is_ok_and(is_page) {
         bail!("{flag} {}: there is a file already that is no page; name another, or remove it", path.display());
     }
     Ok(())

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 #[derive(Args)]
 #[command(after_help = "Examples:
   kiln passes
-  kiln passes --optimise fast --for-sm 80
+  kiln passes --optimize fast --for-sm 80
   kiln train {recipe} --pass recompute=auto,what=memory-bound --pass flash-attention=require
   kiln passes --markdown")]
 pub struct PassesArgs {
@@ -25,15 +25,15 @@ pub struct PassesArgs {
     json: bool,
     #[command(flatten)]
     preset: PresetArgs,
-    /// With --optimise: the GPU of the table, 90 for compute capability 9.0
-    #[arg(long, value_name = "SM", value_parser = clap::value_parser!(u32).range(80..=130), default_value_t = 90, requires = "optimise")]
+    /// With --optimize: the GPU of the table, 90 for compute capability 9.0
+    #[arg(long, value_name = "SM", value_parser = clap::value_parser!(u32).range(80..=130), default_value_t = 90, requires = "optimize")]
     for_sm: u32,
 }
 
 pub fn run(a: PassesArgs, _: Recipes) -> Result<ExitCode> {
-    if let Some(preset) = a.preset.optimise {
+    if let Some(preset) = a.preset.optimize {
         if a.markdown || a.json {
-            bail!("--optimise prints a table: leave out --markdown and --json");
+            bail!("--optimize prints a table: leave out --markdown and --json");
         }
         return show(preset, a.for_sm);
     }
@@ -66,7 +66,7 @@ fn show(preset: Preset, sm: u32) -> Result<ExitCode> {
         rows.push(vec![p.name().into(), mode(&plain, Target::Cpu), mode(&plain, gpu), mode(&bf16, gpu), numbers(p), note]);
     }
     let on_gpu = format!("GPU {}.{}", sm / 10, sm % 10);
-    out!("--optimise {}: the mode of every pass of which neither --pass nor [passes] says anything\n", preset.name());
+    out!("--optimize {}: the mode of every pass of which neither --pass nor [passes] says anything\n", preset.name());
     out_part!("{}", table(&["pass", "CPU", &on_gpu, "with bf16=auto", "numbers", "notes"], &rows));
     Ok(ExitCode::SUCCESS)
 }
@@ -163,9 +163,10 @@ Switch one with `--pass NAME=off|auto|require`; settings follow after commas, as
 where it can and says where and why it declined. With `require`, a site that it declines is an error. In a config file, passes are keys of the
 section `[passes]`.
 
-Presets switch all passes of which nothing else is said, by what they change in the numbers: `--optimise none`, `exact` (those that are bit for bit
-the same, in the types that the run computes in), `reordered` (the default) and `fast` (bf16, FP8 and TF32 too, where the GPU has them). In a config
-file, that is the key `optimise`. `kiln passes --optimise fast` shows what a preset switches.
+Presets switch all passes of which nothing else is said, by what they change in the numbers: `--optimize none`, `exact` (those that are bit for bit
+the same), `reordered` (also sums in another order; f32, on a GPU with TF32), `mixed` (the default: on a GPU also bf16 with f32 parameters) and `fast`
+(also FP8 where the GPU has it). With `none` and `exact` a run computes in f32 without TF32, whatever its recipe's preset says. In a config
+file, that is the key `optimize`. `kiln passes --optimize fast` shows what a preset switches.
 
 \"Numbers\" says what switching the pass changes in the results. `kiln bench RECIPE --ledger` measures that, and what each pass gains.
 \n",

@@ -6,10 +6,10 @@ mod ranks;
 mod timeline;
 mod web;
 
-use super::budget::{BudgetArgs, Where};
+use super::budget::{BudgetArgs, Where, fit_device};
 use super::{ConfigArgs, DeviceArgs, Recipes, outputs, write_json};
 use crate::config::{Config, shown};
-use crate::recipe::{Recipe, find_in};
+use crate::recipe::{Recipe, begin, find_in};
 use crate::report::{human_bytes, human_count, table};
 use crate::run::{Fitted, compile_for, divides, planned, receipts_table, undivided, within, write_whole};
 use anyhow::{Result, bail};
@@ -69,8 +69,8 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     let mut config = a.config.resolve(recipes, None)?;
     a.budget.set(&mut config)?;
     let recipe = find_in(recipes, config.text("recipe"))?;
-    let mut config = recipe.sized(&config)?;
     config.ranks = a.ranks.planned()?;
+    let (config, _) = begin(recipe, &config)?;
     if let Some(sizes) = &a.ranks.scaling {
         return scaling(&a, recipe, &config, sizes);
     }
@@ -80,6 +80,8 @@ pub fn run(a: PlanArgs, recipes: Recipes) -> Result<ExitCode> {
     };
     let (config, fitted) = a.budget.fit(recipe, config, &on, true)?;
     let task = recipe.task(&config)?;
+    let (config, by_device) = fit_device(&*task, config, &on)?;
+    let fitted = fitted.or(by_device);
     divides(task.train_config().batch, config.ranks.data.size)?;
     undivided(&config.switches()?, &config.ranks, on.target).iter().for_each(|said| crate::warn!("{said}"));
     if let Some(pass) = &a.dump {
@@ -212,7 +214,7 @@ fn described((name, c): &(&str, Compiled)) -> serde_json::Value {
 /// A program's description with what a memory budget chose, in the words of `bench --json`; the same for all programs of a run.
 fn with_choice(mut described: serde_json::Value, fitted: Option<&Fitted>) -> serde_json::Value {
     if let Some(f) = fitted {
-        described["memory_budget"] = f.budget.into();
+        described["memory_budget"] = f.asked.then_some(f.budget).into();
         described["chosen"] = f.changes.clone().into();
         described["estimated_more_time"] = (f.seconds[1] / f.seconds[0] - 1.0).into();
     }
@@ -242,11 +244,24 @@ fn show(compiled: &[(&str, Compiled)]) -> Result<()> {
         .collect();
     out!("{}", table(&["program", "peak", "state", "activations", "workspace", "tables", "ops", "flops", "bytes moved"], &rows));
     for (name, c) in compiled {
-        let parts: Vec<String> = c.by_part().into_iter().map(|(part, bytes)| format!("{part} {}", human_bytes(bytes as u64))).collect();
-        out!("{name}, the most that each part holds at a time: {}", parts.join(", "));
+        out!("{name}, the most that each part holds at a time: {}", by_part(c.by_part().into_iter().collect()));
     }
     out!();
     Ok(())
+}
+
+/// `head 1.00 MiB, layers.0 2.00 MiB, layers.1 to layers.27 1.50 MiB each`: by name and number, neighbors that hold the same together.
+fn by_part(mut parts: Vec<(String, usize)>) -> String {
+    let numbered = |name: &str| name.rsplit_once('.').and_then(|(layer, number)| Some((layer.to_string(), number.parse::<usize>().ok()?)));
+    parts.sort_by_cached_key(|(name, _)| numbered(name).unwrap_or((name.clone(), 0)));
+    let layer = |name: &str| numbered(name).map(|(layer, _)| layer);
+    let alike = |a: &(String, usize), b: &(String, usize)| a.1 == b.1 && layer(&a.0).is_some() && layer(&a.0) == layer(&b.0);
+    let one = |same: &[(String, usize)]| match same {
+        [(name, bytes)] => format!("{name} {}", human_bytes(*bytes as u64)),
+        [(first, bytes), .., (last, _)] => format!("{first} to {last} {} each", human_bytes(*bytes as u64)),
+        [] => String::new(),
+    };
+    parts.chunk_by(alike).map(one).collect::<Vec<_>>().join(", ")
 }
 
 /// One line a node: number, what it is, its inputs, its outputs with their buffers and lifetimes, and where it was recorded.
@@ -274,4 +289,21 @@ fn nodes(c: &Compiled) -> Result<ExitCode> {
         out!("{i} {what} <- {} -> {} @ {}", inputs.join(", "), outputs.join(", "), node.scope);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_in_the_order_of_their_numbers_and_equal_ones_together() {
+        let layers = (0..28).map(|i| (format!("layers.{i}"), if i == 0 { 2 << 20 } else { 3 << 20 }));
+        let parts =
+            layers.chain([("loss", 1 << 10), ("head", 1 << 20), ("embed.0", 3 << 20)].map(|(name, bytes)| (name.to_string(), bytes)));
+        let sorted: std::collections::BTreeMap<String, usize> = parts.collect();
+        assert_eq!(
+            by_part(sorted.into_iter().collect()),
+            "embed.0 3.00 MiB, head 1.00 MiB, layers.0 2.00 MiB, layers.1 to layers.27 3.00 MiB each, loss 1.00 KiB"
+        );
+    }
 }

@@ -1,5 +1,6 @@
 //! `kiln profile`: where a step's time goes, by op and layer; a trace and a digest.
 
+use super::budget::{Where, fit_device};
 use super::{ConfigArgs, DeviceArgs, Opened, Recipes, Which};
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
@@ -7,7 +8,7 @@ use crate::launch::{self, World};
 use crate::optim::schedule::rate;
 use crate::profile::nsight::Tool;
 use crate::profile::{Digest, Plan, Roof, markdown, measure, page, short, trace};
-use crate::recipe::{Recipe, Session, Task, TrainError, find_in};
+use crate::recipe::{Recipe, Session, Task, TrainError, begin, find_in};
 use crate::{files, report, run};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -97,6 +98,7 @@ pub fn run(a: ProfileArgs, recipes: Recipes) -> Result<ExitCode> {
         subject.config.ranks = launch::connect(world, a.tensor as usize, &device)?;
     }
     let mut task = subject.recipe.task(&subject.config)?;
+    subject.config = fit_device(&*task, subject.config, &Where::here(&device))?.0;
     // Of steps that differ, whole periods.
     let steps = steps.next_multiple_of(task.period() as u64);
     let mut s = subject.load(&*task, &device)?;
@@ -123,7 +125,7 @@ pub fn run(a: ProfileArgs, recipes: Recipes) -> Result<ExitCode> {
         ],
     )?;
     match a.json {
-        true => out!("{}", serde_json::to_string_pretty(&json)?),
+        true => out_json!(serde_json::to_string_pretty(&json)?),
         false => {
             out_part!("{}", short(&digest));
             out!("\nwritten to {}: digest.html, digest.md, profile.json, and trace.json for Perfetto (ui.perfetto.dev)", out.display());
@@ -143,7 +145,7 @@ impl<'a> Subject<'a> {
             }
             let config = args.resolve(recipes, None)?;
             let recipe = find_in(recipes, config.text("recipe"))?;
-            return Ok(Subject { config, recipe, run: None });
+            return Ok(Subject { config: begin(recipe, &config)?.0, recipe, run: None });
         }
         let name = named.unwrap_or_default();
         let path = Path::new(name);

@@ -28,7 +28,7 @@ impl Progress {
             self.said = Instant::now();
             crate::warn!("{text}");
         }
-        self.line.set_message(text);
+        self.line.set_message(crate::report::shown_in_line(&text).into_owned());
         self.line.tick();
     }
 

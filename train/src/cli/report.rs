@@ -1,8 +1,8 @@
 //! `kiln report`: the page of some runs as one file.
 
 use super::{Recipes, outputs, runs};
-use crate::run::write_whole;
-use crate::watch::{Found, report};
+use crate::run::{write_own, write_whole};
+use crate::watch::{Found, MOST_RUNS, report};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::path::PathBuf;
@@ -34,9 +34,12 @@ pub fn run(a: ReportArgs, recipes: Recipes) -> Result<ExitCode> {
         all.extend(own);
     }
     unlike(&mut all);
-    let out = match (a.out, &all[..]) {
-        (Some(out), _) => out,
-        (None, [one]) => one.path.join("report.html"),
+    if all.len() > MOST_RUNS {
+        bail!("{} runs: a page has room for {MOST_RUNS}; name fewer, or folders with fewer", all.len());
+    }
+    let out = match (&a.out, &all[..]) {
+        (Some(out), _) => out.clone(),
+        (None, [one]) => beside(one)?,
         (None, _) => bail!("{} runs: name the file to write with --out FILE.html", all.len()),
     };
     outputs::page("--out", Some(&out))?;
@@ -44,9 +47,25 @@ pub fn run(a: ReportArgs, recipes: Recipes) -> Result<ExitCode> {
         [one] => format!("Run {}", one.name),
         _ => format!("{} runs", all.len()),
     };
-    write_whole(&out, &report(&all, &title, recipes)?)?;
+    let page = report(&all, &title, recipes);
+    match (a.out, &all[..]) {
+        // In somebody else's folder, perhaps, where a link may have come since.
+        (None, [one]) => write_own(&one.path, REPORT, page)?,
+        _ => write_whole(&out, &page)?,
+    }
     out!("{}", out.display());
     Ok(ExitCode::SUCCESS)
+}
+
+const REPORT: &str = "report.html";
+
+/// The page in a run's folder. A link of that name is not kiln's, and may lead to any file.
+fn beside(run: &Found) -> Result<PathBuf> {
+    let out = run.path.join(REPORT);
+    if out.is_symlink() {
+        bail!("{} is a link: remove it, or name the file to write with --out FILE.html", out.display());
+    }
+    Ok(out)
 }
 
 /// The same run named twice is one; runs of the same name from different folders are told apart by their paths.

@@ -1,7 +1,7 @@
 //! `kiln runs`: the runs in a folder, a line each.
 
 use super::{Recipes, write_json};
-use crate::report::table;
+use crate::report::{shown_in_line, table};
 use crate::watch::{Figures, Found, Summary, find, now, summary};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -55,7 +55,7 @@ pub fn run(a: RunsArgs, recipes: Recipes) -> Result<ExitCode> {
     out_part!("{}", table(&["run", "status", "recipe", "step", "best validation", "speed", "last record"], &rows));
     for s in &all {
         if let Some(problem) = &s.problem {
-            out!("{}: {problem}", s.name);
+            out!("{}: {problem}", shown_in_line(&s.name));
         }
     }
     Ok(ExitCode::SUCCESS)

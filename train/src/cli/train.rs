@@ -1,14 +1,14 @@
 //! `kiln train`: which run to begin or go on with, and how its end becomes an exit status.
 
-use super::budget::{BudgetArgs, Where};
+use super::budget::{BudgetArgs, Where, fit_device};
 use super::signals::{self, Signal};
 use super::{ConfigArgs, DeviceArgs, Recipes};
 use crate::config::{Config, ConfigError, TrainConfig, named_in, read_file};
 use crate::launch::{self, World};
 use crate::recipe::TrainError;
-use crate::run::{END, Options, Start, divides, resumable, settings_that_fit, train, undivided};
+use crate::run::{END, NOTE, Options, Start, divides, resumable, settings_that_fit, stays, train, undivided};
 use crate::{checkpoint, memory, recipe, report, say, warn};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use engine::Ranks;
 use std::ffi::OsString;
@@ -20,6 +20,9 @@ use std::sync::atomic::Ordering;
 #[command(after_help = "Examples:
   kiln train
   kiln train {recipe} --preset {preset} --data data/books --out runs/books --set train.batch=4
+  kiln train {tunes} --base models/qwen2.5-0.5b --data chats.jsonl --lora --epochs 2
+  kiln train {tunes} --base models/qwen2.5-0.5b --data a.jsonl b.jsonl 'more/*.jsonl'
+  kiln train {recipe} --preset {preset} --data data/wiki:0.9 --data data/math:0.1
   kiln train --out runs/books --resume --steps 4000
   kiln train --resume-from runs/books/checkpoints/step-00002000
   kiln train --out runs/books --resume --pass adam8bit=auto --convert-states
@@ -37,7 +40,7 @@ its steps or stopped early (train.patience), 1 an error, 2 a wrong command line.
 A checkpoint that is broken is passed over for the one before; one that cannot be read is an error, as it may be whole. --resume-from and --start-over
 keep the checkpoints that they do not go on from, as checkpoints/aside-step-N.
 
-Started by torchrun, mpiexec or srun, every process is one rank of the job without --ranks. A rank that fails ends the others; Ctrl-C saves once.")]
+Started by mpiexec or srun, or for GPUs by torchrun, every process is one rank of the job without --ranks. A rank that fails ends the others; Ctrl-C saves once.")]
 pub struct TrainArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
@@ -93,9 +96,14 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
         // What is wrong with the settings is said once, and not by every rank.
         if !a.goes_on() {
             let config = a.config.resolve(recipes, None)?;
-            divides(config.section::<TrainConfig>("train")?.batch, ranks as usize / tensor)?;
+            // A base brings a batch of its own, which the ranks divide.
+            if config.base().is_none() || config.is_given("train.batch") {
+                divides(config.section::<TrainConfig>("train")?.batch, ranks as usize / tensor)?;
+            }
         }
-        return launch::start(ranks as usize, a.device.is_gpu(), signals::caught(), &|ranks| a.with_fewer(ranks, tensor, recipes));
+        let before = a.out.as_deref().map(noted).transpose()?;
+        let go_on = |ranks| a.with_fewer(ranks, tensor, before.as_ref().and_then(Option::as_deref), recipes);
+        return launch::start(ranks as usize, a.device.is_gpu(), signals::caught(), a.elastic.then_some(&go_on));
     }
     let device = a.device.open_for(world.as_ref())?;
     let ranks = world.map_or(Ok(Ranks::default()), |w| launch::connect(&w, tensor, &device))?;
@@ -113,6 +121,7 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
     }
     let (out, mut config) = which(&a, &start, &ranks, recipes)?;
     config.ranks = ranks.clone();
+    config.settle_precision(device.target())?;
     a.budget.set(&mut config)?;
     let options = Options { out, start, verbose: a.verbose, convert_states: a.convert_states, command: typed(), ..Options::default() };
     let signal = Signal::catch(&options.stop, &options.preparing)?;
@@ -138,38 +147,57 @@ pub fn run(a: TrainArgs, recipes: Recipes) -> Result<ExitCode> {
     if options.stop.load(Ordering::SeqCst) {
         signal.end_before_the_first_step();
     }
-    let config = recipe.sized(&config)?;
+    let (config, tuned) = recipe::begin(recipe, &config)?;
+    tuned.iter().for_each(|line| say!("{line}"));
     if ranks.rank() == 0 {
         undivided(&config.switches()?, &ranks, device.target()).iter().for_each(|said| warn!("{said}"));
     }
     let on = Where { free: memory::available_to_all(&device, &ranks)?, target: device.target() };
     // The batch of a run that goes on is what it was.
     let (config, fitted) = a.budget.fit(recipe, config, &on, options.start == Start::New)?;
-    fitted.iter().for_each(|fitted| say!("{}", fitted.line()));
     let mut task = recipe.task(&config)?;
+    let (config, chosen) = fit_device(&*task, config, &on)?;
+    fitted.iter().chain(&chosen).for_each(|fitted| say!("{}", fitted.line()));
     let ended = match train(&mut *task, &config, &device, &options) {
-        Err(e @ TrainError::Memory { .. }) => match &settings_that_fit(recipe, &config, &device)?[..] {
-            [] => bail!("{e}"),
-            ways => bail!("{e}; settings that fit: {}", ways.join(", or ")),
-        },
+        Err(TrainError::Memory { needs, parts, free, passes, .. }) => {
+            let settings = if passes.is_empty() { settings_that_fit(recipe, &config, &device, free)? } else { vec![] };
+            return Err(TrainError::Memory { needs, parts, free, passes, settings }.into());
+        }
         ended => ended?,
     };
     Ok(if ended.interrupted { signal.code() } else { ExitCode::SUCCESS })
 }
 
 impl TrainArgs {
-    /// With --elastic: how many ranks go on after one of so many was lost, so that they divide the batch, and how they are started.
-    fn with_fewer(&self, ranks: usize, tensor: usize, recipes: Recipes) -> Option<(usize, Vec<OsString>)> {
-        let out = self.out.as_ref().filter(|_| self.elastic)?;
-        let config = own_config(out, &Start::Newest, true, recipes).ok()??;
-        let batch = config.section::<TrainConfig>("train").ok()?.batch;
+    /// With --elastic: how many ranks go on after one of so many was lost, so that they divide the batch, and how they are started. `before`: what the
+    /// run's note said before any rank began.
+    fn with_fewer(&self, ranks: usize, tensor: usize, before: Option<&[u8]>, recipes: Recipes) -> Result<(usize, Vec<OsString>)> {
+        let out = self.out.as_ref().expect("clap wants it beside --elastic");
+        if ranks <= tensor {
+            bail!("--tensor {tensor} divides the weights of one model among all {ranks} ranks, so fewer cannot have them");
+        }
+        // Until the ranks have begun, the folder is as it was, and so what to do is what was typed.
+        let begun = noted(out)?.as_deref() != before || !self.goes_on() && out.join("config.toml").exists();
+        let own = if begun || self.goes_on() { own_config(out, &Start::Newest, true, recipes)? } else { None };
+        let config = match own {
+            Some(own) => own,
+            None => {
+                let config = self.config.resolve(recipes, None)?;
+                // A base brings a batch of its own.
+                recipe::begin(recipe::find_in(recipes, config.text("recipe"))?, &config)?.0
+            }
+        };
+        let batch = config.section::<TrainConfig>("train")?.batch;
         let fits = |n: &usize| n.is_multiple_of(tensor) && batch.is_multiple_of(n / tensor);
-        let left = (1..ranks).rev().find(fits)?;
+        let Some(left) = (1..ranks).rev().find(fits) else { bail!("no fewer ranks divide train.batch = {batch}") };
+        if !begun {
+            return Ok((left, with_ranks(std::env::args_os().skip(1), left)));
+        }
         let mut args: Vec<OsString> = ["train", "--resume", "--elastic", "--out"].map(OsString::from).into();
         args.push(out.into());
         let numbers = [("--ranks", left.to_string()), ("--tensor", tensor.to_string())];
         args.extend(numbers.into_iter().chain(self.device.given()).flat_map(|(flag, value)| [flag.into(), value.into()]));
-        Some((left, args))
+        Ok((left, args))
     }
 
     /// How many ranks share a model's weights; checks what was typed against how many ranks there are.
@@ -184,6 +212,30 @@ impl TrainArgs {
         }
         Ok(tensor)
     }
+}
+
+/// What a run's folder notes of how it is doing, if it notes anything.
+fn noted(out: &Path) -> Result<Option<Vec<u8>>> {
+    match crate::input::read(&out.join(NOTE)) {
+        Ok(text) => Ok(Some(text)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e).with_context(|| format!("cannot read {}", out.join(NOTE).display())),
+    }
+}
+
+/// A command line with another number of ranks.
+fn with_ranks(typed: impl Iterator<Item = OsString>, ranks: usize) -> Vec<OsString> {
+    let (mut args, mut is_number) = (vec![], false);
+    for arg in typed {
+        let (is_flag, has_number) = (arg == "--ranks", arg.to_str().is_some_and(|arg| arg.starts_with("--ranks=")));
+        args.push(match () {
+            () if is_number => ranks.to_string().into(),
+            () if has_number => format!("--ranks={ranks}").into(),
+            () => arg,
+        });
+        is_number = is_flag && !is_number;
+    }
+    args
 }
 
 /// What the first rank says; the others pass anything.
@@ -252,6 +304,8 @@ fn run_of(checkpoint: &Path) -> Result<PathBuf> {
 /// on from. None where it has neither, because it was killed before it wrote them.
 fn own_config(out: &Path, start: &Start, named: bool, recipes: Recipes) -> Result<Option<Config>> {
     let path = out.join("config.toml");
+    // Somebody else may have put it there: what it leads to would be quoted where it is no TOML.
+    stays(out, &path)?;
     // What cannot be read may be whole.
     if let Some(cause) = crate::input::read(&path).err().filter(|e| e.kind() != std::io::ErrorKind::NotFound) {
         return Err(ConfigError::Read { path, cause }.into());
@@ -330,9 +384,24 @@ fn newest_run(config: &ConfigArgs) -> Result<PathBuf> {
     let prefix = config.recipe.clone().unwrap_or_default();
     let runs = std::fs::read_dir("runs").into_iter().flatten().flatten().map(|e| e.path());
     let named = runs.filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(&prefix)));
-    let newest = named.filter_map(|p| Some((p.join("config.toml").metadata().ok()?.modified().ok()?, p))).max();
-    match newest {
+    let newest = named.filter_map(|p| Some((p.join("config.toml").metadata().ok()?.modified().ok()?, p)));
+    match engine::mutant!("resume-of-the-oldest-run", newest.max(), newest.min()) {
         Some((_, path)) => Ok(path),
         None => bail!("there is no run under runs/ to resume: name its folder with --out"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_begins_again_with_other_ranks_and_else_as_it_was_typed() {
+        let with = |typed: &str| {
+            let args = with_ranks(typed.split(' ').map(OsString::from), 3);
+            args.iter().map(|arg| arg.to_str().unwrap()).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(with("train hydra --ranks 4 --out a --elastic"), "train hydra --ranks 3 --out a --elastic");
+        assert_eq!(with("train --out ranks --ranks=16 --set steps=4"), "train --out ranks --ranks=3 --set steps=4");
     }
 }

@@ -1,4 +1,4 @@
-//! Passes that `--memory-budget` set, apart from those that a run has of its own: another budget chooses them anew.
+//! Passes that `--memory-budget`, or the device's memory, set, apart from those that a run has of its own: another budget or device chooses them anew.
 
 use super::{Config, Value};
 
@@ -9,7 +9,8 @@ const BEFORE: &str = "before_budget";
 const FREE: [&str; 2] = ["recompute", "offload"];
 
 impl Config {
-    fn pass(&self, name: &str) -> Option<&Value> {
+    /// What a pass is set to, by a preset, a run or somebody.
+    pub fn pass(&self, name: &str) -> Option<&Value> {
         self.table.get("passes")?.get(name)
     }
 

@@ -36,7 +36,7 @@ use toml::{Table, Value};
 /// ```
 ///
 /// After the range may follow, in brackets: `data` (0 is taken from the data), `free` (a resumed run may change it), `path` (made absolute, so that a
-/// run finds it from any folder), `base` (of section `model`: the folder in `model.base` decides it).
+/// run finds it from any folder), `many` (of a path: there may be several), `base` (of section `model`: the folder in `model.base` decides it).
 #[macro_export]
 macro_rules! section {
     (
@@ -366,6 +366,8 @@ pub struct Key {
     pub free: bool,
     /// A path, which is made absolute.
     pub path: bool,
+    /// Of a path: there may be several.
+    pub many: bool,
     /// Part of a model's shape, which the folder in `model.base` decides where there is one.
     pub base: bool,
     fits: fn(&Value) -> bool,
@@ -379,7 +381,19 @@ impl Key {
     pub fn new<T: Setting>(name: &'static str, about: &'static str, default: &T) -> Key {
         let fits = |value: &Value| T::from_value(value).is_some();
         let (kind, default) = (T::kind(), default.to_value());
-        Key { name, about: about.trim(), kind, default, range: Range::Any, data: false, free: false, path: false, base: false, fits }
+        Key {
+            name,
+            about: about.trim(),
+            kind,
+            default,
+            range: Range::Any,
+            data: false,
+            free: false,
+            path: false,
+            many: false,
+            base: false,
+            fits,
+        }
     }
 
     /// `may_ask`: 0 is in order where the data is still to be asked.

@@ -23,16 +23,54 @@ fn base() -> Config {
 #[test]
 fn keys_and_types_are_compared_with_the_defaults() {
     let error = |s: &str| base().set(s).unwrap_err().to_string();
-    assert_eq!(error("model.dmi=3"), "there is no key 'model.dmi'; did you mean 'dim'? (known: dim, capacity, classes)");
-    assert!(error("learning_rat=3").starts_with("there is no key 'learning_rat'; did you mean 'learning_rate'? (known: learning_rate, "));
+    assert!(error("model.dmi=3").starts_with("there is no key 'model.dmi'; did you mean 'model.dim'? (`"));
+    assert!(error("learning_rat=3").starts_with("there is no key 'learning_rat'; did you mean 'learning_rate'? (`"));
+    assert!(error("learning_rat=3").ends_with(" config r` lists them all)"));
     assert_eq!(error("dim=large"), "'model.dim' wants a whole number, not a string (\"large\")");
     assert_eq!(error("dim=1e308"), "'model.dim' wants a whole number, not a number (1e308)");
     assert_eq!(error("dim=-1"), "'model.dim' wants a whole number that is not negative, not -1");
-    assert_eq!(error("modle.dim=3"), "there is no section 'modle'; did you mean 'model'? (known: model, data, train, passes)");
+    assert_eq!(error("modle.dim=3"), "there is no section 'modle'; did you mean 'model'? (known: data, model, train, passes)");
     assert_eq!(error("zzzzzzzzzzzz.dim=3"), "there is no section 'zzzzzzzzzzzz' (known: data, model, train, passes)");
     assert_eq!(error("dim"), "--set wants key=value, not 'dim'");
     assert!(error("capacity=[1.0, \"a\"]").contains("'model.capacity' wants a number"));
     assert!(error("passes.fuse-pointwise=on").contains("not off, auto or require"));
+}
+
+#[test]
+fn names_of_other_trainers_are_answered_with_the_keys_here() {
+    let meant = |key: &str| {
+        let said = base().set(&format!("{key}=1")).unwrap_err().to_string();
+        said.split_once("did you mean '").map(|(_, rest)| rest.split_once('\'').unwrap().0.to_string())
+    };
+    let cases = [
+        ("lr", "learning_rate"),
+        ("train.lr", "train.learning_rate"),
+        ("model.lr", "train.learning_rate"),
+        ("model.steps", "train.steps"),
+        ("batch_size", "batch"),
+        ("per_device_train_batch_size", "batch"),
+        ("gradient_accumulation_steps", "accumulate"),
+        ("warmup_steps", "warmup"),
+        ("Weight-Decay", "weight_decay"),
+        ("max_grad_norm", "clip"),
+        ("logging_steps", "log_every"),
+        ("output_dir", "--out"),
+        ("amp", "--pass bf16=auto"),
+        ("bf16", "--pass bf16=auto"),
+        ("gradient_checkpointing", "--pass recompute=auto"),
+        ("accum", "accumulate"),
+    ];
+    for (theirs, ours) in cases {
+        assert_eq!(meant(theirs).as_deref(), Some(ours), "{theirs}");
+    }
+    base().set("epochs=2").unwrap();
+    assert_eq!(meant("zzzzzzzz"), None);
+    // Every name that is answered is a key of some recipe, or a flag.
+    let keys: Vec<String> = crate::recipes::RECIPES.iter().flat_map(|r| r.sections()).flat_map(|s| s.keys).map(|k| k.name.into()).collect();
+    for (theirs, ours) in aliases::ELSEWHERE {
+        let known = |name: &str| name.starts_with("--") || name == "seed" || keys.iter().any(|k| k == name);
+        assert!(ours.iter().any(|name| known(name)), "{theirs}");
+    }
 }
 
 #[test]
@@ -92,4 +130,27 @@ fn settings_of_an_earlier_run_are_filled_in() {
     assert_eq!((again, filled), (c, vec![]));
     let unknown = Config::of_run(sections(), "[model]\nwidth = 8\n".parse().unwrap()).unwrap_err().to_string();
     assert!(unknown.contains("there is no key 'model.width'"), "{unknown}");
+}
+
+/// One path is written as a text, so that configs of before are read, and several as a list; both become absolute, patterns and weights as they are.
+#[test]
+fn a_key_may_name_several_paths() {
+    let mut config = base();
+    let path = |config: &Config| config.value("data", "path").cloned().unwrap();
+    config.set("data.path=a").unwrap();
+    assert_eq!(path(&config), "a".into());
+    config.set("data.path=[\"more/*.jsonl:0.5\", \"/b/../c:1\"]").unwrap();
+    config.absolute_paths().unwrap();
+    let here = std::env::current_dir().unwrap().display().to_string();
+    assert_eq!(path(&config), Value::Array(vec![format!("{here}/more/*.jsonl:0.5").into(), path(&config)[1].clone()]));
+    assert_eq!(config.data_path().unwrap().to_string(), format!("{here}/more/*.jsonl:0.5, {}", path(&config)[1].as_str().unwrap()));
+    let (read, filled) = Config::of_run(sections(), config.to_toml().parse().unwrap()).unwrap();
+    assert_eq!((path(&read), filled), (path(&config), vec![]));
+    assert!(config.section::<DataConfig>("data").unwrap().path.find().is_err(), "no file matches");
+    for wrong in ["data.path=3", "data.path=[1]", "data.path=[\"\"]"] {
+        let error = config.set(wrong).unwrap_err().to_string();
+        assert!(error.contains("'data.path' wants a path or a list of paths, not"), "{error}");
+    }
+    config.set("data.path=").unwrap();
+    assert_eq!(config.data_path(), None);
 }

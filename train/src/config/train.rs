@@ -23,11 +23,13 @@ section! {
     pub struct TrainConfig {
         /// Optimizer steps of the whole run.
         pub steps: u64 = 1000, in 0..=MOST_STEPS, [free];
+        /// How often the training data is gone through: where this is not 0, `steps` follows from it when a run begins. 0: as many steps as `steps` says.
+        pub epochs: f64 = 0.0, in 0.0..=1e6, [free];
         /// Length of the learning-rate schedule in steps. 0: as many as the run has when it begins.
         pub horizon: u64 = 0, in 0..=MOST_STEPS;
         /// Sequences, pictures or puzzles in one micro-batch.
         pub batch: usize = 16, in 1..=1 << 20;
-        /// Micro-batches whose gradients are added up in one step.
+        /// Micro-batches of one step: their gradients, or statistics, are added up before the weights change.
         pub accumulate: usize = 1, in 1..=1 << 15; // draws tell 2^15 micro-batches apart
         /// Highest learning rate.
         pub learning_rate: f64 = 1e-3, in 1e-38..=1e6;
@@ -60,6 +62,8 @@ section! {
         pub log_every: u64 = 10, in 1..=MOST_STEPS, [free];
         /// Steps from one evaluation to the next. 0: once an epoch, in recipes that count epochs.
         pub eval_every: u64 = 100, in 0..=MOST_STEPS, [free];
+        /// Sequences, pictures or puzzles in one batch of an evaluation. 0: as many as in `batch`.
+        pub eval_batch: usize = 0, in 0..=1 << 20, [free];
         /// Batches of one evaluation. 0: all of the validation data.
         pub eval_batches: u64 = 8, in 0..=MOST_STEPS, [free];
         /// Steps from one checkpoint to the next.
@@ -79,6 +83,11 @@ impl TrainConfig {
     /// Steps of the learning-rate schedule.
     pub fn schedule_steps(&self) -> u64 {
         if self.horizon == 0 { self.steps } else { self.horizon }
+    }
+
+    /// Examples in one batch of an evaluation.
+    pub fn evaluation_batch(&self) -> usize {
+        if self.eval_batch == 0 { self.batch } else { self.eval_batch }
     }
 
     pub fn check(&self) -> Result<(), ConfigError> {

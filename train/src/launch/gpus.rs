@@ -1,7 +1,7 @@
 //! Ranks on GPUs: which GPU a rank has, what NCCL is told, and what happens when a rank is gone.
 
 use super::World;
-use super::meet::{Lines, Place};
+use super::meet::{self, Lines, Place};
 use crate::recipe::TrainError;
 use crate::{gpu, warn};
 use engine::cuda::nccl::{self, ID_BYTES, Id, Nccl};
@@ -35,8 +35,17 @@ fn own_variable(name: &str) -> Option<String> {
 }
 
 /// Tells NCCL what the user has left open; before the GPU is opened, while there are no threads that could look at the environment.
-pub fn prepare() {
-    nccl::set_variables(&settings(own_variable).0);
+pub fn prepare(world: &World) {
+    let mut all = settings(own_variable).0;
+    all.extend(loopback(world, own_variable));
+    nccl::set_variables(&all);
+}
+
+/// Of ranks that are all on this machine, NCCL's own sockets are on loopback, too: it listens on the machine's address otherwise, for everybody in the network.
+fn loopback(world: &World, env: impl Fn(&str) -> Option<String>) -> Option<(&'static str, &'static str)> {
+    const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
+    let is_open = env(INTERFACE).is_none_or(|v| v.is_empty());
+    (is_open && engine::mutant!("nccl-listens-for-the-network", world.local_size == Some(world.size), false)).then_some((INTERFACE, "lo"))
 }
 
 /// Set once this rank is about to end as it should: others may do so first.
@@ -52,7 +61,13 @@ impl Gpus {
         let draw = || Ok(nccl::ids(&folders, world.size, tensor)?.iter().flat_map(|id| id.0).collect::<Vec<u8>>());
         let (bytes, lines, mpi) = match &world.address {
             Some(address) => {
-                let (bytes, lines) = Place::new(address, world.rank, world.size)?.of_job(world.job).meet(draw)?;
+                let secret = own_variable(meet::SECRET).unwrap_or_default();
+                if let Some(words) = unguarded(world, address, &secret) {
+                    warn!("{words}");
+                }
+                let place = Place::new(address, world.rank, world.size)?.of_job(world.job).with_secret(secret);
+                let place = if world.local_size == Some(world.size) { place.on_this_machine() } else { place };
+                let (bytes, lines) = place.meet(draw)?;
                 (bytes, Some(lines), None)
             }
             None if world.size == 1 => (draw()?, None, None),
@@ -105,6 +120,16 @@ impl Gpus {
             None => nccl::leave(status.into()),
         }
     }
+}
+
+/// What the first rank says of a job without a secret.
+fn unguarded(world: &World, address: &str, secret: &str) -> Option<String> {
+    let is_open = secret.is_empty() && world.rank == 0 && world.size > 1;
+    engine::mutant!("a-job-without-a-secret-says-nothing", is_open, false).then(|| format!(
+        "the ranks meet at {address} without a secret: until all have come, any process that reaches that port can take the place of a rank or end the job \
+         ({}=TEXT, the same random text for all ranks, keeps others out)",
+        meet::SECRET
+    ))
 }
 
 /// What NCCL must still be told, and all that it is told then, for people.
@@ -224,6 +249,29 @@ mod tests {
         assert_eq!(Machine { visible: Some("3".into()), ..machine(1) }.gpu_of(&world(3, Some(4))), Ok(0));
         assert_eq!(machine(1).gpu_of(&World { is_slurms: true, ..world(3, Some(4)) }), Ok(0));
         assert!(Machine { visible: Some("".into()), ..machine(1) }.gpu_of(&world(3, Some(4))).is_err());
+    }
+
+    #[test]
+    fn a_job_without_a_secret_is_warned_of_once() {
+        let of = |rank, size, secret: &str| unguarded(&World { rank, size, ..world(0, Some(1)) }, "node0:29500", secret);
+        let said = of(0, 2, "").unwrap();
+        assert!(said.contains("node0:29500") && said.contains("without a secret") && said.contains("KILN_JOB_SECRET="), "{said}");
+        assert_eq!(
+            (of(1, 2, ""), of(0, 2, "words"), of(0, 1, "")),
+            (None, None, None),
+            "by the first rank, of a job that has none, of several ranks"
+        );
+    }
+
+    #[test]
+    fn ranks_of_one_machine_talk_on_loopback() {
+        let here = World { size: 4, ..world(0, Some(4)) };
+        assert_eq!(loopback(&here, |_| None), Some(("NCCL_SOCKET_IFNAME", "lo")));
+        assert_eq!(loopback(&here, |_| Some(String::new())), Some(("NCCL_SOCKET_IFNAME", "lo")));
+        assert_eq!(loopback(&here, |name| (name == "NCCL_SOCKET_IFNAME").then(|| "eth0".into())), None, "the user's own word stays");
+        for elsewhere in [world(0, Some(4)), world(0, None), World { size: 1, ..world(0, None) }] {
+            assert_eq!(loopback(&elsewhere, |_| None), None, "{elsewhere:?}");
+        }
     }
 
     #[test]

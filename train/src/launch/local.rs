@@ -1,6 +1,6 @@
 //! `kiln train --ranks N`: N processes on this machine, and a parent that passes signals on, waits, and ends with the status of the rank that failed.
 
-use super::{World, gpu_of, mpi, mpiexec, world};
+use super::{World, gpu_of, meet, mpi, mpiexec, world};
 use crate::warn;
 use anyhow::{Context, Result, bail};
 use rustix::io::Errno;
@@ -22,6 +22,9 @@ const LOOK: Duration = Duration::from_millis(30);
 /// How often MPICH asks whether a message has come before it lets other processes run. Its default makes ranks wait for those that have no core:
 /// 4 ranks on 2 busy cores took 11.8 s for 40 steps, and 2.3 s with 1.
 const POLLS: (&str, &str) = ("MPIR_CVAR_POLLS_BEFORE_YIELD", "1");
+/// MPICH's ranks listen on the machine's addresses too, though they talk by shared memory: of those that are all here, on loopback alone. By its two
+/// ways to reach a network, UCX and libfabric.
+const LOOPBACK: [(&str, &str); 2] = [("UCX_NET_DEVICES", "lo"), ("FI_TCP_IFACE", "lo")];
 /// The process that started a rank, which the rank does not outlive.
 const PARENT: &str = "KILN_STARTED_BY";
 /// How often a rank under `mpiexec` looks whether that process is there.
@@ -34,11 +37,11 @@ pub fn is_started_by_ranks() -> bool {
     std::env::var_os(PARENT).is_some()
 }
 
-/// What to go on with after a rank was lost: of so many ranks, how many are left that can divide the work, and their command line.
-pub type GoOn<'a> = &'a dyn Fn(usize) -> Option<(usize, Vec<OsString>)>;
+/// What to go on with after a rank was lost: of so many ranks, how many are left that can divide the work, and their command line; or why that cannot be.
+pub type GoOn<'a> = &'a dyn Fn(usize) -> Result<(usize, Vec<OsString>)>;
 
 /// Starts this command line as so many ranks: on GPUs as processes that find each other by address, on the CPU under MPI's `mpiexec`.
-pub fn start(mut ranks: usize, on_gpus: bool, caught: Vec<i32>, go_on: GoOn) -> Result<ExitCode> {
+pub fn start(mut ranks: usize, on_gpus: bool, caught: Vec<i32>, elastic: Option<GoOn>) -> Result<ExitCode> {
     let mut args: Vec<OsString> = std::env::args_os().skip(1).collect();
     if on_gpus {
         // What would be wrong on every rank is said once.
@@ -50,7 +53,20 @@ pub fn start(mut ranks: usize, on_gpus: bool, caught: Vec<i32>, go_on: GoOn) -> 
     loop {
         let job = mpiexec.take().map_or_else(|| by_address(ranks, &args), by_mpi)?;
         let ended = job.wait(&mut signals)?;
-        let Some((left, again)) = Some(ranks).filter(|_| ended.lost).and_then(go_on) else { return Ok(ended.code) };
+        let Some(go_on) = elastic.filter(|_| ended.why != Why::Done) else { return Ok(ended.code) };
+        let (left, again) = match ended.why {
+            Why::Lost => match go_on(ranks) {
+                Ok(found) => found,
+                Err(e) => {
+                    warn!("not going on after a rank was lost (--elastic): {e:#}");
+                    return Ok(ended.code);
+                }
+            },
+            _ => {
+                warn!("not going on (--elastic): no rank was lost, one ended with an error of its own");
+                return Ok(ended.code);
+            }
+        };
         let noun = if left == 1 { "rank" } else { "ranks" };
         warn!("going on with {left} {noun} instead of {ranks}, from the newest whole checkpoint if one has been saved (--elastic)");
         (ranks, args) = (left, again);
@@ -61,8 +77,17 @@ pub fn start(mut ranks: usize, on_gpus: bool, caught: Vec<i32>, go_on: GoOn) -> 
 /// How a job has ended.
 struct Ended {
     code: ExitCode,
-    /// Whether a rank was ended from outside, as by a machine that fails: the others could go on.
-    lost: bool,
+    why: Why,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Why {
+    /// It came to its end, or was told to stop.
+    Done,
+    /// A rank was ended from outside, as by a machine that fails: the others could go on.
+    Lost,
+    /// A rank failed.
+    Failed,
 }
 
 /// This command line again, for a child in a process group of its own: a terminal's Ctrl-C reaches the parent alone, which passes it on once.
@@ -87,16 +112,13 @@ fn mpiexec_command(ranks: usize, args: &[OsString]) -> Result<Command> {
     let Some(library) = &found.path else {
         bail!("several ranks on the CPU need MPI: {}", found.problem().unwrap_or_default());
     };
-    let Some(program) = mpiexec(library) else {
-        bail!("{} was found, and mpiexec neither beside it nor on PATH: `pip install mpich` has both", library.display());
-    };
+    let program = mpiexec(library).map_err(anyhow::Error::msg)?;
     let mut command = Command::new(&program);
     // On this machine alone, also inside of a job of Slurm.
-    command.args(["-launcher", "fork", "-rmk", "user", "-print-all-exitcodes", "-n", &ranks.to_string()]);
+    command.args(["-launcher", "fork", "-rmk", "user", "-iface", "lo", "-print-all-exitcodes", "-n", &ranks.to_string()]);
     command.arg(std::env::current_exe()?).args(args);
-    if std::env::var_os(POLLS.0).is_none() {
-        command.env(POLLS.0, POLLS.1);
-    }
+    let loopback = engine::mutant!("mpis-ranks-listen-for-the-network", &LOOPBACK[..], &[][..]);
+    command.envs(loopback.iter().chain([&POLLS]).copied().filter(|(name, _)| std::env::var_os(name).is_none()));
     own(&mut command).env(PARENT, std::process::id().to_string()).stdout(Stdio::piped()).stderr(Stdio::piped());
     Ok(command)
 }
@@ -147,17 +169,11 @@ fn local(rank: usize, ranks: usize) -> World {
 fn by_address(ranks: usize, args: &[OsString]) -> Result<Job> {
     // Free now; rank 0 takes it in a moment.
     let port = std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+    let secret = meet::secret()?;
     let (open, shown) = channel();
     let mut children: Vec<Child> = vec![];
     for rank in 0..ranks {
-        let mut command = Command::new(std::env::current_exe()?);
-        own(command.args(args));
-        for (name, value) in
-            [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("MASTER_PORT", port as usize)]
-        {
-            command.env(name, value.to_string());
-        }
-        command.env("MASTER_ADDR", "127.0.0.1").env(PARENT, std::process::id().to_string());
+        let mut command = child(rank, ranks, port, &secret, args)?;
         // The first has the terminal, if there is one, for its progress bar.
         let command = if rank > 0 { command.stdout(Stdio::null()).stderr(Stdio::piped()) } else { &mut command };
         match command.spawn() {
@@ -176,6 +192,23 @@ fn by_address(ranks: usize, args: &[OsString]) -> Result<Job> {
         }
     }
     Ok(Job { children, shown, by_mpi: None })
+}
+
+/// A rank as a process that finds the others by address.
+fn child(rank: usize, ranks: usize, port: u16, secret: &str, args: &[OsString]) -> Result<Command> {
+    let mut command = Command::new(std::env::current_exe()?);
+    own(command.args(args));
+    for (name, value) in
+        [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("MASTER_PORT", port as usize)]
+    {
+        command.env(name, value.to_string());
+    }
+    // Not on the command line, which every user of the machine can read.
+    command
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env(meet::SECRET, engine::mutant!("ranks-of-one-machine-have-no-secret", secret, ""))
+        .env(PARENT, std::process::id().to_string());
+    Ok(command)
 }
 
 #[derive(Clone, Copy)]
@@ -246,7 +279,7 @@ impl Job {
             for i in running.clone() {
                 let Some(status) = self.children[i].try_wait()? else { continue };
                 running.retain(|r| *r != i);
-                match passed.filter(|(n, _)| status.code() == Some(128 + self.as_sent(*n))) {
+                match passed.filter(|(n, _)| is_by(status, self.as_sent(*n))) {
                     Some((n, _)) => interrupted = Some(128 + n as u8),
                     None if status.success() => {}
                     None => {
@@ -264,15 +297,20 @@ impl Job {
         // mpiexec that says nothing of its ranks was not there for their end.
         let unsaid = passed.filter(|_| self.by_mpi.is_some() && self.ends().is_empty());
         if let Some((number, _)) = again.filter(|_| failed.is_some() || interrupted.is_some()).or(unsaid) {
-            return Ok(Ended { code: ExitCode::from(128 + number as u8), lost: false });
+            return Ok(Ended { code: ExitCode::from(128 + number as u8), why: Why::Done });
         }
-        Ok(match failed {
+        // What `mpiexec` makes of several ends is none of them: a rank may have caught the signal, and another not yet.
+        let told = passed.filter(|(n, _)| self.ends().iter().any(|&end| is_by(ExitStatus::from_raw(end), self.as_sent(*n))));
+        Ok(match failed.filter(|_| told.is_none()) {
             // A run that was told to stop does not go on.
             Some((i, status, _)) => {
                 let ended = self.status(i, status);
-                Ended { lost: ended.lost && passed.is_none(), ..ended }
+                Ended { why: if passed.is_none() { ended.why } else { Why::Done }, ..ended }
             }
-            None => Ended { code: interrupted.map_or(ExitCode::SUCCESS, ExitCode::from), lost: false },
+            None => {
+                let status = told.map(|(n, _)| 128 + n as u8).or(interrupted);
+                Ended { code: status.map_or(ExitCode::SUCCESS, ExitCode::from), why: Why::Done }
+            }
         })
     }
 
@@ -314,10 +352,21 @@ impl Job {
             let why = if signal == Signal::KILL.as_raw() { "; the system does that to a process when memory runs out" } else { "" };
             let who = rank.map_or("a rank".into(), |rank| format!("rank {rank}"));
             warn!("error: {who} was ended by signal {signal}{name}, and with it the other ranks{why}");
-            return Ended { code: ExitCode::from(128 + signal as u8), lost: true };
+            return Ended { code: ExitCode::from(128 + signal as u8), why: Why::Lost };
         }
-        Ended { code: ExitCode::from(status.code().filter(|c| (1..256).contains(c)).unwrap_or(1) as u8), lost: false }
+        let mut why = Why::Failed;
+        // A status of its own, which no rank ends with.
+        if self.by_mpi.is_some() && self.ends().is_empty() && status.code() == Some(255) {
+            warn!("error: mpiexec failed and said nothing of its ranks, as when one is lost before all are connected");
+            why = engine::mutant!("elastic-gives-up-before-ranks-are-connected", Why::Lost, Why::Failed);
+        }
+        Ended { code: ExitCode::from(status.code().filter(|c| (1..256).contains(c)).unwrap_or(1) as u8), why }
     }
+}
+
+/// Whether a process ended by this signal: it caught it and ended with its status, or had not come so far.
+fn is_by(status: ExitStatus, signal: i32) -> bool {
+    status.code() == Some(128 + signal) || engine::mutant!("a-hangup-is-a-failure", status.signal() == Some(signal), false)
 }
 
 /// How the first rank that did not end well ended, of what `mpiexec` says. It ends the others by the same signal that has ended one, and then nobody knows which was
@@ -355,6 +404,61 @@ fn send(child: &Child, number: i32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Each rank is told the same secret, in its environment and not on its command line, which every user of the machine can read.
+    #[test]
+    fn ranks_of_one_machine_are_given_the_jobs_secret_and_meet_on_loopback() {
+        let (secret, other) = (meet::secret().unwrap(), meet::secret().unwrap());
+        assert!(secret != other && secret.len() == 64, "{secret}");
+        for rank in 0..2 {
+            let command = child(rank, 2, 4321, &secret, &["train".into()]).unwrap();
+            let of = |name: &str| command.get_envs().find(|e| e.0 == name).and_then(|e| e.1.map(|v| v.to_string_lossy().into_owned()));
+            assert_eq!(of("KILN_JOB_SECRET"), Some(secret.clone()), "rank {rank}");
+            assert_eq!((of("MASTER_ADDR").as_deref(), of("MASTER_PORT").as_deref()), (Some("127.0.0.1"), Some("4321")));
+            assert_eq!(
+                (of("RANK"), of("WORLD_SIZE"), of("LOCAL_WORLD_SIZE")),
+                (Some(rank.to_string()), Some("2".into()), Some("2".into()))
+            );
+            assert!(command.get_args().all(|a| !a.to_string_lossy().contains(&secret)));
+        }
+    }
+
+    /// A job of two ranks under MPI's `mpiexec`, which `script` stands for.
+    fn under_mpi(script: &str) -> Job {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        by_mpi(command).unwrap()
+    }
+
+    /// SIGHUP reaches ranks as SIGTERM, which one of them may have caught while the other was still about to.
+    #[test]
+    fn how_ranks_ended_is_told_from_what_mpiexec_says_and_does_not_say() {
+        let dir = tempfile::tempdir().unwrap();
+        // 36608 is an exit with 143, 15 a death by SIGTERM; 256 an exit with 1, after which `mpiexec` kills the others: an error is no answer to a signal.
+        let all = [("36608,36608", 143, 129), ("15,36608", 143, 129), ("36608,15", 159, 129), ("15,15", 15, 129), ("256,9", 9, 1)];
+        for (i, (said, status, ours)) in all.into_iter().enumerate() {
+            let (mut signals, ready) = (Signals::new([SIGHUP]).unwrap(), dir.path().join(i.to_string()));
+            let waits = format!("trap : TERM; sleep 60 & echo > {}; wait $!; kill $!", ready.display());
+            let job = under_mpi(&format!("{waits}; echo '[mpiexec@vm] Exit codes: [vm] {said}' >&2; exit {status}"));
+            while !ready.exists() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            signal_hook::low_level::raise(SIGHUP).unwrap();
+            let ended = job.wait(&mut signals).unwrap();
+            assert_eq!((ended.code, ended.why), (ExitCode::from(ours), Why::Done), "{said}");
+        }
+        // Without a signal of ours it is what it was.
+        let ended =
+            under_mpi("echo '[mpiexec@vm] Exit codes: [vm] 36608,0' >&2; exit 143").wait(&mut Signals::new([SIGHUP]).unwrap()).unwrap();
+        assert_eq!((ended.code, ended.why), (ExitCode::from(143), Why::Failed));
+        let ended = under_mpi("echo '[mpiexec@vm] Exit codes: [vm] 9,9' >&2; exit 9").wait(&mut Signals::new([SIGHUP]).unwrap()).unwrap();
+        assert_eq!((ended.code, ended.why), (ExitCode::from(137), Why::Lost));
+        // Where a rank is lost while they connect, `mpiexec` fails itself; it says nothing either of ranks that have ended with a status.
+        let ended = under_mpi("exit 1").wait(&mut Signals::new([SIGHUP]).unwrap()).unwrap();
+        assert_eq!((ended.code, ended.why), (ExitCode::from(1), Why::Failed));
+        let ended = under_mpi("exit 255").wait(&mut Signals::new([SIGHUP]).unwrap()).unwrap();
+        assert_eq!((ended.code, ended.why), (ExitCode::from(255), Why::Lost));
+    }
 
     #[test]
     fn of_what_mpiexec_says_the_ends_of_ranks_are_kept() {

@@ -2,7 +2,7 @@
 
 use engine::ops::concat::concat;
 use engine::ops::ssd::{Scan, ssd, ssd_last, ssd_step};
-use engine::{DType, Var};
+use engine::{DType, Init, Var};
 
 /// The sizes of a layer.
 #[derive(Clone, Copy, Debug)]
@@ -110,6 +110,25 @@ pub fn mamba2_placed<'g>(u: Var<'g>, s: &Sizes, w: &Weights<'g>, positions: Opti
     w.gated_norm(s, ssd(scan, false), z)
 }
 
+/// A whole layer over time with parameters of its own, `at`.inward, `at`.conv and so on, whose convolution has `taps`: x [batch, time, dim] -> [batch, time, dim].
+pub fn layer<'g>(at: &str, x: Var<'g>, s: &Sizes, taps: usize, directions: &[bool]) -> Var<'g> {
+    let (r, dim) = (x.recorder(), x.dim(0));
+    let matrix = |of: &str, rows: usize, columns: usize| {
+        r.param(&format!("{at}.{of}"), &[rows, columns], Init::Truncated { std: 1.0 / (columns as f32).sqrt() })
+    };
+    let vector = |of: &str, length: usize, init: Init| r.param(&format!("{at}.{of}"), &[length], init);
+    let inward = matrix("inward", s.projected(), dim);
+    let weights = Weights {
+        conv: r.param(&format!("{at}.conv"), &[s.wide(), taps], Init::Uniform { bound: 1.0 / (taps as f32).sqrt() }),
+        conv_bias: vector("conv_bias", s.wide(), Init::Full(0.0)),
+        dt_bias: vector("dt_bias", s.heads(), Init::StepSize { low: 0.001, high: 0.1 }),
+        log_decay: vector("log_decay", s.heads(), Init::LogOfUniform { low: 1.0, high: 16.0 }),
+        skip: vector("skip", s.heads(), Init::Full(1.0)),
+        norm: vector("norm", s.inner, Init::Full(1.0)),
+    };
+    mamba2(x.linear(inward), s, &weights, directions).linear(matrix("outward", dim, s.inner))
+}
+
 /// What a layer remembers of the tokens before: the rows that the convolution still sees [batch, taps - 1, wide], and the scan's state
 /// [batch, heads, head, state].
 #[derive(Clone, Copy)]
@@ -128,7 +147,8 @@ pub fn remembered<'g>(u: Var<'g>, s: &Sizes, w: &Weights<'g>, positions: Var<'g>
     let steps = r.constant(&[1, back], (0..back).map(|i| (back - 1 - i) as f32 - 0.5).collect());
     let seen = steps.less(last).reshape(&[batch, back, 1]);
     let rows = xbc.pad(1, back, 0).slice(1, time, time + back);
-    Memory { conv: rows * seen.cast(rows.dtype()), scan: ssd_last(scan) }
+    let conv = engine::mutant!("mamba2-remembers-padding", rows * seen.cast(rows.dtype()), rows);
+    Memory { conv, scan: ssd_last(scan) }
 }
 
 /// One token more: u [batch, 1, projected] -> [batch, 1, inner], and what is remembered then.

@@ -129,6 +129,29 @@ mod tests {
         }
     }
 
+    /// What decays does so by the rate, whatever the gradient: the matrices of Muon as those of AdamW.
+    #[test]
+    fn muons_matrices_decay() {
+        let moved = |weight_decay: f32| {
+            let c = TrainConfig { weight_decay, optimizer: Optimizer::Muon, ..TrainConfig::default() };
+            let r = Recorder::new();
+            let matrix = r.block("layer", || r.param("matrix", &[2, 3], Init::Normal { std: 1.0 }));
+            let params = vec![("matrix".to_string(), matrix)];
+            let loss = matrix.square().sum();
+            let grads = r.grad(loss, &[matrix]);
+            step(&r, &params, &grads, loss, &c);
+            let mut store = Store::new(0);
+            let mut p = Program::load(r.finish(), &Switches::default(), &Device::cpu(Cpu::new(1)), &mut store).unwrap();
+            let before = store.get("matrix").unwrap().f32().unwrap();
+            p.run(&mut store, &[("rate", Data::F32(&[0.1]))]).unwrap();
+            (before, store.get("matrix").unwrap().f32().unwrap())
+        };
+        let ((before, plain), (_, decayed)) = (moved(0.0), moved(0.5));
+        for ((before, plain), decayed) in before.iter().zip(plain).zip(decayed) {
+            assert!(*before != 0.0 && (decayed - (plain - 0.1 * 0.5 * before)).abs() < 1e-6, "{before}: {plain} and {decayed}");
+        }
+    }
+
     /// Of a matrix that Muon moves and of a row that AdamW moves, whatever may be rounded; a step that is skipped has no part in it.
     #[test]
     fn averages_are_means_of_the_weights_after_each_step_that_counts() {

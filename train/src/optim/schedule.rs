@@ -13,7 +13,7 @@ pub fn rate(c: &TrainConfig, step: u64) -> f64 {
     let share = |from: f64| ((t - from) / (horizon - from).max(1.0)).clamp(0.0, 1.0);
     let fall = match c.schedule.as_str() {
         "cosine" => 0.5 * (1.0 + (std::f64::consts::PI * share(warmup)).cos()),
-        "wsd" => 1.0 - share(warmup.max(horizon * (1.0 - c.decay_share))),
+        "wsd" => 1.0 - share(engine::mutant!("decay-begins-in-the-warm-up", warmup, 0.0f64).max(horizon * (1.0 - c.decay_share))),
         _ => 1.0,
     };
     c.learning_rate * (c.final_rate + (1.0 - c.final_rate) * fall)
@@ -38,6 +38,9 @@ mod tests {
         assert!(near(rate(&c, 55), 2.0 * (0.1 + 0.9 * 0.5)) && near(rate(&c, 100), 0.2) && near(rate(&c, 500), 0.2));
         assert!(near(rate(&w, 79), 2.0) && near(rate(&w, 90), 2.0 * (0.1 + 0.9 * 0.5)) && near(rate(&w, 100), 0.2));
         assert!(near(rate(&config("constant"), 99), 2.0));
+        // What falls begins to fall behind the warm-up.
+        let long = TrainConfig { warmup: 90, decay_share: 0.5, ..config("wsd") };
+        assert!(near(rate(&long, 90), 2.0) && near(rate(&long, 95), 2.0 * (0.1 + 0.9 * 0.5)) && near(rate(&long, 100), 0.2));
     }
 
     #[test]

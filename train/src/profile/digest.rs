@@ -28,6 +28,12 @@ pub struct Row {
     pub bound: Option<Bound>,
     /// The share of its time in nodes that use tensor cores.
     pub tensor_cores: f64,
+    /// Its bytes beside what the memory moves in that time.
+    pub of_bandwidth: Option<f64>,
+    /// Of those nodes that use tensor cores, their FLOPs beside what the tensor cores compute in their time.
+    pub of_tensor_cores: Option<f64>,
+    /// Of the nodes where that is known, by time: the share of the multiprocessors that their launches have blocks for.
+    pub multiprocessors: Option<f64>,
 }
 
 /// Time in which the device was idle between two things that it did.
@@ -147,7 +153,7 @@ impl Digest {
             steps: m.steps,
             plain_ms: m.plain_ms,
             step_ms,
-            overhead: step_ms / plain - 1.0,
+            overhead: step_ms / engine::mutant!("overhead-of-one-plain-step", plain, m.plain_ms[0]) - 1.0,
             busy_ms,
             idle_ms: (step_ms - busy_ms).max(0.0),
             attributed: of_busy(total(|r| r.ms)),
@@ -212,6 +218,38 @@ fn known(m: &Measured) -> Known {
     known
 }
 
+/// What some nodes did beside what the device could have done in their time.
+#[derive(Default)]
+struct Peaks {
+    /// FLOPs of nodes with tensor cores, and of these cores in the same milliseconds.
+    flops: f64,
+    possible: f64,
+    /// Milliseconds of nodes whose launches are known, and the same times their share of the multiprocessors.
+    launched: f64,
+    covered: f64,
+}
+
+impl Peaks {
+    fn add(&mut self, node: &Node, roof: &Roof, flops: f64, ms: f64) {
+        if let Some(peak) = roof.flops(node).filter(|_| node.tensor_cores) {
+            self.flops += flops;
+            self.possible += 1e-3 * ms * peak;
+        }
+        if let Some(share) = node.multiprocessors {
+            self.launched += ms;
+            self.covered += share * ms;
+        }
+    }
+
+    fn of_tensor_cores(&self) -> Option<f64> {
+        (self.possible > 0.0).then(|| self.flops / self.possible)
+    }
+
+    fn multiprocessors(&self) -> Option<f64> {
+        (self.launched > 0.0).then(|| self.covered / self.launched)
+    }
+}
+
 /// Whether latency bounds a kernel, by its seconds and those of the roofline: it has less than a microsecond's work, and is over before the device
 /// is full, or waits more than it works (steps one after the other, a single block).
 fn is_small(seconds: f64, roof: f64) -> bool {
@@ -229,17 +267,19 @@ impl Sums<'_> {
     /// One row for each name, the longest first.
     fn rows(&self, name: impl Fn(&str, &Node) -> String) -> Vec<Row> {
         let steps = self.m.steps as f64;
-        let mut rows: BTreeMap<String, (Row, [f64; 3])> = BTreeMap::new();
+        let mut rows: BTreeMap<String, (Row, [f64; 3], Peaks)> = BTreeMap::new();
         for (&(program, at), &(runs, kernels, time)) in &self.known {
             let p = &self.m.profile.programs[program];
             let (node, runs, kernels, time) = (&p.nodes[at], runs as f64 / steps, kernels as f64 / steps, ms(time) / steps);
             let name = name(&p.name, node);
-            let (row, bounds) = rows.entry(name.clone()).or_insert_with(|| (Row { name, roof_ms: Some(0.0), ..Row::default() }, [0.0; 3]));
+            let new = || (Row { name: name.clone(), roof_ms: Some(0.0), ..Row::default() }, [0.0; 3], Peaks::default());
+            let (row, bounds, peaks) = rows.entry(name.clone()).or_insert_with(new);
+            peaks.add(node, self.roof, runs * node.cost.flops as f64, time);
             row.nodes += runs;
             row.ms += time;
             row.flops += runs * node.cost.flops as f64;
-            row.bytes += runs * node.cost.bytes as f64;
-            row.tensor_cores += if node.tensor_cores { time } else { 0.0 };
+            row.bytes += engine::mutant!("bytes-of-one-run", runs, 1.0) * node.cost.bytes as f64;
+            row.tensor_cores += if node.tensor_cores { engine::mutant!("tensor-cores-not-by-time", time, 1.0) } else { 0.0 };
             match self.roof.seconds(node) {
                 Some((seconds, bound)) => {
                     row.roof_ms = row.roof_ms.map(|ms| ms + 1e3 * runs * seconds);
@@ -252,10 +292,11 @@ impl Sums<'_> {
         let most = |times: [f64; 3]| {
             [Bound::Compute, Bound::Memory, Bound::Latency].into_iter().max_by(|a, b| times[*a as usize].total_cmp(&times[*b as usize]))
         };
-        let finished = rows.into_values().map(|(row, bounds)| {
+        let finished = rows.into_values().map(|(row, bounds, peaks)| {
             let bound = most(bounds).filter(|bound| bounds[*bound as usize] > 0.0);
             let row = self.finished(row);
-            Row { bound, times_roof: row.times_roof.filter(|_| bound != Some(Bound::Latency)), ..row }
+            let times_roof = row.times_roof.filter(|_| bound != Some(Bound::Latency));
+            Row { bound, times_roof, of_tensor_cores: peaks.of_tensor_cores(), multiprocessors: peaks.multiprocessors(), ..row }
         });
         sorted(finished.collect())
     }
@@ -267,6 +308,7 @@ impl Sums<'_> {
             share: if self.busy_ms > 0.0 { row.ms / self.busy_ms } else { 0.0 },
             tflop_per_s: rate(row.flops, 1e12),
             gb_per_s: rate(row.bytes, 1e9),
+            of_bandwidth: self.roof.memory.filter(|_| row.ms > 0.0 && row.bytes > 0.0).map(|peak| rate(row.bytes, peak)),
             times_roof: row.roof_ms.filter(|roof| *roof > 0.0).map(|roof| row.ms / roof),
             tensor_cores: if row.ms > 0.0 { row.tensor_cores / row.ms } else { 0.0 },
             ..row
@@ -323,7 +365,17 @@ mod tests {
 
     fn node(op: &'static str, scope: &str, backward: bool) -> Node {
         let cost = engine::op::Cost { flops: 0, bytes: 0, memory_bound: true };
-        Node { op, scope: scope.into(), backward, inputs: vec![], outputs: vec![], cost, tensor_cores: false, aside: false }
+        Node {
+            op,
+            scope: scope.into(),
+            backward,
+            inputs: vec![],
+            outputs: vec![],
+            cost,
+            tensor_cores: false,
+            multiprocessors: None,
+            aside: false,
+        }
     }
 
     #[test]
@@ -381,6 +433,49 @@ mod tests {
         assert!(small.roof_ms.unwrap() > 0.0);
         let gaps: f64 = d.gaps.iter().map(|g| g.ms).sum();
         assert!(near(gaps, d.idle_ms), "{:?}", d.gaps);
+    }
+
+    /// A program that runs twice in a step moves twice as many bytes.
+    #[test]
+    fn what_runs_twice_in_a_step_counts_twice() {
+        let m = Measured { steps: 1, ..measured() };
+        let d = Digest::new("a test", "a card", &m, Roof::of_card("NVIDIA H200").unwrap());
+        let large = &d.nodes[0];
+        assert_eq!((large.nodes, large.bytes, d.launches), (2.0, 2.0 * 33_554_432.0, 4.0));
+        assert!((large.ms - 2.0).abs() < 1e-9 && (large.gb_per_s - 33_554_432.0 / 1e-3 / 1e9).abs() < 1e-6, "{large:?}");
+    }
+
+    /// Shares are of time: a node that uses tensor cores and takes a thousandth of the step is a thousandth.
+    #[test]
+    fn tensor_cores_are_used_for_as_long_as_their_nodes_run() {
+        let mut m = measured();
+        for node in &mut m.profile.programs[0].nodes {
+            node.tensor_cores = node.scope == "head";
+        }
+        m.plain_ms = [0.9, 1.1];
+        let d = Digest::new("a test", "a card", &m, Roof::of_card("NVIDIA H200").unwrap());
+        let near = |a: f64, b: f64| (a - b).abs() < 1e-9;
+        let of = |row: &Row| row.tensor_cores;
+        assert!(near(of(&d.nodes[0]), 0.0) && near(of(&d.nodes[1]), 1.0) && near(d.tensor_cores, 0.002 / 1.002), "{d:#?}");
+        assert!(near(d.plain(), 1.0) && near(d.overhead, 0.004), "of the mean of both plain steps: {}", d.overhead);
+    }
+
+    #[test]
+    fn rates_stand_beside_the_peaks_of_the_card() {
+        let mut m = measured();
+        for node in &mut m.profile.programs[0].nodes {
+            let large = node.scope == "blocks.0";
+            node.tensor_cores = large;
+            // In a millisecond an H200 moves 4.8 GB and does 494.7 GFLOP in TF32.
+            node.cost = engine::op::Cost { flops: 98_940_000_000, bytes: 1_200_000_000, memory_bound: false };
+            node.multiprocessors = (!large).then_some(0.5);
+        }
+        let d = Digest::new("a test", "a card", &m, Roof::of_card("NVIDIA H200").unwrap());
+        let near = |a: Option<f64>, b: f64| a.is_some_and(|a| (a - b).abs() < 1e-6);
+        let (large, small) = (&d.nodes[0], &d.nodes[1]);
+        assert!(near(large.of_bandwidth, 0.25) && near(large.of_tensor_cores, 0.2), "{large:?}");
+        assert_eq!((large.multiprocessors, small.of_tensor_cores), (None, None));
+        assert!(near(small.multiprocessors, 0.5), "{small:?}");
     }
 
     /// What a CPU can do is measured: a node that was faster was measured, too, and the step takes no less than its roofline.

@@ -1,6 +1,7 @@
 //! A window of steps under Nsight Systems or Nsight Compute, where they are installed.
 
 use crate::report::quoted;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -70,8 +71,13 @@ impl Tool {
 
     /// The program, in PATH or where NVIDIA's installers put it.
     pub fn find(self) -> Option<PathBuf> {
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        let folders: Vec<PathBuf> = std::env::split_paths(&path).chain(["/usr/local/cuda/bin".into()]).collect();
+        self.find_in(&std::env::var_os("PATH").unwrap_or_default())
+    }
+
+    fn find_in(self, path: &OsStr) -> Option<PathBuf> {
+        // A relative or empty part is the working directory's, which may be anybody's.
+        let absolute = std::env::split_paths(path).filter(|p| engine::mutant!("profilers-of-the-working-directory", p.is_absolute(), true));
+        let folders: Vec<PathBuf> = absolute.chain(["/usr/local/cuda/bin".into()]).collect();
         let vendor = Path::new("/opt/nvidia");
         let mut versions: Vec<PathBuf> = children(vendor).into_iter().flat_map(|p| children(&p).into_iter().chain([p])).collect();
         versions.sort();
@@ -99,4 +105,28 @@ fn children(folder: &Path) -> Vec<PathBuf> {
 fn is_program(path: &Path) -> bool {
     use std::os::unix::fs::PermissionsExt;
     path.metadata().is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_profiler_is_not_taken_from_the_working_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        // Relative to the working directory of the tests, which stays what it is.
+        let here = std::env::current_dir().unwrap();
+        let up: PathBuf = here.components().skip(1).map(|_| "..").collect();
+        let relative = up.join(dir.path().strip_prefix("/").unwrap());
+        let tool = dir.path().join("nsys");
+        std::fs::write(&tool, "").unwrap();
+        std::fs::set_permissions(&tool, std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert_eq!(Tool::Systems.find_in(dir.path().as_os_str()), Some(tool), "an absolute folder is looked into");
+        assert!(relative.join("nsys").exists());
+        for path in [relative.clone().into_os_string(), format!(":{}:.", relative.display()).into(), "".into()] {
+            let found = Tool::Systems.find_in(&path);
+            assert!(found.is_none_or(|p| p.is_absolute()), "{path:?}");
+        }
+    }
 }

@@ -180,7 +180,17 @@ mod tests {
     fn node(dtype: DType, tensor_cores: bool, flops: u64, bytes: u64) -> Node {
         let inputs = vec![Meta { shape: vec![1], dtype }];
         let cost = Cost { flops, bytes, memory_bound: false };
-        Node { op: "matmul", scope: String::new(), backward: false, outputs: inputs.clone(), inputs, cost, tensor_cores, aside: false }
+        Node {
+            op: "matmul",
+            scope: String::new(),
+            backward: false,
+            outputs: inputs.clone(),
+            inputs,
+            cost,
+            tensor_cores,
+            multiprocessors: None,
+            aside: false,
+        }
     }
 
     #[test]

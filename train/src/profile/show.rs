@@ -15,8 +15,20 @@ const COLUMNS: &[Column] = &[
     ("TFLOP/s", |r| Some(r.tflop_per_s).filter(|v| *v > 0.0), digits),
     ("GB/s", |r| Some(r.gb_per_s).filter(|v| *v > 0.0), digits),
     ("times the roofline", |r| r.times_roof, |v| format!("{v:.2}x")),
+    ("of bandwidth", |r| r.of_bandwidth, percent),
+    // What a CPU does not have.
     ("tensor cores", |r| Some(r.tensor_cores), percent),
+    ("of their peak", |r| r.of_tensor_cores, percent),
+    ("SMs", |r| r.multiprocessors, percent),
 ];
+
+/// How many columns at the end are of GPUs alone.
+const OF_GPUS: usize = 3;
+
+/// The columns that say something of this device: a CPU has no tensor cores.
+fn columns(d: &Digest) -> &'static [Column] {
+    if d.on_gpu { COLUMNS } else { &COLUMNS[..COLUMNS.len() - OF_GPUS] }
+}
 
 /// Three digits that count.
 fn digits(v: f64) -> String {
@@ -66,15 +78,21 @@ fn summary(d: &Digest) -> Vec<String> {
     if let Some(why) = &d.one_by_one {
         lines.push(format!("nodes were launched one by one, because CUPTI was not used: {why}"));
     }
+    // A CPU has no tensor cores, and what its profile costs is noise.
+    let (of_plain, tensor_cores) = match d.on_gpu {
+        true => (
+            format!("; {} of a step without the profile", percent(d.busy_ms / d.plain())),
+            format!(", {} on tensor cores", percent(d.tensor_cores)),
+        ),
+        false => (String::new(), String::new()),
+    };
     lines.push(format!(
-        "busy {:.2} ms of {:.2} ({}; {} of a step without the profile), idle {:.2}; {} of the busy time is in nodes of the model, {} on tensor cores",
+        "busy {:.2} ms of {:.2} ({}{of_plain}), idle {:.2}; {} of the busy time is in nodes of the model{tensor_cores}",
         d.busy_ms,
         d.step_ms,
         percent(d.busy_ms / d.step_ms),
-        percent(d.busy_ms / d.plain()),
         d.idle_ms,
         percent(d.attributed),
-        percent(d.tensor_cores)
     ));
     if d.exchange_ms > 0.0 {
         let (all, hidden) = (d.exchange_ms, d.hidden_ms);
@@ -122,7 +140,7 @@ fn gaps(d: &Digest, most: usize) -> Vec<Vec<String>> {
 /// For the terminal: what a step is made of, and the ops that take longest.
 pub fn short(d: &Digest) -> String {
     let mut text = summary(d).join("\n") + "\n\n";
-    text += &table(&headers("op", COLUMNS), &cells(&d.ops, 12, COLUMNS));
+    text += &table(&headers("op", columns(d)), &cells(&d.ops, 12, columns(d)));
     if d.ops.len() > 12 {
         text += &format!("and {} more ops\n", d.ops.len() - 12);
     }
@@ -145,7 +163,7 @@ pub fn markdown(d: &Digest) -> String {
     let mut text = format!("# Profile of {}\n\n", d.title);
     text += &summary(d).into_iter().map(|line| format!("- {line}\n")).collect::<String>();
     for (title, first, rows, most) in sections(d) {
-        text += &format!("\n## {title}\n\n{}", listed(&headers(first, COLUMNS), &cells(rows, most, COLUMNS)));
+        text += &format!("\n## {title}\n\n{}", listed(&headers(first, columns(d)), &cells(rows, most, columns(d))));
     }
     if !d.gaps.is_empty() {
         text += &format!("\n## {GAPS_TITLE}\n\n{}", listed(&GAP_HEADERS, &gaps(d, GAPS)));
@@ -188,11 +206,17 @@ pub fn page(d: &Digest) -> String {
     }
     for (title, first, rows, most) in sections(d) {
         let cell = |r: &Row, c: &Column| c.1(r).map_or("-".into(), |v| number(v, &c.2(v)));
-        let row = |r: &Row| std::iter::once(r.name.clone()).chain(COLUMNS.iter().map(|c| cell(r, c))).chain([bound(r)]).collect();
-        page.table(title, &headers(first, COLUMNS), &rows.iter().take(most).map(row).collect::<Vec<_>>());
+        let row =
+            |r: &Row| [r.name.clone().into()].into_iter().chain(columns(d).iter().map(|c| cell(r, c))).chain([bound(r).into()]).collect();
+        page.table(title, &headers(first, columns(d)), &rows.iter().take(most).map(row).collect::<Vec<_>>());
     }
     let gap = |g: &super::Gap| {
-        vec![g.after.clone(), g.before.clone(), number(g.count, &format!("{:.1}", g.count)), number(g.ms, &format!("{:.3}", g.ms))]
+        vec![
+            g.after.clone().into(),
+            g.before.clone().into(),
+            number(g.count, &format!("{:.1}", g.count)),
+            number(g.ms, &format!("{:.3}", g.ms)),
+        ]
     };
     page.table(GAPS_TITLE, &GAP_HEADERS, &d.gaps.iter().take(GAPS).map(gap).collect::<Vec<_>>());
     page.text("trace.json beside this file shows every launch: open it in Perfetto or in chrome://tracing.");
@@ -255,5 +279,17 @@ mod tests {
         assert_eq!(cost_of_profiling(&digest(0.01, true, None)), None);
         assert_eq!(cost_of_profiling(&digest(0.3, false, None)), None, "on a CPU it is noise");
         assert!(summary(&digest(0.046, true, None)).contains(&said));
+    }
+
+    #[test]
+    fn a_cpu_has_no_tensor_cores_and_no_share_of_a_plain_step() {
+        let [gpu, cpu] = [true, false].map(|on_gpu| {
+            let d = Digest { ops: vec![Row { name: "matmul".into(), ..Row::default() }], ..digest(0.046, on_gpu, None) };
+            [short(&d), markdown(&d), page(&d)]
+        });
+        for said in ["tensor cores", "of a step without the profile"] {
+            assert!(gpu.iter().all(|text| text.contains(said)), "{said}");
+            assert!(!cpu.iter().any(|text| text.contains(said)), "{said}");
+        }
     }
 }

@@ -1,12 +1,45 @@
 //! The trace that Perfetto (ui.perfetto.dev, which reads it in the browser) and chrome://tracing open: Chrome's JSON format.
 
 use super::digest::title;
-use engine::profile::{Profile, Span, Track, What};
+use engine::profile::{Node, Profile, Span, Track, What};
 use serde_json::{Value, json};
 
 /// One track below the other.
 const TRACKS: [(Track, &str); 4] =
     [(Track::Host, "host"), (Track::Copy, "copies"), (Track::Compute, "compute"), (Track::Exchange, "exchanges")];
+
+/// The track of `phases`.
+const PHASES: usize = TRACKS.len() + 1;
+
+/// What part of a training step node `i` of a program belongs to; none in a program without a backward pass. What comes after the last gradient is the
+/// optimizer's.
+fn phase(nodes: &[Node], i: usize) -> Option<&'static str> {
+    let last = nodes.iter().rposition(|n| n.backward)?;
+    Some(match nodes[i].backward {
+        true => "backward",
+        false if i < last => "forward",
+        false => "optimizer",
+    })
+}
+
+/// Spans of forward pass, backward pass and optimizer, also of a step that is one CUDA graph: from the first to the last of the nodes that run one after another
+/// and belong to the same.
+fn phases<'a>(programs: &[(&'a str, &[Node])], spans: &[Span]) -> Vec<(&'static str, &'a str, u64, u64)> {
+    let mut all: Vec<(&'static str, &str, u64, u64)> = vec![];
+    let mut before = None;
+    for span in spans.iter().filter(|s| s.track == Track::Compute) {
+        let What::Node(program, node) = span.what else { continue };
+        let (own, nodes) = programs[program];
+        let Some(name) = phase(nodes, node) else { continue };
+        // A program that begins anew is another step.
+        match all.last_mut() {
+            Some(last) if before.is_some_and(|(p, n)| p == program && n <= node) && last.0 == name => last.3 = span.end,
+            _ => all.push((name, own, span.start, span.end)),
+        }
+        before = Some((program, node));
+    }
+    all
+}
 
 /// The whole file. `name`: what was profiled, and on what.
 pub fn trace(profile: &Profile, name: &str) -> Value {
@@ -24,6 +57,16 @@ pub fn trace(profile: &Profile, name: &str) -> Value {
         spans.sort_by_key(|s| (s.start, std::cmp::Reverse(s.end)));
         events.extend(spans.into_iter().map(|span| event(profile, span, tid)));
     }
+    let programs: Vec<(&str, &[Node])> = profile.programs.iter().map(|p| (&p.name[..], &p.nodes[..])).collect();
+    let phases = phases(&programs, &profile.spans);
+    if !phases.is_empty() {
+        events.push(about("thread_name", PHASES, json!({ "name": "phases" })));
+        events.push(about("thread_sort_index", PHASES, json!({ "sort_index": PHASES })));
+    }
+    let us = |ns: u64| ns as f64 / 1e3;
+    events.extend(phases.into_iter().map(|(name, program, start, end)| {
+        json!({ "ph": "X", "pid": 1, "tid": PHASES, "ts": us(start), "dur": us(end - start), "name": name, "cat": "phase", "args": { "program": program } })
+    }));
     json!({ "traceEvents": events, "displayTimeUnit": "ms" })
 }
 
@@ -51,6 +94,37 @@ fn event(profile: &Profile, span: &Span, tid: usize) -> Value {
 mod tests {
     use super::*;
     use engine::profile::Clock;
+
+    #[test]
+    fn a_step_has_a_forward_pass_a_backward_pass_and_an_optimizer() {
+        let node = |backward: bool| {
+            let cost = engine::op::Cost { flops: 0, bytes: 0, memory_bound: true };
+            let (inputs, outputs) = (vec![], vec![]);
+            Node {
+                op: "matmul",
+                scope: String::new(),
+                backward,
+                inputs,
+                outputs,
+                cost,
+                tensor_cores: false,
+                multiprocessors: None,
+                aside: false,
+            }
+        };
+        let (train, eval) = ([false, false, true, true, false].map(node), [node(false)]);
+        let ran = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 0), (0, 1), (1, 0), (0, 2)];
+        let spans = (0..).zip(ran).map(|(i, (program, node))| {
+            let what = What::Node(program, node);
+            Span { start: 10 * i, end: 10 * i + 9, launched: 10 * i, track: Track::Compute, what, name: "kernel".into() }
+        });
+        let spans: Vec<Span> = spans.collect();
+        let found: Vec<(&str, u64, u64)> =
+            phases(&[("train", &train), ("eval", &eval)], &spans).into_iter().map(|p| (p.0, p.2, p.3)).collect();
+        let [first, second] =
+            [[("forward", 0, 19), ("backward", 20, 39), ("optimizer", 40, 49)], [("forward", 50, 69), ("backward", 80, 89), ("", 0, 0)]];
+        assert_eq!(found, [&first[..], &second[..2]].concat());
+    }
 
     #[test]
     fn spans_become_events_in_order_on_named_tracks() {

@@ -5,6 +5,7 @@ use super::{Computed, Session, TrainError};
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError};
 use crate::data::Tokenizer;
+use crate::data::chats::Message;
 use crate::data::puzzles::{self, PuzzleSet};
 use crate::golden::Golden;
 use crate::models::decoder::{Chat, Writing};
@@ -36,6 +37,8 @@ pub enum TextModel {
     Continues(Box<dyn Generator>),
     /// Replies to a prompt.
     Replies(Box<Chat>),
+    /// Reads a prompt, and writes a reply with a decoder of its own.
+    Answers(Box<dyn Replier>),
 }
 
 /// Models that write many replies to many prompts at once: `kiln eval --prompts`, `kiln bench generate`.
@@ -115,6 +118,21 @@ pub trait Generator {
     fn begin(&mut self, s: &mut Session, capacity: usize) -> Result<(), TrainError>;
     /// Takes in tokens; logits after the last.
     fn feed(&mut self, s: &mut Session, tokens: &[u32]) -> Result<Vec<f32>, TrainError>;
+}
+
+/// Writes replies, several at once: what is read is no part of what is written.
+pub trait Replier {
+    fn tokenizer(&self) -> Result<Arc<Tokenizer>, TrainError>;
+    /// The tokens of a prompt, or of a conversation's turns, as training puts them.
+    fn prompt(&self, turns: &[Message]) -> Result<Vec<u32>, TrainError>;
+    /// The token that ends a reply.
+    fn stop(&self) -> Result<Option<u32>, TrainError>;
+    /// Loads what it needs for so many replies at once, of at most `capacity` tokens.
+    fn begin(&mut self, s: &mut Session, rows: usize, capacity: usize) -> Result<(), TrainError>;
+    /// Reads a prompt for each reply: at least one, and at most as many as `begin` was told.
+    fn read(&mut self, s: &mut Session, prompts: &[Vec<u32>]) -> Result<(), TrainError>;
+    /// Takes in the last token of each reply, none after `read`; logits after it, [prompts, vocab].
+    fn next(&mut self, s: &mut Session, tokens: &[u32]) -> Result<Vec<f32>, TrainError>;
 }
 
 /// Tells which class a picture is of.

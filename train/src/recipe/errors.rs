@@ -33,13 +33,22 @@ pub enum TrainError {
     #[error("the run's folder {} is gone: it was removed or moved while the run trained, which stops at step {step}", .path.display())]
     Gone { path: PathBuf, step: u64 },
     #[error(
-        "{0} steps in a row had a loss or gradient that is not finite, the last at step {1}: lower train.learning_rate, or look at the data"
+        "{} had a loss or gradient that is not finite, the last at step {last}; the first bad value: {first}; such steps change nothing, so the \
+         weights are those of step {}: lower train.learning_rate, or look at the data", in_a_row(*skipped), last.saturating_sub(*skipped)
     )]
-    NotFinite(u64, u64),
+    NotFinite { skipped: u64, last: u64, first: Bad },
+    #[error("the validation is not finite: {0}; the run is saved and its training goes on with more --steps, but it is no success")]
+    BadValidation(Bad),
     #[error(
-        "needs {needs} of memory (state {state}, activations and workspace {arena}), and {free} are free: {fit}; or lower train.batch (and raise train.accumulate), model.seq or the model's sizes"
+        "weight '{name}' holds {value} after step {step}, and a model whose weights are not finite computes nothing but NaN, so nothing is saved: \
+         go on from the last checkpoint with a lower train.learning_rate"
     )]
-    Memory { needs: String, state: String, arena: String, free: String, fit: String },
+    BadWeight { name: String, value: f64, step: u64 },
+    #[error(
+        "needs {needs} of memory ({parts}), and {} are free: {}",
+        human_bytes(*free), what_fits(passes, settings)
+    )]
+    Memory { needs: String, parts: String, free: u64, passes: Vec<String>, settings: Vec<String> },
     #[error(
         "the run does not fit into a memory budget of {}: the smallest plan takes {}, which is {} more, {settings}. What would help: {help}",
         human_bytes(*budget), human_bytes(*smallest), human_bytes(smallest.saturating_sub(*budget))
@@ -51,4 +60,32 @@ pub enum TrainError {
     OverBudget { needs: String, budget: String, plan: String },
     #[error("{0}")]
     Other(String),
+}
+
+/// A metric that is not finite, and where it was seen first.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bad {
+    pub step: u64,
+    pub name: String,
+    pub value: f64,
+}
+
+impl std::fmt::Display for Bad {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "{} is {} at step {}", self.name, self.value, self.step)
+    }
+}
+
+fn in_a_row(steps: u64) -> String {
+    if steps == 1 { "the last step".into() } else { format!("{steps} steps in a row") }
+}
+
+/// What someone can do whose run has no memory: passes with which it fits, else settings with which it does.
+fn what_fits(passes: &[String], settings: &[String]) -> String {
+    let lower = "lower train.batch (and raise train.accumulate), model.seq or the model's sizes";
+    match (passes, settings) {
+        ([], []) => format!("no pass makes it fit; {lower}"),
+        ([], settings) => format!("no pass makes it fit. What fits: {}", settings.join(", or ")),
+        (passes, _) => format!("it fits with {}; or {lower}", passes.join(", or ")),
+    }
 }

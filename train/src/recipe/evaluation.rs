@@ -30,9 +30,14 @@ impl Extent {
 
     /// `8 of 26 batches`, `all 26 batches`, `8 batches of data without an end`
     pub fn line(&self) -> String {
+        self.line_of("validation")
+    }
+
+    /// The same of another split.
+    pub fn line_of(&self, split: &str) -> String {
         let batches = |n: u64| if n == 1 { "1 batch".to_string() } else { format!("{n} batches") };
         match self.of {
-            Some(all) if self.batches == all => format!("all of the validation split, {}", batches(all)),
+            Some(all) if self.batches == all => format!("all of the {split} split, {}", batches(all)),
             Some(all) => format!("{} of {}", self.batches, batches(all)),
             None => format!("{} of generated data, which has no end", batches(self.batches)),
         }

@@ -3,28 +3,35 @@
 //! | file | is |
 //! |---|---|
 //! | `mod.rs` | the traits `Recipe` and `Task` |
+//! | `begin.rs` | what a run that begins is given beyond its preset: by the model that it fine-tunes, by its epochs |
 //! | `supervised.rs` | the trait `Model`, and the task that trains one |
+//! | `sums.rs` | what a step of several micro-batches adds up |
 //! | `capabilities.rs` | what a trained model can be asked to do: write text, classify pictures, solve puzzles, be exported |
 //! | `session.rs` | programs and the state that they share |
+//! | `phase.rs` | programs that are run one after the other before any weight changes |
 //! | `convert.rs` | states that a checkpoint keeps in another form: f32, bf16, 8 bits |
 //! | `evaluation.rs` | what an evaluation found |
 //! | `metric.rs` | what its numbers mean |
 //! | `errors.rs` | what can go wrong |
 
+mod begin;
 mod capabilities;
 mod convert;
 mod errors;
 mod evaluation;
 mod metric;
+pub mod phase;
 mod session;
+pub mod sums;
 mod supervised;
 
+pub use begin::{Set, Tuning, begin};
 pub use capabilities::{
-    Attempt, Classifier, Classifies, Exporting, Exports, Generator, Parts, Reads, Reference, Solver, Solves, Survey, Surveys, TextModel,
-    Writes,
+    Attempt, Classifier, Classifies, Exporting, Exports, Generator, Parts, Reads, Reference, Replier, Solver, Solves, Survey, Surveys,
+    TextModel, Writes,
 };
 pub use convert::Converted;
-pub use errors::TrainError;
+pub use errors::{Bad, TrainError};
 pub use evaluation::{Counted, Evaluation, Extent, LeftOut};
 pub use metric::{Better, Group, Metric, Of, Unit};
 pub use session::{Pending, Session, Step, is_kept};
@@ -52,6 +59,10 @@ pub trait Recipe: Sync {
     /// The config with the sizes that the data knows (vocabulary, classes), where it leaves them open.
     fn sized(&self, config: &Config) -> Result<Config, TrainError> {
         Ok(config.clone())
+    }
+    /// How the model in `model.base` is fine-tuned where nothing else is said; the config's sizes are known.
+    fn tuning(&self, _config: &Config) -> Result<Option<Tuning>, TrainError> {
+        Ok(None)
     }
     /// Checks the configuration and makes what trains.
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError>;
@@ -94,6 +105,9 @@ pub trait Recipe: Sync {
 
 pub type Computed = BTreeMap<String, Vec<f32>>;
 
+/// The picture of every run that has a loss.
+pub const LOSS_CURVE: &str = "loss.svg";
+
 /// A picture of a run's metrics, in its folder.
 pub struct Picture {
     pub what: &'static str,
@@ -115,6 +129,10 @@ pub trait Task {
     fn again(&self, _program: &str) -> Option<&'static str> {
         None
     }
+    /// For a program that is run again and again before any weight changes: the one that is run first each time.
+    fn follows(&self, _program: &str) -> Option<&'static str> {
+        None
+    }
     /// Told before `graphs` how many bytes may be taken, where that is known: what is kept on the device may depend on it.
     fn settle(&self, _free: Option<u64>) {}
     /// Fills states that are read but not trained, such as a data set that is kept on the device.
@@ -132,6 +150,10 @@ pub trait Task {
     /// Asks for what the last step reports; `Pending::finish` waits for it, and the next step may be started first.
     fn report(&self, s: &Session) -> Result<Pending, TrainError>;
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError>;
+    /// The only program that `evaluate` runs, where it is one: nothing else must then be loaded for it.
+    fn evaluates_with(&self) -> Option<&'static str> {
+        None
+    }
     /// What the numbers that it reports and evaluates mean.
     fn metrics(&self) -> &'static [Metric] {
         &[Metric::LOSS]
@@ -139,6 +161,18 @@ pub trait Task {
     /// How much `evaluate` reads, where that is counted in batches.
     fn extent(&self) -> Result<Option<Extent>, TrainError> {
         Ok(None)
+    }
+    /// Why there is nothing to validate with, where that is so: then nothing is evaluated.
+    fn without_validation(&self) -> Result<Option<String>, TrainError> {
+        Ok(None)
+    }
+    /// Whether its data has a test split, which training never reads.
+    fn has_test(&self) -> bool {
+        false
+    }
+    /// Has `evaluate` read the test split instead of the validation split, before any program is loaded; false where there is none.
+    fn validate_on_test(&mut self) -> bool {
+        false
     }
     /// Has `evaluate` read at most so many batches, or all of them (0), instead of `train.eval_batches`.
     fn limit_evaluation(&mut self, _batches: u64) {}
@@ -173,7 +207,7 @@ pub trait Task {
     /// What is drawn of the run's metrics when it ends.
     fn pictures(&self) -> Vec<Picture> {
         let lines = [("training", "loss"), ("validation", "val_loss")].map(|(label, key)| (label.to_string(), key.to_string()));
-        vec![Picture { what: "loss curve", file: "loss.svg", panels: vec![("loss", lines.into())] }]
+        vec![Picture { what: "loss curve", file: LOSS_CURVE, panels: vec![("loss", lines.into())] }]
     }
     /// Something to look at when training ends.
     fn show(&mut self, _: &mut Session) -> Result<Option<String>, TrainError> {

@@ -2,6 +2,7 @@
 
 use super::TrainError;
 use super::convert::{Converted, Pair};
+use super::phase;
 use crate::checkpoint::Loaded;
 use crate::memory;
 use crate::optim::ema;
@@ -9,6 +10,7 @@ use crate::report::human_bytes;
 use crate::timing::Timeline;
 use engine::cuda::nvtx;
 use engine::ops::adamw8::{Map, absmax_of};
+use engine::ops::nf4::PARTS;
 use engine::profile::Profiler;
 use engine::{Compiled, Data, Device, Graph, Program, Reading, Role, Store, Switches};
 use std::collections::BTreeMap;
@@ -57,6 +59,15 @@ impl Session {
         }
     }
 
+    /// The program of micro-batch `m` of a step: after the first, the one that a pass has made for weights that are the same as before (`Task::again`).
+    pub fn micro(&self, step: u64, m: usize) -> &'static str {
+        let _ = step; // which a planted error alone asks for
+        // In the step in which a warm-up ends, all micro-batches are like the first.
+        let later = engine::mutant!("fp8-weights-of-the-step-before", m > 0, m > 0 || step > 0);
+        let again = later && self.programs.contains_key("again") && !self.programs["micro"].is_warming_up();
+        if again { "again" } else { "micro" }
+    }
+
     pub fn load(&mut self, name: &str, graph: Graph) -> Result<(), TrainError> {
         let compiled = Compiled::new(graph, &self.switches, self.device.target())?;
         // Later programs share state and arena with the first.
@@ -64,6 +75,32 @@ impl Session {
             self.has_room(&compiled)?;
         }
         self.load_compiled(name, compiled)
+    }
+
+    /// Loads the programs of a phase, the first of which is run first (see `phase`). Where the machine has no memory for what that could make once for all,
+    /// nothing is.
+    pub fn load_phase(&mut self, graphs: Vec<(&'static str, Graph)>) -> Result<(), TrainError> {
+        let (switches, target) = (&self.switches, self.device.target());
+        let mut compiled = phase::compile(graphs.clone(), switches, target)?;
+        if compiled.iter().any(|(_, c)| phase::merged(c) > 0)
+            && memory::available(&self.device).is_some_and(|free| self.takes(&compiled) > free)
+        {
+            let why = "a merged copy of the weights does not fit into the memory that is free";
+            crate::warn!("note: adapters are applied to every token: {why}");
+            compiled = phase::apart(graphs, switches, target, why)?;
+        }
+        if self.programs.is_empty() {
+            self.has_room(&compiled[0].1)?;
+        }
+        compiled.into_iter().try_for_each(|(name, c)| self.load_compiled(name, c))
+    }
+
+    /// Bytes that programs need beyond what is there.
+    fn takes(&self, programs: &phase::Programs) -> u64 {
+        let states = programs.iter().flat_map(|(_, c)| c.graph.states()).map(|(s, meta)| (s.name.as_str(), meta.bytes()));
+        let new: BTreeMap<&str, usize> = states.filter(|(name, _)| self.store.get(name).is_none()).collect();
+        let arena = programs.iter().map(|(_, c)| c.memory()).map(|m| m.activations + m.workspace).max().unwrap_or(0);
+        (new.values().sum::<usize>() + arena) as u64
     }
 
     /// Refuses what the machine has no memory for, before any is taken.
@@ -109,7 +146,8 @@ impl Session {
             return Ok(());
         }
         if let Some(timeline) = &mut self.timeline {
-            let twice: u64 = program.receipts.iter().map(|r| r.added_flops).sum();
+            let added: u64 = program.receipts.iter().map(|r| r.added_flops).sum();
+            let twice = engine::mutant!("recomputation-counts-as-work", added, 0);
             timeline.enter(name, program.flops.saturating_sub(twice), &self.device)?;
         }
         let _range = nvtx::range(name);
@@ -202,7 +240,7 @@ impl Session {
             return f(self);
         }
         self.exchange_averages()?;
-        let done = f(self);
+        let done = engine::mutant!("averages-stay-after-a-stop", f(self), Ok(f(self)?));
         self.exchange_averages()?;
         done
     }
@@ -244,7 +282,19 @@ impl Session {
 
     /// Numbers that are trained, or that are loaded and stay as they are.
     pub fn parameters(&self, role: Role) -> usize {
-        self.store.iter().filter(|(_, t)| t.role == role).map(|(_, t)| t.whole().elements()).sum()
+        // A matrix in NF4 has two weights in a byte, and beside them what its blocks are scaled by.
+        let is_nf4 = |matrix: &str| PARTS.iter().all(|part| self.store.get(&format!("{matrix}.{part}")).is_some());
+        let numbers = |name: &str, elements: usize| match name.rsplit_once('.').filter(|(matrix, _)| is_nf4(matrix)) {
+            Some((_, part)) => {
+                if part == PARTS[0] {
+                    2 * elements
+                } else {
+                    0
+                }
+            }
+            None => elements,
+        };
+        self.store.iter().filter(|(_, t)| t.role == role).map(|(name, t)| numbers(name, t.whole().elements())).sum()
     }
 }
 
@@ -259,12 +309,13 @@ pub struct Pending {
     numbers: Reading,
     /// Of another program.
     beside: Option<(&'static [&'static str], Reading)>,
+    is_late: bool,
 }
 
 impl Pending {
     /// `numbers` has a value for each name; the last is how many steps in a row were skipped.
     pub fn new(names: impl IntoIterator<Item = impl Into<String>>, numbers: Reading) -> Pending {
-        Pending { names: names.into_iter().map(Into::into).collect(), numbers, beside: None }
+        Pending { names: names.into_iter().map(Into::into).collect(), numbers, beside: None, is_late: false }
     }
 
     /// And these numbers, which come from elsewhere.
@@ -272,9 +323,14 @@ impl Pending {
         Pending { beside: Some((names, numbers)), ..self }
     }
 
+    /// The same, said to be still on its way: as on a GPU that has not come so far.
+    pub fn late(self) -> Pending {
+        Pending { is_late: true, ..self }
+    }
+
     /// Whether `finish` would not wait.
     pub fn is_there(&self) -> bool {
-        self.numbers.is_there() && self.beside.as_ref().is_none_or(|(_, numbers)| numbers.is_there())
+        !self.is_late && self.numbers.is_there() && self.beside.as_ref().is_none_or(|(_, numbers)| numbers.is_there())
     }
 
     pub fn finish(self) -> Result<Step, TrainError> {

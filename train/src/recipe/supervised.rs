@@ -1,6 +1,6 @@
 //! The task of most recipes: a `Model` whose loss is differentiated, with accumulation, clipping, AdamW and evaluation.
 
-use super::{Evaluation, Extent, Metric, Pending, Session, Task, TrainError};
+use super::{Evaluation, Extent, Metric, Pending, Session, Task, TrainError, sums};
 use crate::config::TrainConfig;
 use crate::data::{Batch, Loader, Source, positions};
 use crate::optim;
@@ -8,7 +8,7 @@ use crate::report::Confusion;
 use engine::ops::concat::concat;
 use engine::philox::rng_feed;
 use engine::ranks::Part;
-use engine::{DType, Data, Graph, Init, Recorder, Var};
+use engine::{DType, Data, Graph, Recorder, Var};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -46,14 +46,39 @@ pub trait Model {
     fn has_places(&self) -> bool {
         false
     }
+    /// The first tokens of a row, which are not learned.
+    fn prompt(&self) -> usize {
+        // As peers/bench.py has it: where rows have places, each is one sequence, and its first quarter a prompt.
+        if self.has_places() { self.seq() / 4 } else { 0 }
+    }
+    /// Feeds of one number, f32 `[1]`, that follow from the step; None in an evaluation.
+    fn scalars(&self, _step: Option<u64>) -> Vec<(&'static str, f32)> {
+        vec![]
+    }
     /// What `seq` counts.
     fn unit(&self) -> &'static str {
         "tok"
     }
     fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError>;
+    /// See `Task::without_validation`.
+    fn without_validation(&self) -> Result<Option<String>, TrainError> {
+        Ok(None)
+    }
+    /// See `Task::has_test`.
+    fn has_test(&self) -> bool {
+        false
+    }
+    /// See `Task::validate_on_test`.
+    fn validate_on_test(&mut self) -> bool {
+        false
+    }
     /// See `Task::makes_own_rows`: whether its sources say how many targets count in an item (`Source::counted`).
     fn makes_own_rows(&self) -> bool {
         false
+    }
+    /// See `Task::paths`.
+    fn paths(&self) -> &'static [(&'static str, &'static str)] {
+        &[("data.path", "data")]
     }
     /// See `Task::epoch`.
     fn epoch(&self) -> Option<u64> {
@@ -134,7 +159,7 @@ impl<M: Model> Supervised<M> {
     }
 
     fn extent_of(&self, validation: &dyn Source) -> Extent {
-        Extent::new(validation.len(), self.config.batch, self.config.eval_batches, validation.is_endless())
+        Extent::new(validation.len(), self.config.evaluation_batch(), self.config.eval_batches, validation.is_endless())
     }
 
     /// One program where a step is one micro-batch; else one that adds up gradients, and one that applies them.
@@ -145,17 +170,9 @@ impl<M: Model> Supervised<M> {
         }
         let r = Recorder::new();
         let losses = self.model.loss(&r, batch);
-        let params = r.params();
         let u = Recorder::new();
-        let zeroed = |name: String, shape: &[usize]| {
-            let state = u.state(&name, shape, DType::F32, Init::Full(0.0));
-            u.update(state, u.zeros(shape));
-            state
-        };
-        let metas: Vec<(String, Vec<usize>)> = params.iter().map(|(n, v)| (n.clone(), v.shape())).collect();
-        let own: Vec<(String, Var)> = metas.iter().map(|(n, s)| (n.clone(), u.param(n, s, Init::Full(0.0)))).collect();
-        let sums: Vec<Var> = metas.iter().map(|(n, s)| zeroed(format!("scratch/grad/{n}"), s)).collect();
-        let losses: Vec<(&'static str, Var)> = losses.iter().map(|(n, _)| (*n, zeroed(format!("scratch/sum/{n}"), &[1]))).collect();
+        let (own, sums) = sums::parameters(&u, &r.params(), self.config.optimizer);
+        let losses: Vec<(&'static str, Var)> = losses.iter().map(|(n, _)| (*n, sums::taken(&u, &format!("sum/{n}"), &[1]))).collect();
         // This program differentiates nothing, so the bf16 pass would have no loss to go by: sums of gradients are f32.
         u.typed(|| self.finish(&u, &own, &sums, &losses));
         vec![("micro", self.micro_graph(|r| self.model.loss(r, batch))), ("update", u.finish())]
@@ -175,12 +192,8 @@ impl<M: Model> Supervised<M> {
         let r = Recorder::new();
         let losses = losses(&r);
         let (params, grads) = differentiated(&r, losses[0].1);
-        let add = |name: String, v: Var| {
-            let state = r.state(&name, &v.shape(), DType::F32, Init::Full(0.0));
-            r.update(state, state + v);
-        };
-        params.iter().zip(&grads).for_each(|((name, _), g)| add(format!("scratch/grad/{name}"), *g));
-        losses.iter().for_each(|(name, v)| add(format!("scratch/sum/{name}"), *v));
+        params.iter().zip(&grads).for_each(|((name, _), g)| sums::add(&r, &format!("grad/{name}"), *g));
+        losses.iter().for_each(|(name, v)| sums::add(&r, &format!("sum/{name}"), *v));
         r.finish()
     }
 
@@ -215,6 +228,8 @@ impl<M: Model> Supervised<M> {
             feeds.extend([("until", Data::I32(&batch.until)), ("position", Data::I32(&position))]);
         }
         feeds.extend(more.iter().map(|(name, bytes)| (*name, Data::U8(bytes))));
+        let scalars = self.model.scalars((program != "eval").then_some(step));
+        feeds.extend(scalars.iter().map(|(name, number)| (*name, Data::F32(std::slice::from_ref(number)))));
         feeds.extend_from_slice(beside);
         s.run(program, &feeds)
     }
@@ -233,10 +248,8 @@ impl<M: Model> Supervised<M> {
             return self.micro(s, program, (step, 0), (batch, weight), rate, feeds);
         }
         for (m, batch) in batches.iter().enumerate() {
-            // In the step in which a warm-up ends, all micro-batches are like the first.
-            let later = engine::mutant!("fp8-weights-of-the-step-before", m > 0, m > 0 || step > 0);
-            let again = later && s.programs.contains_key("again") && !s.programs["micro"].is_warming_up();
-            self.micro(s, if again { "again" } else { "micro" }, (step, m), (batch, weight), rate, &[])?;
+            let program = s.micro(step, m);
+            self.micro(s, program, (step, m), (batch, weight), rate, &[])?;
         }
         if let Some((program, feeds)) = also {
             s.run(program, feeds)?;
@@ -247,9 +260,9 @@ impl<M: Model> Supervised<M> {
     /// `Task::step`, and another program in it.
     pub fn step_with(&mut self, s: &mut Session, step: u64, rate: f64, also: Option<Also>) -> Result<(), TrainError> {
         if let Some((source, first)) = self.source.take() {
-            let order = crate::data::Order { seed: self.seed, len: source.len() };
+            let order = source.order(self.seed);
             let rows = (self.config.batch, self.own_rows(s));
-            self.loader = Some(Loader::of_rows(source, Some(order), rows, first, 2 * self.config.accumulate)?);
+            self.loader = Some(Loader::of_rows(source, order, rows, first, 2 * self.config.accumulate)?);
         }
         let loader = self.loader.as_mut().expect("begin comes first");
         let batches = s.span("data", |_| (0..self.config.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>())?;
@@ -260,9 +273,11 @@ impl<M: Model> Supervised<M> {
     fn own_rows(&self, s: &Session) -> Range<usize> {
         let batch = self.config.batch;
         let mut part: Option<&Part> = None;
+        let scalars = self.model.scalars(None);
         for (name, own) in s.programs.iter().filter(|(name, _)| *name != "eval").flat_map(|(_, p)| &p.feeds) {
             match (name.as_str(), &own[..]) {
                 ("weight" | "rng" | "rate", _) => {}
+                (name, _) if scalars.iter().any(|(scalar, _)| *scalar == name) => {}
                 ("ids" | "targets" | "until" | "position", [own]) if own.axis == Some(0) && part.is_none_or(|p| p == own) => {
                     part = Some(own)
                 }
@@ -286,9 +301,9 @@ impl<M: Model> Supervised<M> {
         if self.bench.is_empty() {
             let draw = |salt: u32, i: usize| engine::philox::philox([i as u32, 0, salt, 0], [1, 2])[0] as usize % self.model.vocab();
             let one = |salt: u32| (0..n).map(|i| draw(salt, i) as i32).collect();
-            // Where rows have places, each is one sequence, and its first quarter a prompt that is not learned, as peers/bench.py has it.
+            // Where rows have places, each is one sequence.
             let until = if self.model.has_places() { vec![seq as i32 - 1; n] } else { vec![] };
-            let prompt = if self.model.has_places() { seq / 4 } else { 0 };
+            let prompt = self.model.prompt();
             let batch = |m: u32| {
                 let mut targets: Vec<i32> = one(2 * m + 1);
                 targets.chunks_mut(seq).for_each(|row| row[..prompt].fill(-1));
@@ -313,7 +328,7 @@ impl<M: Model> Task for Supervised<M> {
     fn graphs(&self) -> Vec<(&'static str, Graph)> {
         let mut all = self.training_graphs();
         let r = Recorder::new();
-        for (name, v) in self.model.evaluate(&r, self.config.batch) {
+        for (name, v) in self.model.evaluate(&r, self.config.evaluation_batch()) {
             r.output(name, v);
         }
         all.push(("eval", r.finish()));
@@ -349,7 +364,7 @@ impl<M: Model> Task for Supervised<M> {
         let items = self.config.batch as u64 * self.config.accumulate as u64;
         let first = engine::mutant!("resume-skips-an-item", done * items, done * items + done.min(1));
         (self.source, self.loader) = (Some((source, first)), None);
-        self.validation = Some(self.model.source(false)?);
+        self.validation = if self.without_validation()?.is_none() { Some(self.model.source(false)?) } else { None };
         let r = Recorder::new();
         self.names = self.model.loss(&r, 1).iter().map(|l| l.0).collect();
         Ok(())
@@ -365,9 +380,9 @@ impl<M: Model> Task for Supervised<M> {
 
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
         let source = self.validation()?;
-        let (items, batch) = (source.len(), self.config.batch as u64);
+        let (items, batch) = (source.len(), self.config.evaluation_batch() as u64);
         let Extent { batches, .. } = self.extent_of(&*source);
-        let mut loader = Loader::new(source, None, self.config.batch, 0, 2)?;
+        let mut loader = Loader::new(source, None, self.config.evaluation_batch(), 0, 2)?;
         let r = Recorder::new();
         let names: Vec<&'static str> = self.model.evaluate(&r, 1).iter().map(|l| l.0).collect();
         let (mut sums, mut total) = (vec![0.0; names.len()], 0.0);
@@ -402,12 +417,31 @@ impl<M: Model> Task for Supervised<M> {
         Ok(Evaluation { values, confusion, counted: None })
     }
 
+    fn evaluates_with(&self) -> Option<&'static str> {
+        Some("eval")
+    }
+
     fn metrics(&self) -> &'static [Metric] {
         self.model.metrics()
     }
 
     fn extent(&self) -> Result<Option<Extent>, TrainError> {
-        Ok(Some(self.extent_of(&*self.validation()?)))
+        match self.without_validation()? {
+            Some(_) => Ok(None),
+            None => Ok(Some(self.extent_of(&*self.validation()?))),
+        }
+    }
+
+    fn without_validation(&self) -> Result<Option<String>, TrainError> {
+        self.model.without_validation()
+    }
+
+    fn has_test(&self) -> bool {
+        self.model.has_test()
+    }
+
+    fn validate_on_test(&mut self) -> bool {
+        self.model.validate_on_test()
     }
 
     fn limit_evaluation(&mut self, batches: u64) {
@@ -423,7 +457,8 @@ impl<M: Model> Task for Supervised<M> {
     }
 
     fn work(&self) -> (&'static str, f64) {
-        (self.model.unit(), (self.config.batch * self.config.accumulate * self.model.seq()) as f64)
+        let examples = self.config.batch * engine::mutant!("work-of-one-micro-batch", self.config.accumulate, 1);
+        (self.model.unit(), (examples * self.model.seq()) as f64)
     }
 
     fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError> {
@@ -440,6 +475,10 @@ impl<M: Model> Task for Supervised<M> {
 
     fn identity(&self) -> Result<serde_json::Value, TrainError> {
         self.model.identity()
+    }
+
+    fn paths(&self) -> &'static [(&'static str, &'static str)] {
+        self.model.paths()
     }
 
     fn kept(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {

@@ -2,6 +2,7 @@
 
 pub mod decoder;
 pub mod hrm;
+pub mod hrm_lm;
 pub mod hydra;
 pub mod lior;
 pub mod polychromic;
@@ -16,6 +17,7 @@ pub const RECIPES: &[&dyn Recipe] = &[
     &vision_bdh::VisionRecipe,
     &lior::LiorRecipe,
     &hrm::HrmRecipe,
+    &hrm_lm::HrmLmRecipe,
     &polychromic::PolychromicRecipe,
 ];
 

@@ -24,15 +24,24 @@ impl Best {
     /// As a checkpoint notes it. What cannot be compared with what follows is forgotten, with a word.
     pub fn of_checkpoint(found: &Checkpoint, c: &TrainConfig) -> Best {
         let note = &found.meta["best"];
+        let since = engine::mutant!("waiting-begins-anew", note["since"].as_u64(), None).unwrap_or(0);
         let (Some(step), Some(metric), Some(value)) = (note["step"].as_u64(), note["metric"].as_str(), note["value"].as_f64()) else {
-            return Best::default();
+            // So far nothing that was found was a number.
+            return Best { at: None, since };
         };
+        // Earlier versions evaluated with the batch that they trained with.
+        let batch = note["eval_batch"].as_u64().unwrap_or(c.batch as u64);
         let there = found.path.with_file_name(format!("step-{step:08}")).exists();
         let why = match () {
-            _ if !c.best_metric.is_empty() && c.best_metric != metric => format!("train.best_metric was {metric}"),
+            _ if !c.best_metric.is_empty() && engine::mutant!("best-of-another-metric", c.best_metric != metric, false) => {
+                format!("train.best_metric was {metric}")
+            }
             _ if note["eval_batches"] != json!(c.eval_batches) => format!("train.eval_batches was {}", note["eval_batches"]),
+            _ if batch != c.evaluation_batch() as u64 && c.eval_batches > 0 => format!("an evaluation's batch was {batch}"),
             _ if c.keep_best && !there => "its checkpoint is not there any more".into(),
-            _ => return Best { at: Some((step, metric.into(), value)), since: note["since"].as_u64().unwrap_or(0) },
+            _ => {
+                return Best { at: Some((step, metric.into(), value)), since };
+            }
         };
         say!("the best evaluation so far, of step {step}, does not count any more: {why}");
         Best::default()
@@ -42,21 +51,18 @@ impl Best {
     pub fn note(&self, c: &TrainConfig) -> Value {
         match &self.at {
             Some((step, metric, value)) => {
-                json!({ "step": step, "metric": metric, "value": value, "since": self.since, "eval_batches": c.eval_batches })
+                let (batches, batch) = (c.eval_batches, c.evaluation_batch());
+                json!({ "step": step, "metric": metric, "value": value, "since": self.since, "eval_batches": batches, "eval_batch": batch })
             }
+            None if engine::mutant!("waiting-for-a-first-number-is-not-noted", self.since > 0, false) => json!({ "since": self.since }),
             None => Value::Null,
         }
     }
 
     /// Takes in an evaluation; whether it is better than all before it.
     pub fn judge(&mut self, step: u64, e: &Evaluation, metrics: &[Metric], wanted: &str) -> Result<bool, TrainError> {
-        let directed = |name: &str| Metric::find(metrics, name).map(|m| m.better).filter(|b| *b != Better::Neither);
-        let chosen = e.values.iter().find_map(|(name, value)| match wanted.is_empty() || wanted == *name {
-            true => Some((*name, *value, directed(name)?)),
-            false => None,
-        });
-        let Some((name, value, better)) = chosen else {
-            let found: Vec<&str> = e.values.iter().map(|v| v.0).filter(|n| directed(n).is_some()).collect();
+        let Some((name, value, better)) = Best::by(e, metrics, wanted) else {
+            let found: Vec<&str> = e.values.iter().map(|v| v.0).filter(|n| directed(metrics, n).is_some()).collect();
             return match wanted {
                 "" => Ok(false),
                 _ => {
@@ -65,16 +71,25 @@ impl Best {
                 }
             };
         };
+        // What is not finite cannot be noted in a checkpoint either.
+        let counts = engine::mutant!("nan-is-the-best", engine::mutant!("infinity-is-the-best", value.is_finite(), !value.is_nan()), true);
         let improved = match (&self.at, better) {
-            (None, _) => !value.is_nan(),
-            (Some((.., best)), Better::Higher) => value > *best,
-            (Some((.., best)), _) => value < *best,
+            _ if !counts => false,
+            (None, _) => true,
+            (Some((.., best)), Better::Higher) => engine::mutant!("a-tie-of-shares-is-better", value > *best, value >= *best),
+            (Some((.., best)), _) => engine::mutant!("a-tie-is-better", value < *best, value <= *best),
         };
         match improved {
             true => *self = Best { at: Some((step, name.into(), value)), since: 0 },
             false => self.since += 1,
         }
         Ok(improved)
+    }
+
+    /// What of an evaluation decides: its name, its value and which way is better.
+    pub fn by(e: &Evaluation, metrics: &[Metric], wanted: &str) -> Option<(&'static str, f64, Better)> {
+        let candidates = e.values.iter().filter(|(name, _)| wanted.is_empty() || wanted == *name);
+        candidates.into_iter().find_map(|(name, value)| Some((*name, *value, directed(metrics, name)?)))
     }
 
     /// Whether the run has waited long enough for something better.
@@ -89,6 +104,11 @@ impl Best {
             None => "none".into(),
         }
     }
+}
+
+/// Which way a metric is to go, if it has a direction.
+fn directed(metrics: &[Metric], name: &str) -> Option<Better> {
+    Metric::find(metrics, name).map(|m| m.better).filter(|b| *b != Better::Neither)
 }
 
 /// A metric that is named must be one that has a direction.
@@ -144,4 +164,55 @@ pub fn find(run: &Path) -> Result<Checkpoint, TrainError> {
 /// The run of a path `run/best`.
 pub fn run_of(path: &Path) -> Option<&Path> {
     path.parent().filter(|run| path.file_name().is_some_and(|n| n == LINK) && run.join("checkpoints").is_dir())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::Unit;
+
+    const METRICS: &[Metric] = &[
+        Metric::new("seen", Unit::None, Better::Neither, "has no direction"),
+        Metric::LOSS,
+        Metric::new("right", Unit::Share, Better::Higher, "share"),
+    ];
+
+    /// Whether each of these values, one after the other, is better than all before it; and which step is the best at the end.
+    fn judged(wanted: &str, values: &[f64]) -> (Vec<bool>, Best) {
+        let mut best = Best::default();
+        let found = |&value: &f64| vec![("seen", 0.0), ("loss", value), ("right", value)];
+        let each = values.iter().enumerate().map(|(i, value)| {
+            let e = Evaluation { values: found(value), confusion: None, counted: None };
+            best.judge(i as u64 + 1, &e, METRICS, wanted).unwrap()
+        });
+        (each.collect(), best)
+    }
+
+    #[test]
+    fn nan_is_never_the_best() {
+        for wanted in ["", "loss", "right"] {
+            let (improved, best) = judged(wanted, &[f64::NAN, 0.5, f64::NAN]);
+            assert_eq!(improved, [false, true, false], "{wanted}");
+            assert_eq!((best.at.map(|at| (at.0, at.2)), best.since), (Some((2, 0.5)), 1), "{wanted}");
+            for infinity in [f64::INFINITY, f64::NEG_INFINITY] {
+                let (improved, best) = judged(wanted, &[infinity, 0.5, infinity]);
+                assert_eq!((improved, best.since), (vec![false, true, false], 1), "{wanted} {infinity}: nothing would ever beat it");
+            }
+        }
+        let (improved, best) = judged("", &[f64::NAN, f64::NAN]);
+        assert_eq!((improved, best.at, best.since), (vec![false, false], None, 2), "it is waited for something better all the same");
+    }
+
+    #[test]
+    fn what_is_as_good_as_the_best_is_no_better() {
+        for (wanted, values, steps) in [
+            ("loss", [2.0, 2.0, 1.0, 1.0, 1.5], [true, false, true, false, false]),
+            ("right", [0.1, 0.1, 0.2, 0.2, 0.1], [true, false, true, false, false]),
+        ] {
+            let (improved, best) = judged(wanted, &values);
+            assert_eq!(improved, steps, "{wanted}");
+            assert_eq!((best.at.unwrap().0, best.since), (3, 2), "{wanted}");
+            assert!(Best { at: None, since: 2 }.is_over(&TrainConfig { patience: 2, ..TrainConfig::default() }));
+        }
+    }
 }

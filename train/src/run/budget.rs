@@ -1,9 +1,11 @@
-//! `--memory-budget`: settings with which the plan of a run fits, at the least added time. Every candidate is compiled and planned as it would run, so
-//! what is chosen fits by its plan; which of those that fit is fastest is an estimate.
+//! Settings with which the plan of a run fits into memory, at the least added time: into `--memory-budget`, by all that saves memory; into what the device
+//! has free, by recomputation alone. Every candidate is compiled and planned as it would run, so what is chosen fits by its plan; which of those that fit
+//! is fastest is an estimate.
 
 use super::load::{Programs, compile_for, planned, runs};
 use super::within;
 use crate::config::{Config, TrainConfig};
+use crate::recipe::phase::MERGES;
 use crate::recipe::{Recipe, Task, TrainError};
 use crate::report::human_bytes;
 use crate::warn;
@@ -32,6 +34,8 @@ pub struct Fitted {
     /// What was changed, as arguments of the command line.
     pub changes: Vec<String>,
     pub budget: u64,
+    /// Whether someone asked for this budget; otherwise it is the device's memory.
+    pub asked: bool,
     /// The planned peak and what CUDA takes beside the plan, without the changes and with them.
     pub peaks: [u64; 2],
     /// The estimated time of a step, without the changes and with them.
@@ -41,28 +45,62 @@ pub struct Fitted {
 impl Fitted {
     pub fn line(&self) -> String {
         let ([before, after], budget) = (self.peaks.map(human_bytes), human_bytes(self.budget));
+        let what = if self.asked { "memory budget" } else { "memory that may be taken:" };
         if self.changes.is_empty() {
-            return format!("memory budget {budget}: it fits as it is ({after})");
+            return format!("{what} {budget}: it fits as it is ({after})");
         }
         let more = 100.0 * (self.seconds[1] / self.seconds[0] - 1.0);
         let time = if more < 0.0 { "less" } else { "more" };
         format!(
-            "memory budget {budget}: {} ({after} instead of {before}, about {:.0}% {time} time, estimated)",
+            "{what} {budget}: {} ({after} instead of {before}, about {:.0}% {time} time, estimated)",
             self.changes.join(" "),
             more.abs()
         )
     }
 }
 
+const RECOMPUTE: &str = "recompute";
 /// Levels of `recompute what=memory-bound` between keeping everything that it would recompute and nothing.
 const LEVELS: u64 = 16;
 /// A search that takes longer than this says so.
 const PATIENCE: Duration = Duration::from_secs(2);
 
+/// Of free memory, what a plan may take: the allocator's gaps and other processes need some, too.
+const SHARE: f64 = 0.95;
+
+/// The least recomputation with which a task fits into what the device has free, unless somebody, a preset or a memory budget has said what is recomputed.
+/// None where it is not to be chosen, or where it is not enough. A run that goes on keeps what was chosen for it as long as that fits, to compute the same bits.
+pub fn fit_device(task: &dyn Task, config: &Config, limits: &Limits) -> Result<Option<Fitted>, TrainError> {
+    let Some(free) = limits.free.filter(|_| config.text("memory_budget").is_empty()) else { return Ok(None) };
+    let budget = (SHARE * free as f64) as u64;
+    let mut base = config.clone();
+    base.undo_budget(true);
+    if base.pass(RECOMPUTE).is_some() || is_off(&config.switches()?, RECOMPUTE, limits.target) {
+        return Ok(None);
+    }
+    let whole = |config: &Config| Split { parts: 1, config: config.clone(), sets: vec![], task: Held::Lent(task) };
+    let mut search = Search::new(None, config, limits, budget);
+    let mut now = search.trial(&whole(config), &[])?;
+    if search.fits(&now) {
+        let chosen = config.pass(RECOMPUTE).map_or("no more, because it fits", |_| "chosen when the run began, and fits");
+        now.config.explain(RECOMPUTE, format!("{chosen} ({} planned)", human_bytes(now.peak)));
+        let (peaks, seconds) = ([now.peak; 2], [now.seconds; 2]);
+        return Ok(Some(Fitted { config: now.config, changes: vec![], budget, asked: false, peaks, seconds }));
+    }
+    let whole = whole(&base);
+    let plain = search.trial(&whole, &[])?;
+    let Some(mut found) = search.recomputed(&whole, &plain)? else { return Ok(None) };
+    found.config.note_budget(&base);
+    let [with, without, all] = [found.peak, plain.peak, budget].map(human_bytes);
+    found.config.explain(RECOMPUTE, format!("as little as fits into {all}: {with} planned instead of {without}"));
+    let (peaks, seconds) = ([plain.peak, found.peak], [plain.seconds, found.seconds]);
+    Ok(Some(Fitted { config: found.config, changes: found.changes, budget, asked: false, peaks, seconds }))
+}
+
 /// Settings with which the run's plan is within its memory budget. None where no budget was asked for: a run that goes on has its settings already.
 pub fn fit(recipe: &dyn Recipe, config: &Config, limits: &Limits) -> Result<Option<Fitted>, TrainError> {
     let Some(budget) = config.memory_budget()?.filter(|_| config.is_given("memory_budget")) else { return Ok(None) };
-    let mut search = Search { recipe, base: config, limits, budget, passes: vec![], began: Instant::now(), told: false, smallest: None };
+    let mut search = Search::new(Some(recipe), config, limits, budget);
     let whole = search.split(1)?;
     let plain = search.trial(&whole, &[])?;
     let before = (plain.peak, plain.seconds);
@@ -82,9 +120,10 @@ pub fn fit(recipe: &dyn Recipe, config: &Config, limits: &Limits) -> Result<Opti
             }
         }
     }
-    let Some(found) = found else { return Err(search.refusal()?) };
+    let Some(mut found) = found else { return Err(search.refusal()?) };
+    found.config.note_budget(config);
     let (peaks, seconds) = ([before.0, found.peak], [before.1, found.seconds]);
-    Ok(Some(Fitted { config: found.config, changes: found.changes, budget, peaks, seconds }))
+    Ok(Some(Fitted { config: found.config, changes: found.changes, budget, asked: true, peaks, seconds }))
 }
 
 /// Settings, and what a run would take with them.
@@ -101,16 +140,32 @@ struct Trial {
 }
 
 /// The run with its batch in so many parts.
-struct Split {
+struct Split<'a> {
     parts: usize,
     config: Config,
     /// Keys that this sets.
     sets: Vec<String>,
-    task: Box<dyn Task>,
+    task: Held<'a>,
+}
+
+/// A task of one's own, or of whoever asks: making one may mean to read all of its data.
+enum Held<'a> {
+    Own(Box<dyn Task>),
+    Lent(&'a dyn Task),
+}
+
+impl Split<'_> {
+    fn task(&self) -> &dyn Task {
+        match &self.task {
+            Held::Own(task) => &**task,
+            Held::Lent(task) => *task,
+        }
+    }
 }
 
 struct Search<'a> {
-    recipe: &'a dyn Recipe,
+    /// None where nothing but passes is changed.
+    recipe: Option<&'a dyn Recipe>,
     base: &'a Config,
     limits: &'a Limits<'a>,
     budget: u64,
@@ -122,7 +177,11 @@ struct Search<'a> {
     smallest: Option<Trial>,
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
+    fn new(recipe: Option<&'a dyn Recipe>, base: &'a Config, limits: &'a Limits<'a>, budget: u64) -> Search<'a> {
+        Search { recipe, base, limits, budget, passes: vec![], began: Instant::now(), told: false, smallest: None }
+    }
+
     /// Plans with these passes, `recompute=auto,what=blocks`, beside those that are allowed.
     fn trial(&mut self, split: &Split, passes: &[String]) -> Result<Trial, TrainError> {
         if !self.told && self.began.elapsed() > PATIENCE {
@@ -132,12 +191,12 @@ impl Search<'_> {
         let (mut config, passes) = (split.config.clone(), [&self.passes[..], passes].concat());
         passes.iter().try_for_each(|pass| config.set_pass_argument(pass))?;
         let target = self.limits.target;
-        let programs = compile_for(&*split.task, &config.switches()?, target, within(self.limits.free, Some(self.budget)))?;
+        let programs = compile_for(split.task(), &config.switches()?, target, within(self.limits.free, Some(self.budget)))?;
         engine::passes::all_applied(programs.iter().map(|(_, c)| &c.receipts[..]))?;
         let sets = split.sets.iter().map(|set| format!("--set {set}"));
         let changes = sets.chain(passes.iter().map(|pass| format!("--pass {pass}"))).collect();
         let beside = if target == Target::Cpu { 0 } else { BESIDE };
-        let (peak, seconds) = (planned(&programs, target).total() as u64 + beside, seconds(&*split.task, &programs, target));
+        let (peak, seconds) = (planned(&programs, target).total() as u64 + beside, seconds(split.task(), &programs, target));
         let trial = Trial { config, changes, parts: split.parts, passes, peak, seconds };
         if self.smallest.as_ref().is_none_or(|s| trial.peak < s.peak) {
             self.smallest = Some(trial.clone());
@@ -154,6 +213,14 @@ impl Search<'_> {
     fn sets(&mut self, whole: &Split, peak: u64) -> Result<Vec<Vec<String>>, TrainError> {
         let switches = self.base.switches()?;
         let mut sets = vec![vec![]];
+        // A merged copy of the weights is made for speed alone.
+        let merges = format!("{MERGES}=off");
+        let task = whole.task();
+        let has_phases =
+            task.graphs().iter().any(|(name, _)| task.follows(name).is_some()) && !self.base.is_given(&format!("passes.{MERGES}"));
+        if has_phases && self.trial(whole, std::slice::from_ref(&merges))?.peak < peak {
+            sets.push(vec![merges]);
+        }
         for pass in SAVING.iter().filter(|pass| self.limits.allowed.iter().any(|a| a == *pass)) {
             let value = format!("{pass}=auto");
             if self.is_open(&switches, pass) && self.trial(whole, std::slice::from_ref(&value))?.peak < peak {
@@ -223,16 +290,20 @@ impl Search<'_> {
         Ok((1..=batch).filter(|parts| batch.is_multiple_of(*parts)).collect())
     }
 
-    fn split(&self, parts: usize) -> Result<Split, TrainError> {
+    fn split(&self, parts: usize) -> Result<Split<'a>, TrainError> {
         let (mut config, mut sets) = (self.base.clone(), vec![]);
         if parts > 1 {
             let c: TrainConfig = config.section("train")?;
             sets = vec![format!("train.batch={}", c.batch / parts), format!("train.accumulate={}", c.accumulate * parts)];
             // An evaluation reads as many examples as before.
-            sets.extend((c.eval_batches > 0).then(|| format!("train.eval_batches={}", c.eval_batches.saturating_mul(parts as u64))));
+            sets.extend(
+                (c.eval_batches > 0 && c.eval_batch == 0)
+                    .then(|| format!("train.eval_batches={}", c.eval_batches.saturating_mul(parts as u64))),
+            );
         }
         sets.iter().try_for_each(|set| config.set(set))?;
-        let task = self.recipe.task(&config)?;
+        let Some(recipe) = self.recipe else { return Err(TrainError::Other("the batch is not to be split".into())) };
+        let task = Held::Own(recipe.task(&config)?);
         Ok(Split { parts, config, sets, task })
     }
 
@@ -254,7 +325,7 @@ impl Search<'_> {
         }
         let first = |n: usize| if n == 1 { "0".to_string() } else { format!("0-{}", n - 1) };
         let with = |n: usize| recompute(format!("blocks,layers={},rest=memory-bound", first(n)));
-        self.last_that_fits(split, all, (1..blocks(&*split.task)).rev().map(with).collect()).map(Some)
+        self.last_that_fits(split, all, (1..blocks(split.task())).rev().map(with).collect()).map(Some)
     }
 
     /// Of these passes, which need more memory from one to the next, the last that fit; `found` is what fits before them.
@@ -284,7 +355,7 @@ impl Search<'_> {
             let fits = if needs <= self.budget { ", which fits" } else { "" };
             help.extend((needs < smallest.peak).then(|| format!("--allow {pass} (rounds more; {}{fits})", human_bytes(needs))));
         }
-        let economies = self.recipe.economies(&smallest.config);
+        let economies = self.recipe.map_or(vec![], |r| r.economies(&smallest.config));
         help.extend(economies.iter().map(|sets| sets.iter().map(|set| format!("--set {set}")).collect::<Vec<_>>().join(" ")));
         // A batch of one cannot be smaller, and not every model has sequences.
         let batch = smallest.config.section::<TrainConfig>("train")?.batch;

@@ -2,7 +2,8 @@
 
 use crate::config::{Config, TrainConfig};
 use crate::memory;
-use crate::recipe::{Recipe, Session, Task, TrainError};
+pub use crate::recipe::phase::Programs;
+use crate::recipe::{Recipe, Session, Task, TrainError, phase};
 use crate::report::human_bytes;
 use engine::passes::{Target, keeps_weights, repeated};
 use engine::plan::Memory;
@@ -26,6 +27,16 @@ pub fn load_within_budget(task: &dyn Task, config: &Config, device: &Device) -> 
             budget: config.text("memory_budget").into(),
             plan: planned.line(),
         });
+    }
+    load_compiled(task, compiled, &switches, config.seed(), device)
+}
+
+/// A task that is evaluated and not trained: without the programs of training, where it says which one it evaluates with.
+pub fn load_to_evaluate(task: &dyn Task, config: &Config, device: &Device) -> Result<Session, TrainError> {
+    let switches = config.switches()?;
+    let mut compiled = compile(task, &switches, device)?;
+    if let Some(program) = task.evaluates_with() {
+        compiled.retain(|(name, _)| *name == program);
     }
     load_compiled(task, compiled, &switches, config.seed(), device)
 }
@@ -66,8 +77,6 @@ fn as_first(ranks: &Ranks, device: &Device, load: impl FnOnce() -> Result<(), Tr
     Ok(())
 }
 
-pub type Programs = Vec<(&'static str, Compiled)>;
-
 fn compile(task: &dyn Task, switches: &Switches, device: &Device) -> Result<Programs, TrainError> {
     compile_for(task, switches, device.target(), memory::available(device))
 }
@@ -76,7 +85,13 @@ fn compile(task: &dyn Task, switches: &Switches, device: &Device) -> Result<Prog
 pub fn compile_for(task: &dyn Task, switches: &Switches, target: Target, free: Option<u64>) -> Result<Programs, TrainError> {
     task.settle(free);
     let mut all = vec![];
-    for (name, graph) in task.graphs() {
+    let (later, others): (Vec<_>, Vec<_>) = task.graphs().into_iter().partition(|(name, _)| task.follows(name).is_some());
+    for (name, graph) in others {
+        let behind: Vec<_> = later.iter().filter(|(l, _)| task.follows(l) == Some(name)).cloned().collect();
+        if !behind.is_empty() {
+            all.extend(phase::compile([vec![(name, graph)], behind].concat(), switches, target)?);
+            continue;
+        }
         let (Some(again), Some([first, others])) = (task.again(name), repeated(switches, target)) else {
             all.push((name, Compiled::new(graph, switches, target)?));
             continue;
@@ -102,10 +117,13 @@ pub fn runs(task: &dyn Task, programs: &[(&str, Compiled)]) -> Vec<f64> {
     programs.iter().map(|p| of(p.0)).collect()
 }
 
-/// Bytes of state, and of everything else.
-fn needs(programs: &Programs, device: &Device) -> (u64, u64) {
-    let most = |f: fn(&engine::plan::Memory) -> usize| programs.iter().map(|(_, c)| f(&c.plan.memory)).max().unwrap_or(0) as u64;
-    (most(|m| m.state), most(|m| m.activations + m.workspace) + device.own_memory() as u64)
+/// Bytes of state, and of everything else; on the CPU also of the batches that wait to be fed.
+fn needs(task: &dyn Task, programs: &Programs, device: &Device) -> (u64, u64) {
+    let peak = planned(programs, device.target());
+    let feeds = programs.iter().map(|(_, c)| c.memory().feeds).max().unwrap_or(0);
+    let waiting =
+        if is_gpu(device) { 0 } else { 2 * engine::mutant!("memory-without-micro-batches", task.train_config().accumulate, 1) * feeds };
+    (peak.state as u64, (peak.activations + peak.workspace + peak.tables + waiting) as u64)
 }
 
 type Passes = &'static [(&'static str, &'static str)];
@@ -116,7 +134,8 @@ fn is_gpu(device: &Device) -> bool {
 
 /// Passes that take memory away, the least change first.
 fn lighter(device: &Device) -> impl Iterator<Item = Passes> {
-    let sets: [Passes; 5] = [
+    let sets: [Passes; 6] = [
+        &[(phase::MERGES, "off")],
         &[("bf16", "auto")],
         &[("recompute", "auto,what=memory-bound")],
         &[("recompute", "auto,what=blocks")],
@@ -135,36 +154,31 @@ fn switched(switches: &Switches, passes: Passes) -> Result<Switches, TrainError>
 
 /// Refuses what the machine has no memory for, before taking any; and names switches with which it would fit.
 fn fits(task: &dyn Task, programs: &Programs, switches: &Switches, device: &Device) -> Result<(), TrainError> {
-    let (state, arena) = needs(programs, device);
+    let (state, arena) = needs(task, programs, device);
     let Some(free) = memory::available(device) else { return Ok(()) };
     if state.saturating_add(arena) <= free {
         return Ok(());
     }
     let mut ways = vec![];
     for set in lighter(device) {
-        let (state, arena) = needs(&compile(task, &switched(switches, set)?, device)?, device);
+        let (state, arena) = needs(task, &compile(task, &switched(switches, set)?, device)?, device);
         if state.saturating_add(arena) <= free {
             let flags: Vec<String> = set.iter().map(|(pass, value)| format!("--pass {pass}={value}")).collect();
             ways.push(format!("{} (needs {})", flags.join(" "), human_bytes(state + arena)));
         }
     }
-    let fit = match ways.is_empty() {
-        true => "no switch makes it fit".to_string(),
-        false => format!("it fits with {}", ways.join(", or ")),
-    };
     Err(TrainError::Memory {
         needs: human_bytes(state.saturating_add(arena)),
-        state: human_bytes(state),
-        arena: human_bytes(arena),
-        free: human_bytes(free),
-        fit,
+        parts: format!("state {}, activations, workspace and feeds {}", human_bytes(state), human_bytes(arena)),
+        free,
+        passes: ways,
+        settings: vec![],
     })
 }
 
 /// Settings with which a run that has no memory would fit, the least change first: for the config as it is, and for each of the recipe's economies, the
-/// largest batch, with as many micro-batches as make up for it, and the passes that it needs.
-pub fn settings_that_fit(recipe: &dyn Recipe, config: &Config, device: &Device) -> Result<Vec<String>, TrainError> {
-    let Some(free) = memory::available(device) else { return Ok(vec![]) };
+/// largest batch, with as many micro-batches as make up for it, and the passes that it needs. `free` is what the refusal said: measured again, it may be more.
+pub fn settings_that_fit(recipe: &dyn Recipe, config: &Config, device: &Device, free: u64) -> Result<Vec<String>, TrainError> {
     let c: TrainConfig = config.section("train")?;
     let economies = std::iter::once(vec![]).chain(recipe.economies(config));
     let found = economies.map(|economy| {
@@ -180,7 +194,7 @@ pub fn settings_that_fit(recipe: &dyn Recipe, config: &Config, device: &Device) 
             let Ok(task) = recipe.task(&with) else { continue };
             for passes in std::iter::once(&[][..]).chain(lighter(device)) {
                 let switches = switched(&with.switches()?, passes)?;
-                let (state, arena) = needs(&compile(&*task, &switches, device)?, device);
+                let (state, arena) = needs(&*task, &compile(&*task, &switches, device)?, device);
                 if state.saturating_add(arena) <= free {
                     let sets = sets.iter().map(|set| format!("--set {set}")).chain(passes.iter().map(|(p, v)| format!("--pass {p}={v}")));
                     return Ok(Some(format!("{} (needs {})", sets.collect::<Vec<_>>().join(" "), human_bytes(state + arena))));
@@ -210,6 +224,7 @@ pub fn planned(programs: &Programs, target: Target) -> Peak {
     Peak::new(states.values().sum(), &memory, own_memory(target))
 }
 
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Peak {
     pub state: usize,
     pub activations: usize,
@@ -223,8 +238,10 @@ impl Peak {
     /// `own`: what the device needs for itself.
     fn new(state: usize, programs: &[Memory], own: usize) -> Peak {
         let largest = programs.iter().max_by_key(|m| m.activations + m.workspace).copied().unwrap_or_default();
-        let constants: usize = programs.iter().map(|m| m.constants).sum();
-        let feeds = programs.iter().map(|m| m.feeds).max().unwrap_or(0);
+        let constants = programs.iter().map(|m| m.constants);
+        let constants: usize = engine::mutant!("tables-of-one-program-alone", constants.sum(), constants.max().unwrap_or(0));
+        let feeds = programs.iter().map(|m| m.feeds);
+        let feeds: usize = engine::mutant!("feeds-of-all-programs", feeds.max().unwrap_or(0), feeds.sum());
         let host = programs.iter().map(|m| m.host).max().unwrap_or(0);
         let state = state.saturating_sub(host);
         Peak { state, activations: largest.activations, workspace: largest.workspace + own, tables: constants + feeds, host }
@@ -242,5 +259,42 @@ impl Peak {
             h(self.tables),
             if self.host > 0 { format!("; {} of states in host memory", h(self.host)) } else { String::new() }
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::Cpu;
+
+    #[test]
+    fn programs_take_turns_with_everything_but_constants() {
+        let one = Memory { constants: 1, feeds: 30, activations: 100, workspace: 7, ..Memory::default() };
+        let two = Memory { constants: 2, feeds: 40, activations: 80, workspace: 50, ..Memory::default() };
+        let peak = Peak::new(1000, &[one, two], 5);
+        assert_eq!(peak, Peak { state: 1000, activations: 80, workspace: 55, tables: 3 + 40, host: 0 });
+        assert_eq!(peak.total(), 1000 + 80 + 55 + 43);
+        // What lies in host memory is not on the device.
+        let peak = Peak::new(1000, &[Memory { host: 300, ..one }, two], 0);
+        assert_eq!((peak.state, peak.host), (700, 300));
+    }
+
+    #[test]
+    fn on_the_cpu_two_batches_wait_for_each_micro_batch() {
+        let device = Device::cpu(Cpu::new(1));
+        let needs_of = |accumulate: u64| {
+            let recipe = crate::recipe::find("hydra").unwrap();
+            let mut c = crate::recipe::preset(recipe, None).unwrap();
+            let own = format!("accumulate={accumulate}");
+            ["dim=32", "blocks=2", "hidden=32", "seq=32", "batch=2", "heads=2", "kv_heads=1", &own].iter().for_each(|s| c.set(s).unwrap());
+            let task = recipe.task(&c).unwrap();
+            let programs = compile_for(&*task, &c.switches().unwrap(), device.target(), None).unwrap();
+            (needs(&*task, &programs, &device).1 as usize, planned(&programs, device.target()))
+        };
+        let (all, peak) = needs_of(3);
+        let waiting = all - (peak.activations + peak.workspace + peak.tables);
+        // Of two rows of 32: ids and targets in four bytes each, and what a micro-batch is told beside them.
+        let rows = 2 * 32 * 8;
+        assert!((6 * rows..=6 * rows + 6 * 64).contains(&waiting), "{waiting}, of {rows} a micro-batch");
     }
 }

@@ -4,10 +4,11 @@
 //! |---|---|
 //! | `mod.rs` | what a run is told, and how it ended |
 //! | `start.rs` | everything before the first step: programs, checkpoint, what is said of them |
-//! | `steps.rs` | `Run`: steps, logs, evaluates, saves |
+//! | `steps.rs` | `Run`: steps, logs, evaluates, saves; `steps/finish.rs`: how it ends |
 //! | `load.rs` | a task's programs, and whether they fit in memory |
-//! | `budget.rs` | settings with which a run fits into a memory budget |
+//! | `budget.rs` | settings with which a run fits into a memory budget, or into the device's memory |
 //! | `resume.rs` | checkpoints and weights to go on from |
+//! | `skips.rs` | steps whose loss or gradient is not finite |
 //! | `folder.rs` | the run's folder |
 //! | `best.rs` | the best checkpoint so far, and how long ago it was |
 //! | `receipts.rs` | what the passes did |
@@ -22,14 +23,18 @@ mod note;
 mod receipts;
 mod resume;
 mod show;
+mod skips;
 mod start;
 mod steps;
+#[cfg(test)]
+mod tests;
 
 pub use best::find as find_best;
-pub use budget::{Fitted, Limits, SAVING, fit, node_seconds};
-pub use folder::{END, is_running, write_bytes, write_whole};
+pub use budget::{Fitted, Limits, SAVING, fit, fit_device, node_seconds};
+pub use folder::{END, is_held, stays, write_bytes, write_own, write_whole};
 pub use load::{
-    Peak, Programs, compile_for, load, load_compiled, load_with, load_within_budget, peak, planned, runs, settings_that_fit, within,
+    Peak, Programs, compile_for, load, load_compiled, load_to_evaluate, load_with, load_within_budget, peak, planned, runs,
+    settings_that_fit, within,
 };
 pub use note::{FILE as NOTE, SAMPLES, note_sample};
 pub use receipts::{ranks_json, receipts_json, receipts_table, undivided};
@@ -108,11 +113,21 @@ pub fn train(task: &mut dyn Task, config: &Config, device: &Device, options: &Op
     let (started, options) = (Instant::now(), &options.of_rank(config.ranks.rank()));
     let ready = Ready::new(task, config, device, options)?;
     let steps = task.train_config().steps;
-    if ready.done() >= steps {
+    let (has_all, is_over) = (ready.done() >= steps, ready.best.is_over(task.train_config()));
+    if let Some(problem) = ready.problem.as_ref().filter(|_| has_all || is_over) {
+        return Err(TrainError::Other(format!("the run ended at step {} and has nothing more to do: {problem}", ready.done())));
+    }
+    // What a signal or a kill left undone at the end of a run is done first.
+    let ends = ready.done() == steps || is_over;
+    let is_left = ready.owes || ends && !note::is_finished(options.home())?;
+    if is_left && ends && !ready.owes {
+        say!("the run has all its {} steps: nothing to do but what belongs to its end", ready.done());
+    }
+    if has_all && !is_left {
         say!("the run has {} steps already: nothing to do (raise --steps)", ready.done());
         return Ok(Finished { step: ready.done(), interrupted: false });
     }
-    if ready.best.is_over(task.train_config()) {
+    if is_over && !is_left {
         let (best, since) = (ready.best.line(task.metrics()), ready.best.since);
         say!(
             "the run stopped early at step {}, {since} evaluations after its best ({best}): nothing to do (raise train.patience, or 0)",
@@ -154,7 +169,7 @@ fn agree(task: &dyn Task, config: &Config, ready: &Ready) -> Result<(), TrainErr
     let what = ["the checkpoint that they go on from", "their data, tokenizer or base model", "their settings"];
     for (own, what) in own.iter().zip(what) {
         let told = ranks.gather(own.as_bytes())?;
-        if let Some(rank) = told.iter().position(|t| *t != told[0]) {
+        if let Some(rank) = told.iter().position(|t| engine::mutant!("ranks-that-differ-begin", *t != told[0], false)) {
             return Err(TrainError::Other(format!(
                 "rank {rank} and rank 0 differ in {what}: all ranks need the same files, on a file system that they share"
             )));
@@ -164,6 +179,7 @@ fn agree(task: &dyn Task, config: &Config, ready: &Ready) -> Result<(), TrainErr
 }
 
 fn to_the_end(mut run: Run, steps: u64, started: Instant) -> Result<Finished, TrainError> {
+    run.make_up()?;
     while run.done < steps && !run.ends() {
         run.step()?;
     }

@@ -1,9 +1,10 @@
 //! `run.json`: what is known of a run beside its settings and numbers, and how it ended. Written when it begins and when it ends; `kiln runs` and
 //! `kiln watch` read it.
 
-use super::folder::{Place, io, write_whole};
+use super::folder::{Place, io, write_own};
 use super::{Finished, Options, ranks_json};
 use crate::config::Config;
+use crate::inside::Inside;
 use crate::recipe::{Task, TrainError};
 use engine::Device;
 use serde_json::{Value, json};
@@ -13,6 +14,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub const FILE: &str = "run.json";
 /// What the model wrote when a run ended, a line of JSON each: step and text.
 pub const SAMPLES: &str = "samples.jsonl";
+
+/// More is not kept of them.
+const MOST: u64 = 1 << 30;
 
 /// A run that has begun. Where it is dropped without its end, as by a kill, the file says "running" and nobody holds the folder's lock.
 pub struct Note {
@@ -60,7 +64,7 @@ impl Note {
     }
 
     fn write(&self, out: &Path) -> Result<(), TrainError> {
-        write_whole(&out.join(FILE), &format!("{}\n", serde_json::to_string_pretty(&self.known).expect("plain values")))
+        write_own(out, FILE, format!("{}\n", serde_json::to_string_pretty(&self.known).expect("plain values")))
     }
 }
 
@@ -69,13 +73,27 @@ fn seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs())
 }
 
+/// Whether a run came to its end. Where nothing is noted, as by earlier versions, nobody knows better.
+pub fn is_finished(run: &Path) -> Result<bool, TrainError> {
+    let path = run.join(FILE);
+    match crate::input::read_to_string(&path) {
+        Ok(text) => Ok(serde_json::from_str::<Value>(&text).is_ok_and(|note| note["status"] == "finished")),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(true),
+        Err(e) => Err(io("cannot read", &path)(e)),
+    }
+}
+
 /// Keeps what the model wrote at a step, for the page of the run.
 pub fn note_sample(out: &Path, step: u64, text: &str) -> Result<(), TrainError> {
     let path = out.join(SAMPLES);
-    let before = match crate::input::read_to_string(&path) {
-        Ok(text) => text,
+    // Not from where a link leads: it would be written into the run's folder.
+    let before = match Inside::open(out, Path::new("")).and_then(|run| run.read(SAMPLES, MOST)) {
+        Ok(text) => String::from_utf8_lossy(&text).into_owned(),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
         Err(e) => return Err(io("cannot read", &path)(e)),
     };
-    write_whole(&path, &format!("{before}{}\n", json!({ "step": step, "text": text })))
+    // One of the same step was of a run that did not come to its end.
+    let is_other = |line: &&str| !serde_json::from_str::<Value>(line).is_ok_and(|sample| sample["step"] == step);
+    let others: String = before.split_inclusive('\n').filter(is_other).collect();
+    write_own(out, SAMPLES, format!("{others}{}\n", json!({ "step": step, "text": text })))
 }

@@ -69,7 +69,7 @@ pub fn undivided(switches: &Switches, ranks: &Ranks, target: Target) -> Option<S
     }
     let why = match switches.chosen(PASS) {
         Some(_) => format!("--pass {PASS}=off"),
-        None => format!("--optimise {}", switches.preset.name()),
+        None => format!("--optimize {}", switches.preset.name()),
     };
     Some(format!("warning: {PASS} is off ({why}), so every rank computes the whole batch; to divide it: --pass {PASS}=auto"))
 }

@@ -3,7 +3,7 @@
 use super::best;
 use super::folder::has_saved;
 use crate::checkpoint::{self, AVERAGED, Checkpoint, MODEL, Skipped};
-use crate::config::{Config, OPTIMISE, TrainConfig};
+use crate::config::{Config, OPTIMIZE, TrainConfig};
 use crate::recipe::{Converted, Session, Task, TrainError};
 use crate::{metrics, say, warn};
 use engine::passes::{Mode, Numerics, Switch, Target, all};
@@ -77,7 +77,7 @@ pub fn same_run(task: &dyn Task, config: &Config, found: &Checkpoint, target: Ta
     let moved = |k: &str| task.paths().iter().any(|(key, what)| *key == k && identity[what].is_string());
     // Runs of earlier versions note a preset's sizes beside a base that has its own.
     let of_base = |k: &str| config.of_base().iter().any(|key| k == format!("model.{}", key.name));
-    let switches = |k: &str| k.starts_with("passes.") || k == OPTIMISE;
+    let switches = |k: &str| k.starts_with("passes.") || k == OPTIMIZE;
     let free = |k: &str| config.is_free(k) || switches(k) || moved(k) || of_base(k);
     if let Some((key, was, is)) = changed.iter().find(|(k, ..)| !free(k)) {
         return Err(TrainError::Other(format!(
@@ -143,7 +143,8 @@ fn same_data(found: &Checkpoint, task: &dyn Task, config: &Config) -> Result<(),
     }
     for (what, key) in [("data", "data"), ("validation data", "validation")] {
         // Checkpoints of earlier versions do not say what they were validated with.
-        if identity[key] != own[key] && (key == "data" || identity[key].is_string()) {
+        let is_noted = key == "data" || engine::mutant!("other-validation-data", identity[key].is_string(), false);
+        if identity[key] != own[key] && is_noted {
             let place = config.data_path().map_or(String::new(), |path| format!(" in {path}"));
             return Err(TrainError::Other(format!(
                 "the {what}{place} is not that of checkpoint {}: its checksum is {}, and was {} (name the same data with --data, or start a new run \
@@ -189,7 +190,7 @@ pub fn same_base(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> 
 /// A checkpoint's classes must be the data's.
 pub fn same_classes(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainError> {
     let (theirs, ours) = (&found.meta["identity"]["classes"], &task.identity()?["classes"]);
-    if theirs != ours {
+    if engine::mutant!("other-classes-are-evaluated", theirs != ours, false) {
         return Err(TrainError::Other(format!(
             "checkpoint {} tells the classes {theirs} apart, but the data has {ours}",
             found.path.display()
@@ -201,8 +202,8 @@ pub fn same_classes(found: &Checkpoint, task: &dyn Task) -> Result<(), TrainErro
 /// `convert`: states that the checkpoint keeps in another form become the run's.
 pub fn restore(s: &mut Session, found: &Checkpoint, convert: bool) -> Result<Converted, TrainError> {
     let what = found.path.display().to_string();
-    s.load_params(&found.file(MODEL)?, &what)?;
-    let averages = if found.has(AVERAGED) { Some(found.file(AVERAGED)?) } else { None };
+    s.load_params(&found.finite(MODEL)?, &what)?;
+    let averages = if found.has(AVERAGED) { Some(found.finite(AVERAGED)?) } else { None };
     let state = found.file("state.safetensors")?;
     engine::mutant!("resume-without-state", s.load_state(&state, averages.as_ref(), &what, convert), Ok(Converted::default()))
 }
@@ -231,7 +232,7 @@ pub fn find_checkpoint(path: &Path) -> Result<Checkpoint, TrainError> {
     let inner = path.join("checkpoints");
     let dir = if inner.is_dir() { inner } else { path.to_path_buf() };
     if !dir.is_dir() {
-        return Err(TrainError::Other(format!("there is no checkpoint or run folder {}", path.display())));
+        return Err(TrainError::Other(format!("there is no checkpoint or run folder {}{}", path.display(), crate::input::fetched(path))));
     }
     let (found, skipped) = checkpoint::newest(&dir)?;
     for bad in skipped.iter().filter(|_| found.is_some()) {
@@ -255,7 +256,7 @@ pub fn init_from(s: &mut Session, task: &dyn Task, from: &Path) -> Result<(), Tr
         return Ok(());
     }
     let (file, averaged) = match from.extension().is_some_and(|e| e == "safetensors") {
-        true => (checkpoint::load_safetensors(from)?, false),
+        true => (checkpoint::load_safetensors(from)?.finite(from)?, false),
         false => find_checkpoint(from).and_then(|found| Ok((found.weights(false)?, found.has(AVERAGED))))?,
     };
     s.load_params(&file, &what)?;

@@ -1,6 +1,5 @@
 //! What a run shows: lines about evaluations, the progress bar, pictures of its metrics.
 
-use super::write_bytes;
 use crate::epochs::Epochs;
 use crate::metrics;
 use crate::recipe::{Metric, Picture, Task, TrainError};
@@ -14,12 +13,11 @@ pub fn indent(text: &str) -> String {
     text.lines().map(|l| format!("  | {}", l.chars().map(plain).collect::<String>())).collect::<Vec<_>>().join("\n")
 }
 
-/// A confusion matrix as a picture; false where there are too many classes.
-pub fn draw_confusion(confusion: &Confusion, name: &str, step: u64, path: &Path) -> Result<bool, TrainError> {
+/// A confusion matrix as a picture, for a file of this name; None where there are too many classes.
+pub fn draw_confusion(confusion: &Confusion, name: &str, step: u64, path: &Path) -> Result<Option<Vec<u8>>, TrainError> {
     let (right, total) = (confusion.right(), confusion.total());
     let title = format!("{name}, step {step}: {right} of {total} right ({:.2}%)", 100.0 * right as f64 / total as f64);
-    let png = confusion.draw(&title, path)?;
-    png.map_or(Ok(false), |png| write_bytes(path, &png).map(|()| true))
+    Ok(confusion.draw(&title, path)?)
 }
 
 /// Means over an epoch's steps of what is evaluated too.
@@ -39,14 +37,20 @@ pub fn evaluation_line(values: &[(&'static str, f64)], metrics: &[Metric], floor
 /// What training and validation found last, of each of the recipe's metrics, with what it means and which way is better.
 pub fn figures(task: &dyn Task, out: &Path) -> Result<String, TrainError> {
     let records = metrics::read(&out.join("metrics.jsonl"))?.all;
-    let last = |key: &str| records.iter().rev().find_map(|r| r.get(key)?.as_f64());
+    // What is not finite is null in a record.
+    let last = |key: &str| records.iter().rev().find_map(|r| r.get(key)).map(|v| v.as_f64().unwrap_or(f64::NAN));
     let all = task.metrics();
     let shown = |name: &str, key: &str| last(key).map_or("-".into(), |v| Metric::shown(all, name, v));
     let row = |m: &Metric| {
         vec![m.name.into(), shown(m.name, m.name), shown(m.name, &format!("val_{}", m.name)), m.better.name().into(), m.about.into()]
     };
-    let rows: Vec<Vec<String>> = all.iter().map(row).filter(|row| row[1] != "-" || row[2] != "-").collect();
-    Ok(report::table(&["metric", "training", "validation", "better", "what it is"], &rows))
+    let mut rows: Vec<Vec<String>> = all.iter().map(row).filter(|row| row[1] != "-" || row[2] != "-").collect();
+    let mut names = vec!["metric", "training", "validation", "better", "what it is"];
+    if task.without_validation()?.is_some() {
+        names.remove(2);
+        rows.iter_mut().for_each(|row| drop(row.remove(2)));
+    }
+    Ok(report::table(&names, &rows))
 }
 
 pub fn progress(steps: u64, done: u64) -> ProgressBar {

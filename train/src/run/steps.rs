@@ -1,10 +1,13 @@
 //! A run under way: it steps, logs, evaluates and saves.
 
+mod finish;
+
 use super::best::{self, Best};
 use super::folder::{Notes, Place, io, lock, note_saved, save};
-use super::show::{draw, epoch_line, indent, progress};
+use super::show::{epoch_line, progress};
+use super::skips::Skips;
 use super::start::Ready;
-use super::{END, Finished, Options, Start, draw_confusion, evaluation_line, peak, ranks_json, receipts_json, write_whole};
+use super::{END, Options, Start, evaluation_line, ranks_json, receipts_json, write_own};
 use crate::config::{Config, TrainConfig};
 use crate::data::Loader;
 use crate::epochs::Epochs;
@@ -13,8 +16,8 @@ use crate::metrics::Metrics;
 use crate::nvml;
 use crate::optim::schedule::rate;
 use crate::profile::Roof;
-use crate::recipe::{Evaluation, Metric, Pending, Session, Step, Task, TrainError};
-use crate::report::{human_bytes, human_count, human_time};
+use crate::recipe::{Bad, Evaluation, Metric, Pending, Session, Step, Task, TrainError};
+use crate::report::human_count;
 use crate::timing::{Clock, Timeline, Window};
 use crate::{checkpoint, files, say, warn};
 use engine::Device;
@@ -23,7 +26,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// So many steps in a row with a loss or gradient that is not finite stop the run.
 const MOST_SKIPPED: u64 = 10;
@@ -44,13 +47,20 @@ pub struct Run<'a> {
     /// Whether a signal told it to stop.
     pub interrupted: bool,
     epochs: Option<Epochs>,
+    /// Whether there is anything to evaluate on.
+    validates: bool,
     /// What the last step's evaluation found, where it had one.
     evaluated: Option<Evaluation>,
     best: Best,
     /// Whether the last step's evaluation was better than all before it.
     improved: bool,
-    /// The last records of training and validation, for who reads a checkpoint.
+    /// The last reports of training and validation, for who reads a checkpoint.
     figures: serde_json::Value,
+    /// What the last report is recorded with, but for an evaluation.
+    values: Values,
+    /// Whether the checkpoint that it goes on from lacks the evaluation of its step.
+    owes: bool,
+    skips: Skips,
     commands: Vec<String>,
     extent_said: bool,
     metrics: Metrics,
@@ -74,9 +84,10 @@ impl<'a> Run<'a> {
     /// Takes the run's folder, and writes what is known before the first step.
     pub fn begin(task: &'a mut dyn Task, config: &'a Config, options: &'a Options, ready: Ready) -> Result<Run<'a>, TrainError> {
         let start = ready.done();
-        let Ready { session: mut s, from, schedule_steps, epochs, best, commands, name } = ready;
+        let Ready { session: mut s, from, schedule_steps, epochs, best, commands, name, owes, values, figures, .. } = ready;
         let c = TrainConfig { horizon: schedule_steps, ..task.train_config().clone() };
         task.begin(start)?;
+        let validates = task.without_validation()?.is_none();
         options.preparing.store(false, Ordering::SeqCst);
         let out: &Path = &options.out;
         say!("steps {start} to {} of a {} schedule over {schedule_steps}; run folder {}", c.steps, c.schedule, out.display());
@@ -104,7 +115,7 @@ impl<'a> Run<'a> {
                 say!("set aside: {} (this run no longer goes on from it; remove it when you do not need it)", aside.display());
             }
         }
-        write_whole(&out.join("config.toml"), &format!("{}{END}", config.to_toml()))?;
+        write_own(out, "config.toml", format!("{}{END}", config.to_toml()))?;
         write_receipts(out, &s)?;
         note_saved(out, from.is_some())?;
         let kept = if c.keep_best { best.clone() } else { Best::default() };
@@ -117,7 +128,7 @@ impl<'a> Run<'a> {
         let most = peak_flops(&s.device);
         let (evaluated, open, warned, saved) = (None, None, HashSet::new(), from.is_some());
         let (done, interrupted, extent_said, improved) = (start, false, false, false);
-        let figures = serde_json::json!({});
+        let skips = Skips::new(s.store.get("adam.skipped").map_or(Ok(0.0), |t| t.f32().map(|n| n[0]))? as u64);
         Ok(Run {
             task,
             config,
@@ -129,10 +140,14 @@ impl<'a> Run<'a> {
             done,
             interrupted,
             epochs,
+            validates,
             evaluated,
             best,
             improved,
             figures,
+            values,
+            owes,
+            skips,
             commands,
             extent_said,
             metrics,
@@ -161,7 +176,7 @@ impl<'a> Run<'a> {
         )?;
         self.done = step + 1;
         let timeline = self.s.timeline.get_or_insert_default();
-        self.clock.launched(self.done, timeline, Loader::waited() - waited)?;
+        self.clock.launched(self.done, timeline, Loader::waited() - engine::mutant!("waits-of-all-steps", waited, Duration::ZERO))?;
         for w in self.s.programs.values_mut().filter_map(|p| p.warmed_up()) {
             timeline.changed();
             let runs = if w.runs == 1 { "1 micro-batch".into() } else { format!("{} micro-batches", w.runs) };
@@ -171,29 +186,72 @@ impl<'a> Run<'a> {
             write_receipts(&self.options.out, &self.s)?;
         }
         self.interrupted = self.is_told_to_stop()?;
-        let evaluates = self.due(self.c.eval_every) || self.c.eval_every == 0 && self.epochs.as_ref().is_some_and(|e| e.ends(self.done));
+        let evaluates = self.validates && evaluates_at(&self.c, self.epochs.as_ref(), self.done);
         let reports = self.reports(evaluates)?;
-        self.evaluated = if evaluates { self.evaluate()? } else { None };
-        self.improved = match &self.evaluated {
-            Some(e) => self.best.judge(self.done, e, self.task.metrics(), &self.c.best_metric)?,
-            None => false,
-        };
-        let (skipped, seen) = self.log(reports)?;
-        self.show_evaluation()?;
-        // In fp16 the loss scale falls first, as far as it can.
-        if skipped >= MOST_SKIPPED && engine::passes::loss_scale(&self.s.store)?.is_none_or(|(scale, _)| scale <= 1.0) {
-            self.metrics.flush()?;
-            return Err(TrainError::NotFinite(skipped, seen));
+        self.evaluated = None;
+        engine::mutant!("every-step-after-the-best-is-saved", self.improved = false, ());
+        if evaluates {
+            self.evaluate()?;
         }
-        // A step that was skipped leaves nothing new to keep, and must not push a good checkpoint out.
-        if (self.due(self.c.save_every) && skipped == 0) || self.done == self.c.steps || self.ends() || self.improved && self.c.keep_best {
+        let last = self.log(reports)?;
+        self.show_evaluation()?;
+        if let Some(row) = self.skips.up_to(last).filter(|row| row.skipped >= MOST_SKIPPED)
+            && !self.scale_falls()?
+        {
+            self.metrics.flush()?;
+            return Err(row.error());
+        }
+        let is_skipped = self.skips.up_to(self.done).is_some();
+        // A step that was skipped leaves nothing new to keep.
+        if (self.due(self.c.save_every) && !is_skipped) || self.done == self.c.steps || self.ends() || self.improved && self.c.keep_best {
             self.save()?;
-            self.clock.pause();
+            engine::mutant!("saving-counts-as-a-step", self.clock.pause(), ());
         }
         if evaluates {
             self.clock.pause();
         }
         Ok(())
+    }
+
+    /// Where a signal came in the way of the evaluation of the step that it goes on from: that evaluation, as if nothing had been.
+    pub fn make_up(&mut self) -> Result<(), TrainError> {
+        if !std::mem::take(&mut self.owes) {
+            return Ok(());
+        }
+        self.evaluate()?;
+        if self.evaluated.is_some() {
+            self.record(self.done, self.values.clone())?;
+            self.show_evaluation()?;
+        }
+        // The checkpoint of this step notes what is best, and that nothing is missing.
+        engine::mutant!("made-up-for-and-not-saved", self.save()?, ());
+        self.clock.pause();
+        Ok(())
+    }
+
+    /// In fp16, gradients that overflow are no mistake as long as the loss scale can fall.
+    fn scale_falls(&self) -> Result<bool, TrainError> {
+        Ok(engine::passes::loss_scale(&self.s.store)?.is_some_and(|(scale, _)| scale > 1.0))
+    }
+
+    /// Why the run would be no success if this step were its last.
+    fn problem(&self) -> Result<Option<TrainError>, TrainError> {
+        if let Some(row) = self.skips.up_to(self.done)
+            && !(row.loss_is_finite && self.scale_falls()?)
+            && engine::mutant!("nan-at-the-end-is-a-success", true, false)
+        {
+            return Ok(Some(row.error()));
+        }
+        let Some(e) = &self.evaluated else { return Ok(None) };
+        let decides = Best::by(e, self.task.metrics(), &self.c.best_metric).map(|(name, value, _)| (name, value));
+        let bad = e
+            .values
+            .first()
+            .copied()
+            .into_iter()
+            .chain(decides)
+            .find(|v| engine::mutant!("nan-of-validation-is-a-success", !v.1.is_finite(), false));
+        Ok(bad.map(|(name, value)| TrainError::BadValidation(Bad { step: self.done, name: format!("val_{name}"), value })))
     }
 
     /// All ranks stop after the same step: they agree where they wait for each other anyway.
@@ -247,50 +305,72 @@ impl<'a> Run<'a> {
     }
 
     /// Figures of a part of the set would be others: nothing where a signal stopped it. The step itself is whole.
-    fn evaluate(&mut self) -> Result<Option<Evaluation>, TrainError> {
-        match self.s.span("evaluation", |s| s.averaged(|s| self.task.evaluate(s))) {
+    fn evaluate(&mut self) -> Result<(), TrainError> {
+        self.evaluated = match self.s.span("evaluation", |s| s.averaged(|s| self.task.evaluate(s))) {
             Err(TrainError::Stopped) => {
                 self.interrupted = true;
-                Ok(None)
+                None
             }
-            found => found.map(Some),
-        }
+            found => Some(found?),
+        };
+        self.improved = match &self.evaluated {
+            Some(e) => self.best.judge(self.done, e, self.task.metrics(), &self.c.best_metric)?,
+            None => false,
+        };
+        Ok(())
     }
 
-    /// Writes records of these reports; of the last, how many steps in a row were skipped, and which step it is of.
-    fn log(&mut self, reports: Vec<Reported>) -> Result<(u64, u64), TrainError> {
-        let mut last = (0, self.done);
+    /// Writes records of these reports, and shows which steps were skipped; the step of the last report.
+    fn log(&mut self, reports: Vec<Reported>) -> Result<u64, TrainError> {
+        let mut last = 0;
         if !reports.is_empty() {
             self.place.check(self.done)?;
         }
         for Reported { at, report, window } in reports {
-            last = (report.skipped_in_row, at);
+            last = at;
+            if let Some(line) = self.skips.take(at, &report) {
+                let scale = engine::passes::loss_scale(&self.s.store)?;
+                let scale = scale.map_or(String::new(), |(scale, _)| format!("; the loss scale is {scale} now"));
+                self.bar.suspend(|| say!("{line}{scale}"));
+            }
+            self.figures["training"] = noted(at, report.values.iter().map(|(n, v)| (n.as_str(), *v)));
+            self.values = self.valued(at, &report, &window);
             if self.is_recorded(at, &report, self.evaluated.is_some()) {
-                self.record(at, &report, &window)?;
+                self.record(at, self.values.clone())?;
+                self.show_step(at, &report, &window);
             }
         }
         Ok(last)
     }
 
-    fn record(&mut self, at: u64, report: &Step, window: &Window) -> Result<(), TrainError> {
+    /// What is recorded of a report.
+    fn valued(&self, at: u64, report: &Step, window: &Window) -> Values {
         let mut values = report.values.clone();
-        if let Some(e) = &mut self.epochs {
-            e.add(at, values.clone());
-            values.push(("epoch".into(), e.after(at)));
-        }
+        values.extend(self.epochs.as_ref().map(|e| ("epoch".into(), e.after(at))));
         values.push(("learning_rate".into(), rate(&self.c, at - 1)));
         values.extend(self.speed(window));
         values.extend(Measured::of(&self.s.device).metrics());
-        let evaluated = self.evaluated.as_ref().filter(|_| at == self.done);
-        for (name, value) in evaluated.into_iter().flat_map(|e| &e.values) {
-            values.extend(self.epochs.as_ref().and_then(|e| e.mean(name)).map(|mean| (format!("epoch_{name}"), mean)));
-            values.push((format!("val_{name}"), *value));
+        values
+    }
+
+    /// Records these values of a step, and the evaluation where it is of this step.
+    fn record(&mut self, at: u64, mut values: Values) -> Result<(), TrainError> {
+        if let Some(e) = &mut self.epochs {
+            e.add(at, values.clone());
         }
-        self.metrics.record(at, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?;
-        self.figures["training"] = noted(at, report.values.iter().map(|(n, v)| (n.as_str(), *v)));
-        if let Some(e) = &self.evaluated {
+        let this = engine::mutant!("validation-of-an-earlier-step", at == self.done, true);
+        if let Some(e) = self.evaluated.as_ref().filter(|_| this) {
+            for (name, value) in &e.values {
+                values.extend(self.epochs.as_ref().and_then(|e| e.mean(name)).map(|mean| (format!("epoch_{name}"), mean)));
+                values.push((format!("val_{name}"), *value));
+            }
             self.figures["validation"] = noted(at, e.values.iter().copied());
         }
+        Ok(self.metrics.record(at, &values.iter().map(|(n, v)| (n.as_str(), *v)).collect::<Vec<_>>())?)
+    }
+
+    /// The line of a step, on the screen or in the bar.
+    fn show_step(&self, at: u64, report: &Step, window: &Window) {
         let (name, value) = &report.values[0];
         let value = Metric::shown(self.task.metrics(), name, *value);
         let (unit, each) = self.task.work();
@@ -301,7 +381,6 @@ impl<'a> Run<'a> {
             say!("step {at}/{steps}  {line}");
         }
         self.bar.set_message(line);
-        Ok(())
     }
 
     /// How fast the steps since the last record were, and what they waited for.
@@ -324,9 +403,8 @@ impl<'a> Run<'a> {
         values
     }
 
-    /// Model FLOPs utilisation: the share of the device's dense bf16 peak that the model's own arithmetic is.
     fn mfu(&self, w: &Window) -> Option<f64> {
-        self.most.map(|most| w.flops / w.time.as_secs_f64().max(1e-9) / most)
+        self.most.map(|most| w.mfu(most))
     }
 
     fn show_evaluation(&mut self) -> Result<(), TrainError> {
@@ -340,18 +418,26 @@ impl<'a> Run<'a> {
         if !std::mem::replace(&mut self.extent_said, true)
             && let Some(extent) = self.task.extent()?
         {
-            self.bar
-                .suspend(|| say!("(each validation reads {}; train.eval_batches = {} is the most)", extent.line(), self.c.eval_batches));
+            let most = match self.c.eval_batches {
+                0 => String::new(),
+                n => format!("; train.eval_batches = {n} is the most"),
+            };
+            self.bar.suspend(|| say!("(each validation reads {}{most})", extent.line()));
         }
         Ok(())
     }
 
     fn save(&mut self) -> Result<(), TrainError> {
         let _range = engine::cuda::nvtx::range("saving");
-        self.metrics.flush()?;
+        engine::mutant!("a-checkpoint-without-its-records", self.metrics.flush()?, ());
         self.place.check(self.done)?;
-        let notes = Notes { step: self.done, best: &self.best, figures: &self.figures, commands: &self.commands };
-        for problem in save(&self.s, self.task, self.config, &self.c, &self.checkpoints, &notes)?.left {
+        let problem = self.problem()?.map(|e| e.to_string());
+        let (best, figures, values, commands) = (&self.best, &self.figures, &self.values, &self.commands[..]);
+        let notes = Notes { step: self.done, best, figures, values, problem: problem.as_deref(), commands };
+        // After a skipped step the weights are those of a step before: no reason to give up another checkpoint.
+        let is_skipped = engine::mutant!("skipped-steps-push-checkpoints-out", self.skips.up_to(self.done).is_some(), false);
+        let c = TrainConfig { keep: if is_skipped { 0 } else { self.c.keep }, ..self.c.clone() };
+        for problem in save(&self.s, self.task, self.config, &c, &self.checkpoints, &notes)?.left {
             // The same at every save: said once.
             if self.warned.insert(problem.to_string()) {
                 self.bar.suspend(|| warn!("warning: {problem} (the run goes on; remove it by hand)"));
@@ -365,73 +451,6 @@ impl<'a> Run<'a> {
         }
         Ok(())
     }
-
-    /// Draws and says what has become of it.
-    pub fn finish(mut self, started: Instant) -> Result<Finished, TrainError> {
-        self.bar.finish_and_clear();
-        let (out, done) = (&self.options.out, self.done);
-        let drawn = draw(self.task, out, &self.name, self.task.floor())?;
-        if self.interrupted && (done < self.c.steps || self.evaluated.is_none()) {
-            let (program, ranks) = (crate::program(), &self.config.ranks);
-            // Under another launcher the same command of the launcher goes on.
-            let flags = match (ranks.size(), ranks.tensor.size) {
-                _ if !crate::launch::is_started_by_ranks() => String::new(),
-                (n, 1) => format!(" --ranks {n}"),
-                (n, t) => format!(" --ranks {n} --tensor {t}"),
-            };
-            match done < self.c.steps {
-                true => say!("stopped after step {done}, saved; go on with: {program} train --out {} --resume{flags}", out.display()),
-                false => say!("stopped in the last validation, saved; its figures come from: {program} eval {}", out.display()),
-            }
-            return Ok(Finished { step: done, interrupted: true });
-        }
-        match self.s.averaged(|s| self.task.show(s)) {
-            Ok(Some(text)) => {
-                say!("\na sample of what the model writes:\n{}\n", indent(&text));
-                super::note_sample(out, done, &text)?;
-            }
-            Ok(None) => {}
-            // The other ranks would wait for this one.
-            Err(e) if self.config.ranks.size() > 1 => return Err(e),
-            Err(e) => say!("no sample: {e}"),
-        }
-        if let Some(Evaluation { values, confusion, .. }) = &self.evaluated {
-            say!("validation {}", evaluation_line(values, self.task.metrics(), self.task.floor()));
-            if let Some(confusion) = confusion {
-                let path = out.join("confusion.png");
-                match draw_confusion(confusion, &self.name, done, &path)? {
-                    true => say!("confusion matrix {}", path.display()),
-                    false => say!("no confusion matrix: too many classes to draw"),
-                }
-            }
-        }
-        for p in drawn {
-            say!("{} {}", p.what, out.join(p.file).display());
-        }
-        if done < self.c.steps {
-            let (best, since) = (self.best.line(self.task.metrics()), self.best.since);
-            say!("stopped early after step {done}, saved: {since} evaluations in a row were not better than {best} (train.patience)");
-        }
-        say!("checkpoint {}", self.checkpoints.join(format!("step-{done:08}")).display());
-        if self.c.keep_best && self.best.at.as_ref().is_some_and(|at| at.0 < done) {
-            say!("best checkpoint {} ({})", out.join("best").display(), self.best.line(self.task.metrics()));
-        }
-        if let Some((scale, overflowed)) = engine::passes::loss_scale(&self.s.store)? {
-            let what = if overflowed == 1.0 {
-                "micro-batch overflowed, and its step was"
-            } else {
-                "micro-batches overflowed, and their steps were"
-            };
-            say!("fp16: the loss scale is {scale}; {overflowed} {what} skipped");
-        }
-        self.clock.up_to(done)?;
-        if let Some(line) = self.clock.slow_line() {
-            say!("{line}");
-        }
-        say!("planned peak {}, measured {}", human_bytes(peak(&self.s).total() as u64), Measured::of(&self.s.device).line());
-        say!("done in {}", human_time(started.elapsed()));
-        Ok(Finished { step: done, interrupted: false })
-    }
 }
 
 /// What every pass did in each program; of several ranks, also what connects them (`ranks`, which is no program).
@@ -440,7 +459,15 @@ fn write_receipts(out: &Path, s: &Session) -> Result<(), TrainError> {
     if let Some(ranks) = ranks_json(&s.switches.ranks) {
         all["ranks"] = ranks;
     }
-    write_whole(&out.join("receipts.json"), &serde_json::to_string_pretty(&all).expect("plain values"))
+    write_own(out, "receipts.json", serde_json::to_string_pretty(&all).expect("plain values"))
+}
+
+/// Names and values, in the order of a record.
+pub type Values = Vec<(String, f64)>;
+
+/// Whether a run evaluates after this step, if it has anything to evaluate on.
+pub fn evaluates_at(c: &TrainConfig, epochs: Option<&Epochs>, step: u64) -> bool {
+    step.is_multiple_of(c.eval_every) || step == c.steps || c.eval_every == 0 && epochs.is_some_and(|e| e.ends(step))
 }
 
 /// Values of a step, for a checkpoint.

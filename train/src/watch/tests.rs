@@ -7,7 +7,7 @@ fn run(dir: &Path, name: &str, lines: &str) -> Found {
     fs::create_dir_all(&path).unwrap();
     fs::write(path.join("config.toml"), "recipe = \"own\"\npreset = \"p\"\n[train]\nsteps = 10\nbest_metric = \"\"\n").unwrap();
     fs::write(path.join("metrics.jsonl"), lines).unwrap();
-    Found { name: name.into(), path }
+    Found { name: name.into(), path, root: dir.into() }
 }
 
 #[test]
@@ -26,7 +26,7 @@ fn figures_follow_a_file_that_grows_is_repeated_and_is_replaced() {
     fs::write(&path, format!("{}{}{}{{\"step\":3,\"val_loss\":null}}\n\0\0\n{{}}\n", line(1, 5.0), line(2, 3.0), line(2, 4.0))).unwrap();
     assert_eq!(best(&mut figures), (3, Some((2, 4.0))));
     assert_eq!(
-        (figures.bytes(), figures.unread(), figures.keys().collect::<Vec<_>>()),
+        (figures.bytes(), figures.unread(), figures.shown(&[]).into_iter().collect::<Vec<_>>()),
         (fs::metadata(&path).unwrap().len(), 2, vec!["loss", "val_loss"])
     );
     fs::write(&path, line(1, 7.0)).unwrap();
@@ -64,7 +64,7 @@ fn the_best_is_the_first_of_equals_by_the_metric_that_is_asked_for() {
         .map(|(step, loss, accuracy)| format!("{{\"step\":{step},\"val_loss\":{loss},\"val_accuracy\":{accuracy}}}\n"));
     let found = run(dir.path(), "a", &lines.concat());
     let mut figures = Figures::default();
-    figures.read_on(&found.path.join("metrics.jsonl")).unwrap();
+    figures.read_on(&found.folder().unwrap()).unwrap();
     let metrics = &[
         Metric::LOSS,
         Metric::new("accuracy", recipe::Unit::Share, Better::Higher, "right"),

@@ -15,6 +15,23 @@ const RECIPES: &[(&str, &[&str])] = &[
     ("lior", &["dim=16", "layers=1", "seq=8", "after=4", "memory=8", "field=[2,2,4,4]", "model.steps=2", "batch=2", "eval_batches=1"]),
     ("hrm", &["dim=16", "heads=2", "layers=1", "hidden=16", "batch=2", "train_puzzles=4", "test_puzzles=2", "eval_batches=1"]),
     (
+        "hrm_lm",
+        &[
+            "dim=16",
+            "heads=2",
+            "encoder_layers=1",
+            "decoder_layers=1",
+            "ff=2",
+            "experts=2",
+            "high_slots=2",
+            "low_slots=3",
+            "low_steps=1",
+            "prefix=2",
+            "batch=2",
+            "eval_batches=1",
+        ],
+    ),
+    (
         "polychromic",
         &[
             "pretrain=0",

@@ -33,7 +33,7 @@ impl Model for Falls {
     fn evaluate<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         Feeds::new(r, batch, 1);
         let w = self.weight(r);
-        vec![("seen", w * 1.0), ("far", (w + -0.6).square()), ("near", -(w + -0.6).square()), ("w", w * 1.0)]
+        vec![("seen", w * 1.0), ("far", (w + -0.6).square()), ("near", -(w + -0.6).square()), ("w", w * 1.0), ("root", (w + -2.0).sqrt())]
     }
     fn metrics(&self) -> &'static [Metric] {
         METRICS
@@ -48,13 +48,13 @@ const METRICS: &[Metric] = &[
     Metric::new("far", Unit::None, Better::Lower, "distance"),
     Metric::new("near", Unit::None, Better::Higher, "nearness"),
     Metric::new("w", Unit::None, Better::Higher, "the weight itself"),
+    Metric::new("root", Unit::None, Better::Lower, "the root of what is negative"),
 ];
 
 fn try_train(out: &Path, steps: u64, start: Start, more: &str) -> Result<run::Finished, TrainError> {
-    let same =
-        "batch = 2\nhorizon = 100\nschedule = \"constant\"\nlearning_rate = 0.1\nweight_decay = 0.0\neval_every = 1\nsave_every = 100";
-    let keep = if more.contains("keep = ") { "" } else { "keep = 1" };
-    let text = format!("[train]\nsteps = {steps}\n{same}\n{keep}\n{more}\n");
+    let same = "batch = 2\nhorizon = 100\nschedule = \"constant\"\nlearning_rate = 0.1\nweight_decay = 0.0\nsave_every = 100";
+    let usual = ["keep = 1", "eval_every = 1"].into_iter().filter(|line| !more.contains(&line[..line.len() - 1]));
+    let text = format!("[train]\nsteps = {steps}\n{same}\n{}\n{more}\n", usual.collect::<Vec<_>>().join("\n"));
     let c = Config::preset("falls", "test", vec![TrainConfig::keys("train")], &text);
     let mut task = Supervised::new(Falls, c.section::<TrainConfig>("train").unwrap(), c.seed());
     let options = run::Options { out: out.into(), start, ..run::Options::default() };
@@ -103,6 +103,32 @@ fn the_best_checkpoint_stays_beside_the_newest() {
     assert!(said.contains("step 4") && said.contains("train.keep_best"), "{said}");
 }
 
+/// Evaluations are far apart, and so are checkpoints: after the best one, the steps up to the next evaluation are not saved.
+#[test]
+fn only_the_step_of_the_best_evaluation_is_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("a");
+    train(&out, 11, Start::New, "keep = 0\neval_every = 2");
+    assert_eq!(kept(&out), ["step-00000002", "step-00000004", "step-00000011"]);
+    assert_eq!(best(&out), 4);
+}
+
+/// Evaluations that find nothing but NaN are waited through, however often the run is stopped.
+#[test]
+fn waiting_for_a_first_number_goes_on_when_a_run_is_resumed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
+    // Each part ends with a validation that is NaN, which is an error of its own.
+    let ends = |out: &Path, steps: u64, start: Start| {
+        let said = try_train(out, steps, start, "patience = 4\nbest_metric = \"root\"").err().unwrap().to_string();
+        assert!(said.contains("val_root"), "{said}");
+        records(out, "train").last().unwrap()["step"].as_u64().unwrap()
+    };
+    assert_eq!(ends(&whole, 50, Start::New), 4, "four evaluations without a number");
+    assert_eq!(ends(&parts, 3, Start::New), 3);
+    assert_eq!(ends(&parts, 50, Start::Newest), 4);
+}
+
 #[test]
 fn a_resumed_run_knows_the_best_and_how_long_it_has_waited() {
     let dir = tempfile::tempdir().unwrap();
@@ -145,6 +171,23 @@ fn a_run_that_goes_back_has_the_best_of_then() {
     assert!(said.contains("step 4") && said.contains("is not there"), "{said}");
     train(&out, 11, Start::Newest, "keep = 0");
     assert_eq!(best(&out), 10);
+}
+
+#[test]
+fn the_best_by_another_metric_does_not_count() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("a");
+    // The highest weight is that of step 1, 0.9; no nearness is above 0.
+    train(&out, 3, Start::New, "best_metric = \"w\"");
+    assert_eq!(best(&out), 1);
+    train(&out, 6, Start::Newest, "best_metric = \"near\"");
+    let found = run::find_best(&out).unwrap();
+    assert_eq!((best(&out), found.meta["best"]["metric"].as_str()), (4, Some("near")));
+    // It says so.
+    let out = dir.path().join("b");
+    super::common::train(&out, "--steps 2 --set eval_every=1 --set best_metric=loss").ok();
+    let said = super::common::resume(&out, "--steps 3 --set best_metric=perplexity").ok().out;
+    assert!(said.contains("does not count any more: train.best_metric was loss"), "{said}");
 }
 
 #[test]

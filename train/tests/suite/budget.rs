@@ -320,3 +320,52 @@ fn sizes_and_blocks_that_are_none_are_refused() {
     assert!(some.is_sorted_by(|a, b| a > b), "{some:?}");
     assert_eq!(activations("what=blocks,layers=0-3"), activations("what=blocks"));
 }
+
+const GIB: u64 = 1 << 30;
+
+/// What a card with so much free memory recomputes.
+fn on_a_card(c: &Config, free: u64) -> Option<Fitted> {
+    let limits = Limits { target: imagined(90), free: Some(free), allowed: &[], split: false };
+    run::fit_device(&*task(c), c, &limits).unwrap()
+}
+
+fn recomputed(c: &Config) -> Option<&str> {
+    c.pass("recompute").and_then(|v| v.as_str())
+}
+
+/// The receipt of `recompute` in the program that trains.
+fn receipt(c: &Config) -> String {
+    let programs = run::compile_for(&*task(c), &c.switches().unwrap(), imagined(90), None).unwrap();
+    let all = programs.iter().find(|(name, _)| *name == "train").map(|(_, c)| c.receipts.clone()).unwrap();
+    all.iter().find(|r| r.pass == "recompute").unwrap().summary()
+}
+
+#[test]
+fn what_is_recomputed_follows_from_the_memory_that_the_device_has() {
+    let c = recipe::preset(recipe::find("decoder").unwrap(), Some("gpt2-124m")).unwrap();
+    let large = on_a_card(&c, 20 * GIB).unwrap();
+    assert!(large.changes.is_empty() && recomputed(&large.config).is_none(), "{:?}", large.changes);
+    assert!(receipt(&large.config).contains("no more, because it fits (16.6 GiB planned)"), "{}", receipt(&large.config));
+    let mut last = large.seconds[1];
+    for free in [15, 7] {
+        let some = on_a_card(&c, free * GIB).unwrap_or_else(|| panic!("{free} GiB are not enough"));
+        assert!(some.peaks[0] == large.peaks[0] && some.peaks[1] <= free * GIB * 95 / 100, "{free} GiB: {:?}", some.peaks);
+        assert!(some.seconds[1] > last && some.changes.len() == 1, "{free} GiB: {:?}", some.changes);
+        assert!(receipt(&some.config).contains("as little as fits into"), "{}", receipt(&some.config));
+        last = some.seconds[1];
+        // It goes on as it began as long as that fits, and else chooses anew.
+        let (run, _) = Config::of_run(recipe::find("decoder").unwrap().sections(), some.config.to_toml().parse().unwrap()).unwrap();
+        let same = on_a_card(&run, 20 * GIB).unwrap();
+        assert!(same.changes.is_empty() && recomputed(&same.config) == recomputed(&some.config));
+        assert!(receipt(&same.config).contains("chosen when the run began, and fits"), "{}", receipt(&same.config));
+        let less = on_a_card(&run, 7 * GIB).unwrap();
+        assert!(less.peaks[1] <= 7 * GIB && (free == 7) == less.changes.is_empty(), "{:?}", less.changes);
+        assert_eq!(recomputed(&less.config), recomputed(&on_a_card(&c, 7 * GIB).unwrap().config), "from {free} GiB");
+    }
+    assert!(on_a_card(&c, 3 * GIB).is_none(), "more than recomputation is needed");
+    for asked in ["off", "auto", "auto,what=memory-bound"] {
+        let mut c = c.clone();
+        c.set_pass_argument(&format!("recompute={asked}")).unwrap();
+        assert!(on_a_card(&c, 7 * GIB).is_none(), "{asked} was asked for");
+    }
+}

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 /// A tokenizer of single bytes and two special tokens, and a template in the manner of ChatML.
-fn folder(path: &Path) {
+pub fn folder(path: &Path) {
     fs::create_dir(path).unwrap();
     let mut vocab: serde_json::Map<String, serde_json::Value> = ('!'..='~').enumerate().map(|(i, c)| (c.to_string(), i.into())).collect();
     vocab.insert("\u{120}".into(), 94.into()); // a space
@@ -61,6 +61,7 @@ fn chats_are_shown_with_what_is_learned() {
     preview("cut.jsonl", &[]).fails(&["cut.jsonl, line 1"]);
     preview("nowhere.jsonl", &[]).fails(&["nowhere.jsonl"]);
     fs::write(dir.path().join("base/tokenizer_config.json"), "{}").unwrap();
+    // A token may end a reply or not; only without one is there no usual template.
     preview("chats.jsonl", &[]).fails(&["has no chat template"]);
     fs::remove_file(dir.path().join("base/tokenizer.json")).unwrap();
     preview("chats.jsonl", &[]).fails(&["tokenizer.json"]);
@@ -68,7 +69,7 @@ fn chats_are_shown_with_what_is_learned() {
 }
 
 /// A whole model's folder: a tokenizer of single bytes with special tokens, a template in the manner of ChatML, and small weights.
-fn model(dir: &Path, template: &str) {
+pub fn model(dir: &Path, template: &str) {
     folder(dir);
     fs::write(dir.join("tokenizer_config.json"), json!({ "chat_template": template, "eos_token": "<|stop|>" }).to_string()).unwrap();
     let run = dir.with_extension("run");
@@ -82,10 +83,10 @@ fn model(dir: &Path, template: &str) {
     }
 }
 
-const CHATML: &str = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|stop|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}";
+pub const CHATML: &str = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|stop|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}";
 
 /// Twenty conversations of two turns each, some with a system message.
-fn conversations() -> Vec<serde_json::Value> {
+pub fn conversations() -> Vec<serde_json::Value> {
     let turn = |role: &str, text: String| json!({ "role": role, "content": text });
     let chat = |i: usize| {
         let all = [
@@ -100,7 +101,7 @@ fn conversations() -> Vec<serde_json::Value> {
     (0..20).map(chat).collect()
 }
 
-fn lines(rows: &[serde_json::Value]) -> String {
+pub fn lines(rows: &[serde_json::Value]) -> String {
     rows.iter().map(|row| row.to_string() + "\n").collect()
 }
 
@@ -266,6 +267,11 @@ fn a_model_that_learned_to_chat_is_talked_to() {
     assert_eq!(talk(&[], "more\n").ok().out, "Well.\n");
     assert_eq!(talk(&["--stop", " now"], "c").ok().out, "Say yes,\n");
     assert_eq!(talk(&[], "").ok().out, "");
+    // Every turn has draws of its own: the first those of the next seed.
+    let hot = |seed: &'static str| ["--temperature", "9", "--max-tokens", "12", "--threads", "1", "--seed", seed];
+    let drawn = |seed: &'static str| kiln([&["generate", &text("run"), "--prompt", "c"], &hot(seed)[..]].concat()).ok().out;
+    let talked = converse(&[&["generate", &text("run"), "--chat"], &hot("4")[..]].concat(), "c").ok().out;
+    assert!(talked == drawn("5") && talked != drawn("4"), "{talked:?} {:?} {:?}", drawn("4"), drawn("5"));
     // It ends where the model's positions do.
     talk(&[], &"a long line that fills many positions\n".repeat(9)).fails(&["positions"]);
     kiln(["generate", &text("run"), "--chat", "--prompt", "x"]).fails(&["--chat"]);
@@ -308,26 +314,23 @@ fn documents_begin_and_end_as_the_files_say() {
     fs::write(at("base/tokenizer_config.json"), config.to_string()).unwrap();
     // By the folder or by its tokenizer.json.
     let said = prepare("base", "one", &[]).ok().out;
-    assert!(said.contains("documents end in token 97 \"<|stop|>\" (tokenizer_config.json)"), "{said}");
-    assert!(said.contains("documents begin with token 96 \"<|start|>\" (tokenizer_config.json)"), "{said}");
-    assert!(said.contains("padding is token 97 \"<|stop|>\" (tokenizer_config.json)"), "{said}");
+    assert!(said.contains("end of document: <|stop|> (97), tokenizer_config.json"), "{said}");
+    assert!(said.contains("before a document: <|start|> (96), tokenizer_config.json"), "{said}");
+    assert!(said.contains("padding: <|stop|> (97), tokenizer_config.json"), "{said}");
     prepare("base/tokenizer.json", "two", &[]).ok();
     assert!(fs::read(at("one/train-00000.tokens")).unwrap() == fs::read(at("two/train-00000.tokens")).unwrap());
     let inspected = kiln(["data", "inspect", &at("one")]).ok().out;
-    assert!(inspected.contains("padding is token 97 \"<|stop|>\""), "{inspected}");
+    assert!(inspected.contains("padding: <|stop|> (97)"), "{inspected}");
     assert!(
-        inspected.contains("documents begin with token 96")
+        inspected.contains("before a document: <|start|> (96)")
             && inspected.contains("begins: \"<|start|>document 0<|stop|><|start|>document 1"),
         "{inspected}"
     );
     // Or as one says.
     let said = prepare("base", "three", &["--bos", "none", "--eos", "<|start|>"]).ok().out;
-    assert!(
-        said.contains("no token begins documents (--bos)") && said.contains("documents end in token 96 \"<|start|>\" (--eos)"),
-        "{said}"
-    );
+    assert!(said.contains("before a document: nothing (--bos)") && said.contains("end of document: <|start|> (96), --eos"), "{said}");
     let inspected = kiln(["data", "inspect", &at("three")]).ok().out;
-    assert!(inspected.contains("begins: \"document 0<|start|>document 1") && !inspected.contains("begin with"), "{inspected}");
+    assert!(inspected.contains("begins: \"document 0<|start|>document 1") && !inspected.contains("before a document: <"), "{inspected}");
     prepare("base", "four", &["--bos", "nothing"]).fails(&["--bos = nothing", "no such token"]);
     // A file that is broken is no matter where the token is named.
     fs::write(at("base/generation_config.json"), "[").unwrap();

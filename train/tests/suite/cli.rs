@@ -65,6 +65,13 @@ fn only_some_ops_are_timed() {
     let table = kiln(["bench", "ops", "--only", "diversity", "--repeat", "1"]).ok().out;
     let rows: Vec<&str> = table.lines().skip(1).collect();
     assert!(!rows.is_empty() && rows.iter().all(|r| r.starts_with("diversity ")), "{table}");
+    // The op beside the plain ops that define it, in one call.
+    let table = kiln(["bench", "ops", "--only", "few_rows/Qwen3, o", "--repeat", "1", "--unfused"]).ok().out;
+    let times =
+        table.lines().find(|l| l.starts_with("few_rows")).and_then(|l| l.split_whitespace().last()).and_then(|t| t.strip_suffix('x'));
+    assert!(table.contains("unfused, ms") && times.is_some_and(|t| t.parse::<f64>().unwrap() > 0.0), "{table}");
+    kiln(["bench", "hydra", "--unfused"]).fails(&["--unfused is for bench ops"]);
+    kiln(["bench", "ops", "--only", "few_rows/", "--serve"]).fails(&["name one case"]);
     kiln(["bench", "ops", "--only", "no such op"]).fails(&["no such op"]);
     kiln(["bench", "hydra", "--only", "attention"]).fails(&["--only is for bench ops"]);
 }

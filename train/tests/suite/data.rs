@@ -5,7 +5,7 @@ use crate::common::{
 };
 use crate::common::{checkpoint, train_args, word_data};
 use kiln::data::replies::Template;
-use kiln::data::{ShardSet, Split, Tokenizer};
+use kiln::data::{Dataset, ShardSet, Split, Tokenizer};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -41,14 +41,19 @@ fn prepare_says_which_token_ends_documents_and_eos_sets_it() {
     let check = |args: &[&str], ids: &[u32], line: &str| {
         let (found, said, inspected) = prepared(args);
         assert_eq!(found, ids, "{args:?}");
+        // What reads the data set ends what it writes with the same token.
+        let out = dir.path().join("out");
+        let tokenizer = Dataset::open(&out).unwrap().load_tokenizer(&out).unwrap();
+        let end = ids.last().copied().filter(|_| !args.contains(&"none"));
+        assert_eq!((tokenizer.eos(), tokenizer.end().id), (end, end), "{args:?}");
         assert!(said.contains(line) && inspected.contains(line), "{line}\n{said}\n{inspected}");
     };
-    check(&[], &[1, 1, 3, 1, 3], "documents end in token 3 \"<|endoftext|>\" (its name is well known)");
+    check(&[], &[1, 1, 3, 1, 3], "end of document: <|endoftext|> (3), by its name");
     fs::write(dir.path().join("model/generation_config.json"), json!({"eos_token_id": [4, 5]}).to_string()).unwrap();
-    check(&[], &[1, 1, 5, 1, 5], "documents end in token 5 \"<|other|>\" (generation_config.json)");
-    check(&["--eos", "<|im_end|>"], &[1, 1, 4, 1, 4], "documents end in token 4 \"<|im_end|>\" (--eos)");
-    check(&["--eos", "2"], &[1, 1, 2, 1, 2], "documents end in token 2 \"</s>\" (--eos)");
-    check(&["--eos", "none"], &[1, 1, 1], "no token ends documents (--eos)");
+    check(&[], &[1, 1, 5, 1, 5], "end of document: <|other|> (5), generation_config.json");
+    check(&["--eos", "<|im_end|>"], &[1, 1, 4, 1, 4], "end of document: <|im_end|> (4), --eos");
+    check(&["--eos", "2"], &[1, 1, 2, 1, 2], "end of document: </s> (2), --eos");
+    check(&["--eos", "none"], &[1, 1, 1], "end of document: none (--eos)");
     let wrong = |eos: &str, parts: &[&str]| {
         kiln(["data", "prepare", &at("a.jsonl"), "--tokenizer", &text(&spec), "--out", &at("new"), "--eos", eos]).fails(parts)
     };
@@ -57,7 +62,7 @@ fn prepare_says_which_token_ends_documents_and_eos_sets_it() {
     // What cannot be understood is an error, unless it need not be.
     fs::write(dir.path().join("model/generation_config.json"), "{").unwrap();
     kiln(["data", "prepare", &at("a.jsonl"), "--tokenizer", &text(&spec), "--out", &at("new")]).fails(&["generation_config.json", "--eos"]);
-    check(&["--eos", "3"], &[1, 1, 3, 1, 3], "(--eos)");
+    check(&["--eos", "3"], &[1, 1, 3, 1, 3], ", --eos");
     // Bytes, and data sets of earlier versions.
     kiln(["data", "prepare", &at("a.jsonl"), "--out", &at("bytes"), "--val-share", "0", "--eos", "10"]).ok();
     let set = ShardSet::open(&dir.path().join("bytes"), Split::Train).unwrap();

@@ -15,12 +15,12 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().into()
 }
 
-fn read(path: &str) -> String {
+pub fn read(path: &str) -> String {
     fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
 /// README.md and docs/*.md, whose commands are run, by their paths in the repository.
-fn pages() -> Vec<String> {
+pub fn pages() -> Vec<String> {
     let names = crate::common::names(&root().join("docs"));
     let pages: Vec<String> = names.iter().filter(|n| n.ends_with(".md")).map(|n| format!("docs/{n}")).collect();
     assert!(pages.len() > 10, "{pages:?}");
@@ -28,7 +28,7 @@ fn pages() -> Vec<String> {
 }
 
 #[track_caller]
-fn is_current(page: &str, expected: &str) {
+pub fn is_current(page: &str, expected: &str) {
     if std::env::var_os("KILN_WRITE_DOCS").is_some() {
         fs::write(root().join(page), expected).unwrap();
     }
@@ -74,7 +74,7 @@ fn the_tables_of_scaling_are_current() {
 }
 
 /// The fenced blocks of a page: (what follows the fence, the text).
-fn blocks(page: &str) -> Vec<(&str, &str)> {
+pub fn blocks(page: &str) -> Vec<(&str, &str)> {
     let inside = page.split("```").skip(1).step_by(2);
     inside.map(|b| b.split_once('\n').unwrap_or((b, ""))).collect()
 }
@@ -101,7 +101,7 @@ fn run_page(path: &str, page: &str) -> Option<String> {
     (ran.code != Some(0) || ran.panicked()).then(|| format!("{path}: exit {:?}\n{}", ran.code, ran.err))
 }
 
-/// Blocks marked `sh no-run` need minutes, a GPU or files of one's own. That their commands parse is a test of the command line itself.
+/// Blocks marked `sh no-run` need minutes, a GPU or files of one's own. See `stand_ins.rs`.
 #[test]
 fn the_commands_of_every_page_run() {
     let left = Mutex::new(pages().into_iter());

@@ -203,6 +203,31 @@ fn embeddings_are_what_plain_arithmetic_gives() {
     }
 }
 
+/// Where sentence-transformers lowers letters before the tokenizer sees them, so does kiln.
+#[test]
+fn letters_are_lowered_where_the_folder_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    folder(dir.path(), &["Transformer", "Pooling"]);
+    let mut own = tokenizer();
+    own["normalizer"] = Value::Null;
+    write_json(&dir.path().join("tokenizer.json"), &own);
+    let opened = |lower: bool| {
+        write_json(&dir.path().join("sentence_bert_config.json"), &json!({"max_seq_length": 12, "do_lower_case": lower}));
+        Encoder::open(dir.path()).unwrap()
+    };
+    let ids = |e: &Encoder, text: &str| e.texts(&[text], None).unwrap().ids;
+    let (as_it_is, lowered) = (opened(false), opened(true));
+    assert_ne!(ids(&as_it_is, "THE"), ids(&as_it_is, "the"));
+    assert_eq!(ids(&lowered, "THE"), ids(&as_it_is, "the"));
+    // What embeds otherwise is another encoder; so are other weights.
+    let whole = as_it_is.fingerprint().unwrap();
+    assert_ne!(whole, lowered.fingerprint().unwrap());
+    let mut other = weights(&shape());
+    other[0].2[0] += 1.0;
+    write_weights(dir.path(), &other);
+    assert_ne!(whole, opened(false).fingerprint().unwrap());
+}
+
 #[test]
 fn newer_files_say_the_same_in_other_words() {
     let dir = tempfile::tempdir().unwrap();
@@ -300,7 +325,7 @@ fn the_command_line_embeds() {
     assert_eq!(shape, [2, 24]);
     let got: Vec<f32> = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
     assert!(plainly(&[2, 8, 11, 12, 13, 3], true).iter().zip(&got[24..]).all(|(a, b)| (a - *b as f64).abs() < 3e-6));
-    kiln(["check", "encoder", "/nowhere"]).fails(&["/nowhere", "no modules.json"]);
+    kiln(["check", "encoder", "/nowhere"]).fails(&["/nowhere", "no such folder"]);
     kiln(["check", "encoder", &path, "--write", "x"]).fails(&["--write wants"]);
 }
 

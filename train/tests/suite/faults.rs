@@ -20,7 +20,7 @@ fn make_unreadable(path: &Path) {
 fn ends(mut child: Child) -> Ran {
     let started = Instant::now();
     while child.try_wait().unwrap().is_none() {
-        if started.elapsed() > Duration::from_secs(20) {
+        if started.elapsed() > Duration::from_secs(60) {
             child.kill().unwrap();
             panic!("it goes on: {:#?}", end(child));
         }
@@ -242,15 +242,16 @@ fn a_pipe_in_the_place_of_a_file_of_the_run_is_refused_by_name() {
     }
 }
 
-/// Links stay, and what they lead to is written as any other file: whole or not at all.
+/// Links inside of a run stay, and what they lead to is written as any other file: whole or not at all.
 #[test]
 fn a_config_behind_a_link_is_written_where_the_link_leads() {
     let dir = tempdir().unwrap();
-    let (run, kept) = (dir.path().join("run"), dir.path().join("kept"));
+    let run = dir.path().join("run");
+    let kept = run.join("kept");
     train(&run, "--steps 2").ok();
     fs::create_dir(&kept).unwrap();
     fs::rename(run.join("config.toml"), kept.join("mine.toml")).unwrap();
-    symlink("../kept/mine.toml", run.join("config.toml")).unwrap();
+    symlink("kept/mine.toml", run.join("config.toml")).unwrap();
     let before = fs::metadata(kept.join("mine.toml")).unwrap().ino();
     resume(&run, "--steps 3").ok();
     assert!(run.join("config.toml").is_symlink() && names(&kept) == ["mine.toml"]);
@@ -310,7 +311,7 @@ fn an_end_that_is_no_id_of_the_vocabulary_is_refused() {
         prepare(eos).fails(&[&format!("--eos = {eos}"), "a vocabulary of 3"]);
     }
     let ran = prepare("1").ok();
-    assert!(ran.out.contains("documents end in token 1 \"999999\" (--eos)"), "{ran:#?}");
+    assert!(ran.out.contains("end of document: 999999 (1), --eos"), "{ran:#?}");
 }
 
 #[test]
@@ -555,7 +556,7 @@ fn a_cache_is_never_in_a_folder_that_others_write_to() {
 /// Files are written by `files.rs`. The exceptions lie in folders that are renamed as a whole, or are logs that grow.
 #[test]
 fn small_files_are_written_by_one_helper() {
-    let exceptions = ["files.rs", "checkpoint/manifest.rs", "metrics.rs", "models/folder.rs", "models/prune.rs", "data/shards.rs"];
+    let exceptions = ["files.rs", "checkpoint/manifest.rs", "metrics.rs", "models/folder.rs", "data/shards.rs"];
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let (mut folders, mut found) = (vec![root.clone()], vec![]);
     while let Some(folder) = folders.pop() {
@@ -564,9 +565,16 @@ fn small_files_are_written_by_one_helper() {
                 folders.push(path);
                 continue;
             }
+            if path.extension().is_none_or(|e| e != "rs") {
+                continue;
+            }
             let name = path.strip_prefix(&root).unwrap().to_str().unwrap().to_string();
             let source = fs::read_to_string(&path).unwrap();
-            let code = source.split("#[cfg(test)]").next().unwrap();
+            // Up to its tests, which are a module at its end; single items for tests may stand anywhere.
+            let tests = source
+                .match_indices("#[cfg(test)]\n")
+                .find(|(at, own)| source[at + own.len()..].lines().next().unwrap().ends_with("mod tests {"));
+            let code = &source[..tests.map_or(source.len(), |t| t.0)];
             let writes = ["fs::write(", "File::create", "OpenOptions", "fs::copy("].iter().any(|call| code.contains(call));
             found.extend((writes && !name.ends_with("tests.rs")).then_some(name));
         }

@@ -158,6 +158,19 @@ fn sudokus_are_read_from_files() {
     let both = format!("data.path={}", dir.path().join("both").display());
     assert_eq!(hrm().solves().unwrap().solver(&config(&[&both])).unwrap().unseen(100).unwrap(), learn.chosen(|i| i < 3));
 
+    // Either set may change alone, and a run that goes on sees it.
+    let run = dir.path().join("run");
+    kiln_train(&run, &format!("--steps 1 --set {both}")).ok();
+    for (name, other, what) in
+        [("both/test.csv", csv(&learn, 0, 4), "the validation data"), ("both/train.csv", csv(&test, 1, 20), "the data")]
+    {
+        let before = fs::read_to_string(dir.path().join(name)).unwrap();
+        write(name, &other);
+        resume(&run, "--steps 2").fails(&[what, "was"]);
+        write(name, &before);
+    }
+    resume(&run, "--steps 2").ok();
+
     // Puzzles of one side alone: what is never learned can be evaluated.
     let one = write("one.csv", &csv(&test, 0, 20));
     let error = hrm().task(&config(&[&one])).unwrap().begin(0).unwrap_err().to_string();
@@ -229,7 +242,6 @@ fn what_does_not_fit_is_said() {
         let error = hrm().task(&config(sets)).err().map(|e| e.to_string()).unwrap_or_default();
         assert!(error.contains(part), "{sets:?}: {error}");
     }
-    assert!(recipe::preset(hrm(), None).unwrap().set("accumulate=2").is_err(), "a step is one batch");
     // What cannot be generated is said when it is asked for.
     for (sets, need) in
         [(&["hardness=900"][..], "ask for fewer guesses)"), (&["hardness=900", "task=maze", "side=5", "seq=26"], "so long a path")]

@@ -21,7 +21,7 @@ fn records(labels: &[&[u8]], mark: usize) -> Vec<u8> {
 }
 
 /// Three records a file, with the labels 2 * file + record.
-fn cifar_10(dir: &Path) {
+pub fn cifar_10(dir: &Path) {
     fs::create_dir_all(dir).unwrap();
     for (file, name) in (1..=5).map(|n| format!("data_batch_{n}.bin")).chain(["test_batch.bin".into()]).enumerate() {
         let labels: Vec<u8> = (0..3).map(|i| (2 * file + i) as u8 % 10).collect();
@@ -54,7 +54,9 @@ fn folder(dir: &Path) {
 }
 
 fn open(dir: &Path) -> (ImageSet, ImageSet) {
-    images::open(dir, None, SIZE).unwrap_or_else(|e| panic!("{e}"))
+    // Nothing is held out: what is there to validate or to test with is read as it is.
+    let sets = images::open(dir, None, SIZE, 0.0).unwrap_or_else(|e| panic!("{e}"));
+    (sets.train, sets.val)
 }
 
 #[test]
@@ -72,6 +74,10 @@ fn cifar_10_is_read_as_it_was_written() {
     let mut changed = train.clone();
     changed.pixels[PICTURE] ^= 1;
     assert_ne!(changed.fingerprint(), before);
+    // A picture that is said to be of another class is other data.
+    let mut relabelled = train.clone();
+    relabelled.labels[3] = 5;
+    assert_ne!(relabelled.fingerprint(), before);
     fs::write(dir.path().join("batches.meta.txt"), "a\nb\nc\nd\ne\nf\ng\nh\ni\nj\n\n").unwrap();
     let named = open(dir.path()).0;
     assert_eq!(named.classes[9], "j");
@@ -79,11 +85,17 @@ fn cifar_10_is_read_as_it_was_written() {
 
     let seen = kiln(["data", "inspect", &text(dir.path()), "--json"]).ok().out;
     let seen: Value = serde_json::from_str(&seen).unwrap();
-    assert_eq!((&seen["format"], &seen["train"]["pictures"]), (&"cifar-10".into(), &15.into()));
-    assert_eq!(seen["train"]["fingerprint"], named.fingerprint());
-    assert_eq!((&seen["classes"][2]["train"], &seen["classes"][2]["val"]), (&2.into(), &1.into()));
+    // A tenth of what is to learn from is held out, and the test batch is another split.
+    let sets = images::open(dir.path(), None, SIZE, images::VAL_SHARE).unwrap();
+    assert_eq!((&seen["format"], &seen["train"]["pictures"]), (&"cifar-10".into(), &14.into()));
+    assert_eq!((&seen["val"]["pictures"], &seen["test"]["pictures"]), (&1.into(), &3.into()));
+    assert_eq!(seen["train"]["fingerprint"], sets.train.fingerprint());
+    let counts = ["train", "val", "test"].map(|split| seen["classes"][2][split].as_u64().unwrap());
+    assert_eq!(counts, [2, 0, 1]);
+    assert_eq!(sets.val.item(0), named.item(9), "the same one every time");
+    assert_eq!((sets.train.item(8), sets.train.item(9)), (named.item(8), named.item(10)));
     let shown = kiln(["data", "inspect", &text(dir.path())]).ok().out;
-    assert!(shown.contains("train 15 pictures") && shown.contains("validation 3"), "{shown}");
+    assert!(shown.contains("train 14 pictures") && shown.contains("validation 1 ") && shown.contains("test 3 "), "{shown}");
 }
 
 #[test]
@@ -122,7 +134,7 @@ fn pictures_are_cropped_to_their_middle_and_resized() {
             _ => [255, 0, 0],
         });
     }
-    let set = images::open(dir.path(), "folder".parse().ok(), 8).unwrap().0;
+    let set = images::open(dir.path(), "folder".parse().ok(), 8, 0.0).unwrap().train;
     let pixels = set.item(0).0;
     assert_eq!((set.size, pixels.len()), (8, 192));
     assert!(pixels[..64].iter().chain(&pixels[128..]).all(|&v| v == 0), "{pixels:?}");
@@ -174,7 +186,10 @@ fn a_set_without_validation_is_split_once_and_for_all() {
     for i in 0..300u32 {
         picture(&dir.path().join(["odd", "even"][(i % 2) as usize]).join(format!("{i:03}.png")), 4, 4, |_, _| [i as u8, (i >> 8) as u8, 0]);
     }
-    let read = || images::open(dir.path(), None, 4).unwrap();
+    let read = || {
+        let sets = images::open(dir.path(), None, 4, images::VAL_SHARE).unwrap();
+        (sets.train, sets.val)
+    };
     let (train, val) = read();
     assert_eq!((&train, &val), (&read().0, &read().1));
     let numbers =
@@ -220,7 +235,7 @@ fn damaged_sets_are_refused() {
         (
             |d| fs::create_dir_all(d).unwrap(),
             |d| (1..=5).for_each(|i| fs::write(d.join(format!("data_batch_{i}")), "pickle").unwrap()),
-            &["data_batch_1.bin", "missing", "binary version"],
+            &["data_batch_1", "not a file of CIFAR-10's Python version", "no pickle of protocol 2"],
         ),
         (
             cifar_10,
@@ -277,11 +292,13 @@ fn bad_arguments_are_refused() {
         (format!("--data {good}/test_batch.bin"), &["test_batch.bin", "is a file", "CIFAR"]),
         (format!("--data {good} --format cifar-100"), &["fine_label_names.txt", "missing", "CIFAR-100"]),
         (format!("--data {good} --format folder"), &["0 folders"]),
-        (format!("--data {good} --format zip"), &["format = zip", "cifar-10, cifar-100, folder"]),
+        (format!("--data {good} --format zip"), &["format = zip", "cifar-10, cifar-10-python, cifar-100, parquet, folder"]),
         (format!("--data {good} --size 64"), &["size = 64", "32 pixels"]),
         (format!("--data {other} --size 0"), &["size = 0", "1 to 512"]),
         (format!("--data {other} --size 99999999999"), &["size = 99999999999", "1 to 512"]),
-        (format!("--data {good} --split test"), &["test", "train", "val"]),
+        (format!("--data {good} --split other"), &["other", "train", "val", "test"]),
+        (format!("--data {other} --split test"), &["other", "no test split"]),
+        ("--split test".into(), &["no test split"]),
         (format!("--data {good} --count 0"), &["--count", "0"]),
         ("--least-area 0".into(), &["--least-area 0"]),
         ("--least-area nan".into(), &["--least-area NaN"]),

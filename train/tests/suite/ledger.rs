@@ -1,6 +1,7 @@
 //! `kiln bench --ledger`, `--baseline` and `--picture`; what they write is read back.
 
 use crate::common::{Ran, SMALL, command, finish, kiln, text};
+use crate::docs::{is_current, read};
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -47,8 +48,8 @@ fn a_ledger_says_what_every_pass_does_and_is_read_back() {
     assert!(m["date"].as_str().unwrap().ends_with('Z') && m["device"] == "cpu, 1 thread" && m["receipts"]["train"].is_array(), "{m}");
     // How it was measured.
     let turns = &m["turns"];
-    assert_eq!((&turns["rounds"], &turns["steps"], &turns["groups"], &turns["copies"]), (&3.into(), &1.into(), &1.into(), &4.into()));
-    assert_eq!(m["times"].as_array().unwrap().len(), 4 * 3 + 1, "four copies of the baseline in three rounds, and the first once more");
+    assert_eq!((&turns["rounds"], &turns["steps"], &turns["groups"], &turns["copies"]), (&3.into(), &1.into(), &1.into(), &6.into()));
+    assert_eq!(m["times"].as_array().unwrap().len(), 6 * 3 + 1, "six copies of the baseline in three rounds, and the first once more");
     assert_eq!((&m["repeat"], &m["period"]), (&1.into(), &1.into()));
     assert!(number(&turns["loads"]) > 0.0, "no two loads take the same time");
     assert!(said.contains("3 rounds in") && said.contains("all variants held in memory at once"), "{said}");
@@ -73,12 +74,30 @@ fn a_ledger_says_what_every_pass_does_and_is_read_back() {
     assert!(line(&m, "bf16")["switched_on"] == true && bf16[1] > 1e-4 && bf16[3] > 1e-7 && bf16[2] < 1.0, "{bf16:?}");
     assert!(line(&m, "flash-attention")["differ"]["worst"].as_str().unwrap().contains("attn"), "{}", line(&m, "flash-attention"));
     assert!(number(&line(&m, "flash-attention")["peak_off"]) > number(&line(&m, "flash-attention")["peak"]));
-    for (pass, what) in [("lora-forward", "does nothing here"), ("tf32, switched on", "does nothing here"), ("fp8", "off (--also fp8)")] {
-        let row = said.lines().find(|l| l.starts_with(&format!("{pass} "))).unwrap_or_else(|| panic!("{pass}\n{said}"));
-        assert!(row.contains(what), "{row}");
-    }
-    // The page has the same numbers.
+    // Those that have nothing to say are named together, in the terminal and on the page.
     let html = fs::read_to_string(&page).unwrap();
+    for (found, what, names) in [
+        (found("nothing"), "more do nothing here", &["lora-forward", "tf32, switched on"][..]),
+        (found("off"), "more are off (--also NAME times one)", &["fp8"]),
+    ] {
+        let line = said.lines().find(|l| l.contains(what)).unwrap_or_else(|| panic!("{what}\n{said}"));
+        assert!(line.starts_with(&format!("{found} more")) && html.contains(&format!("<p>{line}.</p>")), "{line}");
+        for name in names {
+            assert!(line.contains(name) && !html.contains(&format!("<tr><td>{name}</td>")), "{line}");
+            assert!(!said.lines().any(|l| l.starts_with(&format!("{name} "))), "{name}\n{said}");
+        }
+    }
+    let row = |pass: &str| said.lines().find(|l| l.starts_with(&format!("{pass} "))).unwrap_or_else(|| panic!("{pass}\n{said}"));
+    // What a pass gains is in one column, and memory has one sign: in the terminal, in the page's table and in its chart.
+    assert!(!html.contains(">verdict<"), "gain says it");
+    let flash = line(&m, "flash-attention");
+    let more = number(&flash["peak"]) - number(&flash["peak_off"]);
+    assert!(more < 0.0 && row("flash-attention").contains(" -"), "{}", row("flash-attention"));
+    assert!(html.contains(&format!("<td class=\"number\" data-value=\"{more}\">-")), "{more}");
+    let memory = inside(&html, "chart-2");
+    let bar = memory["bars"].as_array().unwrap().iter().find(|b| b["name"] == "flash-attention").unwrap().clone();
+    assert!(bar["value"] == more && bar["shown"].as_str().unwrap().starts_with('-'), "{bar}");
+    // The page has the same numbers.
     assert_eq!(inside(&html, "bench"), m);
     let bars = inside(&html, "chart-1");
     assert_eq!(bars["bars"].as_array().unwrap().len(), found("measured"));
@@ -256,7 +275,7 @@ fn limits_of_a_ledger_are_checked_first() {
     assert_eq!(json(&file)["turns"]["rounds"], 3, "{}", ran.out);
     // With nothing to compare there is still the step.
     let said = bench("--ledger --rounds 3 --repeat 1 --steps-for-error 1 --only fp8").ok().out;
-    assert!(said.contains("off (--also fp8)") && said.contains("ms a step"), "{said}");
+    assert!(said.contains("1 is off (--also NAME times it): fp8") && said.contains("ms a step"), "{said}");
 }
 
 /// A stand-in for Python: with or without torch, and with a peer of the small step.
@@ -320,7 +339,9 @@ fn ledgers_of_a_folder_are_one_picture() {
     });
     draw().ok();
     let drawn = fs::read_to_string(&svg).unwrap();
-    for part in ["first", "second", "flash-attention", "fuse-norm", "guides promise", "1.5-2.5x", "1.3-2x an op", "cpu, 1 thread"] {
+    for part in
+        ["first", "second", "flash-attention", "fuse-norm", "guides promise", "1.5-2x (CUDA Plan)", "1.3-2x an op (HYDRA)", "cpu, 1 thread"]
+    {
         assert!(drawn.contains(part), "{part}");
     }
     fs::write(folder.join("third.json"), "{}").unwrap();
@@ -329,6 +350,55 @@ fn ledgers_of_a_folder_are_one_picture() {
     bench(&format!("--repeat 1 --warmup 0 --steps-for-error 1 --json {}", text(&plain))).ok();
     draw().fails(&["third.json has no ledger"]);
     kiln(["bench", "hydra", "--picture", "x.svg", "--ledgers", "."]).fails(&["--picture"]);
+}
+
+/// docs/img/ledger.svg is what bench/ledger draws, and both the picture and the page name every guide.
+#[test]
+fn the_picture_of_the_docs_is_that_of_the_ledgers() {
+    let dir = tempdir().unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let svg = dir.path().join("ledger.svg");
+    kiln(["bench", "--picture", &text(&svg), "--ledgers", &text(&root.join("bench/ledger"))]).ok();
+    let drawn = fs::read_to_string(&svg).unwrap();
+    is_current("docs/img/ledger.svg", &drawn);
+    let page = read("docs/measuring.md");
+    for guide in [
+        "CUDA Optimization Plan",
+        "Vision-BDH Performance Optimization Guide",
+        "Frontier Optimizations for HYDRA Training",
+        "CUDA Optimization Design Notes",
+        "Trainer2 Optimization Guide",
+    ] {
+        assert!(drawn.contains(guide) && page.contains(guide), "{guide}");
+    }
+    assert!(drawn.contains("measured at an earlier commit") || page.contains("99% intervals"), "the picture says of which code it is");
+}
+
+/// What docs/measuring.md says of single passes is in bench/ledger.
+#[test]
+fn the_figures_of_passes_are_those_of_the_ledgers() {
+    let of = |name: &str, pass: &str| {
+        let m = json(&Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../bench/ledger/{name}.json")));
+        let line = line(&m, pass).clone();
+        let saved = 1.0 - number(&line["peak"]) / number(&line["peak_off"]);
+        (1.0 + number(&line["gain"]["median"]), 100.0 * saved)
+    };
+    let flash = |name: &str| of(name, "flash-attention");
+    let [polychromic, gpt2, hydra, lior, hrm] = ["polychromic", "gpt2-124m", "hydra", "lior", "hrm"].map(flash);
+    assert_eq!(format!("{:.1}", gpt2.0), format!("{:.1}", hydra.0));
+    let loss = ["gpt2-124m", "hydra", "polychromic"].map(|name| of(name, "linear-cross-entropy").1);
+    let page = read("docs/measuring.md");
+    for said in [
+        format!("{:.1}x (polychromic), {:.1}x (gpt2-124m, hydra), {:.1}x (lior), {:.1}x (hrm)", polychromic.0, gpt2.0, lior.0, hrm.0),
+        format!("against attention written out; {:.0} to {:.0}% of the memory", hrm.1, gpt2.1),
+        format!("{:.2}x (gpt2-124m), {:.2}x (hydra)", of("gpt2-124m", "fp8").0, of("hydra", "fp8").0),
+        format!("the peak grows by {:.0}%", -of("gpt2-124m", "fp8").1),
+        format!("{:.3}x for hrm's small kernels", of("hrm", "cuda-graph").0),
+        format!("takes {:.1} times as long", of("hrm", "grouped-gemm").0),
+        format!("of the peak {:.0} to {:.0}%", loss.iter().copied().fold(f64::MAX, f64::min), loss.iter().copied().fold(0.0, f64::max)),
+    ] {
+        assert!(page.contains(&said), "docs/measuring.md does not say '{said}'");
+    }
 }
 
 /// Every third step of this recipe takes much longer: a median of single steps would never see it.

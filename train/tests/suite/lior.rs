@@ -259,6 +259,32 @@ fn stopped_and_resumed_is_never_having_stopped_and_the_pictures_are_drawn() {
     assert_eq!(value["lior"], recorded["val_lior"]);
 }
 
+/// Every window counts once, and alike, in however many batches they are read.
+#[test]
+fn an_evaluation_is_a_mean_over_its_windows() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data").display().to_string();
+    crate::common::kiln(["data", "prepare", "--generated", "60", "--val-share", "0.1", "--out", &data]).ok();
+    let evaluated = |batch: usize| {
+        let c = config(&[&format!("data.path={data}"), &format!("batch={batch}"), "eval_batches=0"]);
+        let mut t = task(&c);
+        let mut s = run::load(&*t, &c, &device()).unwrap();
+        t.begin(0).unwrap();
+        let windows = t.extent().unwrap().unwrap().of.unwrap();
+        (windows, t.evaluate(&mut s).unwrap().values)
+    };
+    let (windows, alone) = evaluated(1);
+    assert!(windows > 2, "{windows} windows");
+    for batch in [2, 3] {
+        let (batches, values) = evaluated(batch);
+        assert_eq!(batches, windows.div_ceil(batch as u64));
+        for ((name, a), (_, b)) in alone.iter().zip(&values) {
+            assert!((a - b).abs() < 1e-4 * a.abs(), "{name}: {a} window by window, {b} in batches of {batch}");
+        }
+    }
+    assert!((2..=3).any(|batch| !windows.is_multiple_of(batch)), "one of them is filled up");
+}
+
 #[test]
 fn what_does_not_fit_is_said() {
     let cases: [(&str, &str); 10] = [

@@ -1,8 +1,15 @@
 //! One binary for all tests of this crate but those that replace the allocator: linking is what takes long.
 
+#[allow(clippy::duplicate_mod)] // mpich.rs has it, too
+#[path = "../../../engine/tests/without.rs"]
+mod without;
+
 mod absurd;
+mod accumulated;
 mod averages;
+mod base;
 mod best;
+mod broken_weights;
 mod budget;
 mod chats;
 mod cli;
@@ -10,15 +17,19 @@ mod common;
 mod config;
 mod data;
 mod decoder;
+mod defaults;
 mod docs;
 mod encoder;
+mod ends;
 mod exports;
 mod faults;
 mod figures;
 mod golden;
 mod golden_files;
 mod hrm;
+mod hrm_lm;
 mod hrm_runs;
+mod image_formats;
 mod images;
 mod launch;
 mod ledger;
@@ -27,8 +38,10 @@ mod lior;
 mod mamba2;
 mod mazes;
 mod memory;
+mod mixtures;
 mod models;
 mod names;
+mod newcomer;
 mod numbers;
 mod own_recipe;
 mod pages;
@@ -44,8 +57,14 @@ mod ranks;
 mod refused;
 mod replies;
 mod settled;
+mod shared;
+mod shown;
 mod sparse;
 mod speed;
+mod stand_ins;
 mod states;
 mod steps;
+mod templates;
+mod tokenizers;
 mod vision;
+mod watched;

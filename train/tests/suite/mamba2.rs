@@ -2,8 +2,14 @@
 
 use super::common::kiln;
 use engine::check::relative;
+use engine::ops::sample::Nucleus;
+use engine::philox::rng_feed;
+use engine::{Cpu, Device, Switches};
 use kiln::checkpoint::load_safetensors;
+use kiln::data::replies::{Asked, Prompt};
 use kiln::models::Shape;
+use kiln::models::decoder::{Base, Decoder, Writer};
+use kiln::recipe::Session;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -42,6 +48,46 @@ fn a_folder_is_read_in_low_precision() {
         let said = kiln(["export", from, "--out", &text("x.gguf"), "--format", "gguf"]);
         said.fails(&[from, "Mamba2ForCausalLM", "no GGUF file is written"]);
         assert!(!said.err.contains("x.gguf.folder"), "{said:#?}");
+    }
+}
+
+/// What the layers remember of a prompt, and of what is written behind it, after each of so many tokens: state after state.
+fn memories(prompt: &[u32], time: usize) -> Vec<Vec<f32>> {
+    let config = json!({
+        "model_type": "mamba2", "vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 6, "n_groups": 2,
+        "state_size": 7, "conv_kernel": 4, "tie_word_embeddings": true
+    });
+    let shape = &Shape::parse(config.as_object().unwrap()).unwrap();
+    let mut s = Session::new(&Device::cpu(Cpu::new(1)), &Switches::default(), 3);
+    let nucleus = Nucleus { temperature: 0.0, top_p: 1.0 };
+    let writer = Writer { prompts: 1, replies: 1, time, new_tokens: 8, nucleus, stop: None };
+    for (name, graph) in writer.graphs(|r| Decoder { shape, lora: None, base: Base::Drawn, r, rng: None }) {
+        s.load(name, graph).unwrap();
+    }
+    let asked = Asked::new(vec![Prompt { text: String::new(), tokens: prompt.to_vec() }], time);
+    writer.begin(&mut s, &asked, rng_feed(1, 1, 1)).unwrap();
+    let mut all = vec![];
+    for _ in 0..4 {
+        let mut states: Vec<_> = s.store.iter().filter(|(n, _)| n.ends_with(".convolved") || n.ends_with(".scanned")).collect();
+        states.sort_by_key(|(n, _)| n.to_string());
+        assert_eq!(states.len(), 4, "two layers");
+        all.extend(states.into_iter().map(|(_, t)| t.f32().unwrap()));
+        all.push(vec![writer.newest(&s).unwrap()[0] as f32]);
+        writer.next(&mut s).unwrap();
+    }
+    all
+}
+
+/// What stands before a prompt that is shorter than the convolution is nothing, and not what fills up its row.
+#[test]
+fn padding_before_a_short_prompt_is_not_remembered() {
+    for prompt in [&[5][..], &[5, 9], &[5, 9, 2, 7]] {
+        let (alone, padded) = (memories(prompt, prompt.len()), memories(prompt, 6));
+        for (i, (a, b)) in alone.iter().zip(&padded).enumerate() {
+            let worst = a.iter().zip(b).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+            assert!(worst < 1e-5, "{prompt:?}, number {i}: {worst}");
+        }
+        assert!(alone.iter().flatten().any(|v| v.abs() > 0.01), "there is something to remember");
     }
 }
 

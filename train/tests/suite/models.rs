@@ -157,20 +157,18 @@ fn frequencies_are_scaled_as_transformers_scales_them() {
         (c["architectures"], c["model_type"], c["head_dim"], c["rope_scaling"]) =
             (json!(["LlamaForCausalLM"]), "llama".into(), 32.into(), rope);
         c.as_object_mut().unwrap().remove("rope_parameters");
+        // Where it is not said of which context a scaling is, it is the model's.
+        c["max_position_embeddings"] = if c["rope_scaling"].get("original_max_position_embeddings").is_some() { 64 } else { 8192 }.into();
         c["rope_theta"] = if c["rope_scaling"]["rope_type"] == "llama3" { 500000.0.into() } else { 10000.0.into() };
         fs::write(dir.path().join("config.json"), c.to_string()).unwrap();
         Shape::read(&dir.path().join("config.json")).unwrap()
     };
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192});
-    let want = [
-        (llama3, [1.0, 4.403_666_3e-1, 3.211_446e-3, 5.248_46e-4, 7.784_655_5e-5, 5.677_088e-7], [0, 1, 7, 8, 9, 15]),
-        (
-            json!({"type": "linear", "factor": 4.0}),
-            [0.25, 1.405_853_3e-1, 4.445_698_6e-3, 2.5e-3, 1.405_853_3e-3, 4.445_698_5e-5],
-            [0, 1, 7, 8, 9, 15],
-        ),
-    ];
-    for (rope, numbers, places) in want {
+    let silent = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
+    let of_llama3 = [1.0, 4.403_666_3e-1, 3.211_446e-3, 5.248_46e-4, 7.784_655_5e-5, 5.677_088e-7];
+    let linear = [0.25, 1.405_853_3e-1, 4.445_698_6e-3, 2.5e-3, 1.405_853_3e-3, 4.445_698_5e-5];
+    for (rope, numbers) in [(llama3, of_llama3), (silent, of_llama3), (json!({"type": "linear", "factor": 4.0}), linear)] {
+        let places = [0, 1, 7, 8, 9, 15];
         let got = read(rope).frequencies();
         assert_eq!(got.len(), 16);
         for (number, place) in numbers.iter().zip(places) {
@@ -237,7 +235,12 @@ fn what_is_wrong_with_a_folder_is_said_by_name() {
         &set("architectures", json!(["GemmaForCausalLM"])),
         1,
         &whole,
-        &["config.json", "GemmaForCausalLM", "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"],
+        &[
+            "config.json",
+            "GemmaForCausalLM, which is not supported yet",
+            "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+            "CONTRIBUTING.md",
+        ],
     );
     refused(
         &|c: &mut Value, _: &mut Tensors| (c["architectures"], c["model_type"]) = (Value::Null, Value::Null),
@@ -336,6 +339,11 @@ fn what_is_wrong_with_a_folder_is_said_by_name() {
         &["says that model-00001-of-00003.safetensors holds", "which it does not"],
     );
     refused(&same, 3, &index("weight_map", "map"), &["no table 'weight_map'"]);
+    let many = |p: &Path| {
+        let map: serde_json::Map<String, Value> = (0..100_000).map(|i| (format!("w{i}"), format!("{i}.safetensors").into())).collect();
+        fs::write(p.join("model.safetensors.index.json"), json!({ "weight_map": map }).to_string()).unwrap();
+    };
+    refused(&same, 3, &many, &["names more than 1024 files"]);
     assert!(Folder::open(Path::new("/nowhere")).map(|_| ()).unwrap_err().to_string().contains("there is no such folder"));
 
     // What files of real models hold beside their weights is not in the way.
@@ -467,16 +475,58 @@ fn a_document_ends_with_its_token_too() {
     fs::write(path.join("tokenizer.json"), tokenizer.to_string()).unwrap();
     fs::write(path.join("generation_config.json"), json!({"eos_token_id": [2, 0]}).to_string()).unwrap();
     let said = kiln(["check", "model", &text(&path)]).ok().out;
-    assert!(said.contains("tokenizer.json: documents end in token 0 \"<|endoftext|>\" (generation_config.json)"), "{said}");
+    assert!(
+        said.contains("end of document: <|endoftext|> (0), generation_config.json\nend of turn: <|im_end|> (2), generation_config.json\n"),
+        "{said}"
+    );
     for raw in [&[][..], &["--raw"]] {
         let own = ["generate", &text(&path), "--prompt", "hm", "--max-tokens", "5", "--threads", "1"];
         let said = |temperature: &str| kiln([&own[..], &["--temperature", temperature], raw].concat());
         let out = said("0").ok().out;
         assert!(!out.contains("<|"), "{out}");
-        for wrong in ["-1", "nan", "inf"] {
-            said(wrong).fails(&["--temperature", "is not a number from 0 up"]);
+        for wrong in ["-1", "nan", "inf", "1e308", "-1e308", "3.5e38", "hot"] {
+            said(wrong).fails(&["--temperature", wrong, "is not a number from 0 up"]);
         }
     }
+}
+
+/// A model that writes one token, whatever it is asked, which generation_config.json names as an end among others.
+#[test]
+fn a_reply_ends_with_any_end_that_the_folder_names() {
+    let dir = tempfile::tempdir().unwrap();
+    // Layers of zeros leave the embedding as it is, and that is its own head: the token whose row is larger than all others is drawn.
+    const DRAWN: usize = 4;
+    let tensors: Tensors = golden_tensors()
+        .0
+        .into_iter()
+        .map(|(name, dtype, shape, bytes)| {
+            let at = |i: usize| match name.as_str() {
+                "model.embed_tokens.weight" if i / shape[1] == DRAWN => 2.0,
+                "model.embed_tokens.weight" | "model.norm.weight" => 1.0,
+                _ => 0.0f32,
+            };
+            let numbers: Vec<f32> = (0..bytes.len() / 4).map(at).collect();
+            (name, dtype, shape, bytemuck::cast_slice(&numbers).to_vec())
+        })
+        .collect();
+    let path = folder(&dir.path().join("model"), &config(), &tensors, 1);
+    let words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "[UNK]", "done"];
+    let vocab: serde_json::Map<String, Value> = words.iter().enumerate().map(|(i, w)| (w.to_string(), i.into())).collect();
+    // One that is not special is part of the text until it is an end.
+    let added = [0, 1, 2, DRAWN].map(|i| {
+        json!({"id": i, "content": words[i], "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": i != DRAWN})
+    });
+    let tokenizer = json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}});
+    fs::write(path.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let said = |ends: Value| {
+        fs::write(path.join("generation_config.json"), json!({ "eos_token_id": ends }).to_string()).unwrap();
+        let own = ["generate", &text(&path), "--prompt", "hm", "--max-tokens", "5", "--temperature", "0", "--threads", "1"];
+        kiln(own).ok().out.matches("done").count()
+    };
+    assert_eq!(said(json!([2, 0])), 5, "nothing ends it");
+    assert_eq!(said(json!([2, 0, DRAWN])), 0);
+    assert_eq!(said(json!([2, DRAWN, 0])), 0);
 }
 
 /// The logits of `kiln check model`.
@@ -528,7 +578,8 @@ fn runs_are_exported_as_adapters_and_as_models() {
     kiln(["export", &path("run"), "--out", &path("merged"), "--merge"]).ok();
     kiln(["export", &path("run"), "--out", &path("merged"), "--merge"]).fails(&["is there already"]);
     assert_eq!(names(&at("adapters")), ["README.md", "adapter_config.json", "adapter_model.safetensors"]);
-    assert_eq!(names(&at("merged")), ["README.md", "config.json", "generation_config.json", "model.safetensors"]);
+    let files = ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+    assert_eq!(names(&at("merged")), files);
     assert!(names(dir.path()).iter().all(|n| !n.contains(".tmp")));
 
     let (plain, adapted, merged) = (
@@ -570,6 +621,7 @@ fn runs_are_exported_as_adapters_and_as_models() {
         train("again", &[&["--set", &base, "--init-from", &path("adapters"), "--set", "learning_rate=1e-30"], more].concat())
     };
     begin(&["--set", "rank=3"]).fails(&["has rank = 2", "model.rank = 3"]);
+    begin(&["--set", "alpha=31.5"]).fails(&["has alpha = ", "model.alpha = 31.5"]);
     begin(&["--set", "targets=[\"q\"]"]).fails(&["has targets = [\"q\", \"k\"", "model.targets = [\"q\"]"]);
     begin(&[]).ok();
     kiln(["export", &path("again"), "--out", &path("back")]).ok();
@@ -586,6 +638,9 @@ fn runs_are_exported_as_adapters_and_as_models() {
 
     kiln(["check", "model", &path("base"), "--ids", "600"]).fails(&["token 600", "0 to 520"]);
     kiln(["check", "model", &path("base"), "--ids", "a"]).fails(&["'a' is no token"]);
+    fs::remove_file(at("base/tokenizer.json")).unwrap();
+    kiln(["check", "model", &path("base"), "--prompt", "hello"]).fails(&["tokenizer.json: there is none", "AutoTokenizer.from_pretrained"]);
+    fs::remove_file(at("base/tokenizer_config.json")).unwrap();
     kiln(["check", "model", &path("base"), "--prompt", "hello"]).fails(&["no tokenizer.json"]);
     kiln(["check", "model", &path("base"), "--write", &path("x")]).fails(&["--write wants"]);
 }

@@ -62,7 +62,7 @@ fn the_same_run_twice_is_the_same_bits() {
 fn planned(c: &Config) -> (Compiled, usize) {
     let graph = task(c).graphs().remove(0).1;
     let compiled = Compiled::new(graph, &c.switches().unwrap(), Target::Cpu).unwrap();
-    compiled.plan.verify().unwrap();
+    compiled.plan.verify(&compiled.graph).unwrap();
     let memory = compiled.plan.memory;
     (compiled, memory.activations)
 }
@@ -106,7 +106,8 @@ fn every_plan_keeps_live_buffers_apart() {
     for passes in [&["passes.in-place=off"][..], &["passes.fuse-pointwise=off"], &["passes.flash-attention=off"], &["accumulate=2"]] {
         let c = config("tiny", passes);
         for (_, graph) in task(&c).graphs() {
-            Compiled::new(graph, &c.switches().unwrap(), Target::Cpu).unwrap().plan.verify().unwrap();
+            let compiled = Compiled::new(graph, &c.switches().unwrap(), Target::Cpu).unwrap();
+            compiled.plan.verify(&compiled.graph).unwrap();
         }
     }
 }

@@ -1,5 +1,6 @@
 //! A program with a recipe of its own has the whole command line.
 
+use crate::without::without;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -20,7 +21,8 @@ fn an_op_of_ones_own_is_checked_and_trained_with() {
     let run = Command::new(beside("own_op")).output().unwrap();
     let text = String::from_utf8_lossy(&run.stdout);
     assert!(run.status.success(), "{text}{}", String::from_utf8_lossy(&run.stderr));
-    let kernel = if engine::cuda::emulator::missing().is_none() { "kernel: right" } else { "kernel: " };
+    let missing = engine::cuda::emulator::missing().inspect(|why| without("g++", why));
+    let kernel = if missing.is_none() { "kernel: right" } else { "kernel: " };
     for part in ["shift: odd (gradient): right", kernel, "w = 2.000"] {
         assert!(text.contains(part), "no '{part}' in\n{text}");
     }

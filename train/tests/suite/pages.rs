@@ -7,10 +7,11 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Stdio};
+use std::time::Duration;
 use tempfile::tempdir;
 
-fn json(text: &str) -> Value {
+pub fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"))
 }
 
@@ -75,23 +76,38 @@ fn runs_say_how_they_are_doing() {
 }
 
 /// A server on a free port, ended with the test.
-struct Served {
+pub struct Served {
     child: Child,
-    host: String,
+    pub host: String,
+    /// What the address ends in: `token=..`, or nothing.
+    pub token: String,
 }
 
 impl Served {
-    fn new(folder: &Path) -> Served {
-        let mut child = start(vec!["watch".into(), text(folder), "--port".into(), "0".into()]);
+    pub fn new(folder: &Path) -> Served {
+        Served::with(folder, &[])
+    }
+
+    pub fn with(folder: &Path, more: &[&str]) -> Served {
+        Served::of(folder, more, &[])
+    }
+
+    /// With more flags, and variables of its environment.
+    pub fn of(folder: &Path, more: &[&str], variables: &[(&str, &str)]) -> Served {
+        let folder = text(folder);
+        let mut watch = command(["watch", folder.as_str(), "--port", "0"].iter().chain(more));
+        let mut child = watch.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let address = line.split_whitespace().next().unwrap_or_else(|| panic!("{line}"));
-        Served { host: address.strip_prefix("http://").and_then(|a| a.strip_suffix('/')).unwrap().to_string(), child }
+        let (host, token) = address.strip_prefix("http://").and_then(|a| a.split_once('/')).unwrap_or_else(|| panic!("{line}"));
+        Served { host: host.into(), token: token.trim_start_matches('?').into(), child }
     }
 
     /// Status, headers and body of the answer to these lines.
-    fn send(&self, request: &str) -> (u16, String, Vec<u8>) {
+    pub fn send(&self, request: &str) -> (u16, String, Vec<u8>) {
         let mut stream = TcpStream::connect(&self.host).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
         let mut bytes = vec![];
         stream.read_to_end(&mut bytes).unwrap();
@@ -100,11 +116,17 @@ impl Served {
         (head.split(' ').nth(1).unwrap().parse().unwrap(), head, bytes[at + 4..].to_vec())
     }
 
-    fn get(&self, path: &str) -> (u16, String, Vec<u8>) {
-        self.send(&format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.host))
+    pub fn get(&self, path: &str) -> (u16, String, Vec<u8>) {
+        self.ask(path, &self.token, &self.host)
     }
 
-    fn json(&self, path: &str) -> Value {
+    /// With this token, and under this name.
+    pub fn ask(&self, path: &str, token: &str, host: &str) -> (u16, String, Vec<u8>) {
+        let and = if path.contains('?') { '&' } else { '?' };
+        self.send(&format!("GET {path}{and}{token} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"))
+    }
+
+    pub fn json(&self, path: &str) -> Value {
         let (status, head, body) = self.get(path);
         assert!(status == 200 && head.contains("application/json"), "{path}: {head}");
         json(&String::from_utf8(body).unwrap())
@@ -126,6 +148,7 @@ fn the_page_is_for_this_machine_and_for_runs_alone() {
     kiln(args).ok();
     fs::write(dir.path().join("secret.svg"), "secret").unwrap();
     std::os::unix::fs::symlink(dir.path().join("secret.svg"), run.join("link.svg")).unwrap();
+    fs::write(run.join("own.svg"), "<svg/>").unwrap();
     let served = Served::new(&dir.path().join("runs"));
 
     // Browsers open connections that they may never use, and people send nonsense: neither is in the way of others.
@@ -133,32 +156,42 @@ fn the_page_is_for_this_machine_and_for_runs_alone() {
     assert_eq!(served.send("nonsense\r\n\r\n").0, 400);
     let (status, head, page) = served.get("/");
     drop(idle);
-    assert!(status == 200 && head.contains("text/html") && String::from_utf8(page).unwrap().contains("<h1>Runs in runs</h1>"), "{head}");
+    assert!(status == 200 && head.contains("text/html") && String::from_utf8(page).unwrap().contains("<h1>Runs</h1>"), "{head}");
     assert_eq!(
         served.json("/api/runs")["runs"].as_array().unwrap(),
         &listed(&dir.path().join("runs")),
         "the page has what kiln runs --json has"
     );
     let details = served.json("/api/details?run=a%20b");
-    assert_eq!(details["pictures"], serde_json::json!(["loss.svg"]), "a link is no picture of the run");
+    assert_eq!(details["pictures"], serde_json::json!(["own.svg"]), "a link is no picture of the run, and the page draws the loss itself");
     assert_eq!((&details["metrics"]["val_loss"]["better"], &details["metrics"]["val_loss"]["of"]), (&"lower".into(), &"validation".into()));
     assert!(details["changed"].as_array().unwrap().iter().any(|c| c["key"] == "model.dim" && c["value"] == 32), "{}", details["changed"]);
-    let (status, head, picture) = served.get("/picture?run=a%20b&name=loss.svg");
+    let (status, head, picture) = served.get("/picture?run=a%20b&name=own.svg");
     assert!(status == 200 && head.contains("image/svg+xml") && head.contains("sandbox") && head.contains("nosniff"), "{head}");
-    assert_eq!(picture, fs::read(run.join("loss.svg")).unwrap());
+    assert_eq!(picture, fs::read(run.join("own.svg")).unwrap());
 
-    // metrics.jsonl comes in parts that make up the whole.
+    // The numbers of metrics.jsonl come in parts that make up the whole.
     let whole = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    let points = |text: &str| {
+        let mut all = serde_json::Map::new();
+        for record in text.lines().map(json) {
+            for (key, value) in record.as_object().unwrap().iter().filter(|(key, value)| *key != "step" && value.is_number()) {
+                let points = all.entry(key.clone()).or_insert_with(|| Value::Array(vec![]));
+                points.as_array_mut().unwrap().push(serde_json::json!([record["step"], value]));
+            }
+        }
+        Value::Object(all)
+    };
     let first = served.json("/api/metrics?run=a%20b&from=0");
-    assert_eq!((first["text"].as_str().unwrap(), first["next"].as_u64().unwrap()), (whole.as_str(), whole.len() as u64));
+    assert_eq!((&first["points"], first["next"].as_u64().unwrap()), (&points(&whole), whole.len() as u64));
     let cut = whole.find('\n').unwrap() + 1;
     let line = "{\"step\":5,\"loss\":1.5}\n";
     // A line that is being written is not there yet.
     fs::write(run.join("metrics.jsonl"), format!("{whole}{line}{{\"step\":6")).unwrap();
     let rest = served.json(&format!("/api/metrics?run=a%20b&from={cut}"));
     assert_eq!(
-        (rest["text"].as_str().unwrap(), rest["next"].as_u64().unwrap()),
-        (&format!("{}{line}", &whole[cut..])[..], (whole.len() + line.len()) as u64)
+        (&rest["points"], rest["next"].as_u64().unwrap()),
+        (&points(&format!("{}{line}", &whole[cut..])), (whole.len() + line.len()) as u64)
     );
     assert_eq!(served.json("/api/runs")["runs"][0]["step"], 5);
 
@@ -184,25 +217,83 @@ fn the_page_is_for_this_machine_and_for_runs_alone() {
         assert_eq!(served.get(path).0, 400, "{path}");
     }
     // Only to whoever names this address, and only to read: a name that was made to lead here (DNS rebinding) is refused.
-    let host = &served.host;
+    let (host, token) = (&served.host, &served.token);
     let port = host.split(':').nth(1).unwrap();
     for foreign in
         [format!("Host: evil.example:{port}\r\n"), "Host: 127.0.0.1\r\n".into(), format!("Host: {host}.evil.example\r\n"), String::new()]
     {
-        assert_eq!(served.send(&format!("GET /api/runs HTTP/1.1\r\n{foreign}Connection: close\r\n\r\n")).0, 403, "{foreign}");
+        assert_eq!(served.send(&format!("GET /api/runs?{token} HTTP/1.1\r\n{foreign}Connection: close\r\n\r\n")).0, 403, "{foreign}");
     }
-    assert_eq!(served.send(&format!("GET / HTTP/1.1\r\nHost: LocalHost:{port}\r\nConnection: close\r\n\r\n")).0, 200);
+    assert_eq!(served.ask("/", token, &format!("LocalHost:{port}")).0, 200);
     for method in ["POST", "PUT", "DELETE", "OPTIONS"] {
         let (status, head, _) =
-            served.send(&format!("{method} / HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"));
+            served.send(&format!("{method} /?{token} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"));
         assert!(status == 405 && head.contains("Allow: GET"), "{method}: {head}");
     }
     kiln(["watch", &text(&dir.path().join("runs")), "--port", port]).fails(&["cannot serve on 127.0.0.1", "--port"]);
     kiln(["watch", &text(&dir.path().join("none"))]).fails(&["none"]);
 }
 
+#[test]
+fn only_who_has_the_token_is_let_in() {
+    let dir = tempdir().unwrap();
+    let run = dir.path().join("runs/a");
+    train(&run, "--steps 2").ok();
+    fs::write(run.join("own.svg"), "<svg/>").unwrap();
+    let folder = dir.path().join("runs");
+    let (served, other) = (Served::new(&folder), Served::new(&folder));
+    let random = served.token.strip_prefix("token=").unwrap_or_else(|| panic!("{}", served.token));
+    assert!(random.len() * 4 >= 128 && random.bytes().all(|b| b.is_ascii_hexdigit()) && served.token != other.token, "{random}");
+    let paths = ["/", "/api/runs", "/api/details?run=a", "/api/metrics?run=a&from=0", "/picture?run=a&name=own.svg"];
+    let wrong = ["", "token=", &format!("token={}", &random[1..]), &format!("token={random}0"), &format!("Token={random}"), &other.token];
+    for path in paths.iter().chain(&["/nothing"]) {
+        for token in wrong {
+            let (status, _, body) = served.ask(path, token, &served.host);
+            let said = String::from_utf8(body).unwrap();
+            assert!(
+                status == 403 && said.contains("token") && said.contains("terminal") && !said.contains(random),
+                "{path} {token}: {said}"
+            );
+        }
+    }
+    assert!(paths.iter().all(|path| served.get(path).0 == 200));
+    assert_eq!(served.get("/nothing").0, 404);
+
+    // Without one, only this machine is served, and only under its own name.
+    let open = Served::with(&folder, &["--no-token"]);
+    assert_eq!((open.token.as_str(), open.get("/api/runs").0, open.ask("/api/runs", "", "evil.example:80").0), ("", 200, 403));
+    for host in ["0.0.0.0", "::"] {
+        kiln(["watch", &text(&folder), "--port", "0", "--host", host, "--no-token"]).fails(&["--no-token", host]);
+    }
+    kiln(["watch", &text(&folder), "--port", "0", "--host", "no.such.host.invalid"]).fails(&["--host no.such.host.invalid"]);
+}
+
+#[test]
+fn a_page_for_other_machines_is_served_where_it_is_asked_for() {
+    let dir = tempdir().unwrap();
+    // On all addresses: under any name, and the token alone lets in.
+    let mut all = Served::with(dir.path(), &["--host", "0.0.0.0"]);
+    let port = all.host.rsplit(':').next().unwrap().to_string();
+    all.host = format!("127.0.0.1:{port}");
+    for name in [format!("gpu1:{port}"), "gpu1.example".into(), all.host.clone()] {
+        assert_eq!((all.ask("/api/runs", &all.token, &name).0, all.ask("/api/runs", "", &name).0), (200, 403), "{name}");
+    }
+    kiln(["watch", &text(dir.path()), "--host", "127.1", "--port", &port]).fails(&[
+        "127.1 is 127.0.0.1 on this machine",
+        "--host 0.0.0.0",
+        &format!("cannot serve on 127.1:{port}"),
+    ]);
+    // On one: under the name that it was asked for as, and its number.
+    let one = Served::with(dir.path(), &["--host", "localhost"]);
+    let port = one.host.strip_prefix("localhost:").unwrap_or_else(|| panic!("{}", one.host));
+    let number = if TcpStream::connect(format!("127.0.0.1:{port}")).is_ok() { "127.0.0.1" } else { "[::1]" };
+    for (name, status) in [(format!("localhost:{port}"), 200), (format!("{number}:{port}"), 200), (format!("evil.example:{port}"), 403)] {
+        assert_eq!(one.ask("/", &one.token, &name).0, status, "{name}");
+    }
+}
+
 /// What is embedded under an id.
-fn embedded(html: &str, id: &str) -> Value {
+pub fn embedded(html: &str, id: &str) -> Value {
     json(html.split(&format!("id=\"{id}\">")).nth(1).unwrap().split("</script>").next().unwrap())
 }
 
@@ -212,6 +303,7 @@ fn a_report_stands_alone_and_has_the_numbers_of_the_run() {
     let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
     train(&a, "--steps 6 --set eval_every=3 --set log_every=1").ok();
     train(&b, "--steps 3 --set log_every=1 --seed 7").ok();
+    fs::write(a.join("own.svg"), "<svg/>").unwrap();
     let sample = "</script><script>alert('x')</script>\u{2028}<!--";
     kiln::run::note_sample(&a, 3, "first").unwrap();
     kiln::run::note_sample(&a, 6, sample).unwrap();
@@ -247,7 +339,8 @@ fn a_report_stands_alone_and_has_the_numbers_of_the_run() {
     }
     assert!(numbers > 30 && own["series"]["val_loss"].as_array().unwrap().len() == 2, "{numbers}");
     assert_eq!(own["details"]["receipts"], json(&fs::read_to_string(a.join("receipts.json")).unwrap()));
-    assert!(own["details"]["inside"]["loss.svg"].as_str().unwrap().starts_with("data:image/svg+xml;base64,"));
+    assert!(own["details"]["inside"]["own.svg"].as_str().unwrap().starts_with("data:image/svg+xml;base64,"));
+    assert!(own["details"]["inside"]["loss.svg"].is_null(), "the page draws it");
     // Of one run, the file lies beside it.
     kiln(["report", &text(&b)]).ok();
     assert_eq!(embedded(&fs::read_to_string(b.join("report.html")).unwrap(), "report")["runs"][0]["summary"]["name"], "b");

@@ -139,7 +139,12 @@ fn a_page_shows_memory_tensor_by_tensor() {
     });
     for p in programs.as_array().unwrap() {
         let arena = p["activations"].as_f64().unwrap() + p["workspace"].as_f64().unwrap();
-        let boxes = charts.find(|c| c["kind"] == "boxes").unwrap()["boxes"].as_array().unwrap().clone();
+        let (arena_chart, alive) = (charts.find(|c| c["kind"] == "boxes").unwrap(), charts.find(|c| c["kind"] == "area").unwrap());
+        let boxes = arena_chart["boxes"].as_array().unwrap().clone();
+        // Both charts are over the same nodes, from the first that has something in the arena.
+        let range = &arena_chart["x"]["range"];
+        assert!(range == &alive["x"]["range"] && range[0] == alive["at"][0], "{range} and {}", alive["x"]);
+        assert!(boxes.iter().any(|b| b["x"][0] == range[0]) && boxes.iter().all(|b| b["x"][1].as_f64() <= range[1].as_f64()), "{range}");
         let of = |b: &serde_json::Value, axis: &str| [0, 1].map(|i| b[axis][i].as_f64().unwrap());
         let high = boxes.iter().map(|b| of(b, "y")[1]).fold(0.0, f64::max);
         assert!(high <= arena && high > 0.98 * arena, "{}: {high} of {arena}", p["program"]);
@@ -149,7 +154,7 @@ fn a_page_shows_memory_tensor_by_tensor() {
                 assert!(apart("x") || apart("y"), "{a} and {b}");
             }
         }
-        assert!(boxes.iter().any(|b| b["group"].as_str().unwrap().contains("blocks.*")), "coloured by scope");
+        assert!(boxes.iter().any(|b| b["group"].as_str().unwrap().contains("blocks.*")), "colored by scope");
         assert!(boxes.iter().all(|b| b["name"].as_str().unwrap().ends_with('B')), "each says its size");
     }
     assert!(html.contains("train: alive at its peak, node ") && html.contains("adam.m: blocks.*"));

@@ -29,14 +29,24 @@ fn scanning() -> Shape {
     Shape::parse(config.as_object().unwrap()).unwrap()
 }
 
+/// Attention and MLPs as this family has them.
+fn of_family(name: &str) -> Shape {
+    let sizes = [("vocab_size", 61), ("hidden_size", 24), ("num_hidden_layers", 2), ("num_attention_heads", 4)];
+    let more = [("intermediate_size", 52), ("max_position_embeddings", 64)];
+    let family = kiln::models::Family::find(name).unwrap();
+    let keys = sizes.into_iter().chain(more).map(|(key, size)| (family.key(key).to_string(), size.into()));
+    let own = [("model_type".to_string(), name.into()), ("tie_word_embeddings".into(), false.into())];
+    Shape::parse(&own.into_iter().chain(keys).collect()).unwrap()
+}
+
 fn lora(shape: &Shape) -> Option<Lora> {
     let adapted = shape.family.without_adapters().is_none();
     adapted.then(|| Lora { rank: 3, alpha: 6.0, dropout: 0.0, targets: vec![Target::Q, Target::O, Target::Up] })
 }
 
-/// Adapters far from the zeros that they begin with; state-space layers far from the small numbers that they begin with.
+/// Adapters far from the zeros that they begin with; what has none far from the small numbers that it begins with.
 fn filled(s: &mut Session) {
-    let large = |n: &str| n.ends_with("lora_b") || n.ends_with("ward.weight");
+    let large = |n: &str| ["lora_b", "ward.weight", "qkv.weight", ".o.weight", "positions"].iter().any(|end| n.ends_with(end));
     let adapters: Vec<(String, Meta)> = s.store.iter().filter(|(n, _)| large(n)).map(|(n, t)| (n.to_string(), t.meta.clone())).collect();
     for (i, (name, meta)) in adapters.iter().enumerate() {
         let mut numbers = vec![0.0; meta.elements()];
@@ -83,7 +93,8 @@ fn drawn_again(shape: &Shape, writer: &Writer, w: &Written, rng: [i32; 4], at: u
 
 #[test]
 fn a_reply_is_what_whole_rows_would_draw() {
-    for shape in [shape(), scanning()] {
+    let windowed = Shape { window: Some(3), ..shape() };
+    for shape in [shape(), windowed, of_family("llama"), of_family("gpt2"), scanning()] {
         replies_are_what_whole_rows_would_draw(&shape);
     }
 }
@@ -199,14 +210,17 @@ fn steps_with_replies_resume_and_add_up() {
     let found: serde_json::Value = serde_json::from_str(&eval.out).unwrap();
     assert!(found["pass_4"].is_number() && found["loss"].is_number(), "{found}");
     let sets: Vec<serde_json::Value> = std::fs::read_to_string(&file).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect();
-    let mut mean = 0.0;
+    let (mut mean, mut passed) = (0.0, 0.0);
     for set in &sets {
         let pairs: Vec<f64> = set["pairs"].as_array().unwrap().iter().map(|p| p.as_f64().unwrap()).collect();
         let (all, diversity) = (pairs.iter().sum::<f64>() / 6.0, set["diversity"].as_f64().unwrap());
         assert!(pairs.len() == 6 && (all - diversity).abs() < 1e-5, "{set}");
         assert_eq!((set["replies"].as_array().unwrap().len(), set["right"].as_array().unwrap().len()), (4, 4));
         mean += diversity / 6.0;
+        // Of four replies, all are looked at.
+        passed += f64::from(u8::from(set["right"].as_array().unwrap().iter().any(|right| *right == true))) / 6.0;
     }
+    assert!((passed - found["pass_4"].as_f64().unwrap()).abs() < 1e-9, "{found}");
     assert!(sets.len() == 6 && (mean - found["diversity"].as_f64().unwrap()).abs() < 1e-6, "{found}");
 }
 
@@ -294,6 +308,44 @@ fn a_step_makes_replies_of_sets_that_differ_much_more_likely_and_others_less() {
         let gain: f64 = (0..prompts * replies).map(|row| (scores[row / replies] - mean) * (now[row] - then[row]) as f64).sum();
         assert!(gain > 1e-3, "{accumulate}: {gain} with scores {scores:?}");
     }
+}
+
+/// A step's prompts and draws are those of its own number.
+#[test]
+fn every_step_with_replies_has_prompts_and_draws_of_its_own() {
+    let (prompts, time) = (4, 56);
+    let mut c = recipe::preset(recipe::find("polychromic").unwrap(), None).unwrap();
+    SMALL.iter().chain(&["prompt_tokens=56", "template={prompt}{reply}"]).for_each(|s| c.set(s).unwrap());
+    let mut task = recipe::find("polychromic").unwrap().task(&c).unwrap();
+    let mut s = run::load(&*task, &c, &Device::cpu(Cpu::new(2))).unwrap();
+    let model: PolychromicConfig =
+        kiln::recipe::Recipe::sized(&kiln::recipes::polychromic::PolychromicRecipe, &c).unwrap().section("model").unwrap();
+    let lessons = Lessons::new(c.section("data").unwrap(), &model.adapted().unwrap(), model.seq, c.seed()).unwrap();
+    // What validates is nothing that is learned from.
+    let texts = |split| lessons.ask(split, 0..40, time).unwrap().prompts.into_iter().map(|p| p.text).collect::<Vec<_>>();
+    assert_ne!(texts(Split::Train), texts(Split::Val));
+    let rows = |split| lessons.source(split).unwrap().item(0).unwrap();
+    assert_ne!(rows(Split::Train), rows(Split::Val));
+    task.begin(0).unwrap();
+    let tokens = |s: &Session| s.store.get("scratch/write/tokens").unwrap().f32().unwrap();
+    let mut all = vec![];
+    // Replies are written in every other step; a rate of next to nothing leaves the model as it is.
+    for step in [0, 1, 2, 3, 4] {
+        task.step(&mut s, step, 1e-30).unwrap();
+        if step % 2 == 0 {
+            all.push(tokens(&s));
+        }
+    }
+    let own = |key: &str| c.value("objective", key).unwrap().as_float().unwrap() as f32;
+    let nucleus = Nucleus { temperature: own("temperature"), top_p: own("top_p") };
+    let writer = Writer { prompts, replies: 3, time, new_tokens: 8, nucleus, stop: lessons.stop().unwrap() };
+    for (i, own) in all.iter().enumerate() {
+        let first = (i * prompts) as u64;
+        let asked = lessons.ask(Split::Train, first..first + prompts as u64, time).unwrap();
+        writer.write(&mut s, &asked, rng_feed(c.seed(), 2 * i as u64, 1 << 15)).unwrap();
+        assert_eq!(&tokens(&s), own, "step {}", 2 * i);
+    }
+    assert!(all[0] != all[1] && all[1] != all[2]);
 }
 
 /// Prompts of two tokens, replies of one: with a vocabulary of eight their diversity can be computed from the probabilities.

@@ -71,9 +71,13 @@ fn run(record: impl Fn(&Recorder), feeds: &[(&str, Data)], far: f32) -> Vec<f32>
 
 /// Hidden states of rows with places, or of plain ones.
 fn hidden(ids: &[i32], time: usize, rows: Option<&Rows>) -> Vec<f32> {
-    let (s, l) = (shape(), lora(0.0));
+    hidden_of(&shape(), ids, time, rows)
+}
+
+fn hidden_of(s: &Shape, ids: &[i32], time: usize, rows: Option<&Rows>) -> Vec<f32> {
+    let l = lora(0.0);
     let record = |r: &Recorder| {
-        let d = Decoder { shape: &s, lora: Some(&l), base: Base::Drawn, r, rng: None };
+        let d = Decoder { shape: s, lora: Some(&l), base: Base::Drawn, r, rng: None };
         let fed = |name: &str| r.feed(name, &[ids.len() / time, time], DType::I32);
         let places = rows.map(|_| Places { position: fed("position"), until: fed("until") });
         r.output("y", d.hidden(fed("ids"), places));
@@ -123,13 +127,19 @@ fn packed_examples_do_not_see_each_other() {
     let lengths = [vec![9, 1, 6], vec![20], vec![3, 3, 3, 3, 3]];
     let rows = Rows::packed(&lengths, 20);
     let all: Vec<i32> = lengths.iter().enumerate().flat_map(|(i, _)| ids(i as i32, 20)).collect();
-    let h = hidden(&all, 20, Some(&rows));
-    for (i, lengths) in lengths.iter().enumerate() {
-        let mut at = 20 * i;
-        for &n in lengths {
-            close(&h[at * dim..(at + n) * dim], &hidden(&all[at..at + n], n, None), &format!("{n} tokens of row {i}"));
-            at += n;
+    // A window narrower than some examples limits them in a packed row as it does alone.
+    for window in [None, Some(3)] {
+        let s = Shape { window, ..shape() };
+        let h = hidden_of(&s, &all, 20, Some(&rows));
+        for (i, lengths) in lengths.iter().enumerate() {
+            let mut at = 20 * i;
+            for &n in lengths {
+                let alone = hidden_of(&s, &all[at..at + n], n, None);
+                close(&h[at * dim..(at + n) * dim], &alone, &format!("{n} tokens of row {i}, window {window:?}"));
+                at += n;
+            }
         }
+        assert_eq!(h == hidden(&all, 20, Some(&rows)), window.is_none(), "a window changes something");
     }
 }
 

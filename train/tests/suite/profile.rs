@@ -50,7 +50,7 @@ fn trace_is_valid(trace: &Value, digest: &Value) {
     let tracks: Vec<(&Value, &Value)> =
         events.iter().filter(|e| e["name"] == "thread_name").map(|e| (&e["tid"], &e["args"]["name"])).collect();
     let names: Vec<&str> = tracks.iter().map(|t| t.1.as_str().unwrap()).collect();
-    assert_eq!(names, ["host", "copies", "compute"]);
+    assert_eq!(names, ["host", "copies", "compute", "phases"]);
     assert!(events.iter().all(|e| ["M", "X"].contains(&e["ph"].as_str().unwrap()) && e["pid"].is_u64() && e["name"].is_string()));
     let of = |track: &str| -> Vec<(f64, f64, &str)> {
         let tid = tracks.iter().find(|t| t.1 == track).unwrap().0;
@@ -58,6 +58,8 @@ fn trace_is_valid(trace: &Value, digest: &Value) {
         spans.map(|e| (number(e, "ts"), number(e, "ts") + number(e, "dur"), e["name"].as_str().unwrap())).collect()
     };
     let (compute, host) = (of("compute"), of("host"));
+    let phases: Vec<&str> = of("phases").into_iter().map(|p| p.2).collect();
+    assert!(["forward", "backward", "optimizer"].iter().all(|phase| phases.contains(phase)), "{phases:?}");
     const ROUNDING: f64 = 1e-6; // microseconds; spans are whole nanoseconds
     assert!(compute.windows(2).all(|w| w[0].1 <= w[1].0 + ROUNDING), "nodes overlap");
     for (i, a) in host.iter().enumerate() {

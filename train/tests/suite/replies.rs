@@ -1,8 +1,10 @@
 //! Prompts with replies, from files to runs: what is read, refused, packed, resumed; and the base that a run makes for itself.
 
 use crate::common::{Ran, all_declared, checkpoint, finish, kiln, losses, names, resume, same_bytes, signal, text, wait_until};
+use kiln::data::chats::Learn;
 use kiln::data::replies::{Files, Read, Template, TooLong};
 use kiln::data::{Source, Split, Tokenizer};
+use kiln::models::decoder::RepliesConfig;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -84,7 +86,7 @@ fn what_is_wrong_with_a_file_is_said_by_its_line() {
     let data = dir.path().join("d.jsonl");
     let good = "{\"prompt\": \"a\", \"reply\": \"b\"}\n{\"prompt\": \"c\", \"reply\": \"d\"}\n";
     let long = format!("{{\"prompt\": \"{}\", \"reply\": \"b\"}}", "xyz".repeat(40));
-    let set = ["seq=32", "too_long=refuse", "too_long=skip", "prompt=question", "vocab=262", "val_share=0", "template={prompt}"];
+    let set = ["seq=32", "too_long=refuse", "too_long=skip", "prompt=question", "vocab=262", "template={prompt}"];
     for (line, sets, parts) in [
         ("{", &set[..1], &["d.jsonl, line 3", "not a JSON object"][..]),
         ("[1]", &set[..1], &["line 3", "not a JSON object"]),
@@ -97,8 +99,7 @@ fn what_is_wrong_with_a_file_is_said_by_its_line() {
         ("\u{fffd}", &[set[0], set[3]], &["line 1", "no field \"question\""]),
         ("", &[set[0], set[4]], &["line 1", "is outside the model's vocabulary of 262"]),
         ("", &["seq=2", set[2]], &["of 2 lines, 2 of them skipped as too long, none is left to learn from"]),
-        ("", &[set[0], set[5]], &["none is left to validate with", "val.jsonl"]),
-        ("", &[set[0], set[6]], &["data.template", "{reply} once"]),
+        ("", &[set[0], set[5]], &["data.template", "{reply} once"]),
     ] {
         fs::write(&data, format!("{good}{line}")).unwrap();
         let all: Vec<String> = ["pretrain=0", "val_share=0.5"]
@@ -120,7 +121,7 @@ fn what_is_wrong_with_a_file_is_said_by_its_line() {
 fn read(path: &Path, too_long: TooLong, val_share: f64) -> Files {
     let template = Template::new("{prompt}|{reply}{eos}", &Tokenizer::Byte).unwrap();
     let how = Read { prompt: "q", reply: "a", seq: 24, vocab: 256, too_long, val_share };
-    Files::read(path, &how, &template, &Tokenizer::Byte).unwrap()
+    Files::read(&[path.to_owned()], &how, &template, &Tokenizer::Byte).unwrap()
 }
 
 #[test]
@@ -156,10 +157,52 @@ fn all_replies_to_a_prompt_are_on_one_side() {
     assert_ne!(cut.fingerprint(), files.fingerprint());
     assert_ne!(read(dir.path(), TooLong::Cut, 0.2).fingerprint(), cut.fingerprint());
 
+    // Rows to validate with are the same whatever the seed, so that runs of several seeds can be compared; those to learn from are not.
+    let all = |split, seed| {
+        let rows = cut.rows(split, 64, true, seed, vec![]).unwrap();
+        (0..rows.len()).map(|i| rows.item(i).unwrap()).collect::<Vec<_>>()
+    };
+    assert!(all(Split::Val, 1) == all(Split::Val, 2) && all(Split::Val, 1).len() > 2);
+    assert!(all(Split::Train, 1) != all(Split::Train, 2));
+
     // A file to validate with stands for a share.
-    fs::write(dir.path().join("val.jsonl"), "{\"q\": \"x\", \"a\": \"y\"}").unwrap();
-    let files = read(dir.path(), TooLong::Cut, 0.25);
-    assert_eq!((files.count(Split::Train), files.count(Split::Val)), (120, 1));
+    for name in ["val.jsonl", "validation-0.jsonl"] {
+        fs::write(dir.path().join(name), "{\"q\": \"x\", \"a\": \"y\"}").unwrap();
+        let files = read(dir.path(), TooLong::Cut, 0.25);
+        assert_eq!((files.count(Split::Train), files.count(Split::Val)), (120, 1), "{name}");
+        fs::remove_file(dir.path().join(name)).unwrap();
+    }
+}
+
+/// The same tokens, of which others are learned.
+#[test]
+fn data_is_known_by_what_is_learned_of_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let fingerprint = |text: &str, learn: Learn| {
+        let chats = dir.path().join("chats.jsonl");
+        fs::write(&chats, text).unwrap();
+        let config = RepliesConfig {
+            path: chats.to_str().unwrap().into(),
+            template: "{% for m in messages %}{{ m.content }}{% endfor %}".into(),
+            learn,
+            val_share: 0.0,
+            ..RepliesConfig::default()
+        };
+        config.chats(&config.path.find().unwrap(), &Tokenizer::Byte, None, (256, 64)).unwrap().0[0].fingerprint()
+    };
+    let turns = |said: &[&str]| {
+        let role = |i: usize| ["user", "assistant"][i % 2];
+        let turn = |(i, text): (usize, &&str)| serde_json::json!({ "role": role(i), "content": text });
+        serde_json::json!({ "messages": said.iter().enumerate().map(turn).collect::<Vec<_>>() }).to_string()
+    };
+    let usual = fingerprint(&turns(&["ab", "cd", "ef", "gh"]), Learn::Assistant);
+    assert_eq!(usual, fingerprint(&turns(&["ab", "cd", "ef", "gh"]), Learn::Assistant));
+    for other in [["a", "bcd", "ef", "gh"], ["ab", "cd", "e", "fgh"], ["ab", "c", "def", "gh"]] {
+        assert_ne!(usual, fingerprint(&turns(&other), Learn::Assistant), "{other:?}");
+    }
+    let pair = |said: [&str; 2]| fingerprint(&turns(&said), Learn::Assistant);
+    assert_ne!(pair(["abc", "de"]), pair(["ab", "cde"]));
+    assert_ne!(usual, fingerprint(&turns(&["ab", "cd", "ef", "gh"]), Learn::Last));
 }
 
 /// With a cache of its own.
@@ -186,7 +229,7 @@ fn a_run_without_a_base_trains_one_and_keeps_it() {
     assert!(said.contains("training one on generated questions first, 5 steps") && said.contains("base: step 5/5"), "{said}");
     assert!(said.contains("entropy of the data"), "{said}");
     let [base] = &bases(dir.path())[..] else { panic!("{:?}", bases(dir.path())) };
-    assert_eq!(names(base), ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]);
+    assert_eq!(names(base), ["checksums.json", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]);
     let said = cached(dir.path(), &["check", "model", &text(base), "--prompt", "<|prompt|>add 3 and 4<|reply|>"]).ok().out;
     assert!(said.contains("after 6 tokens"), "{said}");
 
@@ -195,9 +238,11 @@ fn a_run_without_a_base_trains_one_and_keeps_it() {
     assert!(said.contains("trained here before") && !said.contains("base: step"), "{said}");
     run("wide", &["--set", "hidden=48"]).ok();
     assert_eq!(bases(dir.path()).len(), 2);
-    // Adapters know where their base is.
+    // Adapters know which base they are for, and do not name the cache of whoever made them.
     cached(dir.path(), &["export", &at("first"), "--out", &at("adapters")]).ok();
-    assert!(fs::read_to_string(dir.path().join("adapters/adapter_config.json")).unwrap().contains(&text(base)));
+    let config = fs::read_to_string(dir.path().join("adapters/adapter_config.json")).unwrap();
+    let hash = names(base.parent().unwrap()).into_iter().find(|n| base.ends_with(n)).unwrap();
+    assert!(config.contains(&hash) && !config.contains(&text(dir.path())), "{config}");
 
     // Without it there is nothing to go on with, and no random weights instead.
     fs::rename(base, dir.path().join("moved")).unwrap();

@@ -41,6 +41,36 @@ fn a_run_with_sparse_weights_exports_what_it_computes_with() {
     }
 }
 
+/// Of every four inputs of an output the two of the largest magnitude are what they were, and two are 0. A matrix of Llama's has a row for each output, one
+/// of GPT-2's a column.
+fn two_of_four_inputs_stay(dense: &Path, sparse: &Path, family: &str) {
+    let [dense, sparse] = [dense, sparse].map(|folder| kiln::checkpoint::load_safetensors(&folder.join("model.safetensors")).unwrap());
+    let numbers = |bytes: &[u8]| bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect::<Vec<f32>>();
+    let mut matrices = 0;
+    for name in dense.names() {
+        let ((_, shape, was), (_, _, is)) = (dense.get(&name).unwrap(), sparse.get(&name).unwrap());
+        let (was, is) = (numbers(was), numbers(is));
+        let [rows, columns] = shape[..] else {
+            assert_eq!(was, is, "{name}");
+            continue;
+        };
+        if !name.contains(if family == "gpt2" { "h.0." } else { "layers.0." }) {
+            continue;
+        }
+        matrices += 1;
+        let (outputs, inputs) = if family == "gpt2" { (columns, rows) } else { (rows, columns) };
+        let at = |output: usize, input: usize| if family == "gpt2" { input * columns + output } else { output * columns + input };
+        for (output, group) in (0..outputs).flat_map(|o| (0..inputs / 4).map(move |g| (o, g))) {
+            let four: Vec<(f32, f32)> = (0..4).map(|i| at(output, 4 * group + i)).map(|i| (was[i], is[i])).collect();
+            let mut sizes: Vec<f32> = four.iter().map(|(was, _)| was.abs()).collect();
+            sizes.sort_by(f32::total_cmp);
+            let right = |(was, is): &(f32, f32)| *is == if was.abs() >= sizes[2] { *was } else { 0.0 };
+            assert!(four.iter().all(right), "{family}: {name}, output {output}: {four:?}");
+        }
+    }
+    assert!(matrices >= 4, "{family}: {matrices} matrices");
+}
+
 #[test]
 fn a_dense_folder_is_pruned_once_and_checked() {
     let dir = tempdir().unwrap();
@@ -54,6 +84,7 @@ fn a_dense_folder_is_pruned_once_and_checked() {
         let said = kiln(["prune", &folder, "--out", &sparse]).ok().out;
         assert!(said.contains("matrices pruned") && said.contains("% of their squared norm kept"), "{said}");
         kiln(["prune", &sparse, "--check"]).ok();
+        two_of_four_inputs_stay(Path::new(&folder), Path::new(&sparse), family);
         kiln(["prune", &folder, "--out", &sparse]).fails(&["is there already"]);
     }
 }

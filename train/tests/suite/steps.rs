@@ -58,6 +58,18 @@ fn task(c: &Config, dropout: f32) -> Supervised<Sum> {
     Supervised::new(Sum { dropout }, c.section::<TrainConfig>("train").unwrap(), c.seed())
 }
 
+/// What a run's speed is counted in: all tokens of a step, in however many parts.
+#[test]
+fn the_work_of_a_step_is_that_of_all_its_micro_batches() {
+    assert_eq!(task(&config("accumulate = 3\n"), 0.0).work(), ("tok", 6.0));
+    for (name, unit) in [("decoder", "tok"), ("polychromic", "tok"), ("hydra", "tok")] {
+        let recipe = kiln::recipe::find(name).unwrap();
+        let mut config = kiln::recipe::preset(recipe, Some("tiny")).unwrap();
+        ["train.batch=2", "train.accumulate=3", "model.seq=32"].iter().for_each(|set| config.set(set).unwrap());
+        assert_eq!(recipe.task(&config).unwrap().work(), (unit, (2 * 3 * 32) as f64), "{name}");
+    }
+}
+
 /// The first weight behind each step, from the run's checkpoints.
 fn course(out: &Path, steps: u64) -> Vec<f64> {
     let weight = |step: u64| {

@@ -106,6 +106,37 @@ fn two_runs_and_a_resumed_one_have_the_same_bits() {
 }
 
 #[test]
+fn another_picture_to_validate_with_or_to_learn_from_is_refused() {
+    let dir = tempdir().unwrap();
+    let (data, out) = (write_set(&dir.path().join("data")), dir.path().join("run"));
+    vision(&data, &out, "--steps 2").ok();
+    for (split, number, what) in [("val", 1000, "the validation data"), ("train", 0, "the data")] {
+        let path = data.join(split).join(CLASSES[0]).join(format!("{number}.png"));
+        let before = fs::read(&path).unwrap();
+        drawn(0, number + 500).save(&path).unwrap();
+        resume(&out, "--steps 3").fails(&[what, "was"]);
+        fs::write(&path, before).unwrap();
+    }
+    resume(&out, "--steps 3").ok();
+}
+
+/// Training sees pictures as the settings say.
+#[test]
+fn pictures_are_cut_and_mirrored_only_where_that_is_asked_for() {
+    let dir = tempdir().unwrap();
+    let data = write_set(&dir.path().join("data"));
+    let loss = |mirror: bool, least_area: &str| {
+        let out = dir.path().join(format!("{mirror}-{least_area}"));
+        vision(&data, &out, &format!("--steps 1 --set data.mirror={mirror} --set data.least_area={least_area}")).ok();
+        records(&out, "train")[0]["loss"].as_f64().unwrap()
+    };
+    let all = [loss(false, "1.0"), loss(true, "1.0"), loss(false, "0.5"), loss(true, "0.5")];
+    for (i, a) in all.iter().enumerate() {
+        assert!(all[..i].iter().all(|b| a != b), "{all:?}");
+    }
+}
+
+#[test]
 fn the_preset_for_cifar_computes_in_bf16() {
     let plan = kiln(["plan", "vision_bdh", "--preset", "cifar10", "--for-sm", "90"]).ok().out;
     let bf16 = plan.lines().find(|l| l.starts_with("bf16 ")).unwrap();
@@ -232,6 +263,12 @@ fn evaluation_prediction_and_training_agree() {
     }
     assert_eq!(seen, matrix);
     kiln(["eval", &alone]).fails(&["cannot list", "data"]);
+    // As many other classes in their place are not those that it tells apart.
+    for split in ["train", "val"].map(|split| moved.join(split)) {
+        fs::rename(split.join(CLASSES[0]), split.join("another")).unwrap();
+    }
+    fs::rename(&moved, &data).unwrap();
+    kiln(["eval", &text(&out)]).fails(&["tells the classes", CLASSES[0], "another"]);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::side::{Differences, Numbers};
 use super::stats::{Interval, Verdict};
-use crate::report::human_time;
+use crate::report::{human_bytes, human_time};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -154,9 +154,14 @@ impl Line {
         }
     }
 
-    /// Bytes that the pass saves, planned or measured.
-    pub fn saves(on: Option<u64>, off: Option<u64>) -> Option<i64> {
-        Some(off? as i64 - on? as i64)
+    /// `bf16, switched on`
+    pub fn name(&self) -> String {
+        if self.switched_on { format!("{}, switched on", self.pass) } else { self.pass.clone() }
+    }
+
+    /// Bytes that the step needs more with the pass than without it, planned or measured: of one that saves memory less than 0.
+    pub fn more(on: Option<u64>, off: Option<u64>) -> Option<i64> {
+        Some(on? as i64 - off? as i64)
     }
 
     /// What it gains, in words.
@@ -170,6 +175,29 @@ impl Line {
             (Found::Measured, None, _) => "-".into(),
         }
     }
+}
+
+/// `-1.44 MiB`
+pub fn signed(bytes: i64) -> String {
+    let sign = match bytes {
+        0 => "",
+        b if b > 0 => "+",
+        _ => "-",
+    };
+    format!("{sign}{}", human_bytes(bytes.unsigned_abs()))
+}
+
+/// Of a ledger the lines that say something, and what there is to say of the others.
+pub fn worth_a_line(ledger: &[Line]) -> (Vec<&Line>, Vec<String>) {
+    let (shown, silent): (Vec<&Line>, Vec<&Line>) = ledger.iter().partition(|l| matches!(l.found, Found::Measured | Found::Failed));
+    let rest = |found, one: &str, many: &str| {
+        let names: Vec<String> = silent.iter().filter(|l| l.found == found).map(|l| l.name()).collect();
+        let does = if names.len() == 1 { one } else { many };
+        (!names.is_empty()).then(|| format!("{}{} {does}: {}", names.len(), if shown.is_empty() { "" } else { " more" }, names.join(", ")))
+    };
+    let nothing = rest(Found::Nothing, "does nothing here", "do nothing here");
+    let off = rest(Found::Off, "is off (--also NAME times it)", "are off (--also NAME times one)");
+    (shown, nothing.into_iter().chain(off).collect())
 }
 
 /// `-0.1 to +0.3`, in percent.
@@ -237,7 +265,7 @@ impl Measured {
                 t.rounds, t.copies
             ),
             format!(
-                "copies of the baseline differ so much that a gain may be off by {:.1}% because a variant is loaded once; 95% intervals include that, and a gain whose interval has zero in it is within noise",
+                "copies of the baseline differ so much that a gain may be off by {:.1}% because a variant is loaded once; 99% intervals include that, and a gain whose interval has zero in it is within noise",
                 100.0 * t.loads.exp_m1()
             ),
         ]

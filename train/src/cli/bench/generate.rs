@@ -1,24 +1,73 @@
 //! `kiln bench generate`: the time of replies to prompts.
 
+use super::fingerprint::of_replies;
 use super::nodes::{node, profile};
+use super::serve::Served;
+use super::stats::LEAST;
 use super::{BenchArgs, join};
 use crate::cli::{ConfigArgs, Recipes, write_json};
+use crate::config::Config;
 use crate::memory::Measured;
+use crate::models::decoder::Writing;
 use crate::recipe::Session;
 use crate::report::{human_bytes, human_count};
 use crate::run;
 use anyhow::{Result, bail};
+use engine::passes::known;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// All replies to all prompts of the first recipe that writes them, by the base alone and with adapters on it.
-pub fn generate(a: &BenchArgs, device: &engine::Device, recipes: Recipes) -> Result<ExitCode> {
-    let Some((name, surveys)) = recipes.iter().find_map(|r| Some((r.name(), r.surveys()?))) else {
-        bail!("bench generate: none of the recipes here replies to prompts");
+/// The recipe that is named after `generate`, or the first that writes, and what is timed of it.
+fn writings(a: &BenchArgs, recipes: Recipes) -> Result<(Config, Vec<Writing>)> {
+    let writes: Vec<_> = recipes.iter().filter_map(|r| Some((r.name(), r.surveys()?))).collect();
+    let names: Vec<&str> = writes.iter().map(|w| w.0).collect();
+    let wanted = a.of.as_deref().or(names.first().copied()).unwrap_or_default();
+    let Some((name, surveys)) = writes.iter().find(|w| w.0 == wanted) else {
+        bail!("bench generate: no recipe here that replies to prompts is called '{wanted}'{}", known(wanted, names));
     };
-    let config = ConfigArgs { recipe: Some(name.into()), ..a.config.clone() }.resolve(recipes, None)?;
+    let config = ConfigArgs { recipe: Some(name.to_string()), ..a.config.clone() }.resolve(recipes, None)?;
+    let writings = surveys.writings(&config)?;
+    Ok((config, writings))
+}
+
+pub fn fingerprint(a: &BenchArgs, recipes: Recipes) -> Result<u64> {
+    let (config, writings) = writings(a, recipes)?;
+    of_replies(&writings, &config.switches()?)
+}
+
+/// The first way of writing (the base alone), timed whenever it is asked for.
+pub fn serve(a: &BenchArgs, recipes: Recipes) -> Result<ExitCode> {
+    let started = Instant::now();
+    let (config, writings) = writings(a, recipes)?;
+    let device = &a.device.open()?;
+    let Some(writing) = writings.first() else { bail!("bench generate --serve: nothing is written") };
+    let mut s = Session::new(device, &config.switches()?, config.seed());
+    writing.load(&mut s)?;
+    let mut step = 0;
+    let mut once = || {
+        let start = Instant::now();
+        writing.write(&mut s, step)?;
+        step += 1;
+        anyhow::Ok(start.elapsed().as_secs_f64() * 1e3)
+    };
+    once()?;
+    let ready = serde_json::json!({ "setup_s": started.elapsed().as_secs_f64(), "device": device.describe() });
+    let work = (writing.writer.rows() * writing.writer.new_tokens) as f64;
+    Served { device, work, unit: "tok", ready }.serve(|least| {
+        let (mut times, clock) = (vec![], Instant::now());
+        while times.len() < LEAST || clock.elapsed() < least {
+            times.push(once()?);
+        }
+        Ok(times)
+    })
+}
+
+/// All replies to all prompts, by the base alone and with adapters on it.
+pub fn generate(a: &BenchArgs, recipes: Recipes) -> Result<ExitCode> {
+    let (config, writings) = writings(a, recipes)?;
+    let device = &a.device.open()?;
     let (mut figures, mut nodes) = (vec![], vec![]);
-    for writing in surveys.writings(&config)? {
+    for writing in writings {
         let adapters = writing.adapters;
         let mut s = Session::new(device, &config.switches()?, config.seed());
         writing.load(&mut s)?;

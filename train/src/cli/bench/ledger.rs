@@ -51,11 +51,13 @@ pub struct Ledger {
     pub times: Vec<f64>,
 }
 
-/// Without --rounds and --minutes. The interval of nine leaves out the smallest and the largest.
-const ROUNDS: usize = 9;
-/// How often the baseline is loaded, where memory allows it; twice at least. How its copies differ says how far any load may be off: of two, by 16 times
-/// their standard deviation, of four by 3.6 times, of six by 2.8 times.
-const COPIES: usize = 4;
+/// Without --rounds and --minutes. The interval of twelve leaves out the smallest and the largest.
+const ROUNDS: usize = 12;
+/// How often the baseline is loaded, where memory allows it. How its copies differ says how far any load may be off: of three, by 11 times their
+/// standard deviation, of four by 6.5 times, of six by 4.4 times.
+const COPIES: usize = 6;
+/// How often it is loaded at least: of two, loads might be off by 78 times the standard deviation, and no gain could be told from noise.
+const FEWEST_COPIES: usize = 3;
 /// Seconds that a block takes at least, where its steps are not given. The clock of a GPU changes within seconds: many short turns follow it better than
 /// few long ones.
 const BLOCK: f64 = 0.1;
@@ -131,7 +133,7 @@ pub fn resize_arena(device: &Device, bytes: usize) -> Result<()> {
 }
 
 /// The arena that a session's programs need.
-fn arena(s: &Session) -> usize {
+pub fn arena(s: &Session) -> usize {
     s.programs.values().map(|p| p.memory.activations + p.memory.workspace).max().unwrap_or(0)
 }
 
@@ -166,7 +168,7 @@ pub fn ledger(asked: &Asked, baseline: Baseline) -> Result<(Ledger, Side)> {
     let needs: Vec<Needs> = variants.iter().map(|v| v.needs).collect();
     let beside = |copies: usize| groups(Needs { rest: copies as u64 * own.rest, ..own }, &needs, free);
     // No variant is left out for a copy's sake.
-    let copies = (2..=COPIES).rev().find(|&n| beside(n).1.len() == beside(2).1.len()).unwrap_or(2);
+    let copies = (FEWEST_COPIES..=COPIES).rev().find(|&n| beside(n).1.len() == beside(FEWEST_COPIES).1.len()).unwrap_or(FEWEST_COPIES);
     let (groups, too_large) = beside(copies);
     lines.extend(too_large.into_iter().map(|i| no_room(&variants[i], own, copies, free)));
     let mut work = Work::new(asked, baseline, own, copies, progress)?;

@@ -2,6 +2,7 @@
 
 use crate::cli::{ConfigArgs, Recipes};
 use crate::config::Config;
+use crate::recipe;
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use serde_json::Value;
@@ -26,15 +27,18 @@ struct Row {
 
 impl Peers {
     /// Looks for everything before anything is measured.
-    pub fn find(config: &Config, recipes: Recipes) -> Result<Peers> {
-        let script = script()?;
+    pub fn find(config: &Config, recipes: Recipes, checkout: Option<&Path>) -> Result<Peers> {
+        let script = script(checkout)?;
         let python = python()?;
         let said = output(Command::new(&python).arg(&script).arg("--list"))?;
         let all: Vec<(String, Vec<String>)> = serde_json::from_str(&said).with_context(|| format!("{} --list", script.display()))?;
         let own = step_of(config);
         let same = |args: &Vec<String>| {
             let row = Row::try_parse_from(["kiln".to_string()].into_iter().chain(args.iter().cloned())).ok()?;
-            row.config.resolve(recipes, None).ok().filter(|c| step_of(c) == own)
+            let config = row.config.resolve(recipes, None).ok()?;
+            // As the step that is timed was made: with the sizes of its data.
+            let (config, _) = recipe::begin(recipe::find_in(recipes, config.text("recipe")).ok()?, &config).ok()?;
+            (step_of(&config) == own).then_some(())
         };
         let rows: Vec<String> = all.iter().filter(|(_, args)| same(args).is_some()).map(|(name, _)| name.clone()).collect();
         if rows.is_empty() {
@@ -69,24 +73,38 @@ impl Peers {
 fn step_of(config: &Config) -> Value {
     let mut all = config.to_json();
     if let Some(fields) = all.as_object_mut() {
-        fields.retain(|key, _| !["passes", "optimise"].contains(&key.as_str()));
+        fields.retain(|key, _| !["passes", "optimize"].contains(&key.as_str()));
     }
     all
 }
 
-/// In the folder `peers` of the working directory, of one above it, or of one above this program.
-fn script() -> Result<PathBuf> {
-    let here = std::env::current_dir().unwrap_or_default();
-    let own = std::env::current_exe().unwrap_or_default();
-    let found = here.ancestors().chain(own.ancestors()).map(|a| a.join("peers/compare.py")).find(|p| p.is_file());
-    found.context("--against pytorch: there is no peers/compare.py here or above; run it in a checkout of kiln")
+/// peers/compare.py of the checkout that is named, or of the one that this program was built from. Any other, above the working directory for instance, may be
+/// somebody else's.
+fn script(checkout: Option<&Path>) -> Result<PathBuf> {
+    let built_from = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
+    script_of(checkout, built_from, &crate::gpu::owners(&|name| std::env::var_os(name)))
+}
+
+fn script_of(checkout: Option<&Path>, built_from: &Path, owners: &[u32]) -> Result<PathBuf> {
+    let script = checkout.unwrap_or(built_from).join("peers/compare.py");
+    if !script.is_file() {
+        bail!("--against pytorch: there is no {}: name a checkout of kiln with --peers FOLDER", script.display());
+    }
+    if engine::mutant!("a-checkout-of-anybodys-is-run", checkout.is_none(), false) {
+        engine::cuda::trusted(&script, owners)
+            .map_err(|why| anyhow::anyhow!("--against pytorch: {why}; or name it with --peers FOLDER"))?;
+    }
+    Ok(script)
 }
 
 /// The Python of the active environment, or the first in PATH, if it has torch and a GPU.
 fn python() -> Result<PathBuf> {
-    let environment = std::env::var_os("VIRTUAL_ENV").map(|v| Path::new(&v).join("bin/python3"));
+    let environment = std::env::var_os("VIRTUAL_ENV").and_then(crate::gpu::absolute).map(|v| v.join("bin/python3"));
     let mut problems = vec![];
-    for python in environment.into_iter().chain(["python3".into(), "python".into()]) {
+    let path = std::env::var_os("PATH").map(|v| std::env::split_paths(&v).collect::<Vec<_>>()).unwrap_or_default();
+    // Not a program of the working directory.
+    let on_path = |name: &str| path.iter().filter(|p| p.is_absolute()).map(|p| p.join(name)).find(|p| p.is_file());
+    for python in environment.into_iter().chain(["python3", "python"].into_iter().filter_map(on_path)) {
         let asked = "import torch; print('cuda' if torch.cuda.is_available() else 'none')";
         match output(Command::new(&python).args(["-c", asked])) {
             Ok(said) if said.trim() == "cuda" => return Ok(python),
@@ -136,6 +154,32 @@ pub fn rows(found: &Value) -> Vec<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_checkout_that_others_can_write_to_is_run_only_where_it_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let peers = dir.path().join("peers");
+        fs::create_dir(&peers).unwrap();
+        let script = peers.join("compare.py");
+        let built_from = || script_of(None, dir.path(), &[]).map_err(|e| e.to_string());
+        assert!(built_from().unwrap_err().contains("name a checkout of kiln with --peers FOLDER"));
+        fs::write(&script, "").unwrap();
+        let mode = |path: &Path, mode: u32| fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        for (path, own) in [(dir.path(), 0o755), (&peers, 0o755), (&script, 0o644)] {
+            mode(path, own);
+        }
+        for (path, own, open) in [(dir.path(), 0o755, 0o777), (&peers, 0o755, 0o757), (&script, 0o644, 0o646)] {
+            assert_eq!(built_from(), Ok(script.clone()));
+            mode(path, open);
+            let said = built_from().unwrap_err();
+            assert!(said.contains("everybody may write to it") && said.contains("--peers FOLDER"), "{said}");
+            // Whoever names it means it.
+            assert_eq!(script_of(Some(dir.path()), Path::new("/no/such/checkout"), &[]).unwrap(), script);
+            mode(path, own);
+        }
+    }
 
     #[test]
     fn rows_say_speeds_and_ratios() {

@@ -6,10 +6,10 @@ use crate::report::{COLORS, INK, ReportError};
 use anyhow::{Context, Result, bail};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// What guides promise of a switch like a pass: times as fast for a step, or a share of memory less.
+/// What optimization guides of PyTorch trainers promise of a switch like a pass: times as fast for a step, or a share of memory less. docs/measuring.md has their titles.
 struct Promise {
     pass: &'static str,
     speed: Option<(f64, f64)>,
@@ -22,16 +22,22 @@ const fn promise(pass: &'static str, speed: Option<(f64, f64)>, memory: Option<(
 }
 
 const PROMISED: &[Promise] = &[
-    promise("flash-attention", Some((1.5, 2.5)), None, "1.5-2.5x"),
-    promise("cuda-graph", Some((1.1, 1.7)), None, "1.1-1.7x"),
-    promise("fp8", Some((1.4, 2.0)), None, "1.4-2x"),
-    promise("sparse-2:4", Some((1.3, 1.6)), None, "1.3-1.6x"),
-    promise("fuse-norm", None, None, "1.3-2x an op"),
-    promise("fuse-qk-norm", None, None, "1.3-2x an op"),
-    promise("fuse-pointwise", None, None, "1.3-2x an op"),
-    promise("linear-cross-entropy", None, None, "80% of the loss's memory"),
-    promise("recompute", Some((0.77, 0.77)), Some((0.4, 0.6)), "40-60% memory, 30% more time"),
+    promise("flash-attention", Some((1.5, 4.0)), None, "1.5-2x (CUDA Plan), 2-4x (Vision-BDH)"),
+    promise("cuda-graph", Some((1.1, 1.7)), None, "1.1-1.7x (Notes), 1.2x (HYDRA), 1.15-1.25x (Trainer2)"),
+    promise("fp8", Some((1.4, 2.0)), None, "1.4-2x, 40-60% of activations (Notes)"),
+    promise("tf32", Some((1.1, 1.3)), None, "1.1-1.3x (HYDRA)"),
+    promise("grouped-gemm", Some((1.2, 1.4)), None, "1.2-1.4x (Notes)"),
+    promise("fuse-norm", None, None, "1.3-2x an op (HYDRA)"),
+    promise("fuse-qk-norm", None, None, "1.3-2x an op (HYDRA)"),
+    promise("fuse-pointwise", Some((1.03, 1.05)), None, "1.3-2x an op (HYDRA), 1.03-1.05x (Trainer2)"),
+    promise("linear-cross-entropy", Some((1.15, 1.15)), None, "1.15x, 50-80% of the loss's memory (HYDRA)"),
+    promise("recompute", Some((0.77, 0.77)), Some((0.4, 0.6)), "40-60% memory, 30% more time (HYDRA)"),
+    promise("adam8bit", None, None, "50% of the optimizer's memory (HYDRA)"),
 ];
+
+/// The guides, as they are called above.
+const GUIDES: &str = "CUDA Plan: CUDA Optimization Plan (LoRA and replies). Vision-BDH: Vision-BDH Performance Optimization Guide. \
+    HYDRA: Frontier Optimizations for HYDRA Training. Notes: CUDA Optimization Design Notes (HRM). Trainer2: Trainer2 Optimization Guide (LIoR).";
 
 fn promised(pass: &str) -> Option<&'static Promise> {
     PROMISED.iter().find(|p| p.pass == pass)
@@ -107,7 +113,7 @@ pub fn picture(dir: &Path, path: &Path) -> Result<()> {
 
 const BAND: RGBColor = RGBColor(226, 226, 226);
 /// Pixels: of the whole, of a row, left of the axes, and above the rows.
-const WIDTH: i32 = 1120;
+const WIDTH: i32 = 1250;
 const ROW: i32 = 30;
 const LEFT: i32 = 170;
 const TOP: i32 = 92;
@@ -135,7 +141,7 @@ fn text<'a>(size: i32, at: HPos) -> TextStyle<'a> {
 }
 
 fn draw(ledgers: &[(String, Measured)], rows: &[(String, Vec<Mark>)]) -> Result<String, Box<dyn std::error::Error>> {
-    let height = TOP + ROW * rows.len() as i32 + 44;
+    let height = TOP + ROW * rows.len() as i32 + 64;
     let marks = || rows.iter().flat_map(|r| &r.1);
     let bands = || rows.iter().filter_map(|r| promised(&r.0));
     let speeds = marks().flat_map(|m| m.speed).chain(bands().filter_map(|p| p.speed).flat_map(|(a, b)| [a, b]));
@@ -150,10 +156,11 @@ fn draw(ledgers: &[(String, Measured)], rows: &[(String, Vec<Mark>)]) -> Result<
         area.fill(&WHITE)?;
         let (first, last) = (&ledgers[0].1, TOP + ROW * rows.len() as i32);
         area.draw(&Text::new(
-            format!("What every pass gains: {}, {}", first.device, &first.date[..first.date.len().min(10)]),
+            format!("What every pass gains: {}, {}{}", first.device, &first.date[..first.date.len().min(10)], measured_at(ledgers)),
             (LEFT, 20),
             text(18, HPos::Left),
         ))?;
+        area.draw(&Text::new(GUIDES, (10, height - 14), text(12, HPos::Left)))?;
         legend(&area, ledgers)?;
         axis(
             &area,
@@ -171,6 +178,15 @@ fn draw(ledgers: &[(String, Measured)], rows: &[(String, Vec<Mark>)]) -> Result<
         area.present()?;
     }
     Ok(svg)
+}
+
+/// Of which code the ledgers are, and whether their intervals are those of today.
+fn measured_at(ledgers: &[(String, Measured)]) -> String {
+    if ledgers.iter().any(|(_, m)| m.turns.as_ref().is_none_or(|t| t.loads == 0.0)) {
+        return ", measured at an earlier commit (intervals: 95%, without how loads differ)".into();
+    }
+    let commits: BTreeSet<&str> = ledgers.iter().filter_map(|(_, m)| m.versions.commit.as_deref()).collect();
+    commits.into_iter().map(|commit| format!(", {commit}")).collect()
 }
 
 /// A colour for each ledger; a hollow mark is within noise.

@@ -63,12 +63,21 @@ impl Side {
     /// Milliseconds of a step, the mean of each period (`Task::period`), after some steps that do not count. So many steps, or some more until a period
     /// is whole; where it is not said, as `enough` has it.
     pub fn times(&mut self, warm_up: usize, steps: Option<usize>) -> Result<Vec<f64>> {
+        self.times_until(warm_up, |done, took| steps.map_or_else(|| enough(done, took), |steps| done.steps >= steps))
+    }
+
+    /// The same for at least this long, and for some periods.
+    pub fn times_for(&mut self, least: Duration) -> Result<Vec<f64>> {
+        self.times_until(0, |done, took| done.times >= LEAST && took >= least)
+    }
+
+    fn times_until(&mut self, warm_up: usize, is_over: impl Fn(Done, Duration) -> bool) -> Result<Vec<f64>> {
         let period = self.task.period();
         (0..warm_up as u64).try_for_each(|i| self.run(i))?;
         self.session.device.synchronize()?;
         let (mut times, clock) = (vec![], Instant::now());
         let mut done = warm_up as u64;
-        while steps.map_or(!enough(times.len(), times.len() * period, clock.elapsed()), |steps| times.len() * period < steps) {
+        while !is_over(Done { times: times.len(), steps: times.len() * period }, clock.elapsed()) {
             let start = Instant::now();
             (done..done + period as u64).try_for_each(|i| self.run(i))?;
             self.session.device.synchronize()?;
@@ -169,8 +178,15 @@ impl Side {
 }
 
 /// Whether so many times of so many steps in all say enough: a second of them, because a few milliseconds say nothing about noise, and ten steps.
-fn enough(times: usize, steps: usize, took: Duration) -> bool {
-    times >= LEAST && steps >= 10 && took >= Duration::from_secs(1)
+fn enough(done: Done, took: Duration) -> bool {
+    done.times >= LEAST && done.steps >= 10 && took >= Duration::from_secs(1)
+}
+
+/// How much has been timed: periods, and steps.
+#[derive(Clone, Copy)]
+struct Done {
+    times: usize,
+    steps: usize,
 }
 
 /// How far one side's numbers are from another's, relative to the other's. None: not a finite number on one side.

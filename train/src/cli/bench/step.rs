@@ -1,18 +1,19 @@
 //! The step of a recipe: how long it takes, what it computes, what memory it needs.
 
 use super::baseline::{Bounds, Compared, comparable, compared};
-use super::file::{FORMAT, Line, Measured, Versions, error};
+use super::file::{FORMAT, Line, Measured, Versions, error, signed, worth_a_line};
 use super::ledger::{self, Asked, Baseline, Ledger, ledger};
 use super::peers::{self, Peers};
+use super::serve::Served;
 use super::side::Side;
 use super::stats::{Interval, LEAST};
-use super::{BenchArgs, web};
-use crate::cli::budget::Where;
+use super::{BenchArgs, fingerprint, web};
+use crate::cli::budget::{Where, fit_device};
 use crate::cli::train::typed;
 use crate::cli::{Recipes, outputs, write_json};
 use crate::config::Config;
 use crate::memory;
-use crate::recipe::{Recipe, find_in};
+use crate::recipe::{Recipe, Task, begin, find_in};
 use crate::report::{human_bytes, human_count, table};
 use crate::run::{self, Fitted};
 use anyhow::{Result, bail};
@@ -41,13 +42,17 @@ pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCod
     let mut config = a.config.resolve(recipes, None)?;
     a.budget.set(&mut config)?;
     let recipe = find_in(recipes, config.text("recipe"))?;
+    let (config, _) = begin(recipe, &config)?;
     let (config, fitted) = a.budget.fit(recipe, config, &Where::here(device), true)?;
+    let task = recipe.task(&config)?;
+    let (config, chosen) = fit_device(&*task, config, &Where::here(device))?;
+    let fitted = fitted.or(chosen);
     let then = a.baseline.as_deref().map(Measured::read).transpose()?;
     let bounds = Bounds { slower: a.fail_slower, above: a.fail_above };
     let asked = asked(a, recipe, &config, device, then.as_ref())?;
     ledger::checked(&asked)?;
-    let peers = a.against.as_ref().map(|_| Peers::find(&config, recipes)).transpose()?;
-    let (mut side, allocated) = load(recipe, &config, device)?;
+    let peers = a.against.as_ref().map(|_| Peers::find(&config, recipes, a.peers.as_deref())).transpose()?;
+    let (mut side, allocated) = load(task, &config, device)?;
     let loaded = started.elapsed();
     let mut m = described(&config, fitted.as_ref(), &side);
     if let Some(repeat) = a.repeat.filter(|n| then.is_some() && !a.ledger && n.div_ceil(m.period) < LEAST) {
@@ -61,6 +66,13 @@ pub fn step(a: &BenchArgs, started: Instant, recipes: Recipes) -> Result<ExitCod
     let known = if wanted { Some(side.numbers(asked.steps_for_error, a.ledger)?) } else { None };
     let start = Start { opened, loaded, first: loaded + side.first()? };
     m.setup_s = start.first.as_secs_f64();
+    if a.serve {
+        side.times(a.warmup + side.warm_up() as usize, Some(m.period))?;
+        let ready =
+            serde_json::json!({ "setup_s": m.setup_s, "device": m.device, "commit": m.versions.commit, "peak_bytes": m.peak_bytes });
+        let served = Served { device, work: m.work, unit: &m.unit, ready };
+        return served.serve(|least| side.times_for(least));
+    }
     match known {
         Some((numbers, gradients)) if a.ledger => {
             m.numbers = Some(numbers.clone());
@@ -96,6 +108,12 @@ fn write(a: &BenchArgs, m: &Measured) -> Result<()> {
     Ok(())
 }
 
+pub fn fingerprint(a: &BenchArgs, recipes: Recipes) -> Result<u64> {
+    let mut config = a.config.resolve(recipes, None)?;
+    a.budget.set(&mut config)?;
+    fingerprint::of_step(find_in(recipes, config.text("recipe"))?, &config)
+}
+
 /// Says what was found, and fails if anything is beyond its bound.
 fn judged(found: &Compared) -> Result<ExitCode> {
     for line in &found.said {
@@ -120,8 +138,7 @@ fn asked<'a>(a: &BenchArgs, recipe: &'a dyn Recipe, config: &'a Config, device: 
 }
 
 /// The step as it is, and what it allocated on a GPU.
-fn load(recipe: &dyn Recipe, config: &Config, device: &Device) -> Result<(Side, Option<u64>)> {
-    let task = recipe.task(config)?;
+fn load(task: Box<dyn Task>, config: &Config, device: &Device) -> Result<(Side, Option<u64>)> {
     let before = device.usage();
     let session = run::load_within_budget(&*task, config, device)?;
     let allocated = before.zip(device.usage()).map(|(before, after)| after.allocated.saturating_sub(before.allocated) as u64);
@@ -152,7 +169,7 @@ fn described(config: &Config, fitted: Option<&Fitted>, side: &Side) -> Measured 
         period: side.task.period(),
         peak_bytes: run::peak(&side.session).total() as u64,
         setup_s: 0.0,
-        memory_budget: fitted.map(|f| f.budget),
+        memory_budget: fitted.filter(|f| f.asked).map(|f| f.budget),
         chosen: fitted.map(|f| f.changes.clone()),
         estimated_more_time: fitted.map(|f| f.seconds[1] / f.seconds[0] - 1.0),
         numbers: None,
@@ -215,8 +232,13 @@ fn show_ledger(m: &Measured) -> Result<()> {
     let mut headers = vec!["pass", "sites", "gain", "memory"];
     headers.extend(measured.then_some("measured"));
     headers.extend([metric, "gradients", "worst gradient", &after]);
-    let rows: Vec<Vec<String>> = m.ledger.iter().map(|l| row(l, measured)).collect();
-    out_part!("{}", table(&headers, &rows));
+    let (lines, rest) = worth_a_line(&m.ledger);
+    if !lines.is_empty() {
+        out_part!("{}", table(&headers, &lines.iter().map(|l| row(l, measured)).collect::<Vec<_>>()));
+    }
+    for line in rest {
+        out!("{line}");
+    }
     for line in m.ledger.iter().filter(|l| l.reason.is_some()) {
         out!("{}: {}", line.pass, line.reason.as_deref().unwrap_or_default());
     }
@@ -224,12 +246,10 @@ fn show_ledger(m: &Measured) -> Result<()> {
 }
 
 fn row(l: &Line, measured: bool) -> Vec<String> {
-    let bytes =
-        |saved: Option<i64>| saved.map_or("-".into(), |b| format!("{}{}", if b > 0 { "-" } else { "+" }, human_bytes(b.unsigned_abs())));
-    let name = if l.switched_on { format!("{}, switched on", l.pass) } else { l.pass.clone() };
+    let bytes = |more: Option<i64>| more.map_or("-".into(), signed);
     let sites = if l.differ.is_some() { l.sites.to_string() } else { "-".into() };
-    let mut cells = vec![name, sites, l.gains(), bytes(Line::saves(l.peak, l.peak_off))];
-    cells.extend(measured.then(|| bytes(Line::saves(l.allocated, l.allocated_off))));
+    let mut cells = vec![l.name(), sites, l.gains(), bytes(Line::more(l.peak, l.peak_off))];
+    cells.extend(measured.then(|| bytes(Line::more(l.allocated, l.allocated_off))));
     match &l.differ {
         None => cells.extend(["-", "-", "-", "-"].map(String::from)),
         Some(d) => {

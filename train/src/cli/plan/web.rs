@@ -1,16 +1,17 @@
 //! `kiln plan --html FILE`: what lies in memory during a step, where and for how long.
 
 use super::names::{in_scope, names};
-use crate::page::{Axis, Bar, Boxed, Chart, Layer, Page, number};
+use crate::page::{Axis, Bar, Boxed, Cell, Chart, Layer, Page, number};
 use crate::report::human_bytes;
 use engine::graph::Kind;
 use engine::plan::Home;
 use engine::{Compiled, Graph};
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 
 /// Tensors that are drawn one by one; smaller ones are merged.
 const MOST: usize = 1500;
-/// Kinds of scopes that have a colour of their own.
+/// Kinds of scopes that have a color of their own.
 const GROUPS: usize = 7;
 /// With fewer kinds of scopes, ops are told apart, too.
 const FEW: usize = 5;
@@ -95,8 +96,11 @@ fn program(page: &mut Page, name: &str, c: &Compiled) {
     if !all.is_empty() {
         group(&mut all);
         let (peak, bytes) = peak(&all, nodes);
-        let groups = boxes(page, name, &all, nodes);
-        alive(page, name, &all, &groups, nodes, peak);
+        // States and feeds come first, and have no place in the arena. Both charts begin behind them, so that they line up.
+        let first = all.iter().map(|t| t.first).min().unwrap_or(0);
+        let x = Axis::new("node").range(first as f64, nodes as f64);
+        let groups = boxes(page, name, &all, nodes, x.clone());
+        alive(page, name, &all, &groups, first..nodes, peak, x);
         at_peak(page, name, c, &all, peak, bytes);
     }
     states(page, name, &c.graph);
@@ -170,8 +174,8 @@ fn drawn(all: &[Tensor], nodes: usize, most: usize) -> (Vec<Boxed>, usize, usize
     (boxes, small.len(), small.first().map_or(0, |t| t.bytes))
 }
 
-/// Returns the groups in the order of their colours.
-fn boxes(page: &mut Page, name: &str, all: &[Tensor], nodes: usize) -> Vec<String> {
+/// Returns the groups in the order of their colors.
+fn boxes(page: &mut Page, name: &str, all: &[Tensor], nodes: usize, x: Axis) -> Vec<String> {
     let (boxes, merged, largest) = drawn(all, nodes, MOST);
     let merged = match merged {
         0 => String::new(),
@@ -184,25 +188,26 @@ fn boxes(page: &mut Page, name: &str, all: &[Tensor], nodes: usize) -> Vec<Strin
         }
     }
     let about = format!(
-        "{} tensors, coloured by where in the model they are computed (* is a layer's number, ' the backward pass).{merged}",
+        "{} tensors, colored by where in the model they are computed (* is a layer's number, ' the backward pass).{merged}",
         all.len()
     );
-    let (x, y) = (Axis::new("node"), Axis::new("address in the arena").unit("bytes"));
+    let y = Axis::new("address in the arena").unit("bytes");
     page.chart(&format!("{name}: the arena"), &about, &Chart::Boxes { x, y, boxes });
     groups
 }
 
-fn alive(page: &mut Page, name: &str, all: &[Tensor], groups: &[String], nodes: usize, peak: usize) {
-    let mut at: Vec<usize> = (0..nodes).step_by(nodes.div_ceil(POINTS).max(1)).chain([peak, nodes - 1]).collect();
+fn alive(page: &mut Page, name: &str, all: &[Tensor], groups: &[String], nodes: Range<usize>, peak: usize, x: Axis) {
+    let last = nodes.end - 1;
+    let mut at: Vec<usize> = nodes.clone().step_by(nodes.len().div_ceil(POINTS).max(1)).chain([peak, last]).collect();
     at.sort();
     at.dedup();
     let layer = |group: &String| {
         let own: Vec<Tensor> = all.iter().filter(|t| t.group == *group).cloned().collect();
-        let living = living(&own, nodes);
+        let living = living(&own, nodes.end);
         Layer { name: group.clone(), values: at.iter().map(|&i| living[i] as f64).collect() }
     };
     let series: Vec<Layer> = groups.iter().map(layer).collect();
-    let (x, y) = (Axis::new("node"), Axis::new("alive").unit("bytes"));
+    let y = Axis::new("alive").unit("bytes");
     let about = format!("Bytes of the arena that are needed at each node; most at node {peak}. Gaps between buffers are not counted.");
     page.chart(&format!("{name}: what is alive"), &about, &Chart::Area { x, y, at: at.iter().map(|&i| i as f64).collect(), series });
 }
@@ -214,19 +219,19 @@ fn at_peak(page: &mut Page, name: &str, c: &Compiled, all: &[Tensor], peak: usiz
         let size = number(t.bytes as f64, &human_bytes(t.bytes as u64));
         let share = t.bytes as f64 / bytes.max(1) as f64;
         vec![
-            t.name.clone(),
-            t.group.clone(),
-            t.meta.clone(),
+            t.name.clone().into(),
+            t.group.clone().into(),
+            t.meta.clone().into(),
             size,
             number(share, &format!("{:.1}%", 100.0 * share)),
-            format!("{} to {}", t.first, t.last),
+            format!("{} to {}", t.first, t.last).into(),
         ]
     };
-    let mut rows: Vec<Vec<String>> = own.iter().take(LINES).map(row).collect();
+    let mut rows: Vec<Vec<Cell>> = own.iter().take(LINES).map(row).collect();
     let rest: usize = own.iter().skip(LINES).map(|t| t.bytes).sum();
     if rest > 0 {
         let size = number(rest as f64, &human_bytes(rest as u64));
-        rows.push(vec![format!("{} smaller ones", own.len() - LINES), "-".into(), "-".into(), size, String::new(), String::new()]);
+        rows.push(vec![format!("{} smaller ones", own.len() - LINES).into(), "-".into(), "-".into(), size, "".into(), "".into()]);
     }
     let node = in_scope(&c.graph.nodes[peak]);
     let caption = format!("{name}: alive at its peak, node {peak} ({node}): {} in {} tensors", human_bytes(bytes as u64), own.len());
@@ -284,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_share_a_colour() {
+    fn layers_share_a_color() {
         assert_eq!([pattern("blocks.3.attn"), pattern(""), pattern("loss")], ["blocks.*.attn", "(top level)", "loss"]);
     }
 }

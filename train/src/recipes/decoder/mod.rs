@@ -6,15 +6,17 @@ use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig, shown};
 use crate::data::Tokenizer;
 use crate::golden::Golden;
-use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, RepliesConfig, Writer, Writing, export};
+use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, RepliesConfig, Writer, Writing, export, tuning};
 use crate::models::{Family, Folder, Lora, Mixer, RopeScaling, ScanShape, Shape, Target};
 use crate::recipe::{
-    Computed, Exporting, Exports, Metric, Reads, Recipe, Reference, Supervised, Survey, Surveys, Task, TextModel, TrainError, Writes,
+    Computed, Exporting, Exports, Metric, Reads, Recipe, Reference, Supervised, Survey, Surveys, Task, TextModel, TrainError, Tuning,
+    Writes,
 };
 use crate::{choices, section};
 use engine::ops::sample::Nucleus;
 use engine::{Device, Switches};
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 
 /// What of the model is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +39,7 @@ section! {
         /// The family: gpt2, llama, qwen2, qwen3, mistral or mamba2.
         pub family: String = "llama".into(), [base];
         /// Tokens of the vocabulary.
-        pub vocab: usize = 0, in 1..=1 << 24, [data base];
+        pub vocab: usize = 0, in 1..=1 << 22, [data base];
         /// Width of the residual stream.
         pub dim: usize = 128, in 1..=1 << 20, [base];
         /// Layers of the decoder.
@@ -214,6 +216,23 @@ impl Recipe for DecoderRecipe {
         Ok(config)
     }
 
+    fn tuning(&self, config: &Config) -> Result<Option<Tuning>, TrainError> {
+        tuning(config, config.section::<DecoderConfig>("model")?.train == Trained::Lora)
+    }
+
+    fn make_ready(&self, config: &Config, _: &Device, _: &AtomicBool) -> Result<(), TrainError> {
+        let c: DecoderConfig = config.section("model")?;
+        let joint = Family::find(&c.family).is_some_and(|f| f.without_adapters().is_some());
+        Lessons::check_data(&config.section("data")?, &c.base)?;
+        match c.train == Trained::Lora && c.base.is_empty() && !joint {
+            true => Err(ConfigError::Invalid(
+                "model.train = \"lora\": without model.base there is nothing that adapters could adapt, since the weights below them are random (name a model's folder with --base, or train every weight: model.train=all)".into(),
+            )
+            .into()),
+            false => Ok(()),
+        }
+    }
+
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
         let config = &self.sized(config)?;
         let c: DecoderConfig = config.section("model")?;
@@ -232,10 +251,13 @@ impl Recipe for DecoderRecipe {
     fn economies(&self, config: &Config) -> Vec<Vec<String>> {
         let Ok(c) = config.section::<DecoderConfig>("model") else { return vec![] };
         let (lora, nf4) = ("model.train=lora".to_string(), "model.bits=4".to_string());
-        let joint = Family::find(&c.family).is_some_and(|f| f.without_adapters().is_some()) && c.base.is_empty();
+        // Adapters are for a model that is trained already.
+        if c.base.is_empty() {
+            return vec![];
+        }
         let mut all = vec![];
-        all.extend((c.train == Trained::All && !joint).then(|| vec![lora.clone()]));
-        all.extend((c.bits == 16 && !joint && !c.base.is_empty()).then(|| vec![lora, nf4]));
+        all.extend((c.train == Trained::All).then(|| vec![lora.clone()]));
+        all.extend((c.bits == 16).then(|| vec![lora, nf4]));
         all
     }
 

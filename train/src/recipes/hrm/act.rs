@@ -67,7 +67,7 @@ impl Score {
                     self.segments += 1;
                     self.agreed += ((attempt.halt > 0.0) == right) as usize;
                     thinking[i] = !(attempt.halts(before.get(i)) || last);
-                    self.exact_halted += (right && !thinking[i]) as usize;
+                    self.exact_halted += (right && engine::mutant!("solved-before-it-halts", !thinking[i], true)) as usize;
                 }
                 if last {
                     self.exact += right as usize;
@@ -140,5 +140,47 @@ impl Solver for HrmSolver {
             all.append(&mut own);
         }
         Ok(all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+    use engine::{Cpu, Device, Switches};
+
+    const LIMIT: usize = 6;
+
+    /// An untrained model solves nothing: what it answers in the end is taken for the solutions, so that some of its answers are right.
+    #[test]
+    fn a_puzzle_is_right_once_where_the_model_halts_and_once_at_the_limit() {
+        let mut c = recipe::preset(recipe::find("hrm").unwrap(), None).unwrap();
+        let sizes = ["dim=16", "heads=2", "layers=1", "high_cycles=1", "low_cycles=1", "experts=3", "top_k=2", "hidden=8"];
+        let puzzles = ["data.side=4", "hardness=0", "data.prefix=1", "model.seq=17", "model.vocab=6", "train_puzzles=1", "test_puzzles=7"];
+        sizes.iter().chain(&puzzles).for_each(|s| c.set(s).unwrap());
+        c.set(&format!("max_segments={LIMIT}")).unwrap();
+        let model: HrmConfig = c.section("model").unwrap();
+        let puzzles = Puzzles::new(&c, &model).unwrap();
+        let set = puzzles.unseen(7).unwrap();
+        let mut s = Session::new(&Device::cpu(Cpu::new(1)), &Switches::default(), 3);
+        s.load("act", graph(&model, 7)).unwrap();
+        // Sure of everything: it halts as soon as it answers the same twice.
+        let meta = s.store.get("halt_bias").unwrap().meta.clone();
+        s.store.set("halt_bias", &meta, &vec![9.0f32; meta.elements()].iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>()).unwrap();
+        let ids = puzzles.ids(&set.inputs, 7);
+        let said: Vec<Vec<Attempt>> = (0..LIMIT).map(|i| segment(&mut s, &puzzles, &ids, i == 0).unwrap()).collect();
+        let answer = |at: usize, puzzle: usize| &said[at][puzzle].answer;
+        // Of two puzzles the solution is another.
+        let mut solutions: Vec<Vec<u8>> = (0..7).map(|puzzle| answer(LIMIT - 1, puzzle).clone()).collect();
+        solutions[..2].iter_mut().for_each(|solution| solution[0] ^= 1);
+        let mut score = Score::default();
+        score.add(&mut s, &model, &puzzles, 7, (&set.inputs, &solutions.concat())).unwrap();
+        let halts = |puzzle: usize| (1..LIMIT).find(|&at| answer(at, puzzle) == answer(at - 1, puzzle)).unwrap_or(LIMIT - 1);
+        let halted = (0..7).filter(|&puzzle| *answer(halts(puzzle), puzzle) == solutions[puzzle]).count();
+        let used: usize = (0..7).map(|puzzle| halts(puzzle) + 1).sum();
+        let values: std::collections::BTreeMap<&str, f64> = score.values().into_iter().collect();
+        assert!(halted > 0 && used > 7, "some are right where it halts, and it halts after two segments at the earliest: {halted}, {used}");
+        assert_eq!((values["exact"], values["exact_halted"]), (5.0 / 7.0, halted as f64 / 7.0));
+        assert_eq!(values["segments"], used as f64 / 7.0);
     }
 }

@@ -2,6 +2,7 @@
 //! Slots whose example is done take a fresh one from what the step is fed; the rest of that is dropped.
 
 use super::model::{Hrm, HrmConfig, Segment, Thought};
+use crate::recipe::sums;
 use engine::ops::pointwise::expr::Expr;
 use engine::ops::pointwise::{Bin, Un, record};
 use engine::{DType, Init, Recorder, Var};
@@ -20,10 +21,11 @@ pub struct Carry<'g> {
 }
 
 impl<'g> Carry<'g> {
-    /// What the last step left. Before the first, every slot is done.
-    pub fn states(r: &'g Recorder, c: &HrmConfig, batch: usize) -> Carry<'g> {
+    /// What the last step left of its micro-batch `m`, which has slots of its own. Before the first step, every slot is done.
+    pub fn states(r: &'g Recorder, c: &HrmConfig, batch: usize, m: usize) -> Carry<'g> {
+        let of = if m == 0 { String::new() } else { format!("{m}.") };
         let state =
-            |name: &str, shape: &[usize], dtype: DType, value: f32| r.state(&format!("carry.{name}"), shape, dtype, Init::Full(value));
+            |name: &str, shape: &[usize], dtype: DType, value: f32| r.state(&format!("carry.{of}{name}"), shape, dtype, Init::Full(value));
         let wide = |name: &str| state(name, &[batch, c.seq, c.dim], DType::F32, 0.0);
         let cells = |name: &str| state(name, &[batch, c.seq], DType::I32, 0.0);
         let slots = |name: &str, value: f32| state(name, &[batch], DType::F32, value);
@@ -87,17 +89,19 @@ impl<'g> Carry<'g> {
         })
     }
 
-    /// What the next step finds.
+    fn all(&self) -> [Var<'g>; 7] {
+        [self.thought.high, self.thought.low, self.ids, self.targets, self.segments, self.minimum, self.done]
+    }
+
+    /// What the next step finds, where a step is one batch.
     pub fn keep(&self, next: &Carry<'g>) {
-        let pairs = [
-            (self.thought.high, next.thought.high),
-            (self.thought.low, next.thought.low),
-            (self.ids, next.ids),
-            (self.targets, next.targets),
-            (self.segments, next.segments),
-            (self.minimum, next.minimum),
-            (self.done, next.done),
-        ];
-        pairs.into_iter().for_each(|(state, value)| state.recorder().update(state, value));
+        Carry::turn(&[*self], next);
+    }
+
+    /// The same of micro-batches: the first of these was read, and what comes of it goes to the end (see `sums::turn`).
+    pub fn turn(line: &[Carry<'g>], next: &Carry<'g>) {
+        for (i, value) in next.all().into_iter().enumerate() {
+            sums::turn(&line.iter().map(|carry| carry.all()[i]).collect::<Vec<_>>(), value);
+        }
     }
 }

@@ -45,7 +45,7 @@ fn feed<'g>(c: &HrmConfig, r: &'g Recorder, batch: usize, name: &str) -> Var<'g>
 
 fn losses<'g>(c: &HrmConfig, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
     let m = Hrm { c, r };
-    let states = Carry::states(r, c, batch);
+    let states = Carry::states(r, c, batch, 0);
     let carry = states.refilled(&m, feed(c, r, batch, "ids"), feed(c, r, batch, "targets"), None);
     let segment = m.segment(carry.thought, carry.ids);
     let j = m.judge(&segment, carry.targets);

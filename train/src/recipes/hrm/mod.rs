@@ -15,7 +15,7 @@ use crate::golden::Golden;
 use crate::optim;
 use crate::recipe::{
     Better, Computed, Evaluation, Extent, Metric, Pending, Picture, Reads, Recipe, Reference, Session, Solver, Solves, Task, TrainError,
-    Unit,
+    Unit, sums,
 };
 use carry::Carry;
 use engine::ops::concat::concat;
@@ -41,8 +41,7 @@ impl Recipe for HrmRecipe {
     }
 
     fn sections(&self) -> Vec<Keys> {
-        // Examples stay in their slots from step to step, so a step is one batch.
-        vec![HrmConfig::keys("model"), PuzzleConfig::keys("data"), TrainConfig::keys("train").without(&["accumulate"])]
+        vec![HrmConfig::keys("model"), PuzzleConfig::keys("data"), TrainConfig::keys("train").without(&["epochs"])]
     }
 
     fn presets(&self) -> &'static [(&'static str, &'static str)] {
@@ -65,12 +64,14 @@ impl Recipe for HrmRecipe {
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         let puzzles = Puzzles::new(config, &c)?;
-        if !c.is_dense() && train.batch * c.seq * c.top_k >= 1 << 31 {
-            let (b, seq, k) = (train.batch, c.seq, c.top_k);
-            return Err(ConfigError::Invalid(format!(
-                "train.batch x model.seq x model.top_k = {b} x {seq} x {k}: experts have fewer than 2^31 rows (lower train.batch)"
-            ))
-            .into());
+        for (key, b) in [("batch", train.batch), ("eval_batch", train.eval_batch)] {
+            if !c.is_dense() && b * c.seq * c.top_k >= 1 << 31 {
+                let (seq, k) = (c.seq, c.top_k);
+                return Err(ConfigError::Invalid(format!(
+                    "train.{key} x model.seq x model.top_k = {b} x {seq} x {k}: experts have fewer than 2^31 rows (lower train.{key})"
+                ))
+                .into());
+            }
         }
         puzzles.read()?;
         Ok(Box::new(HrmTask { c, train, puzzles, seed: config.seed(), loader: None, bench: None }))
@@ -140,7 +141,7 @@ impl HrmTask {
         let r = Recorder::new();
         let m = Hrm { c, r: &r };
         let [ids, targets] = ["ids", "targets"].map(|name| r.feed(name, &[b, c.seq], DType::I32));
-        let states = Carry::states(&r, c, b);
+        let states = Carry::states(&r, c, b, 0);
         let carry = states.refilled(&m, ids, targets, Some(r.feed("rng", &[4], DType::I32)));
         let segment = m.segment(carry.thought, carry.ids);
         let judged = m.judge(&segment, carry.targets);
@@ -160,17 +161,78 @@ impl HrmTask {
             let used_next = count.choose((done * next.segments).sum() / count, used);
             r.update(used, used_next);
 
-            let blank = self.puzzles.task.blank() as f32;
-            let open = pointwise(&[carry.ids.cast(DType::F32)], |e, x| {
-                let blank = e.c(blank);
-                e.bin(Bin::Eq, x[0], blank)
-            });
+            let open = self.open(&carry);
             let filled = -((open * judged.wrong).sum() / open.sum().max(r.full(&[1], 1.0))) + 1.0;
             let own = [judged.loss, judged.ce, judged.halting, judged.balance, judged.right.mean(), filled, used_next];
             let optimizer = [step.norm, step.clipped, step.skipped, step.skipped_in_row];
             r.output("report", concat(&own.into_iter().chain(segment.loads()).chain(optimizer).collect::<Vec<_>>(), 0));
         });
         r.finish()
+    }
+
+    /// f32 [batch, seq]: 1 where a cell is blank.
+    fn open<'g>(&self, carry: &Carry<'g>) -> Var<'g> {
+        let blank = self.puzzles.task.blank() as f32;
+        pointwise(&[carry.ids.cast(DType::F32)], |e, x| {
+            let blank = e.c(blank);
+            e.bin(Bin::Eq, x[0], blank)
+        })
+    }
+
+    /// The same in micro-batches, each of which has slots of its own: one program adds up what another takes, which is a step of the optimizer.
+    fn in_parts(&self) -> [(&'static str, Graph); 2] {
+        let (c, b, k) = (&self.c, self.train.batch, self.train.accumulate);
+        let (r, u) = (Recorder::new(), Recorder::new());
+        let m = Hrm { c, r: &r };
+        let [ids, targets] = ["ids", "targets"].map(|name| r.feed(name, &[b, c.seq], DType::I32));
+        let line: Vec<Carry> = (0..k).map(|i| Carry::states(&r, c, b, i)).collect();
+        let carry = line[0].refilled(&m, ids, targets, Some(r.feed("rng", &[4], DType::I32)));
+        let segment = m.segment(carry.thought, carry.ids);
+        let judged = m.judge(&segment, carry.targets);
+        // All that is a mean over a batch: the mean over all is that of the micro-batches' means.
+        let share = 1.0 / k as f32;
+        let loss = judged.loss * share;
+
+        let params: Vec<(String, Var)> = r.params().into_iter().filter(|p| !STARTS.contains(&p.0.as_str())).collect();
+        let grads = r.grad(loss, &params.iter().map(|p| p.1).collect::<Vec<_>>());
+        params.iter().zip(&grads).for_each(|((name, _), g)| sums::add(&r, &format!("grad/{name}"), *g));
+        let means = [("ce", judged.ce), ("halting", judged.halting), ("balance", judged.balance), ("exact", judged.right.mean())];
+        r.typed(|| {
+            Carry::turn(&line, &carry.after(&segment, c.max_segments));
+            sums::add(&r, "sum/loss", loss);
+            means.iter().for_each(|(name, v)| sums::add(&r, &format!("sum/{name}"), *v * share));
+            let open = self.open(&carry);
+            sums::add(&r, "sum/open", open.sum());
+            sums::add(&r, "sum/wrong", (open * judged.wrong).sum());
+            segment.loads().into_iter().for_each(|loads| sums::add(&r, "sum/loads", loads * share));
+        });
+
+        u.typed(|| {
+            let one = |name: &str| sums::taken(&u, &format!("sum/{name}"), &[1]);
+            let (own, grads) = sums::parameters(&u, &params, self.train.optimizer);
+            let loss = one("loss");
+            let step = optim::step(&u, &own, &grads, loss, &self.train);
+            // After a step that was skipped, nothing of what was thought can be trusted.
+            let broken = step.skipped_in_row.min(u.full(&[1], 1.0));
+            let slots = (0..k).map(|i| {
+                let carry = Carry::states(&u, c, b, i);
+                let done = carry.done.max(broken);
+                u.update(carry.done, done);
+                (done.sum(), (done * carry.segments).sum())
+            });
+            let (count, segments) = slots.reduce(|a, b| (a.0 + b.0, a.1 + b.1)).expect("a step has micro-batches");
+            // The mean of those that are done now; while there are none, the last one.
+            let used = u.state("carry.used", &[1], DType::F32, Init::Full(0.0));
+            let used_next = count.choose(segments / count, used);
+            u.update(used, used_next);
+            let filled = -(one("wrong") / one("open").max(u.full(&[1], 1.0))) + 1.0;
+            let own = [loss].into_iter().chain(means.iter().map(|(name, _)| one(name))).chain([filled, used_next]);
+            let loads = self.loads().len();
+            let loads = (loads > 0).then(|| sums::taken(&u, "sum/loads", &[loads]));
+            let optimizer = [step.norm, step.clipped, step.skipped, step.skipped_in_row];
+            u.output("report", concat(&own.chain(loads).chain(optimizer).collect::<Vec<_>>(), 0));
+        });
+        [("micro", r.finish()), ("update", u.finish())]
     }
 
     /// What training reports.
@@ -185,10 +247,16 @@ impl HrmTask {
         (0..experts).map(|i| format!("load.{i}")).collect()
     }
 
-    fn run(&self, s: &mut Session, step: u64, rate: f64, [ids, targets]: [&[i32]; 2]) -> Result<(), TrainError> {
-        let (rng, rate) = (rng_feed(self.seed, step, 0), [rate as f32]);
-        let feeds = [("ids", Data::I32(ids)), ("targets", Data::I32(targets)), ("rng", Data::I32(&rng)), ("rate", Data::F32(&rate))];
-        s.run("train", &feeds)
+    /// A step, of which `part` gives the ids and targets of each micro-batch.
+    fn run<'a>(&self, s: &mut Session, step: u64, rate: f64, parts: impl IntoIterator<Item = [&'a [i32]; 2]>) -> Result<(), TrainError> {
+        let (whole, rate) = (self.train.accumulate == 1, [rate as f32]);
+        for (m, [ids, targets]) in parts.into_iter().enumerate() {
+            let rng = rng_feed(self.seed, step, m as u32);
+            let program = if whole { "train" } else { s.micro(step, m) };
+            let feeds = [("ids", Data::I32(ids)), ("targets", Data::I32(targets)), ("rng", Data::I32(&rng)), ("rate", Data::F32(&rate))];
+            s.run(program, &feeds[..if whole { 4 } else { 3 }])?;
+        }
+        if whole { Ok(()) } else { s.run("update", &[("rate", Data::F32(&rate))]) }
     }
 }
 
@@ -198,32 +266,46 @@ impl Task for HrmTask {
     }
 
     fn graphs(&self) -> Vec<(&'static str, Graph)> {
-        vec![("train", self.training()), ("act", act::graph(&self.c, self.train.batch))]
+        let mut all = if self.train.accumulate == 1 { vec![("train", self.training())] } else { self.in_parts().into() };
+        all.push(("act", act::graph(&self.c, self.train.evaluation_batch())));
+        all
     }
 
     fn runs(&self, program: &str) -> f64 {
-        if program == "act" { 0.0 } else { 1.0 }
+        match program {
+            "micro" => self.train.accumulate as f64,
+            "act" => 0.0,
+            _ => 1.0,
+        }
+    }
+
+    fn again(&self, program: &str) -> Option<&'static str> {
+        (program == "micro").then_some("again")
     }
 
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {
-        let batch = self.train.batch;
-        self.loader = Some(Loader::new(self.puzzles.source()?, None, batch, done * batch as u64, 2)?);
+        let (batch, parts) = (self.train.batch, self.train.accumulate);
+        self.loader = Some(Loader::new(self.puzzles.source()?, None, batch, done * (batch * parts) as u64, 2 * parts)?);
         Ok(())
     }
 
     fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError> {
-        let batch = self.loader.as_mut().expect("begin comes first").next()?;
-        self.run(s, step, rate, [&batch.ids, &batch.targets])
+        let loader = self.loader.as_mut().expect("begin comes first");
+        let batches = (0..self.train.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
+        self.run(s, step, rate, batches.iter().map(|b| [&b.ids[..], &b.targets[..]]))
     }
 
     fn report(&self, s: &Session) -> Result<Pending, TrainError> {
-        Ok(Pending::new(self.names(), s.programs["train"].start_read("report", &s.store)?))
+        Ok(Pending::new(
+            self.names(),
+            s.programs[if self.train.accumulate == 1 { "train" } else { "update" }].start_read("report", &s.store)?,
+        ))
     }
 
     /// Every puzzle that was never learned from, through all segments.
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
         let set = self.puzzles.set(Split::Val)?;
-        let batch = self.train.batch;
+        let batch = self.train.evaluation_batch();
         let batches = Extent::new(set.len() as u64, batch, self.train.eval_batches, false).batches as usize;
         let cells = batch * self.puzzles.task.cells();
         let mut score = act::Score::default();
@@ -240,7 +322,7 @@ impl Task for HrmTask {
 
     fn extent(&self) -> Result<Option<Extent>, TrainError> {
         let puzzles = self.puzzles.set(Split::Val)?.len() as u64;
-        Ok(Some(Extent::new(puzzles, self.train.batch, self.train.eval_batches, false)))
+        Ok(Some(Extent::new(puzzles, self.train.evaluation_batch(), self.train.eval_batches, false)))
     }
 
     fn limit_evaluation(&mut self, batches: u64) {
@@ -248,7 +330,7 @@ impl Task for HrmTask {
     }
 
     fn work(&self) -> (&'static str, f64) {
-        ("examples", self.train.batch as f64)
+        ("examples", (self.train.batch * self.train.accumulate) as f64)
     }
 
     fn step_name(&self) -> &'static str {
@@ -259,7 +341,7 @@ impl Task for HrmTask {
         let (n, vocab) = (self.train.batch * self.c.seq, self.c.vocab);
         let draw = |salt: u32| (0..n).map(|i| (philox([i as u32, salt, 0, 0], [1, 2])[0] as usize % vocab) as i32).collect();
         let feeds = self.bench.take().unwrap_or_else(|| [draw(0), draw(1)]);
-        let done = self.run(s, step, 1e-4, [&feeds[0], &feeds[1]]);
+        let done = self.run(s, step, 1e-4, std::iter::repeat_n([&feeds[0][..], &feeds[1][..]], self.train.accumulate));
         self.bench = Some(feeds);
         done
     }
@@ -292,7 +374,7 @@ impl Task for HrmTask {
         let task = self.puzzles.task;
         let first = self.puzzles.unseen(1)?;
         let (puzzle, solution) = first.item(0);
-        let ids = self.puzzles.ids(puzzle, self.train.batch);
+        let ids = self.puzzles.ids(puzzle, self.train.evaluation_batch());
         let mut answer = vec![];
         for segment in 0..self.c.max_segments {
             answer = act::segment(s, &self.puzzles, &ids, segment == 0)?.swap_remove(0).answer;

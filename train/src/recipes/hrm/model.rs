@@ -2,7 +2,7 @@
 //! experts; and a halting head. What the numbers are is said by reference/hrm.py; names of parameters are the same there.
 
 use crate::config::{Config, ConfigError, NORM_EPS, ROPE_THETA, Section, WEIGHT, shown};
-use crate::nn::mamba2::{Sizes, Weights, mamba2};
+use crate::nn::mamba2::{self, Sizes};
 use crate::section;
 use engine::ops::attention::attention;
 use engine::ops::experts::{Routing, mixture};
@@ -188,21 +188,9 @@ impl<'g> Hrm<'_, 'g> {
 
     /// A puzzle has no direction: the cells are scanned from both ends. Projections see one cell at a time, so both directions share them.
     fn scan(&self, at: &str, x: Var<'g>) -> Var<'g> {
-        let (c, r) = (self.c, self.r);
+        let c = self.c;
         let s = Sizes { inner: 2 * c.dim, head: c.mamba_head, state: c.state, groups: 1, eps: c.norm_eps as f32 };
-        let name = |of: &str| format!("{at}.mamba.{of}");
-        let vector = |of: &str, length: usize, init: Init| r.param(&name(of), &[length], init);
-        let inward = self.matrix(&name("inward"), &[s.projected(), c.dim]);
-        let weights = Weights {
-            conv: r.param(&name("conv"), &[s.wide(), c.conv], Init::Uniform { bound: 1.0 / (c.conv as f32).sqrt() }),
-            conv_bias: vector("conv_bias", s.wide(), Init::Full(0.0)),
-            dt_bias: vector("dt_bias", s.heads(), Init::StepSize { low: 0.001, high: 0.1 }),
-            log_decay: vector("log_decay", s.heads(), Init::LogOfUniform { low: 1.0, high: 16.0 }),
-            skip: vector("skip", s.heads(), Init::Full(1.0)),
-            norm: vector("norm", s.inner, Init::Full(1.0)),
-        };
-        let y = mamba2(x.linear(inward), &s, &weights, &[false, true]);
-        y.linear(self.matrix(&name("outward"), &[c.dim, s.inner]))
+        mamba2::layer(&format!("{at}.mamba"), x, &s, c.conv, &[false, true])
     }
 
     /// Attention or scans over all cells, then experts, each after a norm.

@@ -257,7 +257,7 @@ impl Puzzles {
         let of = |set: &OnceCell<Arc<PuzzleSet>>| {
             (!self.config.path.is_empty()).then(|| set.get()).flatten().map(|set| format!("{:016x}", set.fingerprint()))
         };
-        serde_json::json!({ "data": of(&self.sets[0]), "validation": of(&self.sets[1]) })
+        serde_json::json!({ "data": of(&self.sets[0]), "validation": of(engine::mutant!("other-validation-puzzles", &self.sets[1], &self.sets[0])) })
     }
 }
 
@@ -276,16 +276,65 @@ impl Source for Shuffled {
     fn item(&self, place: u64) -> Result<Item, DataError> {
         let count = self.set.len() as u64;
         let epoch = place / count;
-        let i = order(self.seed, epoch, count, place % count) as usize;
+        let i = order(self.seed, engine::mutant!("puzzles-in-one-order", epoch, 0), count, place % count) as usize;
         let (puzzle, solution) = match self.config.augment {
-            true => self.set.augmented(i, self.seed, epoch),
+            true => self.set.augmented(i, self.seed, engine::mutant!("puzzles-in-one-form", epoch, 0)),
             false => (self.set.item(i).0.to_vec(), self.set.item(i).1.to_vec()),
         };
         let prefix = self.config.prefix;
-        Ok(Item { ids: prefixed(&puzzle, prefix, FILLING), targets: prefixed(&solution, prefix, -1), ..Item::default() })
+        Ok(Item {
+            ids: prefixed(&puzzle, prefix, FILLING),
+            targets: prefixed(&solution, prefix, engine::mutant!("padding-of-puzzles-is-learned", -1, FILLING)),
+            ..Item::default()
+        })
     }
 
     fn entropy_floor(&self) -> Option<f64> {
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    /// Five Sudokus of 4x4, with two tokens before their cells.
+    fn source(augment: bool) -> Arc<dyn Source> {
+        let mut c = recipe::preset(recipe::find("hrm").unwrap(), None).unwrap();
+        let own = ["data.side=4", "train_puzzles=5", "test_puzzles=1", "hardness=0", "data.prefix=2", "model.seq=18", "model.vocab=6"];
+        own.iter().for_each(|s| c.set(s).unwrap());
+        c.set(&format!("data.augment={augment}")).unwrap();
+        let model: HrmConfig = crate::config::Config::section(&c, "model").unwrap();
+        Puzzles::new(&c, &model).unwrap().source().unwrap()
+    }
+
+    /// The items of an epoch, in their order.
+    fn epoch(source: &dyn Source, n: u64) -> Vec<Item> {
+        (5 * n..5 * n + 5).map(|place| source.item(place).unwrap()).collect()
+    }
+
+    #[test]
+    fn what_stands_before_the_cells_is_not_learned() {
+        for item in epoch(&*source(true), 0) {
+            assert_eq!((item.ids.len(), item.targets.len()), (18, 18));
+            assert_eq!((&item.ids[..2], &item.targets[..2]), (&[FILLING; 2][..], &[-1; 2][..]));
+            assert!(item.targets[2..].iter().all(|t| (2..6).contains(t)), "{:?}", item.targets);
+        }
+    }
+
+    #[test]
+    fn every_epoch_has_all_puzzles_in_an_order_and_forms_of_its_own() {
+        let (plain, augmented) = (source(false), source(true));
+        let sorted = |mut items: Vec<Item>| {
+            items.sort_by(|a, b| a.ids.cmp(&b.ids));
+            items
+        };
+        let epochs: Vec<Vec<Item>> = (0..4).map(|n| epoch(&*plain, n)).collect();
+        assert!(epochs.iter().all(|e| sorted(e.clone()) == sorted(epochs[0].clone())), "the same puzzles");
+        assert!(epochs[1..].iter().any(|e| *e != epochs[0]), "in another order");
+        for n in 1..4 {
+            assert_ne!(sorted(epoch(&*augmented, n)), sorted(epoch(&*augmented, 0)), "in other forms");
+        }
     }
 }

@@ -34,7 +34,7 @@ impl Recipe for HydraRecipe {
     }
 
     fn sections(&self) -> Vec<Keys> {
-        vec![HydraConfig::keys("model"), DataConfig::keys("data"), TrainConfig::keys("train")]
+        vec![HydraConfig::keys("model"), DataConfig::keys("data"), TrainConfig::keys("train").without(&["epochs"])]
     }
 
     fn presets(&self) -> &'static [(&'static str, &'static str)] {
@@ -147,6 +147,10 @@ impl Model for HydraModel {
         self.text.source(train)
     }
 
+    fn without_validation(&self) -> Result<Option<String>, TrainError> {
+        self.text.without_validation()
+    }
+
     fn makes_own_rows(&self) -> bool {
         self.text.counts_all()
     }
@@ -156,7 +160,7 @@ impl Model for HydraModel {
     }
 
     fn floor(&self) -> Option<(&'static str, f64)> {
-        let floor = self.source(false).ok()?.entropy_floor()?;
+        let floor = self.source(true).ok()?.entropy_floor()?;
         Some(("entropy of the data", floor))
     }
 
@@ -166,8 +170,8 @@ impl Model for HydraModel {
 
     fn show(&self, s: &mut Session) -> Result<Option<String>, TrainError> {
         let mut g = HydraGenerator::new(HydraModel { c: self.c.clone(), text: self.text.clone(), accumulate: self.accumulate });
-        // The first tokens of the validation data, continued.
-        let begin = self.source(false)?.item(0)?.ids;
+        // The first tokens of the validation data, where there are any, continued.
+        let begin = self.source(self.without_validation()?.is_some())?.item(0)?.ids;
         let prompt: Vec<u32> = begin.iter().take(8).map(|&t| t as u32).collect();
         let mut text = self.text.tokenizer()?.decode(&prompt);
         let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: self.text.seed, max_tokens: 240, stop: vec![], stop_text: vec![] };

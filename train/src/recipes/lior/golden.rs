@@ -1,7 +1,7 @@
 //! A golden file's windows, computed here: the whole state after the last, and every window's metrics.
 
 use super::model::BROKEN;
-use super::{LiorConfig, Window, programs, reported};
+use super::{LiorConfig, Window, programs, reported, run};
 use crate::config::Section;
 use crate::golden::Golden;
 use crate::recipe::{Computed, Session, TrainError, is_kept};
@@ -25,7 +25,7 @@ pub fn windows(file: &Golden, switches: &Switches, device: &Device) -> Result<Co
     let c = LiorConfig::from_json("model", &config).map_err(|e| bad(format!("has a config that lior does not know: {e}")))?;
     c.check()?;
     let batch = shape[0];
-    c.check_batch(batch, file.steps)?;
+    c.check_batch(batch, 1, file.steps)?;
     let (Some(ids), Some(mask)) = (file.i32("input/ids"), file.f32("input/mask")) else {
         return Err(bad("has no whole numbers as input/ids, or no input/mask".into()));
     };
@@ -37,7 +37,7 @@ pub fn windows(file: &Golden, switches: &Switches, device: &Device) -> Result<Co
     let mut window = Window::new(&ids, &c, &[]);
     window.mask = mask.iter().map(|&m| (m != 0.0) as u8).collect();
 
-    let graphs = programs(&c, batch);
+    let graphs = programs(&c, batch, 1);
     let mut kept: BTreeMap<String, Meta> = BTreeMap::new();
     for (state, meta) in graphs.iter().flat_map(|(_, g)| g.states()) {
         if is_kept(&state.name) && state.name != BROKEN {
@@ -73,7 +73,7 @@ pub fn windows(file: &Golden, switches: &Switches, device: &Device) -> Result<Co
 
     let mut out = Computed::new();
     for _ in 0..file.steps {
-        window.run(&mut s, rate)?;
+        run(&mut s, rate, std::iter::once(&window))?;
         let report = s.read("update", "report")?;
         for (name, v) in reported(&c).iter().take(4).zip(report) {
             out.entry(format!("metric/{name}")).or_default().push(v);

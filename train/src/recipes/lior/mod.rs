@@ -7,7 +7,7 @@ mod ops;
 pub use model::{Lior, LiorConfig};
 
 use crate::config::{Config, ConfigError, DataConfig, Keys, Section, TrainConfig};
-use crate::data::{Loader, Order, Source};
+use crate::data::{Loader, Source};
 use crate::golden::Golden;
 use crate::recipe::{
     Better, Computed, Evaluation, Extent, Metric, Pending, Picture, Reads, Recipe, Reference, Session, Task, TrainError, Unit,
@@ -32,8 +32,8 @@ impl Recipe for LiorRecipe {
     }
 
     fn sections(&self) -> Vec<Keys> {
-        // There is no gradient: no optimizer, and nothing to add up.
-        let train = TrainConfig::keys("train").without(&["accumulate", "beta1", "beta2", "eps", "weight_decay", "clip"]);
+        // There is no gradient: no optimizer.
+        let train = TrainConfig::keys("train").without(&["epochs", "beta1", "beta2", "eps", "weight_decay", "clip"]);
         vec![LiorConfig::keys("model"), DataConfig::keys("data"), train]
     }
 
@@ -68,7 +68,7 @@ impl Recipe for LiorRecipe {
         }
         let train: TrainConfig = config.section("train")?;
         train.check()?;
-        c.check_batch(train.batch, train.steps)?;
+        c.check_batch(train.batch, train.accumulate, train.steps)?;
         let text = Text::new(config.section("data")?, c.vocab, c.seq + c.after, config.seed());
         text.tokenizer()?;
         Ok(Box::new(LiorTask { c, train, text, loader: None, validation: None, bench: None }))
@@ -112,22 +112,26 @@ impl Window {
     fn feeds(&self) -> [(&'static str, Data<'_>); 3] {
         [("ids", Data::I32(&self.ids)), ("after", Data::I32(&self.after)), ("mask", Data::U8(&self.mask))]
     }
-
-    /// All of it without waiting for any of it.
-    fn run(&self, s: &mut Session, rate: f64) -> Result<(), TrainError> {
-        s.run("free", &self.feeds())?;
-        s.run("nudged", &self.feeds())?;
-        s.run("update", &[("rate", Data::F32(&[rate as f32]))])
-    }
 }
 
-/// The three programs of a window.
-fn programs(c: &LiorConfig, batch: usize) -> Vec<(&'static str, Graph)> {
-    let one = |name: &'static str, record: fn(&Lior)| {
-        let r = Recorder::new();
-        record(&Lior { c, r: &r, batch });
-        (name, r.finish())
-    };
+/// A step, all of it without waiting for any of it. Every window is nudged from where all began, and only then something is learned.
+fn run<'a>(s: &mut Session, rate: f64, windows: impl Iterator<Item = &'a Window> + Clone) -> Result<(), TrainError> {
+    for program in ["free", "nudged"] {
+        windows.clone().try_for_each(|window| s.run(program, &window.feeds()))?;
+    }
+    s.run("update", &[("rate", Data::F32(&[rate as f32]))])
+}
+
+/// A program of windows of so many sequences.
+fn program(c: &LiorConfig, [batch, accumulate]: [usize; 2], record: fn(&Lior)) -> Graph {
+    let r = Recorder::new();
+    record(&Lior { c, r: &r, batch, accumulate });
+    r.finish()
+}
+
+/// The three programs of a step of so many windows.
+fn programs(c: &LiorConfig, batch: usize, accumulate: usize) -> Vec<(&'static str, Graph)> {
+    let one = |name: &'static str, record: fn(&Lior)| (name, program(c, [batch, accumulate], record));
     vec![one("free", |l| l.free()), one("nudged", |l| l.nudged()), one("update", |l| l.update())]
 }
 
@@ -180,7 +184,7 @@ impl LiorTask {
     }
 
     fn extent_of(&self, validation: &dyn Source) -> Extent {
-        Extent::new(validation.len(), self.train.batch, self.train.eval_batches, validation.is_endless())
+        Extent::new(validation.len(), self.train.evaluation_batch(), self.train.eval_batches, validation.is_endless())
     }
 
     fn window(&self, rows: &[i32], place: u64) -> Result<Window, TrainError> {
@@ -201,20 +205,37 @@ impl Task for LiorTask {
     }
 
     fn graphs(&self) -> Vec<(&'static str, Graph)> {
-        programs(&self.c, self.train.batch)
+        let (batch, evaluated) = (self.train.batch, self.train.evaluation_batch());
+        let mut all = programs(&self.c, batch, self.train.accumulate);
+        // Of a step's batches the free phase can be evaluated as it is.
+        if evaluated != batch {
+            all.push(("eval", program(&self.c, [evaluated, 1], |l| l.evaluation())));
+        }
+        all
+    }
+
+    fn runs(&self, program: &str) -> f64 {
+        match program {
+            "free" | "nudged" => self.train.accumulate as f64,
+            "eval" => 0.0,
+            _ => 1.0,
+        }
     }
 
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {
         let source = self.text.source(true)?;
-        let order = Order { seed: self.text.seed, len: source.len() };
-        self.loader = Some(Loader::new(source, Some(order), self.train.batch, done * self.train.batch as u64, 2)?);
-        self.validation = Some(self.text.source(false)?);
+        let order = source.order(self.text.seed);
+        let (batch, parts) = (self.train.batch, self.train.accumulate);
+        self.loader = Some(Loader::new(source, order, batch, done * (batch * parts) as u64, 2 * parts)?);
+        self.validation = if self.without_validation()?.is_none() { Some(self.text.source(false)?) } else { None };
         Ok(())
     }
 
     fn step(&mut self, s: &mut Session, _: u64, rate: f64) -> Result<(), TrainError> {
-        let batch = self.loader.as_mut().expect("begin comes first").next()?;
-        self.window(&batch.ids, batch.first_item)?.run(s, rate)
+        let loader = self.loader.as_mut().expect("begin comes first");
+        let batches = (0..self.train.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
+        let windows = batches.iter().map(|b| self.window(&b.ids, b.first_item)).collect::<Result<Vec<_>, _>>()?;
+        run(s, rate, windows.iter())
     }
 
     fn report(&self, s: &Session) -> Result<Pending, TrainError> {
@@ -224,22 +245,29 @@ impl Task for LiorTask {
     /// The free phase alone, on windows that are not learned from.
     fn evaluate(&mut self, s: &mut Session) -> Result<Evaluation, TrainError> {
         let source = self.validation()?;
-        let (items, batch) = (source.len(), self.train.batch as u64);
+        let (items, batch) = (source.len(), self.train.evaluation_batch() as u64);
         let Extent { batches, .. } = self.extent_of(&*source);
-        let mut loader = Loader::new(source, None, self.train.batch, 0, 2)?;
+        let mut loader = Loader::new(source, None, batch as usize, 0, 2)?;
+        let own_program = s.programs.contains_key("eval");
+        // The last of a step's windows, whose numbers the next step replaces.
+        let last = self.train.accumulate - 1;
+        let left = |name: &str| format!("scratch/free.{name}") + &if last == 0 { String::new() } else { format!(".{last}") };
         let mut sums = [("lior", 0.0), ("speed", 0.0)];
         for i in 0..batches {
             s.go_on()?;
             let b = loader.next()?;
-            s.run("free", &self.window(&b.ids, b.first_item)?.feeds())?;
+            s.run(if own_program { "eval" } else { "free" }, &self.window(&b.ids, b.first_item)?.feeds()[..])?;
             // Each item once: those that fill up the last batch do not count.
             let own = (items - i * batch).min(batch) as usize;
             for (name, sum) in &mut sums {
-                let rows = s.store.get(&format!("scratch/free.{name}")).expect("the free phase leaves it").f32()?;
+                let rows = match own_program {
+                    true => s.read("eval", name)?,
+                    false => s.store.get(&left(name)).expect("the free phase leaves it").f32()?,
+                };
                 *sum += rows[..own].iter().map(|&v| v as f64).sum::<f64>();
             }
         }
-        let count = items.min(batches * batch) as f64;
+        let count = engine::mutant!("lior-evaluates-what-fills-up", items.min(batches * batch), batches * batch) as f64;
         Ok(Evaluation { values: sums.map(|(name, sum)| (name, sum / count)).into(), confusion: None, counted: None })
     }
 
@@ -248,7 +276,14 @@ impl Task for LiorTask {
     }
 
     fn extent(&self) -> Result<Option<Extent>, TrainError> {
-        Ok(Some(self.extent_of(&*self.validation()?)))
+        match self.without_validation()? {
+            Some(_) => Ok(None),
+            None => Ok(Some(self.extent_of(&*self.validation()?))),
+        }
+    }
+
+    fn without_validation(&self) -> Result<Option<String>, TrainError> {
+        self.text.without_validation()
     }
 
     fn limit_evaluation(&mut self, batches: u64) {
@@ -256,7 +291,7 @@ impl Task for LiorTask {
     }
 
     fn work(&self) -> (&'static str, f64) {
-        ("windows", 1.0)
+        ("windows", self.train.accumulate as f64)
     }
 
     fn step_name(&self) -> &'static str {
@@ -267,7 +302,7 @@ impl Task for LiorTask {
         let rows = self.train.batch * (self.c.seq + self.c.after);
         let draw = |i: usize| (engine::philox::philox([i as u32, 0, 0, 0], [1, 2])[0] as usize % self.c.vocab) as i32;
         let window = self.bench.get_or_insert_with(|| Window::new(&(0..rows).map(draw).collect::<Vec<_>>(), &self.c, &[]));
-        window.run(s, self.train.learning_rate)
+        run(s, self.train.learning_rate, std::iter::repeat_n(&*window, self.train.accumulate))
     }
 
     fn pictures(&self) -> Vec<Picture> {

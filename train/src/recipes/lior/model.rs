@@ -9,6 +9,7 @@ use super::ops::evolve::evolution;
 use super::ops::retrieve::{PLANES, retrieval};
 use super::ops::ring::{count, ring_write};
 use crate::config::{ConfigError, NORM_EPS, Section};
+use crate::recipe::sums;
 use crate::section;
 use engine::ops::attention::attention;
 use engine::ops::concat::concat;
@@ -110,16 +111,18 @@ impl LiorConfig {
         self.steps.div_ceil(self.steps.div_ceil(most)) // in parts of one size, as far as that goes
     }
 
-    pub fn check_batch(&self, batch: usize, windows: u64) -> Result<(), ConfigError> {
-        if batch > self.memory {
+    /// `batch`: sequences of a window, or of all windows of a step.
+    pub fn check_batch(&self, batch: usize, accumulate: usize, steps: u64) -> Result<(), ConfigError> {
+        let (all, each) = (batch.saturating_mul(accumulate), if accumulate == 1 { "" } else { " x train.accumulate" });
+        if all > self.memory {
             return Err(ConfigError::Invalid(format!(
-                "train.batch = {batch} is more than model.memory = {}: a window writes a slot for each sequence",
+                "train.batch{each} = {all} is more than model.memory = {}: a step writes a slot for each sequence",
                 self.memory
             )));
         }
-        if windows.saturating_mul(batch as u64) > i32::MAX as u64 {
+        if steps.saturating_mul(all as u64) > i32::MAX as u64 {
             return Err(ConfigError::Invalid(format!(
-                "train.steps = {windows} windows of train.batch = {batch} write more slots than a counter of 32 bits counts"
+                "train.steps = {steps} steps of train.batch{each} = {all} write more slots than a counter of 32 bits counts"
             )));
         }
         Ok(())
@@ -134,6 +137,8 @@ pub struct Lior<'a, 'g> {
     pub c: &'a LiorConfig,
     pub r: &'g Recorder,
     pub batch: usize,
+    /// Windows of a step: each leaves numbers of its own, and the step learns from all.
+    pub accumulate: usize,
 }
 
 /// What a phase gives: means over its steps, and what is left at its end.
@@ -194,6 +199,20 @@ impl<'g> Lior<'_, 'g> {
         self.r.update(self.between(name, &v.shape()), v);
     }
 
+    /// The same of each of a step's windows, in line: the first is that of the window that is next (see `sums::turn`).
+    fn line(&self, name: &str, shape: &[usize]) -> Vec<Var<'g>> {
+        let of = |m: usize| if m == 0 { name.to_string() } else { format!("{name}.{m}") };
+        (0..self.accumulate).map(|m| self.between(&of(m), shape)).collect()
+    }
+
+    /// Rows of all of a step's windows: [accumulate * batch, ..], of [batch, ..].
+    fn rows(&self, name: &str, shape: &[usize]) -> Var<'g> {
+        match &self.line(name, shape)[..] {
+            [one] => *one,
+            all => self.r.typed(|| concat(all, 0)),
+        }
+    }
+
     /// ids [batch, time] under each gain [steps] -> rows before the last norm [steps, batch, time, dim].
     fn encode(&self, ids: Var<'g>, gain: Var<'g>) -> Var<'g> {
         let (c, r) = (self.c, self.r);
@@ -223,8 +242,9 @@ impl<'g> Lior<'_, 'g> {
         x.reshape(&[s, b, t, d])
     }
 
-    /// nudge [batch, n]. Both phases record the same, so that a nudge of zero makes no difference, to the last bit.
-    fn phase(&self, nudge: Var<'g>) -> Phase<'g> {
+    /// nudge [batch, n], and `pull` [any, n], whose mean drives the field. Both phases record the same, so that a nudge of zero makes no difference, to
+    /// the last bit.
+    fn phase(&self, nudge: Var<'g>, pull: Var<'g>) -> Phase<'g> {
         let (c, r, b) = (self.c, self.r, self.batch);
         let g = self.geometry();
         let ids = r.feed("ids", &[b, c.seq], DType::I32);
@@ -235,9 +255,9 @@ impl<'g> Lior<'_, 'g> {
                 let table = r.constant(&[c.history + 1, 1], (0..=c.history).map(|seen| c.k(seen)).collect());
                 let seen = g.windows.cast(DType::F32).min(r.full(&[1], c.history as f32));
                 let k = table.gather_rows(seen.cast(DType::I32)).reshape(&[1]);
-                // Coordinate i of the mean nudge drives slice i (mod n) of the first axis.
+                // Coordinate i of the mean nudge, over all of a step's windows, drives slice i (mod n) of the first axis.
                 let drives: Vec<usize> = (0..c.field[0]).map(|i| i % c.n).collect();
-                let source = self.chosen(nudge.mean_axis(0).reshape(&[c.n]), &drives) * c.dt as f32;
+                let source = self.chosen(pull.mean_axis(0).reshape(&[c.n]), &drives) * c.dt as f32;
                 evolution(g.re, g.im, k, Some(source), c.steps)
             })
         });
@@ -278,7 +298,8 @@ impl<'g> Lior<'_, 'g> {
     /// The phase on its own, what of it the memory will hold, and the nudge towards the coordinates of the tokens after the window.
     pub fn free(&self) {
         let (c, r, b) = (self.c, self.r, self.batch);
-        let p = self.phase(self.between("no_nudge", &[b, c.n]));
+        let none = self.between("no_nudge", &[b, c.n]);
+        let p = self.phase(none, none);
         let state = r.scope("state", || {
             let normed = p.hidden.layer_norm_columns(c.norm_eps as f32, c.dim);
             r.typed(|| (normed * p.weight.reshape(&[b, c.seq, 1])).sum_axis(1).reshape(&[b, c.dim]))
@@ -289,26 +310,38 @@ impl<'g> Lior<'_, 'g> {
             r.typed(|| (places.reshape(&[b, c.after, c.n]).mean_axis(1).reshape(&[b, c.n]) - p.query) * c.nudge as f32)
         });
         let curvature = r.typed(|| p.gain.mean());
-        let left = [
+        let rows = [
             ("free.lior", p.lior),
             ("free.speed", p.speed),
             ("free.slope", p.slope),
-            ("free.curvature", curvature),
             ("free.coordinate", p.query),
             ("free.state", state),
-            ("free.re", p.re),
-            ("free.im", p.im),
             ("nudge", nudge),
         ];
-        left.into_iter().for_each(|(name, v)| self.leave(name, v));
+        rows.into_iter().for_each(|(name, v)| sums::turn(&self.line(name, &v.shape()), v));
+        // The field takes the same way in each of a step's windows.
+        [("free.curvature", curvature), ("free.re", p.re), ("free.im", p.im)].into_iter().for_each(|(name, v)| self.leave(name, v));
+    }
+
+    /// The phase alone, on windows that nothing is learned from. Outputs: lior and speed [batch].
+    pub fn evaluation(&self) {
+        let none = self.between("eval.no_nudge", &[self.batch, self.c.n]);
+        let p = self.phase(none, none);
+        [("lior", p.lior), ("speed", p.speed)].into_iter().for_each(|(name, v)| self.r.output(name, v));
     }
 
     /// The same phase from the same start, nudged.
     pub fn nudged(&self) {
-        let p = self.phase(self.between("nudge", &[self.batch, self.c.n]));
+        let shape = [self.batch, self.c.n];
+        let line = self.line("nudge", &shape);
+        let pull = self.rows("nudge", &shape);
+        let p = self.phase(line[0], pull);
+        if line.len() > 1 {
+            sums::turn(&line, pull.slice(0, 0, self.batch));
+        }
         [("nudged.lior", p.lior), ("nudged.slope", p.slope), ("nudged.velocity", p.velocity)]
             .into_iter()
-            .for_each(|(name, v)| self.leave(name, v));
+            .for_each(|(name, v)| sums::turn(&self.line(name, &v.shape()), v));
     }
 
     /// What the difference teaches the metric and the rotor; the memory's next slots, the field and the counters. Answers with `report`.
@@ -319,8 +352,8 @@ impl<'g> Lior<'_, 'g> {
     fn learn(&self) {
         let (c, r, b) = (self.c, self.r, self.batch);
         let g = self.geometry();
-        let rows = |name: &str| self.between(name, &[b]);
-        let wide = |name: &str| self.between(name, &[b, c.n]);
+        let rows = |name: &str| self.rows(name, &[b]);
+        let wide = |name: &str| self.rows(name, &[b, c.n]);
         let mean = |v: Var<'g>| v.mean_axis(0).reshape(&[c.n]);
         let rate = r.feed("rate", &[1], DType::F32) * (1.0 / c.nudge_beta) as f32;
 
@@ -352,8 +385,8 @@ impl<'g> Lior<'_, 'g> {
         r.update(g.rotor, around);
 
         r.update(g.coordinates, ring_write(g.coordinates, g.filled, wide("free.coordinate")));
-        r.update(g.states, ring_write(g.states, g.filled, self.between("free.state", &[b, c.dim])));
-        r.update(g.filled, count(g.filled, engine::mutant!("lior-counts-one-slot", b, 1)));
+        r.update(g.states, ring_write(g.states, g.filled, self.rows("free.state", &[b, c.dim])));
+        r.update(g.filled, count(g.filled, engine::mutant!("lior-counts-one-slot", b * self.accumulate, 1)));
         r.update(g.windows, count(g.windows, 1));
         r.update(g.re, self.between("free.re", &c.field));
         r.update(g.im, self.between("free.im", &c.field));

@@ -12,9 +12,11 @@ use crate::checkpoint::Checkpoint;
 use crate::config::{Config, ConfigError, Keys, NORM_EPS, ROPE_THETA, Section, TrainConfig, WEIGHT};
 use crate::data::replies::Quiz;
 use crate::golden::Golden;
-use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, Pretraining, RepliesConfig, Writer, Writing, export};
+use crate::models::decoder::{Adapted, Chat, DecoderModel, Lessons, Pretraining, RepliesConfig, Writer, Writing, export, tuning};
 use crate::models::{Family, Folder, Lora, Shape, Target};
-use crate::recipe::{Computed, Exporting, Exports, Metric, Reads, Recipe, Reference, Survey, Surveys, Task, TextModel, TrainError, Writes};
+use crate::recipe::{
+    Computed, Exporting, Exports, Metric, Reads, Recipe, Reference, Survey, Surveys, Task, TextModel, TrainError, Tuning, Writes,
+};
 use crate::section;
 use engine::ops::sample::Nucleus;
 use engine::{Device, Switches};
@@ -32,7 +34,7 @@ section! {
         /// Bits of the base's matrices: 16 (or what the base has), or 4 (NF4).
         pub bits: u32 = 16, in [16, 4];
         /// Tokens of the vocabulary. From the data: those of the base; without one, those of the data's tokenizer, rounded up to a multiple of 64.
-        pub vocab: usize = 0, in 1..=1 << 24, [data base];
+        pub vocab: usize = 0, in 1..=1 << 22, [data base];
         /// Width of the residual stream.
         pub dim: usize = 128, in 1..=1 << 20, [base];
         /// Layers of the decoder.
@@ -103,7 +105,7 @@ impl PolychromicConfig {
     pub fn adapted(&self) -> Result<Adapted, TrainError> {
         self.check()?;
         let folder = match (self.base.as_str(), self.pretraining()) {
-            ("", Some(own)) => Some(own.path()).filter(|path| path.exists()).map(|path| Folder::open(&path)).transpose()?,
+            ("", Some(own)) => own.found()?.map(|path| Folder::open(&path)).transpose()?,
             ("", None) => None,
             (path, _) => Some(Folder::open(Path::new(path))?),
         };
@@ -219,6 +221,10 @@ impl Recipe for PolychromicRecipe {
         Ok(config)
     }
 
+    fn tuning(&self, config: &Config) -> Result<Option<Tuning>, TrainError> {
+        tuning(config, true)
+    }
+
     fn task(&self, config: &Config) -> Result<Box<dyn Task>, TrainError> {
         let config = &self.sized(config)?;
         let c: PolychromicConfig = config.section("model")?;
@@ -240,6 +246,11 @@ impl Recipe for PolychromicRecipe {
         let config = &self.sized(config)?;
         let c: PolychromicConfig = config.section("model")?;
         c.check()?;
+        if c.base.is_empty() && c.pretrain == 0 {
+            crate::warn!(
+                "note: the base's weights are drawn at random, and adapters on them learn little (--base FOLDER, or model.pretrain steps)"
+            );
+        }
         let Some(own) = c.pretraining() else { return Ok(()) };
         // A base takes minutes to train: data that cannot be read is found before.
         config.section::<RepliesConfig>("data")?.check()?;

@@ -65,7 +65,7 @@ const SAID: &[&str] = &["policy", "diversity", "baseline"];
 impl Policy {
     pub fn new(objective: Objective, model: &DecoderModel) -> Result<Policy, TrainError> {
         let lessons = &model.lessons;
-        if lessons.prompts(Split::Train) == 0 || lessons.prompts(Split::Val) == 0 {
+        if lessons.prompts(Split::Train) == 0 || objective.eval_prompts > 0 && lessons.prompts(Split::Val) == 0 {
             return Err(TrainError::Other(
                 "the data has no prompts that replies could be written to: with plain text, set objective.weight=0 and objective.eval_prompts=0".into(),
             ));
@@ -258,8 +258,9 @@ impl Survey {
     pub fn diversity(&self) -> (f64, f64) {
         let scores: Vec<f64> = self.sets.iter().map(|s| s.diversity).collect();
         let (n, m) = (scores.len() as f64, mean(&scores));
-        let variance = scores.iter().map(|s| (s - m).powi(2)).sum::<f64>() / (n - 1.0).max(1.0);
-        (m, (variance / n).sqrt())
+        let variance = scores.iter().map(|s| (s - m).powi(2)).sum::<f64>()
+            / (n - engine::mutant!("standard-error-of-all-there-are", 1.0, 0.0)).max(1.0);
+        (m, engine::mutant!("standard-error-without-its-root", (variance / n).sqrt(), variance / n))
     }
 
     pub fn values(&self) -> Vec<(&'static str, f64)> {
@@ -269,7 +270,9 @@ impl Survey {
         let means = [("distinct_2", &self.distinct), ("self_bleu", &self.self_bleu)];
         all.extend(means.into_iter().filter(|(_, v)| !v.is_empty()).map(|(name, v)| (name, mean(v))));
         for (name, k) in PASSES_AT {
-            let passed = |right: &Vec<bool>| variety::pass_at(k, right.len(), right.iter().filter(|r| **r).count());
+            let passed = |right: &Vec<bool>| {
+                variety::pass_at(engine::mutant!("pass-at-4-is-of-2", k, k.min(2)), right.len(), right.iter().filter(|r| **r).count())
+            };
             let each: Vec<f64> = self.sets.iter().filter_map(|s| s.right.as_ref().and_then(passed)).collect();
             all.extend((!each.is_empty()).then(|| (name, mean(&each))));
         }
@@ -348,6 +351,10 @@ impl Task for Polychromic {
         self.inner.again(program)
     }
 
+    fn follows(&self, program: &str) -> Option<&'static str> {
+        (program == WRITE).then_some(READ)
+    }
+
     fn phase<'a>(&self, program: &'a str) -> &'a str {
         match program {
             READ | WRITE => "generation",
@@ -384,9 +391,10 @@ impl Task for Polychromic {
             return self.inner.step(s, step, rate);
         };
         let (model, prompts) = (&self.inner.model, policy.writer.prompts as u64);
-        let first = step / policy.objective.every * prompts;
+        let first = engine::mutant!("every-step-asks-the-same", step / policy.objective.every * prompts, 0);
         let asked = model.lessons.ask(Split::Train, first..first + prompts, policy.writer.time)?;
-        let (_, set) = policy.write(s, model, &asked, rng_feed(self.seed, step, WRITES))?;
+        let rng = rng_feed(self.seed, engine::mutant!("every-step-draws-the-same-replies", step, 0), WRITES);
+        let (_, set) = policy.write(s, model, &asked, rng)?;
         self.wrote = true;
         self.inner.step_with(s, step, rate, Some(("policy", &set.feeds())))
     }
@@ -417,6 +425,10 @@ impl Task for Polychromic {
 
     fn extent(&self) -> Result<Option<Extent>, TrainError> {
         self.inner.extent()
+    }
+
+    fn without_validation(&self) -> Result<Option<String>, TrainError> {
+        self.inner.without_validation()
     }
 
     fn limit_evaluation(&mut self, batches: u64) {
@@ -451,8 +463,11 @@ impl Task for Polychromic {
     }
 
     fn show(&mut self, s: &mut Session) -> Result<Option<String>, TrainError> {
-        let Some(policy) = &self.policy else { return Ok(None) };
+        let Some(policy) = &self.policy else { return self.inner.show(s) };
         let model = &self.inner.model;
+        if model.lessons.prompts(Split::Val) == 0 {
+            return Ok(None);
+        }
         let after = policy.survey(s, model, SHOWN, self.seed)?;
         // Adapters add nothing where B is zero: that is the model before.
         let ours: Vec<(String, engine::Meta, Vec<u8>)> = s
@@ -496,3 +511,40 @@ impl Task for Polychromic {
 
 /// The most prompts whose replies are looked at when training ends.
 const SHOWN: u64 = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Three sets, worked out by hand.
+    #[test]
+    fn a_survey_says_what_its_sets_are_like() {
+        let set = |diversity: f64, right: &[u8]| SetOfReplies {
+            prompt: String::new(),
+            replies: vec![],
+            diversity,
+            pairs: vec![],
+            right: Some(right.iter().map(|r| *r == 1).collect()),
+        };
+        let mut survey = Survey::default();
+        // Pairs of tokens that differ: 2 of 4, 4 of 4, 2 of 2.
+        survey.add(&[vec![1, 2, 3], vec![1, 2, 3]], set(0.1, &[1, 0, 0, 0]));
+        survey.add(&[vec![1, 2, 3], vec![4, 5, 6]], set(0.2, &[1, 1, 0, 0]));
+        survey.add(&[vec![1, 2], vec![2, 1]], set(0.6, &[0, 0, 0, 0]));
+        let values: std::collections::BTreeMap<&str, f64> = survey.values().into_iter().collect();
+        // Deviations of -0.2, -0.1 and 0.3: a variance of 0.14 / 2, of the mean a third of that.
+        // One of four right: two of them hold it in 3 of 6 ways. Two of four: in 5 of 6.
+        let wanted = [
+            ("diversity", 0.3),
+            ("diversity_error", (0.07f64 / 3.0).sqrt()),
+            ("distinct_2", (0.5 + 1.0 + 1.0) / 3.0),
+            ("pass_1", (0.25 + 0.5) / 3.0),
+            ("pass_2", (0.5 + 5.0 / 6.0) / 3.0),
+            ("pass_4", 2.0 / 3.0),
+        ];
+        for (name, value) in wanted {
+            assert!((values[name] - value).abs() < 1e-12, "{name}: {values:?}");
+        }
+        assert!(!values.contains_key("pass_8"), "there are four replies: {values:?}");
+    }
+}

@@ -25,13 +25,20 @@ static EXTENSION: Extension = Extension {
     passes: &[],
 };
 
+/// Patches a side that pictures of a folder have at least, where nobody set another size of patches.
+const PATCHES: usize = 4;
+
 pub struct VisionRecipe;
 
 section! {
     /// Where pictures come from, and how they are augmented.
     struct PictureConfig {
-        /// A folder in the format of CIFAR-10 or CIFAR-100, or one of pictures with a folder for each class. Empty: drawn pictures.
+        /// A folder in the format of CIFAR-10 or CIFAR-100, one of parquet files with pictures, or one of pictures with a folder for each class. Empty: drawn
+        /// pictures.
         path: String = String::new(), [path];
+        /// Share of the training pictures that is held out for validation, where the data has no such split. A test split is left for `kiln eval --split
+        /// test`. 0: the test split validates.
+        val_share: f64 = images::VAL_SHARE, in 0.0..1.0;
         /// Where the set is kept while training. auto: on the device where it takes at most half of the free memory.
         keep: Keep = Keep::Auto;
         /// Smallest share of a picture's area that a random crop leaves.
@@ -80,11 +87,19 @@ impl Recipe for VisionRecipe {
 
     fn sized(&self, config: &Config) -> Result<Config, TrainError> {
         let mut config = config.clone();
+        let mut own = None;
         config.size("model.image", |c| {
             let (data, model): (PictureConfig, VisionConfig) = (c.section("data")?, c.section("model")?);
             let side = if data.path.is_empty() { None } else { images::side(Path::new(&data.path))? };
-            Ok::<_, TrainError>(side.filter(|side| side.is_multiple_of(model.patch)).unwrap_or(images::SIZE))
+            own = side.filter(|side| side.is_multiple_of(model.patch));
+            Ok::<_, TrainError>(own.unwrap_or(images::SIZE))
         })?;
+        // Small pictures have small patches: of one patch alone there would be nothing to attend to.
+        let patch = config.section::<VisionConfig>("model")?.patch;
+        if let Some(side) = own.filter(|side| side / patch < PATCHES) {
+            let fits = |patch: &usize| side.is_multiple_of(*patch) && side / patch >= PATCHES;
+            config.set_default("model.patch", ((1..=patch).rev().find(fits).unwrap_or(1) as i64).into())?;
+        }
         config.size("model.classes", |c| match c.section::<PictureConfig>("data")?.path.as_str() {
             "" => Ok(images::GENERATED_CLASSES.len()),
             path => Ok::<_, TrainError>(images::classes(Path::new(path))?),
@@ -100,14 +115,17 @@ impl Recipe for VisionRecipe {
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         let seed = config.seed();
-        let (learn, validate) = match data.path.as_str() {
+        let (learn, validate, test) = match data.path.as_str() {
             "" if c.image != images::SIZE => {
                 return Err(
                     ConfigError::Invalid(format!("model.image = {}: drawn pictures have {} pixels a side", c.image, images::SIZE)).into()
                 );
             }
-            "" => (generate(seed, Split::Train, GENERATED[0]), generate(seed, Split::Val, GENERATED[1])),
-            path => images::open(Path::new(path), None, c.image)?,
+            "" => (generate(seed, Split::Train, GENERATED[0]), generate(seed, Split::Val, GENERATED[1]), None),
+            path => {
+                let sets = images::open(Path::new(path), None, c.image, data.val_share)?;
+                (sets.train, sets.val, sets.test)
+            }
         };
         if learn.classes.len() != c.classes {
             let (n, has) = (learn.classes.len(), c.classes);
@@ -118,7 +136,15 @@ impl Recipe for VisionRecipe {
         }
         let sets = [Arc::new(learn), Arc::new(validate)];
         Ok(Box::new(Supervised::new(
-            VisionModel { c, least_area: data.least_area, mirror: data.mirror, keep: data.keep, resident: OnceCell::new(), sets },
+            VisionModel {
+                c,
+                least_area: data.least_area,
+                mirror: data.mirror,
+                keep: data.keep,
+                resident: OnceCell::new(),
+                sets,
+                test: test.map(Arc::new),
+            },
             train,
             seed,
         )))
@@ -167,6 +193,8 @@ struct VisionModel {
     resident: OnceCell<bool>,
     /// To learn from, and to validate with.
     sets: [Arc<ImageSet>; 2],
+    /// What nothing is chosen by.
+    test: Option<Arc<ImageSet>>,
 }
 
 /// Names of the sets on the device: they mean nothing to a checkpoint.
@@ -213,7 +241,13 @@ impl Model for VisionModel {
 
     fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Vec<(&'static str, Var<'g>)> {
         let (set, index, f) = self.feeds(r, batch, 0);
-        let images = augmented_pictures(set, index, f.rng, self.least_area, self.mirror);
+        let images = augmented_pictures(
+            set,
+            index,
+            f.rng,
+            engine::mutant!("pictures-never-cut", self.least_area, 1.0),
+            engine::mutant!("pictures-always-mirrored", self.mirror, true),
+        );
         let logits = VisionBdh { c: &self.c, r, rng: Some(f.rng) }.logits(images);
         losses(logits, f.targets.reshape(&[batch]), f.weight)
     }
@@ -266,6 +300,18 @@ impl Model for VisionModel {
         Ok(Arc::new(Labels(self.sets[!train as usize].clone())))
     }
 
+    fn has_test(&self) -> bool {
+        self.test.is_some()
+    }
+
+    fn validate_on_test(&mut self) -> bool {
+        match &self.test {
+            Some(test) => self.sets[1] = test.clone(),
+            None => return false,
+        }
+        true
+    }
+
     fn epoch(&self) -> Option<u64> {
         Some(self.sets[0].len() as u64)
     }
@@ -279,7 +325,8 @@ impl Model for VisionModel {
     }
 
     fn identity(&self) -> Result<serde_json::Value, TrainError> {
-        let [data, validation] = [&self.sets[0], &self.sets[1]].map(|set| format!("{:016x}", set.fingerprint()));
+        let [data, validation] = [&self.sets[0], engine::mutant!("other-validation-pictures", &self.sets[1], &self.sets[0])]
+            .map(|set| format!("{:016x}", set.fingerprint()));
         Ok(serde_json::json!({ "data": data, "validation": validation, "classes": self.sets[0].classes }))
     }
 }

@@ -14,7 +14,7 @@ section! {
         /// Pixels of a side, to which a folder of pictures is resized. From the data: their own side, if all are squares of one size (up to 512) that
         /// `patch` divides; else 32.
         pub image: usize = 0, in 1..=1 << 12, [data];
-        /// Pixels of a patch's side; divides `image`.
+        /// Pixels of a patch's side; divides `image`. Where nobody set it, small pictures of a folder have smaller patches: four a side.
         pub patch: usize = 8, in 1..=1 << 12;
         /// Number of classes.
         pub classes: usize = 0, in 1..=1 << 16, [data];

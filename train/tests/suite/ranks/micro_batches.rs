@@ -1,6 +1,8 @@
 //! Steps of several micro-batches on several ranks, and the rows that each rank makes of them.
 
-use super::{DECODER, Divided, GATHERED, GPT2, HYDRA, SMALL, Small, TOKENS, config, numbers, same_within, train};
+use super::{
+    DECODER, Divided, EXPERTS, GATHERED, GPT2, HRM_LM, HYDRA, LIOR, POLYCHROMIC, SMALL, Small, TOKENS, config, numbers, same_within, train,
+};
 use engine::ranks::threads;
 use engine::{Cpu, Device};
 use kiln::checkpoint;
@@ -36,9 +38,13 @@ const SUMMED: &[Divided] = &[
     (GPT2, &["train.accumulate=2"], &[([4, 1], &["passes.zero=auto"]), ([2, 2], &[])]),
     (HYDRA, &["train.accumulate=2"], &[([2, 1], GATHERED), ([2, 2], &[])]),
     (SMALL[2], &["train.accumulate=2"], &[([2, 1], &[])]),
-    (SMALL[5], &["train.accumulate=2"], &[([2, 1], &["passes.zero=auto"])]),
+    (EXPERTS, &["train.accumulate=2"], &[([2, 1], &[]), ([2, 1], GATHERED), ([1, 2], &[])]),
+    (LIOR, &["train.accumulate=2", "train.eval_batch=2"], &[([2, 1], &[]), ([1, 2], &[])]),
+    (POLYCHROMIC, &["train.accumulate=2"], &[([2, 1], &["passes.zero=auto"])]),
+    // Places of experts are those of a micro-batch.
+    (HRM_LM, &["train.accumulate=2"], &[([2, 1], &[])]),
     // Nine replies are not divided: each rank computes the policy's gradient of all, beside its own part of the supervised one.
-    (SMALL[5], &["train.accumulate=2", "objective.prompts=3", "objective.replies=3"], &[([2, 1], GATHERED)]),
+    (POLYCHROMIC, &["train.accumulate=2", "objective.prompts=3", "objective.replies=3"], &[([2, 1], GATHERED)]),
 ];
 
 #[test]
@@ -83,7 +89,7 @@ fn gradients_are_exchanged_once_a_step() {
     const ZERO: &[&str] = &["passes.zero=auto"];
     let mut ways: Vec<(Small, [usize; 2], &[&str])> =
         vec![(DECODER, [2, 1], GATHERED), (DECODER, [2, 2], TOKENS), (DECODER, [2, 1], &["passes.bf16=auto"])];
-    for of in [DECODER, GPT2, HYDRA, SMALL[2], SMALL[5]] {
+    for of in [DECODER, GPT2, HYDRA, SMALL[2], POLYCHROMIC] {
         ways.extend([(of, [2, 1], &[][..]), (of, [4, 1], ZERO), (of, [2, 2], ZERO)]);
     }
     for (of, [data, tensor], passes) in ways {
@@ -115,7 +121,7 @@ fn gradients_are_exchanged_once_a_step() {
 /// Ranks that run different exchanges wait for each other for ever. Nine replies cannot be divided, so each rank has the gradient of all.
 #[test]
 fn every_rank_runs_the_same_exchanges() {
-    let (recipe, small) = SMALL[5];
+    let (recipe, small) = POLYCHROMIC;
     let settings = ["train.accumulate=2", "objective.prompts=3", "objective.replies=3"];
     let config = config((recipe, small), &[&settings[..], GATHERED].concat());
     let exchanges = threads::each(2, 1, |ranks| {
