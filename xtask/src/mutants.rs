@@ -1,6 +1,10 @@
 //! `cargo xtask mutants`: errors that are planted in the source (`mutant!("name", right, wrong)`), switched on one at a time, and the test that must fail
 //! for each. One that no test finds is a test that is missing.
 
+mod rare;
+mod table;
+mod trust;
+
 use crate::root;
 use By::{Engine, EngineLib, Kiln, Train, TrainLib};
 use std::fs::{self, File};
@@ -23,217 +27,9 @@ enum By {
 /// Name, what is wrong, who finds it.
 type Mutant = (&'static str, &'static str, By);
 
-const PASSES: By = Engine(&["passes::every_pass_off_and_on"]);
-const SUMS: By = Engine(&["graphs::sums_under_bf16_are_made_in_f32"]);
-const DRAWS: By = EngineLib(&["philox::tests::a_draw_depends_on_every_part_of_its_key"]);
-const ADAMW: By = EngineLib(&["ops::adamw::tests::three_steps_are_those_of_the_papers"]);
-const OPTIMIZER: By = TrainLib(&["optim::tests::gradients_are_clipped_together_and_matrices_alone_decay"]);
-const RESUME: By = Train(&["lifecycle::a_resumed_run_is_bit_for_bit_the_run_that_never_stopped"]);
-const EVALUATION: By = Train(&["vision::evaluation_draws_nothing"]);
-const POLICY: By = Train(&["polychromic::golden_with_passes_on_and_off"]);
-const NUCLEUS: By = EngineLib(&["ops::sample::tests::the_nucleus_is_the_references"]);
-
-const RANKS: By = Engine(&["ranks::a_batch_is_divided_and_the_step_stays_the_same"]);
-
-/// Without a GPU, by the emulator.
-const KERNELS: By = EngineLib(&["cuda::emulator::tests::kernels_give_the_cpus_numbers"]);
-
-const MUTANTS: &[Mutant] = &[
-    // Several ranks.
-    ("a-rank-is-left-out-of-sums", "sums over ranks are those of all but the last", RANKS),
-    ("gradients-of-one-rank-alone", "gradients are not summed over the ranks", RANKS),
-    (
-        "rows-of-other-ranks-experts",
-        "a rank adds up rows of experts that it does not have",
-        Engine(&["ranks::weights_are_divided_and_the_step_stays_the_same"]),
-    ),
-    ("fp8-scales-of-one-rank-alone", "scales of FP8 follow from the first rank's values", Engine(&["ranks::fp8_rounds_as_one_rank_does"])),
-    ("every-rank-draws-the-same", "dropout of a rank's part is that of the first part", RANKS),
-    // Ops, forwards and backwards.
-    ("attention-hides-a-query-from-itself", "the causal mask is off by one", PASSES),
-    ("attention-gradient-without-scale", "the gradient of keys lacks the scale of scores", PASSES),
-    ("attention-sees-other-documents", "`until` is ignored", Train(&["polychromic::packed_examples_do_not_see_each_other"])),
-    ("ssd-sees-the-future", "the mask inside a chunk is left out", PASSES),
-    ("ssd-gradient-ends-with-the-chunk", "decays have no gradient from later chunks", PASSES),
-    ("softmax-gradient-without-its-sum", "a term is missing", Kiln("check ops softmax")),
-    ("rms-norm-eps-outside-the-root", "epsilon is added to the root", Train(&["golden::hydra_with_every_pass_setting"])),
-    ("layer-norm-gradient-without-mean", "a term is missing", Kiln("check ops norm")),
-    ("rope-gradient-turns-the-same-way", "a sign", Kiln("check ops rope")),
-    ("matmul-forgets-its-bias", "the epilogue's bias is left out", PASSES),
-    ("global-norm-gradient-forgets-dy", "a cotangent is forgotten", Kiln("check ops adamw")),
-    ("reduce-leaves-out-the-last-block", "a long sum ends early", Kiln("check ops reduce")),
-    (
-        "maximum-gradient-not-shared",
-        "each of several maxima has all of the gradient",
-        Engine(&["graphs::of_equal_maxima_each_has_its_share_of_the_gradient"]),
-    ),
-    ("cross-entropy-counts-ignored-targets", "a target of -1 counts as class 0", Kiln("check ops cross_entropy")),
-    ("linear-cross-entropy-leaves-out-class-0", "rows with target 0 count as rows without one", PASSES),
-    ("dropout-not-scaled", "what is kept is not divided by 1 - p", Engine(&["graphs::dropout_of_a_constant_draws_for_every_element"])),
-    ("top-k-of-a-tie-is-the-later", "which of equal numbers is taken", EngineLib(&["ops::top_k::tests::ties_go_to_the_earlier"])),
-    (
-        "expert-of-a-tie-is-the-later",
-        "which of equal experts is taken",
-        EngineLib(&["ops::experts::route::tests::of_equal_experts_the_earlier_are_chosen_first"]),
-    ),
-    ("top-p-keeps-one-more", "the nucleus is off by one", NUCLEUS),
-    ("temperature-ignored", "logits are not divided by it", NUCLEUS),
-    (
-        "nf4-codes-shifted",
-        "a code means its neighbour's number",
-        EngineLib(&["ops::nf4::tests::a_normal_matrix_is_near_itself_and_goes_through_unchanged"]),
-    ),
-    ("ring-writes-one-slot-late", "the memory's slots are off by one", Train(&["lior::golden_with_passes_on_and_off"])),
-    // Narrow types.
-    ("embedding-gradient-summed-in-bf16", "rows of a parameter are cast before they are gathered", SUMS),
-    ("sums-rounded-to-bf16", "a sum of bf16 is bf16", SUMS),
-    ("gradients-of-a-weight-added-in-bf16", "what flows into a parameter is added before it is widened", SUMS),
-    (
-        "bf16-cut-off-instead-of-rounded",
-        "towards zero, not to the nearest",
-        EngineLib(&["cpu::program::tests::narrow_types_are_rounded_to_the_nearest_and_ties_to_even"]),
-    ),
-    (
-        "fp8-weights-of-the-step-before",
-        "weights are not rounded anew after an update",
-        Train(&["precision::weights_are_rounded_once_a_step"]),
-    ),
-    // Draws.
-    ("draws-ignore-the-seed", "a part of the counter is missing", DRAWS),
-    ("draws-ignore-the-step", "a part of the counter is missing", DRAWS),
-    ("draws-ignore-the-micro-batch", "a part of the counter is missing", DRAWS),
-    ("draws-ignore-the-site", "a part of the counter is missing", DRAWS),
-    (
-        "micro-batches-draw-the-same",
-        "the number of the micro-batch is not fed",
-        Train(&["steps::micro_batches_and_steps_draw_masks_of_their_own"]),
-    ),
-    // Passes that apply where they must decline.
-    ("fuse-norm-of-a-sum-read-before", "a guard is left out", Engine(&["passes::a_norm_adds_only_where_that_saves_something"])),
-    ("blocks-share-parameters", "a guard is left out", Engine(&["graphs::mistakes_of_a_model_name_its_line_and_its_parameters"])),
-    ("linear-attention-of-other-pairs", "a guard is left out", Engine(&["passes::attention_without_softmax_becomes_one_op_where_it_fits"])),
-    (
-        "fuse-qk-norm-drops-a-weight",
-        "a guard is left out",
-        Engine(&["passes::heads_are_normed_and_turned_in_one_go_only_where_nothing_is_lost"]),
-    ),
-    ("cse-merges-what-is-differentiated", "a guard is left out", Engine(&["graphs::a_gradient_by_a_value_is_not_that_of_its_equal"])),
-    ("bf16-narrows-what-is-typed", "a guard is left out", Engine(&["passes::what_is_typed_keeps_its_types_under_bf16"])),
-    (
-        "gemm-epilogue-adds-a-bias-from-behind",
-        "a guard is left out",
-        Engine(&["graphs::a_bias_that_is_made_behind_its_product_is_added_there"]),
-    ),
-    ("hoist-before-its-inputs", "a guard is left out", PASSES),
-    ("fuse-pointwise-through-integers", "a guard is left out", Engine(&["graphs::casts_to_integers_round_whatever_is_fused"])),
-    (
-        "lora-backward-before-all-is-there",
-        "a guard is left out",
-        EngineLib(&["passes::narrow_products::tests::pairs_are_made_together_where_all_is_there"]),
-    ),
-    ("merged-qkv-trained-with-frozen", "a guard is left out", Engine(&["adapters::wide_products_add_what_narrow_ones_made"])),
-    ("lora-forward-of-other-rows", "a guard is left out", Engine(&["adapters::other_sums_keep_their_products"])),
-    // The plan.
-    ("plan-frees-a-node-early", "a buffer is free one node before its last reader", Engine(&["adapters::other_sums_keep_their_products"])),
-    (
-        "plan-overwrites-what-is-read-later",
-        "an op writes over an input that others read",
-        Engine(&["graphs::a_value_on_the_way_to_a_state_is_not_overwritten"]),
-    ),
-    (
-        "plan-overwrites-what-is-joined",
-        "an op writes over a part of something joined",
-        Engine(&["graphs::what_is_joined_is_not_overwritten_by_who_reads_a_part_of_it"]),
-    ),
-    // The optimizer and its rate.
-    ("adamw-without-bias-correction", "moments are not corrected", ADAMW),
-    ("adamw-eps-inside-the-root", "epsilon is under the root", ADAMW),
-    ("second-moment-becomes-zero", "a step is divided by epsilon alone", Engine(&["adam8bit::a_weight_among_larger_ones_does_not_jump"])),
-    ("adamw-decays-rows-too", "norms and biases decay", OPTIMIZER),
-    ("gradients-not-clipped", "the norm is computed and not used", OPTIMIZER),
-    ("warmup-from-zero", "the rate of step s is that of s - 1", TrainLib(&["optim::schedule::tests::shapes"])),
-    (
-        "schedule-ends-with-the-steps",
-        "the horizon is ignored",
-        TrainLib(&["optim::schedule::tests::the_schedule_spans_the_horizon_and_not_the_steps"]),
-    ),
-    ("rate-of-the-next-step", "the loop feeds the rate of step + 1", Train(&["steps::every_step_has_the_rate_of_its_own_number"])),
-    ("accumulation-divides-by-one-micro-batch", "1 / n is missing", Train(&["numbers::two_half_batches_are_one_batch"])),
-    // Checkpoints and resuming.
-    ("checksum-not-compared", "a damaged file is taken for whole", TrainLib(&["checkpoint::tests::damage_is_found_and_named"])),
-    ("resume-without-state", "the optimizer's moments are not restored", RESUME),
-    ("resume-skips-an-item", "the data's position is off by one", RESUME),
-    (
-        "resume-draws-from-the-start",
-        "a resumed run counts its steps from 0",
-        Train(&["polychromic::a_run_trains_saves_and_resumes_its_adapters_alone"]),
-    ),
-    // Data.
-    ("targets-are-the-ids", "targets are not shifted", TrainLib(&["data::source::tests::token_windows_cover_the_set_once"])),
-    ("validation-is-training-data", "both splits are one", TrainLib(&["data::source::tests::generated_items_are_pure_and_splits_differ"])),
-    (
-        "every-epoch-in-the-same-order",
-        "the shuffle ignores the epoch",
-        TrainLib(&["data::source::tests::orders_differ_across_seeds_and_epochs_and_are_mixed"]),
-    ),
-    (
-        "packed-examples-see-each-other",
-        "an example's tokens are seen to the row's end",
-        TrainLib(&["data::replies::rows::tests::a_row_keeps_examples_apart_and_learns_replies_alone"]),
-    ),
-    (
-        "prompts-are-learned",
-        "targets of prompts count",
-        TrainLib(&["data::replies::rows::tests::a_row_keeps_examples_apart_and_learns_replies_alone"]),
-    ),
-    (
-        "documents-without-an-end",
-        "the token that ends a document is not written",
-        TrainLib(&["data::prepare::tests::documents_of_jsonl_are_split_by_number"]),
-    ),
-    // Evaluation.
-    ("dropout-in-evaluation", "dropout is active", EVALUATION),
-    ("augmentation-in-evaluation", "pictures are cut and mirrored", EVALUATION),
-    ("evaluation-counts-what-fills-up", "the last batch's filling counts", Train(&["cli::every_validation_window_counts_once"])),
-    // Recipes.
-    (
-        "policy-gradient-of-the-other-sign",
-        "sets that differ become less likely",
-        Train(&[
-            "policy::a_step_makes_replies_of_sets_that_differ_much_more_likely_and_others_less",
-            "policy::a_run_gets_more_diverse_and_with_the_sign_turned_less",
-        ]),
-    ),
-    ("policy-gradient-without-baseline", "the score itself is the advantage", POLICY),
-    ("policy-gradient-not-by-length", "long replies count for more", POLICY),
-    ("hrm-halts-when-it-is-wrong", "the halting head's target is inverted", Train(&["hrm::golden_with_passes_on_and_off"])),
-    (
-        "hrm-carry-not-reset",
-        "a fresh example goes on with another's thoughts",
-        Train(&["hrm::an_example_that_starts_over_is_thought_about_as_if_it_were_the_first"]),
-    ),
-    ("hrm-thinks-a-segment-too-long", "the segment limit is off by one", Train(&["hrm::slots_are_what_a_plain_model_of_them_says"])),
-    ("lior-learns-the-other-way", "the metric's sign", Train(&["lior::what_the_nudge_lengthens_becomes_cheaper"])),
-    ("lior-counts-one-slot", "the ring's counter does not count the batch", Train(&["lior::without_a_nudge_nothing_is_learned_exactly"])),
-    ("merged-without-alpha", "alpha / rank is missing", Train(&["models::runs_are_exported_as_adapters_and_as_models"])),
-    // What checks.
-    (
-        "golden-files-always-pass",
-        "the comparison with PyTorch cannot fail",
-        Train(&["golden::one_percent_in_one_tensor_fails_by_its_name"]),
-    ),
-    (
-        "checks-always-pass",
-        "the comparison of fused and unfused ops cannot fail",
-        Engine(&["ops::an_op_that_is_not_its_unfused_form_is_found"]),
-    ),
-    // In kernels.
-    ("cuda-attention-without-scale", "scores are not scaled", KERNELS),
-    ("cuda-layer-norm-without-mean", "the mean is not taken off", KERNELS),
-    ("cuda-loss-without-weight", "the loss of a row is not weighted", KERNELS),
-    ("cuda-expert-of-a-tie", "which of equal experts is taken", KERNELS),
-    ("cuda-adamw-second-moment-not-corrected", "a correction is missing", KERNELS),
-];
+fn all() -> impl Iterator<Item = &'static Mutant> {
+    table::MUTANTS.iter().chain(rare::MUTANTS).chain(trust::MUTANTS)
+}
 
 /// What is planted in the text of kernels must still be there; no mutant is needed to see that.
 const IN_KERNELS: By = EngineLib(&["mutants::planted::tests::kernels_hold_what_is_replaced_in_them_once"]);
@@ -245,7 +41,7 @@ const LONGEST: Duration = Duration::from_secs(300);
 const AT_ONCE: usize = 2;
 
 pub fn run(words: &[String]) -> Result<(), String> {
-    let chosen: Vec<&Mutant> = MUTANTS.iter().filter(|m| words.is_empty() || words.iter().any(|w| m.0.contains(w.as_str()))).collect();
+    let chosen: Vec<&Mutant> = all().filter(|m| words.is_empty() || words.iter().any(|w| m.0.contains(w.as_str()))).collect();
     if chosen.is_empty() {
         return Err(format!("no mutant's name holds {}", words.join(" or ")));
     }
@@ -309,8 +105,8 @@ struct Built {
 impl Built {
     /// In a folder of its own, so that no other build meets a planted error.
     fn new() -> Result<Built, String> {
-        let target = root().join("target/mutants");
-        let mut cargo = Command::new(env!("CARGO"));
+        let target = crate::mpich::target_dir().join("mutants");
+        let mut cargo = crate::cargo_command();
         cargo.args([
             "test",
             "--no-run",
@@ -461,11 +257,41 @@ mod tests {
     fn every_mutant_of_the_table_is_in_the_source_once_and_no_other_is() {
         let mut names = vec![];
         ["engine/src", "train/src"].iter().for_each(|folder| planted(&root().join(folder), &mut names));
-        let table: Vec<&str> = MUTANTS.iter().map(|m| m.0).collect();
+        let table: Vec<&str> = all().map(|m| m.0).collect();
         for name in names.iter().map(String::as_str).chain(table.iter().copied()) {
             let times = (names.iter().filter(|n| *n == name).count(), table.iter().filter(|n| **n == name).count());
             assert_eq!(times, (1, 1), "{name}: how often it is in the source, and in the table");
         }
+    }
+
+    /// The text of the file that holds a module: the deepest that is there.
+    fn file_of(folder: &Path, modules: &[&str]) -> Option<String> {
+        (1..=modules.len()).rev().find_map(|n| {
+            let path = folder.join(modules[..n].join("/"));
+            [path.with_extension("rs"), path.join("mod.rs")].iter().find_map(|file| fs::read_to_string(file).ok())
+        })
+    }
+
+    #[test]
+    fn every_test_that_the_table_names_is_there() {
+        let mut seen = 0;
+        for (mutant, _, by) in all().copied().chain([("none", "", IN_KERNELS)]) {
+            let (folder, tests) = match by {
+                EngineLib(tests) => ("engine/src", tests),
+                Engine(tests) => ("engine/tests/suite", tests),
+                TrainLib(tests) => ("train/src", tests),
+                Train(tests) => ("train/tests/suite", tests),
+                Kiln(_) => continue,
+            };
+            for test in tests {
+                let modules: Vec<&str> = test.split("::").collect();
+                let (name, modules) = modules.split_last().unwrap();
+                let is_there = file_of(&root().join(folder), modules).is_some_and(|text| text.contains(&format!("fn {name}(")));
+                assert!(is_there, "{mutant}: no test {test} in {folder}");
+                seen += 1;
+            }
+        }
+        assert!(seen > 50, "{seen} names of tests");
     }
 
     #[test]

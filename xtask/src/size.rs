@@ -1,11 +1,12 @@
-//! `cargo xtask size`: lines of code by part. The core (what records, plans and holds a program) stays small enough to read in one go.
+//! `cargo xtask size`: lines of code by part. The core is what one reads to understand how a step is recorded, rewritten, planned and run: with what passes are made
+//! of, the passes without which no program runs, and how states are divided among ranks. It stays small enough to read in one go.
 
 use crate::root;
 use std::fs;
 use std::path::Path;
 
 /// Lines that the core may have.
-const CORE: usize = 2_000;
+const CORE: usize = 4_000;
 
 /// Parts, and the files and folders of the repository that belong to them.
 const PARTS: &[(&str, &[&str])] = &[
@@ -13,7 +14,10 @@ const PARTS: &[(&str, &[&str])] = &[
         "core",
         &[
             "engine/src/lib.rs",
+            "engine/src/case.rs",
             "engine/src/error.rs",
+            "engine/src/executor.rs",
+            "engine/src/extension.rs",
             "engine/src/graph.rs",
             "engine/src/kernel.rs",
             "engine/src/meta.rs",
@@ -24,13 +28,24 @@ const PARTS: &[(&str, &[&str])] = &[
             "engine/src/program.rs",
             "engine/src/record.rs",
             "engine/src/store.rs",
+            "engine/src/warm_up.rs",
+            "engine/src/passes/mod.rs",
+            "engine/src/passes/autodiff.rs",
+            "engine/src/passes/dead_code.rs",
+            "engine/src/passes/decompose.rs",
+            "engine/src/passes/in_place.rs",
+            "engine/src/passes/layout.rs",
+            "engine/src/passes/pattern.rs",
+            "engine/src/passes/presets.rs",
+            "engine/src/passes/switches.rs",
+            "engine/src/ranks/parts.rs",
         ],
     ),
     ("ops", &["engine/src/ops"]),
     ("passes", &["engine/src/passes"]),
-    ("executors", &["engine/src/cpu", "engine/src/cuda", "engine/src/executor.rs", "engine/src/profile.rs", "engine/src/warm_up.rs"]),
+    ("executors", &["engine/src/cpu", "engine/src/cuda", "engine/src/profile.rs", "engine/src/fingerprint.rs"]),
     ("ranks", &["engine/src/ranks"]),
-    ("checks", &["engine/src/case.rs", "engine/src/check.rs", "engine/src/check", "engine/src/mutants.rs"]),
+    ("checks", &["engine/src/check.rs", "engine/src/check", "engine/src/mutants.rs"]),
     ("train", &["train/src"]),
     ("recipes", &["train/src/recipes"]),
     ("xtask", &["xtask/src"]),
@@ -43,7 +58,9 @@ pub fn run() -> Result<(), String> {
         println!("{name:<10} {lines:>6}");
         core += if *name == "core" { lines } else { 0 };
     }
-    println!("(code of .rs files, without blank lines, comments and tests; recipes are counted in train, too)");
+    println!(
+        "(code of .rs files, without blank lines, comments and tests; recipes are counted in train, too; what of passes and ranks is core is counted twice)"
+    );
     match core <= CORE {
         true => Ok(()),
         false => Err(format!("the core has {core} lines; it is to have {CORE} at most")),

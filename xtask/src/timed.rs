@@ -1,10 +1,12 @@
 //! Runs the tests and notes how long each takes. `test --fast` leaves out those that took longest the last time.
 
-use crate::root;
+use crate::log::Tests;
+use crate::mpich::target_dir;
+use crate::mpich::without::VARIABLE;
+use crate::{Tool, root};
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 /// How long a fast run's tests may take together, in seconds of one thread each: half a minute on two cores.
 const BUDGET: f64 = 60.0;
@@ -19,7 +21,7 @@ pub struct Times(BTreeMap<String, f64>);
 
 impl Times {
     fn path() -> PathBuf {
-        root().join("target/test-times.txt")
+        target_dir().join("test-times.txt")
     }
 
     /// Those of the last runs; none where there was none.
@@ -30,6 +32,15 @@ impl Times {
 
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn extend(&mut self, one: Option<(String, f64)>) {
+        self.0.extend(one);
     }
 
     fn save(&self) -> Result<(), String> {
@@ -65,40 +76,36 @@ impl Times {
 }
 
 /// `test data::a_name ... ok <1.234s>`
-fn timed(line: &str) -> Option<(String, f64)> {
+pub fn timed(line: &str) -> Option<(String, f64)> {
     let (name, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
     let seconds = result.strip_suffix("s>")?.rsplit_once('<')?.1.parse().ok()?;
     Some((name.trim_end_matches(" - should panic").to_string(), seconds))
 }
 
-/// Runs all tests but these, doc tests apart; what each took is kept for the next fast run.
-pub fn run(skipped: &[String]) -> Result<Times, String> {
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["test", "--workspace", "--lib", "--bins", "--tests", "--config", RUNNER, "--", "-Z", "unstable-options", "--report-time"]);
+/// All tests but these, doc tests apart; they do without the tools that are missing.
+pub fn command(skipped: &[String], lacks: &[Tool]) -> Command {
+    let mut cargo = crate::cargo_command();
+    cargo.args(["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast", "--config", RUNNER]);
+    cargo.args(["--", "-Z", "unstable-options", "--report-time"]);
+    let given = std::env::var(VARIABLE).ok().filter(|given| !given.is_empty());
+    let names: Vec<String> = given.into_iter().chain(lacks.iter().map(|l| l.0.to_string())).collect();
+    cargo.env(VARIABLE, names.join(","));
     if !skipped.is_empty() {
         cargo.arg("--exact").args(skipped.iter().flat_map(|name| ["--skip", name.as_str()]));
     }
-    println!("cargo test --workspace, {} tests left out", skipped.len());
-    let failed = |e: std::io::Error| format!("cargo test: {e}");
-    let mut child = cargo.current_dir(root()).stdout(Stdio::piped()).spawn().map_err(failed)?;
-    let mut times = Times::default();
-    for line in BufReader::new(child.stdout.take().ok_or("cargo test has no output")?).lines() {
-        let line = line.map_err(failed)?;
-        println!("{line}");
-        times.0.extend(timed(&line));
-    }
-    let status = child.wait().map_err(failed)?;
-    if !status.success() {
-        return Err(format!("cargo test: {status}"));
-    }
-    if times.0.is_empty() {
-        return Err("no test said how long it took: libtest's --report-time is not what it was".into());
+    cargo
+}
+
+/// Runs all tests but these; what each took is kept for the next fast run, also if some failed.
+pub fn run(skipped: &[String], lacks: &[Tool], tests: &mut Tests) -> Result<(), String> {
+    let done = tests.run(command(skipped, lacks).current_dir(root()));
+    if tests.times.is_empty() {
+        return done.and(Err("no test said how long it took: libtest's --report-time is not what it was".into()));
     }
     let mut all = Times::last();
     all.0.retain(|name, _| skipped.contains(name));
-    all.0.extend(times.0.iter().map(|(name, s)| (name.clone(), *s)));
-    all.save()?;
-    Ok(times)
+    all.0.extend(tests.times.0.iter().map(|(name, s)| (name.clone(), *s)));
+    all.save().and(done)
 }
 
 #[cfg(test)]

@@ -105,7 +105,7 @@ impl Damage<'_> {
 }
 
 /// The files at or below a path.
-fn below(path: &Path) -> Vec<PathBuf> {
+pub fn below(path: &Path) -> Vec<PathBuf> {
     if !path.is_dir() {
         return vec![path.into()];
     }

@@ -32,8 +32,16 @@ pub struct Disk {
 
 #[derive(Clone)]
 enum Node {
-    Folder { now: Names, synced: Names },
-    File { synced: Vec<u8>, since: Vec<Write> },
+    Folder {
+        now: Names,
+        synced: Names,
+    },
+    File {
+        synced: Vec<u8>,
+        since: Vec<Write>,
+    },
+    /// What it leads to is there as soon as its name is.
+    Link(PathBuf),
 }
 
 type Names = BTreeMap<String, Id>;
@@ -89,9 +97,11 @@ impl Disk {
 
     fn read(&mut self, path: &Path) -> std::io::Result<Id> {
         let id = self.nodes.len();
-        self.by_inode.insert(fs::metadata(path)?.ino(), id);
+        self.by_inode.insert(fs::symlink_metadata(path)?.ino(), id);
         self.nodes.push(Node::File { synced: vec![], since: vec![] });
-        self.nodes[id] = if path.is_dir() {
+        self.nodes[id] = if path.is_symlink() {
+            Node::Link(fs::read_link(path)?)
+        } else if path.is_dir() {
             let mut now = Names::new();
             for name in super::jobs::names(path) {
                 let inner = self.read(&path.join(&name))?;
@@ -107,7 +117,7 @@ impl Disk {
     fn names(&mut self, folder: Id) -> Option<&mut Names> {
         match &mut self.nodes[folder] {
             Node::Folder { now, .. } => Some(now),
-            Node::File { .. } => None,
+            Node::File { .. } | Node::Link(_) => None,
         }
     }
 
@@ -146,7 +156,7 @@ impl Disk {
     fn write(&mut self, inode: u64, write: Write) -> Option<()> {
         match &mut self.nodes[*self.by_inode.get(&inode)?] {
             Node::File { since, .. } => since.push(write),
-            Node::Folder { .. } => return None,
+            Node::Folder { .. } | Node::Link(_) => return None,
         }
         Some(())
     }
@@ -161,6 +171,7 @@ impl Disk {
                 if r.flags & 2 == 2 { self.write(r.inode, Write::Length(0)) } else { Some(()) }
             }
             'm' => self.create(&r.path, r.inode, Node::Folder { now: Names::new(), synced: Names::new() }),
+            'y' => self.create(&r.path, r.inode, Node::Link(r.other.clone())),
             'w' => self.write(r.inode, Write::At(r.offset as usize, r.data.clone())),
             't' => self.write(r.inode, Write::Length(r.offset as usize)),
             'u' | 'd' => {
@@ -226,7 +237,7 @@ impl Disk {
     fn possible(&self, change: &Change) -> bool {
         let has = |folder: Id, name: &str| match &self.nodes[folder] {
             Node::Folder { synced, .. } => synced.contains_key(name),
-            Node::File { .. } => false,
+            Node::File { .. } | Node::Link(_) => false,
         };
         match change {
             Change::Put(..) => true,
@@ -242,6 +253,7 @@ impl Disk {
                 synced.iter().try_for_each(|(name, id)| self.write_out(*id, keep, random, &to.join(name)))
             }
             Node::File { synced, since } => fs::write(to, content(synced, since, keep, random)),
+            Node::Link(target) => std::os::unix::fs::symlink(target, to),
         }
     }
 }

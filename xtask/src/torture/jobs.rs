@@ -123,11 +123,6 @@ impl Job {
 
     /// Nothing has been lost that was there when it was interrupted; then the end of it.
     pub fn goes_on(&self, place: &Place, folder: &Path, left: &Left) -> Result<(), Finding> {
-        self.goes_on_without(place, folder, left, &[])
-    }
-
-    /// The same for a run that was asked to stop after these steps: an evaluation that was cut short then leaves no figures.
-    pub fn goes_on_without(&self, place: &Place, folder: &Path, left: &Left, steps: &[u64]) -> Result<(), Finding> {
         if *left != Left::Whole {
             let ran = self.again(place, folder).run();
             ran.good()?;
@@ -138,7 +133,7 @@ impl Job {
                 return Err(ran.finding(Kind::Loss, &format!("{name} is still there")));
             }
         }
-        self.ended_without(folder, steps)
+        self.ended(folder)
     }
 
     /// A run that goes on takes the newest checkpoint that there was.
@@ -158,10 +153,6 @@ impl Job {
 
     /// Everything is as if nobody had disturbed it.
     pub fn ended(&self, folder: &Path) -> Result<(), Finding> {
-        self.ended_without(folder, &[])
-    }
-
-    fn ended_without(&self, folder: &Path, unmeasured: &[u64]) -> Result<(), Finding> {
         let loss = |what: String| Err(Finding::new(Kind::Loss, format!("{}: {what}", self.name)));
         match self.makes {
             Makes::Run { steps, .. } => {
@@ -172,8 +163,7 @@ impl Job {
                         return loss(format!("{last}/{file} is missing, or has other bits than that of a run that nobody disturbed"));
                     }
                 }
-                let [ours, mut theirs] = [folder, &self.reference].map(|d| measured(&d.join("run/metrics.jsonl")));
-                theirs.retain(|step, _| ours.contains_key(step) || !unmeasured.contains(step));
+                let [ours, theirs] = [folder, &self.reference].map(|d| measured(&d.join("run/metrics.jsonl")));
                 match ours.iter().zip(&theirs).find(|(a, b)| a != b) {
                     Some(((_, a), (_, b))) => loss(format!("metrics.jsonl says {a}, not {b}")),
                     None if ours.len() != theirs.len() => loss(format!("metrics.jsonl has {} steps, not {}", ours.len(), theirs.len())),
@@ -272,11 +262,6 @@ pub fn pictures(place: &Place) -> Result<PathBuf, String> {
     Ok(folder)
 }
 
-/// The step in `stopped after step N, saved`.
-pub fn stopped_after(out: &str) -> Option<u64> {
-    out.split_once("stopped after step ")?.1.split_once(',')?.0.parse().ok()
-}
-
 /// The step in `resumed from FOLDER (step N)`.
 fn resumed_from(out: &str) -> Option<u64> {
     let (_, rest) = out.split_once("resumed from ")?;
@@ -287,11 +272,17 @@ fn newest(checkpoints: &Path) -> Option<u64> {
     names(checkpoints).iter().filter_map(|n| n.strip_prefix("step-")?.parse().ok()).max()
 }
 
-/// What was measured at each step, by the last record of it. Speeds ("per_second" and what follows) may differ.
+/// What was measured at each step, by the last record of it, and what its evaluation found. Speeds ("per_second" and what follows) may differ.
 fn measured(metrics: &Path) -> BTreeMap<u64, String> {
     let text = fs::read_to_string(metrics).unwrap_or_default();
     let step = |line: &str| line.strip_prefix("{\"step\":")?.split([',', '}']).next()?.parse::<u64>().ok();
-    text.lines().filter_map(|line| Some((step(line)?, line.split(",\"per_second\"").next()?.to_string()))).collect()
+    let is_found = |field: &&str| field.starts_with("\"val_") || field.starts_with("\"epoch_");
+    let without_times = |line: &str| {
+        let (training, rest) = line.split_once(",\"per_second\"")?;
+        let found: Vec<&str> = rest.trim_end_matches('}').split(',').filter(is_found).collect();
+        Some(format!("{training},{}", found.join(",")))
+    };
+    text.lines().filter_map(|line| Some((step(line)?, without_times(line)?))).collect()
 }
 
 // ---- folders

@@ -1,6 +1,6 @@
 //! Kills, and signals that ask to stop, at random moments.
 
-use super::jobs::{Job, Left, jobs, stopped_after};
+use super::jobs::{Job, Left, jobs};
 use super::{Finding, Kind, Part, Place};
 use fastrand::Rng;
 use std::path::Path;
@@ -22,13 +22,12 @@ impl Part for Kills<'_> {
     fn attack(&mut self, case: u64, random: &mut Rng, folder: &Path) -> Result<String, Finding> {
         let job = &self.jobs[case as usize % self.jobs.len()];
         job.begin(folder).map_err(|e| Finding::new(Kind::Wrong, e))?;
-        let (mut left, mut stops) = (job.left(folder)?, vec![]);
+        let mut left = job.left(folder)?;
         for kill in 0..random.u32(1..=MOST) {
             let call = if kill == 0 { job.call(self.place, folder) } else { job.again(self.place, folder) };
             let signal = ["KILL", "KILL", "TERM", "INT"][random.usize(0..4)];
             let ran = call.signalled(signal, Duration::from_secs_f64(job.took.as_secs_f64() * random.f64() * 1.1)).run();
             ran.stopped()?;
-            stops.extend(stopped_after(&ran.out));
             let now = job.left(folder)?;
             job.loses(&left, &now, &ran)?;
             left = now;
@@ -39,7 +38,7 @@ impl Part for Kills<'_> {
                 job.opens(self.place, folder, &left)?;
             }
         }
-        job.goes_on_without(self.place, folder, &left, &stops)?;
+        job.goes_on(self.place, folder, &left)?;
         Ok(job.name.into())
     }
 }

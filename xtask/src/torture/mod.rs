@@ -2,11 +2,13 @@
 //! is killed, starved of disk, cut off from power or given damaged files must lose nothing that was saved, and must say what is wrong.
 
 mod calls;
+mod crafted;
 mod damage;
 mod disk;
 mod fuzz;
 mod jobs;
 mod kills;
+mod links;
 mod material;
 mod power;
 mod process;
@@ -30,6 +32,11 @@ const PARTS: &[(&str, Make, &str)] = &[
     ("power", power::make, "the same, after a power cut: of what was not synced, anything may be missing"),
     ("damage", damage::make, "files of runs, data sets, models and pictures with bytes flipped, cut, zeroed, added"),
     ("fuzz", fuzz::make, "random command lines and settings"),
+    ("links", links::make, "links out of runs, models and data sets, some of them another user's"),
+    ("templates", crafted::templates, "chat templates without an end, or of any depth and size"),
+    ("archives", crafted::archives, "rows of gigabytes in small files"),
+    ("indexes", crafted::indexes, "lists of weights that name files that are not there, many or elsewhere"),
+    ("ranks", crafted::ranks, "checkpoints of several ranks whose parts lie nowhere"),
 ];
 
 /// Folders of attacks that found something, kept at most.
@@ -153,19 +160,19 @@ impl Asked {
 }
 
 pub fn help() -> String {
-    let parts: Vec<String> = PARTS.iter().map(|(name, _, about)| format!("              {name:<8}{about}\n")).collect();
+    let parts: Vec<String> = PARTS.iter().map(|(name, _, about)| format!("              {name:<10}{about}\n")).collect();
     format!("            --minutes 5 --seed N --only PART,.. (--case N repeats one attack); the parts share the time:\n{}", parts.concat())
 }
 
-/// `root` is the workspace, in which target/debug/kiln has been built.
+/// `root` is the workspace, whose kiln has been built.
 pub fn torture(root: &Path, args: &[String]) -> Result<(), String> {
     let asked = Asked::new(args)?;
     let place = Place::new(root, asked.seed)?;
     // A copy: what is built meanwhile is not what is attacked.
-    let built = root.join("target/debug/kiln");
+    let built = crate::kiln();
     std::fs::copy(&built, &place.kiln).map_err(|e| format!("{}: {e}", built.display()))?;
     println!("seed {}, in {}", asked.seed, place.dir.path().display());
-    let kept = root.join("target/torture");
+    let kept = crate::mpich::target_dir().join("torture");
     let _ = std::fs::remove_dir_all(&kept);
     let share = Duration::from_secs_f64(60.0 * asked.minutes / asked.parts().count() as f64);
     let mut found = 0;

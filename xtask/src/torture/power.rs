@@ -30,7 +30,9 @@ impl Part for Power<'_> {
         let wrong = |e: String| Finding::new(Kind::Wrong, e);
         let mut disk = disk.clone();
         for r in &records[..calls] {
-            disk.happened(r).ok_or_else(|| wrong(format!("call {} ({}) is of a file that nobody made", r.number, r.kind)))?;
+            disk.happened(r).ok_or_else(|| {
+                wrong(format!("call {} ({}) is of a file that nobody made: {} {}", r.number, r.kind, r.path.display(), r.other.display()))
+            })?;
         }
         disk.cut(keep, random, folder).map_err(wrong)?;
         let after = records[..calls].last().map_or(0, |r| r.number);
@@ -43,7 +45,6 @@ impl Part for Power<'_> {
 impl Power<'_> {
     fn goes_on(&self, job: &Job, before: &[Record], folder: &Path) -> Result<(), Finding> {
         let left = match job.left(folder)? {
-            // A checkpoint whose folder was synced after it had got its name had been saved.
             Left::Checkpoint(_) => Left::Checkpoint(saved(before).max(job.newest_before())),
             other => other,
         };
@@ -51,10 +52,12 @@ impl Power<'_> {
     }
 }
 
-/// The newest step whose save had ended.
-fn saved(calls: &[Record]) -> Option<u64> {
+/// The newest step whose save had ended: its folder was synced after it had got its name, or the process went on to change something else, which it must not do
+/// before.
+pub fn saved(calls: &[Record]) -> Option<u64> {
     let named = |r: &Record| r.other.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok();
-    let synced = |after: usize, folder: Option<&Path>| calls[after..].iter().any(|r| r.kind == 's' && Some(&*r.path) == folder);
-    let ended = calls.iter().enumerate().filter(|(i, r)| r.kind == 'n' && synced(*i, r.other.parent()));
+    let synced = |r: &Record, folder: Option<&Path>| r.kind == 's' && Some(&*r.path) == folder;
+    let went_on = |after: usize, folder: Option<&Path>| calls[after..].iter().any(|r| synced(r, folder) || shim::CHANGES.contains(r.kind));
+    let ended = calls.iter().enumerate().filter(|(i, r)| r.kind == 'n' && went_on(i + 1, r.other.parent()));
     ended.filter_map(|(_, r)| named(r)).max()
 }

@@ -281,6 +281,22 @@ int mkdirat(int dir, const char *path, mode_t mode) {
 }
 int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }
 
+int symlinkat(const char *target, int dir, const char *path) {
+    char buffer[PATH_MAX];
+    pthread_mutex_lock(&lock);
+    const char *full = resolve(dir, path, buffer);
+    int done = -1;
+    if (!full || number('y') != FAIL) {
+        done = syscall(SYS_symlinkat, target, dir, path);
+        struct stat s = {0};
+        if (full && !done) lstat(full, &s);
+        if (full) record('y', done, s.st_ino, 0, 0, full, target, NULL, 0);
+    }
+    pthread_mutex_unlock(&lock);
+    return done;
+}
+int symlink(const char *target, const char *path) { return symlinkat(target, AT_FDCWD, path); }
+
 int unlinkat(int dir, const char *path, int flags) {
     char buffer[PATH_MAX];
     pthread_mutex_lock(&lock);

@@ -29,7 +29,11 @@ pub fn under(call: Call, library: &Path, folder: &Path) -> Call {
     call.env("LD_PRELOAD", library).env("TORTURE_ROOT", folder)
 }
 
+/// Letters of calls that change names or bytes.
+pub const CHANGES: &str = "cwtmnludy";
+
 /// A call to the file system that was made and did not fail. The letters are those of record() in shim.c.
+#[derive(Clone)]
 pub struct Record {
     pub kind: char,
     pub number: u64,
