@@ -14,13 +14,16 @@ folder=${2:-bench/ledger}
 kiln=${KILN:-target/release/kiln}
 device=${DEVICE:-cuda}
 
-# A name, the share of the time that it gets, and what follows `kiln bench`. Batches are smaller than those of peers/compare.py, so that many rounds fit.
-rows=${ROWS:-"vision_bdh 9 vision_bdh --preset cifar10 --pass bf16=auto
-lior 8 lior --preset production --set batch=8 --pass bf16=auto --steps-for-error 10
-gpt2-124m 17 decoder --preset gpt2-124m --set batch=16 --pass bf16=auto --also fp8,adam8bit --steps-for-error 10
-hydra 17 hydra --preset 100m --set batch=16 --pass bf16=auto --also fp8 --steps-for-error 10
-hrm 11 hrm --preset sudoku-moe --set batch=96 --pass bf16=auto
-polychromic 25 polychromic --preset qwen3-0.6b --set model.dropout=0 --set objective.weight=0 --pass bf16=auto --steps-for-error 5"}
+# A name, the share of the time that it gets, and what follows `kiln bench`. Batches are smaller than those of peers/compare.py, so that many rounds fit. The last two are
+# what guides speak of: CUDA graphs at a small batch, checkpointing of whole blocks.
+rows=${ROWS:-"vision_bdh 9 vision_bdh --preset cifar10
+lior 8 lior --preset production --set batch=8 --steps-for-error 10
+gpt2-124m 15 decoder --preset gpt2-124m --set batch=16 --also fp8,adam8bit --steps-for-error 10
+hydra 14 hydra --preset 100m --set batch=16 --also fp8 --steps-for-error 10
+hrm 11 hrm --preset sudoku-moe --set batch=96
+polychromic 19 polychromic --preset qwen3-0.6b --set model.dropout=0 --set objective.weight=0 --steps-for-error 5
+hydra-4 4 hydra --preset 100m --set batch=4 --only cuda-graph --steps-for-error 5
+qwen2.5-1.5b 8 decoder --preset qwen2.5-1.5b --set batch=16 --pass recompute=auto,what=blocks --only recompute --steps-for-error 2"}
 
 mkdir -p "$folder" || exit 1
 shares=$(printf '%s\n' "$rows" | awk '{ sum += $2 } END { print sum }')

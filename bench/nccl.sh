@@ -66,7 +66,7 @@ sys.exit(worst > 1e-4)
 PY
 
 # train NAME RECIPE ARGS..: decoder and hrm in their smallest preset, hydra in `small`. hydra's routers choose tokens by rank, and with the default seed two of
-# them are so close in step 8 that the order of sums decides (with one rank too: --optimise none); from there, losses differ by 1e-3.
+# them are so close in step 8 that the order of sums decides (with one rank too: --optimize none); from there, losses differ by 1e-3.
 train() {
     run=$1 recipe=$2
     shift 2

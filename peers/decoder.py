@@ -7,10 +7,10 @@
 
 A mode is eager, compile (torch.compile, one compilation for all layers), graphs (compile, and the whole step captured as one CUDA graph) or autotune (graphs, with
 max-autotune-no-cudagraphs; minutes to set up), with options behind it: SDPA=cudnn|flash, BLAS=cublas|cublaslt and those that tuned/plain.py describes. `usual` is a careful user's
-code: compile, weights cast at each use, all logits through autograd, clip_grad_norm_ and fused AdamW. One line of JSON for each model and mode, each in a process of
+code: compile (usual+COMPILE=autotune: max-autotune), weights cast at each use, all logits through autograd, clip_grad_norm_ and fused AdamW. One line of JSON for each model and mode, each in a process of
 its own; a mode that fails or has no time left says so in its line. Then the best mode of each model.
 
-tokens/s: the median of --windows windows of --steps steps, after warm-up. peak_gib: torch.cuda.max_memory_allocated of steps after warm-up, what a capture takes included.
+tokens/s: the median of the windows of --steps steps that --seconds hold, after as long a warm-up. peak_gib: torch.cuda.max_memory_allocated of steps after warm-up, what a capture takes included.
 MFU = tokens/s * (6 * parameters + 6 * layers * heads * head_dim * time) / 989.4e12: causal attention is counted half, a tied head once, the lookup not.
 """
 import time
@@ -81,7 +81,7 @@ def child(model, mode):
     from common import S, option
     import plain
     torch.manual_seed(0)
-    S.device, S.mode = option("DEVICE", "cuda"), "compile" if mode == "usual" else mode
+    S.device, S.mode = option("DEVICE", "cuda"), option("COMPILE", "compile") if mode == "usual" else mode
     cuda = S.device == "cuda"
     s = plain.SIZES[model]
     if option("TINY", "0") == "1":
@@ -107,11 +107,13 @@ def child(model, mode):
             torch.cuda.reset_peak_memory_stats()
         print(json.dumps(ready), flush=True)
         for line in sys.stdin:
-            if line.strip() == "attention":
+            what, *seconds = line.split()
+            if what == "attention":
                 print(json.dumps(dict(attention=serve.attention(step) if cuda else "none")), flush=True)
                 continue
-            count, steps = int(option("WINDOWS", "7")), int(option("STEPS", "4"))
-            times = [window(step, steps, cuda) for _ in range(count + 1)][1:]
+            steps, seconds, times, began = int(option("STEPS", "4")), float(seconds[0]), [], time.time()
+            while not times or time.time() - began < seconds:
+                times.append(window(step, steps, cuda))
             ms, tokens = statistics.median(times), s.batch * s.seq
             per_s = tokens / ms * 1e3
             memory = dict(peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2), reserved_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2)) if cuda else {}
@@ -128,11 +130,12 @@ def measure(model, mode, seconds):
         row = serve.Row(os.path.abspath(__file__), model, mode)
     except (ValueError, OSError) as e:
         return dict(recipe=model, mode=mode, error=f"{e} (a mode is KIND+OPTION=VALUE)")
-    limit = threading.Timer(seconds, row.process.kill)
+    limit = threading.Timer(seconds, row.kill)
     limit.start()
     found = row.answer()
     if "error" not in found:
-        found = row.ask("time")
+        row.ask(f"time {option('SECONDS', '5')}")   # clocks and power as under its own load
+        found = row.ask(f"time {option('SECONDS', '5')}")
     if "error" not in found:   # last: a profiler that fails costs no figure
         found["attention"] = row.ask("attention").get("attention")
     limit.cancel()
@@ -149,7 +152,7 @@ def main():
     p.add_argument("--modes", default=MODES)
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--tiny", action="store_true")
-    p.add_argument("--windows", type=int, default=7)
+    p.add_argument("--seconds", type=float, default=5, help="that are timed, after as long that does not count")
     p.add_argument("--steps", type=int, default=4)
     p.add_argument("--budget", type=float, default=345, help="seconds for all rows together")
     p.add_argument("--row", type=float, default=200, help="seconds for one row at most")
@@ -164,7 +167,7 @@ def main():
         p.error(f"unknown: {', '.join(unknown)}; models are {', '.join(MODELS)}; modes begin with {', '.join(KINDS)}")
     if os.environ.get("BENCH_ROW") == "1":
         return child(a.models[0], a.modes)
-    for name, value in (("DEVICE", a.device), ("TINY", str(int(a.tiny))), ("WINDOWS", str(a.windows)), ("STEPS", str(a.steps))):
+    for name, value in (("DEVICE", a.device), ("TINY", str(int(a.tiny))), ("SECONDS", str(a.seconds)), ("STEPS", str(a.steps))):
         set_option(name, value)
     if a.device == "cpu":   # virtual machines may announce AMX and not have it
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")

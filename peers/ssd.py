@@ -4,16 +4,24 @@
     python3 peers/ssd.py [--peers compiled,mamba-ssm,attention] [--lengths 1024,8192,65536] [--tokens 65536] [--heads 24] [--head 64] [--state 128] [--chunk 256] [--json out.json]
     python3 peers/ssd.py --mamba-ssm FOLDER     # with the Triton kernels of an unpacked source package of mamba-ssm; nothing of it is built
     python3 peers/ssd.py --device cpu --tiny    # shows only that it runs, and that the peers agree with one step after another
+    python3 peers/compare.py ssd-forward ssd-backward   # beside kiln's, in turn (MAMBA_SSM: the FOLDER)
 
 compiled: the chunked form in plain PyTorch, torch.compile.  mamba-ssm: its Triton kernels, where the package can be imported or its FOLDER is given (which
 holds mamba_ssm, and einops if Python has none).  attention: PyTorch's causal SDPA with heads * head / 2 channels in heads of 64, as wide as the model whose
 scan it is: from which length the scan is faster.  The shapes are those of `kiln bench ops --only ssd`.
+For compare.py the modes are scan-compiled and scan-mamba-ssm, each with GRAPH=on too: captured as a CUDA graph.
 """
-import argparse, json, os, subprocess, sys, types
-import torch
-import torch._functorch.config
-import torch.nn.functional as F
-from timing import median
+import time
+STARTED = time.time()
+import argparse, json, os, subprocess, sys, types  # noqa: E402
+import torch  # noqa: E402
+import torch._functorch.config  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+import serve  # noqa: E402
+from timing import median  # noqa: E402
+
+# Rows of compare.py: one row of 65,536 tokens, and which pass of it.
+RECIPES = {"ssd-forward": "forward", "ssd-backward": "backward"}
 
 
 def sequential(x, dt, decay, b, c, d):
@@ -27,9 +35,9 @@ def sequential(x, dt, decay, b, c, d):
 
 def chunked(x, dt, decay, b, c, d, size):
     """x [batch, time, heads, p]; dt, decay [batch, time, heads]; b, c [batch, time, 1, n]: one group."""
-    batch, time, heads, p = x.shape
-    n, count = b.shape[-1], -(-time // size)
-    pad = count * size - time
+    batch, length, heads, p = x.shape
+    n, count = b.shape[-1], -(-length // size)
+    pad = count * size - length
     cut = lambda v: F.pad(v, (0, 0) * (v.dim() - 2) + (0, pad)).unflatten(1, (count, size))
     xs, dts, bs, cs = cut(x), cut(dt), cut(b).squeeze(3), cut(c).squeeze(3)
     sums = cut(decay).cumsum(2).permute(0, 1, 3, 2)                                     # [batch, chunk, heads, size]
@@ -47,14 +55,14 @@ def chunked(x, dt, decay, b, c, d, size):
     passed = passed * torch.ones(count, count, device=x.device).tril(-1)
     starts = torch.einsum("bhij,bjhpn->bihpn", passed, states)
     before = (cs[:, :, None] @ starts.to(x.dtype).transpose(-1, -2)) * sums.exp()[..., None]
-    y = (inside + before).transpose(2, 3).flatten(1, 2)[:, :time]
+    y = (inside + before).transpose(2, 3).flatten(1, 2)[:, :length]
     return (y + d[:, None] * x).to(x.dtype)
 
 
-def inputs(batch, time, a, dtype):
+def inputs(batch, length, a, dtype):
     make = lambda *shape: torch.randn(*shape, device=a.device)
-    x, b, c = (make(batch, time, h, w).to(dtype) for h, w in ((a.heads, a.head), (1, a.state), (1, a.state)))
-    dt = F.softplus(make(batch, time, a.heads) - 3)
+    x, b, c = (make(batch, length, h, w).to(dtype) for h, w in ((a.heads, a.head), (1, a.state), (1, a.state)))
+    dt = F.softplus(make(batch, length, a.heads) - 3)
     rate = -torch.linspace(1, 16, a.heads, device=a.device)
     return [v.requires_grad_() for v in (x, dt, rate, b, c, torch.ones(a.heads, device=a.device))]
 
@@ -80,7 +88,9 @@ def compile_ahead(a):
         y = mamba_ssm(a)(*leaves)
         torch.autograd.grad(y, leaves, torch.randn_like(y))
         sys.exit()
-    for p in [subprocess.Popen([sys.executable, *sys.argv, "--share", f"{k}/{a.workers}"], stdout=subprocess.DEVNULL) for k in range(a.workers)]:
+    args = [os.path.abspath(__file__), "--mamba-ssm", a.mamba_ssm, *(f"--{name}={getattr(a, name)}" for name in ("heads", "head", "state", "chunk"))]
+    env = {key: v for key, v in os.environ.items() if key != "BENCH_ROW"}
+    for p in [subprocess.Popen([sys.executable, *args, "--share", f"{k}/{a.workers}"], stdout=subprocess.DEVNULL, env=env) for k in range(a.workers)]:
         p.wait()
 
 
@@ -119,7 +129,38 @@ def check(a):
     print("the chunked form is what one step after another gives", flush=True)
 
 
-def main():
+def build(recipe, mode):
+    """For serve.py: the pass of a row, and how it is captured."""
+    a = arguments([])
+    a.mamba_ssm = os.environ.get("MAMBA_SSM")
+    if mode == "scan-mamba-ssm" and a.mamba_ssm:
+        compile_ahead(a)
+    known = dict(peers(a))
+    if mode.removeprefix("scan-") not in known:
+        sys.exit(f"there is no {mode} here: modes are {', '.join('scan-' + name for name in known)} (MAMBA_SSM names the folder of mamba-ssm)")
+    run, leaves = known[mode.removeprefix("scan-")], inputs(1, a.tokens, a, torch.bfloat16)
+    y = run(*leaves)
+    g = torch.randn_like(y)
+
+    def piece(y):
+        return run(*leaves) if RECIPES[recipe] == "forward" else torch.autograd.grad(y, leaves, g, retain_graph=True)
+
+    def captured():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = run(*leaves)   # gradients are made on the stream of their forward pass
+            for _ in range(2):
+                piece(y)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            piece(y)
+        return graph.replay
+    return lambda: piece(y), 1, "runs", 1, captured if os.environ.get("TUNED_GRAPH") == "on" else None
+
+
+def arguments(given=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--lengths", default="1024,8192,65536")
     for name, default in (("tokens", 65536), ("heads", 24), ("head", 64), ("state", 128), ("chunk", 256)):
@@ -131,7 +172,11 @@ def main():
     p.add_argument("--peers", default="compiled,mamba-ssm,attention", help="which of them")
     p.add_argument("--share", help=argparse.SUPPRESS)
     p.add_argument("--json")
-    a = p.parse_args()
+    return p.parse_args(given)
+
+
+def main():
+    a = arguments()
     if a.device == "cpu":   # virtual machines may announce AMX and not have it
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     if a.tiny:
@@ -140,8 +185,8 @@ def main():
         compile_ahead(a)
     check(a)
     rows = []
-    for time in map(int, a.lengths.split(",")):
-        batch = max(1, a.tokens // time)
+    for length in map(int, a.lengths.split(",")):
+        batch = max(1, a.tokens // length)
         width = a.heads * a.head // 2
         for name, run in [*peers(a), ("attention", None)]:
             if name not in a.peers.split(","):
@@ -149,13 +194,13 @@ def main():
             try:
                 if name == "attention":
                     heads = max(1, width // 64)
-                    leaves = [torch.randn(batch, heads, time, 64, device=a.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+                    leaves = [torch.randn(batch, heads, length, 64, device=a.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
                     run = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
                 else:
-                    leaves = inputs(batch, time, a, torch.bfloat16 if a.device == "cuda" else torch.float32)
-                row = dict(peer=name, batch=batch, time=time, heads=a.heads, head=a.head, state=a.state, **measure(run, leaves, a))
+                    leaves = inputs(batch, length, a, torch.bfloat16 if a.device == "cuda" else torch.float32)
+                row = dict(peer=name, batch=batch, time=length, heads=a.heads, head=a.head, state=a.state, **measure(run, leaves, a))
             except Exception as e:   # out of memory, or a kernel that this card does not take
-                row = dict(peer=name, batch=batch, time=time, error=str(e).splitlines()[0][:200])
+                row = dict(peer=name, batch=batch, time=length, error=str(e).splitlines()[0][:200])
             rows.append(row)
             print(json.dumps(row), flush=True)
             leaves = None
@@ -164,4 +209,8 @@ def main():
             json.dump(rows, f, indent=1)
 
 
-main()
+if __name__ == "__main__":
+    if os.environ.get("BENCH_ROW") == "1":
+        serve.run(os.path.abspath(__file__), RECIPES, "scan-compiled", build, STARTED, warm_up=lambda recipe: 3)
+    else:
+        main()

@@ -1,4 +1,4 @@
-"""What the recipes share: settings, norms, RoPE, the chunked loss head, the optimizer."""
+"""What the recipes share: settings, norms, RoPE, the optimizer."""
 import functools, os, sys
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ class S:
     """Settings. `--check` sets cpu and float32."""
     device, mode = "cuda", "graphs"
     low = torch.bfloat16                       # the type of the stream
-    chunk = int(option("CHUNK", "4096"))       # rows of the loss head at a time
 
 
 @functools.lru_cache(None)
@@ -55,40 +54,6 @@ def rope_table(t, d, theta):
 def rope(x, cos, sin):
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-
-
-def softmax_gradient(logits, target, weight):
-    """The weighted cross-entropy of every row, summed, and its gradient by the logits. A target of -1 counts nothing."""
-    z, here = logits.float(), target.clamp_min(0)[:, None]
-    weight = weight * (target >= 0)
-    lse = z.logsumexp(-1, keepdim=True)
-    hit = torch.arange(z.shape[1], device=z.device) == here
-    return (weight * (lse - z.gather(1, here)).squeeze(1)).sum(), (((z - lse).exp() - hit.float()) * weight[:, None]).to(logits.dtype)
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of weight * cross-entropy of (x @ head^T)[rows], S.chunk rows at a time; logits are never whole, gradients are made at once.
-    The result must enter the loss with factor 1: backward does not scale. w: the f32 master that wants a gradient, or None; low: the head that is multiplied."""
-    @staticmethod
-    def forward(ctx, x, w, low, target, weight, rows):
-        part = x if rows is None else x.index_select(0, rows)
-        dx, dw, loss = torch.empty_like(part), None, torch.zeros((), device=x.device)
-        for i in range(0, len(part), S.chunk):
-            s = slice(i, i + S.chunk)
-            one, g = compiled(softmax_gradient)(part[s] @ low.t(), target[s], weight[s])
-            loss += one
-            torch.mm(g, low, out=dx[s])
-            if w is not None:
-                d = g.t() @ part[s]
-                dw = d.float() if dw is None else dw.add_(d)
-        ctx.dx, ctx.dw = (dx if rows is None else torch.zeros_like(x).index_copy_(0, rows, dx)), dw
-        return loss
-
-    @staticmethod
-    def backward(ctx, g):
-        dx, dw = ctx.dx, ctx.dw
-        ctx.dx = ctx.dw = None
-        return dx, dw, None, None, None, None
 
 
 def add_rows(table, ids, g):

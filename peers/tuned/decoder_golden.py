@@ -62,9 +62,7 @@ def check_file(path, set_option):
     for step in range(int(meta["steps"])):
         losses.append(t.backward())
         if step == 0:
-            grads = t.p.gradients()
-            if "rows" in grads:
-                grads.update(zip(t.p.rows, grads.pop("rows").split([t.p.leaf[n].numel() for n in t.p.rows])))
+            grads = t.p.named(t.p.gradients())
             errors["grad"] = max(worst(g, wanted[n][:len(g)]) for n, g in grads.items())
         t.optimizer.step()
         if step == 0:

@@ -1,9 +1,26 @@
 """lior: a window of both phases and the update, without back-propagation."""
-import math
+import functools, math
 import torch
 import torch.nn.functional as F
+from choose import fastest
 from common import S, compiled, option
 import lior
+
+
+def gelu_product(x, w, zero):
+    return F.gelu(x @ w.t(), approximate="tanh")
+
+
+@torch.library.custom_op("peers::gelu_epilogue", mutates_args=())
+def gelu_epilogue(x: torch.Tensor, w: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """gelu(x w^T) with the GELU in cuBLASLt's epilogue (on GPUs by its formula with tanh, and only with a bias: zeros). An op of its own, since the compiler takes
+    `_addmm_activation` apart."""
+    return torch._addmm_activation(zero, x, w.t(), use_gelu=True) if x.is_cuda else gelu_product(x, w, zero)
+
+
+@gelu_epilogue.register_fake
+def _(x, w, zero):
+    return x.new_empty(len(x), len(w))
 
 
 def field_course(field, k, source, c):
@@ -40,6 +57,11 @@ def lior_step(e, s, ids, mask, c):
     pair = torch.view_as_real(s.field).movedim(-1, 0)                                # the compiler has no complex numbers
     window, after = ids[:, :c.seq].contiguous(), ids[:, c.seq:].contiguous()
     norm = lambda y: F.layer_norm(y.float(), (c.dim,), eps=c.norm_eps).to(S.low)
+    zero = torch.zeros(low["up"].shape[1], device=S.device, dtype=S.low)
+    x = torch.randn(c.steps * window.numel(), c.dim, device=S.device).to(S.low)
+    ways = {"torch": compiled(gelu_product), "own": gelu_epilogue}
+    up = gelu_product if fastest("lior's GELU", {name: functools.partial(way, x, low["up"][0], zero) for name, way in ways.items()}) == "torch" else gelu_epilogue
+    del x
 
     def encode(ids, gain):
         """-> the stream before its last norm, [gains * batch, time, dim], with that norm's mean and scale."""
@@ -49,7 +71,7 @@ def lior_step(e, s, ids, mask, c):
             q, k, v = (norm(x) @ low["qkv"][l].t()).view(b, t, 3, c.heads, -1).permute(2, 0, 3, 1, 4)
             a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + a.transpose(1, 2).reshape(b, t, c.dim) @ low["out"][l].t()
-            x = x + F.gelu(norm(x) @ low["up"][l].t(), approximate="tanh") @ low["down"][l].t()
+            x = x + (up(norm(x).flatten(0, 1), low["up"][l], zero) @ low["down"][l].t()).view_as(x)
         var, mean = torch.var_mean(x.float(), -1, correction=0, keepdim=True)
         return x, mean, torch.rsqrt(var + c.norm_eps)
 

@@ -118,10 +118,10 @@ def add_way():
 
 # ---------------------------------------------------------------- the head
 class Head:
-    """kind: chunk or whole. The call gives the loss, its gradient by h [rows, dim] and by the head [vocab, dim] (f32)."""
-    def __init__(self, kind, rows, vocab):
+    """kind: chunk or whole. The call gives the loss, its gradient by h [rows, dim] and by the head [vocab, dim] (f32; None where the head is frozen)."""
+    def __init__(self, kind, rows, vocab, frozen=False):
         self.chunk = min(rows, int(option("CHUNK", "8192"))) if kind == "chunk" else rows
-        self.gradient, self.add = gradient_way(self.chunk, vocab), add_way()
+        self.gradient, self.add, self.frozen = gradient_way(self.chunk, vocab), add_way(), frozen
 
     def ways(self):
         return f"{self.gradient.__name__}, {self.add.__name__}"
@@ -134,7 +134,8 @@ class Head:
             g = h[rows] @ low.t()
             loss += self.gradient(g, targets[rows], weight[rows])
             torch.mm(g, low, out=dh[rows])
-            dw = self.add(dw, g.t(), h[rows])
+            if not self.frozen:
+                dw = self.add(dw, g.t(), h[rows])
         return loss, dh, dw
 
 

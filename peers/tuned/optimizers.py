@@ -6,34 +6,43 @@ import math
 import torch
 from common import S, compiled, option
 
-HYPER = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0, momentum=0.95)
+HYPER = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, flat_decay=0.0, clip=1.0, momentum=0.95)   # flat_decay: of the parameters that lie together
 
 
 class Parameters:
-    """`leaf[name]` is what the model reads and differentiates. Matrices have a bf16 copy, made by the optimizer once a step. 1-D parameters lie in
-    one buffer, updated by one kernel: biases are read as bf16, norms as f32. WEIGHTS=cast keeps masters alone, which the model casts at each use."""
-    def __init__(self, start):
-        """start: name -> f32 tensor; 1-D names that end in `norm` are norms' weights or biases"""
+    """`leaf[name]` is what the model reads and differentiates. Matrices have a bf16 copy, made by the optimizer once a step. 1-D parameters, others of at most
+    `small` numbers and those that must stay `full` lie in two buffers, each updated by one kernel: what is full is read as f32, the rest as bf16.
+    WEIGHTS=cast keeps masters alone, which the model casts at each use."""
+    def __init__(self, start, small=0, full=lambda name: name.endswith("norm"), narrow=()):
+        """start: name -> f32 tensor. narrow: names whose copies are somebody else's; their leaves hold nothing and take the gradient."""
         self.cast = option("WEIGHTS", "once") == "cast"
         self.grads = {}   # gradients that were not made by autograd, by name
-        self.rows = [] if self.cast else [name for name, p in start.items() if p.dim() == 1]
-        self.master = {name: p for name, p in start.items() if name not in self.rows}
+        self.shape = {name: p.shape for name, p in start.items()}
+        together = [] if self.cast else [name for name, p in start.items() if p.dim() == 1 or p.numel() <= small or full(name)]
+        self.master = {name: p for name, p in start.items() if name not in together}
         if self.cast:
-            self.copy, self.leaf = {}, {name: p.requires_grad_() for name, p in self.master.items()}
+            self.flat, self.copy, self.leaf = {}, {}, {name: p.requires_grad_() for name, p in self.master.items()}
             return
-        self.master["rows"] = torch.cat([start[name] for name in self.rows])
-        self.copy = {name: p.to(S.low, copy=True) for name, p in self.master.items()}
-        self.leaf = {name: p.detach().requires_grad_() for name, p in self.copy.items() if name != "rows"}
-        sizes = [start[name].numel() for name in self.rows]
-        for name, low, full in zip(self.rows, self.copy["rows"].split(sizes), self.master["rows"].split(sizes)):
-            self.leaf[name] = (full if name.endswith("norm") else low).detach().requires_grad_()
+        self.flat = {kind: names for kind, names in (("full", [n for n in together if full(n)]), ("low", [n for n in together if not full(n)])) if names}
+        self.master.update((kind, torch.cat([start[name].flatten() for name in names])) for kind, names in self.flat.items())
+        self.copy = {name: p.to(S.low, copy=True) for name, p in self.master.items() if name not in narrow}
+        read = self.named({name: self.master[name] if name == "full" else low for name, low in self.copy.items()})
+        read.update((name, torch.zeros((), device=S.device, dtype=S.low).expand(self.shape[name])) for name in narrow)
+        self.leaf = {name: read[name].detach().requires_grad_() for name in start}
+
+    def named(self, found):
+        """One tensor per master -> one per parameter."""
+        out = {name: p for name, p in found.items() if name not in self.flat}
+        for kind, names in self.flat.items():
+            parts = found[kind].split([self.shape[name].numel() for name in names])
+            out.update((name, part.view(self.shape[name])) for name, part in zip(names, parts))
+        return out
 
     def gradients(self):
         """One per master."""
         of = lambda name: self.grads[name] if name in self.grads else self.leaf[name].grad
-        found = {name: of(name) for name in self.master if name != "rows"}
-        if self.rows:
-            found["rows"] = torch.cat([of(name).float() for name in self.rows])
+        found = {name: of(name) for name in self.master if name not in self.flat}
+        found.update((kind, torch.cat([of(name).flatten() for name in names])) for kind, names in self.flat.items())
         return found
 
     def forget(self):
@@ -43,10 +52,7 @@ class Parameters:
 
     def value(self, name):
         """The master of one parameter."""
-        if name in self.master:
-            return self.master[name].detach()
-        sizes = [self.leaf[n].numel() for n in self.rows]
-        return dict(zip(self.rows, self.master["rows"].split(sizes)))[name]
+        return self.named({name: p.detach() for name, p in self.master.items()})[name]
 
 
 def clip_scale(grads, clip):
@@ -87,14 +93,15 @@ def newton_schulz(x):
 
 
 class Optimizer:
-    """kind: adamw, or muon: the matrices of `split` (name -> rows of each matrix inside that parameter) by Muon, batched over those of one shape; the rest by AdamW."""
-    def __init__(self, params, kind="adamw", split=(), **hyper):
-        self.params, self.h = params, dict(HYPER, **hyper)
+    """kind: adamw, or muon: the matrices of `split` (name -> rows of each matrix inside that parameter) by Muon, batched over those of one shape; the rest by AdamW.
+    fp8: what updates the narrow matrices."""
+    def __init__(self, params, kind="adamw", split=(), fp8=None, **hyper):
+        self.params, self.fp8, self.h = params, fp8, dict(HYPER, **hyper)
         zeros = lambda p: torch.zeros_like(p, requires_grad=False)
         self.rate = torch.tensor(self.h["lr"], device=S.device)
         self.count = torch.zeros((), device=S.device)
         muon = dict(split) if kind == "muon" else {}
-        self.adamw = [(name, p, zeros(p), zeros(p), params.copy[name]) for name, p in params.master.items() if name not in muon]
+        self.adamw = [(name, p, zeros(p), zeros(p), params.copy[name]) for name, p in params.master.items() if name not in muon and name in params.copy]
         batches = {}   # (rows, columns) -> [(name, slice of it)]
         for name, rows in muon.items():
             start = 0
@@ -110,7 +117,7 @@ class Optimizer:
         self.count += 1
         c1, c2 = 1 - h["beta1"] ** self.count, 1 - h["beta2"] ** self.count
         for name, p, m, v, low in self.adamw:
-            decay = 0.0 if name == "rows" else h["weight_decay"]
+            decay = h["flat_decay" if name in params.flat else "weight_decay"]
             compiled(adamw_one)(p, m, v, low, grads[name], scale, self.rate, c1, c2, decay, h["beta1"], h["beta2"], h["eps"])
         for shape, part in self.muon:
             x = torch.empty(len(part), *shape, device=S.device, dtype=S.low)
@@ -121,6 +128,8 @@ class Optimizer:
             place = [y.t() if out.shape != y.shape else y for out, y in zip(place, newton_schulz(x))]
             for y, (name, s, _) in zip(place, part):
                 compiled(muon_one)(params.master[name][s], params.copy[name][s], y, self.rate, h["weight_decay"])
+        if self.fp8:
+            self.fp8.step(grads, scale, self.rate, c1, c2, h)
         params.forget()
 
 

@@ -1,11 +1,11 @@
 """Plain decoders (gpt2; llama, qwen2, qwen3), every weight trained: sizes, model, loss head, step.
 
-Options: LOSS=chunk|whole|plain  CHUNK=rows  SOFTMAX=compile|triton  WEIGHTS=once|cast  BLOCKS=each|whole  OPTIMIZER=adamw|muon
+Options: LOSS=chunk|whole|plain  CHUNK=rows  SOFTMAX=compile|triton  WEIGHTS=once|cast  BLOCKS=each|whole  OPTIMIZER=adamw|muon  FP8=tensorwise (fp8.py)
 chunk: logits of CHUNK rows at a time, their gradient made at once and written over them.  whole: the same with all rows (more memory, one large GEMM
 for each gradient).  SOFTMAX: by default the faster of the two.  plain: cross-entropy of all logits through autograd.  once: bf16 copies of the f32 masters, updated once a step.  cast: masters
 cast wherever they are used, and torch's fused AdamW, as autocast does it.
 """
-import dataclasses
+import dataclasses, os
 from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
@@ -115,19 +115,45 @@ def layer(x, delta, weights, cos, sin, s):
     """x: [batch, time, dim]. The sum x + delta is left to the next layer, where it fuses with its norm."""
     attn, attn_bias, qkv, qkv_bias, q_norm, k_norm, o, o_bias, mlp, mlp_bias, up, up_bias, down, down_bias = weights
     x = x + delta
-    q, k, v = linear(norm(x, attn, attn_bias, s), qkv, qkv_bias).split([n * s.head for n in (s.heads, s.kv, s.kv)], -1)
-    q, k, v = (y.unflatten(-1, (-1, s.head)) for y in (q, k, v))   # [batch, time, heads, head]
+    a = attend(*heads(linear(norm(x, attn, attn_bias, s), qkv, qkv_bias), q_norm, k_norm, cos, sin, s), s)
+    x = x + linear(a, o, o_bias)
+    return x, linear(activation(linear(norm(x, mlp, mlp_bias, s), up, up_bias), s), down, down_bias)
+
+
+def heads(qkv, q_norm, k_norm, cos, sin, s):
+    """q, k, v: [batch, time, heads, head]"""
+    q, k, v = (y.unflatten(-1, (-1, s.head)) for y in qkv.split([n * s.head for n in (s.heads, s.kv, s.kv)], -1))
     if q_norm is not None:
         q, k = norm(q, q_norm, None, s), norm(k, k_norm, None, s)
     if s.kind != "gpt2":
         q, k = rope(q, cos, sin).to(S.low), rope(k, cos, sin).to(S.low)
+    return q, k, v
+
+
+def attend(q, k, v, s):
     a = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=s.heads != s.kv)
-    x = x + linear(a.transpose(1, 2).flatten(2), o, o_bias)
-    u = linear(norm(x, mlp, mlp_bias, s), up, up_bias)
+    return a.transpose(1, 2).flatten(2)
+
+
+def activation(u, s):
     if s.kind == "gpt2":
-        return x, linear(F.gelu(u, approximate="tanh"), down, down_bias)
+        return F.gelu(u, approximate="tanh")
     gate, u = u.chunk(2, -1)
-    return x, linear(F.silu(gate) * u, down, down_bias)
+    return F.silu(gate) * u
+
+
+def sum_and_norm(x, delta, weight, bias, s):
+    x = x + delta
+    return x, norm(x, weight, bias, s)
+
+
+def layer_of_products(x, delta, weights, cos, sin, s, products):
+    """The same with products that the compiler does not see: what is between them is compiled."""
+    attn, attn_bias, qkv, qkv_bias, q_norm, k_norm, o, o_bias, mlp, mlp_bias, up, up_bias, down, down_bias = weights
+    x, u = compiled(sum_and_norm)(x, delta, attn, attn_bias, s)
+    a = attend(*compiled(heads)(products[0](u, qkv, qkv_bias), q_norm, k_norm, cos, sin, s), s)
+    x, u = compiled(sum_and_norm)(x, products[1](a, o, o_bias), mlp, mlp_bias, s)
+    return x, products[3](compiled(activation)(products[2](u, up, up_bias), s), down, down_bias)
 
 
 def last_norm(x, delta, weight, bias, s):
@@ -152,22 +178,34 @@ class Training:
         self.s, self.ids, self.targets = s, ids, targets.flatten()
         here = self.targets >= 0
         self.weight = here / here.sum()
-        self.p = p = Parameters(start)
+        narrow = [f"{i}.{name}" for i in range(s.layers) for name in ("qkv", "o", "up", "down")] if option("FP8", "") == "tensorwise" else []
+        self.p = p = Parameters(start, narrow=narrow)
         get = lambda name: p.leaf.get(name)
         self.layers = [tuple(get(f"{i}.{name}") for name in NAMES) for i in range(s.layers)]
         self.cos, self.sin = (y.unsqueeze(1) for y in rope_table(ids.shape[1], s.head, s.theta))
         # What the first layer adds: zeros that are differentiated too, so that all layers share one compilation.
         self.zeros = torch.zeros(*ids.shape, s.dim, device=S.device, dtype=S.low, requires_grad=True)
         kind = option("OPTIMIZER", "adamw")
-        self.optimizer = Fused(p, **hyper) if p.cast else Optimizer(p, kind, matrices(s), **hyper)
+        self.fp8 = None
+        if narrow:
+            from fp8 import Fp8   # needs Triton
+            self.fp8 = Fp8({name: p.master[name] for name in narrow}, ids.numel())
+        self.optimizer = Fused(p, **hyper) if p.cast else Optimizer(p, kind, matrices(s), self.fp8, **hyper)
         self.loss = option("LOSS", "chunk")
-        if self.loss not in ("chunk", "whole", "plain") or kind not in ("adamw", "muon") or (p.cast and kind == "muon"):
-            raise ValueError(f"LOSS={self.loss} OPTIMIZER={kind}: LOSS is chunk, whole or plain; OPTIMIZER adamw, or muon with WEIGHTS=once")
+        if self.loss not in ("chunk", "whole", "plain") or kind not in ("adamw", "muon") or (kind == "muon" or narrow) and p.cast or kind == "muon" and narrow or option("FP8", "") not in ("", "tensorwise"):
+            raise ValueError(f"LOSS={self.loss} OPTIMIZER={kind} FP8={option('FP8', '')}: LOSS is chunk, whole or plain; OPTIMIZER adamw, or muon with WEIGHTS=once; FP8 tensorwise, with adamw and WEIGHTS=once")
         self.head = None if self.loss == "plain" else Head(self.loss, ids.numel(), s.vocab)
+        for _ in range(2 if self.fp8 else 0):   # the first scales
+            self.backward()
+            self.p.forget()
+            self.fp8.scales(weights=False)
 
     def hidden(self, x):
         s, p, delta = self.s, self.p, self.zeros
-        if option("BLOCKS", "each") == "whole":
+        if self.fp8:
+            for i, weights in enumerate(self.layers):
+                x, delta = layer_of_products(x, delta, weights, self.cos, self.sin, s, [self.fp8.linear[f"{i}.{name}"] for name in ("qkv", "o", "up", "down")])
+        elif option("BLOCKS", "each") == "whole":
             x, delta = compiled(all_layers)(x, delta, self.layers, self.cos, self.sin, s)
         else:
             for weights in self.layers:
@@ -210,6 +248,8 @@ def random_training(s):
     return Training(s, random_start(s), ids, ids.roll(-1, 1).contiguous())
 
 
-def bench_decoder(name):
+def bench_decoder(name, fp8=None):
     s = SIZES[name]
+    if fp8:
+        os.environ["TUNED_FP8"] = fp8
     return [(random_training(s).step, 1)], s.batch * s.seq, "tokens"

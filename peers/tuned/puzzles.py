@@ -1,7 +1,8 @@
 """hrm: two recurrent modules with mixtures of experts."""
-import math
+import functools, math
 import torch
 import torch.nn.functional as F
+from choose import fastest, own_kernels
 from common import S, compiled, rms_norm, rope, rope_table, training
 import hrm
 
@@ -30,7 +31,13 @@ class Unsort(torch.autograd.Function):
         return g[ctx.saved_tensors[0]], None, None
 
 
-def hrm_experts(x, router, gate_up, down, c):
+def grouped(flat, gate_up, down, order, place, offsets, k):
+    """y of every (token, expert) pair, sorted by expert"""
+    gate, up = torch._grouped_mm(Spread.apply(flat, order, place, k), gate_up.mT, offs=offsets).chunk(2, -1)
+    return torch._grouped_mm((F.silu(gate) * up).contiguous(), down.mT, offs=offsets)
+
+
+def hrm_experts(x, router, gate_up, down, c, products):
     flat = x.flatten(0, 1)
     p = torch.softmax((flat @ router.t()).float(), -1)
     top, index = p.topk(c.top_k, -1)
@@ -40,8 +47,7 @@ def hrm_experts(x, router, gate_up, down, c):
     place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
     counts = (key.unsqueeze(1) == torch.arange(c.experts, device=x.device)).sum(0)
     offsets = counts.cumsum(0).to(torch.int32)
-    gate, up = torch._grouped_mm(Spread.apply(flat, order, place, c.top_k), gate_up.mT, offs=offsets).chunk(2, -1)
-    y = torch._grouped_mm((F.silu(gate) * up).contiguous(), down.mT, offs=offsets)
+    y = products(flat, gate_up, down, order, place, offsets, c.top_k)
     y = (Unsort.apply(y, order, place).unflatten(0, (-1, c.top_k)).float() * top.unsqueeze(-1)).sum(1)
     return y.to(x.dtype).view_as(x), c.experts * (counts / key.numel() * p.mean(0)).sum()
 
@@ -52,18 +58,18 @@ def hrm_step(m, carry, ids, targets):
     cos, sin = rope_table(c.seq, c.dim // c.heads, c.rope_theta)
     high0, low0 = carry["high"].to(S.low), carry["low"].to(S.low)
 
-    def module(layers, state, injection):
+    def module(layers, state, injection, products):
         x, balance = state + injection, 0.0
         for qkv, out, router, gate_up, down in layers:
             b, t, d = x.shape
             q, k, v = (x @ qkv.t()).view(b, t, 3, c.heads, d // c.heads).permute(2, 0, 3, 1, 4)
             a = F.scaled_dot_product_attention(rope(q, cos, sin).to(S.low), rope(k, cos, sin).to(S.low), v)
             x = rms_norm(x + a.transpose(1, 2).reshape(b, t, d) @ out.t(), None, c.norm_eps)
-            y, one = hrm_experts(x, router, gate_up, down, c)
+            y, one = hrm_experts(x, router, gate_up, down, c, products)
             x, balance = rms_norm(x + y, None, c.norm_eps), balance + one
         return x, balance
 
-    def loss_of(high, low, ids, targets):
+    def loss_of(products, high, low, ids, targets):
         cast = lambda layers: [tuple(w.to(S.low) for w in (l.qkv, l.out, l.experts.router, l.experts.gate_up, l.experts.down)) for l in layers]
         low_w, high_w = cast(m.low.layers), cast(m.high.layers)
         columns = -(-c.vocab // 8) * 8
@@ -71,11 +77,11 @@ def hrm_step(m, carry, ids, targets):
         x = (ids.unsqueeze(-1) == torch.arange(columns, device=ids.device)).to(S.low) @ rows(m.embedding * math.sqrt(c.dim))
         with torch.no_grad():
             for i in range(1, c.high_cycles * c.low_cycles):
-                low, _ = module(low_w, low, high + x)
+                low, _ = module(low_w, low, high + x, products)
                 if i % c.low_cycles == 0:
-                    high, _ = module(high_w, high, low)
-        low, balance_low = module(low_w, low, high + x)
-        high, balance_high = module(high_w, high, low)
+                    high, _ = module(high_w, high, low, products)
+        low, balance_low = module(low_w, low, high + x, products)
+        high, balance_high = module(high_w, high, low, products)
         logits = (high @ rows(m.head).t())[..., :c.vocab].float()
         halt = (high[:, 0].float() * m.halt).sum(-1) + m.halt_bias
         mask = targets >= 0
@@ -83,10 +89,22 @@ def hrm_step(m, carry, ids, targets):
         right = ((logits.argmax(-1) == targets) | ~mask).all(1)
         loss = (ce.sum(1) / mask.sum(1).clamp_min(1)).mean() + c.halt_weight * F.binary_cross_entropy_with_logits(halt, right.float())
         return loss + c.balance_weight * (balance_low + balance_high), high.detach(), low.detach()
-    loss_of = compiled(loss_of)
+    loss_of, ways = compiled(loss_of), {"torch": grouped}
+    if own_kernels():
+        import experts_kernel
+        tiles = experts_kernel.tiles(ids.numel(), c)
+        ways["own"] = lambda flat, gate_up, down, order, place, offsets, k: experts_kernel.Experts.apply(flat, gate_up, down, order // k, place, offsets, k, torch.is_grad_enabled(), tiles)
+
+    def once(way):
+        m.zero_grad()
+        loss = loss_of(way, high0, low0, ids, targets)[0]
+        loss.backward()
+        return loss.detach()
+    way = ways[fastest("hrm", {name: functools.partial(once, way) for name, way in ways.items()}, calls=1)]
+    m.zero_grad()
 
     def backward():
-        loss, high, low = loss_of(high0, low0, ids, targets)
+        loss, high, low = loss_of(way, high0, low0, ids, targets)
         loss.backward()
         high0.copy_(high)
         low0.copy_(low)
