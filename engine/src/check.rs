@@ -42,6 +42,14 @@ impl Numbers {
         }
     }
 
+    fn len(&self) -> usize {
+        match self {
+            Numbers::F32(v) => v.len(),
+            Numbers::I32(v) => v.len(),
+            Numbers::U8(v) => v.len(),
+        }
+    }
+
     fn dtype(&self) -> DType {
         match self {
             Numbers::F32(_) => DType::F32,
@@ -104,14 +112,11 @@ fn shuffled(seed: u64, count: usize) -> Vec<usize> {
 
 /// The numbers of a case's input; the same name always gives the same numbers.
 pub fn fill(kind: Fill, seed: u64, count: usize) -> Numbers {
-    let mut normal = normals(seed, count);
+    let normal = || normals(seed, count);
     match kind {
-        Fill::Normal | Fill::Frozen => Numbers::F32(normal),
-        Fill::AwayFromZero => {
-            normal.iter_mut().for_each(|v| *v += 0.3f32.copysign(*v));
-            Numbers::F32(normal)
-        }
-        Fill::Positive => Numbers::F32(normal.iter().map(|v| 0.5 + 1.5 / (1.0 + (-v).exp())).collect()),
+        Fill::Normal | Fill::Frozen => Numbers::F32(normal()),
+        Fill::AwayFromZero => Numbers::F32(normal().iter().map(|v| v + 0.3f32.copysign(*v)).collect()),
+        Fill::Positive => Numbers::F32(normal().iter().map(|v| 0.5 + 1.5 / (1.0 + (-v).exp())).collect()),
         Fill::Distinct | Fill::Spread => Numbers::F32(shuffled(seed, count).iter().map(|&i| i as f32).collect()),
         Fill::Index(n) => Numbers::I32(words(seed, count).map(|w| (w as usize % n) as i32).collect()),
         Fill::Rows(n) => Numbers::I32(shuffled(seed, n)[..count].iter().map(|&i| i as i32).collect()),
@@ -272,20 +277,23 @@ pub fn check_case(op: &str, case: &Case, target: &Device) -> Vec<Outcome> {
         let one = |dtype: DType| Outcome::new(name(&format!("{dtype} against the CPU")), against_cpu(case, dtype, target));
         return [DType::F32, DType::BF16, DType::F16].map(one).into();
     }
-    let mut all = vec![Outcome::new(name("gradient"), gradient(case)), Outcome::new(name("repeats"), repeats(case))];
-    let ops = |unfused| record(case, DType::F32, unfused).graph.nodes.len();
+    let r = record(case, DType::F32, false);
+    let mut all = vec![Outcome::new(name("gradient"), gradient(case, &r)), Outcome::new(name("repeats"), repeats(&r))];
+    let ops = |unfused| record_with(case, (DType::F32, DType::F32), unfused, false).graph.nodes.len();
     if ops(true) != ops(false) {
-        all.push(Outcome::new(name("unfused"), against_unfused(case)));
+        all.push(Outcome::new(name("unfused"), against_unfused(case, &r.feeds)));
     }
     for dtype in [DType::BF16, DType::F16] {
-        all.push(Outcome::new(name(&dtype.to_string()), narrow(case, dtype)));
+        all.push(Outcome::new(name(&dtype.to_string()), narrow(case, dtype, &r.feeds)));
     }
     all
 }
 
+/// Feeds of more numbers than this are checked along two directions, others along four.
+const LARGE: usize = 1 << 22;
+
 /// Gradients against fourth-order finite differences along random directions, of outputs in f32 summed in f64.
-fn gradient(case: &Case) -> Result<f64, String> {
-    let r = record(case, DType::F32, false);
+fn gradient(case: &Case, r: &Recorded) -> Result<f64, String> {
     // Inputs declared to have no gradient must have none; all others must have one.
     for i in frozen(case) {
         let mut one = r.graph.clone();
@@ -308,11 +316,12 @@ fn gradient(case: &Case) -> Result<f64, String> {
     };
     let allowed = (DType::F32.rounding() as f64).sqrt();
     let step = 1.0 / 32.0;
+    let is_large = r.feeds.iter().map(|f| f.1.len()).sum::<usize>() > LARGE;
     let mut worst: f64 = 0.0;
     for ((feed, _), grad) in gradients.iter().zip(&analytic) {
         let Numbers::F32(x) = &r.feeds[*feed].1 else { unreachable!("only floats have gradients") };
         let size = grad.iter().map(|&g| (g as f64).powi(2)).sum::<f64>().sqrt().max(1e-2);
-        for trial in 0..4u64 {
+        for trial in if is_large { 2..4u64 } else { 0..4 } {
             let mut u = normals(hash_name(case.name) ^ (trial + 7) << 20, x.len());
             if trial == 3 {
                 // One coordinate alone: an error that vanishes in a sum shows here.
@@ -340,8 +349,7 @@ fn frozen(case: &Case) -> Vec<usize> {
     (0..case.inputs.len()).filter(|&i| matches!(case.inputs[i].1, Fill::Distinct | Fill::Frozen)).collect()
 }
 
-fn repeats(case: &Case) -> Result<f64, String> {
-    let r = record(case, DType::F32, false);
+fn repeats(r: &Recorded) -> Result<f64, String> {
     let mut graph = r.graph.clone();
     graph.outputs.retain(|o| o.0.starts_with('y'));
     sweep(&mut graph);
@@ -353,12 +361,15 @@ fn repeats(case: &Case) -> Result<f64, String> {
     }
 }
 
+/// What a case is fed, in any types.
+type Feeds = [(String, Numbers)];
+
 /// Names and values of a case's results on the CPU, in a type, with inputs that are rounded to another type.
-fn values(case: &Case, types: (DType, DType), unfused: bool) -> Result<(Vec<String>, Vec<Vec<f32>>), String> {
-    let mut r = record_with(case, types, unfused, true);
+fn values(case: &Case, types: (DType, DType), unfused: bool, feeds: &Feeds) -> Result<(Vec<String>, Vec<Vec<f32>>), String> {
+    let mut r = record_with(case, types, unfused, false);
     r.graph.outputs.retain(|o| o.0.starts_with('y'));
     sweep(&mut r.graph);
-    let numbers = Loaded::new(r.graph, &rounding(types), &device())?.run(&r.feeds, &r.outputs)?;
+    let numbers = Loaded::new(r.graph, &rounding(types), &device())?.run(feeds, &r.outputs)?;
     Ok((r.outputs, numbers))
 }
 
@@ -368,15 +379,15 @@ fn rounding((dtype, rounded): (DType, DType)) -> Switches {
     Switches::default().with("fuse-pointwise", value).expect("a pass of this name")
 }
 
-fn against_unfused(case: &Case) -> Result<f64, String> {
+fn against_unfused(case: &Case, feeds: &Feeds) -> Result<f64, String> {
     let f32 = (DType::F32, DType::F32);
-    let ((names, fused), (_, unfused)) = (values(case, f32, false)?, values(case, f32, true)?);
+    let ((names, fused), (_, unfused)) = (values(case, f32, false, feeds)?, values(case, f32, true, feeds)?);
     Allowed::new(DType::F32, longest(case)).judge_all(&names, &fused, &unfused)
 }
 
 /// Results in a narrow type against those in f32 with the same inputs.
-fn narrow(case: &Case, dtype: DType) -> Result<f64, String> {
-    let ((names, ours), (_, wide)) = (values(case, (dtype, dtype), false)?, values(case, (DType::F32, dtype), false)?);
+fn narrow(case: &Case, dtype: DType, feeds: &Feeds) -> Result<f64, String> {
+    let ((names, ours), (_, wide)) = (values(case, (dtype, dtype), false, feeds)?, values(case, (DType::F32, dtype), false, feeds)?);
     allowed(case, dtype, 1.0).judge_all(&names, &ours, &wide)
 }
 

@@ -173,10 +173,13 @@ pub fn stale(pid: u32) -> bool {
     pid == std::process::id() || !Path::new(&format!("/proc/{pid}")).exists()
 }
 
-/// The process that made a temporary name, and what for: `.NAME.tmp-PID`.
+/// The process that made a temporary name, and what for: `.NAME.tmp-PID`, or `.NAME.tmp-PID-NUMBER`. A name of another form is nothing that kiln made.
 fn made_by(name: &str) -> Option<(&str, u32)> {
-    let (of, pid) = name.rsplit_once(".tmp-")?;
-    Some((of.strip_prefix('.').unwrap_or(of), pid.split('-').next()?.parse().ok()?))
+    let (of, made) = name.strip_prefix('.')?.rsplit_once(".tmp-")?;
+    let (pid, number) = made.split_once('-').unwrap_or((made, "0"));
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    engine::mutant!("whatever-is-called-temporary-is-removed", is_number(pid) && is_number(number), true).then_some(())?;
+    Some((of, pid.parse().ok()?))
 }
 
 /// Removes what killed processes left in a folder (of one name, or of any) and have not written to for `idle`. Best effort.
@@ -391,6 +394,27 @@ mod tests {
             assert!(written > 0, "nothing was written");
         });
         assert_eq!(fs::read_to_string(&mine).unwrap(), "precious");
+    }
+
+    /// What a user's own file is called is no reason to remove it.
+    #[test]
+    fn only_what_kiln_itself_names_so_is_taken_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let before = SystemTime::now() - 2 * LEFT;
+        let own = ["m.tmp-2023", ".m.tmp-2023-backup.tar", ".m.tmp-", ".m.tmp-2023x", "m.tmp-1234567", ".m.tmp-2023-"];
+        let ours = [".m.tmp-4294967294", ".m.tmp-4294967294-3"];
+        for name in own.iter().chain(&ours) {
+            fs::create_dir(at(name)).unwrap();
+            fs::write(at(name).join("thesis.tex"), "years of work").unwrap();
+            File::open(at(name).join("thesis.tex")).unwrap().set_modified(before).unwrap();
+            File::open(at(name)).unwrap().set_modified(before).unwrap();
+        }
+        write(&at("m"), b"").unwrap();
+        sweep(dir.path(), None, Duration::ZERO);
+        let mut left: Vec<String> = own.iter().chain(&["m"]).map(|name| name.to_string()).collect();
+        left.sort();
+        assert_eq!(names(dir.path()), left);
     }
 
     #[test]

@@ -2,7 +2,6 @@
 //! Python environment work as well as an installed toolkit.
 
 use super::trust::trusted;
-use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -140,7 +139,7 @@ pub(crate) fn found(w: &Wanted, folders: &Folders) -> Found {
 /// The system's loader searches LD_LIBRARY_PATH by itself: for what a library needs, and for CUDA's libraries once more, which the bindings ask for by names that
 /// are not those of the files loaded here. So nothing is loaded where others can write to a part of it.
 fn load(w: &Wanted, folders: &Folders) -> (Option<PathBuf>, Vec<String>) {
-    let open_to_others = folders.loader.iter().find_map(|f| others_in(f, w, &folders.owners).err());
+    let open_to_others = folders.loader.iter().find_map(|f| others_in(f, &folders.owners).err());
     if let Some(why) = crate::mutant!("a-library-is-loaded-beside-open-folders", open_to_others, None) {
         return (
             None,
@@ -162,7 +161,7 @@ fn load(w: &Wanted, folders: &Folders) -> (Option<PathBuf>, Vec<String>) {
 const LOADER: &str = "LD_LIBRARY_PATH";
 
 /// Whether others could have put a library into a folder of LD_LIBRARY_PATH, or could replace one that is there. An empty part is the working directory.
-fn others_in(folder: &Path, w: &Wanted, owners: &[u32]) -> Result<(), String> {
+fn others_in(folder: &Path, owners: &[u32]) -> Result<(), String> {
     if folder.as_os_str().is_empty() {
         return Err("an empty part of it is the working directory, whatever that is".into());
     }
@@ -172,15 +171,32 @@ fn others_in(folder: &Path, w: &Wanted, owners: &[u32]) -> Result<(), String> {
     if !folder.exists() {
         return Ok(());
     }
+    searched(folder, owners, DEEPEST)
+}
+
+/// In each folder of its path the loader first searches those for the processor's kind, such as glibc-hwcaps/x86-64-v3.
+const FOR_PROCESSORS: [&str; 8] = ["glibc-hwcaps", "tls", "x86_64", "haswell", "avx512_1", "xeon_phi", "aarch64", "atomics"];
+/// Such folders lie in one another.
+const DEEPEST: usize = 5;
+
+/// A folder in which the loader looks for libraries, and those in it. Of the files every library counts: one that is trusted may need another.
+fn searched(folder: &Path, owners: &[u32], depth: usize) -> Result<(), String> {
     trusted(folder, owners)?;
-    // Of whatever version: the bindings try several names.
-    let is_it = |name: &OsStr| {
-        name.to_string_lossy()
-            .strip_prefix(w.name)
-            .is_some_and(|rest| rest.starts_with(".so") || rest.starts_with(|c: char| c.is_ascii_digit()))
-    };
-    let files = fs::read_dir(folder).into_iter().flatten().flatten().filter(|e| is_it(&e.file_name())).map(|e| e.path());
-    files.filter(|p| p.exists()).try_for_each(|p| trusted(&p, owners))
+    let is_within = folder.components().any(|part| part.as_os_str() == FOR_PROCESSORS[0]);
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let (path, name) = (entry.path(), entry.file_name());
+        let name = name.to_string_lossy();
+        // A link that leads nowhere is no library.
+        let Ok(found) = fs::metadata(&path) else { continue };
+        if !found.is_dir() && name.contains(".so") {
+            trusted(&path, owners)?;
+        }
+        let is_searched = is_within || FOR_PROCESSORS.contains(&&*name);
+        if found.is_dir() && depth > 0 && crate::mutant!("folders-for-processors-are-not-looked-at", is_searched, false) {
+            searched(&path, owners, depth - 1)?;
+        }
+    }
+    Ok(())
 }
 
 /// Loads a library for the life of the process.
@@ -306,6 +322,27 @@ mod tests {
         fs::remove_file(&other).unwrap();
         symlink(dir.path().join("nothing"), &other).unwrap();
         loads(&[&own, &open]);
+        // A library of another name, which a trusted one may need.
+        let needed = open.join("libother.so.2");
+        fs::write(&needed, "").unwrap();
+        mode(&needed, 0o646);
+        refused(&[&open], &[needed.to_str().unwrap(), "everybody"]);
+        fs::remove_file(&needed).unwrap();
+        // The loader's own folders within a folder: they are searched first.
+        for within in ["glibc-hwcaps/x86-64-v2", "x86_64", "haswell/avx512_1", "tls/x86_64"] {
+            let within = open.join(within);
+            fs::create_dir_all(&within).unwrap();
+            within.ancestors().take_while(|a| *a != open).for_each(|a| mode(a, 0o755));
+            loads(&[&open]);
+            mode(&within, 0o777);
+            refused(&[&open, &own], &[within.to_str().unwrap(), "everybody"]);
+            mode(&within, 0o755);
+            let planted = within.join("libkilntest.so.1");
+            fs::write(&planted, "").unwrap();
+            mode(&planted, 0o666);
+            refused(&[&open, &own], &[planted.to_str().unwrap()]);
+            fs::remove_file(&planted).unwrap();
+        }
         // Only root can give a folder away.
         if geteuid().is_root() {
             chown(&open, Some(65534), None).unwrap();

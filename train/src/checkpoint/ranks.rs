@@ -25,6 +25,9 @@ pub struct Written {
 /// The note that says where the parts of a file lie.
 const PLACES: &str = "parts";
 
+/// How often a tensor is cut at most: by each pass that divides states once.
+const MOST_CUTS: usize = 8;
+
 fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }
@@ -85,7 +88,9 @@ fn places(noted: &Value) -> Option<Vec<Part>> {
         let fits = index < of && sections > 0 && cut.is_multiple_of(of.checked_mul(sections)?);
         fits.then_some(Part { shape, axis, sections, index, of, by: "" })
     };
-    let parts: Vec<Part> = noted.as_array()?.iter().map(part).collect::<Option<_>>()?;
+    let noted =
+        noted.as_array().filter(|cuts| cuts.len() <= engine::mutant!("parts-are-cut-any-number-of-times", MOST_CUTS, usize::MAX))?;
+    let parts: Vec<Part> = noted.iter().map(part).collect::<Option<_>>()?;
     let follows = |w: &[Part]| w[0].own_shape().iter().product::<usize>() == w[1].shape.iter().product::<usize>();
     let whole = parts.iter().all(|p| p.shape.iter().all(|n| *n > 0));
     (whole && parts.windows(2).all(follows)).then_some(parts)
@@ -184,6 +189,12 @@ impl Checkpoint {
             return Err(broken(&self.path, format!("of '{missing}' {} of {} parts are there", w.there.len(), needed[missing])));
         }
         let names = base.names();
+        if let Some(twice) = names.iter().find(|name| wholes.contains_key(*name)) {
+            return Err(broken(
+                &self.path,
+                format!("'{twice}' is in {name}, and ranks have parts of it: one of them is not this checkpoint's"),
+            ));
+        }
         let mut tensors: Vec<(String, String, Vec<usize>, &[u8])> = vec![];
         for n in &names {
             if let Some((dtype, shape, bytes)) = base.get(n) {

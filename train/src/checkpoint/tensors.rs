@@ -71,6 +71,22 @@ impl Loaded {
         Ok(self)
     }
 
+    /// The same, if no moment of an optimizer is NaN: from one, the next step would make weights of NaN. One may be infinite, and its weight then stays.
+    pub fn moments_are_numbers(self, path: &Path) -> Result<Loaded, CheckpointError> {
+        let is_moment = |name: &String| ["adam.", "muon."].iter().any(|optimizer| name.starts_with(optimizer));
+        for name in self.names().into_iter().filter(is_moment) {
+            let Some((dtype, _, bytes)) = self.get(&name).filter(|tensor| tensor.0 == "F32") else { continue };
+            let numbers = bytes.as_chunks::<4>().0.iter();
+            if let Some(at) =
+                numbers.into_iter().position(|b| engine::mutant!("moments-of-nan-are-read", f32::from_le_bytes(*b).is_nan(), false))
+            {
+                let reason = format!("'{name}' holds NaN (number {at} of {dtype}): take another copy of the checkpoint, or an earlier one");
+                return Err(broken(path, reason));
+            }
+        }
+        Ok(self)
+    }
+
     pub(crate) fn parse(path: &Path, bytes: Vec<u8>) -> Result<Self, CheckpointError> {
         // read_metadata also checks that the offsets are contiguous and end where the file does.
         let (header_len, header) = SafeTensors::read_metadata(&bytes).map_err(|e| {

@@ -429,6 +429,43 @@ fn what_cannot_be_read_is_an_error_and_not_skipped() {
 }
 
 /// What ranks' files say of their parts is compared with what they hold before room is made for it: a checkpoint may come from anywhere.
+/// Each cut within another is a level deeper.
+#[test]
+fn parts_that_are_cut_very_often_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let whole = Part { shape: vec![4], axis: None, sections: 1, index: 0, of: 1, by: "" };
+    let joined = |cuts: usize, name: &str| {
+        let dir = dir.path().join(format!("{cuts}{name}"));
+        let (parts, bytes) = (vec![whole.clone(); cuts], [7u8; 16]);
+        let held = Held { file: "model.safetensors", tensor: tensor("w", "F32", &[4], &bytes), parts: &parts };
+        let written = write_parts(&dir, 1, 0, &[held]).unwrap();
+        let model = vec![tensor(name, "F32", &[4], &bytes)];
+        save_with_parts(&dir, 1, &[("model.safetensors", model)], &[], &[written], &json!({}), 1.into()).unwrap();
+        newest(&dir).unwrap().0.unwrap().file("model.safetensors").map(|w| w.names().len()).map_err(|e| e.to_string())
+    };
+    assert_eq!(joined(2, "v"), Ok(2));
+    assert!(joined(20_000, "v").unwrap_err().contains("'model.safetensors:w' does not say which part"));
+    let twice = joined(1, "w").unwrap_err();
+    assert!(twice.contains("'w' is in model.safetensors, and ranks have parts of it"), "{twice}");
+}
+
+#[test]
+fn moments_of_nan_are_refused_by_name() {
+    let numbers = |v: f32| [1.0, f32::INFINITY, v].map(f32::to_le_bytes).concat();
+    let read = |name: &str, v: f32| {
+        let bytes = numbers(v);
+        let (header, _) = tensors::layout(&[tensor(name, "F32", &[3], &bytes)], None).unwrap();
+        let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes].concat();
+        let path = Path::new("state.safetensors");
+        Loaded::parse(path, file).unwrap().moments_are_numbers(path).map(|_| ()).map_err(|e| e.to_string())
+    };
+    assert!(read("adam.m/w", 2.0).is_ok() && read("scratch/w", f32::NAN).is_ok());
+    for name in ["adam.v/w", "muon.m/w"] {
+        let said = read(name, f32::NAN).unwrap_err();
+        assert!(said.contains("state.safetensors") && said.contains(&format!("'{name}' holds NaN (number 2")), "{said}");
+    }
+}
+
 #[test]
 fn parts_of_ranks_that_do_not_fit_are_refused() {
     let bytes = [7u8; 32];

@@ -1,6 +1,7 @@
 //! What ends a run early. The step is finished and saved, and the exit status is 128 + the signal's number, as a shell has it for a process that a
 //! signal ended: `kiln train && kiln export` and Slurm see that the run is not whole.
 
+use crate::guarded::{self, leave};
 use anyhow::Result;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
@@ -28,6 +29,7 @@ impl Signal {
             for number in signals.forever() {
                 let _ = signal.0.compare_exchange(0, number, Ordering::SeqCst, Ordering::SeqCst);
                 stop.store(true, Ordering::SeqCst);
+                guarded::asked_to_end(128 + number);
                 if preparing.load(Ordering::SeqCst) {
                     signal.end_before_the_first_step();
                 }
@@ -58,11 +60,6 @@ impl Signal {
 /// The signals that end a run.
 pub fn caught() -> Vec<i32> {
     [SIGINT, SIGTERM, SIGHUP, SIGUSR1].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s)).collect()
-}
-
-fn leave(status: i32) -> ! {
-    crate::gpu::remove_own_cache();
-    std::process::exit(status);
 }
 
 /// Whether this process was started with a signal ignored, as nohup does with SIGHUP: that is to stay.

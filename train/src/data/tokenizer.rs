@@ -6,14 +6,24 @@ mod outline;
 mod sentencepiece;
 mod words;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::pieces::{PIECE, Places};
 use super::special::{complete, named};
 use super::{DataError, Noted, Special, Token};
 use crate::files::folder_of;
 pub(crate) use words::Words;
+
+/// As many ids as a model may have.
+const MOST_IDS: usize = 1 << 22;
+
+/// Texts of more bytes are encoded in pieces, where that changes no token.
+const LONG: usize = 4 * PIECE;
+/// A piece of more bytes takes too much memory.
+const MOST_AT_ONCE: usize = 4 << 20;
 
 /// The fingerprint of the byte tokenizer: "byte" in ASCII.
 const BYTE_FINGERPRINT: u64 = 0x6279_7465;
@@ -42,6 +52,7 @@ impl Json {
     fn new(path: &Path, mut text: Vec<u8>, folder: Option<&Path>, ask: bool) -> Result<Self, DataError> {
         let fail = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
         let mut inner = Words::read(&text).map_err(fail)?;
+        inner.called = path.display().to_string();
         // Tokens that tokenizer_config.json alone lists are part of it, wherever it is copied to.
         let mut whole = inner.clone();
         match folder.map_or(Ok(0), |folder| complete(&mut whole, folder)) {
@@ -59,6 +70,9 @@ impl Json {
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err(fail("its vocabulary is empty".into()));
         };
+        if last as usize >= MOST_IDS {
+            return Err(fail(format!("it has a token with the id {last}; ids below {MOST_IDS} are read")));
+        }
         let special = Special::find(&inner, folder.filter(|_| ask))?;
         let (end, begin) = (special.noted_end(), noted(special.begin.as_ref()));
         Ok(Json { inner: Box::new(inner), path: path.to_owned(), text, vocab: last as usize + 1, special: Box::new(special), end, begin })
@@ -260,7 +274,11 @@ impl Tokenizer {
             Tokenizer::Byte => Ok(text.bytes().map(u32::from).collect()),
             Tokenizer::Json(json) => {
                 let fail = |reason: String| DataError::Tokenizer { path: json.path.clone(), reason };
-                Ok(json.inner.encode_fast(text, false).map_err(fail)?.get_ids().to_vec())
+                let mut ids = vec![];
+                for part in self.parts(text).map_err(fail)? {
+                    ids.extend(json.inner.encode_fast(&text[part], false).map_err(fail)?.get_ids());
+                }
+                Ok(ids)
             }
         }
     }
@@ -270,14 +288,41 @@ impl Tokenizer {
         Ok(self.begin().id.into_iter().chain(self.encode(text)?).collect())
     }
 
-    /// Tokens with the bytes of the text that each is made from.
+    /// Tokens with the bytes of the text that each is made from. Of a long text, whether a space belongs to the token behind it may differ where it was cut.
     pub fn encode_places(&self, text: &str) -> Result<Vec<Placed>, DataError> {
         match self {
             Tokenizer::Byte => Ok(text.bytes().enumerate().map(|(i, byte)| (byte.into(), (i, i + 1))).collect()),
             Tokenizer::Json(json) => {
                 let fail = |reason: String| DataError::Tokenizer { path: json.path.clone(), reason };
-                let encoding = json.inner.encode(text, false).map_err(fail)?;
-                Ok(encoding.get_ids().iter().copied().zip(encoding.get_offsets().iter().copied()).collect())
+                let mut placed = vec![];
+                for part in self.parts(text).map_err(fail)? {
+                    let encoding = json.inner.encode(&text[part.clone()], false).map_err(fail)?;
+                    let places = encoding.get_offsets().iter().map(|(from, to)| (part.start + from, part.start + to));
+                    placed.extend(encoding.get_ids().iter().copied().zip(places));
+                }
+                Ok(placed)
+            }
+        }
+    }
+
+    /// What of a text is encoded at once, one part after another; a text that is not long is one. The tokens are those of the whole.
+    fn parts(&self, text: &str) -> Result<Vec<Range<usize>>, String> {
+        let (mut parts, mut from) = (vec![], 0);
+        if text.len() > LONG {
+            let places = Places::new(self);
+            while let Some(cut) = places.first(&text[from..], PIECE).filter(|cut| places.doubt().is_none() && !cut.forced) {
+                parts.push(from..from + cut.end);
+                from += cut.begin;
+            }
+        }
+        match text.len() - from {
+            more if more > MOST_AT_ONCE => Err(format!(
+                "cannot encode {} bytes of text: in the last {more} is no place where it could be cut without changing a token (split it into several)",
+                text.len()
+            )),
+            _ => {
+                parts.push(from..text.len());
+                Ok(parts)
             }
         }
     }

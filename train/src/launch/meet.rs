@@ -2,10 +2,13 @@
 //! sent. A connection that breaks before both sides have said goodbye means that a rank is gone.
 //!
 //! Other processes reach the port, too: other users of this machine on loopback, everybody in the network elsewhere. So both sides prove that they know the
-//! job's secret, by a keyed hash of what both have said, with random numbers of both in it. The secret itself is never sent.
+//! job's secret, by a keyed hash of what both have said, with random numbers of both in it. The secret itself is never sent. The ids are encrypted with a key of
+//! the same kind: somebody who took the port first and passes on what both sides say neither learns nor changes them.
 
 use crate::recipe::TrainError;
 use crate::warn;
+use chacha20poly1305::aead::{Aead, KeyInit};
+use chacha20poly1305::{ChaCha20Poly1305, Nonce};
 use hmac::{Hmac, Mac};
 use rustix::net::sockopt;
 use sha2::Sha256;
@@ -29,7 +32,7 @@ const PORTS: u16 = 8;
 /// More than the ids of any job take.
 const MOST_BYTES: usize = 1 << 20;
 
-const HELLO: &[u8; 8] = b"kiln-id3";
+const HELLO: &[u8; 8] = b"kiln-id4";
 /// The word above, port, size, rank and job.
 const HELLO_BYTES: usize = 8 + 2 + 4 + 4 + 8;
 /// A random number that each side draws, so that what was said before proves nothing.
@@ -127,14 +130,14 @@ impl Place {
                 let bytes = bytes()?;
                 let listener = self.listen()?;
                 let mut lines = self.gather(&listener)?;
-                for line in &mut lines.0 {
-                    let length = (bytes.len() as u32).to_le_bytes();
-                    line.1
-                        .write_all(&length)
-                        .and_then(|()| line.1.write_all(&bytes))
-                        .map_err(|e| self.failed(format!("rank {}: {e}", line.0)))?;
+                for (rank, stream, cipher) in &mut lines {
+                    let sealed = cipher.encrypt(&Nonce::default(), &bytes[..]).expect("a message is not too long");
+                    stream
+                        .write_all(&(sealed.len() as u32).to_le_bytes())
+                        .and_then(|()| stream.write_all(&sealed))
+                        .map_err(|e| self.failed(format!("rank {rank}: {e}")))?;
                 }
-                Ok((bytes, lines))
+                Ok((bytes, Lines(lines.into_iter().map(|(rank, stream, _)| (rank, stream)).collect())))
             }
             _ => self.join(),
         }
@@ -142,9 +145,14 @@ impl Place {
 
     /// A keyed hash of what both sides have said.
     fn proof(&self, whose: &[u8], said: &[u8], drawn: &[u8]) -> Hmac<Sha256> {
-        let mut hash = Hmac::<Sha256>::new_from_slice(&self.secret).expect("a key of any length");
+        let mut hash = <Hmac<Sha256> as Mac>::new_from_slice(&self.secret).expect("a key of any length");
         [whose, said, drawn].into_iter().for_each(|part| hash.update(part));
         hash
+    }
+
+    /// What the ids are encrypted with. The key belongs to one connection and one message, so the nonce may always be the same.
+    fn cipher(&self, said: &[u8], drawn: &[u8]) -> ChaCha20Poly1305 {
+        ChaCha20Poly1305::new(&self.proof(b"ids", said, drawn).finalize().into_bytes())
     }
 
     /// Only on loopback where that is what the others are told.
@@ -167,16 +175,16 @@ impl Place {
     }
 
     /// Waits for all other ranks. Each connection is greeted on a thread of its own: one that says nothing holds up nobody.
-    fn gather(&self, listener: &TcpListener) -> Result<Lines, TrainError> {
+    fn gather(&self, listener: &TcpListener) -> Result<Vec<Greeted>, TrainError> {
         listener.set_nonblocking(true).map_err(|e| self.failed(e))?;
-        let (until, mut lines) = (Instant::now() + self.patience, Vec::<(usize, TcpStream)>::new());
+        let (until, mut lines) = (Instant::now() + self.patience, Vec::<Greeted>::new());
         let (report, reports) = channel();
         let mut strangers = VecDeque::<(usize, TcpStream)>::new();
         for number in 0.. {
             for (number, greeted) in reports.try_iter() {
                 strangers.retain(|s: &(usize, TcpStream)| s.0 != number);
                 match greeted {
-                    Some((rank, stream)) if lines.iter().any(|l| l.0 == rank) => {
+                    Some((rank, stream, _)) if lines.iter().any(|l| l.0 == rank) => {
                         let from = TcpStream::peer_addr(&stream).map_or("?".into(), |a| a.ip().to_string());
                         return Err(self.failed(format!("two processes, one of them on {from}, say that they are rank {rank}")));
                     }
@@ -203,7 +211,7 @@ impl Place {
                     let greet = move || {
                         let rank = own.greeted(&mut stream).ok();
                         // Nobody asks any more once all ranks are there.
-                        let _ = report.send((number, rank.map(|rank| (rank, stream))));
+                        let _ = report.send((number, rank.map(|(rank, cipher)| (rank, stream, cipher))));
                     };
                     // Where there is no thread for it, it comes again.
                     let _ = std::thread::Builder::new().name("greeting".into()).spawn(greet);
@@ -214,11 +222,11 @@ impl Place {
             }
         }
         lines.sort_by_key(|l| l.0);
-        Ok(Lines(lines))
+        Ok(lines)
     }
 
     /// The rank that somebody says it is, and proves to be.
-    fn greeted(&self, stream: &mut TcpStream) -> io::Result<usize> {
+    fn greeted(&self, stream: &mut TcpStream) -> io::Result<(usize, ChaCha20Poly1305)> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         keep_alive(stream)?;
@@ -239,7 +247,7 @@ impl Place {
         let answer: [u8; PROOF] = read_until(stream, until)?;
         self.proof(b"other", &said, &both).verify_slice(&answer).map_err(|_| other_secret())?;
         stream.set_read_timeout(None)?;
-        Ok(rank)
+        Ok((rank, self.cipher(&said, &both)))
     }
 
     /// Tries the ports until the first rank answers at one of them.
@@ -250,7 +258,9 @@ impl Place {
             last.clear();
             for port in self.ports() {
                 match self.connected(port) {
-                    Ok(stream) => return self.told(stream).map_err(|e| self.failed(format!("rank 0 has ended, or was lost ({e})"))),
+                    Ok((stream, cipher)) => {
+                        return self.told(stream, &cipher).map_err(|e| self.failed(format!("rank 0 has ended, or was lost ({e})")));
+                    }
                     // Nobody listens at most of them: what somebody answered says more.
                     Err(e) if last.is_empty() || e.kind() != ErrorKind::ConnectionRefused => last = e.to_string(),
                     Err(_) => {}
@@ -261,7 +271,7 @@ impl Place {
         Err(self.failed(format!("after {} s rank 0 does not answer ({last})", self.patience.as_secs())))
     }
 
-    fn connected(&self, port: u16) -> io::Result<TcpStream> {
+    fn connected(&self, port: u16) -> io::Result<(TcpStream, ChaCha20Poly1305)> {
         let mut last = io::Error::from(ErrorKind::NotFound);
         for address in (self.host.as_str(), port).to_socket_addrs()? {
             let tried = TcpStream::connect_timeout(&address, REPLY).and_then(|mut stream| {
@@ -279,10 +289,10 @@ impl Place {
                 let proof: [u8; PROOF] = read_until(&mut stream, until)?;
                 self.proof(b"first", &said, &both).verify_slice(&proof).map_err(|_| other_secret())?;
                 stream.write_all(&self.proof(b"other", &said, &both).finalize().into_bytes())?;
-                Ok(stream)
+                Ok((stream, self.cipher(&said, &both)))
             });
             match tried {
-                Ok(stream) => return Ok(stream),
+                Ok(connected) => return Ok(connected),
                 Err(e) => last = e,
             }
         }
@@ -290,7 +300,7 @@ impl Place {
     }
 
     /// The bytes come when all ranks are there.
-    fn told(&self, mut stream: TcpStream) -> io::Result<(Vec<u8>, Lines)> {
+    fn told(&self, mut stream: TcpStream, cipher: &ChaCha20Poly1305) -> io::Result<(Vec<u8>, Lines)> {
         stream.set_read_timeout(Some(self.patience + REPLY))?;
         let mut length = [0; 4];
         stream.read_exact(&mut length)?;
@@ -298,9 +308,11 @@ impl Place {
         if length > MOST_BYTES {
             return Err(io::Error::new(ErrorKind::InvalidData, format!("it announces {length} bytes of ids")));
         }
-        let mut bytes = vec![0; length];
-        stream.read_exact(&mut bytes)?;
+        let mut sealed = vec![0; length];
+        stream.read_exact(&mut sealed)?;
         stream.set_read_timeout(None)?;
+        let changed = |_| io::Error::new(ErrorKind::InvalidData, "what it sent was changed on the way");
+        let bytes = cipher.decrypt(&Nonce::default(), &sealed[..]).map_err(changed)?;
         Ok((bytes, Lines(vec![(0, stream)])))
     }
 }
@@ -327,6 +339,9 @@ fn other_secret() -> io::Error {
     ONCE.call_once(|| warn!("a process that meets this one has another {SECRET}, and is not let in"));
     io::Error::new(ErrorKind::PermissionDenied, format!("the process there has another {SECRET}"))
 }
+
+/// A rank that has proved that it is one: its number, its connection, and what the ids are encrypted with for it.
+type Greeted = (usize, TcpStream, ChaCha20Poly1305);
 
 /// Connections to other ranks, with their numbers.
 pub struct Lines(Vec<(usize, TcpStream)>);
@@ -493,6 +508,59 @@ mod tests {
             other.meet(|| unreachable!()).map(drop).unwrap_err().to_string()
         });
         assert!(refused.contains("another KILN_JOB_SECRET") || refused.contains("does not answer"), "{refused}");
+    }
+
+    /// Somebody took the port first, and passes on to the first rank, which has the next one, what the other says, and back: to read the ids, or to change one.
+    #[test]
+    fn who_stands_between_two_ranks_neither_reads_nor_changes_the_ids() {
+        for changes in [false, true] {
+            let taken = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+            let port = taken.local_addr().unwrap().port();
+            let place = |rank: usize| place(port, rank, 2).with_secret("a");
+            let ids = vec![7; 128];
+            let passed_on = std::sync::Mutex::new(Vec::<u8>::new());
+            let (first, other) = std::thread::scope(|s| {
+                let first = s.spawn(|| place(0).meet(|| Ok(ids.clone())).map(|(bytes, lines)| (bytes, lines.0.len())));
+                s.spawn(|| {
+                    let (mut rank, _) = taken.accept().unwrap();
+                    let tried = || (port + 1..=port + PORTS).find_map(|port| TcpStream::connect(("127.0.0.1", port)).ok());
+                    let mut to = std::iter::repeat_with(tried)
+                        .find_map(|to| {
+                            to.or_else(|| {
+                                std::thread::sleep(PAUSE);
+                                None
+                            })
+                        })
+                        .unwrap();
+                    let (mut from_rank, mut to_first) = (rank.try_clone().unwrap(), to.try_clone().unwrap());
+                    s.spawn(move || io::copy(&mut from_rank, &mut to_first));
+                    let mut bytes = [0; 1024];
+                    while let Ok(count @ 1..) = to.read(&mut bytes) {
+                        let mut all = passed_on.lock().unwrap();
+                        // Behind the greeting and the length are the ids.
+                        let ids_begin = HELLO.len() + DRAWN + PROOF + 4;
+                        if changes && (all.len()..all.len() + count).contains(&ids_begin) {
+                            bytes[ids_begin - all.len()] ^= 1;
+                        }
+                        all.extend(&bytes[..count]);
+                        if rank.write_all(&bytes[..count]).is_err() {
+                            break;
+                        }
+                    }
+                    // Both ends learn that the other one is gone.
+                    let _ = (rank.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+                });
+                let other = place(1).meet(|| unreachable!()).map(|(bytes, _)| bytes).map_err(|e| e.to_string());
+                (first.join().unwrap().unwrap(), other)
+            });
+            assert_eq!(first, (ids.clone(), 1));
+            match changes {
+                true => assert!(other.unwrap_err().contains("changed on the way")),
+                false => assert_eq!(other.unwrap(), ids),
+            }
+            let passed_on = passed_on.into_inner().unwrap();
+            assert!(passed_on.len() > ids.len() && !passed_on.windows(8).any(|part| part == [7; 8]), "the ids can be read");
+        }
     }
 
     #[test]

@@ -81,6 +81,8 @@ fn number(bytes: &[u8], dtype: DType) -> f32 {
 /// Prunes the matrices of all layers of the folder `from`; with `out` a new folder gets them, with everything else as it was. By name.
 pub fn prune(from: &Path, out: Option<&Path>) -> Result<BTreeMap<String, Pruned>, ModelError> {
     let folder = Folder::open(from)?;
+    // What is not pruned is written, too.
+    folder.weights().try_for_each(|weight| weight.map(drop))?;
     let by_rows = engine::mutant!("gpt2-is-pruned-along-outputs", !folder.shape.family.joint, true);
     let layers = folder.shape.weights().into_iter().filter(|(ours, _, shape)| ours.starts_with("layers.") && shape.len() == 2);
     let names: BTreeMap<String, String> = layers.map(|(_, theirs, _)| (folder.called(&theirs).to_string(), theirs)).collect();

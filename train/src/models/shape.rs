@@ -244,7 +244,7 @@ impl Shape {
             head_dim,
             hidden: match (whole("intermediate_size")?, family.mlp) {
                 _ if scan.is_some() => heads.saturating_mul(head_dim),
-                (None, Mlp::Gelu) => 4 * dim,
+                (None, Mlp::Gelu) => dim.saturating_mul(4),
                 (found, _) => found.ok_or("has no 'intermediate_size'")?,
             },
             tied: flag("tie_word_embeddings", family.tied)?,
@@ -471,6 +471,16 @@ mod tests {
                 "state_size": 5, "conv_kernel": 3, "layer_norm_epsilon": 2e-4, "expand": 2
             })),
         ]
+    }
+
+    /// A release build would compute with what is left of the product.
+    #[test]
+    fn sizes_that_no_model_has_are_refused() {
+        for size in [1u64 << 62, 1 << 63, u64::MAX] {
+            let config = json!({ "model_type": "gpt2", "vocab_size": 13, "n_embd": size, "n_layer": 2, "n_head": 1, "n_positions": 99 });
+            let said = Shape::parse(config.as_object().unwrap()).unwrap_err();
+            assert!(said.contains("dim") || said.contains("n_embd"), "{said}");
+        }
     }
 
     #[test]

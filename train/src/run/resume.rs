@@ -204,7 +204,7 @@ pub fn restore(s: &mut Session, found: &Checkpoint, convert: bool) -> Result<Con
     let what = found.path.display().to_string();
     s.load_params(&found.finite(MODEL)?, &what)?;
     let averages = if found.has(AVERAGED) { Some(found.finite(AVERAGED)?) } else { None };
-    let state = found.file("state.safetensors")?;
+    let state = found.file("state.safetensors")?.moments_are_numbers(&found.path.join("state.safetensors"))?;
     engine::mutant!("resume-without-state", s.load_state(&state, averages.as_ref(), &what, convert), Ok(Converted::default()))
 }
 

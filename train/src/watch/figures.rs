@@ -16,6 +16,10 @@ pub const METRICS: &str = "metrics.jsonl";
 pub struct Figures {
     /// So many bytes are read at once at most.
     at_once: u64,
+    /// Of the file, at most so much.
+    most: u64,
+    /// Parts of a line that does not end.
+    endless: u64,
     /// Device and inode.
     file: (u64, u64),
     bytes: u64,
@@ -55,6 +59,8 @@ const RECENT: usize = 9;
 const PART: u64 = 4 << 20;
 /// More is not read of a file: no run records so much, and one of zeros could be endless.
 const MOST: u64 = 4 << 30;
+/// Parts of lines that do not end, after which nothing more is read: what is there are no records.
+const ENDLESS: u64 = 4;
 /// What a served page waits for at most, before it shows what was read so far.
 const A_WHILE: u64 = 64 << 20;
 
@@ -64,7 +70,19 @@ pub type Points = BTreeMap<String, BTreeMap<u64, Value>>;
 impl Default for Figures {
     fn default() -> Figures {
         let (speeds, keys, validations) = Default::default();
-        Figures { at_once: MOST, file: (0, 0), bytes: 0, step: 0, speeds, unread: 0, keys, validations, more: false }
+        Figures {
+            at_once: MOST,
+            most: MOST,
+            endless: 0,
+            file: (0, 0),
+            bytes: 0,
+            step: 0,
+            speeds,
+            unread: 0,
+            keys,
+            validations,
+            more: false,
+        }
     }
 }
 
@@ -102,14 +120,19 @@ impl Figures {
         if is != self.file || m.len() < self.bytes {
             *self = Figures { file: is, at_once: self.at_once, ..Figures::default() };
         }
-        let to = self.bytes.saturating_add(self.at_once).min(MOST);
+        let to = self.bytes.saturating_add(self.at_once);
         loop {
-            let (text, next) = part(&mut file, self.bytes, to)?;
+            let (text, next) = part(&mut file, self.bytes, to.min(self.most))?;
             text.lines().for_each(|line| self.take(line));
             if next == self.bytes {
                 return Ok(file);
             }
+            let is_endless = next - self.bytes == PART && !text.ends_with('\n');
             self.bytes = next;
+            self.endless += u64::from(is_endless);
+            if self.endless == engine::mutant!("lines-without-end-are-read", ENDLESS, u64::MAX) {
+                self.most = next;
+            }
         }
     }
 
@@ -142,7 +165,7 @@ impl Figures {
 
     /// Whether the file goes on behind what is ever read.
     pub fn is_cut(&self, length: u64) -> bool {
-        length > MOST
+        length > self.most
     }
 
     /// The step of the last record.

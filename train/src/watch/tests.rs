@@ -39,6 +39,17 @@ fn figures_follow_a_file_that_grows_is_repeated_and_is_replaced() {
     assert!(summary(&found, &mut Figures::default(), RECIPES).problem.is_some_and(|p| p.contains("config.toml")));
 }
 
+/// Gigabytes of zeros take no room on a disk: of a line that does not end only the beginning is read.
+#[test]
+fn lines_without_end_are_not_read_to_their_end() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::File::create(dir.path().join("metrics.jsonl")).unwrap().set_len(200 << 20).unwrap();
+    let mut figures = figures::Figures::default();
+    figures.read_on(&crate::inside::Inside::open(dir.path(), Path::new("")).unwrap()).unwrap();
+    assert_eq!(figures.bytes(), 16 << 20);
+    assert!(figures.is_cut(200 << 20) && !figures.is_cut(16 << 20));
+}
+
 #[test]
 fn what_cannot_be_read_is_said_and_a_speed_is_no_single_records() {
     let dir = tempfile::tempdir().unwrap();

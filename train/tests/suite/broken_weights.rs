@@ -67,6 +67,7 @@ fn weights_that_are_not_finite_are_refused_by_name_wherever_they_are_read() {
                 format!("check model {} --ids 1", at(&folder)),
                 format!("generate {} --prompt a", at(&folder)),
                 format!("{base} --set model.train=lora --set model.bits=4"),
+                format!("prune {} --out {}", at(&folder), at("no")),
                 format!("export {} --format gguf --out {}", at(&folder), at("no.gguf")),
             ]);
         }

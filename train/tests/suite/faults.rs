@@ -490,7 +490,7 @@ fn what_killed_processes_left_is_removed() {
     train(&run, "--steps 2").ok();
     let dead = u32::MAX; // no process has this number
     let alive = std::process::id();
-    for name in [format!(".config.toml.tmp-{dead}"), format!("receipts.json.tmp-{dead}"), format!(".loss.svg.tmp-{dead}")] {
+    for name in [format!(".config.toml.tmp-{dead}"), format!(".receipts.json.tmp-{dead}"), format!(".loss.svg.tmp-{dead}")] {
         fs::write(run.join(name), "half").unwrap();
     }
     fs::create_dir(run.join("checkpoints").join(format!(".step-00000003.tmp-{dead}"))).unwrap();

@@ -11,7 +11,7 @@ use std::process::Command;
 fn kiln(args: &[&str]) -> Ran {
     let plain = command(args);
     let mut timed = Command::new("timeout");
-    timed.arg("300").arg(plain.get_program()).args(plain.get_args());
+    timed.arg("120").arg(plain.get_program()).args(plain.get_args());
     for (name, value) in plain.get_envs().filter_map(|(name, value)| Some((name, value?))) {
         timed.env(name, value);
     }
@@ -126,9 +126,34 @@ fn a_tokenizer_that_explodes_is_refused() {
         t["normalizer"] = replace(&"l".repeat(1000));
         t["added_tokens"] = json!([added("l".repeat(60_000), true)]);
     });
+    // Each alternative that looks ahead is compiled apart, and each count repeats a class of letters.
+    let split = |regex: String| json!({ "type": "Split", "behavior": "Isolated", "invert": false, "pattern": { "Regex": regex } });
+    let alternatives = |count: usize, rest: &str| (0..count).map(|i| format!("(?={i}){rest}")).collect::<Vec<_>>().join("|");
+    for (regex, said) in [
+        (alternatives(3, r"(?i:\p{L}{0,90}\w{0,9})"), "repeat what they find"),
+        (alternatives(65, r"\w"), "look around or back 65 times"),
+        (r"\p{L}|".repeat(3000) + "a", "have 18001 bytes"),
+    ] {
+        refused(dir.path(), &format!("its regular expressions {said}"), |t| t["pre_tokenizer"] = split(regex));
+    }
+    refused(dir.path(), "has a token with the id 4294967295; ids below 4194304", |t| t["model"]["vocab"]["zz"] = u32::MAX.into());
     // Named itself, and not by its folder.
     File::create(dir.path().join("huge.json")).unwrap().set_len(300 << 20).unwrap();
     prepare(dir.path(), "huge.json").fails(&["huge.json", "at most 256 MiB are read"]);
+}
+
+/// At every letter the expression looks for something up to the end of the text: no library stops there by itself.
+#[test]
+fn a_tokenizer_whose_time_grows_with_the_square_of_a_text_is_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    prepared(dir.path(), |_| {}).ok();
+    fs::write(dir.path().join("text.txt"), "a".repeat(600_000)).unwrap();
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(dir.path().join("own.json")).unwrap()).unwrap();
+    let pattern = json!({ "Regex": r"[\s\S]*\x{10FFFF}|[\s\S]" });
+    tokenizer["pre_tokenizer"] = json!({ "type": "Split", "behavior": "Isolated", "invert": false, "pattern": pattern });
+    fs::write(dir.path().join("slow.json"), tokenizer.to_string()).unwrap();
+    let ran = prepare(dir.path(), "slow.json");
+    ran.fails(&["slow.json: encoding ", " bytes of text has not ended after 10 s"]);
 }
 
 /// One table for all of them, and not one more for each.

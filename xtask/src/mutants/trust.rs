@@ -128,6 +128,33 @@ pub const MUTANTS: &[Mutant] = &[
         "what ops say of memory is believed",
         Engine(&["hostile::an_op_that_says_another_thing_later_is_refused", "hostile::a_plan_that_was_changed_is_refused"]),
     ),
+    (
+        "whatever-is-called-temporary-is-removed",
+        "files of the user's own are removed because of their names",
+        TrainLib(&["files::tests::only_what_kiln_itself_names_so_is_taken_away"]),
+    ),
+    (
+        "folders-for-processors-are-not-looked-at",
+        "a library that others planted in glibc-hwcaps is loaded",
+        EngineLib(&["cuda::libraries::tests::nothing_is_loaded_where_others_can_write_to_a_part_of_the_loaders_path"]),
+    ),
+    (
+        "parts-are-cut-any-number-of-times",
+        "a part of a rank may be cut out of itself until the stack ends",
+        TrainLib(&["checkpoint::tests::parts_that_are_cut_very_often_are_refused"]),
+    ),
+    ("moments-of-nan-are-read", "a run goes on from moments of NaN", TrainLib(&["checkpoint::tests::moments_of_nan_are_refused_by_name"])),
+    (
+        "lines-without-end-are-read",
+        "gigabytes without an end of a line are read",
+        TrainLib(&["watch::tests::lines_without_end_are_not_read_to_their_end"]),
+    ),
+    (
+        "uninterruptible-work-has-any-time",
+        "a tokenizer may take any time",
+        Train(&["tokenizers::a_tokenizer_whose_time_grows_with_the_square_of_a_text_is_stopped"]),
+    ),
+    ("patterns-of-any-size", "a tokenizer's regular expressions may take gigabytes", EXPLODES),
     ("added-tokens-have-any-length", "a tokenizer's added tokens may be as long as they like", EXPLODES),
     ("words-have-any-length", "WordPiece looks at words of any length", EXPLODES),
     ("normalizers-grow-without-end", "a normalizer may make any number of bytes of one", EXPLODES),

@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 use xxhash_rust::xxh3::Xxh3;
@@ -35,9 +37,12 @@ pub const FIELDS: [&str; 2] = ["prompt", "reply"];
 /// Conversations that are encoded at once, by all cores.
 const BATCH: usize = 1024;
 /// The same in bytes of their texts, for long ones.
-const BATCH_BYTES: usize = 64 << 20;
-/// No more rows are kept where so little memory is left.
+const BATCH_BYTES: usize = 16 << 20;
+/// No more rows are encoded where less memory is left than this, and what each byte of their texts takes while it is.
 const LEAST_FREE: u64 = 64 << 20;
+const FREE_A_BYTE: u64 = 32;
+/// Between two lines that say how far it is.
+const EVERY: Duration = Duration::from_secs(10);
 
 /// How many conversations there are, how many examples were cut and skipped, and more that people are told.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -230,6 +235,30 @@ struct Gathered<'a> {
     from: Vec<(usize, usize)>,
     /// Whether some file to validate with, and some other one, holds a conversation.
     has: [bool; 2],
+    far: Far,
+}
+
+/// How far encoding is, said now and then where it takes long: a template may take seconds for each conversation.
+struct Far {
+    done: AtomicU64,
+    begun: Instant,
+    said: Mutex<Instant>,
+}
+
+impl Far {
+    fn new() -> Far {
+        Far { done: AtomicU64::new(0), begun: Instant::now(), said: Mutex::new(Instant::now()) }
+    }
+
+    fn one_more(&self) {
+        let done = self.done.fetch_add(1, Ordering::Relaxed) + 1;
+        // Another thread says it.
+        let Ok(mut said) = self.said.try_lock() else { return };
+        if said.elapsed() >= EVERY {
+            *said = Instant::now();
+            crate::warn!("{done} conversations are encoded, in {} s", self.begun.elapsed().as_secs());
+        }
+    }
 }
 
 impl<'a> Gathered<'a> {
@@ -248,6 +277,7 @@ impl<'a> Gathered<'a> {
             examples: vec![],
             from: vec![],
             has: [false; 2],
+            far: Far::new(),
         }
     }
 
@@ -268,8 +298,8 @@ impl<'a> Gathered<'a> {
     /// Encodes what waits, by all cores, and keeps the order.
     fn encode(&mut self) -> Result<(), chats::ChatError> {
         let queue = std::mem::take(&mut self.queue);
-        self.bytes = 0;
-        if let (Some(last), Some(free)) = (queue.last(), memory::host().filter(|free| *free < LEAST_FREE)) {
+        let least = LEAST_FREE + FREE_A_BYTE * std::mem::take(&mut self.bytes) as u64;
+        if let (Some(last), Some(free)) = (queue.last(), memory::host().filter(|free| *free < least)) {
             let problem = format!("memory has no room for more rows: {} are free (use fewer)", human_bytes(free));
             return Err(chats::ChatError::Row { path: self.paths[last.file].clone(), unit: last.unit, number: last.number, problem });
         }
@@ -302,6 +332,7 @@ impl<'a> Gathered<'a> {
 
     fn fitted(&self, told: &Told) -> Result<(Vec<Fit>, bool), String> {
         let Learned { examples, split } = self.wording.examples(self.tokenizer, &told.conversation)?;
+        self.far.one_more();
         let outside = |token: &&u32| **token as usize >= self.how.vocab;
         if let Some(token) = examples.iter().flat_map(|e| &e.tokens).find(outside) {
             let text = self.tokenizer.decode(&[*token]);

@@ -10,6 +10,7 @@ use super::sentencepiece;
 use crate::data::DataError;
 use crate::data::special::read_object;
 use crate::input;
+use crate::report::quoted;
 
 const ONE: &str = "tokenizer.json";
 const VOCAB: &str = "vocab.json";
@@ -69,9 +70,11 @@ pub fn trace(folder: &Path) -> Option<&'static str> {
 }
 
 fn refused(folder: &Path, path: &Path, reason: &str) -> DataError {
-    let folder = folder.display();
-    let python = format!("from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')");
-    DataError::Unconverted { path: path.to_owned(), reason: reason.into(), command: format!("python3 -c \"{python}\"") }
+    // The folder is a word of its own: its name may have quotes, or be a command of a shell.
+    let python =
+        "import sys; from transformers import AutoTokenizer; AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])";
+    let command = format!("python3 -c '{python}' {}", quoted(&folder.display().to_string()));
+    DataError::Unconverted { path: path.to_owned(), reason: reason.into(), command }
 }
 
 /// The bytes of a file of a tokenizer.
@@ -226,6 +229,41 @@ mod tests {
         assert_eq!(silent.begin().id, None);
         let more = of(&[(PIECES, BPE), ("added_tokens.json", br#"{"<pad>": 420}"#)]).unwrap().unwrap();
         assert_eq!((more.token("<pad>"), more.vocab()), (Some(420), 421));
+    }
+
+    /// In pieces, and with the places of tokens, as the library encodes it at once.
+    #[test]
+    fn a_long_text_has_the_tokens_of_the_whole() {
+        let words: String = (0..30_000).map(|i| format!("the model{} learns, {} ", i % 7, i * i % 1013)).collect();
+        let text: String = words + &"line of its own\nand one more.\n".repeat(3000);
+        let two: [(&str, &[u8]); 2] = [(VOCAB, include_bytes!("samples/vocab.json")), (MERGES, include_bytes!("samples/merges.txt"))];
+        for files in [&[(PIECES, BPE)][..], &two] {
+            let tokenizer = of(files).unwrap().unwrap();
+            let Tokenizer::Json(json) = &tokenizer else { panic!("it has a vocabulary of its own") };
+            let parts = tokenizer.parts(&text).unwrap();
+            assert!(parts.len() > 4 && parts.iter().all(|part| part.len() < 1 << 19), "{parts:?}");
+            let whole = json.inner.encode(&text, false).unwrap();
+            let placed: Vec<_> = whole.get_ids().iter().copied().zip(whole.get_offsets().iter().copied()).collect();
+            assert!(tokenizer.encode(&text).unwrap() == whole.get_ids());
+            let ours = tokenizer.encode_places(&text).unwrap();
+            for (ours, whole) in ours.iter().zip(&placed).filter(|(a, b)| a != b) {
+                let at = ours.1.0.min(whole.1.0);
+                let is_of_a_cut =
+                    text[at..].starts_with(' ') && ours.1.0.abs_diff(whole.1.0) == 1 && parts.iter().any(|p| p.start.abs_diff(at) <= 1);
+                assert!(is_of_a_cut && ours.0 == whole.0 && ours.1.1 == whole.1.1, "{ours:?} {whole:?}");
+            }
+            assert_eq!(ours.len(), placed.len());
+            // Five million letters are one word.
+            let said = tokenizer.encode(&"a".repeat(5_000_000)).unwrap_err().to_string();
+            assert!(said.contains("no place where it could be cut"), "{said}");
+        }
+    }
+
+    /// What is advised is for a shell.
+    #[test]
+    fn a_folder_is_one_word_of_the_command_that_converts_it() {
+        let said = refused(Path::new("q$(touch x)'"), Path::new("a"), "it is odd").to_string();
+        assert!(said.contains(r#"save_pretrained(sys.argv[1])' 'q$(touch x)'\''"#), "{said}");
     }
 
     #[test]

@@ -18,6 +18,12 @@ const WORD: u64 = 1000;
 const ADDED: usize = 64 << 10;
 const ALL_ADDED: f64 = (16 << 20) as f64;
 
+/// Bytes of all regular expressions, what of them looks around or back (each is compiled apart), and how often they repeat something by counts, multiplied.
+/// Published ones have up to some 2,000 bytes, 5 and 27.
+const PATTERNS: usize = 16 << 10;
+const LOOKS: usize = 64;
+const REPEATED: f64 = 1000.0;
+
 /// A tokenizer.json; a key that is there twice is an error, as it is for the library in most places.
 #[derive(Deserialize)]
 struct Outline {
@@ -74,6 +80,7 @@ pub fn check(text: &[u8]) -> Result<f64, String> {
     let normalizer = growth("normalizer", &outline.normalizer)?;
     let made = normalizer * growth("pre_tokenizer", &outline.pre_tokenizer)?;
     growth("decoder", &outline.decoder)?;
+    patterns([&outline.normalizer, &outline.pre_tokenizer, &outline.decoder])?;
     let mut pieces = 0;
     processors(&outline.post_processor, &mut pieces)?;
     let word = outline.model.max_input_chars_per_word.unwrap_or_default();
@@ -110,6 +117,42 @@ fn steps<'a>(part: &'a Json, found: &mut Vec<&'a Map<String, Json>>) {
         Json::Array(list) => list.iter().for_each(|inner| steps(inner, found)),
         _ => {}
     }
+}
+
+/// Whether the regular expressions have room: compiled, a class of letters takes some 50 KB, and as much again each time that it is repeated by a count.
+fn patterns(parts: [&Json; 3]) -> Result<(), String> {
+    let mut found = vec![];
+    parts.into_iter().for_each(|part| steps(part, &mut found));
+    let all: Vec<&str> = found.iter().filter_map(|step| step.get("Regex").and_then(Json::as_str)).collect();
+    let (bytes, looks) = (all.iter().map(|regex| regex.len()).sum::<usize>(), all.iter().map(|regex| looks(regex)).sum::<usize>());
+    let repeated: f64 = all.iter().map(|regex| repeated(regex)).product();
+    let refused = |what: String| Err(format!("its regular expressions {what}"));
+    match mutant!("patterns-of-any-size", true, false) {
+        true if bytes > PATTERNS => refused(format!("have {bytes} bytes; {PATTERNS} are the most that are read")),
+        true if looks > LOOKS => refused(format!("look around or back {looks} times; {LOOKS} are the most that are read")),
+        true if repeated > REPEATED => {
+            refused(format!("repeat what they find {repeated:.0} times by counts; {REPEATED} are the most that are read"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// How often a regular expression looks around or back, or keeps what it has found: groups such as `(?=`, `\\1` and `a++`.
+fn looks(regex: &str) -> usize {
+    let groups = ["(?=", "(?!", "(?<=", "(?<!", "(?>", "(?("].iter().map(|group| regex.matches(group).count()).sum::<usize>();
+    let pairs = || regex.bytes().zip(regex.bytes().skip(1));
+    let back = pairs().filter(|(a, b)| *a == b'\\' && (b.is_ascii_digit() || b"kgKG".contains(b))).count();
+    groups + back + pairs().filter(|(a, b)| b"*+?}".contains(a) && *b == b'+').count()
+}
+
+/// The product of all counts in `{3}`, `{3,}` and `{1,3}`.
+fn repeated(regex: &str) -> f64 {
+    let counts = regex.split('{').skip(1).filter_map(|rest| {
+        let (counts, _) = rest.split_once('}')?;
+        let numbers = counts.split(',').filter(|count| !count.is_empty());
+        numbers.map(|count| count.trim().parse::<f64>().ok()).collect::<Option<Vec<_>>>()
+    });
+    counts.map(|both| both.into_iter().fold(1.0, f64::max)).product()
 }
 
 /// How many bytes a part may make of one.

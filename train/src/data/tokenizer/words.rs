@@ -3,22 +3,34 @@
 
 use std::ops::Deref;
 use std::path::Path;
+use std::time::Duration;
 
-use tokenizers::{AddedToken, Encoding, Tokenizer};
+use tokenizers::{AddedToken, Encoding, NormalizedString, Normalizer, Tokenizer};
 
 use super::outline;
 use crate::data::DataError;
-use crate::guarded::guarded;
+use crate::guarded::{guarded, in_time};
+use crate::report::human_bytes;
 use engine::mutant;
 
-/// Bytes that the normalizer may make of one text, where it makes much more of a text than it is.
-const MADE: f64 = (1u64 << 30) as f64;
-const MUCH: f64 = 64.0;
+/// Bytes that the normalizer may make of one text: each takes some 150 bytes of memory.
+const MADE: usize = 16 << 20;
+/// Where it could make more, it is tried on so much of the text at a time.
+const TRIED: usize = 4 << 10;
+
+/// Texts of fewer bytes are encoded without looking at the clock.
+const SHORT: usize = 4 << 10;
+/// Reading a tokenizer.json, and encoding a text, may take so long, and longer for each MiB: a hundred times what is usual on a slow machine.
+const READS: Duration = Duration::from_secs(60);
+const ENCODES: Duration = Duration::from_secs(10);
+const A_MIB: Duration = Duration::from_secs(20);
 
 /// A tokenizer whose calls cannot panic. What is asked of the library itself are its parts.
 #[derive(Clone)]
 pub(crate) struct Words {
     inner: Tokenizer,
+    /// Its file, for people.
+    pub called: String,
     /// How many bytes a normalizer may make of one.
     growth: f64,
 }
@@ -43,13 +55,17 @@ impl Words {
     /// From the text of a tokenizer.json, without a limit on the length of texts: one that is kept in some files would cut documents in silence.
     pub fn read(text: &[u8]) -> Result<Words, String> {
         let growth = outline::check(text)?;
-        let read = guarded(|| {
-            let mut inner = Tokenizer::from_bytes(text)?;
-            inner.with_truncation(None)?.with_padding(None);
-            Ok::<_, tokenizers::Error>(inner)
+        let late = || format!("a tokenizer.json of {} bytes is not read after {} s", text.len(), READS.as_secs());
+        let read = in_time(READS, late, || {
+            guarded(|| {
+                let mut inner = Tokenizer::from_bytes(text)?;
+                inner.with_truncation(None)?.with_padding(None);
+                Ok::<_, tokenizers::Error>(inner)
+            })
         });
         let inner = read.ok_or("not a readable tokenizer.json: its parts contradict one another")?;
-        let words = Words { inner: inner.map_err(|e| format!("not a readable tokenizer.json: {e}"))?, growth };
+        let words =
+            Words { inner: inner.map_err(|e| format!("not a readable tokenizer.json: {e}"))?, called: "a tokenizer.json".into(), growth };
         // What its parts do to any text at all.
         for text in ["", "a"] {
             words.encode_fast(text, true).map_err(|e| format!("not a usable tokenizer.json: {e}"))?;
@@ -78,14 +94,42 @@ impl Words {
 
     fn made(&self, text: &str, encode: impl FnOnce() -> tokenizers::Result<Encoding>) -> Result<Encoding, String> {
         let refused = |why: &str| Err(format!("cannot encode {} bytes of text: {why}", text.len()));
-        if self.growth > MUCH && self.growth * text.len() as f64 > mutant!("normalizers-make-any-length", MADE, f64::MAX) {
-            return refused(&format!("its normalizer may make {:.0} bytes of each", self.growth));
+        if self.growth * text.len() as f64 > MADE as f64 && mutant!("normalizers-make-any-length", self.is_made_long(text), false) {
+            return refused(&format!("its normalizer makes more than {} of them", human_bytes(MADE as u64)));
         }
-        match guarded(encode) {
+        let allowed = ENCODES + A_MIB * (text.len() >> 20) as u32;
+        let late = || {
+            format!(
+                "{}: encoding {} bytes of text has not ended after {} s: its time grows faster than the text (it may have a regular expression \
+                 that looks for something up to the end of a text)",
+                self.called,
+                text.len(),
+                allowed.as_secs()
+            )
+        };
+        let encoded = if text.len() < SHORT { guarded(encode) } else { in_time(allowed, late, || guarded(encode)) };
+        match encoded {
             Some(Ok(encoding)) => Ok(encoding),
             Some(Err(e)) => refused(&e.to_string()),
             None => refused("its parts contradict one another, or the text"),
         }
+    }
+
+    /// Whether the normalizer makes more of a text than there is room for; part by part, since what it makes of the whole may be too much already.
+    fn is_made_long(&self, text: &str) -> bool {
+        let Some(normalizer) = self.inner.get_normalizer() else { return false };
+        let (mut made, mut rest) = (0, text);
+        while !rest.is_empty() && made <= MADE {
+            let at = (0..=rest.len().min(TRIED)).rev().find(|&at| at > 0 && rest.is_char_boundary(at)).unwrap_or(rest.len());
+            let mut part = NormalizedString::from(&rest[..at]);
+            // One that fails here fails there, too, and says why.
+            if guarded(|| normalizer.normalize(&mut part)).is_none_or(|done| done.is_err()) {
+                return false;
+            }
+            made += part.get().len();
+            rest = &rest[at..];
+        }
+        made > MADE
     }
 
     pub fn decode(&self, ids: &[u32]) -> Option<String> {
@@ -98,7 +142,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// 256 bytes of one are read; of 5 MiB of text that would be more than a gigabyte.
+    /// 256 bytes of each `l` are read, and not of 5 MiB of them; a text without any stays as long as it is.
     #[test]
     fn a_normalizer_that_grows_text_is_given_no_long_one() {
         let replace = json!({ "type": "Replace", "pattern": { "String": "l" }, "content": "l".repeat(16) });
@@ -108,7 +152,12 @@ mod tests {
         });
         let words = Words::read(tokenizer.to_string().as_bytes()).unwrap();
         assert_eq!(words.encode_fast("a", false).unwrap().get_ids(), [0]);
-        let said = words.encode_fast(&"a".repeat(5 << 20), false).unwrap_err();
-        assert!(said.contains("its normalizer may make 256 bytes of each"), "{said}");
+        let said = words.encode_fast(&"l".repeat(1 << 20), false).unwrap_err();
+        assert!(said.contains("its normalizer makes more than 16.0 MiB of them"), "{said}");
+        assert!(
+            !words.is_made_long(&"a".repeat(1 << 20))
+                && words.is_made_long(&"l".repeat(1 << 17))
+                && !words.is_made_long(&"é".repeat(1 << 15))
+        );
     }
 }
