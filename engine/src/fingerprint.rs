@@ -34,7 +34,7 @@ impl Compiled {
         }
         hash.value(&self.plan.copies);
         if let Some(before) = &self.before {
-            hash.value(&before.1.fingerprint());
+            hash.value(&crate::mutant!("fingerprint-without-the-warm-up", before.1.fingerprint(), 0));
         }
         hash.0.digest()
     }
@@ -103,5 +103,22 @@ mod tests {
         for (width, pass) in [(64, "fuse-pointwise=auto"), (32, "fuse-pointwise=off"), (32, "cuda-graph=off"), (32, "bf16=auto")] {
             assert_ne!(it, of(width, "a", pass), "{width} {pass}");
         }
+    }
+
+    /// What a warm-up runs is work, too.
+    #[test]
+    fn another_warm_up_is_another_fingerprint() {
+        let compiled = || {
+            let r = Recorder::new();
+            let (x, w) = (r.feed("x", &[256, 512], DType::F32), r.param("w", &[512, 512], crate::Init::Normal { std: 0.1 }));
+            let loss = x.matmul(w).square().sum();
+            r.output("gradient", r.grad(loss, &[w])[0]);
+            let switches = Switches::default().with("bf16", "auto").unwrap().with("fp8", "auto").unwrap();
+            Compiled::new(r.finish(), &switches, imagined(90)).unwrap()
+        };
+        let (it, mut other) = (compiled(), compiled());
+        assert_eq!(it.fingerprint(), other.fingerprint());
+        other.before.as_mut().unwrap().1.options.tune ^= true;
+        assert_ne!(it.fingerprint(), other.fingerprint());
     }
 }

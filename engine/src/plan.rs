@@ -171,7 +171,10 @@ impl Plan {
             for spot in &self.spots[i] {
                 let b = &self.buffers[spot.buffer];
                 if b.first == i && matches!(b.home, Home::Arena(_)) {
-                    list.extend([(i, b.bytes as isize), (b.last + 1, -(b.bytes as isize))]);
+                    list.extend([
+                        (i, b.bytes as isize),
+                        (crate::mutant!("parts-of-a-plan-end-early", b.last + 1, b.last), -(b.bytes as isize)),
+                    ]);
                 }
             }
         }

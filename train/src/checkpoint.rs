@@ -131,7 +131,7 @@ pub fn save_with_parts(
         return Err(e);
     }
     engine::mutant!("the-name-of-a-checkpoint-is-not-synced", sync_folder(dir), Ok(())).map_err(io_error("sync", dir))?;
-    if !parts.is_empty() {
+    if engine::mutant!("parts-of-killed-saves-stay", !parts.is_empty(), false) {
         left.extend(ranks::forget_parts(dir));
     }
     // The new one is safe: what is in the way of tidiness is no reason to stop.

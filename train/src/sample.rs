@@ -184,7 +184,11 @@ pub fn reply(
                 continue;
             }
             // A model may have more outputs than its tokenizer has tokens.
-            let token = choose(&logits[row * vocab..][..tokenizer.vocab().min(vocab)], &own[row], i);
+            let token = choose(
+                &logits[row * vocab..][..engine::mutant!("replies-of-tokens-beyond-the-tokenizer", tokenizer.vocab().min(vocab), vocab)],
+                &own[row],
+                i,
+            );
             last[row] = token;
             if stop.contains(&token) {
                 ended[row] = true;
@@ -259,6 +263,40 @@ mod tests {
         let different: std::collections::HashSet<u32> = first.iter().copied().collect();
         assert!(first.len() == 40 && different.len() > 20, "{first:?}");
         assert!(first == text(1) && first != second);
+    }
+
+    /// Has more outputs than its tokenizer has tokens, and those are the most likely.
+    struct Wide;
+
+    impl Replier for Wide {
+        fn tokenizer(&self) -> Result<std::sync::Arc<crate::data::Tokenizer>, TrainError> {
+            Uniform.tokenizer()
+        }
+        fn prompt(&self, _: &[crate::data::chats::Message]) -> Result<Vec<u32>, TrainError> {
+            Ok(vec![97])
+        }
+        fn stop(&self) -> Result<Option<u32>, TrainError> {
+            Ok(None)
+        }
+        fn begin(&mut self, _: &mut Session, _: usize, _: usize) -> Result<(), TrainError> {
+            Ok(())
+        }
+        fn read(&mut self, _: &mut Session, _: &[Vec<u32>]) -> Result<(), TrainError> {
+            Ok(())
+        }
+        fn next(&mut self, _: &mut Session, tokens: &[u32]) -> Result<Vec<f32>, TrainError> {
+            assert!(tokens.iter().all(|token| *token < 256), "{tokens:?}");
+            let row: Vec<f32> = (0..300).map(|token| if token == 98 || token >= 256 { 10.0 + token as f32 } else { 0.0 }).collect();
+            Ok([&row[..], &row].concat())
+        }
+    }
+
+    #[test]
+    fn a_reply_has_no_tokens_that_the_tokenizer_does_not_have() {
+        let mut s = Session::new(&engine::Device::cpu(engine::Cpu::new(1)), &engine::Switches::default(), 0);
+        let sampling = Sampling { temperature: 0.0, top_p: 1.0, seed: 0, max_tokens: 3, stop: vec![], stop_text: vec![] };
+        let replies = reply(&mut Wide, &mut s, &[vec![97], vec![97]], (0, &sampling), &mut |_, _| {}).unwrap();
+        assert_eq!(replies, ["bbb", "bbb"]);
     }
 
     #[test]

@@ -126,7 +126,11 @@ impl Asked {
             }
         };
         let begin = identity["first"].as_u64().and_then(|id| u32::try_from(id).ok());
-        Ok(Asked { tokenizer, words, begin, source, unnamed })
+        Ok(engine::mutant!(
+            "replies-begin-otherwise",
+            Asked { tokenizer, words, begin, source, unnamed },
+            Asked { tokenizer, words, begin: None, source, unnamed }
+        ))
     }
 }
 

@@ -106,7 +106,10 @@ impl Plan<'_> {
             return receipt
                 .decline("this rank has some of its columns or rows, whose blocks of 256 another number of ranks could not read", site);
         }
-        if states.iter().any(|v| !parts_of(g, *v).is_empty() && !elements.is_multiple_of(BLOCK)) {
+        if states
+            .iter()
+            .any(|v| !parts_of(g, *v).is_empty() && crate::mutant!("adam8bit-of-parts-of-blocks", !elements.is_multiple_of(BLOCK), false))
+        {
             return receipt.decline(format!("this rank has {elements} elements of it: no whole blocks of {BLOCK}"), site);
         }
         if !of.iter().all(|&(k, out, _)| self.is_own(g.nodes[node].inputs[k], Value { node, out })) {
@@ -126,7 +129,7 @@ impl Plan<'_> {
 
     /// Whether a value is an f32 state of zeros at first, read once, whose next value is `next` and is read by nothing.
     fn is_own(&self, v: Value, next: Value) -> bool {
-        let fresh = matches!(&self.g.nodes[v.node].kind, Kind::State(s) if s.role == Role::Carried && s.init == Init::Full(0.0));
+        let fresh = matches!(&self.g.nodes[v.node].kind, Kind::State(s) if s.role == Role::Carried && crate::mutant!("adam8bit-of-states-that-begin-elsewhere", s.init == Init::Full(0.0), true));
         let once = self.reads.once(v) && self.reads.once(next) && self.nexts.get(&next) == Some(&v);
         fresh && once && self.g.meta(v).dtype == DType::F32
     }

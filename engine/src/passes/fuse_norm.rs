@@ -178,7 +178,7 @@ fn residual(g: &Graph, i: usize) -> Option<Residual> {
         (Some(n), None) => (b, n),
         (None, None) => return None,
     };
-    (e1 == eps && e2 == eps).then_some(Residual { second, sum, branch, x, eps })
+    crate::mutant!("fuse-norm-of-other-eps", e1 == eps && e2 == eps, true).then_some(Residual { second, sum, branch, x, eps })
 }
 
 impl Residual {

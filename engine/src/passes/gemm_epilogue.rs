@@ -380,9 +380,13 @@ impl Folded {
         let op = self.op(g, m);
         let behind = op.act.is_some() || op.bias;
         match work {
-            Work::Add(_) if op.add.is_some() || op.act.is_some() => Some("the matmul accumulates into another value already"),
+            Work::Add(_) if op.add.is_some() || crate::mutant!("gemm-epilogue-adds-after-an-activation", op.act.is_some(), false) => {
+                Some("the matmul accumulates into another value already")
+            }
             Work::Add(v) if self.position(*v) >= m => Some("what is added is computed after the matmul"),
-            Work::Bias(_) if behind => Some("the matmul has a bias or an activation already"),
+            Work::Bias(_) if crate::mutant!("gemm-epilogue-with-two-biases", behind, false) => {
+                Some("the matmul has a bias or an activation already")
+            }
             Work::Bias(v) if crate::mutant!("gemm-epilogue-adds-a-bias-from-behind", self.position(*v) >= m, false) => {
                 Some("the bias is computed after the matmul")
             }

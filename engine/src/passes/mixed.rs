@@ -285,7 +285,9 @@ fn rewritten<'g>(
             y.cast(narrow)
         }
         // An embedding's rows, read from a rounded weight, start the f32 residual stream.
-        (Narrow::Round, dtype) if dtype == narrow && of_model && wide => y.cast(DType::F32),
+        (Narrow::Round, dtype) if dtype == narrow && crate::mutant!("residual-f32-begins-narrow", of_model && wide, false) => {
+            y.cast(DType::F32)
+        }
         _ => y,
     });
     let result = result.collect();

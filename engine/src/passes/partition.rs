@@ -220,7 +220,8 @@ fn best(op: &dyn Op, held: &[Held], x: &[Meta], y: &[Meta], (parts, by_tokens): 
         let own = axis.x.iter().zip(have).any(|(need, have)| (have, need) == (&Share::Own, &Share::Dim(0)));
         let ordered = |(need, have): (&Share, &Share)| matches!(need, Share::Dim(_)) && *have != Share::Own;
         let draws = own && op.is::<Pointwise>().is_some_and(|p| p.expr.draws());
-        let mixes = draws || own && (axis.x.iter().zip(have).any(ordered) || axis.y.iter().any(|s| matches!(s, Share::Dim(1..))));
+        let mixes = crate::mutant!("dropout-of-rows-in-a-ranks-own-order", draws, false)
+            || own && (axis.x.iter().zip(have).any(ordered) || axis.y.iter().any(|s| matches!(s, Share::Dim(1..))));
         if !meets || mixes || !divides(&axis.x, x, parts) || !divides(&axis.y, y, parts) {
             continue;
         }

@@ -133,7 +133,11 @@ fn moments(g: &Graph, group: &Group, receipt: &mut Receipt) -> HashMap<usize, St
         for (x, _) in crate::op::Op::apart(adam) {
             let [p, m, v] = [x[0], x[2], x[3]].map(|k| node.inputs[k]);
             let name = |v: Value| match &g.nodes[v.node].kind {
-                Kind::State(s) if s.role == Role::Carried && readers[v.node] == [i] => Some(s.name.clone()),
+                Kind::State(s)
+                    if s.role == Role::Carried && crate::mutant!("zero-divides-what-is-read-elsewhere", readers[v.node] == [i], true) =>
+                {
+                    Some(s.name.clone())
+                }
                 _ => None,
             };
             let scope = &g.nodes[p.node].scope;
@@ -195,13 +199,18 @@ impl Pass for Scatter {
             let mut open = vec![sum];
             let mut seen = 0;
             while let Some(i) = open.pop() {
-                if roots[i] {
+                if crate::mutant!("scatters-sums-that-are-put-out", roots[i], false) {
                     return false;
                 }
                 for &reader in &readers[i] {
                     let node = &g.nodes[reader];
                     match (node.op::<Part>(), node.op::<crate::ops::view::Reshape>()) {
-                        (Some(p), _) if in_a_row(p, node) && p.group == g.nodes[sum].op::<AllReduce>().expect("a sum").group => seen += 1,
+                        (Some(p), _)
+                            if crate::mutant!("scatters-parts-of-other-axes", in_a_row(p, node), true)
+                                && p.group == g.nodes[sum].op::<AllReduce>().expect("a sum").group =>
+                        {
+                            seen += 1
+                        }
                         (_, Some(_)) => open.push(reader),
                         _ => return false,
                     }

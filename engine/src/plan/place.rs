@@ -142,7 +142,10 @@ impl<'a> Placer<'a> {
             None => crate::mutant!("plan-overwrites-what-is-joined", !part(root), true),
         };
         let last = crate::mutant!("plan-overwrites-what-is-read-later", self.last_read[&root] == i, true);
-        (whole && reads[&root] == 1 && (free && meant && last || self.lent.contains(&value))).then_some((from.buffer, from.offset))
+        (whole
+            && crate::mutant!("plan-overwrites-what-is-read-twice", reads[&root] == 1, true)
+            && (free && meant && last || self.lent.contains(&value)))
+        .then_some((from.buffer, from.offset))
     }
 
     /// The buffer of the state that this value updates, if nothing reads the old value any more.
@@ -232,7 +235,7 @@ fn joined(g: &Graph, last_read: &HashMap<Value, usize>, destined: &HashMap<Value
             let is_aligned = (place.1 * meta.dtype.size()).is_multiple_of(ALIGN);
             if !crate::mutant!("plan-joins-what-is-not-aligned", is_aligned, true)
                 || !free(v, &places)
-                || node.inputs.iter().filter(|w| **w == input).count() > 1
+                || crate::mutant!("plan-joins-one-value-twice", node.inputs.iter().filter(|w| **w == input).count() > 1, false)
             {
                 continue;
             }

@@ -3,8 +3,8 @@
 use half::bf16;
 use kiln_engine::ops::adamw::{AdamW, momentum};
 use kiln_engine::ops::adamw8::Map;
-use kiln_engine::passes::Receipt;
-use kiln_engine::{Cpu, DType, Data, Device, Init, Program, Recorder, Store, Switches};
+use kiln_engine::passes::{Receipt, Target};
+use kiln_engine::{Compiled, Cpu, DType, Data, Device, Init, Program, Ranks, Recorder, Store, Switches};
 
 const N: usize = 70 * 61;
 const RATE: f32 = 0.01;
@@ -146,4 +146,32 @@ fn small_states_and_those_that_others_read_stay_f32_with_a_reason() {
     let wrong = Switches::default().with("adam8bit", "auto,momentum=4bit").unwrap();
     let said = kiln_engine::Compiled::new(r.finish(), &wrong, kiln_engine::passes::Target::Cpu).err().unwrap().to_string();
     assert!(said.contains("momentum=4bit is not one of 8bit, bf16, f32"), "{said}");
+}
+
+/// A byte of 0 stands for 0: a state that begins with other numbers would lose them.
+#[test]
+fn states_that_begin_with_other_numbers_stay_f32() {
+    let r = Recorder::new();
+    let (g, one) = (r.feed("g", &[70, 61], DType::F32), r.full(&[1], 1.0));
+    let kept = r.state("kept", &[70, 61], DType::F32, Init::Full(0.5));
+    let [u, next] = momentum(0.9, one, one, g, kept);
+    r.update(kept, next);
+    r.output("u", u);
+    let (mut store, switches) = (Store::new(3), Switches::default().with("adam8bit", "auto").unwrap());
+    let program = Program::load(r.finish(), &switches, &Device::cpu(Cpu::new(2)), &mut store).unwrap();
+    let receipt = program.receipts.iter().find(|r| r.pass == "adam8bit").unwrap();
+    assert!(receipt.applied == 0 && receipt.declined[0].0.contains("begins with other numbers than 0"), "{:?}", receipt.declined);
+    assert!(store.get("kept").unwrap().f32().unwrap().iter().all(|v| *v == 0.5));
+}
+
+/// Each of 61 ranks has 70 numbers of the moments, which is no whole block: another number of ranks could not read their maxima.
+#[test]
+fn parts_of_ranks_that_are_no_whole_blocks_stay_f32() {
+    let r = Recorder::new();
+    record(&r, false);
+    let switches = Switches::default().with("zero", "auto").unwrap().with("adam8bit", "auto,least=1").unwrap();
+    let c = Compiled::new(r.finish(), &switches.on_ranks(Ranks::planned(61, 1)), Target::Cpu).unwrap();
+    let receipt = c.receipts.iter().find(|r| r.pass == "adam8bit").unwrap();
+    // The momentum is whole on each rank.
+    assert!(receipt.applied == 1 && receipt.declined[0].0.contains("no whole blocks of 256"), "{:?}", receipt.declined);
 }

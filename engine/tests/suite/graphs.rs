@@ -574,3 +574,106 @@ fn a_bias_is_there_before_its_matmul() {
     let (_, receipt) = crate::passes::for_gpu("gemm-epilogue", &Switches::default(), record);
     assert!(receipt.applied == 0 && receipt.declined[0].0 == "the bias is computed after the matmul", "{receipt:?}");
 }
+
+/// An op that writes over one of its inputs may read the same value as another: then it gets a copy to write to.
+#[test]
+fn what_an_op_reads_twice_is_not_overwritten() {
+    let record = |r: &Recorder| {
+        let h = r.feed("x", &[2, 64], DType::F32).silu();
+        let crossed = r.constant(&[2], vec![1.0, 0.0]).cast(DType::I32);
+        r.output("y", h.scatter_add_rows(crossed, h));
+    };
+    let numbers: Vec<f32> = (0..2 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+    let (y, _) = run(record, DEFAULT, &[("x", Data::F32(&numbers))]).unwrap();
+    let silu = |x: f32| x / (1.0 + (-x).exp());
+    let sums = (0..64).map(|i| silu(numbers[i]) + silu(numbers[64 + i]));
+    assert!(y[0].iter().zip(sums.clone().chain(sums)).all(|(a, b)| (a - b).abs() < 1e-5), "{:?}", y[0]);
+}
+
+#[test]
+fn a_value_is_joined_with_itself() {
+    let record = |r: &Recorder| {
+        let h = r.feed("x", &[8, 64], DType::F32).silu();
+        r.output("both", r.op1(Join, &[h, h]).exp());
+    };
+    let numbers: Vec<f32> = (0..8 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+    let (y, _) = run(record, DEFAULT, &[("x", Data::F32(&numbers))]).unwrap();
+    let half: Vec<f32> = numbers.iter().map(|x| (x / (1.0 + (-x).exp())).exp()).collect();
+    assert!(y[0].iter().zip([&half[..], &half].concat()).all(|(a, b)| (a - b).abs() < 1e-5));
+}
+
+/// A part of the model holds at once what an op reads and what it makes of that.
+#[test]
+fn the_memory_of_a_part_is_what_it_holds_at_once() {
+    let r = Recorder::new();
+    let (w, x) = (r.param("w", &[64, 64], Init::Normal { std: 0.3 }), r.feed("x", &[64, 64], DType::F32));
+    r.output("y", r.scope("mlp", || x.matmul(w).softmax().matmul(w)));
+    let c = Compiled::new(r.finish(), &Switches::default(), Target::Cpu).unwrap();
+    assert!(c.by_part()["mlp"] >= 2 * 4 * 64 * 64, "{:?}", c.by_part());
+}
+
+/// What stands behind an activation or a bias is no part of the product before it.
+#[test]
+fn epilogues_keep_the_order_of_what_they_take_in() {
+    let record = |r: &Recorder| {
+        let param = |name: &str, shape: &[usize]| r.param(name, shape, Init::Normal { std: 0.5 });
+        let (w, b, c) = (param("w", &[16, 16]), param("b", &[16]), param("c", &[16]));
+        let x = r.feed("x", &[8, 16], DType::F32);
+        let z = x.tanh();
+        r.output("sum behind ReLU", x.matmul(w).relu() + z);
+        r.output("two biases", z.matmul(w) + b + c);
+        r.output("bias behind ReLU", x.silu().matmul(w).relu() + b);
+    };
+    let numbers: Vec<f32> = (0..8 * 16).map(|i| (i as f32 * 0.37).sin()).collect();
+    let feeds = [("x", Data::F32(&numbers))];
+    let [on, off] = ["auto", "off"].map(|value| run(record, ("gemm-epilogue", value), &feeds).unwrap().0);
+    for (i, (a, b)) in on.iter().zip(&off).enumerate() {
+        assert!(check::relative(a, b) < 1e-6, "output {i}: {}", check::relative(a, b));
+    }
+}
+
+/// Of a table that is kept in bf16, too. 1 and 2^-10, added up: bf16 has no digits for that.
+#[test]
+fn an_embedding_begins_the_residual_stream_in_its_type() {
+    let record = |r: &Recorder| {
+        let (table, w) = (r.frozen("table", &[4, 8], Init::Full(1.0)), r.param("w", &[8, 8], Init::Full(2f32.powi(-13))));
+        let h = table.gather_rows(r.feed("ids", &[4], DType::I32));
+        r.output("h", h + h.matmul(w));
+    };
+    let sum = |value: &str| run(record, ("bf16", value), &[("ids", Data::I32(&[0, 1, 2, 3]))]).unwrap().0.remove(0);
+    assert_eq!((sum("auto"), sum("auto,residual=f32")), (vec![1.0; 32], vec![1.0 + 2f32.powi(-10); 32]));
+}
+
+/// Fused or not.
+#[test]
+fn a_query_that_sees_no_key_gives_zeros() {
+    let record = |r: &Recorder| {
+        let x = r.feed("x", &[1, 4, 2, 8], DType::F32);
+        // The first query alone sees a key.
+        r.output("y", attention_until(x, x, x, r.zeros(&[1, 4]).cast(DType::I32), true, 0.5));
+    };
+    let numbers: Vec<f32> = (0..64).map(|i| 1.0 + (i as f32 * 0.37).sin()).collect();
+    for value in ["auto", "off"] {
+        let (y, _) = run(record, ("flash-attention", value), &[("x", Data::F32(&numbers))]).unwrap();
+        let (first, others) = y[0].split_at(16);
+        assert!(check::relative(first, &numbers[..16]) < 1e-6 && others.iter().all(|v| *v == 0.0), "{value}: {y:?}");
+    }
+}
+
+/// Where no target counts, nothing is written over what lay in the gradient's place.
+#[test]
+fn without_a_target_that_counts_gradients_are_zeros() {
+    let r = Recorder::new();
+    let (w, h) = (r.param("w", &[16, 8], Init::Normal { std: 1.0 }), r.feed("h", &[4, 8], DType::F32));
+    let loss = h.linear_cross_entropy(w, r.feed("targets", &[4], DType::I32), r.full(&[1], 1.0));
+    r.output("loss", loss);
+    r.output("dw", r.grad(loss, &[w])[0]);
+    let mut store = Store::new(3);
+    let mut p = Program::load(r.finish(), &Switches::default(), &device(), &mut store).unwrap();
+    let numbers: Vec<f32> = (0..4 * 8).map(|i| (i as f32 * 0.37).sin()).collect();
+    for (targets, zeros) in [([1, 2, 3, 0], false), ([-1; 4], true)] {
+        p.run(&mut store, &[("h", Data::F32(&numbers)), ("targets", Data::I32(&targets))]).unwrap();
+        assert_eq!(p.read("dw", &store).unwrap().iter().all(|v| *v == 0.0), zeros, "{targets:?}");
+        assert_eq!(p.scalar("loss", &store).unwrap() == 0.0, zeros, "{targets:?}");
+    }
+}

@@ -204,6 +204,19 @@ fn a_norm_adds_only_where_that_saves_something() {
 }
 
 #[test]
+fn norms_around_a_residual_connection_are_one_where_their_eps_is_the_same() {
+    let applied = |[branch, sum, next]: [f32; 3]| {
+        let record = |r: &Recorder| {
+            let state = |name: &str| r.state(name, &[6, 8], DType::F32, Init::Full(1.0));
+            let s = (state("x") + state("o").layer_norm(branch)).layer_norm(sum);
+            r.output("y", s.layer_norm(next) * s);
+        };
+        compiled("fuse-norm", Switches::default(), record).0
+    };
+    assert_eq!([[1e-5, 1e-5, 1e-5], [1e-3, 1e-5, 1e-5], [1e-5, 1e-3, 1e-5]].map(applied), [1, 0, 0]);
+}
+
+#[test]
 fn fused_norms_keep_rows_weights_and_tables_in_f32() {
     let half = || Switches::default().with("bf16", "auto").unwrap();
     let pass = |name: &str| *PASSES.iter().find(|p| p.name() == name).unwrap();

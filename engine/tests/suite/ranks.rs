@@ -1,6 +1,7 @@
 //! Several ranks, as threads, against one.
 
 use kiln_engine::check::Numbers;
+use kiln_engine::ops::collective::{all_gather, all_reduce, part};
 use kiln_engine::passes::Target;
 use kiln_engine::ranks::threads;
 use kiln_engine::{Compiled, Cpu, DType, Device, Graph, Init, Program, Ranks, Recorder, Store, Switches, check};
@@ -366,11 +367,61 @@ fn rows_in_an_order_of_ones_own_are_refused_elsewhere() {
         let switches = Switches::default().on_ranks(Ranks::planned(2, 1));
         kiln_engine::Compiled::new(r.finish(), &switches, kiln_engine::passes::Target::Cpu).map(|_| ()).map_err(|e| e.to_string())
     };
-    for build in [(|c| c.dispatch(4).order) as for<'g> fn(kiln_engine::Var<'g>) -> kiln_engine::Var<'g>, |c| {
-        c.dispatch(4).order.cast(DType::F32).sum()
-    }] {
+    for build in [
+        (|c| c.dispatch(4).order) as for<'g> fn(kiln_engine::Var<'g>) -> kiln_engine::Var<'g>,
+        |c| c.dispatch(4).order.cast(DType::F32).sum(),
+        |c| {
+            // What is dropped would depend on how many ranks there are.
+            let (r, rows) = (c.recorder(), c.dispatch(4));
+            let [up, down] = [("up", [4, 6, 4]), ("down", [4, 4, 6])].map(|(name, shape)| r.param(name, &shape, Init::Full(1.0)));
+            let (x, rng) = (r.feed("x", &[8, 4], DType::F32), r.feed("rng", &[4], DType::I32));
+            x.to_experts(up, &rows).dropout(0.5, rng).from_experts(down, &rows)
+        },
+    ] {
         let refused = compiled(build).unwrap_err();
         assert!(refused.contains("in an order that each rank has for itself"), "{refused}");
     }
     compiled(|c| c.dispatch(4).offsets.cast(DType::F32).sum()).unwrap();
+}
+
+/// A moment that is read for something else, too, is kept whole by every rank.
+#[test]
+fn moments_that_something_else_reads_are_not_divided() {
+    let graph = || {
+        let r = Recorder::new();
+        let (w, x) = (r.param("w", &[4, 6], Init::Normal { std: 1.0 }), r.feed("x", &[8, 4], DType::F32));
+        let loss = x.matmul(w).square().mean();
+        let [m, v] = ["m", "v"].map(|name| r.state(name, &[4, 6], DType::F32, Init::Full(0.0)));
+        let [rate, one] = [0.1, 1.0].map(|value| r.full(&[1], value));
+        let op = kiln_engine::ops::adamw::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-2, decay: vec![0.1] };
+        let new = r.op(op, &[rate, one, one, one, w, r.grad(loss, &[w])[0], m, v]);
+        [w, m, v].into_iter().zip(new).for_each(|(state, new)| r.update(state, new));
+        r.output("moment", m.sum_axis(0));
+        r.finish()
+    };
+    same([2, 1], graph, &[("zero", "auto")]);
+}
+
+/// A sum of which every rank reads a part alone is scattered: not columns, and not what is read as a whole after the run.
+#[test]
+fn parts_of_a_sum_over_ranks_are_those_of_the_whole() {
+    for (axis, is_put_out) in [(0, false), (1, false), (0, true)] {
+        let right = threads::each(2, 1, |ranks| {
+            let (r, group) = (Recorder::new(), ranks.data.clone());
+            let x = r.state("x", &[4, 6], DType::F32, Init::Normal { std: 1.0 });
+            let sum = all_reduce(x.silu(), &group);
+            r.output("parts", all_gather(part(sum, axis, &group).exp(), axis, &group));
+            if is_put_out {
+                r.output("sum", sum);
+            }
+            let (mut store, switches) = (Store::new(7), Switches::default().on_ranks(ranks));
+            let mut program = Program::load(r.finish(), &switches, &Device::cpu(Cpu::new(1)), &mut store).unwrap();
+            program.run(&mut store, &[]).unwrap();
+            let twice: Vec<f32> = store.get("x").unwrap().f32().unwrap().iter().map(|x| 2.0 * x / (1.0 + (-x).exp())).collect();
+            let exp: Vec<f32> = twice.iter().map(|v| v.exp()).collect();
+            check::relative(&program.read("parts", &store).unwrap(), &exp) < 1e-5
+                && (!is_put_out || check::relative(&program.read("sum", &store).unwrap(), &twice) < 1e-5)
+        });
+        assert_eq!(right, [true; 2], "parts along {axis}, {is_put_out}");
+    }
 }

@@ -502,3 +502,18 @@ fn parts_of_ranks_that_do_not_fit_are_refused() {
         assert!(error.contains(why), "{why}: {error}");
     }
 }
+
+/// What ranks had written of a step that was never saved goes with the next that is.
+#[test]
+fn parts_that_a_killed_save_left_are_removed_by_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes = [7u8; 32];
+    let write = |step: u64, rank: usize| {
+        let part = Part { shape: vec![2, 8], axis: Some(0), sections: 1, index: rank, of: 2, by: "" };
+        let held = Held { file: "model.safetensors", tensor: tensor("w", "F32", &[1, 8], &bytes), parts: &[part] };
+        write_parts(dir.path(), step, rank, &[held]).unwrap()
+    };
+    write(1, 0);
+    save_with_parts(dir.path(), 2, &[("model.safetensors", vec![])], &[], &[write(2, 0), write(2, 1)], &json!({}), 1.into()).unwrap();
+    assert_eq!(listing(dir.path()), ["step-00000002"]);
+}

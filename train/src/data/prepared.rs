@@ -25,7 +25,9 @@ impl Prepared {
             return Err(DataError::Setting { what: "data.path", value: chosen.to_string(), need: "name at least one folder".into() });
         };
         for (path, other) in &datasets[1..] {
-            let ids = |d: &Dataset| [&d.eos, &d.bos].map(|noted| noted.as_ref().map(|noted| noted.id));
+            let ids = |d: &Dataset| {
+                [&d.eos, engine::mutant!("other-beginnings-of-documents", &d.bos, &d.eos)].map(|noted| noted.as_ref().map(|noted| noted.id))
+            };
             let what = match () {
                 () if own.fingerprint != other.fingerprint => "another tokenizer",
                 // Those of earlier versions do not say.
@@ -42,7 +44,8 @@ impl Prepared {
     pub fn tokenizer(&self) -> Result<Tokenizer, DataError> {
         // Where some do not say how documents begin and end, another does.
         let says = |d: &Dataset| d.eos.is_some();
-        let (path, dataset) = self.datasets.iter().find(|(_, d)| says(d)).unwrap_or(&self.datasets[0]);
+        let (path, dataset) = engine::mutant!("tokenizer-of-the-first-folder", self.datasets.iter().find(|(_, d)| says(d)), None)
+            .unwrap_or(&self.datasets[0]);
         dataset.load_tokenizer(path)
     }
 
@@ -195,5 +198,31 @@ mod tests {
             let said = chosen(names).prepared().unwrap_err().to_string();
             assert!(said.contains("c.jsonl: is no folder that kiln data prepare made"), "{said}");
         }
+    }
+
+    #[test]
+    fn where_documents_begin_and_end_is_said_by_any_folder_that_knows() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["a", "b"] {
+            fs::create_dir(at(name)).unwrap();
+            write_set(&at(name), 9, 5);
+            let json = at(name).join("tokenizer.json");
+            super::super::tokenizer::tests::write_json(&json);
+            let fingerprint = Tokenizer::from_spec(&json.display().to_string()).unwrap().fingerprint();
+            change(&at(name), |d| (d.tokenizer, d.fingerprint) = ("tokenizer.json".into(), fingerprint));
+        }
+        let noted = |id| Some(Noted { id: Some(id), from: "x".into() });
+        let end = |id| {
+            // One of an earlier version does not say.
+            change(&at("a"), |d| d.eos = None);
+            change(&at("b"), |d| d.eos = noted(id));
+            open(dir.path(), &["a", "b"]).unwrap().tokenizer().unwrap().eos()
+        };
+        assert_eq!([1, 2].map(end), [Some(1), Some(2)]);
+        change(&at("a"), |d| (d.eos, d.bos) = (noted(2), noted(4)));
+        change(&at("b"), |d| d.bos = noted(5));
+        let said = open(dir.path(), &["a", "b"]).err().unwrap().to_string();
+        assert!(said.contains("b was prepared with other tokens that end or begin documents"), "{said}");
     }
 }

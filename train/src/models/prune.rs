@@ -51,7 +51,7 @@ impl Matrix {
             }
             let stays = kept(&numbers);
             found.groups += 1;
-            found.dense += (numbers.iter().filter(|v| **v != 0.0).count() > 2) as usize;
+            found.dense += (numbers.iter().filter(|v| **v != 0.0).count() > engine::mutant!("three-of-four-are-sparse", 2, 3)) as usize;
             for ((at, v), stays) in group.into_iter().zip(numbers).zip(stays) {
                 found.all += (v as f64).powi(2);
                 found.kept += if stays { (v as f64).powi(2) } else { 0.0 };

@@ -25,7 +25,7 @@ pub fn step<'g>(r: &'g Recorder, params: &[(String, Var<'g>)], grads: &[Var<'g>]
     let one = |name: &str| r.state(name, &[1], DType::F32, Init::Full(0.0));
     let rate = r.feed("rate", &[1], DType::F32);
     let norm = global_norm(grads);
-    let finite = norm.is_finite() * loss.is_finite();
+    let finite = engine::mutant!("infinite-losses-count", norm.is_finite() * loss.is_finite(), norm.is_finite());
     let room = r.full(&[1], c.clip) / (norm + 1e-6);
     let scale = engine::mutant!("gradients-not-clipped", room, r.full(&[1], 1.0)).min(r.full(&[1], 1.0));
     let (count, skipped, row) = (one("adam.step"), one("adam.skipped"), one("adam.skipped_in_row"));
@@ -201,5 +201,42 @@ mod tests {
         };
         let (off, on) = (states(0.0), states(0.9));
         assert!(off.0.is_empty() && on.0 == ["ema.mass", "ema/w"] && off.1 < on.1, "{off:?} {on:?}");
+    }
+
+    /// Its gradient is a number all the same.
+    #[test]
+    fn a_step_whose_loss_alone_is_not_finite_changes_nothing() {
+        let r = Recorder::new();
+        let params = vec![("w".to_string(), r.param("w", &[2], Init::Full(1.0)))];
+        let loss = params[0].1.sum() + r.feed("more", &[1], DType::F32);
+        let grads = r.grad(loss, &[params[0].1]);
+        r.output("skipped", step(&r, &params, &grads, loss, &TrainConfig::default()).skipped);
+        let mut store = Store::new(0);
+        let mut p = Program::load(r.finish(), &Switches::default(), &Device::cpu(Cpu::new(1)), &mut store).unwrap();
+        for (more, moves) in [(f32::INFINITY, false), (f32::NAN, false), (1.0, true)] {
+            p.run(&mut store, &[("rate", Data::F32(&[0.1])), ("more", Data::F32(&[more]))]).unwrap();
+            assert_eq!(store.get("w").unwrap().f32().unwrap() != [1.0, 1.0], moves, "{more}");
+        }
+        assert_eq!(p.scalar("skipped", &store).unwrap(), 2.0);
+    }
+
+    /// By a matrix that is made orthogonal, whichever side is the longer.
+    #[test]
+    fn muon_moves_matrices_as_far_as_adamw() {
+        for shape in [[2, 32], [32, 2]] {
+            let c = TrainConfig { weight_decay: 0.0, optimizer: Optimizer::Muon, ..TrainConfig::default() };
+            let r = Recorder::new();
+            let matrix = r.block("layer", || r.param("matrix", &shape, Init::Normal { std: 1.0 }));
+            let loss = (matrix.square() * matrix).sum();
+            let grads = r.grad(loss, &[matrix]);
+            step(&r, &[("matrix".to_string(), matrix)], &grads, loss, &c);
+            let mut store = Store::new(0);
+            let mut p = Program::load(r.finish(), &Switches::default(), &Device::cpu(Cpu::new(1)), &mut store).unwrap();
+            let before = store.get("matrix").unwrap().f32().unwrap();
+            p.run(&mut store, &[("rate", Data::F32(&[1.0]))]).unwrap();
+            let after = store.get("matrix").unwrap().f32().unwrap();
+            let square = before.iter().zip(&after).map(|(a, b)| (a - b).powi(2)).sum::<f32>() / before.len() as f32;
+            assert!((square.sqrt() - 0.2).abs() < 0.06, "{shape:?}: {}", square.sqrt());
+        }
     }
 }

@@ -49,8 +49,10 @@ pub fn update<'g>(r: &'g Recorder, matrices: &[Param<'_, 'g>], [rate, scale, fin
         for (i, x) in group.iter().enumerate() {
             let own = all.slice(0, i, i + 1).reshape(&[rows, columns]);
             let own = if x.p.dim(1) > x.p.dim(0) { own.t() } else { own };
-            let moved =
-                x.p - (x.p * engine::mutant!("muon-without-decay", c.weight_decay, 0.0) + own * (RMS * (columns as f32).sqrt())) * rate;
+            let moved = x.p
+                - (x.p * engine::mutant!("muon-without-decay", c.weight_decay, 0.0)
+                    + own * (RMS * (engine::mutant!("muon-by-the-shorter-side", columns as f32, rows as f32)).sqrt()))
+                    * rate;
             let moved = finite.choose(moved, x.p);
             r.update(x.p, moved);
             after.push((x.name.to_string(), moved));

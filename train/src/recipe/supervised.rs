@@ -394,7 +394,7 @@ impl<M: Model> Task for Supervised<M> {
             let own = engine::mutant!("evaluation-counts-what-fills-up", (items - i * batch).min(batch), batch) as usize;
             b.targets[own * self.model.seq()..].fill(-1);
             let counted = b.targets.iter().filter(|t| **t >= 0).count();
-            if counted == 0 {
+            if engine::mutant!("masked-batches-are-evaluated", counted == 0, false) {
                 continue;
             }
             let share = counted as f64;

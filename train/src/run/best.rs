@@ -36,8 +36,12 @@ impl Best {
             _ if !c.best_metric.is_empty() && engine::mutant!("best-of-another-metric", c.best_metric != metric, false) => {
                 format!("train.best_metric was {metric}")
             }
-            _ if note["eval_batches"] != json!(c.eval_batches) => format!("train.eval_batches was {}", note["eval_batches"]),
-            _ if batch != c.evaluation_batch() as u64 && c.eval_batches > 0 => format!("an evaluation's batch was {batch}"),
+            _ if note["eval_batches"] != json!(c.eval_batches) => {
+                format!("train.eval_batches was {}", note["eval_batches"])
+            }
+            _ if batch != c.evaluation_batch() as u64 && engine::mutant!("best-of-another-batch-of-all", c.eval_batches > 0, true) => {
+                format!("an evaluation's batch was {batch}")
+            }
             _ if c.keep_best && !there => "its checkpoint is not there any more".into(),
             _ => {
                 return Best { at: Some((step, metric.into(), value)), since };
@@ -71,6 +75,11 @@ impl Best {
                 }
             };
         };
+        // A resumed run may no longer name a metric, and then another one decides.
+        if engine::mutant!("values-of-two-metrics-are-compared", self.at.as_ref().is_some_and(|best| best.1 != name), false) {
+            say!("the best evaluation so far does not count any more: it was by another metric, and {name} decides now");
+            *self = Best::default();
+        }
         // What is not finite cannot be noted in a checkpoint either.
         let counts = engine::mutant!("nan-is-the-best", engine::mutant!("infinity-is-the-best", value.is_finite(), !value.is_nan()), true);
         let improved = match (&self.at, better) {
@@ -186,6 +195,18 @@ mod tests {
             best.judge(i as u64 + 1, &e, METRICS, wanted).unwrap()
         });
         (each.collect(), best)
+    }
+
+    /// A run that is resumed with `train.best_metric` taken back: a share of 0.1 is no loss that is hard to beat.
+    #[test]
+    fn another_metric_than_the_best_ones_begins_anew() {
+        let mut best = Best { at: Some((1, "right".into(), 0.1)), since: 3 };
+        let mut better = |step: u64, loss: f64| {
+            let e = Evaluation { values: vec![("loss", loss), ("right", 0.5)], confusion: None, counted: None };
+            best.judge(step, &e, METRICS, "").unwrap()
+        };
+        assert!(better(2, 3.0) && better(3, 2.8) && !better(4, 2.9));
+        assert_eq!((best.at, best.since), (Some((3, "loss".into(), 2.8)), 1));
     }
 
     #[test]

@@ -201,7 +201,9 @@ pub fn save(s: &Session, task: &dyn Task, config: &Config, c: &TrainConfig, dir:
         || tensors(Role::Param).into_iter().map(|(held, t)| (held, Tensor { bytes: average(t).unwrap_or(t.bytes), ..t })).collect();
     let mass = s.store.get(ema::MASS).map_or(Ok(vec![0.0]), |mass| mass.f32())?;
     let mut all: Vec<(&str, Vec<Own>)> = vec![(MODEL, tensors(Role::Param)), ("state.safetensors", tensors(Role::Carried))];
-    all.extend((mass[0] > 0.0).then(|| (AVERAGED, averaged())));
+    all.extend(
+        engine::mutant!("averages-of-nothing-are-saved", mass[0] > 0.0, s.store.get(ema::MASS).is_some()).then(|| (AVERAGED, averaged())),
+    );
     let parts = parts_of_all(ranks, &all, dir, step)?;
     if ranks.rank() > 0 {
         return told(ranks, Ok(Saved { path: dir.join(format!("step-{step:08}")), left: vec![] }));

@@ -186,7 +186,10 @@ pub fn settings_that_fit(recipe: &dyn Recipe, config: &Config, device: &Device, 
             let mut sets: Vec<String> = economy.clone();
             if parts > 1 {
                 sets.push(format!("train.batch={}", c.batch / parts));
-                sets.push(format!("train.accumulate={}", c.accumulate * parts));
+                sets.push(format!(
+                    "train.accumulate={}",
+                    engine::mutant!("fitting-settings-forget-accumulate", c.accumulate * parts, parts)
+                ));
             }
             let mut with = config.clone();
             sets.iter().try_for_each(|set| with.set(set))?;

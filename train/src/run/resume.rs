@@ -66,7 +66,7 @@ pub fn schedule_steps(config: &Config, found: &Checkpoint) -> Result<u64, TrainE
     }
     // Earlier versions do not say it: more steps than the horizon stretched it.
     let c: TrainConfig = settings(config, found)?.section("train")?;
-    Ok(c.horizon.max(c.steps))
+    Ok(engine::mutant!("schedule-of-earlier-versions", c.horizon.max(c.steps), c.steps))
 }
 
 /// A checkpoint must be of this config and this data; says what has changed all the same.

@@ -54,7 +54,10 @@ impl Skips {
         let skipped = report.skipped_in_row.max(1);
         let named = report.values.iter().find(|(_, value)| !value.is_finite());
         let (name, value) = named.map_or(("the gradient", f64::NAN), |(name, value)| (name.as_str(), *value));
-        let before = self.row.take().filter(|row| row.skipped + (at - row.last) == skipped);
+        let before = self
+            .row
+            .take()
+            .filter(|row| engine::mutant!("two-rows-of-skipped-steps-are-one", row.skipped + (at - row.last) == skipped, true));
         let first = before.map_or_else(|| Bad { step: at, name: name.into(), value }, |row| row.first);
         self.row = Some(Row { skipped, last: at, first, loss_is_finite });
         let so_far = if self.total > 1 { format!("; {} steps were skipped so far", self.total) } else { String::new() };
@@ -116,5 +119,15 @@ mod tests {
         let said = skips.take(20, &report(2.0, 1.0, 7, 0)).unwrap();
         assert!(said.contains("skipped 3 of the steps before step 20"), "{said}");
         assert_eq!(skips.take(30, &report(2.0, 1.0, 7, 0)), None);
+    }
+
+    /// Where reports are far apart, a row may have ended and another begun since the last one.
+    #[test]
+    fn a_row_that_began_since_the_last_report_is_another() {
+        let mut skips = Skips::new(0);
+        skips.take(10, &report(f64::NAN, 1.0, 3, 3));
+        skips.take(20, &report(f64::INFINITY, 1.0, 5, 2));
+        let said = skips.up_to(20).unwrap().error().to_string();
+        assert!(said.contains("2 steps in a row") && said.contains("loss is inf at step 20"), "{said}");
     }
 }

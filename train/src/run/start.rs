@@ -43,7 +43,13 @@ impl Ready {
     pub fn new(task: &dyn Task, config: &Config, device: &Device, options: &Options) -> Result<Ready, TrainError> {
         let name = format!("{} {}", config.text("recipe"), config.text("preset"));
         let c = task.train_config();
-        let mut epochs = task.epoch().map(|items| Epochs::new(items, (c.batch * c.accumulate) as u64, c.log_every));
+        let mut epochs = task.epoch().map(|items| {
+            Epochs::new(
+                items,
+                engine::mutant!("epochs-counted-in-micro-batches", (c.batch * c.accumulate) as u64, c.batch as u64),
+                c.log_every,
+            )
+        });
         let without_validation = task.without_validation()?;
         if let (Some(reason), true) = (&without_validation, c.patience > 0) {
             let problem =
@@ -74,7 +80,7 @@ impl Ready {
             say!("resumed from {} (step {})", found.path.display(), found.step);
         }
         let (done, weights) = (found.as_ref().map_or(0, |f| f.step), config.text("init_from"));
-        if done == 0 && !weights.is_empty() {
+        if engine::mutant!("init-from-again-on-resume", done == 0, true) && !weights.is_empty() {
             init_from(&mut session, task, Path::new(weights))?;
         }
         let noted = |key: &str| found.as_ref().map_or(Value::Null, |found| found.meta[key].clone());

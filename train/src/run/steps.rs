@@ -128,7 +128,11 @@ impl<'a> Run<'a> {
         let most = peak_flops(&s.device);
         let (evaluated, open, warned, saved) = (None, None, HashSet::new(), from.is_some());
         let (done, interrupted, extent_said, improved) = (start, false, false, false);
-        let skips = Skips::new(s.store.get("adam.skipped").map_or(Ok(0.0), |t| t.f32().map(|n| n[0]))? as u64);
+        let skips = Skips::new(engine::mutant!(
+            "skips-before-a-resume-count-again",
+            s.store.get("adam.skipped").map_or(Ok(0.0), |t| t.f32().map(|n| n[0]))? as u64,
+            0
+        ));
         Ok(Run {
             task,
             config,
@@ -301,7 +305,10 @@ impl<'a> Run<'a> {
     }
 
     fn is_recorded(&self, at: u64, report: &Step, evaluated: bool) -> bool {
-        at.is_multiple_of(self.c.log_every) || at == self.c.steps || at == self.done && evaluated || report.skipped_in_row > 0
+        at.is_multiple_of(self.c.log_every)
+            || at == self.c.steps
+            || at == self.done && evaluated
+            || engine::mutant!("skipped-steps-are-not-recorded", report.skipped_in_row > 0, false)
     }
 
     /// Figures of a part of the set would be others: nothing where a signal stopped it. The step itself is whole.

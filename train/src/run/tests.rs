@@ -1,6 +1,6 @@
 //! A whole run's calls to the disk, and what a program's memory and work are said to be.
 
-use super::{Options, load_with, planned, train};
+use super::{Options, load_with, planned, settings_that_fit, train};
 use crate::config::{Config, Section, TrainConfig};
 use crate::data::{DataError, Item, Source};
 use crate::files::noted::{self, Call};
@@ -103,4 +103,38 @@ fn what_is_computed_twice_is_not_counted_as_work() {
     let ((plain, none), (again, twice)) = (work("off"), work("auto,what=blocks"));
     assert!(none == 0.0 && twice > plain / 10.0, "{twice} of {plain} are computed twice");
     assert!((again - plain).abs() * 100.0 < plain, "{again} for {plain}");
+}
+
+/// Settings that are said to fit have as many examples a step as those that do not.
+#[test]
+fn settings_that_fit_keep_the_examples_of_a_step() {
+    let recipe = crate::recipe::find("decoder").unwrap();
+    let mut config = crate::recipe::preset(recipe, None).unwrap();
+    let sets = ["dim=32", "layers=2", "hidden=32", "seq=64", "train.batch=4", "accumulate=2", "heads=2", "kv_heads=1", "head_dim=16"];
+    sets.iter().for_each(|set| config.set(set).unwrap());
+    let device = Device::cpu(Cpu::new(1));
+    let mut seen = 0;
+    for free in (1..64).map(|quarter| quarter << 18) {
+        for settings in settings_that_fit(recipe, &config, &device, free).unwrap() {
+            let number = |key: &str| settings.split(key).nth(1)?.split(' ').next()?.parse::<usize>().ok();
+            let Some((batch, accumulate)) = number("train.batch=").zip(number("train.accumulate=")) else { continue };
+            assert_eq!(batch * accumulate, 8, "{settings}");
+            seen += 1;
+        }
+    }
+    assert!(seen > 0, "no number of bytes wants a smaller batch");
+}
+
+/// Checkpoints of earlier versions do not say how long their schedule was.
+#[test]
+fn the_schedule_of_an_earlier_versions_run_is_as_long_as_its_horizon() {
+    let dir = tempfile::tempdir().unwrap();
+    for (steps, horizon, length) in [(4, 100, 100), (200, 100, 200)] {
+        let settings = format!("[train]\nsteps = {steps}\nhorizon = {horizon}\n");
+        let config = Config::preset("mean", "test", vec![TrainConfig::keys("train")], &settings);
+        let meta = serde_json::json!({ "config": config.to_json() });
+        let saved = crate::checkpoint::save(dir.path(), steps, &[], &[], &meta, 0.into()).unwrap();
+        let found = crate::checkpoint::open(&saved.path).unwrap();
+        assert_eq!(super::resume::schedule_steps(&config, &found).unwrap(), length);
+    }
 }

@@ -138,3 +138,18 @@ fn a_run_is_asked_as_it_learned_where_its_data_is_gone() {
     assert_eq!(asked.head("Hm?").unwrap(), data.asked().head("Hm?").unwrap());
     assert_eq!((asked.stop().unwrap(), asked.begin), (data.asked().stop().unwrap(), None));
 }
+
+/// Where the data is not, the checkpoint says what the decoder reads first.
+#[test]
+fn a_checkpoint_knows_how_replies_begin() {
+    let made = Made::new();
+    made.file("rows.jsonl", ROWS);
+    let config = SourceTargetConfig { tokenizer: "byte".into(), ..made.config(&["rows.jsonl"]) };
+    let data = SourceTarget::new(config.clone(), 256, (40, 16), 3).unwrap();
+    assert_eq!(data.asked().begin, Some(1), "the token that all rows begin with");
+    let dir = made.dir.path().join("checkpoints");
+    let saved = crate::checkpoint::save(&dir, 1, &[], &[], &json!({ "identity": data.identity() }), 1.into()).unwrap();
+    std::fs::remove_file(made.at("rows.jsonl")).unwrap();
+    let asked = Asked::of_run(&config, &crate::checkpoint::open(&saved.path).unwrap(), 256, 40).unwrap();
+    assert_eq!((asked.begin, asked.unnamed), (Some(1), false));
+}

@@ -152,7 +152,7 @@ impl Figures {
         let validated = |(key, value): (&String, &Value)| Some((keys.validated(key.strip_prefix("val_")?)?, value.as_f64()?));
         let found: Vec<(u16, f64)> = record.iter().filter_map(validated).collect();
         match found.is_empty() {
-            true => drop(self.validations.remove(&step)),
+            true => engine::mutant!("evaluations-that-were-undone-are-shown", drop(self.validations.remove(&step)), ()),
             false if has_room => drop(self.validations.insert(step, found)),
             false => self.more = true,
         }

@@ -102,3 +102,12 @@ fn runs_are_found_where_they_are_sorted_into_folders() {
     assert_eq!(find(&dir.path().join("b")).unwrap()[0].name, "b", "a run is the only one of itself");
     assert!(find(&dir.path().join("no")).is_err());
 }
+
+/// A run that went back may reach a step without evaluating there: what was found before is of weights that are gone.
+#[test]
+fn an_evaluation_of_a_step_that_was_repeated_without_one_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = "{\"step\":1,\"val_loss\":3.0}\n{\"step\":2,\"val_loss\":1.0}\n{\"step\":2,\"loss\":5.0}\n";
+    let s = summary(&run(dir.path(), "a", lines), &mut Figures::default(), RECIPES);
+    assert_eq!((s.step, s.best.map(|b| (b.step, b.value))), (2, Some((1, 3.0))));
+}

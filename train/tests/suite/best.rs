@@ -231,3 +231,13 @@ fn commands_take_the_newest_or_the_best() {
     super::common::resume(&out, "--set patience=0 --steps 4").ok();
     assert_eq!(out.join("best").read_link().unwrap(), Path::new(&format!("checkpoints/step-{best:08}")));
 }
+
+/// An evaluation of everything finds the same, in batches of any size.
+#[test]
+fn the_best_of_all_of_the_data_counts_whatever_the_batch() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("a");
+    train(&out, 6, Start::New, "eval_batches = 0\nkeep = 0");
+    train(&out, 8, Start::Newest, "eval_batches = 0\nkeep = 0\neval_batch = 4");
+    assert_eq!(best(&out), 4);
+}

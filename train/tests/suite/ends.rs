@@ -509,3 +509,41 @@ fn numbers_that_are_not_finite_are_shown_and_fail() {
     let listed = kiln(["runs", &text(dir.path())]).ok().out;
     assert!(listed.contains("failed") && listed.contains("NaN at step"), "{listed}");
 }
+
+/// Where no step has counted yet there is nothing to average: zeros are no weights.
+#[test]
+fn a_run_whose_steps_were_all_skipped_has_no_average() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = || Falls { infinite_row: true, ..Falls::default() };
+    refused(train(dir.path(), 3, Start::New, "batch = 8\nema = 0.5", model()), &["3 steps in a row", "loss is inf"]);
+    let saved = names(&checkpoint(dir.path(), 3));
+    assert!(saved.contains(&"model.safetensors".to_string()) && !saved.contains(&"averaged.safetensors".to_string()), "{saved:?}");
+}
+
+/// What was skipped before a run was stopped was said then.
+#[test]
+fn a_resumed_run_does_not_say_again_what_was_skipped() {
+    let dir = tempfile::tempdir().unwrap();
+    let said = super::common::train(dir.path(), "--steps 25 --pass fp16=auto,scale=16777216").ok().out;
+    assert!(said.contains("is skipped and changes nothing"), "{said}");
+    let said = super::common::resume(dir.path(), "--steps 30").ok().out;
+    assert!(!said.contains("of the steps before step"), "{said}");
+}
+
+/// Reports are far apart, and step 7 is one of those that are looked at for another reason.
+#[test]
+fn a_skipped_step_is_recorded_wherever_it_is_seen() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = Falls { root: [true, false], ..Falls::default() };
+    refused(train(dir.path(), 8, Start::New, "log_every = 100\nsave_every = 7", root), &["loss is NaN at step 7"]);
+    let steps: Vec<Value> = recorded(dir.path()).iter().map(|record| record["step"].clone()).collect();
+    assert_eq!(steps, [7, 8]);
+}
+
+/// 16 of 8 items.
+#[test]
+fn an_epoch_is_over_when_all_micro_batches_have_had_its_items() {
+    let dir = tempfile::tempdir().unwrap();
+    train(dir.path(), 4, Start::New, "accumulate = 2", Falls { epoch: Some(8), ..Falls::default() }).unwrap();
+    assert_eq!(recorded(dir.path()).pop().unwrap()["epoch"], 2.0);
+}

@@ -172,3 +172,29 @@ fn what_does_not_fit_is_refused() {
         train(&dir.path().join("run"), &format!("--steps 1 {sets}")).fails(parts);
     }
 }
+
+/// Its weights begin at 0, where a sigmoid is a half. What is evaluated is the gate that the run works towards, also while it is closed.
+#[test]
+fn an_evaluation_has_the_scale_of_the_gate() {
+    let dir = tempdir().unwrap();
+    train(dir.path(), "--steps 1 --set gate_scale=0.4 --set gate_warmup=9 --set learning_rate=1e-38").ok();
+    let last = records(dir.path()).pop().unwrap();
+    let gate = ["gate_mean", "val_gate_mean"].map(|key| last[key].as_f64().unwrap());
+    assert!(gate[0] == 0.0 && (gate[1] - 0.2).abs() < 1e-5, "{gate:?}");
+}
+
+/// How unevenly experts are used is a mean over micro-batches: two halves of a batch are about as uneven as the batch, and not twice as much.
+#[test]
+fn the_balance_of_a_step_is_a_mean_over_its_micro_batches() {
+    let dir = tempdir().unwrap();
+    let of = |name: &str, more: &str| {
+        let run = dir.path().join(name);
+        train(&run, &format!("--steps 1 --set capacity=100 {more}")).ok();
+        ["balance", "loss"].map(|key| records(&run)[0][key].as_f64().unwrap())
+    };
+    let (whole, parts) =
+        (of("whole", "--set balance_weight=10"), of("parts", "--set balance_weight=10 --set train.batch=4 --set accumulate=2"));
+    for (a, b) in whole.iter().zip(&parts) {
+        assert!((a - b).abs() < 0.2 * a, "{whole:?} and {parts:?}");
+    }
+}

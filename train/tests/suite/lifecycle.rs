@@ -442,3 +442,16 @@ fn a_command_that_failed_on_its_input_can_be_repeated() {
     fs::write(&shard, whole).unwrap();
     train(&run, &args).ok();
 }
+
+/// The weights that it began from are for its first step.
+#[test]
+fn a_run_that_began_from_weights_goes_on_from_its_own() {
+    let dir = tempdir().unwrap();
+    let [first, whole, parts] = ["first", "whole", "parts"].map(|name| dir.path().join(name));
+    train(&first, "--steps 2").ok();
+    let began = format!("--set horizon=4 --init-from {}", text(&first));
+    train(&whole, &format!("--steps 4 {began}")).ok();
+    train(&parts, &format!("--steps 2 {began}")).ok();
+    resume(&parts, "--steps 4").ok();
+    same_bytes(&checkpoint(&whole, 4), &checkpoint(&parts, 4));
+}

@@ -172,6 +172,31 @@ fn all_replies_to_a_prompt_are_on_one_side() {
         assert_eq!((files.count(Split::Train), files.count(Split::Val)), (120, 1), "{name}");
         fs::remove_file(dir.path().join(name)).unwrap();
     }
+    // Where there is no other, a share of it validates.
+    fs::rename(dir.path().join("a.jsonl"), dir.path().join("val.jsonl")).unwrap();
+    let alone = read(dir.path(), TooLong::Skip, 0.25);
+    assert_eq!((alone.prompts(Split::Train), alone.prompts(Split::Val)), (30, 10));
+}
+
+/// What is asked is all that stands before the reply.
+#[test]
+fn the_same_question_behind_another_system_message_is_another_prompt() {
+    let dir = tempfile::tempdir().unwrap();
+    let chats = dir.path().join("chats.jsonl");
+    let chat = |system: &str| {
+        let turn = |(role, content): (&str, &str)| serde_json::json!({ "role": role, "content": content });
+        let turns = [("system", system), ("user", "Who are you?"), ("assistant", "I.")].map(turn);
+        serde_json::json!({ "messages": turns }).to_string() + "\n"
+    };
+    fs::write(&chats, ["Be brief.", "Be kind.", "Be brief."].map(chat).concat()).unwrap();
+    let config = RepliesConfig {
+        path: chats.to_str().unwrap().into(),
+        template: "{% for m in messages %}{{ m.content }}{% endfor %}".into(),
+        val_share: 0.0,
+        ..RepliesConfig::default()
+    };
+    let files = config.chats(&config.path.find().unwrap(), &Tokenizer::Byte, None, (256, 64)).unwrap().0;
+    assert_eq!((files[0].count(Split::Train), files[0].prompts(Split::Train)), (3, 2));
 }
 
 /// The same tokens, of which others are learned.

@@ -120,3 +120,21 @@ fn what_cannot_be_pruned_is_refused() {
     kiln(["prune", &empty]).fails(&["--out"]);
     assert!(!dir.path().join("out").exists());
 }
+
+#[test]
+fn three_weights_in_one_group_of_four_are_not_sparse() {
+    let dir = tempdir().unwrap();
+    let at = |name: &str| text(&dir.path().join(name));
+    train("llama", &at("run"), "--steps 1").ok();
+    kiln(["export", &at("run"), "--out", &at("folder")]).ok();
+    kiln(["prune", &at("folder"), "--out", &at("sparse")]).ok();
+    let name = "model.layers.0.mlp.up_proj.weight";
+    damage(&dir.path().join("sparse/model.safetensors"), |bytes| {
+        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+        let begin = 8 + length + header[name]["data_offsets"][0].as_u64().unwrap() as usize;
+        let zero = bytes[begin..].chunks(4).position(|number| *number == [0; 4]).unwrap();
+        bytes[begin + 4 * zero..][..4].copy_from_slice(&1f32.to_le_bytes());
+    });
+    kiln(["prune", &at("sparse"), "--check"]).fails(&["groups of four have more than two weights"]);
+}

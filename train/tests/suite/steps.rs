@@ -16,6 +16,8 @@ const SEED: u64 = 11;
 /// The sum of its weights, some of which are dropped. Its gradient is always the same, so that Adam's step is the rate and nothing else.
 struct Sum {
     dropout: f32,
+    /// Whether of what it validates with the first two items have no target that counts.
+    masked: bool,
 }
 
 /// Items that say nothing.
@@ -27,6 +29,21 @@ impl Source for Nothing {
     }
     fn item(&self, _: u64) -> Result<Item, DataError> {
         Ok(Item { ids: vec![0], targets: vec![0], ..Item::default() })
+    }
+    fn entropy_floor(&self) -> Option<f64> {
+        None
+    }
+}
+
+/// Six items, of which the first two have no target that counts.
+struct Masked;
+
+impl Source for Masked {
+    fn len(&self) -> u64 {
+        6
+    }
+    fn item(&self, i: u64) -> Result<Item, DataError> {
+        Ok(Item { ids: vec![0], targets: vec![if i < 2 { -1 } else { 0 }], ..Item::default() })
     }
     fn entropy_floor(&self) -> Option<f64> {
         None
@@ -45,8 +62,8 @@ impl Model for Sum {
         let w = r.param("w", &[WEIGHTS], Init::Full(1.0));
         vec![("loss", w.dropout(self.dropout, f.rng).sum() * f.weight)]
     }
-    fn source(&self, _: bool) -> Result<Arc<dyn Source>, TrainError> {
-        Ok(Arc::new(Nothing))
+    fn source(&self, train: bool) -> Result<Arc<dyn Source>, TrainError> {
+        Ok(if self.masked && !train { Arc::new(Masked) } else { Arc::new(Nothing) })
     }
 }
 
@@ -55,7 +72,7 @@ fn config(train: &str) -> Config {
 }
 
 fn task(c: &Config, dropout: f32) -> Supervised<Sum> {
-    Supervised::new(Sum { dropout }, c.section::<TrainConfig>("train").unwrap(), c.seed())
+    Supervised::new(Sum { dropout, masked: false }, c.section::<TrainConfig>("train").unwrap(), c.seed())
 }
 
 /// What a run's speed is counted in: all tokens of a step, in however many parts.
@@ -129,4 +146,13 @@ fn micro_batches_and_steps_draw_masks_of_their_own() {
     }
     let different: std::collections::HashSet<_> = masks.iter().collect();
     assert_eq!(different.len(), 6);
+}
+
+/// Half of the weights' sum for each batch of two, of which the first has nothing to say.
+#[test]
+fn a_batch_of_an_evaluation_without_a_target_that_counts_is_left_out() {
+    let c = config("eval_batches = 0\n");
+    let mut t = Supervised::new(Sum { dropout: 0.0, masked: true }, c.section::<TrainConfig>("train").unwrap(), c.seed());
+    let mut s = run::load(&t, &c, &Device::cpu(Cpu::new(1))).unwrap();
+    assert_eq!(t.evaluate(&mut s).unwrap().values, [("loss", WEIGHTS as f64 / 2.0)]);
 }

@@ -1,6 +1,6 @@
 //! Errors that only a special case shows: a window, another seed, another set, a clock, several ranks.
 
-use super::By::{Train, TrainLib};
+use super::By::{Engine, EngineLib, Train, TrainLib};
 use super::{By, Mutant};
 
 const GGUF_HEADER: By = TrainLib(&["models::gguf::tests::the_header_says_all_that_the_architecture_is"]);
@@ -181,5 +181,217 @@ pub const MUTANTS: &[Mutant] = &[
         "every-turn-draws-the-same",
         "turns of a conversation have the same draws",
         Train(&["chats::a_model_that_learned_to_chat_is_talked_to"]),
+    ),
+    // What survived when errors were planted once more.
+    (
+        "values-of-two-metrics-are-compared",
+        "a resumed run measures losses against a best accuracy",
+        TrainLib(&["run::best::tests::another_metric_than_the_best_ones_begins_anew"]),
+    ),
+    (
+        "best-of-another-batch-of-all",
+        "another batch of an evaluation of everything makes the best be forgotten",
+        Train(&["best::the_best_of_all_of_the_data_counts_whatever_the_batch"]),
+    ),
+    (
+        "schedule-of-earlier-versions",
+        "a checkpoint that does not say its schedule is as long as its steps",
+        TrainLib(&["run::tests::the_schedule_of_an_earlier_versions_run_is_as_long_as_its_horizon"]),
+    ),
+    (
+        "skipped-steps-are-not-recorded",
+        "a skipped step that was reported is in no record",
+        Train(&["ends::a_skipped_step_is_recorded_wherever_it_is_seen"]),
+    ),
+    (
+        "two-rows-of-skipped-steps-are-one",
+        "an error names the first bad step of an earlier row",
+        TrainLib(&["run::skips::tests::a_row_that_began_since_the_last_report_is_another"]),
+    ),
+    (
+        "skips-before-a-resume-count-again",
+        "a resumed run says again what was skipped before",
+        Train(&["ends::a_resumed_run_does_not_say_again_what_was_skipped"]),
+    ),
+    (
+        "init-from-again-on-resume",
+        "a resumed run takes the weights that it began from",
+        Train(&["lifecycle::a_run_that_began_from_weights_goes_on_from_its_own"]),
+    ),
+    (
+        "epochs-counted-in-micro-batches",
+        "an epoch takes as many times longer as a step has micro-batches",
+        Train(&["ends::an_epoch_is_over_when_all_micro_batches_have_had_its_items"]),
+    ),
+    (
+        "averages-of-nothing-are-saved",
+        "zeros are saved as averages before any step counts",
+        Train(&["ends::a_run_whose_steps_were_all_skipped_has_no_average"]),
+    ),
+    (
+        "fitting-settings-forget-accumulate",
+        "settings that fit make the step smaller",
+        TrainLib(&["run::tests::settings_that_fit_keep_the_examples_of_a_step"]),
+    ),
+    (
+        "parts-of-killed-saves-stay",
+        "what ranks left of a killed save stays on the disk",
+        TrainLib(&["checkpoint::tests::parts_that_a_killed_save_left_are_removed_by_the_next"]),
+    ),
+    (
+        "masked-batches-are-evaluated",
+        "a batch without a target that counts makes a validation NaN",
+        Train(&["steps::a_batch_of_an_evaluation_without_a_target_that_counts_is_left_out"]),
+    ),
+    (
+        "infinite-losses-count",
+        "a step whose loss alone is infinite moves the weights",
+        TrainLib(&["optim::tests::a_step_whose_loss_alone_is_not_finite_changes_nothing"]),
+    ),
+    (
+        "muon-by-the-shorter-side",
+        "Muon's steps are too short for long matrices",
+        TrainLib(&["optim::tests::muon_moves_matrices_as_far_as_adamw"]),
+    ),
+    (
+        "files-to-validate-with-alone",
+        "a file called val.jsonl alone leaves nothing to learn",
+        Train(&["replies::all_replies_to_a_prompt_are_on_one_side"]),
+    ),
+    (
+        "prompts-known-by-their-last-turn",
+        "two system messages are one prompt",
+        Train(&["replies::the_same_question_behind_another_system_message_is_another_prompt"]),
+    ),
+    (
+        "rows-of-tokens-known-without-labels",
+        "other labels go unnoticed",
+        TrainLib(&["data::seq2seq::triples::tests::rows_are_known_by_all_that_is_in_them_and_by_what_validates"]),
+    ),
+    (
+        "rows-of-tokens-known-without-what-validates",
+        "another validation split of rows of tokens goes unnoticed",
+        TrainLib(&["data::seq2seq::triples::tests::rows_are_known_by_all_that_is_in_them_and_by_what_validates"]),
+    ),
+    (
+        "other-beginnings-of-documents",
+        "folders whose documents begin otherwise are mixed",
+        TrainLib(&["data::prepared::tests::where_documents_begin_and_end_is_said_by_any_folder_that_knows"]),
+    ),
+    (
+        "tokenizer-of-the-first-folder",
+        "the end of documents is not known where the first folder does not say it",
+        TrainLib(&["data::prepared::tests::where_documents_begin_and_end_is_said_by_any_folder_that_knows"]),
+    ),
+    (
+        "gate-of-an-evaluation-fully-open",
+        "an evaluation ignores the gate's scale",
+        Train(&["hrm_lm::an_evaluation_has_the_scale_of_the_gate"]),
+    ),
+    (
+        "gate-of-a-reply-fully-open",
+        "replies ignore the gate's scale",
+        TrainLib(&["recipes::hrm_lm::generate::tests::a_reply_is_what_the_whole_text_says_without_a_cache"]),
+    ),
+    (
+        "balance-of-every-micro-batch-whole",
+        "the balance loss counts once for each micro-batch",
+        Train(&["hrm_lm::the_balance_of_a_step_is_a_mean_over_its_micro_batches"]),
+    ),
+    (
+        "replies-begin-otherwise",
+        "a checkpoint without its data forgets what replies begin with",
+        TrainLib(&["source_target::tests::a_checkpoint_knows_how_replies_begin"]),
+    ),
+    (
+        "three-of-four-are-sparse",
+        "a folder with three weights in a group passes for 2:4",
+        Train(&["sparse::three_weights_in_one_group_of_four_are_not_sparse"]),
+    ),
+    (
+        "replies-of-tokens-beyond-the-tokenizer",
+        "a reply has tokens that the tokenizer does not have",
+        TrainLib(&["sample::tests::a_reply_has_no_tokens_that_the_tokenizer_does_not_have"]),
+    ),
+    (
+        "evaluations-that-were-undone-are-shown",
+        "the best of a run that went back is of weights that are gone",
+        TrainLib(&["watch::tests::an_evaluation_of_a_step_that_was_repeated_without_one_is_gone"]),
+    ),
+    (
+        "fingerprint-without-the-warm-up",
+        "a figure of another warm-up passes for this program's",
+        EngineLib(&["fingerprint::tests::another_warm_up_is_another_fingerprint"]),
+    ),
+    (
+        "parts-of-a-plan-end-early",
+        "a part of a plan takes less than it holds at once",
+        Engine(&["graphs::the_memory_of_a_part_is_what_it_holds_at_once"]),
+    ),
+    (
+        "plan-overwrites-what-is-read-twice",
+        "an op writes over what it reads as another input",
+        Engine(&["graphs::what_an_op_reads_twice_is_not_overwritten"]),
+    ),
+    (
+        "plan-joins-one-value-twice",
+        "of a value that is joined with itself one half is never written",
+        Engine(&["graphs::a_value_is_joined_with_itself"]),
+    ),
+    (
+        "zero-divides-what-is-read-elsewhere",
+        "a moment that something else reads is divided",
+        Engine(&["ranks::moments_that_something_else_reads_are_not_divided"]),
+    ),
+    (
+        "scatters-parts-of-other-axes",
+        "columns of a sum are taken for a piece of its elements in a row",
+        Engine(&["ranks::parts_of_a_sum_over_ranks_are_those_of_the_whole"]),
+    ),
+    (
+        "scatters-sums-that-are-put-out",
+        "a sum that is read after the run is a rank's own term",
+        Engine(&["ranks::parts_of_a_sum_over_ranks_are_those_of_the_whole"]),
+    ),
+    (
+        "adam8bit-of-parts-of-blocks",
+        "blocks of 256 end with a rank's part",
+        Engine(&["adam8bit::parts_of_ranks_that_are_no_whole_blocks_stay_f32"]),
+    ),
+    (
+        "adam8bit-of-states-that-begin-elsewhere",
+        "a state that begins with other numbers begins with 0",
+        Engine(&["adam8bit::states_that_begin_with_other_numbers_stay_f32"]),
+    ),
+    (
+        "dropout-of-rows-in-a-ranks-own-order",
+        "dropout of experts' rows depends on the number of ranks",
+        Engine(&["ranks::rows_in_an_order_of_ones_own_are_refused_elsewhere"]),
+    ),
+    (
+        "fuse-norm-of-other-eps",
+        "norms of different eps become one",
+        Engine(&["passes::norms_around_a_residual_connection_are_one_where_their_eps_is_the_same"]),
+    ),
+    (
+        "residual-f32-begins-narrow",
+        "with residual=f32 the residual stream begins in bf16",
+        Engine(&["graphs::an_embedding_begins_the_residual_stream_in_its_type"]),
+    ),
+    (
+        "gemm-epilogue-adds-after-an-activation",
+        "what is added behind ReLU is added before it",
+        Engine(&["graphs::epilogues_keep_the_order_of_what_they_take_in"]),
+    ),
+    ("gemm-epilogue-with-two-biases", "of two biases one is lost", Engine(&["graphs::epilogues_keep_the_order_of_what_they_take_in"])),
+    (
+        "attention-of-a-query-that-sees-nothing",
+        "a query that sees no key has the mean of all values",
+        Engine(&["graphs::a_query_that_sees_no_key_gives_zeros"]),
+    ),
+    (
+        "gradient-of-no-targets-is-old-memory",
+        "without a target that counts a gradient is what lay in its place",
+        Engine(&["graphs::without_a_target_that_counts_gradients_are_zeros"]),
     ),
 ];

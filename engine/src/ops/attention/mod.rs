@@ -107,7 +107,7 @@ impl Op for Attention {
         let put = |x: Var<'g>, value: f32| hidden.map_or(x, |h| h.choose(r.op1(Full { shape: vec![1], value, dtype: x.dtype() }, &[]), x));
         let scores = put(q.matmul(heads(k).t()) * self.scale, -1e30);
         let p = if self.causal { scores.causal_softmax() } else { scores.softmax() };
-        let y = put(p, 0.0).matmul(heads(v)); // [b, kv, group, t, d]
+        let y = crate::mutant!("attention-of-a-query-that-sees-nothing", put(p, 0.0), p).matmul(heads(v)); // [b, kv, group, t, d]
         Some(vec![y.permute(&[0, 3, 1, 2, 4]).reshape(&[b, t, h, d])])
     }
 }

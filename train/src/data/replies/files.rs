@@ -343,7 +343,7 @@ impl<'a> Gathered<'a> {
     }
 
     fn finish(self, layout: Layout) -> Files {
-        let own_files = self.has == [true, true];
+        let own_files = engine::mutant!("files-to-validate-with-alone", self.has == [true, true], self.has[1]);
         let mut splits = [[vec![], vec![]], [vec![], vec![]]];
         let mut asked = [vec![false; self.prompts.all.len()], vec![false; self.prompts.all.len()]];
         for (i, &(file, prompt)) in self.from.iter().enumerate() {
@@ -404,9 +404,12 @@ impl Prompts {
         let asked = &messages[..before];
         let texts: Vec<String> = asked.iter().map(|m| m.text().unwrap_or_else(|_| m.content.to_string())).collect();
         let next = self.all.len();
-        *self.numbers.entry(texts.join("\0")).or_insert_with(|| {
-            self.all.push(Asking { text: texts.last().cloned().unwrap_or_default(), messages: asked.to_vec() });
-            next
-        })
+        *self
+            .numbers
+            .entry(engine::mutant!("prompts-known-by-their-last-turn", texts.join("\0"), texts.last().cloned().unwrap_or_default()))
+            .or_insert_with(|| {
+                self.all.push(Asking { text: texts.last().cloned().unwrap_or_default(), messages: asked.to_vec() });
+                next
+            })
     }
 }

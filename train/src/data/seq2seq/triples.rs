@@ -150,9 +150,13 @@ impl Triples {
         for row in self.rows.iter() {
             hash.update(&[row.source.len() as u64, row.read.len() as u64].map(u64::to_le_bytes).concat());
             row.source.iter().for_each(|token| hash.update(&token.to_le_bytes()));
-            row.read.iter().chain(&row.labels).for_each(|token| hash.update(&token.to_le_bytes()));
+            row.read
+                .iter()
+                .chain(engine::mutant!("rows-of-tokens-known-without-labels", &row.labels, &row.read))
+                .for_each(|token| hash.update(&token.to_le_bytes()));
         }
-        self.splits[1].iter().for_each(|i| hash.update(&(*i as u64).to_le_bytes()));
+        let validates: &[usize] = engine::mutant!("rows-of-tokens-known-without-what-validates", &self.splits[1], &[]);
+        validates.iter().for_each(|i| hash.update(&(*i as u64).to_le_bytes()));
         hash.digest()
     }
 
@@ -341,5 +345,21 @@ mod tests {
         assert_ne!(triples.fingerprint(), Triples::read(&files[..2], frame(), 10, 0.5).unwrap().fingerprint());
         let chat = file("chat.jsonl", "{\"prompt\": \"a\", \"reply\": \"b\", \"labels\": 1}\n".into());
         assert!(!Triples::are(&[chat]).unwrap());
+    }
+
+    #[test]
+    fn rows_are_known_by_all_that_is_in_them_and_by_what_validates() {
+        let known = |text: &str, val_share| read(text, val_share).unwrap().fingerprint();
+        let usual = known(&row("[1, 2]", "[0, 3, 4]", "[3, 4, 5]"), 0.0);
+        for other in [
+            row("[1, 3]", "[0, 3, 4]", "[3, 4, 5]"),
+            row("[1, 2]", "[0, 3, 5]", "[3, 4, 5]"),
+            row("[1, 2]", "[0, 3, 4]", "[3, 4, 6]"),
+            row("[1, 2]", "[0, 3, 4]", "[-100, 4, 5]"),
+        ] {
+            assert_ne!(known(&other, 0.0), usual, "{other}");
+        }
+        let many: String = (0..10).map(|i| row(&format!("[{i}]"), "[0]", "[1]")).collect();
+        assert_ne!(known(&many, 0.2), known(&many, 0.4));
     }
 }

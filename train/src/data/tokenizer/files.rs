@@ -247,10 +247,10 @@ mod tests {
             assert!(tokenizer.encode(&text).unwrap() == whole.get_ids());
             let ours = tokenizer.encode_places(&text).unwrap();
             for (ours, whole) in ours.iter().zip(&placed).filter(|(a, b)| a != b) {
-                let at = ours.1.0.min(whole.1.0);
-                let is_of_a_cut =
-                    text[at..].starts_with(' ') && ours.1.0.abs_diff(whole.1.0) == 1 && parts.iter().any(|p| p.start.abs_diff(at) <= 1);
-                assert!(is_of_a_cut && ours.0 == whole.0 && ours.1.1 == whole.1.1, "{ours:?} {whole:?}");
+                let ((from, to), (begins, ends)) = (ours.1, whole.1);
+                let is_a_space = from.abs_diff(begins) <= 1 && to.abs_diff(ends) <= 1 && text[from.min(begins)..].starts_with(' ');
+                let is_of_a_cut = parts.iter().any(|part| part.start.abs_diff(from) <= 1);
+                assert!(is_a_space && is_of_a_cut && ours.0 == whole.0, "{ours:?} {whole:?}");
             }
             assert_eq!(ours.len(), placed.len());
             // Five million letters are one word.

@@ -116,7 +116,7 @@ impl Replier for HrmLmReplier {
             self.first.push(begin.unwrap_or(*last) as i32);
         }
         (self.position, self.asked) = (0, prompts.len());
-        let scale = [self.open * c.gate_scale as f32];
+        let scale = [engine::mutant!("gate-of-a-reply-fully-open", self.open * c.gate_scale as f32, self.open)];
         s.run("read", &[("source", Data::I32(&source)), ("gate_scale", Data::F32(&scale))])
     }
 
@@ -177,7 +177,14 @@ mod tests {
 
     #[test]
     fn a_reply_is_what_the_whole_text_says_without_a_cache() {
-        for sets in [&[][..], &["encoder=\"mamba2\"", "mamba_head=8"], &["memory=\"cross\"", "cycles=1", "experts=0"]] {
+        let sets = [
+            &[][..],
+            &["encoder=\"mamba2\"", "mamba_head=8"],
+            &["memory=\"cross\"", "cycles=1", "experts=0"],
+            // A gate that is open halfway, and half of that.
+            &["gate_bias=0.0", "gate_scale=0.5"],
+        ];
+        for sets in sets {
             let mut replier = HrmLmReplier::new(model(sets));
             let c = replier.model.c.clone();
             let mut s = session();
@@ -190,7 +197,7 @@ mod tests {
                 let logits = replier.next(&mut s, &last).unwrap();
                 assert_eq!(logits.len(), 2 * c.vocab);
                 for (row, prompt) in prompts.iter().enumerate() {
-                    let whole = without_cache(&mut s, &c, prompt, &tokens[row], 1.0);
+                    let whole = without_cache(&mut s, &c, prompt, &tokens[row], c.gate_scale as f32);
                     let error = engine::check::relative(&logits[row * c.vocab..][..c.vocab], &whole);
                     assert!(error < 2e-5, "{sets:?}, token {step} of row {row}: {error}");
                 }

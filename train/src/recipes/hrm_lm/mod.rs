@@ -205,7 +205,10 @@ impl Model for HrmLmModel {
 
     fn scalars(&self, step: Option<u64>) -> Vec<(&'static str, f32)> {
         // Evaluated is what the run works towards.
-        vec![(GATE, step.map_or(self.c.gate_scale as f32, |step| self.c.gate_at(step)))]
+        vec![(
+            GATE,
+            step.map_or(engine::mutant!("gate-of-an-evaluation-fully-open", self.c.gate_scale as f32, 1.0), |step| self.c.gate_at(step)),
+        )]
     }
 
     fn loss<'g>(&self, r: &'g Recorder, batch: usize) -> Losses<'g> {

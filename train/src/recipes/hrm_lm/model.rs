@@ -545,7 +545,7 @@ impl<'g> HrmLm<'_, 'g> {
             let halt_sum = thought.halt_sum();
             // Means over rows and tokens of a micro-batch: of a step's micro-batches each counts for its share.
             let halting = halt_sum.map(|sum| gate.mean().stop_gradient() * (sum - c.halting_target as f32).square().mean() * share);
-            let balance = thought.balance.map(|b| b * share);
+            let balance = thought.balance.map(|b| engine::mutant!("balance-of-every-micro-batch-whole", b * share, b));
             let parts = [(supervision, c.supervision_weight), (halting, c.halting_weight), (balance, c.balance_weight)];
             let weighed = parts.into_iter().filter_map(|(part, weight)| Some(part? * weight as f32));
             let loss = weighed.fold(cross_entropy, |sum, part| sum + part);
