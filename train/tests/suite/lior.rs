@@ -74,9 +74,12 @@ const LITTLE: &[&str] = &[
     "eval_batches=1",
 ];
 
+/// As the reference learns: without what the presets add.
+const BARE: &[&str] = &["decay=0.0", "gauge=false", "nudge_every=1"];
+
 fn config(sets: &[&str]) -> Config {
     let mut c = recipe::preset(recipe::find("lior").unwrap(), None).unwrap();
-    LITTLE.iter().chain(sets).for_each(|s| c.set(s).unwrap());
+    LITTLE.iter().chain(BARE).chain(sets).for_each(|s| c.set(s).unwrap());
     c
 }
 
@@ -200,6 +203,85 @@ fn learned(axis: usize, by: f32) -> (Vec<f32>, Vec<f32>) {
     s.run("update", &[("rate", Data::F32(&[1e-2]))]).unwrap();
     let nudge = state(&s, "scratch/nudge")[..model.n].to_vec();
     (nudge, state(&s, "g").iter().map(|g| g - 1.0).collect())
+}
+
+/// A session after windows with these rates, from this metric and these angles; and every window's report.
+fn rated(sets: &[&str], rates: &[f64], (metric, angles): ([f32; 5], [f32; 6])) -> (Vec<Vec<(String, f64)>>, Session) {
+    let c = config(sets);
+    let mut t = task(&c);
+    let mut s = run::load(&*t, &c, &device()).unwrap();
+    t.begin(0).unwrap();
+    s.store.set("g", &Meta::f32(&[5]), bytemuck::cast_slice(&metric)).unwrap();
+    s.store.set("theta", &Meta::f32(&[6]), bytemuck::cast_slice(&angles)).unwrap();
+    let mut one = |(i, rate): (usize, &f64)| {
+        t.step(&mut s, i as u64, *rate).unwrap();
+        t.report(&s).unwrap().finish().unwrap().values
+    };
+    let all = rates.iter().enumerate().map(&mut one).collect();
+    (all, s)
+}
+
+const SOMEWHERE: ([f32; 5], [f32; 6]) = ([0.5, 2.0, 1.5, 0.8, 1.1], [0.4, -0.3, 0.2, -0.1, 0.6, 0.05]);
+
+/// Both are applied to what the rule without them has found.
+#[test]
+fn decay_shrinks_the_geometry_and_the_gauge_holds_its_mean() {
+    // The schedule's rate is half of the highest, and so is the decay.
+    let (decay, rate) = (0.1f32, [5e-3]);
+    let bare = rated(&[], &rate, SOMEWHERE).1;
+    let (g, angles) = (state(&bare, "g"), state(&bare, "theta"));
+    for (sets, gauge) in [(["decay=0.1", "gauge=false"], false), (["decay=0.1", "gauge=true"], true), (["decay=0.0", "gauge=true"], true)] {
+        let decay = if sets[0] == "decay=0.0" { 0.0 } else { 0.5 * decay };
+        let s = rated(&sets, &rate, SOMEWHERE).1;
+        let logs: Vec<f32> = g.iter().map(|g| (1.0 - decay) * g.ln()).collect();
+        let mean = if gauge { logs.iter().sum::<f32>() / 5.0 } else { 0.0 };
+        for (i, (ours, log)) in state(&s, "g").iter().zip(&logs).enumerate() {
+            assert!((ours - (log - mean).exp()).abs() < 1e-5, "{sets:?}: coordinate {i} is {ours}, not {}", (log - mean).exp());
+        }
+        for (i, (ours, plain)) in state(&s, "theta").iter().zip(&angles).enumerate() {
+            let wanted = plain - decay * SOMEWHERE.1[i];
+            assert!((ours - wanted).abs() < 1e-6, "{sets:?}: angle {i} is {ours}, not {wanted}");
+        }
+        assert_eq!(state(&s, "memory_coord"), state(&bare, "memory_coord"));
+    }
+    // With both nothing runs away, however long it learns.
+    let (reports, s) = rated(&["decay=0.05", "gauge=true", "learning_rate=5e-2"], &[5e-2; 300], SOMEWHERE);
+    for report in &reports {
+        let metric: Vec<f64> = report.iter().filter(|v| v.0.starts_with("metric")).map(|v| v.1).collect();
+        assert!((metric.iter().map(|g| g.ln()).sum::<f64>()).abs() < 1e-4, "{metric:?}");
+    }
+    assert!(state(&s, "g").iter().all(|g| (0.5..2.0).contains(g)) && state(&s, "g").iter().any(|g| (g - 1.0).abs() > 1e-3));
+    assert!(state(&s, "theta").iter().all(|t| t.abs() < 0.1));
+}
+
+/// A window that is not nudged is one whose rate is zero, in everything but its cost and what it reports as the difference.
+#[test]
+fn between_nudges_nothing_is_learned_and_everything_else_goes_on() {
+    let r = 1e-2;
+    for more in [&[][..], &["batch=2", "accumulate=2"]] {
+        let (every, s) = rated(&[&["nudge_every=3"], more].concat(), &[r; 7], SOMEWHERE);
+        let (zero, p) = rated(more, &[0.0, 0.0, r, 0.0, 0.0, r, 0.0], SOMEWHERE);
+        for name in ["g", "theta", "memory_coord", "memory_state", "filled", "windows", "field.re", "field.im"] {
+            assert_eq!(state(&s, name), state(&p, name), "{name}");
+        }
+        assert_ne!(state(&s, "g"), SOMEWHERE.0);
+        let mut last = 0.0;
+        for (i, (a, b)) in every.iter().zip(&zero).enumerate() {
+            assert_eq!(a.len(), b.len());
+            for ((name, ours), (_, theirs)) in a.iter().zip(b) {
+                if name == "delta" {
+                    last = if i % 3 == 2 { *theirs } else { last };
+                    assert_eq!(*ours, last, "window {i}: that of the last nudge");
+                } else {
+                    assert_eq!(ours, theirs, "{name} of window {i}");
+                }
+            }
+        }
+        assert!(last != 0.0);
+    }
+    let (c, plain) = (config(&["nudge_every=3"]), config(&[]));
+    assert_eq!((task(&c).runs("nudged"), task(&c).runs("passed"), task(&c).period()), (1.0 / 3.0, 1.0 - 1.0 / 3.0, 3));
+    assert_eq!((task(&plain).runs("nudged"), task(&plain).graphs().len(), task(&plain).period()), (1.0, 3, 1));
 }
 
 #[test]

@@ -22,6 +22,9 @@ pub fn windows(file: &Golden, switches: &Switches, device: &Device) -> Result<Co
     let rows = shape[0].saturating_mul(whole("seq")).saturating_mul(whole("steps").div_ceil(2));
     fields.insert("after".into(), after.into());
     fields.insert("rows".into(), rows.into());
+    // Nor what was added to its rule, all of which is off.
+    let added: [(&str, serde_json::Value); 3] = [("decay", 0.0.into()), ("gauge", false.into()), ("nudge_every", 1.into())];
+    fields.extend(added.map(|(name, off)| (name.into(), off)));
     let c = LiorConfig::from_json("model", &config).map_err(|e| bad(format!("has a config that lior does not know: {e}")))?;
     c.check()?;
     let batch = shape[0];
@@ -73,8 +76,8 @@ pub fn windows(file: &Golden, switches: &Switches, device: &Device) -> Result<Co
 
     let mut out = Computed::new();
     for _ in 0..file.steps {
-        run(&mut s, rate, std::iter::once(&window))?;
-        let report = s.read("update", "report")?;
+        let reports = run(&mut s, Some([rate, 1.0]), std::iter::once(&window))?;
+        let report = s.read(reports, "report")?;
         for (name, v) in reported(&c).iter().take(4).zip(report) {
             out.entry(format!("metric/{name}")).or_default().push(v);
         }

@@ -71,7 +71,7 @@ impl Recipe for LiorRecipe {
         c.check_batch(train.batch, train.accumulate, train.steps)?;
         let text = Text::new(config.section("data")?, c.vocab, c.seq + c.after, config.seed());
         text.tokenizer()?;
-        Ok(Box::new(LiorTask { c, train, text, loader: None, validation: None, bench: None }))
+        Ok(Box::new(LiorTask { c, train, text, loader: None, validation: None, bench: None, reports: "update" }))
     }
 
     fn reads(&self) -> &'static [Reads] {
@@ -114,12 +114,17 @@ impl Window {
     }
 }
 
-/// A step, all of it without waiting for any of it. Every window is nudged from where all began, and only then something is learned.
-fn run<'a>(s: &mut Session, rate: f64, windows: impl Iterator<Item = &'a Window> + Clone) -> Result<(), TrainError> {
-    for program in ["free", "nudged"] {
-        windows.clone().try_for_each(|window| s.run(program, &window.feeds()))?;
-    }
-    s.run("update", &[("rate", Data::F32(&[rate as f32]))])
+/// A step, all of it without waiting for any of it. Every window is nudged from where all began, and only then something is learned. `rate`: and its share
+/// of the highest; where there is none, the windows are not nudged. The answer is the program that reports.
+fn run<'a>(s: &mut Session, rate: Option<[f64; 2]>, windows: impl Iterator<Item = &'a Window> + Clone) -> Result<&'static str, TrainError> {
+    windows.clone().try_for_each(|window| s.run("free", &window.feeds()))?;
+    let Some([rate, share]) = rate.map(|r| r.map(|v| [v as f32])) else {
+        s.run("passed", &[])?;
+        return Ok("passed");
+    };
+    windows.clone().try_for_each(|window| s.run("nudged", &window.feeds()))?;
+    s.run("update", &[("rate", Data::F32(&rate)), ("share", Data::F32(&share))])?;
+    Ok("update")
 }
 
 /// A program of windows of so many sequences.
@@ -129,13 +134,17 @@ fn program(c: &LiorConfig, [batch, accumulate]: [usize; 2], record: fn(&Lior)) -
     r.finish()
 }
 
-/// The three programs of a step of so many windows.
+/// The programs of a step of so many windows.
 fn programs(c: &LiorConfig, batch: usize, accumulate: usize) -> Vec<(&'static str, Graph)> {
     let one = |name: &'static str, record: fn(&Lior)| (name, program(c, [batch, accumulate], record));
-    vec![one("free", |l| l.free()), one("nudged", |l| l.nudged()), one("update", |l| l.update())]
+    let mut all = vec![one("free", |l| l.free()), one("nudged", |l| l.nudged()), one("update", |l| l.update())];
+    if c.nudge_every > 1 {
+        all.push(one("passed", |l| l.passed()));
+    }
+    all
 }
 
-/// What `update` reports.
+/// What `update` and `passed` report.
 fn reported(c: &LiorConfig) -> Vec<String> {
     let numbered = |name: &'static str, count: usize| (0..count).map(move |i| format!("{name}.{i}"));
     let first = ["lior", "curvature", "speed", "delta"].map(String::from);
@@ -176,6 +185,8 @@ struct LiorTask {
     validation: Option<Arc<dyn Source>>,
     /// What `bench_step` feeds, made once.
     bench: Option<Window>,
+    /// The program that reports the last step.
+    reports: &'static str,
 }
 
 impl LiorTask {
@@ -185,6 +196,11 @@ impl LiorTask {
 
     fn extent_of(&self, validation: &dyn Source) -> Extent {
         Extent::new(validation.len(), self.train.evaluation_batch(), self.train.eval_batches, validation.is_endless())
+    }
+
+    /// The rate of a step, and its share of the highest; none where nothing is learned: of so many steps in a row the last is nudged.
+    fn rates(&self, step: u64, rate: f64) -> Option<[f64; 2]> {
+        (step + 1).is_multiple_of(self.c.nudge_every).then_some([rate, rate / self.train.learning_rate])
     }
 
     fn window(&self, rows: &[i32], place: u64) -> Result<Window, TrainError> {
@@ -215,10 +231,13 @@ impl Task for LiorTask {
     }
 
     fn runs(&self, program: &str) -> f64 {
+        let (windows, nudged) = (self.train.accumulate as f64, 1.0 / self.c.nudge_every as f64);
         match program {
-            "free" | "nudged" => self.train.accumulate as f64,
-            "eval" => 0.0,
-            _ => 1.0,
+            "free" => windows,
+            "nudged" => windows * nudged,
+            "update" => nudged,
+            "passed" => 1.0 - nudged,
+            _ => 0.0,
         }
     }
 
@@ -231,15 +250,16 @@ impl Task for LiorTask {
         Ok(())
     }
 
-    fn step(&mut self, s: &mut Session, _: u64, rate: f64) -> Result<(), TrainError> {
+    fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError> {
         let loader = self.loader.as_mut().expect("begin comes first");
         let batches = (0..self.train.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
         let windows = batches.iter().map(|b| self.window(&b.ids, b.first_item)).collect::<Result<Vec<_>, _>>()?;
-        run(s, rate, windows.iter())
+        self.reports = run(s, self.rates(step, rate), windows.iter())?;
+        Ok(())
     }
 
     fn report(&self, s: &Session) -> Result<Pending, TrainError> {
-        Ok(Pending::new(reported(&self.c), s.programs["update"].start_read("report", &s.store)?))
+        Ok(Pending::new(reported(&self.c), s.programs[self.reports].start_read("report", &s.store)?))
     }
 
     /// The free phase alone, on windows that are not learned from.
@@ -298,11 +318,18 @@ impl Task for LiorTask {
         "window"
     }
 
-    fn bench_step(&mut self, s: &mut Session, _: u64) -> Result<(), TrainError> {
+    fn period(&self) -> usize {
+        self.c.nudge_every as usize
+    }
+
+    fn bench_step(&mut self, s: &mut Session, step: u64) -> Result<(), TrainError> {
         let rows = self.train.batch * (self.c.seq + self.c.after);
+        let rates = self.rates(step, self.train.learning_rate);
         let draw = |i: usize| (engine::philox::philox([i as u32, 0, 0, 0], [1, 2])[0] as usize % self.c.vocab) as i32;
         let window = self.bench.get_or_insert_with(|| Window::new(&(0..rows).map(draw).collect::<Vec<_>>(), &self.c, &[]));
-        run(s, self.train.learning_rate, std::iter::repeat_n(&*window, self.train.accumulate))
+        let windows = std::iter::repeat_n(&*window, self.train.accumulate);
+        self.reports = run(s, rates, windows)?;
+        Ok(())
     }
 
     fn pictures(&self) -> Vec<Picture> {

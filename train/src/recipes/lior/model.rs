@@ -54,6 +54,13 @@ section! {
         pub nudge_beta: f64 = 0.1, in DIVISOR;
         /// The rotor's learning rate, as a share of the metric's.
         pub rotor_rate: f64 = 0.01, in NUMBER;
+        /// The share by which the metric's logarithms and the rotor's angles shrink with every window that is learned from, at the highest rate; it falls as the
+        /// rate does, so that what they settle at stays. 0: nothing holds them.
+        pub decay: f64 = 0.0, in 0.0..=1.0;
+        /// Holds the metric's geometric mean at 1: the scale of all coordinates together is nothing that could be learned.
+        pub gauge: bool = false;
+        /// Only every so many windows are nudged and learned from; the others move the field and fill the memory.
+        pub nudge_every: u64 = 1, in 1..=1 << 20;
         /// Time step of the field.
         pub dt: f64 = 0.05, in NUMBER;
         /// Mass of the field.
@@ -344,22 +351,47 @@ impl<'g> Lior<'_, 'g> {
             .for_each(|(name, v)| sums::turn(&self.line(name, &v.shape()), v));
     }
 
-    /// What the difference teaches the metric and the rotor; the memory's next slots, the field and the counters. Answers with `report`.
+    /// What the difference teaches the metric and the rotor, and what every window leaves.
     pub fn update(&self) {
-        self.r.typed(|| self.learn());
+        self.r.typed(|| {
+            let g = self.geometry();
+            let learned = self.learn(&g);
+            self.remember(&g, learned);
+        });
     }
 
-    fn learn(&self) {
+    /// The end of a window that nothing is learned from: its difference is that of the last which was nudged.
+    pub fn passed(&self) {
+        self.r.typed(|| {
+            let g = self.geometry();
+            self.remember(&g, [self.last_delta(), g.metric, g.rotor]);
+        });
+    }
+
+    /// Where not every window is nudged: the difference of the last that was.
+    fn last_delta(&self) -> Var<'g> {
+        self.r.state("delta", &[1], DType::F32, Init::Full(0.0))
+    }
+
+    /// The difference between the phases, and the metric and the rotor as they are from here on.
+    fn learn(&self, g: &Geometry<'g>) -> [Var<'g>; 3] {
         let (c, r, b) = (self.c, self.r, self.batch);
-        let g = self.geometry();
         let rows = |name: &str| self.rows(name, &[b]);
         let wide = |name: &str| self.rows(name, &[b, c.n]);
         let mean = |v: Var<'g>| v.mean_axis(0).reshape(&[c.n]);
+        let kept = (c.decay > 0.0).then(|| r.feed("share", &[1], DType::F32) * -c.decay as f32 + 1.0);
         let rate = r.feed("rate", &[1], DType::F32) * (1.0 / c.nudge_beta) as f32;
 
         // The metric: what the nudge makes longer becomes cheaper, coordinate by coordinate.
         let metric = g.metric - engine::mutant!("lior-learns-the-other-way", rate, -rate) * mean(wide("nudged.slope") - wide("free.slope"));
-        let metric = metric.max(r.full(&[c.n], 0.01)).min(r.full(&[c.n], 100.0));
+        let bounded = |v: Var<'g>| v.max(r.full(&[c.n], 0.01)).min(r.full(&[c.n], 100.0));
+        let mut metric = bounded(metric);
+        if kept.is_some() || c.gauge {
+            let mut log = metric.ln();
+            log = kept.map_or(log, |kept| log * kept);
+            log = if c.gauge { log - log.mean() } else { log };
+            metric = bounded(log.exp());
+        }
         r.update(g.metric, metric);
 
         // The rotor: each plane is rotated by its mean angle times its size, against the sign of the difference.
@@ -372,7 +404,7 @@ impl<'g> Lior<'_, 'g> {
         let (a, b_) = (self.chosen(v, &axis(0)), self.chosen(v, &axis(1)));
         let angle = pointwise(&[b_, a], |e, x| e.bin(Bin::Atan2, x[0], x[1]));
         let turn = -rate * c.rotor_rate as f32 * delta * angle * (a.square() + b_.square()).sqrt();
-        let rotated = g.rotor + turn;
+        let rotated = kept.map_or(g.rotor, |kept| g.rotor * kept) + turn;
         // Back into [-pi, pi): what is there already stays as it is, to the last bit.
         let around = pointwise(&[rotated], |e, x| {
             let (pi, twice) = (e.c(PI), e.c(2.0 * PI));
@@ -383,7 +415,17 @@ impl<'g> Lior<'_, 'g> {
             e.sub(x[0], back)
         });
         r.update(g.rotor, around);
+        if c.nudge_every > 1 {
+            r.update(self.last_delta(), delta);
+        }
+        [delta, metric, around]
+    }
 
+    /// The memory's next slots, the field and the counters. Answers with `report`.
+    fn remember(&self, g: &Geometry<'g>, [delta, metric, rotor]: [Var<'g>; 3]) {
+        let (c, r, b) = (self.c, self.r, self.batch);
+        let rows = |name: &str| self.rows(name, &[b]);
+        let wide = |name: &str| self.rows(name, &[b, c.n]);
         r.update(g.coordinates, ring_write(g.coordinates, g.filled, wide("free.coordinate")));
         r.update(g.states, ring_write(g.states, g.filled, self.rows("free.state", &[b, c.dim])));
         r.update(g.filled, count(g.filled, engine::mutant!("lior-counts-one-slot", b * self.accumulate, 1)));
@@ -397,6 +439,6 @@ impl<'g> Lior<'_, 'g> {
         let in_row_next = (in_row + 1.0) * broken;
         r.update(in_row, in_row_next);
         let curvature = self.between("free.curvature", &[1]);
-        r.output("report", concat(&[lior, curvature, rows("free.speed").mean(), delta, metric, around, in_row_next], 0));
+        r.output("report", concat(&[lior, curvature, rows("free.speed").mean(), delta, metric, rotor, in_row_next], 0));
     }
 }
