@@ -341,6 +341,19 @@ fn stopped_and_resumed_is_never_having_stopped_and_the_pictures_are_drawn() {
     assert_eq!(value["lior"], recorded["val_lior"]);
 }
 
+/// Where the text has an end, a run says how often it was gone through.
+#[test]
+fn epochs_are_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data").display().to_string(), dir.path().join("run"));
+    crate::common::kiln(["data", "prepare", "--generated", "60", "--val-share", "0.1", "--out", &data]).ok();
+    let text = train(&out, &["--data", &data, "--epochs", "2", "--set", "eval_every=0"]);
+    assert!(text.contains("epoch 1 (step ") && text.contains("epoch 2 (step "), "{text}");
+    let records = crate::common::records(&out, "train");
+    let epochs: Vec<f64> = records.iter().filter(|r| r.get("val_lior").is_some()).map(|r| r["epoch"].as_f64().unwrap()).collect();
+    assert!(epochs.len() == 2 && (epochs[1] - 2.0).abs() < 0.1, "{epochs:?}");
+}
+
 /// Every window counts once, and alike, in however many batches they are read.
 #[test]
 fn an_evaluation_is_a_mean_over_its_windows() {

@@ -33,7 +33,7 @@ impl Recipe for LiorRecipe {
 
     fn sections(&self) -> Vec<Keys> {
         // There is no gradient: no optimizer.
-        let train = TrainConfig::keys("train").without(&["epochs", "beta1", "beta2", "eps", "weight_decay", "clip"]);
+        let train = TrainConfig::keys("train").without(&["beta1", "beta2", "eps", "weight_decay", "clip"]);
         vec![LiorConfig::keys("model"), DataConfig::keys("data"), train]
     }
 
@@ -157,16 +157,16 @@ const METRICS: &[Metric] = &[
         Unit::None,
         Better::Neither,
         "length of the path that a window's query takes by itself (free phase), in the metric that is learned and weighted by the field's curvature; no value of \
-         it is good or bad: it should stay finite and settle",
+         it is good or bad, since a larger metric alone makes it longer: it should settle",
     ),
     Metric::new("curvature", Unit::None, Better::Neither, "mean size of the field; the encoder's output is multiplied by it"),
     Metric::new("speed", Unit::None, Better::Neither, "mean length of one step on that path"),
     Metric::new(
         "delta",
         Unit::None,
-        Better::Neither,
-        "how much longer the path is when the query is pulled towards the text that follows (nudged phase): the signal that metric and rotor learn from; near \
-         zero, little is left to learn",
+        Better::Lower,
+        "how much longer the path is when the query is pulled towards the text that follows (nudged phase): the metric is moved down the slope of just this \
+         number, below zero means that the geometry makes the way to what follows the shorter one; to be compared where the metric's mean is held (model.gauge)",
     ),
     Metric::new("metric", Unit::None, Better::Neither, "what a step along a coordinate costs, one number a coordinate: this is learned"),
     Metric::new(
@@ -308,6 +308,10 @@ impl Task for LiorTask {
 
     fn limit_evaluation(&mut self, batches: u64) {
         self.train.eval_batches = batches;
+    }
+
+    fn epoch(&self) -> Option<u64> {
+        self.text.epoch()
     }
 
     fn work(&self) -> (&'static str, f64) {
