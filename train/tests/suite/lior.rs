@@ -75,7 +75,7 @@ const LITTLE: &[&str] = &[
 ];
 
 /// As the reference learns: without what the presets add.
-const BARE: &[&str] = &["decay=0.0", "gauge=false", "nudge_every=1"];
+const BARE: &[&str] = &["decay=0.0", "gauge=false", "nudge_every=1", "probe=false"];
 
 fn config(sets: &[&str]) -> Config {
     let mut c = recipe::preset(recipe::find("lior").unwrap(), None).unwrap();
@@ -282,6 +282,39 @@ fn between_nudges_nothing_is_learned_and_everything_else_goes_on() {
     let (c, plain) = (config(&["nudge_every=3"]), config(&[]));
     assert_eq!((task(&c).runs("nudged"), task(&c).runs("passed"), task(&c).period()), (1.0 / 3.0, 1.0 - 1.0 / 3.0, 3));
     assert_eq!((task(&plain).runs("nudged"), task(&plain).graphs().len(), task(&plain).period()), (1.0, 3, 1));
+}
+
+/// The memory notes what followed each window, and an evaluation looks there.
+#[test]
+fn the_probe_counts_what_followed() {
+    let c = config(&["probe=true", "batch=4", "eval_batches=2", "eval_batch=3"]);
+    let mut t = task(&c);
+    let mut s = run::load(&*t, &c, &device()).unwrap();
+    t.begin(0).unwrap();
+    let found = |t: &mut Box<dyn Task>, s: &mut Session| -> Vec<f64> {
+        let all = t.evaluate(s).unwrap().values;
+        all.iter().filter(|v| v.0.starts_with("found")).map(|v| v.1).collect()
+    };
+    assert!(found(&mut t, &mut s).is_empty(), "an empty memory");
+    let after: Vec<i32> = (0..4).flat_map(|row| [[10, 20, 10, 30][row], 99, 99, 99]).collect();
+    let ids: Vec<i32> = (0..4 * 24).map(|i| i * 7 % 256).collect();
+    let feeds = [("ids", Data::I32(&ids)), ("after", Data::I32(&after)), ("mask", Data::U8(&[1; 4 * 24]))];
+    for program in ["free", "nudged"] {
+        s.run(program, &feeds).unwrap();
+    }
+    s.run("update", &[("rate", Data::F32(&[0.0]))]).unwrap();
+    let next = state(&s, "memory_next");
+    assert_eq!((&next[..4], next.len()), (&[10.0, 20.0, 10.0, 30.0][..], 20));
+    // With one token everywhere, what is nearest does not matter: all three are the share of windows that it follows.
+    for token in [b' ', b'e'] {
+        s.store.set("memory_next", &Meta::f32(&[20, 1]), bytemuck::cast_slice(&[token as f32; 20])).unwrap();
+        let all = found(&mut t, &mut s);
+        assert!(all.len() == 3 && all.iter().all(|v| *v == all[0]) && (all[0] * 6.0).fract() == 0.0, "{all:?}");
+    }
+    // A geometry that nobody learned finds what the initial one finds.
+    s.store.set("memory_next", &Meta::f32(&[20, 1]), bytemuck::cast_slice(&[32.0f32, 101.0, 32.0, 116.0].repeat(5))).unwrap();
+    let all = found(&mut t, &mut s);
+    assert_eq!(all[0], all[1]);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod golden;
 mod model;
 mod ops;
+mod probe;
 
 pub use model::{Lior, LiorConfig};
 
@@ -14,6 +15,7 @@ use crate::recipe::{
 };
 use crate::text::{self, Text};
 use engine::{Data, Device, Extension, Graph, Recorder, Switches};
+use probe::Probe;
 use std::sync::Arc;
 
 pub struct LiorRecipe;
@@ -69,6 +71,12 @@ impl Recipe for LiorRecipe {
         let train: TrainConfig = config.section("train")?;
         train.check()?;
         c.check_batch(train.batch, train.accumulate, train.steps)?;
+        if train.patience > 0 && !c.probe {
+            return Err(ConfigError::Invalid(
+                "train.patience: no metric of an evaluation has a direction here (model.probe=true: found)".into(),
+            )
+            .into());
+        }
         let text = Text::new(config.section("data")?, c.vocab, c.seq + c.after, config.seed());
         text.tokenizer()?;
         Ok(Box::new(LiorTask { c, train, text, loader: None, validation: None, bench: None, reports: "update" }))
@@ -175,7 +183,24 @@ const METRICS: &[Metric] = &[
         Better::Neither,
         "angle in radians by which a plane of coordinates is turned, one number a plane: this is learned",
     ),
+    Metric::new(
+        "found",
+        Unit::Share,
+        Better::Higher,
+        "held-out windows that are followed by the same token as the window of the memory that is nearest in the learned metric and rotor; what was learned is \
+         worth what this is above found_initial",
+    ),
+    Metric::new(
+        "found_initial",
+        Unit::Share,
+        Better::Neither,
+        "the same in the geometry that every run begins with: all coordinates count alike, and nothing is turned",
+    ),
+    Metric::new("found_chance", Unit::Share, Better::Neither, "the same of any window of the memory, the mean over all of them"),
 ];
+
+/// What the probe finds: see `Probe::found`.
+const FOUND: [&str; 3] = ["found", "found_initial", "found_chance"];
 
 struct LiorTask {
     c: LiorConfig,
@@ -223,8 +248,8 @@ impl Task for LiorTask {
     fn graphs(&self) -> Vec<(&'static str, Graph)> {
         let (batch, evaluated) = (self.train.batch, self.train.evaluation_batch());
         let mut all = programs(&self.c, batch, self.train.accumulate);
-        // Of a step's batches the free phase can be evaluated as it is.
-        if evaluated != batch {
+        // Of a step's batches the free phase can be evaluated as it is; but where queries lie is left to each rank for its own rows.
+        if evaluated != batch || self.c.probe {
             all.push(("eval", program(&self.c, [evaluated, 1], |l| l.evaluation())));
         }
         all
@@ -272,23 +297,35 @@ impl Task for LiorTask {
         // The last of a step's windows, whose numbers the next step replaces.
         let last = self.train.accumulate - 1;
         let left = |name: &str| format!("scratch/free.{name}") + &if last == 0 { String::new() } else { format!(".{last}") };
+        let probe = if self.c.probe { Probe::new(s, &self.c)? } else { None };
         let mut sums = [("lior", 0.0), ("speed", 0.0)];
+        let mut found = FOUND.map(|name| (name, 0.0));
         for i in 0..batches {
             s.go_on()?;
             let b = loader.next()?;
-            s.run(if own_program { "eval" } else { "free" }, &self.window(&b.ids, b.first_item)?.feeds()[..])?;
+            let window = self.window(&b.ids, b.first_item)?;
+            s.run(if own_program { "eval" } else { "free" }, &window.feeds())?;
             // Each item once: those that fill up the last batch do not count.
             let own = (items - i * batch).min(batch) as usize;
+            let rows = |name: &str| match own_program {
+                true => s.read("eval", name),
+                false => Ok(s.store.get(&left(name)).expect("the free phase leaves it").f32()?),
+            };
             for (name, sum) in &mut sums {
-                let rows = match own_program {
-                    true => s.read("eval", name)?,
-                    false => s.store.get(&left(name)).expect("the free phase leaves it").f32()?,
-                };
-                *sum += rows[..own].iter().map(|&v| v as f64).sum::<f64>();
+                *sum += rows(name)?[..own].iter().map(|&v| v as f64).sum::<f64>();
+            }
+            if let Some(probe) = &probe {
+                let follows = window.after.iter().step_by(self.c.after).take(own).copied();
+                found.iter_mut().zip(probe.found(&rows("coordinate")?, follows)).for_each(|((_, sum), v)| *sum += v);
             }
         }
         let count = engine::mutant!("lior-evaluates-what-fills-up", items.min(batches * batch), batches * batch) as f64;
-        Ok(Evaluation { values: sums.map(|(name, sum)| (name, sum / count)).into(), confusion: None, counted: None })
+        let found = found.into_iter().filter(|_| probe.is_some());
+        Ok(Evaluation {
+            values: sums.into_iter().chain(found).map(|(name, sum)| (name, sum / count)).collect(),
+            confusion: None,
+            counted: None,
+        })
     }
 
     fn metrics(&self) -> &'static [Metric] {
@@ -341,17 +378,21 @@ impl Task for LiorTask {
         let named = |keys: &[(&str, &str)]| keys.iter().map(|(label, key)| (label.to_string(), key.to_string())).collect();
         vec![
             Picture {
-                what: "LIoR and its difference",
+                what: "what is learned, from what, and what it is worth",
                 file: "lior.svg",
                 panels: vec![
-                    ("lior", named(&[("free phase", "lior"), ("validation", "val_lior")])),
+                    ("metric", lines("metric", self.c.n)),
                     ("delta", named(&[("delta", "delta")])),
+                    ("found", named(&[("learned", "val_found"), ("initial", "val_found_initial"), ("chance", "val_found_chance")])),
                 ],
             },
             Picture {
-                what: "metric and rotor",
+                what: "LIoR and rotor",
                 file: "geometry.svg",
-                panels: vec![("metric", lines("metric", self.c.n)), ("rotor (radians)", lines("rotor", self.c.planes()))],
+                panels: vec![
+                    ("lior", named(&[("free phase", "lior"), ("validation", "val_lior")])),
+                    ("rotor (radians)", lines("rotor", self.c.planes())),
+                ],
             },
         ]
     }

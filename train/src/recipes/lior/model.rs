@@ -61,6 +61,9 @@ section! {
         pub gauge: bool = false;
         /// Only every so many windows are nudged and learned from; the others move the field and fill the memory.
         pub nudge_every: u64 = 1, in 1..=1 << 20;
+        /// Whether the memory notes the token that follows each window, and evaluations say how often what is nearest to a held-out window was followed by the
+        /// same one.
+        pub probe: bool = false;
         /// Time step of the field.
         pub dt: f64 = 0.05, in NUMBER;
         /// Mass of the field.
@@ -311,8 +314,9 @@ impl<'g> Lior<'_, 'g> {
             let normed = p.hidden.layer_norm_columns(c.norm_eps as f32, c.dim);
             r.typed(|| (normed * p.weight.reshape(&[b, c.seq, 1])).sum_axis(1).reshape(&[b, c.dim]))
         });
+        let after = r.feed("after", &[b, c.after], DType::I32);
         let nudge = r.scope("target", || {
-            let after = self.encode(r.feed("after", &[b, c.after], DType::I32), p.gain.slice(0, 0, 1));
+            let after = self.encode(after, p.gain.slice(0, 0, 1));
             let places = after.layer_norm_columns(c.norm_eps as f32, c.n);
             r.typed(|| (places.reshape(&[b, c.after, c.n]).mean_axis(1).reshape(&[b, c.n]) - p.query) * c.nudge as f32)
         });
@@ -325,16 +329,18 @@ impl<'g> Lior<'_, 'g> {
             ("free.state", state),
             ("nudge", nudge),
         ];
-        rows.into_iter().for_each(|(name, v)| sums::turn(&self.line(name, &v.shape()), v));
+        // Numbers of tokens are exact in f32 as far as a vocabulary goes.
+        let next = c.probe.then(|| ("free.next", r.typed(|| after.slice(1, 0, 1).cast(DType::F32))));
+        rows.into_iter().chain(next).for_each(|(name, v)| sums::turn(&self.line(name, &v.shape()), v));
         // The field takes the same way in each of a step's windows.
         [("free.curvature", curvature), ("free.re", p.re), ("free.im", p.im)].into_iter().for_each(|(name, v)| self.leave(name, v));
     }
 
-    /// The phase alone, on windows that nothing is learned from. Outputs: lior and speed [batch].
+    /// The phase alone, on windows that nothing is learned from. Outputs: lior and speed [batch], coordinate [batch, n].
     pub fn evaluation(&self) {
         let none = self.between("eval.no_nudge", &[self.batch, self.c.n]);
         let p = self.phase(none, none);
-        [("lior", p.lior), ("speed", p.speed)].into_iter().for_each(|(name, v)| self.r.output(name, v));
+        [("lior", p.lior), ("speed", p.speed), ("coordinate", p.query)].into_iter().for_each(|(name, v)| self.r.output(name, v));
     }
 
     /// The same phase from the same start, nudged.
@@ -428,6 +434,10 @@ impl<'g> Lior<'_, 'g> {
         let wide = |name: &str| self.rows(name, &[b, c.n]);
         r.update(g.coordinates, ring_write(g.coordinates, g.filled, wide("free.coordinate")));
         r.update(g.states, ring_write(g.states, g.filled, self.rows("free.state", &[b, c.dim])));
+        if c.probe {
+            let next = r.state("memory_next", &[c.memory, 1], DType::F32, Init::Full(0.0));
+            r.update(next, ring_write(next, g.filled, self.rows("free.next", &[b, 1])));
+        }
         r.update(g.filled, count(g.filled, engine::mutant!("lior-counts-one-slot", b * self.accumulate, 1)));
         r.update(g.windows, count(g.windows, 1));
         r.update(g.re, self.between("free.re", &c.field));

@@ -189,8 +189,13 @@ fn rotated<'g>(v: Var<'g>, angles: Var<'g>) -> Var<'g> {
     v
 }
 
-/// Turns v where it lies; `turns` are the cosine and sine of every plane.
-fn rotate(v: &mut [f32], turns: &[(f32, f32)]) {
+/// The cosine and sine of every plane.
+pub fn turns(angles: &[f32]) -> Vec<(f32, f32)> {
+    angles.iter().map(|a| (a.cos(), a.sin())).collect()
+}
+
+/// Turns v where it lies.
+pub fn rotate(v: &mut [f32], turns: &[(f32, f32)]) {
     let n = v.len();
     for (l, layer) in turns.chunks(n / 2).enumerate() {
         for (j, &(cos, sin)) in layer.iter().enumerate() {
@@ -232,7 +237,7 @@ impl Op for Retrieve {
         let (own_step, memory_step, value_step) = (stride(1, 3), stride(3, 1), stride(4, 1));
         let (memory, values) = (x[3].f32(), x[4].f32());
         let filled = (x[5].i32()[0].max(0) as usize).min(s.slots);
-        let turns: Vec<(f32, f32)> = x[6].f32().iter().map(|a| (a.cos(), a.sin())).collect();
+        let turns = turns(x[6].f32());
         let (rotated, given) = workspace.split_at_mut(s.slots * n);
         for (i, to) in rotated.chunks_mut(n).take(filled).enumerate() {
             to.copy_from_slice(&memory[i * memory_step..][..n]);
