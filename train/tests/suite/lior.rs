@@ -387,6 +387,64 @@ fn epochs_are_counted() {
     assert!(epochs.len() == 2 && (epochs[1] - 2.0).abs() < 0.1, "{epochs:?}");
 }
 
+/// An encoder that another run has trained is what it was there, from the first window to the last; that run is not asked for again.
+#[test]
+fn an_encoder_is_trained_and_frozen() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let encoder = ["--steps", "120", "--set", "pretrain=true", "--set", "learning_rate=3e-3", "--set", "nudge_every=1", "--set", "batch=8"];
+    train(&at("encoder"), &encoder);
+    let losses: Vec<f64> = crate::common::records(&at("encoder"), "train").iter().map(|r| r["loss"].as_f64().unwrap()).collect();
+    assert!(losses[0] > 5.0 && losses[losses.len() - 1] < 3.3, "{losses:?}");
+    assert!(!crate::common::records(&at("encoder"), "val").is_empty());
+    let named = format!("model.encoder={}", at("encoder").display());
+    train(&at("lior"), &["--steps", "3", "--set", &named, "--set", "horizon=9"]);
+    let weights = |run: &str, step: u64| {
+        let path = at(run).join(format!("checkpoints/step-{step:08}/model.safetensors"));
+        let all = kiln::checkpoint::load_safetensors(&path).unwrap();
+        let own = all.names().into_iter().filter(|n| n.starts_with("encoder."));
+        own.map(|n| (n.clone(), all.get(&n).unwrap().2.to_vec())).collect::<Vec<_>>()
+    };
+    let trained = weights("encoder", 120);
+    assert!(trained.len() == 6 && weights("lior", 3) == trained);
+    std::fs::rename(at("encoder"), at("elsewhere")).unwrap();
+    let (ok, text) = kiln(&["train", "--out", at("lior").to_str().unwrap(), "--resume", "--steps", "6", "--threads", "1"]);
+    assert!(ok && weights("lior", 6) == trained, "{text}");
+
+    let refused = |sets: &[&str], parts: &[&str]| {
+        let all: Vec<&str> = LITTLE.iter().chain(sets).flat_map(|s| ["--set", s]).collect();
+        let out = at("refused");
+        crate::common::kiln([&["train", "lior", "--out", out.to_str().unwrap()][..], &all].concat()).fails(parts);
+        assert!(!out.exists());
+    };
+    refused(&[&named], &["model.encoder = ", "there is no checkpoint or run folder"]);
+    let named = format!("model.encoder={}", at("elsewhere").display());
+    refused(&[&named, "dim=16"], &["model.encoder = ", "[256, 32] there, and [256, 16] here", "model.dim, layers"]);
+    refused(&[&named, "pretrain=true"], &["model.encoder = ", "has no use for another"]);
+    let decoder = at("decoder").display().to_string();
+    let small = "seq=24 layers=1 dim=16 hidden=16 head_dim=8 batch=1 eval_batches=1";
+    let sets: Vec<&str> = small.split(' ').flat_map(|s| ["--set", s]).collect();
+    crate::common::kiln([&["train", "decoder", "--steps", "1", "--threads", "1", "--out", &decoder][..], &sets].concat()).ok();
+    refused(&[&format!("model.encoder={decoder}")], &["model.encoder = ", "has no 'encoder."]);
+    // A weight that is not finite, in a checkpoint that is whole otherwise.
+    let step = at("elsewhere/checkpoints/step-00000120");
+    let (found, all) =
+        (kiln::checkpoint::open(&step).unwrap(), kiln::checkpoint::load_safetensors(&step.join("model.safetensors")).unwrap());
+    let mut qkv = all.get("encoder.qkv").unwrap().2.to_vec();
+    qkv[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    let names = all.names();
+    let tensor = |name| {
+        let (dtype, shape, bytes) = all.get(name).unwrap();
+        (name, dtype, shape, if name == "encoder.qkv" { &qkv[..] } else { bytes })
+    };
+    let parts: Vec<_> = names.iter().map(|name| tensor(name.as_str())).collect();
+    let tensors = parts.iter().map(|(name, dtype, shape, bytes)| kiln::checkpoint::Tensor { name, dtype, shape, bytes }).collect();
+    let broken = at("broken/checkpoints");
+    std::fs::create_dir_all(&broken).unwrap();
+    kiln::checkpoint::save(&broken, 1, &[("model.safetensors", tensors)], &[], &found.meta, 0.into()).unwrap();
+    refused(&[&format!("model.encoder={}", at("broken").display())], &["model.encoder = ", "'encoder.qkv' holds NaN"]);
+}
+
 /// Every window counts once, and alike, in however many batches they are read.
 #[test]
 fn an_evaluation_is_a_mean_over_its_windows() {

@@ -23,8 +23,14 @@ pub fn windows(file: &Golden, switches: &Switches, device: &Device) -> Result<Co
     fields.insert("after".into(), after.into());
     fields.insert("rows".into(), rows.into());
     // Nor what was added to its rule, all of which is off.
-    let added: [(&str, serde_json::Value); 4] =
-        [("decay", 0.0.into()), ("gauge", false.into()), ("nudge_every", 1.into()), ("probe", false.into())];
+    let added: [(&str, serde_json::Value); 6] = [
+        ("decay", 0.0.into()),
+        ("gauge", false.into()),
+        ("nudge_every", 1.into()),
+        ("probe", false.into()),
+        ("encoder", "".into()),
+        ("pretrain", false.into()),
+    ];
     fields.extend(added.map(|(name, off)| (name.into(), off)));
     let c = LiorConfig::from_json("model", &config).map_err(|e| bad(format!("has a config that lior does not know: {e}")))?;
     c.check()?;

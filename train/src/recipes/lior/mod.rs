@@ -1,5 +1,6 @@
 //! lior: learning without back-propagation. Three programs over one Store; nothing asks for a gradient.
 
+mod encoder;
 mod golden;
 mod model;
 mod ops;
@@ -7,14 +8,16 @@ mod probe;
 
 pub use model::{Lior, LiorConfig};
 
+use crate::checkpoint::Loaded;
 use crate::config::{Config, ConfigError, DataConfig, Keys, Section, TrainConfig};
 use crate::data::{Loader, Source};
 use crate::golden::Golden;
 use crate::recipe::{
-    Better, Computed, Evaluation, Extent, Metric, Pending, Picture, Reads, Recipe, Reference, Session, Task, TrainError, Unit,
+    Better, Computed, Evaluation, Extent, Metric, Pending, Picture, Reads, Recipe, Reference, Session, Supervised, Task, TrainError, Unit,
 };
 use crate::text::{self, Text};
-use engine::{Data, Device, Extension, Graph, Recorder, Switches};
+use encoder::NextToken;
+use engine::{Data, Device, Extension, Graph, Meta, Recorder, Switches};
 use probe::Probe;
 use std::sync::Arc;
 
@@ -46,6 +49,7 @@ impl Recipe for LiorRecipe {
     fn presets(&self) -> &'static [(&'static str, &'static str)] {
         &[
             ("development", include_str!("../../../configs/lior-development.toml")),
+            ("encoder", include_str!("../../../configs/lior-encoder.toml")),
             ("production", include_str!("../../../configs/lior-production.toml")),
             ("profiling", include_str!("../../../configs/lior-profiling.toml")),
         ]
@@ -70,6 +74,11 @@ impl Recipe for LiorRecipe {
         }
         let train: TrainConfig = config.section("train")?;
         train.check()?;
+        if c.pretrain {
+            let text = Text::new(config.section("data")?, c.vocab, c.seq, config.seed());
+            text.tokenizer()?;
+            return Ok(Box::new(Supervised::new(NextToken { c, text }, train, config.seed())));
+        }
         c.check_batch(train.batch, train.accumulate, train.steps)?;
         if train.patience > 0 && !c.probe {
             return Err(ConfigError::Invalid(
@@ -79,7 +88,7 @@ impl Recipe for LiorRecipe {
         }
         let text = Text::new(config.section("data")?, c.vocab, c.seq + c.after, config.seed());
         text.tokenizer()?;
-        Ok(Box::new(LiorTask { c, train, text, loader: None, validation: None, bench: None, reports: "update" }))
+        Ok(Box::new(LiorTask { c, train, text, loader: None, validation: None, encoder: None, bench: None, reports: "update" }))
     }
 
     fn reads(&self) -> &'static [Reads] {
@@ -159,7 +168,10 @@ fn reported(c: &LiorConfig) -> Vec<String> {
     first.into_iter().chain(numbered("metric", c.n)).chain(numbered("rotor", c.planes())).collect()
 }
 
+/// Those of `model.pretrain` first.
 const METRICS: &[Metric] = &[
+    Metric::TEXT[0],
+    Metric::TEXT[1],
     Metric::new(
         "lior",
         Unit::None,
@@ -208,6 +220,8 @@ struct LiorTask {
     text: Text,
     loader: Option<Loader>,
     validation: Option<Arc<dyn Source>>,
+    /// What is frozen from the first step on, where it is another run's.
+    encoder: Option<Loaded>,
     /// What `bench_step` feeds, made once.
     bench: Option<Window>,
     /// The program that reports the last step.
@@ -267,6 +281,10 @@ impl Task for LiorTask {
     }
 
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {
+        // A run that goes on has it in its checkpoints.
+        if done == 0 && !self.c.encoder.is_empty() {
+            self.encoder = Some(encoder::trained(self, &self.c.encoder)?);
+        }
         let source = self.text.source(true)?;
         let order = source.order(self.text.seed);
         let (batch, parts) = (self.train.batch, self.train.accumulate);
@@ -276,6 +294,12 @@ impl Task for LiorTask {
     }
 
     fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError> {
+        if let Some(trained) = self.encoder.take() {
+            for name in trained.names().into_iter().filter(|name| encoder::is_encoders(name)) {
+                let (_, shape, bytes) = trained.get(&name).expect("one of its names");
+                s.store.set(&name, &Meta::f32(&shape), bytes)?;
+            }
+        }
         let loader = self.loader.as_mut().expect("begin comes first");
         let batches = (0..self.train.accumulate).map(|_| loader.next()).collect::<Result<Vec<_>, _>>()?;
         let windows = batches.iter().map(|b| self.window(&b.ids, b.first_item)).collect::<Result<Vec<_>, _>>()?;
@@ -329,7 +353,7 @@ impl Task for LiorTask {
     }
 
     fn metrics(&self) -> &'static [Metric] {
-        METRICS
+        &METRICS[Metric::TEXT.len()..]
     }
 
     fn extent(&self) -> Result<Option<Extent>, TrainError> {

@@ -9,7 +9,7 @@ use super::ops::evolve::evolution;
 use super::ops::retrieve::{PLANES, retrieval};
 use super::ops::ring::{count, ring_write};
 use crate::config::{ConfigError, NORM_EPS, Section};
-use crate::recipe::sums;
+use crate::recipe::{Feeds, sums};
 use crate::section;
 use engine::ops::attention::attention;
 use engine::ops::concat::concat;
@@ -64,6 +64,11 @@ section! {
         /// Whether the memory notes the token that follows each window, and evaluations say how often what is nearest to a held-out window was followed by the
         /// same one.
         pub probe: bool = false;
+        /// A run that has trained an encoder of this size (model.pretrain, the preset encoder): its encoder is taken when the run begins, and frozen. Empty: one
+        /// that is drawn at random.
+        pub encoder: String = String::new();
+        /// Trains nothing but the encoder, to name the next token, by AdamW: for model.encoder of another run.
+        pub pretrain: bool = false;
         /// Time step of the field.
         pub dt: f64 = 0.05, in NUMBER;
         /// Mass of the field.
@@ -105,6 +110,9 @@ impl LiorConfig {
         }
         if self.after > self.seq {
             return bad(format!("model.after = {} is more than model.seq = {}: there is no position for the rest", self.after, self.seq));
+        }
+        if self.pretrain && !self.encoder.is_empty() {
+            return bad(format!("model.encoder = {}: a run that trains the encoder (model.pretrain) has no use for another", self.encoder));
         }
         Ok(())
     }
@@ -223,6 +231,20 @@ impl<'g> Lior<'_, 'g> {
         }
     }
 
+    fn embedding(&self) -> Var<'g> {
+        self.r.param("encoder.embedding", &[self.c.vocab, self.c.dim], Init::Normal { std: 0.02 })
+    }
+
+    /// The loss of an encoder that learns to name the next token, with its embedding as its head.
+    pub fn next_token(&self) -> Var<'g> {
+        let (c, r, tokens) = (self.c, self.r, self.batch * self.c.seq);
+        let f = Feeds::new(r, self.batch, c.seq);
+        // The mean size of a field as it is drawn: about the gain that the encoder will meet.
+        let gain = r.full(&[1], PI.sqrt() / 2.0);
+        let rows = r.scope("encoder", || self.encode(f.ids, gain).reshape(&[tokens, c.dim]).layer_norm(c.norm_eps as f32));
+        r.scope("loss", || rows.linear_cross_entropy(self.embedding(), f.targets.reshape(&[tokens]), f.weight))
+    }
+
     /// ids [batch, time] under each gain [steps] -> rows before the last norm [steps, batch, time, dim].
     fn encode(&self, ids: Var<'g>, gain: Var<'g>) -> Var<'g> {
         let (c, r) = (self.c, self.r);
@@ -230,7 +252,7 @@ impl<'g> Lior<'_, 'g> {
         let rows = s * b * t;
         let param = |name: &str, shape: &[usize], std: f64| r.param(&format!("encoder.{name}"), shape, Init::Normal { std: std as f32 });
         let wide = |n: usize| 1.0 / (n as f64).sqrt();
-        let table = param("embedding", &[c.vocab, d], 0.02);
+        let table = self.embedding();
         let position = param("position", &[c.seq, d], 0.02);
         let qkv = param("qkv", &[c.layers, 3 * d, d], wide(d));
         let out = param("out", &[c.layers, d, d], wide(d));
