@@ -17,7 +17,7 @@ device=${DEVICE:-cuda}
 # A name, the share of the time that it gets, and what follows `kiln bench`. Batches are smaller than those of peers/compare.py, so that many rounds fit. The last two are
 # what guides speak of: CUDA graphs at a small batch, checkpointing of whole blocks.
 rows=${ROWS:-"vision_bdh 9 vision_bdh --preset cifar10
-lior 8 lior --preset production --set batch=8 --steps-for-error 10
+lior 8 lior --preset production --set batch=8 --set nudge_every=1 --steps-for-error 10
 gpt2-124m 15 decoder --preset gpt2-124m --set batch=16 --also fp8,adam8bit --steps-for-error 10
 hydra 14 hydra --preset 100m --set batch=16 --also fp8 --steps-for-error 10
 hrm 11 hrm --preset sudoku-moe --set batch=96

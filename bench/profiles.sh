@@ -14,7 +14,7 @@ steps=${STEPS:-10}
 commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 
 rows=${ROWS:-"vision_bdh vision_bdh --preset cifar10
-lior lior --preset production --set batch=8
+lior lior --preset production --set batch=8 --set nudge_every=1
 gpt2-124m decoder --preset gpt2-124m --set batch=64
 qwen2.5-0.5b decoder --preset qwen2.5-0.5b --set batch=32
 hydra hydra --preset 100m --set batch=64

@@ -201,7 +201,7 @@ fn what_cannot_decide_is_refused() {
         assert!(parts.iter().all(|part| said.contains(part)), "{said}");
     }
     assert!(!out.exists());
-    kiln(["train", "lior", "--out", &text(&out), "--set", "patience=2"]).fails(&["train.patience", "no metric"]);
+    kiln(["train", "lior", "--out", &text(&out), "--set", "patience=2", "--set", "probe=false"]).fails(&["train.patience", "no metric"]);
     assert!(!out.exists());
 }
 

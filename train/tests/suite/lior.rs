@@ -362,7 +362,9 @@ fn stopped_and_resumed_is_never_having_stopped_and_the_pictures_are_drawn() {
     let metrics = std::fs::read_to_string(whole.join("metrics.jsonl")).unwrap();
     let last = metrics.lines().last().unwrap();
     crate::common::all_meant(&whole, &[serde_json::from_str(last).unwrap()]);
-    for key in ["\"lior\"", "\"curvature\"", "\"speed\"", "\"delta\"", "\"metric.4\"", "\"rotor.5\"", "\"val_lior\""] {
+    let probed = ["\"val_found\"", "\"val_found_initial\"", "\"val_found_chance\""];
+    for key in ["\"lior\"", "\"curvature\"", "\"speed\"", "\"delta\"", "\"metric.4\"", "\"rotor.5\"", "\"val_lior\""].iter().chain(&probed)
+    {
         assert!(last.contains(key), "{key} in {last}");
     }
     // Evaluation reads the field and the memory of the checkpoint.
@@ -371,7 +373,7 @@ fn stopped_and_resumed_is_never_having_stopped_and_the_pictures_are_drawn() {
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let recorded: serde_json::Value = serde_json::from_str(last).unwrap();
     crate::common::all_declared(&value);
-    assert_eq!(value["lior"], recorded["val_lior"]);
+    assert_eq!((&value["lior"], &value["found"]), (&recorded["val_lior"], &recorded["val_found"]));
 }
 
 /// Where the text has an end, a run says how often it was gone through.

@@ -179,6 +179,8 @@ const FURTHER: &[Divided] = &[
     (GPT2, &["train.accumulate=2"], &[([2, 2], &["passes.zero=auto", TOKENS[0]])]),
     (GPT2, &["train.optimizer=muon"], &[([1, 2], &[]), ([2, 2], GATHERED)]),
     (MAMBA2, &[], &[([2, 1], &[]), ([1, 2], &[])]),
+    // The preset has them on.
+    (LIOR, &["decay=0.0", "gauge=false", "nudge_every=1", "probe=false"], &[([2, 1], &[]), ([1, 2], &[])]),
     (HYDRA, &[], &[([2, 1], GATHERED), ([1, 2], TOKENS), ([2, 2], TOKENS)]),
     (DECODER, &["train.optimizer=muon"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED), ([1, 2], &[])]),
     (DECODER, &["passes.adam8bit=auto,least=256"], &[([2, 1], &["passes.zero=auto"]), ([4, 1], GATHERED)]),
