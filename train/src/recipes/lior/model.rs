@@ -54,8 +54,7 @@ section! {
         pub nudge_beta: f64 = 0.1, in DIVISOR;
         /// The rotor's learning rate, as a share of the metric's.
         pub rotor_rate: f64 = 0.01, in NUMBER;
-        /// The share by which the metric's logarithms and the rotor's angles shrink with every window that is learned from, at the highest rate; it falls as the
-        /// rate does, so that what they settle at stays. 0: nothing holds them.
+        /// Share by which the metric's logarithms and the rotor's angles shrink with each window that is learned from; falls as the rate does. 0: none.
         pub decay: f64 = 0.0, in 0.0..=1.0;
         /// Holds the metric's geometric mean at 1: the scale of all coordinates together is nothing that could be learned.
         pub gauge: bool = false;
