@@ -18,6 +18,7 @@ use rustix::net::{RecvFlags, recv};
 use rustix::process::Signal;
 
 use crate::data::chats;
+use crate::guarded::in_time;
 pub use limits::Limits;
 
 type Serve = fn(&UnixStream, &mut Limits);
@@ -114,6 +115,12 @@ impl Process {
         // One arena: memory that is reserved counts, too. A terminal's signals are not for it.
         command.env("MALLOC_ARENA_MAX", "1").env("RUST_BACKTRACE", "0").process_group(0);
         Ok(Process { child: command.spawn()?, socket })
+    }
+
+    /// What it says. After a signal nobody waits for it any longer.
+    pub fn receive(&self) -> std::io::Result<Vec<u8>> {
+        let late = || format!("a process that reads a file has said nothing for {} minutes", SILENT.as_secs() / 60);
+        in_time(2 * SILENT, late, || wire::receive(&self.socket))
     }
 
     /// After an error of its socket.

@@ -177,9 +177,26 @@ pub fn stale(pid: u32) -> bool {
 fn made_by(name: &str) -> Option<(&str, u32)> {
     let (of, made) = name.strip_prefix('.')?.rsplit_once(".tmp-")?;
     let (pid, number) = made.split_once('-').unwrap_or((made, "0"));
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let is_number = |text: &str| text == "0" || (!text.is_empty() && !text.starts_with('0') && text.bytes().all(|b| b.is_ascii_digit()));
     engine::mutant!("whatever-is-called-temporary-is-removed", is_number(pid) && is_number(number), true).then_some(())?;
-    Some((of, pid.parse().ok()?))
+    Some((of, pid.parse().ok().filter(|pid| (1..=MOST_PROCESSES).contains(pid))?))
+}
+
+/// No process of Linux has a larger number; a date such as 20251101 is larger.
+const MOST_PROCESSES: u32 = 1 << 22;
+
+/// What kiln writes into a run's folder.
+const OF_RUNS: [&str; 7] = ["html", "json", "jsonl", "png", "safetensors", "svg", "toml"];
+
+/// Removes what killed processes left of files in a run's folder, whose lock this process has. Best effort.
+pub fn sweep_run(dir: &Path) {
+    let is_ours = |entry: &fs::DirEntry| {
+        let name = entry.file_name();
+        let of = name.to_str().and_then(made_by).filter(|(_, pid)| stale(*pid));
+        let is_of_runs = of.is_some_and(|(of, _)| Path::new(of).extension().is_some_and(|e| OF_RUNS.iter().any(|own| e == *own)));
+        is_of_runs && entry.file_type().is_ok_and(|kind| kind.is_file())
+    };
+    fs::read_dir(dir).into_iter().flatten().flatten().filter(is_ours).for_each(|entry| drop(remove(&entry.path())));
 }
 
 /// Removes what killed processes left in a folder (of one name, or of any) and have not written to for `idle`. Best effort.
@@ -407,8 +424,17 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let before = SystemTime::now() - 2 * LEFT;
-        let own = ["m.tmp-2023", ".m.tmp-2023-backup.tar", ".m.tmp-", ".m.tmp-2023x", "m.tmp-1234567", ".m.tmp-2023-"];
-        let ours = [".m.tmp-4294967294", ".m.tmp-4294967294-3"];
+        let own = [
+            "m.tmp-2023",
+            ".m.tmp-2023-backup.tar",
+            ".m.tmp-",
+            ".m.tmp-2023x",
+            "m.tmp-1234567",
+            ".m.tmp-2023-",
+            ".m.tmp-20251101",
+            ".m.tmp-007",
+        ];
+        let ours = [".m.tmp-4194304", ".m.tmp-4194304-3"];
         for name in own.iter().chain(&ours) {
             fs::create_dir(at(name)).unwrap();
             fs::write(at(name).join("thesis.tex"), "years of work").unwrap();
@@ -417,6 +443,16 @@ mod tests {
         }
         write(&at("m"), b"").unwrap();
         sweep(dir.path(), None, Duration::ZERO);
+        // In a run's folder only files of the kinds that kiln writes there.
+        let run = dir.path().join("run");
+        fs::create_dir(&run).unwrap();
+        [".draft.tmp-4194304", ".config.toml.tmp-4194304", ".notes.txt.tmp-4194304"]
+            .iter()
+            .for_each(|name| fs::write(run.join(name), "").unwrap());
+        fs::create_dir(run.join(".loss.svg.tmp-4194304")).unwrap();
+        sweep_run(&run);
+        assert_eq!(names(&run), [".draft.tmp-4194304", ".loss.svg.tmp-4194304", ".notes.txt.tmp-4194304"]);
+        fs::remove_dir_all(&run).unwrap();
         let mut left: Vec<String> = own.iter().chain(&["m"]).map(|name| name.to_string()).collect();
         left.sort();
         assert_eq!(names(dir.path()), left);
@@ -426,7 +462,7 @@ mod tests {
     fn what_a_killed_process_left_is_taken_away() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        let dead = u32::MAX; // no process has this number
+        let dead = MOST_PROCESSES; // no process has this number
         let before = SystemTime::now() - 2 * LEFT;
         for name in [format!(".m.tmp-{dead}"), format!(".other.tmp-{dead}"), ".m.tmp-1".into(), ".m.tmp-x".into()] {
             fs::create_dir(at(&name)).unwrap();

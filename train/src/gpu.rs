@@ -137,10 +137,15 @@ fn trusted(folder: &Path) -> Result<(), String> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(e) => return Err(e.to_string()),
     };
-    match m.mode() & 0o002 {
+    // A group of this user alone has the user's number, by convention.
+    let own_group = m.gid() == me && m.gid() == rustix::process::getegid().as_raw();
+    match m.mode() & 0o022 {
         _ if m.uid() != me => Err(format!("it belongs to user {}, not to user {me} who runs this", m.uid())),
-        0 => Ok(()),
-        _ => Err("everybody may write to it (chmod o-w)".into()),
+        mode if mode & 0o002 != 0 => Err("everybody may write to it (chmod o-w)".into()),
+        mode if engine::mutant!("a-groups-cache-is-used", mode != 0 && !own_group, false) => {
+            Err(format!("group {} may write to it (chmod g-w)", m.gid()))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -270,6 +275,22 @@ mod tests {
         assert_eq!(loader("/a:"), [PathBuf::from("/a"), PathBuf::new()]);
         assert_eq!(loader("/a;/b:c;"), ["/a", "/b", "c", ""].map(PathBuf::from));
         assert_eq!(owners(&|_| Some("root".into())), Vec::<u32>::new());
+    }
+
+    /// Compiled kernels lie there.
+    #[test]
+    fn a_cache_that_a_group_may_write_to_is_not_used() {
+        let dir = tempfile::tempdir().unwrap();
+        let mode = |mode: u32| fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode)).unwrap();
+        mode(0o770);
+        // Only root can give a folder to another group.
+        if rustix::process::geteuid().is_root() {
+            assert_eq!(trusted(dir.path()), Ok(()), "root's own group");
+            std::os::unix::fs::chown(dir.path(), None, Some(65534)).unwrap();
+            assert!(trusted(dir.path()).unwrap_err().contains("group 65534 may write to it (chmod g-w)"));
+            mode(0o750);
+            assert_eq!(trusted(dir.path()), Ok(()));
+        }
     }
 
     #[test]

@@ -198,10 +198,11 @@ fn judge(asked: Option<usize>, passed: bool, said: &str) -> Option<Ended> {
     if asked != ran {
         return None;
     }
-    // "test a::b ... FAILED", "FAIL  norm: rms (gradient)   input 0: .."
+    // "test a::b ... FAILED", "FAIL  norm: rms (gradient)   input 0: ..", "lior development   gemm-epilogue   +15.7% (..), SLOWER"
     let test = |l: &str| l.strip_prefix("test ")?.strip_suffix(" ... FAILED").map(String::from);
     let check = |l: &str| l.strip_prefix("FAIL  ").and_then(|l| l.split("  ").next()).map(String::from);
-    let failed: Vec<String> = said.lines().filter_map(|l| test(l).or_else(|| check(l))).collect();
+    let slower = |l: &str| l.strip_suffix(", SLOWER").map(|l| l.split_whitespace().collect::<Vec<_>>().join(" "));
+    let failed: Vec<String> = said.lines().filter_map(|l| test(l).or_else(|| check(l)).or_else(|| slower(l))).collect();
     // Of several tests each must find it.
     let all = asked.is_none_or(|asked| failed.len() == asked);
     match failed.into_iter().next() {
@@ -307,6 +308,7 @@ mod tests {
             judged(None, false, "ok    a: b\nFAIL  norm: rms (gradient)     input 0\n").as_deref(),
             Some("Failed(\"norm: rms (gradient)\")")
         );
+        assert_eq!(judged(None, false, "a b   +15.7% (+1% to +20%), SLOWER\n").as_deref(), Some("Failed(\"a b +15.7% (+1% to +20%)\")"));
         assert_eq!(judged(None, false, "error: no op is called 'nrom'\n"), None);
         assert_eq!(judged(None, true, "3 passed, 0 failed\n").as_deref(), Some("Passed"));
     }

@@ -105,7 +105,7 @@ impl<'a> Run<'a> {
         files::create_folder(out).map_err(io("cannot create the run's folder", out))?;
         let _lock = lock(out)?;
         let place = Place::of(out)?;
-        files::sweep(out, None, Duration::ZERO);
+        files::sweep_run(out);
         let checkpoints = options.home().join("checkpoints");
         if checkpoints.is_symlink() && !checkpoints.exists() {
             return Err(TrainError::Other(format!("{} is a link to a folder that is not there", checkpoints.display())));

@@ -422,6 +422,8 @@ fn an_encoder_is_trained_and_frozen() {
     refused(&[&named], &["model.encoder = ", "there is no checkpoint or run folder"]);
     let named = format!("model.encoder={}", at("elsewhere").display());
     refused(&[&named, "dim=16"], &["model.encoder = ", "[256, 32] there, and [256, 16] here", "model.dim, layers"]);
+    // Weights have the same shapes with any number of heads.
+    refused(&[&named, "heads=4"], &["model.encoder = ", "its model.heads is 2, and 4 here"]);
     refused(&[&named, "pretrain=true"], &["model.encoder = ", "has no use for another"]);
     let decoder = at("decoder").display().to_string();
     let small = "seq=24 layers=1 dim=16 hidden=16 head_dim=8 batch=1 eval_batches=1";

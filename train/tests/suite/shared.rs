@@ -108,6 +108,16 @@ fn no_command_that_hands_a_model_on_copies_what_a_link_leads_to() {
             let _ = fs::copy(whole.join(name), base.join(name));
         }
     }
+    // Weights, where nothing is made of them but a copy.
+    fs::rename(base.join("model.safetensors"), model.at("home/model.safetensors")).unwrap();
+    symlink("../home/model.safetensors", base.join("model.safetensors")).unwrap();
+    for (what, line) in model.handed_on(&base).into_iter().filter(|(what, _)| *what != "merge") {
+        let out = model.at(&format!("linked-{what}"));
+        model.run(format!("{line} {}", out.display())).fails(&["model.safetensors", "leads out"]);
+        assert!(!out.exists(), "{what}");
+    }
+    fs::remove_file(base.join("model.safetensors")).unwrap();
+    fs::rename(model.at("home/model.safetensors"), base.join("model.safetensors")).unwrap();
     // A file of another name is left behind; a link that stays in the folder is followed.
     symlink(model.at("home/id_rsa"), base.join("notes.txt")).unwrap();
     fs::write(base.join("template"), "{{ messages }} of its own").unwrap();
@@ -349,6 +359,22 @@ fn links_that_come_while_a_run_goes_on_lead_no_write_away() {
 }
 
 /// `kiln bench --against pytorch` runs the comparison of the checkout that it was built from, or of one that is named.
+/// Wherever Python looks for modules: one of the working directory is somebody's file.
+#[test]
+fn no_module_of_the_working_directory_is_run_for_a_comparison() {
+    let dir = tempdir().unwrap();
+    let ran = dir.path().join("ran");
+    let planted = format!("open({:?}, 'a').write('x')\n", text(&ran));
+    ["torch.py", "json.py", "sitecustomize.py"].iter().for_each(|name| fs::write(dir.path().join(name), &planted).unwrap());
+    for path in [None, Some(""), Some(":/nowhere"), Some(".")] {
+        let mut c = command(["bench", "hydra"].iter().chain(SMALL).chain(&["--device", "cpu", "--against", "pytorch"]));
+        c.current_dir(dir.path()).env_remove("VIRTUAL_ENV").env_remove("PYTHONPATH");
+        c.envs(path.map(|path| ("PYTHONPATH", path)));
+        finish(c).fails(&["--against pytorch"]);
+        assert!(!ran.exists(), "PYTHONPATH={path:?}");
+    }
+}
+
 #[test]
 fn the_comparison_with_pytorch_is_nobody_elses() {
     let dir = tempdir().unwrap();

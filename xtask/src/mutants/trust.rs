@@ -154,6 +154,11 @@ pub const MUTANTS: &[Mutant] = &[
         "a tokenizer may take any time",
         Train(&["tokenizers::a_tokenizer_whose_time_grows_with_the_square_of_a_text_is_stopped"]),
     ),
+    (
+        "a-groups-cache-is-used",
+        "a cache that a group may write to is used",
+        TrainLib(&["gpu::tests::a_cache_that_a_group_may_write_to_is_not_used"]),
+    ),
     ("patterns-of-any-size", "a tokenizer's regular expressions may take gigabytes", EXPLODES),
     ("added-tokens-have-any-length", "a tokenizer's added tokens may be as long as they like", EXPLODES),
     ("words-have-any-length", "WordPiece looks at words of any length", EXPLODES),

@@ -30,7 +30,7 @@ impl Peers {
     pub fn find(config: &Config, recipes: Recipes, checkout: Option<&Path>) -> Result<Peers> {
         let script = script(checkout)?;
         let python = python()?;
-        let said = output(Command::new(&python).arg(&script).arg("--list"))?;
+        let said = output(command(&python).arg(&script).arg("--list"))?;
         let all: Vec<(String, Vec<String>)> = serde_json::from_str(&said).with_context(|| format!("{} --list", script.display()))?;
         let own = step_of(config);
         let same = |args: &Vec<String>| {
@@ -59,7 +59,7 @@ impl Peers {
         // A folder that nobody else writes to.
         let file = crate::gpu::cache().join(format!(".peers.tmp-{}", std::process::id()));
         let kiln = std::env::current_exe().context("the path of this program")?;
-        let mut command = Command::new(&self.python);
+        let mut command = command(&self.python);
         command.arg(&self.script).args(&self.rows).arg("--kiln").arg(kiln).arg("--json").arg(&file).args(["--rounds", &rounds.to_string()]);
         command.args(self.passes.iter().flat_map(|pass| ["--pass", pass]));
         let ran = output(&mut command).and_then(|_| crate::input::read_to_string(&file).with_context(|| file.display().to_string()));
@@ -105,8 +105,10 @@ fn python() -> Result<PathBuf> {
     // Not a program of the working directory.
     let on_path = |name: &str| path.iter().filter(|p| p.is_absolute()).map(|p| p.join(name)).find(|p| p.is_file());
     for python in environment.into_iter().chain(["python3", "python"].into_iter().filter_map(on_path)) {
-        let asked = "import torch; print('cuda' if torch.cuda.is_available() else 'none')";
-        match output(Command::new(&python).args(["-c", asked])) {
+        // Before anything is imported: with -c, modules are looked for in the working directory first.
+        let asked =
+            "import sys; sys.path[:] = [p for p in sys.path if p]; import torch; print('cuda' if torch.cuda.is_available() else 'none')";
+        match output(command(&python).args(["-c", asked])) {
             Ok(said) if said.trim() == "cuda" => return Ok(python),
             Ok(_) => problems.push(format!("{}: its torch finds no GPU", python.display())),
             Err(e) => problems.push(format!("{}: {}", python.display(), last_line(&format!("{e:#}")))),
@@ -116,6 +118,17 @@ fn python() -> Result<PathBuf> {
         "--against pytorch: no Python here has PyTorch and a GPU ({}). Install it into an environment and activate that: python3 -m venv peer && . peer/bin/activate && pip install torch",
         problems.join("; ")
     )
+}
+
+/// A Python that takes no module from the working directory, whatever that is.
+fn command(python: &Path) -> Command {
+    let mut command = Command::new(python);
+    command.env("PYTHONSAFEPATH", "1");
+    if let Some(path) = std::env::var_os("PYTHONPATH") {
+        let own = std::env::split_paths(&path).filter(|p| p.is_absolute());
+        command.env("PYTHONPATH", std::env::join_paths(own).unwrap_or_default());
+    }
+    command
 }
 
 fn last_line(text: &str) -> &str {

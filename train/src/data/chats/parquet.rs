@@ -77,7 +77,7 @@ fn read(path: &Path, columns: Option<&Columns>, mut told: Option<&mut Told>, vis
     asked.number(told.is_some().into());
     let mut sent = send(&process.socket, &asked.0);
     loop {
-        let message = match sent.and_then(|()| receive(&process.socket)) {
+        let message = match sent.and_then(|()| process.receive()) {
             Ok(message) => message,
             Err(e) => return Err(broken(reason_of_end(process.ended(&e)))),
         };

@@ -18,7 +18,7 @@ const MADE: usize = 16 << 20;
 /// Where it could make more, it is tried on so much of the text at a time.
 const TRIED: usize = 4 << 10;
 
-/// Texts of fewer bytes are encoded without looking at the clock.
+/// Texts of fewer bytes are encoded without looking at the clock, where no regular expression is tried on them.
 const SHORT: usize = 4 << 10;
 /// Reading a tokenizer.json, and encoding a text, may take so long, and longer for each MiB: a hundred times what is usual on a slow machine.
 const READS: Duration = Duration::from_secs(60);
@@ -31,6 +31,7 @@ pub(crate) struct Words {
     inner: Tokenizer,
     /// Its file, for people.
     pub called: String,
+    has_patterns: bool,
     /// How many bytes a normalizer may make of one.
     growth: f64,
 }
@@ -64,8 +65,12 @@ impl Words {
             })
         });
         let inner = read.ok_or("not a readable tokenizer.json: its parts contradict one another")?;
-        let words =
-            Words { inner: inner.map_err(|e| format!("not a readable tokenizer.json: {e}"))?, called: "a tokenizer.json".into(), growth };
+        let words = Words {
+            inner: inner.map_err(|e| format!("not a readable tokenizer.json: {e}"))?,
+            called: "a tokenizer.json".into(),
+            has_patterns: memmem(text, b"\"Regex\""),
+            growth,
+        };
         // What its parts do to any text at all.
         for text in ["", "a"] {
             words.encode_fast(text, true).map_err(|e| format!("not a usable tokenizer.json: {e}"))?;
@@ -107,7 +112,8 @@ impl Words {
                 allowed.as_secs()
             )
         };
-        let encoded = if text.len() < SHORT { guarded(encode) } else { in_time(allowed, late, || guarded(encode)) };
+        let is_quick = text.len() < SHORT && !self.has_patterns;
+        let encoded = if is_quick { guarded(encode) } else { in_time(allowed, late, || guarded(encode)) };
         match encoded {
             Some(Ok(encoding)) => Ok(encoding),
             Some(Err(e)) => refused(&e.to_string()),
@@ -133,8 +139,14 @@ impl Words {
     }
 
     pub fn decode(&self, ids: &[u32]) -> Option<String> {
-        guarded(|| self.inner.decode(ids, false).ok()).flatten()
+        let decode = || guarded(|| self.inner.decode(ids, false).ok()).flatten();
+        let late = || format!("{}: decoding {} tokens has not ended after {} s", self.called, ids.len(), ENCODES.as_secs());
+        if self.has_patterns { in_time(ENCODES, late, decode) } else { decode() }
     }
+}
+
+fn memmem(text: &[u8], part: &[u8]) -> bool {
+    text.windows(part.len()).any(|found| found == part)
 }
 
 #[cfg(test)]

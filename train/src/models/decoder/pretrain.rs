@@ -111,6 +111,12 @@ impl Pretraining {
     /// Where the base is, if it has been trained: whole, or an error that says how to have it made again.
     pub fn found(&self) -> Result<Option<PathBuf>, TrainError> {
         let path = self.path();
+        if path.is_symlink() && !path.exists() {
+            let path = path.display();
+            return Err(TrainError::Other(format!(
+                "{path} is a link to a folder that is not there: remove it, and the base is trained again (rm {path})"
+            )));
+        }
         if !path.exists() {
             return Ok(None);
         }
@@ -201,6 +207,11 @@ fn is_whole(path: &Path) -> Result<(), String> {
         )
     };
     let sums = files_of(path, &path.join(SUMS)).ok_or_else(|| damaged(SUMS))?;
+    // Whatever else lies there would become part of the models that are made of it.
+    let others = std::fs::read_dir(path).into_iter().flatten().flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    if let Some(other) = others.into_iter().find(|name| name != SUMS && !sums.contains_key(name)) {
+        return Err(damaged(&other));
+    }
     sums.into_iter().find(|(name, sum)| checksum(&path.join(name)) != Some(*sum)).map_or(Ok(()), |(name, _)| Err(damaged(&name)))
 }
 
@@ -214,6 +225,7 @@ fn files_of(dir: &Path, sums: &Path) -> Option<BTreeMap<String, u64>> {
     let is_there = |name: &str| found.contains_key(name) || !dir.join(name).exists();
     (found.contains_key("config.json") && ["model.safetensors", "tokenizer.json", "tokenizer_config.json"].into_iter().all(is_there))
         .then_some(found)
+        .filter(|found| found.keys().all(|name| Path::new(name).components().count() == 1 && !name.starts_with(['.', '/'])))
 }
 
 /// A model's folder, as transformers reads it.

@@ -14,6 +14,8 @@ pub fn convert(folder: &Folder, out: &Path, kind: Type) -> Result<Vec<String>, M
     // What is written into the file is read without following a link out of the folder: it could lead to a key of whoever exports.
     let own = Contents::open(&folder.path)?;
     own.check()?;
+    // Weights too: a file of them is opened here only to see where it leads.
+    folder.file_names().try_for_each(|name| own.file(name).map(drop))?;
     let config = own.table("config.json")?.ok_or_else(|| ModelError::bad(&folder.path, "has no config.json any more"))?;
     let (tokens, generation) = (own.table("tokenizer_config.json")?, own.table("generation_config.json")?);
     let template = own.chat_template()?;

@@ -63,7 +63,8 @@ impl Model for NextToken {
 }
 
 /// The weights of the run that `model.encoder` names; they must fit this task's encoder.
-pub fn trained(task: &dyn Task, from: &str) -> Result<Loaded, TrainError> {
+pub fn trained(task: &dyn Task, c: &LiorConfig) -> Result<Loaded, TrainError> {
+    let from = &c.encoder;
     let bad = |why: String| TrainError::Other(format!("model.encoder = {from}: {why}"));
     let found = run::find_checkpoint(Path::new(from)).map_err(|e| bad(e.to_string()))?;
     let file = found.weights(false).map_err(|e| bad(e.to_string()))?;
@@ -76,6 +77,13 @@ pub fn trained(task: &dyn Task, from: &str) -> Result<Loaded, TrainError> {
         return Err(bad(format!(
             "{why}: name a run of lior (--preset encoder trains one) whose model.dim, layers, heads, seq and vocab are those of this run"
         )));
+    }
+    // What no weight's shape says.
+    let theirs = &found.meta["config"]["model"];
+    for (key, ours) in [("heads", c.heads as f64), ("norm_eps", c.norm_eps)] {
+        if let Some(there) = theirs[key].as_f64().filter(|there| *there != ours) {
+            return Err(bad(format!("its model.{key} is {there}, and {ours} here: name a run whose encoder has the same, or set it")));
+        }
     }
     run::same_tokenizer(&found, task).map_err(|e| bad(e.to_string()))?;
     Ok(file)

@@ -283,7 +283,7 @@ impl Task for LiorTask {
     fn begin(&mut self, done: u64) -> Result<(), TrainError> {
         // A run that goes on has it in its checkpoints.
         if done == 0 && !self.c.encoder.is_empty() {
-            self.encoder = Some(encoder::trained(self, &self.c.encoder)?);
+            self.encoder = Some(encoder::trained(self, &self.c)?);
         }
         let source = self.text.source(true)?;
         let order = source.order(self.text.seed);
@@ -295,7 +295,8 @@ impl Task for LiorTask {
 
     fn step(&mut self, s: &mut Session, step: u64, rate: f64) -> Result<(), TrainError> {
         if let Some(trained) = self.encoder.take() {
-            for name in trained.names().into_iter().filter(|name| encoder::is_encoders(name)) {
+            let own = |name: &String| encoder::is_encoders(name) && s.store.get(name).is_some();
+            for name in trained.names().into_iter().filter(own).collect::<Vec<_>>() {
                 let (_, shape, bytes) = trained.get(&name).expect("one of its names");
                 s.store.set(&name, &Meta::f32(&shape), bytes)?;
             }

@@ -73,7 +73,7 @@ impl Apart {
     /// What it replies; None where it had ended before.
     fn asked(&self, process: &mut Process, request: &[u8]) -> Result<Option<Vec<u8>>, ChatError> {
         let over = |reason: String| self.error(self.over.get_or_init(|| reason));
-        let mut reply = match send(&process.socket, request).and_then(|()| receive(&process.socket)) {
+        let mut reply = match send(&process.socket, request).and_then(|()| process.receive()) {
             Ok(reply) => reply,
             Err(e) => return reason(process.ended(&e)).map_or(Ok(None), |reason| Err(over(reason))),
         };
