@@ -68,7 +68,7 @@ impl Words {
         let words = Words {
             inner: inner.map_err(|e| format!("not a readable tokenizer.json: {e}"))?,
             called: "a tokenizer.json".into(),
-            has_patterns: memmem(text, b"\"Regex\""),
+            has_patterns: holds(text, b"\"Regex\""),
             growth,
         };
         // What its parts do to any text at all.
@@ -145,7 +145,7 @@ impl Words {
     }
 }
 
-fn memmem(text: &[u8], part: &[u8]) -> bool {
+fn holds(text: &[u8], part: &[u8]) -> bool {
     text.windows(part.len()).any(|found| found == part)
 }
 
